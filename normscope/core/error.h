@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <stdexcept>
+
+namespace normscope {
+
+// What every exception of this library derives from. The text says which argument, what was expected
+// and what was given.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// The caller's arguments do not fit. Nothing was updated, nothing was sent.
+class ArgumentError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The ranks of a group could not exchange: the transport failed, a peer failed, or the group was
+// marked as failed earlier. The group cannot be used any more.
+class CommunicationError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A wait ended at its time limit; the text names the ranks that have not come where the transport can
+// tell. The group cannot be used any more.
+class TimeoutError : public CommunicationError {
+ public:
+  using CommunicationError::CommunicationError;
+};
+
+// The ranks met in one exchange with different calls (another layer, direction, number of channels or
+// scope). Every rank gets this error; the group stays usable.
+class MismatchError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace normscope

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "normscope/core/stream.h"
+
+namespace normscope {
+
+// One piece of a parallel loop.
+using Task = std::function<void(std::int64_t)>;
+
+// Calls task(0) ... task(tasks - 1), possibly at once, and returns when all are done; the first
+// exception of a task is thrown again.
+using ParallelFor = std::function<void(std::int64_t tasks, const Task& task)>;
+
+inline void run_serially(std::int64_t tasks, const Task& task) {
+  for (std::int64_t i = 0; i < tasks; ++i) task(i);
+}
+
+// Where work runs. Threads come from the caller: this library keeps no pool. The results do not depend
+// on any of it.
+struct Execution {
+  int threads = 1;
+  ParallelFor parallel_for = run_serially;
+  Stream stream = {};
+};
+
+}  // namespace normscope

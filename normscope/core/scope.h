@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace normscope {
+
+// Who shares statistics. A value: it parses, prints, compares, and knows no process group.
+//
+//   slices:K        each of K slices of this rank's batch, for itself
+//   local           this rank
+//   group:K         K consecutive ranks
+//   node            the ranks of one host
+//   world           all ranks
+//   ranks:0,1/2,3   the named sets of ranks
+//   norm_batch:M    as many ranks or slices as bring the norm batch to M samples
+class Scope {
+ public:
+  enum class Kind { kSlices, kLocal, kGroup, kNode, kWorld, kRanks, kNormBatch };
+
+  [[nodiscard]] static Scope slices(std::int64_t count);  // count >= 1
+  [[nodiscard]] static Scope local();
+  [[nodiscard]] static Scope group(std::int64_t ranks);  // ranks >= 1
+  [[nodiscard]] static Scope node();
+  [[nodiscard]] static Scope world();
+  [[nodiscard]] static Scope ranks(std::vector<std::vector<std::int64_t>> sets);
+  [[nodiscard]] static Scope norm_batch(std::int64_t samples);  // samples >= 1
+
+  // The inverse of str(). Throws ArgumentError, which lists what can be written.
+  [[nodiscard]] static Scope parse(std::string_view text);
+
+  [[nodiscard]] std::string str() const;
+  [[nodiscard]] Kind kind() const noexcept { return kind_; }
+
+  // The K or M of slices:K, group:K and norm_batch:M; 0 elsewhere.
+  [[nodiscard]] std::int64_t count() const noexcept { return count_; }
+
+  // The sets of ranks:...; empty elsewhere.
+  [[nodiscard]] const std::vector<std::vector<std::int64_t>>& sets() const noexcept {
+    return sets_;
+  }
+
+  bool operator==(const Scope&) const = default;
+
+ private:
+  Scope(Kind kind, std::int64_t count, std::vector<std::vector<std::int64_t>> sets);
+
+  Kind kind_;
+  std::int64_t count_;
+  std::vector<std::vector<std::int64_t>> sets_;
+};
+
+}  // namespace normscope
