@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# One function per kind of target, so that every folder's CMakeLists.txt only says what is in it:
+#
+#   normscope_library(normscope_<folder> [SHARED] SOURCES ... DEPENDS ...)
+#   normscope_test(<name> SOURCES ... DEPENDS ... LABELS unit|ranks [TIMEOUT seconds])
+#   normscope_benchmark(<name> SOURCES ... DEPENDS ...)
+
+include_guard(GLOBAL)
+include(GoogleTest)
+
+# Seconds that one test case may take before ctest ends it; long enough for sanitizers on two cores.
+set(NORMSCOPE_TEST_TIMEOUT 120)
+
+# What holds for every target. Multiplication and addition are rounded separately everywhere: equal
+# bits across instruction sets are part of the contract, so contraction into FMA is off.
+function(normscope_set_compile_rules target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  target_compile_options(
+    ${target}
+    PRIVATE -Wall
+            -Wextra
+            -Wpedantic
+            -Wshadow
+            -Wconversion
+            -ffp-contract=off
+            $<$<BOOL:${NORMSCOPE_WERROR}>:-Werror>
+  )
+  set_target_properties(
+    ${target}
+    PROPERTIES CXX_EXTENSIONS OFF
+               CXX_VISIBILITY_PRESET hidden
+               POSITION_INDEPENDENT_CODE ON
+               VISIBILITY_INLINES_HIDDEN ON
+  )
+endfunction()
+
+# A folder of normscope/: target normscope_<folder>, alias normscope::<folder>. Static, or a shared
+# library with SHARED. DEPENDS are public: a folder's headers include those of the folders below it.
+function(normscope_library target)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "SHARED" "" "SOURCES;DEPENDS")
+  if(NOT target MATCHES "^normscope_(.+)$")
+    message(FATAL_ERROR "normscope_library: expected a name normscope_<folder>, got ${target}")
+  endif()
+  set(folder ${CMAKE_MATCH_1})
+
+  if(arg_SHARED)
+    add_library(${target} SHARED ${arg_SOURCES})
+  else()
+    add_library(${target} STATIC ${arg_SOURCES})
+  endif()
+  add_library(normscope::${folder} ALIAS ${target})
+  normscope_set_compile_rules(${target})
+  target_include_directories(${target} PUBLIC $<BUILD_INTERFACE:${normscope_SOURCE_DIR}>)
+  target_link_libraries(${target} PUBLIC ${arg_DEPENDS})
+endfunction()
+
+# A GoogleTest executable, each of whose cases is one ctest case with the label. `unit` cases stay in
+# one thread of control; `ranks` cases start ranks (threads or processes) and wait for each other.
+function(normscope_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABELS;TIMEOUT" "SOURCES;DEPENDS")
+  if(NOT arg_LABELS MATCHES "^(unit|ranks)$")
+    message(FATAL_ERROR "normscope_test(${name}): LABELS: expected unit or ranks, got ${arg_LABELS}")
+  endif()
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT ${NORMSCOPE_TEST_TIMEOUT})
+  endif()
+
+  add_executable(${name} ${arg_SOURCES})
+  normscope_set_compile_rules(${name})
+  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${arg_DEPENDS} GTest::gmock GTest::gtest_main)
+  # The name leads, since suites of two folders may share a name.
+  gtest_discover_tests(
+    ${name}
+    TEST_PREFIX "${name}."
+    DISCOVERY_MODE PRE_TEST
+    PROPERTIES LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
+  )
+endfunction()
+
+# A Google Benchmark executable.
+function(normscope_benchmark name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
+  add_executable(${name} ${arg_SOURCES})
+  normscope_set_compile_rules(${name})
+  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${arg_DEPENDS} benchmark::benchmark_main)
+endfunction()
