@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+
+#include "normscope/comm/communicator.h"
+
+namespace normscope {
+
+enum class Direction { kForward, kBackward };
+
+// Whether this rank's forward will be followed by a backward. Ranks that disagree would hang there, so
+// they all raise in forward.
+enum class BackwardNeeded { kNo, kYes };
+
+// What a rank is doing when it meets its group: compared across ranks, and named in errors.
+struct CallLabel {
+  std::string_view layer;  // qualified name; empty: known by its shape and call number only
+  std::string_view scope;
+  Direction direction = Direction::kForward;
+  std::int64_t channels = 0;
+  BackwardNeeded backward = BackwardNeeded::kYes;
+};
+
+// A group of ranks that share statistics: a communicator, and what makes its messages safe.
+class Exchange {
+ public:
+  explicit Exchange(std::unique_ptr<Communicator> communicator);
+
+  [[nodiscard]] Communicator& communicator() const noexcept { return *communicator_; }
+
+  // Whether one rank is all there is and no message need be sent.
+  [[nodiscard]] bool is_alone() const noexcept { return communicator_->size() == 1; }
+
+  // Doubles that a message needs behind its sums.
+  static constexpr std::int64_t kHeaderSize = 4;
+
+  // Replaces sums and count (message = sums, then kHeaderSize doubles of which the first is the count)
+  // by their totals over the ranks: one all-reduce, behind a small one where the transport cannot bear
+  // ranks that come with different lengths and this layer is new to the group.
+  //
+  // Throws MismatchError on every rank, naming what each rank was doing, where they disagree;
+  // CommunicationError or TimeoutError, naming layer, direction and scope, where the exchange failed.
+  void all_reduce(const CallLabel& label, std::span<double> message, Stream stream);
+
+  // Tells the peers that this rank will not come.
+  void fail(std::string_view reason) noexcept { communicator_->fail(reason); }
+
+ private:
+  void compare(const CallLabel& label, std::span<const double> header);
+  [[noreturn]] void throw_mismatch(const CallLabel& label);
+
+  std::unique_ptr<Communicator> communicator_;
+  std::unordered_set<std::uint64_t> seen_;  // labels that have met this group
+  std::int64_t calls_ = 0;
+};
+
+// What this process has sent since it started.
+struct CommunicationCounters {
+  std::int64_t calls = 0;
+  std::int64_t bytes = 0;  // payload of this rank's messages, whatever the transport
+  double seconds = 0.0;    // spent in the exchange, waiting included
+};
+[[nodiscard]] CommunicationCounters communication_counters() noexcept;
+
+}  // namespace normscope

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "normscope/core/execution.h"
+#include "normscope/core/limbs.h"
+#include "normscope/core/tensor_view.h"
+
+namespace normscope {
+
+// Per-channel numbers that somebody else owns: weight, bias, running statistics, their gradients. [C]
+template <class Pointer>
+struct BasicChannelView {
+  Pointer data = nullptr;  // nullptr: there is none
+  DType dtype = DType::kFloat32;
+};
+using ChannelView = BasicChannelView<const void*>;
+using MutableChannelView = BasicChannelView<void*>;
+
+// What forward keeps for backward. The mean is a pair whose parts have the precision of the arithmetic
+// (float32 for inputs up to float32, else float64): docs/numerics.md, "Finalize".
+struct Statistics {
+  double* mean_hi = nullptr;  // [C]
+  double* mean_lo = nullptr;  // [C]
+  double* inv_std = nullptr;  // [C] 1 / sqrt(var + eps)
+
+  [[nodiscard]] constexpr Statistics channel_range(std::int64_t begin) const noexcept {
+    return {mean_hi + begin, mean_lo + begin, inv_std + begin};
+  }
+};
+
+// running += momentum * (batch - running). Nothing happens where both views are empty or the norm
+// batch is.
+struct RunningUpdate {
+  MutableChannelView mean;  // [C]
+  MutableChannelView var;   // [C], of the sample variance (divides by n - 1)
+  double momentum = 0.0;
+};
+
+// Sums of the gradients over a norm batch, or over one rank's part of it.
+struct GradientSums {
+  double* dy = nullptr;       // [C] g1 = sum(dy)
+  double* dy_xhat = nullptr;  // [C] g2 = sum(dy * xhat)
+
+  [[nodiscard]] constexpr GradientSums channel_range(std::int64_t begin) const noexcept {
+    return {dy + begin, dy_xhat + begin};
+  }
+};
+
+// One backend. Tensors have a kernel layout (TensorView::has_kernel_layout), dy, y and dx that of x;
+// channel views hold x.channels entries. Nothing throws but what `execution.parallel_for` throws.
+struct Kernels {
+  std::string_view name;
+
+  // Whether this machine can run it.
+  bool (*can_run)();
+
+  // How many channels at a time keep `tensors` tensors of x's size in a core's cache between the
+  // sweep that sums and the sweep that applies; x.channels where there is nothing to gain.
+  std::int64_t (*channels_per_chunk)(const TensorView& x, int tensors, int threads);
+
+  // limbs += sums of x and x^2, in canonical form.
+  void (*add_moments)(const Execution& execution, const TensorView& x, LimbsView limbs);
+
+  // Statistics of the norm batch of *count elements, and the running statistics' update.
+  void (*finalize_moments)(const Execution& execution, LimbsView limbs, const double* count,
+                           double eps, DType x_dtype, Statistics statistics,
+                           const RunningUpdate& running);
+
+  // y = weight * xhat + bias.
+  void (*normalize)(const Execution& execution, const TensorView& x, Statistics statistics,
+                    ChannelView weight, ChannelView bias, const MutableTensorView& y);
+
+  // limbs += sums of dy and dy * (x - mean_hi), in canonical form.
+  void (*add_gradient_sums)(const Execution& execution, const TensorView& x, const TensorView& dy,
+                            Statistics statistics, LimbsView limbs);
+
+  void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs,
+                                 Statistics statistics, GradientSums sums);
+
+  // dx = weight * inv_std * (dy - g1 / n - xhat * g2 / n).
+  void (*input_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,
+                         Statistics statistics, ChannelView weight, GradientSums sums,
+                         const double* count, const MutableTensorView& dx);
+};
+
+// Every backend that was built: the reference first, then from the plainest to the fastest.
+[[nodiscard]] std::span<const Kernels* const> built_kernels();
+
+// Those of them that this machine can run.
+[[nodiscard]] std::span<const Kernels* const> available_kernels();
+
+// The fastest available one, or the one that the environment variable NORMSCOPE_KERNELS names (read
+// once). Throws ArgumentError, with the names, where that one is not available.
+[[nodiscard]] const Kernels& default_kernels();
+
+// The available backend called `name`. Throws ArgumentError, with the names.
+[[nodiscard]] const Kernels& kernels_named(std::string_view name);
+
+}  // namespace normscope
