@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# `make` lists the targets. Variables that can be given to any of them:
+#
+#   PYTHON=python3.12       the Python that .venv is made from (3.10 or later)
+#   VENV=/path/to/env       an existing environment to use in place of .venv: nothing is installed
+#                           into it and no network is used; what it lacks is named
+#   JOBS=4                  compilers and linters at a time
+#   WERROR=ON               compiler warnings are errors
+#   NORMSCOPE_TORCH_INDEX=  the package index that torch comes from; see scripts/torch_pip_options.py
+#   ARGS="--steps 50"       what demo and bench are given
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+WERROR ?= OFF
+ARGS ?=
+
+ifeq ($(origin VENV),undefined)
+  environment := .venv
+  build := build/release
+  stamps := .venv/stamps
+  site :=
+else
+  # One build directory an environment, since CMake remembers the torch that it found; and normscope
+  # beside it, since the environment is only lent.
+  environment := $(patsubst %/,%,$(VENV))
+  build := build/with$(subst /,-,$(abspath $(VENV)))
+  stamps := $(build)/stamps
+  site := $(abspath $(build))/site
+  export PYTHONPATH := $(site)
+endif
+
+python := $(environment)/bin/python
+results := build/results
+pytest := $(python) -m pytest
+
+export PATH := $(abspath $(environment)/bin):$(PATH)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -type f \
+  -not -path '*/__pycache__/*' 2> /dev/null)
+
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-slow \
+  check-without-torch check-wheel lint format bench clean
+
+help: ## List the targets
+	@echo "normscope: batch normalization whose statistics have a scope"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---- Environment -------------------------------------------------------------------------------
+
+ifeq ($(origin VENV),undefined)
+
+$(python):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "normscope needs Python 3.10 or later, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	    "Choose another with: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(environment)
+
+$(stamps)/torch: requirements/torch.txt | $(python)
+	$(python) -m pip install --quiet $$($(python) scripts/torch_pip_options.py) -r $<
+	@mkdir -p $(@D) && touch $@
+
+$(stamps)/%: requirements/%.txt | $(python)
+	$(python) -m pip install --quiet -r $<
+	@mkdir -p $(@D) && touch $@
+
+else
+
+$(stamps)/%: requirements/%.txt
+	@test -x $(python) || { echo "VENV: expected an environment with bin/python, got $(VENV)" >&2; exit 1; }
+	$(python) scripts/require_packages.py $<
+	@mkdir -p $(@D) && touch $@
+
+endif
+
+# The same build directory serves the tests, so that nothing is compiled twice.
+$(stamps)/normscope: $(sources) $(stamps)/build $(stamps)/torch
+	$(python) -m pip install --quiet --no-index --no-deps --no-build-isolation --force-reinstall \
+	  --config-settings=build-dir=$(build) --config-settings=cmake.define.NORMSCOPE_WERROR=$(WERROR) \
+	  $(if $(site),--upgrade --target $(site)) .
+	@touch $@
+
+$(stamps)/googletest: $(stamps)/build
+	scripts/ensure_cmake_package.sh GTest libgtest-dev libgmock-dev
+	@touch $@
+
+$(stamps)/googlebenchmark: $(stamps)/build
+	scripts/ensure_cmake_package.sh benchmark libbenchmark-dev
+	@touch $@
+
+setup: $(stamps)/normscope ## Build normscope and install it into .venv
+
+# ---- What a user runs --------------------------------------------------------------------------
+
+demo: $(stamps)/normscope $(stamps)/demo ## Train a segmentation network on four ranks, scope by scope
+	$(python) examples/segmentation/run.py $(ARGS)
+
+test: test-cpp test-python ## Run the tests of every layer
+
+test-cpp: $(stamps)/normscope $(stamps)/googletest
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
+	cmake --build $(build)
+	ctest --test-dir $(build) --no-tests=error --output-on-failure --progress -j $(JOBS) \
+	  --output-junit $(abspath $(results))/test-cpp.xml
+
+# The installed package's docstrings are tests too.
+test-python: $(stamps)/normscope $(stamps)/test
+	$(pytest) -m "not slow" --doctest-modules --pyargs tests/python normscope \
+	  --junitxml=$(results)/test-python.xml
+
+bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to torch and to a copy
+	$(python) benchmarks/run.py $(ARGS)
+
+# ---- What is slow ------------------------------------------------------------------------------
+
+check: check-asan check-tsan check-slow check-without-torch check-wheel ## Run the slow tests: sanitizers, wheel
+
+check-asan check-tsan: check-%: $(stamps)/googletest
+	cmake --preset $* > /dev/null
+	cmake --build --preset $*
+	ctest --preset $* --output-junit $(abspath $(results))/check-$*.xml
+
+check-slow: $(stamps)/normscope $(stamps)/test
+	$(pytest) -m slow --junitxml=$(results)/check-slow.xml
+
+check-without-torch: $(stamps)/googletest
+	scripts/test_without_torch.sh $(results)/check-without-torch.xml
+
+check-wheel: $(stamps)/normscope $(stamps)/test
+	scripts/test_wheel.sh $(python) $(build) $(results)/check-wheel.xml
+
+# ---- Style -------------------------------------------------------------------------------------
+
+cpp_files = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp' '*.cc')
+python_folders = $(wildcard python tests/python tests/support examples benchmarks scripts)
+
+lint: $(stamps)/normscope $(stamps)/lint $(stamps)/test $(stamps)/googletest ## Check formats, names, types
+	clang-format --dry-run -Werror $(cpp_files)
+	ruff format --check .
+	ruff check .
+	mypy $(python_folders)
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
+	run-clang-tidy.py -quiet -hide-progress -p $(build) -j $(JOBS) '$(CURDIR)/(normscope|tests|benchmarks)/'
+
+format: $(stamps)/lint ## Format every file
+	clang-format -i $(cpp_files)
+	ruff format .
+	ruff check --fix .
+
+clean: ## Remove what make made, except .venv
+	rm -rf build .mypy_cache .pytest_cache .ruff_cache .hypothesis examples/segmentation/output

@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Add up the test results in JUnit files and print them as one closing line.
+
+Exits with an error when a test failed, when a test other than a CUDA test was skipped, or when a
+file that was named holds no test.
+"""
+
+import argparse
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def is_cuda_test(case: ElementTree.Element) -> bool:
+    """Whether a skipped test is one that needs a CUDA device: ctest's label, or pytest's reason."""
+    labels = [
+        label
+        for item in case.iter("property")
+        if item.get("name") == "cmake_labels"
+        for label in item.get("value", "").split(";")
+    ]
+    reasons = [item.get("message", "") for item in case.iter("skipped")]
+    return "cuda" in labels or any(reason.startswith("cuda") for reason in reasons)
+
+
+def describe(case: ElementTree.Element) -> str:
+    """Return the name of a test case."""
+    return f"{case.get('classname', '')}.{case.get('name', '')}"
+
+
+def outcome(case: ElementTree.Element) -> str:
+    """Return passed, failed or skipped."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    # ctest writes the status of a test that could not be started into an attribute.
+    if case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
+        return "skipped"
+    return "failed" if case.get("status") == "fail" else "passed"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what went wrong and the closing line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="JUnit files of ctest and pytest")
+    results: list[Path] = parser.parse_args(arguments).results
+
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    complaints = []
+    for path in results:
+        cases = list(ElementTree.parse(path).iter("testcase")) if path.exists() else []
+        if not cases:
+            complaints.append(f"no test ran: {path}")
+        for case in cases:
+            counts[outcome(case)] += 1
+            if outcome(case) == "failed":
+                complaints.append(f"failed: {path.stem}: {describe(case)}")
+            if outcome(case) == "skipped" and not is_cuda_test(case):
+                complaints.append(f"skipped without need: {path.stem}: {describe(case)}")
+
+    for complaint in complaints:
+        print(complaint)
+    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+    print(f"{counts['passed']} passed, {counts['failed']} failed{skipped}")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,50 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+#
+# usage: ensure_cmake_package.sh <CMake package> <apt package>...
+#
+# Makes sure that CMake finds a C++ library: as it is, else after installing it with apt where that
+# needs no password; else says what to install.
+set -eu
+
+package=$1
+shift
+
+is_found() {
+  probe=$(mktemp -d)
+  cat > "$probe/CMakeLists.txt" << EOS
+cmake_minimum_required(VERSION 3.25)
+project(probe LANGUAGES CXX)
+find_package($package REQUIRED)
+EOS
+  status=0
+  cmake -G Ninja -S "$probe" -B "$probe/build" > /dev/null 2>&1 || status=1
+  rm -rf "$probe"
+  return $status
+}
+
+if is_found; then
+  exit 0
+fi
+
+if ! command -v apt-get > /dev/null; then
+  as_root=false
+elif [ "$(id -u)" = 0 ]; then
+  as_root=env
+elif sudo -n true 2> /dev/null; then
+  as_root="sudo -n"
+else
+  as_root=false
+fi
+
+if [ "$as_root" != false ]; then
+  echo "Installing $* with apt-get"
+  $as_root apt-get update -qq
+  $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" > /dev/null
+fi
+
+if ! is_found; then
+  echo "CMake does not find $package. Install it, on Debian and Ubuntu with:" >&2
+  echo "  sudo apt-get install $*" >&2
+  exit 1
+fi
