@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "normscope/core/element.h"
+#include "normscope/core/formulas.h"
+#include "normscope/kernels/kernels.h"
+
+namespace normscope {
+
+// view[c], or `otherwise` where there is none.
+[[nodiscard]] inline double channel_value(ChannelView view, std::int64_t c, double otherwise) {
+  if (view.data == nullptr) return otherwise;
+  return with_element_type(view.dtype, [&]<class Element>(Element*) {
+    return static_cast<double>(widen(static_cast<const Element*>(view.data)[c]));
+  });
+}
+
+// view[c] = value, rounded once; nothing where there is no view.
+inline void set_channel_value(MutableChannelView view, std::int64_t c, double value) {
+  if (view.data == nullptr) return;
+  with_element_type(view.dtype, [&]<class Element>(Element*) {
+    static_cast<Element*>(view.data)[c] = round_once<Element>(value);
+  });
+}
+
+// running[c] += momentum * (batch - running[c]), in float64, rounded once into the buffer's type.
+inline void update_running(MutableChannelView running, std::int64_t c, double batch,
+                           double momentum) {
+  const double before = channel_value({running.data, running.dtype}, c, 0.0);
+  set_channel_value(running, c, updated_running(before, batch, momentum));
+}
+
+}  // namespace normscope

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/kernels/reference/reference.h"
+
+#include <cmath>
+
+#include "normscope/core/element.h"
+#include "normscope/core/formulas.h"
+#include "normscope/kernels/channel_values.h"
+
+namespace normscope::reference {
+namespace {
+
+// The element at [n, c, p], as float64.
+double read(const TensorView& x, std::int64_t n, std::int64_t c, std::int64_t p) {
+  const std::int64_t at = n * x.sample_stride + c * x.channel_stride + p * x.position_stride;
+  return with_element_type(x.dtype, [&]<class Element>(Element*) {
+    return static_cast<double>(widen(static_cast<const Element*>(x.data)[at]));
+  });
+}
+
+void write(const MutableTensorView& y, std::int64_t n, std::int64_t c, std::int64_t p,
+           double value) {
+  const std::int64_t at = n * y.sample_stride + c * y.channel_stride + p * y.position_stride;
+  with_element_type(y.dtype, [&]<class Element>(Element*) {
+    static_cast<Element*>(y.data)[at] = round_once<Element>(value);
+  });
+}
+
+void add_part(LimbsView limbs, int sum, std::int64_t c, double part) {
+  for (int k = 0; k < kLimbs; ++k) {
+    const double on_grid = round_to_grid(part, kGrids[k]);
+    limbs.limb(sum, k)[c] += on_grid;
+    part -= on_grid;
+  }
+}
+
+void add_tile(LimbsView limbs, int sum, std::int64_t c, DoubleDouble<double> tile) {
+  add_part(limbs, sum, c, tile.hi);
+  add_part(limbs, sum, c, tile.lo);
+}
+
+void canonicalize_channel(LimbsView limbs, int sum, std::int64_t c) {
+  double values[kLimbs];
+  for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
+  canonicalize(values);
+  for (int k = 0; k < kLimbs; ++k) limbs.limb(sum, k)[c] = values[k];
+}
+
+DoubleDouble<double> total_of(LimbsView limbs, int sum, std::int64_t c) {
+  double values[kLimbs];
+  for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
+  canonicalize(values);
+  return total(values);
+}
+
+bool can_run() { return true; }
+
+std::int64_t channels_per_chunk(const TensorView& x, int /*tensors*/, int /*threads*/) {
+  return x.channels;
+}
+
+void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView limbs) {
+  for (std::int64_t c = 0; c < x.channels; ++c) {
+    for (std::int64_t n = 0; n < x.samples; ++n) {
+      DoubleDouble<double> sum{0.0, 0.0};
+      DoubleDouble<double> sum_of_squares{0.0, 0.0};
+      for (std::int64_t p = 0; p < x.positions; ++p) {
+        const double value = read(x, n, c, p);
+        sum = add(sum, value);
+        sum_of_squares = add(sum_of_squares, two_product(value, value));
+      }
+      add_tile(limbs, 0, c, sum);
+      add_tile(limbs, 1, c, sum_of_squares);
+    }
+    canonicalize_channel(limbs, 0, c);
+    canonicalize_channel(limbs, 1, c);
+  }
+}
+
+void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const double* count,
+                      double eps, DType x_dtype, Statistics statistics,
+                      const RunningUpdate& running) {
+  const double n = *count;
+  for (std::int64_t c = 0; c < limbs.channels; ++c) {
+    if (n == 0.0) {
+      statistics.mean_hi[c] = 0.0;
+      statistics.mean_lo[c] = 0.0;
+      statistics.inv_std[c] = 1.0 / std::sqrt(eps);
+      continue;
+    }
+    const Moments<double> batch = moments(total_of(limbs, 0, c), total_of(limbs, 1, c), n);
+    statistics.mean_hi[c] =
+        x_dtype == DType::kFloat64 ? batch.mean.hi : static_cast<float>(batch.mean.hi);
+    const double rest = (batch.mean.hi - statistics.mean_hi[c]) + batch.mean.lo;
+    statistics.mean_lo[c] = x_dtype == DType::kFloat64 ? rest : static_cast<float>(rest);
+    statistics.inv_std[c] = 1.0 / std::sqrt(batch.population_variance + eps);
+    update_running(running.mean, c, batch.mean.hi, running.momentum);
+    update_running(running.var, c, batch.population_variance * (n / (n - 1.0)), running.momentum);
+  }
+}
+
+void normalize(const Execution& /*execution*/, const TensorView& x, Statistics statistics,
+               ChannelView weight, ChannelView bias, const MutableTensorView& y) {
+  for (std::int64_t c = 0; c < x.channels; ++c) {
+    const double scale = channel_value(weight, c, 1.0) * statistics.inv_std[c];
+    const double shift = channel_value(bias, c, 0.0);
+    for (std::int64_t n = 0; n < x.samples; ++n) {
+      for (std::int64_t p = 0; p < x.positions; ++p) {
+        const double centered =
+            (read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c];
+        write(y, n, c, p, centered * scale + shift);
+      }
+    }
+  }
+}
+
+void add_gradient_sums(const Execution& /*execution*/, const TensorView& x, const TensorView& dy,
+                       Statistics statistics, LimbsView limbs) {
+  for (std::int64_t c = 0; c < x.channels; ++c) {
+    for (std::int64_t n = 0; n < x.samples; ++n) {
+      DoubleDouble<double> sum{0.0, 0.0};
+      DoubleDouble<double> sum_with_centered{0.0, 0.0};
+      for (std::int64_t p = 0; p < x.positions; ++p) {
+        const double gradient = read(dy, n, c, p);
+        const double centered = read(x, n, c, p) - statistics.mean_hi[c];
+        sum = add(sum, gradient);
+        sum_with_centered = add(sum_with_centered, two_product(gradient, centered));
+      }
+      add_tile(limbs, 0, c, sum);
+      add_tile(limbs, 1, c, sum_with_centered);
+    }
+    canonicalize_channel(limbs, 0, c);
+    canonicalize_channel(limbs, 1, c);
+  }
+}
+
+void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
+                            GradientSums sums) {
+  for (std::int64_t c = 0; c < limbs.channels; ++c) {
+    const DoubleDouble<double> dy = total_of(limbs, 0, c);
+    sums.dy[c] = dy.hi + dy.lo;
+    sums.dy_xhat[c] = gradient_sum_with_xhat(dy, total_of(limbs, 1, c), statistics.mean_lo[c],
+                                             statistics.inv_std[c]);
+  }
+}
+
+void input_gradient(const Execution& /*execution*/, const TensorView& x, const TensorView& dy,
+                    Statistics statistics, ChannelView weight, GradientSums sums,
+                    const double* count, const MutableTensorView& dx) {
+  for (std::int64_t c = 0; c < x.channels; ++c) {
+    const double inv_std = statistics.inv_std[c];
+    const double mean_dy = sums.dy[c] / *count;
+    const double mean_dy_xhat = sums.dy_xhat[c] / *count;
+    const double scale = channel_value(weight, c, 1.0) * inv_std;
+    for (std::int64_t n = 0; n < x.samples; ++n) {
+      for (std::int64_t p = 0; p < x.positions; ++p) {
+        const double xhat =
+            ((read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c]) * inv_std;
+        write(dx, n, c, p, scale * ((read(dy, n, c, p) - mean_dy) - xhat * mean_dy_xhat));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const Kernels kKernels{
+    .name = "reference",
+    .can_run = can_run,
+    .channels_per_chunk = channels_per_chunk,
+    .add_moments = add_moments,
+    .finalize_moments = finalize_moments,
+    .normalize = normalize,
+    .add_gradient_sums = add_gradient_sums,
+    .finalize_gradient_sums = finalize_gradient_sums,
+    .input_gradient = input_gradient,
+};
+
+}  // namespace normscope::reference
