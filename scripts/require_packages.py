@@ -12,6 +12,9 @@ import shutil
 import sys
 from pathlib import Path
 
+# Packages that are wanted for a program only, which the system may have just as well.
+PROGRAMS = {"clang-format", "clang-tidy", "cmake", "ninja", "ruff"}
+
 
 def required_packages(requirements: Path) -> set[str]:
     """Return the names in a requirements file and in those that it includes with -r."""
@@ -25,11 +28,11 @@ def required_packages(requirements: Path) -> set[str]:
 
 
 def is_present(package: str) -> bool:
-    """Whether the environment has the package, or the system the program of its name."""
+    """Whether the environment has the package, or the system the program that it brings."""
     try:
         importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
-        return shutil.which(package) is not None
+        return package in PROGRAMS and shutil.which(package) is not None
     return True
 
 
