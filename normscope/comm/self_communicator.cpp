@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/self_communicator.h"
+
+#include <optional>
+#include <string>
+
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+class SelfCommunicator final : public Communicator {
+ public:
+  [[nodiscard]] int rank() const noexcept override { return 0; }
+  [[nodiscard]] int size() const noexcept override { return 1; }
+  [[nodiscard]] std::string_view transport() const noexcept override { return "self"; }
+  [[nodiscard]] bool compares_lengths() const noexcept override { return true; }
+
+  void all_reduce_sum(std::span<double> /*values*/, Stream /*stream*/) override {
+    throw_if_failed();
+  }
+
+  [[nodiscard]] std::unique_ptr<Communicator> split(int /*color*/, int /*key*/) override {
+    throw_if_failed();
+    return make_self_communicator();
+  }
+
+  void fail(std::string_view reason) noexcept override {
+    if (!reason_) reason_ = reason;
+  }
+
+ private:
+  void throw_if_failed() const {
+    if (reason_) throw CommunicationError("self: rank 0 of 1 failed: " + *reason_);
+  }
+
+  std::optional<std::string> reason_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_self_communicator() {
+  return std::make_unique<SelfCommunicator>();
+}
+
+}  // namespace normscope

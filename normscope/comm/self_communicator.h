@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+
+#include "normscope/comm/communicator.h"
+
+namespace normscope {
+
+// A group of one rank: its sums are the values themselves.
+[[nodiscard]] std::unique_ptr<Communicator> make_self_communicator();
+
+}  // namespace normscope

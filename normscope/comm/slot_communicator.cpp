@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/slot_communicator.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "normscope/comm/futex.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr std::size_t kCacheLine = 64;  // bytes
+constexpr std::size_t kReasonBytes = 1024;
+
+// Their product, times two slots of 8 bytes, is far from the end of an int64.
+constexpr int kMaxRanks = 1 << 16;
+constexpr std::int64_t kMaxSlotLength = std::int64_t{1} << 30;
+
+// Epochs wrap around after 2^32 exchanges. They begin shortly before, so that every long run
+// crosses the wrap-around and no defect there can hide.
+constexpr std::uint32_t kFirstEpoch = 0U - 256U;
+
+// A peer on another core comes within a few microseconds, a peer that waits for this core after a
+// yield or two. Who waits longer sleeps, and looks now and then whether the peer's process is
+// alive.
+constexpr int kSpins = 256;
+constexpr microseconds kYieldTime{200};
+constexpr milliseconds kLongestSleep{100};
+
+// Member::process, where it is not a process id.
+constexpr std::int32_t kNotJoined = 0;
+constexpr std::int32_t kLeft = -1;
+
+// Group::failure.
+enum Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
+
+constexpr std::size_t round_up(std::size_t bytes) {
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+std::size_t slot_bytes(std::int64_t slot_length) {
+  return round_up(static_cast<std::size_t>(slot_length) * sizeof(double));
+}
+
+void pause_core() noexcept {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A descriptor of a process becomes readable when the process ends, reaped or not. Where the id has
+// been given to another process meanwhile the answer is false: the time limit then ends the wait.
+bool has_died(std::int32_t process) noexcept {
+  const int descriptor = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
+  if (descriptor < 0) return errno == ESRCH;
+  pollfd ended{.fd = descriptor, .events = POLLIN, .revents = 0};
+  const bool died = poll(&ended, 1, 0) == 1;
+  close(descriptor);
+  return died;
+}
+
+}  // namespace
+
+// All atomics are sequentially consistent. Announcing and falling asleep rely on it: either the
+// sleeper sees the new epoch, or the announcer sees the sleeper.
+struct SlotCommunicator::Group {
+  int ranks;
+  std::int64_t slot_length;
+  milliseconds time_limit;
+  alignas(kCacheLine) std::atomic<std::uint32_t> failure = kNone;
+  char reason[kReasonBytes] = {};  // to be read where failure == kWritten
+};
+
+struct alignas(kCacheLine) SlotCommunicator::Member {
+  std::atomic<std::uint32_t> epoch = kFirstEpoch;
+  std::atomic<std::uint32_t> bell = 0;      // what those who wait for this rank sleep on
+  std::atomic<std::uint32_t> sleepers = 0;  // how many they are
+  std::atomic<std::int32_t> process = kNotJoined;
+  std::int64_t lengths[2] = {};  // of the whole message, by the parity of the epoch
+};
+
+std::int64_t SlotCommunicator::memory_bytes(int ranks, const ExchangeOptions& options) {
+  if (ranks < 1 || ranks > kMaxRanks) {
+    throw ArgumentError("ranks: expected 1 to " + std::to_string(kMaxRanks) + ", got " +
+                        std::to_string(ranks));
+  }
+  if (options.slot_length < 1 || options.slot_length > kMaxSlotLength) {
+    throw ArgumentError("slot_length: expected 1 to " + std::to_string(kMaxSlotLength) + ", got " +
+                        std::to_string(options.slot_length));
+  }
+  if (options.time_limit <= milliseconds::zero()) {
+    throw ArgumentError("time_limit: expected more than 0 ms, got " +
+                        std::to_string(options.time_limit.count()) + " ms");
+  }
+  const std::size_t per_rank = sizeof(Member) + 2 * slot_bytes(options.slot_length);
+  return static_cast<std::int64_t>(round_up(sizeof(Group)) +
+                                   static_cast<std::size_t>(ranks) * per_rank);
+}
+
+void SlotCommunicator::initialize(void* memory, int ranks, const ExchangeOptions& options) {
+  new (memory)
+      Group{.ranks = ranks, .slot_length = options.slot_length, .time_limit = options.time_limit};
+  std::byte* members = static_cast<std::byte*>(memory) + round_up(sizeof(Group));
+  for (int rank = 0; rank < ranks; ++rank) {
+    new (members + static_cast<std::size_t>(rank) * sizeof(Member)) Member;
+  }
+}
+
+SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
+                                   std::string_view transport)
+    : memory_(std::move(memory)),
+      rank_(rank),
+      size_(group().ranks),
+      transport_(transport),
+      slot_length_(group().slot_length),
+      epoch_(kFirstEpoch) {
+  if (rank < 0 || rank >= size_) {
+    throw ArgumentError("rank: expected 0 to " + std::to_string(size_ - 1) + ", got " +
+                        std::to_string(rank));
+  }
+  std::int32_t not_joined = kNotJoined;
+  if (!member(rank).process.compare_exchange_strong(not_joined, getpid())) {
+    throw ArgumentError("rank: expected one that has not joined yet, got " + std::to_string(rank));
+  }
+}
+
+SlotCommunicator::~SlotCommunicator() {
+  // A copy that a fork has made of this object does not speak for the rank.
+  std::int32_t own = getpid();
+  if (member(rank_).process.compare_exchange_strong(own, kLeft)) wake_sleepers(rank_);
+}
+
+ExchangeOptions SlotCommunicator::options() const noexcept {
+  return {.time_limit = group().time_limit, .slot_length = slot_length_};
+}
+
+std::string SlotCommunicator::describe(std::string_view text) const {
+  return std::string(transport_) + ": " + std::string(text);
+}
+
+std::string SlotCommunicator::name_of(int rank) const {
+  return "rank " + std::to_string(rank) + " of " + std::to_string(size_);
+}
+
+void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream /*stream*/) {
+  throw_if_failed();
+  std::size_t begin = 0;
+  do {
+    const auto piece = values.subspan(
+        begin, std::min(values.size() - begin, static_cast<std::size_t>(slot_length_)));
+    ++epoch_;
+    member(rank_).lengths[epoch_ % 2] = static_cast<std::int64_t>(values.size());
+    std::copy(piece.begin(), piece.end(), slot(rank_));
+    announce();
+    wait_for_all();
+    throw_if_lengths_differ();
+    add_slots(piece);
+    begin += piece.size();
+  } while (begin < values.size());
+}
+
+void SlotCommunicator::fail(std::string_view reason) noexcept {
+  char text[kReasonBytes];
+  std::snprintf(text, sizeof(text), "rank %d of %d failed: %.*s", rank_, size_,
+                static_cast<int>(std::min(reason.size(), sizeof(text))), reason.data());
+  record_failure(text);
+}
+
+SlotCommunicator::Group& SlotCommunicator::group() const noexcept {
+  return *static_cast<Group*>(memory_.get());
+}
+
+SlotCommunicator::Member& SlotCommunicator::member(int rank) const noexcept {
+  std::byte* members = static_cast<std::byte*>(memory_.get()) + round_up(sizeof(Group));
+  return reinterpret_cast<Member*>(members)[rank];
+}
+
+// The slot of the current epoch.
+double* SlotCommunicator::slot(int rank) const noexcept {
+  std::byte* slots = reinterpret_cast<std::byte*>(&member(size_));
+  const std::size_t index = 2 * static_cast<std::size_t>(rank) + epoch_ % 2;
+  return reinterpret_cast<double*>(slots + index * slot_bytes(slot_length_));
+}
+
+void SlotCommunicator::announce() noexcept {
+  Member& self = member(rank_);
+  self.epoch = epoch_;
+  if (self.sleepers != 0) wake_sleepers(rank_);
+}
+
+void SlotCommunicator::wait_for_all() {
+  for (int i = 0; i < kSpins; ++i) {
+    if (all_have_come()) return;
+    pause_core();
+  }
+  const Clock::time_point start = Clock::now();
+  while (Clock::now() - start < kYieldTime) {
+    if (all_have_come()) return;
+    sched_yield();
+  }
+  for (int peer = 0; peer < size_; ++peer) sleep_until_come(peer, start);
+}
+
+void SlotCommunicator::sleep_until_come(int peer, Clock::time_point start) {
+  Member& awaited = member(peer);
+  while (!has_come(peer)) {
+    throw_if_failed();
+    throw_if_gone(peer);
+    const milliseconds time_left = time_left_or_throw(start);
+    const std::uint32_t bell = awaited.bell;
+    ++awaited.sleepers;
+    if (!has_come(peer) && group().failure != kWritten && awaited.process != kLeft) {
+      futex_wait(awaited.bell, bell, std::min(kLongestSleep, time_left));
+    }
+    --awaited.sleepers;
+  }
+}
+
+bool SlotCommunicator::has_come(int peer) const noexcept {
+  // The sign of the difference survives the wrap-around. A peer is at most one epoch ahead.
+  return static_cast<std::int32_t>(member(peer).epoch - epoch_) >= 0;
+}
+
+bool SlotCommunicator::all_have_come() const noexcept {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (!has_come(peer)) return false;
+  }
+  return true;
+}
+
+void SlotCommunicator::throw_if_failed() const {
+  if (group().failure == kWritten) throw CommunicationError(describe(group().reason));
+}
+
+void SlotCommunicator::throw_if_gone(int peer) {
+  const std::int32_t process = member(peer).process;
+  const bool left = process == kLeft;
+  const bool died = process > 0 && has_died(process);
+  // It may have come in its last moment, so that the epoch is looked at after the process.
+  if (!(left || died) || has_come(peer)) return;
+  const std::string text = name_of(peer) + (left ? " has left the group" : " has died");
+  record_failure(text);
+  throw CommunicationError(describe(text));
+}
+
+milliseconds SlotCommunicator::time_left_or_throw(Clock::time_point start) {
+  const Clock::duration waited = Clock::now() - start;
+  if (waited < group().time_limit) {
+    return std::chrono::ceil<milliseconds>(group().time_limit - waited);
+  }
+  std::vector<int> missing;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (!has_come(peer)) missing.push_back(peer);
+  }
+  if (missing.empty()) return milliseconds::zero();
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%.1f", std::chrono::duration<double>(waited).count());
+  std::string text = name_of(rank_) + " waited " + seconds + " s for " +
+                     (missing.size() == 1 ? "rank " : "ranks ") + std::to_string(missing[0]);
+  for (std::size_t i = 1; i < missing.size(); ++i) text += ", " + std::to_string(missing[i]);
+  record_failure(text);
+  throw TimeoutError(describe(text));
+}
+
+void SlotCommunicator::throw_if_lengths_differ() const {
+  const auto length = [&](int rank) { return member(rank).lengths[epoch_ % 2]; };
+  bool differ = false;
+  for (int rank = 1; rank < size_; ++rank) differ = differ || length(rank) != length(0);
+  if (!differ) return;
+  std::string text = "all_reduce_sum: expected the same number of values from every rank, got ";
+  for (int rank = 0; rank < size_; ++rank) {
+    text += (rank == 0 ? "" : ", ") + std::to_string(length(rank)) + " from rank " +
+            std::to_string(rank);
+  }
+  throw MismatchError(describe(text));
+}
+
+void SlotCommunicator::add_slots(std::span<double> sum) const noexcept {
+  std::copy_n(slot(0), sum.size(), sum.data());
+  for (int rank = 1; rank < size_; ++rank) {
+    const double* __restrict summand = slot(rank);
+    double* __restrict total = sum.data();
+    for (std::size_t i = 0; i < sum.size(); ++i) total[i] += summand[i];
+  }
+}
+
+// The first failure of a group wins.
+void SlotCommunicator::record_failure(std::string_view text) noexcept {
+  std::uint32_t none = kNone;
+  if (!group().failure.compare_exchange_strong(none, kBeingWritten)) return;
+  const std::size_t bytes = std::min(text.size(), kReasonBytes - 1);
+  std::memcpy(group().reason, text.data(), bytes);
+  group().reason[bytes] = '\0';
+  group().failure = kWritten;
+  for (int peer = 0; peer < size_; ++peer) wake_sleepers(peer);
+}
+
+void SlotCommunicator::wake_sleepers(int peer) noexcept {
+  ++member(peer).bell;
+  futex_wake_all(member(peer).bell);
+}
+
+}  // namespace normscope

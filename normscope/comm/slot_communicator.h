@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "normscope/comm/communicator.h"
+#include "normscope/comm/exchange_options.h"
+
+namespace normscope {
+
+// Ranks that see the same memory, be they threads or processes. A rank copies its values to a slot
+// of its own, announces them by a new epoch, waits until every rank has announced the same epoch,
+// and adds all slots in the order of the ranks: all get the same bits. A rank has two slots and
+// uses them in turn, so that one exchange needs one wait: who announces epoch e + 1 has read the
+// slots of e.
+class SlotCommunicator : public Communicator {
+ public:
+  // Bytes of the memory of a group. Throws ArgumentError.
+  [[nodiscard]] static std::int64_t memory_bytes(int ranks, const ExchangeOptions& options);
+
+  // Makes a group in `memory` [memory_bytes(ranks, options)], aligned to 64 bytes, before any rank
+  // joins.
+  static void initialize(void* memory, int ranks, const ExchangeOptions& options);
+
+  ~SlotCommunicator() override;
+
+  [[nodiscard]] int rank() const noexcept final { return rank_; }
+  [[nodiscard]] int size() const noexcept final { return size_; }
+  [[nodiscard]] std::string_view transport() const noexcept final { return transport_; }
+  [[nodiscard]] bool compares_lengths() const noexcept final { return true; }
+
+  void all_reduce_sum(std::span<double> values, Stream stream = {}) final;
+  void fail(std::string_view reason) noexcept final;
+
+ protected:
+  // Joins the initialized group in `memory` as `rank`. Throws ArgumentError where there is no such
+  // rank, or where it has joined before. `transport` must live as long as the communicator.
+  SlotCommunicator(std::shared_ptr<void> memory, int rank, std::string_view transport);
+
+  [[nodiscard]] ExchangeOptions options() const noexcept;
+
+  // "shared memory: " + text.
+  [[nodiscard]] std::string describe(std::string_view text) const;
+
+  // "rank 1 of 4".
+  [[nodiscard]] std::string name_of(int rank) const;
+
+ private:
+  struct Group;
+  struct Member;
+  using Clock = std::chrono::steady_clock;
+
+  [[nodiscard]] Group& group() const noexcept;
+  [[nodiscard]] Member& member(int rank) const noexcept;
+  [[nodiscard]] double* slot(int rank) const noexcept;
+
+  void announce() noexcept;
+  void wait_for_all();
+  void sleep_until_come(int peer, Clock::time_point start);
+  [[nodiscard]] bool has_come(int peer) const noexcept;
+  [[nodiscard]] bool all_have_come() const noexcept;
+
+  void throw_if_failed() const;
+  void throw_if_gone(int peer);
+  [[nodiscard]] std::chrono::milliseconds time_left_or_throw(Clock::time_point start);
+  void throw_if_lengths_differ() const;
+  void add_slots(std::span<double> sum) const noexcept;
+
+  void record_failure(std::string_view text) noexcept;
+  void wake_sleepers(int peer) noexcept;
+
+  std::shared_ptr<void> memory_;
+  int rank_;
+  int size_;
+  std::string_view transport_;
+  std::int64_t slot_length_;
+  std::uint32_t epoch_;
+};
+
+}  // namespace normscope

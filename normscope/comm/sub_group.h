@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <vector>
+
+#include "normscope/comm/communicator.h"
+
+namespace normscope {
+
+// One part of a group that splits.
+struct SubGroup {
+  std::vector<int> members;  // ranks of the parent, in the order of the sub-group's ranks
+  int rank = 0;              // this rank's place in `members`
+
+  // The member that makes what the others join.
+  [[nodiscard]] int leader() const noexcept { return members.front(); }
+};
+
+// The members of `parent` that give the same `color`, ordered by `key`, then by rank. Collective.
+[[nodiscard]] SubGroup agree_on_sub_group(Communicator& parent, int color, int key);
+
+}  // namespace normscope

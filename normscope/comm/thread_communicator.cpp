@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/thread_communicator.h"
+
+#include <cstddef>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "normscope/comm/slot_communicator.h"
+#include "normscope/comm/sub_group.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};  // bytes
+
+// What the threads of a group share.
+struct ThreadGroup {
+  ThreadGroup(int size, const ExchangeOptions& options)
+      : memory(
+            ::operator new(static_cast<std::size_t>(SlotCommunicator::memory_bytes(size, options)),
+                           kAlignment),
+            [](void* address) { ::operator delete(address, kAlignment); }),
+        parts(static_cast<std::size_t>(size)) {
+    SlotCommunicator::initialize(memory.get(), size, options);
+  }
+
+  std::shared_ptr<void> memory;
+  std::vector<std::shared_ptr<ThreadGroup>> parts;  // while splitting: [r] is what rank r leads
+};
+
+class ThreadCommunicator final : public SlotCommunicator {
+ public:
+  ThreadCommunicator(std::shared_ptr<ThreadGroup> group, int rank)
+      : SlotCommunicator(group->memory, rank, "threads"), group_(std::move(group)) {}
+
+  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
+    const SubGroup sub_group = agree_on_sub_group(*this, color, key);
+    if (sub_group.leader() == rank()) part_led_by(rank()) = make_part(sub_group);
+    wait_for_peers();
+    const std::shared_ptr<ThreadGroup> part = part_led_by(sub_group.leader());
+    wait_for_peers();
+    if (sub_group.leader() == rank()) part_led_by(rank()) = nullptr;
+    if (part == nullptr) {
+      throw CommunicationError(describe("split: " + name_of(sub_group.leader()) +
+                                        " found no memory for the group of color " +
+                                        std::to_string(color)));
+    }
+    return std::make_unique<ThreadCommunicator>(part, sub_group.rank);
+  }
+
+ private:
+  // Null where there is no memory, so that the leader can tell the others.
+  [[nodiscard]] std::shared_ptr<ThreadGroup> make_part(const SubGroup& sub_group) const {
+    try {
+      return std::make_shared<ThreadGroup>(static_cast<int>(sub_group.members.size()), options());
+    } catch (const std::bad_alloc&) {
+      return nullptr;
+    }
+  }
+
+  [[nodiscard]] std::shared_ptr<ThreadGroup>& part_led_by(int leader) const {
+    return group_->parts[static_cast<std::size_t>(leader)];
+  }
+
+  void wait_for_peers() { all_reduce_sum({}); }
+
+  std::shared_ptr<ThreadGroup> group_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> make_thread_communicators(
+    int size, const ExchangeOptions& options) {
+  const auto group = std::make_shared<ThreadGroup>(size, options);
+  std::vector<std::unique_ptr<Communicator>> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.push_back(std::make_unique<ThreadCommunicator>(group, rank));
+  }
+  return ranks;
+}
+
+}  // namespace normscope

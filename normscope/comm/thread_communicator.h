@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "normscope/comm/communicator.h"
+#include "normscope/comm/exchange_options.h"
+
+namespace normscope {
+
+// A group whose ranks are threads of this process; [r] is for the thread that is rank r. A rank
+// whose communicator is destroyed has left: peers that still wait for it throw a
+// CommunicationError.
+[[nodiscard]] std::vector<std::unique_ptr<Communicator>> make_thread_communicators(
+    int size, const ExchangeOptions& options = {});
+
+}  // namespace normscope

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "normscope/comm/communicator.h"
+#include "normscope/comm/exchange_options.h"
+
+namespace normscope::testing {
+
+using CommunicatorBody = std::function<void(Communicator& communicator)>;
+
+// A way to run a group of ranks: what a transport adds to be held to the contract.
+using RunRanks = void (*)(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
+
+void run_alone(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
+void run_as_threads(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
+
+struct World {
+  int ranks;
+  RunRanks run;
+};
+
+// One test for each number of ranks.
+inline auto worlds(const std::vector<int>& sizes, RunRanks run) {
+  std::vector<World> worlds;
+  for (const int ranks : sizes) worlds.push_back({ranks, run});
+  return ::testing::ValuesIn(worlds);
+}
+
+// What follows the name of a test.
+inline std::string ranks_of(const ::testing::TestParamInfo<World>& world) {
+  return std::to_string(world.param.ranks);
+}
+
+}  // namespace normscope::testing
