@@ -288,6 +288,14 @@ INSTANTIATE_TEST_SUITE_P(Self, CommunicatorContract, worlds({1}, run_alone), ran
 INSTANTIATE_TEST_SUITE_P(Threads, CommunicatorContract, worlds({1, 2, 3, 4, 8}, run_as_threads),
                          ranks_of);
 INSTANTIATE_TEST_SUITE_P(Threads, PeersContract, worlds({2, 3, 4, 8}, run_as_threads), ranks_of);
+INSTANTIATE_TEST_SUITE_P(SharedMemory, CommunicatorContract,
+                         worlds({1, 2, 3, 4, 8}, run_as_processes), ranks_of);
+INSTANTIATE_TEST_SUITE_P(SharedMemory, PeersContract, worlds({2, 3, 4, 8}, run_as_processes),
+                         ranks_of);
+INSTANTIATE_TEST_SUITE_P(SharedMemoryOfThreads, CommunicatorContract,
+                         worlds({1, 2, 3, 4, 8}, run_as_threads_in_shared_memory), ranks_of);
+INSTANTIATE_TEST_SUITE_P(SharedMemoryOfThreads, PeersContract,
+                         worlds({2, 3, 4, 8}, run_as_threads_in_shared_memory), ranks_of);
 
 }  // namespace
 }  // namespace normscope::testing

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "normscope/comm/self_communicator.h"
+#include "normscope/comm/shared_memory_communicator.h"
+#include "normscope/comm/shared_memory_segment.h"
 #include "normscope/comm/thread_communicator.h"
 #include "tests/support/ranks.h"
 
@@ -23,6 +25,17 @@ void run_as_threads(int ranks, const ExchangeOptions& options, const Communicato
     const auto communicator = std::move(communicators[static_cast<std::size_t>(rank)]);
     body(*communicator);
   });
+}
+
+void run_as_processes(int ranks, const ExchangeOptions& options, const CommunicatorBody& body) {
+  const SharedMemorySegment segment = SharedMemorySegment::create(ranks, options);
+  spawn_processes(ranks, [&](int rank) { body(*make_shared_memory_communicator(segment, rank)); });
+}
+
+void run_as_threads_in_shared_memory(int ranks, const ExchangeOptions& options,
+                                     const CommunicatorBody& body) {
+  const SharedMemorySegment segment = SharedMemorySegment::create(ranks, options);
+  spawn_threads(ranks, [&](int rank) { body(*make_shared_memory_communicator(segment, rank)); });
 }
 
 }  // namespace normscope::testing

@@ -20,6 +20,11 @@ using RunRanks = void (*)(int ranks, const ExchangeOptions& options, const Commu
 void run_alone(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
 void run_as_threads(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
 
+// Shared memory between processes, and, so that a race detector sees all ranks, between threads.
+void run_as_processes(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
+void run_as_threads_in_shared_memory(int ranks, const ExchangeOptions& options,
+                                     const CommunicatorBody& body);
+
 struct World {
   int ranks;
   RunRanks run;

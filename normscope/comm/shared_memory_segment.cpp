@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/shared_memory_segment.h"
+
+#include <cerrno>
+#include <cstddef>
+#include <new>
+#include <random>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "normscope/comm/slot_communicator.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+// The first cache line of a segment; the group's memory follows.
+struct alignas(64) Label {
+  std::uint64_t magic;
+  std::int64_t version;
+  std::int64_t nonce;
+};
+
+constexpr std::uint64_t kMagic = 0x65706f63736d726e;  // "nrmscope"
+
+// To be raised with every change of the label or of what follows it.
+constexpr std::int64_t kVersion = 1;
+
+// Nobody can shorten the memory under a process that reads it.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+[[noreturn]] void throw_error(const std::string& what, int error) {
+  throw CommunicationError("shared memory: cannot " + what + ": " +
+                           std::generic_category().message(error));
+}
+
+// Owns `descriptor`.
+std::shared_ptr<const int> own_descriptor(int descriptor) {
+  return {new int(descriptor), [](const int* owned) {
+            close(*owned);
+            delete owned;
+          }};
+}
+
+std::shared_ptr<void> map(int descriptor, std::size_t bytes) {
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (address == MAP_FAILED) throw_error("map a segment", errno);
+  return {address, [bytes](void* mapped) { munmap(mapped, bytes); }};
+}
+
+// Never 0, so that an address of zeros is nobody's; below 2^53, so that it is exact as a float64.
+std::int64_t new_nonce() {
+  std::random_device device;
+  return std::uniform_int_distribution<std::int64_t>(1, (std::int64_t{1} << 53) - 1)(device);
+}
+
+}  // namespace
+
+SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions& options) {
+  const auto bytes =
+      static_cast<std::size_t>(SlotCommunicator::memory_bytes(ranks, options)) + sizeof(Label);
+  const int created = memfd_create("normscope", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (created < 0) throw_error("create a segment", errno);
+  const auto descriptor = own_descriptor(created);
+  // Reserved now: a page that is missing later would end the process by a signal.
+  if (const int error = posix_fallocate(created, 0, static_cast<off_t>(bytes)); error != 0) {
+    throw_error("reserve " + std::to_string(bytes) + " bytes", error);
+  }
+  if (fcntl(created, F_ADD_SEALS, kSeals) != 0) throw_error("seal a segment", errno);
+
+  auto mapping = map(created, bytes);
+  auto* label =
+      new (mapping.get()) Label{.magic = kMagic, .version = kVersion, .nonce = new_nonce()};
+  SlotCommunicator::initialize(label + 1, ranks, options);
+  return {descriptor, std::move(mapping)};
+}
+
+SharedMemorySegment SharedMemorySegment::open(const SharedMemoryAddress& address) {
+  const std::string path =
+      "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
+  // Where something else has taken the place of the segment, it must not be waited for or changed.
+  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  if (opened < 0) throw_error("open " + path, errno);
+  const auto descriptor = own_descriptor(opened);
+  struct stat status = {};
+  if (fstat(opened, &status) != 0) throw_error("look at " + path, errno);
+  const auto bytes = static_cast<std::size_t>(status.st_size);
+  const int seals = fcntl(opened, F_GET_SEALS);
+  if (seals >= 0 && (seals & kSeals) == kSeals && bytes > sizeof(Label)) {
+    auto mapping = map(opened, bytes);
+    const auto* label = static_cast<const Label*>(mapping.get());
+    if (label->magic == kMagic && label->version == kVersion && label->nonce == address.nonce) {
+      return {descriptor, std::move(mapping)};
+    }
+  }
+  throw CommunicationError("shared memory: " + path + " is not the segment that was announced");
+}
+
+SharedMemoryAddress SharedMemorySegment::address() const {
+  return {.process = getpid(), .descriptor = *descriptor_, .nonce = nonce_};
+}
+
+SharedMemorySegment::SharedMemorySegment(std::shared_ptr<const int> descriptor,
+                                         std::shared_ptr<void> mapping)
+    : descriptor_(std::move(descriptor)),
+      memory_(mapping, static_cast<Label*>(mapping.get()) + 1),
+      nonce_(static_cast<const Label*>(mapping.get())->nonce) {}
+
+}  // namespace normscope
