@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a small segmentation network under several scopes and tells what the scope did.
+
+Real photographs with real handwritten digits on them, a network in the manner of DeepLab, several
+processes, and per scope a progress bar. At the end a table, and report.html in the output folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from launch import RanksFailedError, launch
+from report import Report, Run, table, write_metrics, write_report
+from results import (
+    CHECK_FILE,
+    PREDICTIONS_FILE,
+    RESULT_FILE,
+    Comparison,
+    ScopeResult,
+    load_comparisons,
+)
+from scenes import held_out_batch
+from settings import Arrangement, Settings, arrange
+
+SETTINGS_FILE = "settings.json"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--ranks", type=_positive, default=4, help="number of processes")
+    parser.add_argument(
+        "--images-per-rank",
+        type=_positive,
+        default=2,
+        help="images that one rank trains on in a step; with 1, local cannot train",
+    )
+    parser.add_argument(
+        "--scopes",
+        nargs="+",
+        default=["local", "slices", "world"],
+        metavar="SCOPE",
+        help="scopes to compare: local, slices (one process, as many slices as ranks), slices:K, "
+        "world",
+    )
+    parser.add_argument("--steps", type=_positive, default=800, help="optimizer steps a scope")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first weights and of the scenes"
+    )
+    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where to train")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder of your own pictures, DIR/images and DIR/masks with the same stems",
+        metavar="DIR",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path(__file__).with_name("output"),
+        metavar="DIR",
+        help="folder for report.html and metrics.json",
+    )
+    parser.add_argument("--port", type=_positive, help="where ranks meet; without it, a free one")
+    return parser.parse_args()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def run(settings: Settings, arrangements: list[Arrangement], output: Path, port: int | None) -> int:
+    """Checks, trains every scope, and reports.
+
+    Returns:
+        0 if the check passed, else 1.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    settings.save(output / SETTINGS_FILE)
+    passed_on = [f"--settings={output / SETTINGS_FILE}", f"--output={output}"]
+    comparisons = check(settings, arrangements, passed_on, output, port)
+    runs = []
+    for arrangement in arrangements:
+        launch(
+            "train.py", arrangement.processes, [*passed_on, f"--scope={arrangement.scope}"], port
+        )
+        folder = output / arrangement.name
+        runs.append(Run(ScopeResult.load(folder / RESULT_FILE), np.load(folder / PREDICTIONS_FILE)))
+    source = settings.source()
+    report = Report(settings, source.class_names, held_out_batch(source), comparisons, runs)
+    write_metrics(report, output / "metrics.json")
+    write_report(report, output / "report.html")
+    print(f"\n{table(runs)}\n")
+    for comparison in comparisons:
+        print(comparison)
+    print(f"\nPictures and curves: {output / 'report.html'}")
+    return 0 if all(comparison.passed for comparison in comparisons) else 1
+
+
+def check(
+    settings: Settings,
+    arrangements: list[Arrangement],
+    passed_on: list[str],
+    output: Path,
+    port: int | None,
+) -> list[Comparison]:
+    """Compares ranks with one process, for the scopes that will be trained on several ranks."""
+    scopes = [arrangement.scope for arrangement in arrangements if arrangement.processes > 1]
+    if not scopes:
+        return []
+    print(f"Check: {settings.ranks} ranks against one process ...", flush=True)
+    launch("check.py", settings.ranks, [*passed_on, f"--scope={','.join(scopes)}"], port)
+    comparisons = load_comparisons(output / CHECK_FILE)
+    for comparison in comparisons:
+        print(comparison, flush=True)
+    return comparisons
+
+
+def main() -> int:
+    """Runs the demo as the command line asks."""
+    arguments = parse_arguments()
+    try:
+        settings = Settings(
+            ranks=arguments.ranks,
+            images_per_rank=arguments.images_per_rank,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            device=arguments.device,
+            data=None if arguments.data is None else str(arguments.data.resolve()),
+        )
+        arrangements = [
+            arrange(scope, settings.ranks, settings.images_per_rank) for scope in arguments.scopes
+        ]
+        settings.source()
+        return run(settings, arrangements, arguments.output, arguments.port)
+    except (ValueError, RanksFailedError) as error:
+        print(f"run.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
