@@ -42,7 +42,8 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-slow \
-  check-without-torch check-wheel lint format bench clean
+  check-without-torch check-wheel lint lint-formats lint-types lint-names \
+  format bench clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization whose statistics have a scope"
@@ -136,11 +137,18 @@ check-wheel: $(stamps)/normscope $(stamps)/test
 cpp_files = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp' '*.cc')
 python_folders = $(wildcard python tests/python tests/support examples benchmarks scripts)
 
-lint: $(stamps)/normscope $(stamps)/lint $(stamps)/test $(stamps)/googletest ## Check formats, names, types
+lint: lint-formats lint-types lint-names ## Check formats, names, types
+
+lint-formats: $(stamps)/lint
 	clang-format --dry-run -Werror $(cpp_files)
 	ruff format --check .
 	ruff check .
+
+# In the environment that has what the checked files import.
+lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 	mypy $(python_folders)
+
+lint-names: $(stamps)/lint $(stamps)/normscope $(stamps)/googletest
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
 	run-clang-tidy.py -quiet -hide-progress -p $(build) -j $(JOBS) '$(CURDIR)/(normscope|tests|benchmarks)/'
 

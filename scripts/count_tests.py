@@ -26,8 +26,9 @@ def is_cuda_test(case: ElementTree.Element) -> bool:
 
 
 def describe(case: ElementTree.Element) -> str:
-    """Return the name of a test case."""
-    return f"{case.get('classname', '')}.{case.get('name', '')}"
+    """Return the full name of a test case: ctest writes it into both attributes."""
+    name, classname = case.get("name", ""), case.get("classname", "")
+    return name if name == classname else f"{classname}.{name}"
 
 
 def outcome(case: ElementTree.Element) -> str:
