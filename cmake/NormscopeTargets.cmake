@@ -70,9 +70,11 @@ function(normscope_test name)
   normscope_set_compile_rules(${name})
   target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${arg_DEPENDS} GTest::gmock GTest::gtest_main)
-  # The name leads, since suites of two folders may share a name.
+  # The name leads, since suites of two folders may share a name. Values would be printed as bytes where
+  # a type has no printer, so cases go by the names or numbers that the suite gives them.
   gtest_discover_tests(
     ${name}
+    NO_PRETTY_VALUES
     TEST_PREFIX "${name}."
     DISCOVERY_MODE PRE_TEST
     PROPERTIES LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
