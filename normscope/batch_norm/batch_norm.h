@@ -62,7 +62,6 @@ struct BackwardArguments {
   MutableTensorView dx;                 // [N, C, *], x's dtype and layout; data nullptr: not wanted
   ChannelView weight;                   // [C]; none: ones
   const double* statistics = nullptr;   // [slices, 3, C], from forward
-  const double* counts = nullptr;       // [slices], from forward
   std::int64_t slices = 1;
   MutableChannelView dweight;           // out [C] this rank's sum(dy * xhat); none: not wanted
   MutableChannelView dbias;             // out [C] this rank's sum(dy); none: not wanted

@@ -27,15 +27,21 @@ struct CallLabel {
   BackwardNeeded backward = BackwardNeeded::kYes;
 };
 
+// What happens in a group of one rank: nothing is sent, or (for tests) all is as with several.
+enum class WhenAlone { kSkip, kExchange };
+
 // A group of ranks that share statistics: a communicator, and what makes its messages safe.
 class Exchange {
  public:
-  explicit Exchange(std::unique_ptr<Communicator> communicator);
+  explicit Exchange(std::unique_ptr<Communicator> communicator,
+                    WhenAlone when_alone = WhenAlone::kSkip);
 
   [[nodiscard]] Communicator& communicator() const noexcept { return *communicator_; }
 
-  // Whether one rank is all there is and no message need be sent.
-  [[nodiscard]] bool is_alone() const noexcept { return communicator_->size() == 1; }
+  // Whether statistics need a message at all.
+  [[nodiscard]] bool sends() const noexcept {
+    return communicator_->size() > 1 || when_alone_ == WhenAlone::kExchange;
+  }
 
   // Doubles that a message needs behind its sums.
   static constexpr std::int64_t kHeaderSize = 4;
@@ -56,6 +62,7 @@ class Exchange {
   [[noreturn]] void throw_mismatch(const CallLabel& label);
 
   std::unique_ptr<Communicator> communicator_;
+  WhenAlone when_alone_;
   std::unordered_set<std::uint64_t> seen_;  // labels that have met this group
   std::int64_t calls_ = 0;
 };

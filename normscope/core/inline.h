@@ -6,5 +6,5 @@
 #if defined(__CUDACC__)
 #define NORMSCOPE_INLINE __host__ __device__ __forceinline__
 #else
-#define NORMSCOPE_INLINE [[gnu::always_inline]] inline
+#define NORMSCOPE_INLINE inline __attribute__((always_inline))
 #endif

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <type_traits>
 
 #include "normscope/core/execution.h"
 #include "normscope/core/limbs.h"
@@ -16,21 +17,35 @@ template <class Pointer>
 struct BasicChannelView {
   Pointer data = nullptr;  // nullptr: there is none
   DType dtype = DType::kFloat32;
+
+  // The channels from `begin` on.
+  [[nodiscard]] BasicChannelView channel_range(std::int64_t begin) const noexcept {
+    using Byte = std::conditional_t<std::is_same_v<Pointer, const void*>, const char, char>;
+    if (data == nullptr) return *this;
+    return {static_cast<Byte*>(data) + begin * size_of(dtype), dtype};
+  }
 };
 using ChannelView = BasicChannelView<const void*>;
 using MutableChannelView = BasicChannelView<void*>;
 
 // What forward keeps for backward. The mean is a pair whose parts have the precision of the arithmetic
 // (float32 for inputs up to float32, else float64): docs/numerics.md, "Finalize".
-struct Statistics {
-  double* mean_hi = nullptr;  // [C]
-  double* mean_lo = nullptr;  // [C]
-  double* inv_std = nullptr;  // [C] 1 / sqrt(var + eps)
+template <class Number>
+struct BasicStatistics {
+  Number* mean_hi = nullptr;  // [C]
+  Number* mean_lo = nullptr;  // [C]
+  Number* inv_std = nullptr;  // [C] 1 / sqrt(var + eps)
 
-  [[nodiscard]] constexpr Statistics channel_range(std::int64_t begin) const noexcept {
+  [[nodiscard]] constexpr BasicStatistics channel_range(std::int64_t begin) const noexcept {
     return {mean_hi + begin, mean_lo + begin, inv_std + begin};
   }
+
+  [[nodiscard]] constexpr BasicStatistics<const Number> read_only() const noexcept {
+    return {mean_hi, mean_lo, inv_std};
+  }
 };
+using Statistics = BasicStatistics<const double>;
+using MutableStatistics = BasicStatistics<double>;
 
 // running += momentum * (batch - running). Nothing happens where both views are empty or the norm
 // batch is.
@@ -38,6 +53,10 @@ struct RunningUpdate {
   MutableChannelView mean;  // [C]
   MutableChannelView var;   // [C], of the sample variance (divides by n - 1)
   double momentum = 0.0;
+
+  [[nodiscard]] RunningUpdate channel_range(std::int64_t begin) const noexcept {
+    return {mean.channel_range(begin), var.channel_range(begin), momentum};
+  }
 };
 
 // Sums of the gradients over a norm batch, or over one rank's part of it.
@@ -67,7 +86,7 @@ struct Kernels {
 
   // Statistics of the norm batch of *count elements, and the running statistics' update.
   void (*finalize_moments)(const Execution& execution, LimbsView limbs, const double* count,
-                           double eps, DType x_dtype, Statistics statistics,
+                           double eps, DType x_dtype, MutableStatistics statistics,
                            const RunningUpdate& running);
 
   // y = weight * xhat + bias.

@@ -78,7 +78,7 @@ void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView 
 }
 
 void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const double* count,
-                      double eps, DType x_dtype, Statistics statistics,
+                      double eps, DType x_dtype, MutableStatistics statistics,
                       const RunningUpdate& running) {
   const double n = *count;
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
@@ -164,7 +164,7 @@ void input_gradient(const Execution& /*execution*/, const TensorView& x, const T
 
 }  // namespace
 
-const Kernels kKernels{
+constinit const Kernels kKernels{
     .name = "reference",
     .can_run = can_run,
     .channels_per_chunk = channels_per_chunk,

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/batch_norm/checks.h"
+
+#include <string>
+
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+std::string shape_of(const TensorView& x) {
+  return "[" + std::to_string(x.samples) + ", " + std::to_string(x.channels) + ", " +
+         std::to_string(x.positions) + "]";
+}
+
+std::string expected(std::string_view name, std::string_view what, std::string_view got) {
+  return std::string(name) + ": expected " + std::string(what) + ", got " + std::string(got);
+}
+
+}  // namespace
+
+void check_input(const TensorView& x) {
+  if (x.samples < 0 || x.channels < 0 || x.positions < 0) {
+    throw ArgumentError(expected("x", "no negative extent", shape_of(x)));
+  }
+  if (x.data == nullptr && !x.empty()) {
+    throw ArgumentError(expected("x", "data, or an empty tensor", "none"));
+  }
+  if (!x.has_kernel_layout()) {
+    throw ArgumentError(expected("x", "position_stride 1 or channel_stride 1",
+                                 std::to_string(x.position_stride) + " and " +
+                                     std::to_string(x.channel_stride)));
+  }
+}
+
+void check_like_input(std::string_view name, const TensorView& tensor, const TensorView& x) {
+  if (tensor.samples != x.samples || tensor.channels != x.channels ||
+      tensor.positions != x.positions) {
+    throw ArgumentError(expected(name, "the shape of x, " + shape_of(x), shape_of(tensor)));
+  }
+  if (tensor.dtype != x.dtype) {
+    throw ArgumentError(expected(name, "the dtype of x, " + std::string(name_of(x.dtype)),
+                                 name_of(tensor.dtype)));
+  }
+  if (tensor.data == nullptr && !tensor.empty()) {
+    throw ArgumentError(expected(name, "data, or an empty tensor", "none"));
+  }
+  if (!x.empty() && (!tensor.has_kernel_layout() || tensor.layout() != x.layout())) {
+    throw ArgumentError(expected(name, "the layout of x", "another"));
+  }
+}
+
+void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x) {
+  if (dtype != DType::kFloat32 && dtype != x.dtype) {
+    throw ArgumentError(expected(
+        name, "float32 or the dtype of x, " + std::string(name_of(x.dtype)), name_of(dtype)));
+  }
+}
+
+void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context) {
+  if (slices < 1 || (slices > 1 && slices > x.samples)) {
+    throw ArgumentError(expected("slices", "from 1 to the number of samples",
+                                 std::to_string(slices) + " for " + std::to_string(x.samples)));
+  }
+  if (slices > 1 && context.exchange != nullptr && context.exchange->sends()) {
+    throw ArgumentError(expected("slices", "1 where statistics are shared with other ranks",
+                                 std::to_string(slices)));
+  }
+}
+
+}  // namespace normscope

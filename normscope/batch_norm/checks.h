@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string_view>
+
+#include "normscope/batch_norm/batch_norm.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+
+// Checks that forward and backward share. All throw ArgumentError: which argument, what was expected,
+// what was given.
+void check_input(const TensorView& x);
+void check_like_input(std::string_view name, const TensorView& tensor, const TensorView& x);
+void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x);
+void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context);
+
+// Runs `check`; where it throws, tells the peers that this rank will not come, and throws on.
+template <class Check>
+void check_or_fail(const CallContext& context, const Check& check) {
+  try {
+    check();
+  } catch (const ArgumentError& error) {
+    if (context.exchange != nullptr) context.exchange->fail(error.what());
+    throw;
+  }
+}
+
+}  // namespace normscope

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/batch_norm/exchange.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+// The header behind the sums. Its totals over R ranks say whether all came with the same call:
+// R * sum(h^2) == sum(h)^2 only where all h are equal. h has 20 bits, so that all of it is exact in
+// float64 for fewer than 2^13 ranks.
+enum HeaderField { kCount, kCallHash, kCallHashSquared, kBackwardNeeded };
+static_assert(kBackwardNeeded + 1 == Exchange::kHeaderSize);
+
+constexpr std::uint64_t kHashBits = 20;
+
+// FNV-1a: the same on every machine, unlike std::hash.
+class Hash {
+ public:
+  void add(std::string_view bytes) noexcept {
+    for (const char byte : bytes) {
+      value_ = (value_ ^ static_cast<unsigned char>(byte)) * 1099511628211ULL;
+    }
+    value_ = (value_ ^ 0xFFU) * 1099511628211ULL;  // an end, so that "ab", "c" is not "a", "bc"
+  }
+  void add(std::int64_t number) noexcept { add(std::to_string(number)); }
+  [[nodiscard]] std::uint64_t value() const noexcept { return value_; }
+
+ private:
+  std::uint64_t value_ = 14695981039346656037ULL;
+};
+
+std::string_view name_of(Direction direction) {
+  return direction == Direction::kForward ? "forward" : "backward";
+}
+
+std::string describe(const CallLabel& label) {
+  std::string text(name_of(label.direction));
+  text += " of ";
+  text += label.layer.empty() ? std::string("a layer without a name") : std::string(label.layer);
+  text += " (" + std::to_string(label.channels) + " channels, scope " + std::string(label.scope);
+  if (label.direction == Direction::kForward && label.backward == BackwardNeeded::kNo) {
+    text += ", nothing needs a gradient";
+  }
+  return text + ")";
+}
+
+// Texts travel as numbers, six bytes in each, so that any transport that adds doubles can carry them.
+constexpr std::size_t kBytesPerNumber = 6;
+constexpr std::size_t kNumbersPerText = 32;
+
+void encode(std::string_view text, std::span<double> numbers) {
+  std::size_t at = 0;
+  for (double& number : numbers) {
+    std::uint64_t bytes = 0;
+    for (std::size_t i = 0; i < kBytesPerNumber; ++i, ++at) {
+      const auto byte = at < text.size() ? static_cast<unsigned char>(text[at]) : 0U;
+      bytes |= std::uint64_t{byte} << (8 * i);
+    }
+    number = static_cast<double>(bytes);
+  }
+}
+
+std::string decode(std::span<const double> numbers) {
+  std::string text;
+  for (const double number : numbers) {
+    const auto bytes = static_cast<std::uint64_t>(number);
+    for (std::size_t i = 0; i < kBytesPerNumber; ++i) {
+      const char byte = static_cast<char>((bytes >> (8 * i)) & 0xFFU);
+      if (byte == '\0') return text;
+      text += byte;
+    }
+  }
+  return text;
+}
+
+struct AtomicCounters {
+  std::atomic<std::int64_t> calls = 0;
+  std::atomic<std::int64_t> bytes = 0;
+  std::atomic<std::int64_t> nanoseconds = 0;
+};
+
+AtomicCounters& counters() {
+  static AtomicCounters instance;
+  return instance;
+}
+
+// Adds one exchange to the counters, however it ends.
+class CountedExchange {
+ public:
+  explicit CountedExchange(std::span<const double> message)
+      : begin_(std::chrono::steady_clock::now()) {
+    counters().calls += 1;
+    counters().bytes += static_cast<std::int64_t>(message.size_bytes());
+  }
+  CountedExchange(const CountedExchange&) = delete;
+  CountedExchange& operator=(const CountedExchange&) = delete;
+  ~CountedExchange() {
+    const auto elapsed = std::chrono::steady_clock::now() - begin_;
+    counters().nanoseconds +=
+        std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point begin_;
+};
+
+bool checks_every_call() {
+  static const bool checks = [] {
+    const char* value = std::getenv("NORMSCOPE_CHECK");
+    return value != nullptr && std::string_view(value) != "0" && std::string_view(value) != "";
+  }();
+  return checks;
+}
+
+}  // namespace
+
+Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_alone)
+    : communicator_(std::move(communicator)), when_alone_(when_alone) {}
+
+void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Stream stream) {
+  Hash hash;
+  hash.add(label.layer);
+  hash.add(label.scope);
+  hash.add(name_of(label.direction));
+  hash.add(label.channels);
+  const std::uint64_t label_hash = hash.value();
+  // A layer without a name is told from its like by its place in the sequence of calls.
+  if (label.layer.empty()) hash.add(calls_);
+  calls_ += 1;
+
+  const std::span<double> header = message.last(kHeaderSize);
+  const auto h = static_cast<double>(hash.value() & ((1U << kHashBits) - 1U));
+  header[kCallHash] = h;
+  header[kCallHashSquared] = h * h;
+  header[kBackwardNeeded] = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
+
+  const CountedExchange counted(message);
+  try {
+    const bool is_new = seen_.insert(label_hash).second;
+    if (!communicator_->compares_lengths() && (is_new || checks_every_call())) {
+      double ahead[kHeaderSize];
+      std::ranges::copy(header, ahead);
+      communicator_->all_reduce_sum(ahead, stream);
+      compare(label, ahead);
+    }
+    communicator_->all_reduce_sum(message, stream);
+    compare(label, header);
+  } catch (const MismatchError&) {
+    throw_mismatch(label);
+  } catch (const TimeoutError& error) {
+    throw TimeoutError(describe(label) + ": " + error.what());
+  } catch (const CommunicationError& error) {
+    throw CommunicationError(describe(label) + ": " + error.what());
+  }
+}
+
+// Throws where the totals of the header show that the ranks came with different calls.
+void Exchange::compare(const CallLabel& label, std::span<const double> header) {
+  const auto ranks = static_cast<double>(communicator_->size());
+  const double h = header[kCallHash] / ranks;
+  const bool same_call = h == std::floor(h) && header[kCallHashSquared] == ranks * (h * h);
+  const double needing = header[kBackwardNeeded];
+  const bool same_need =
+      label.direction == Direction::kBackward || needing == 0.0 || needing == ranks;
+  if (!same_call || !same_need) throw MismatchError("");
+}
+
+// All ranks know by now that they disagree; they tell each other what each of them was doing.
+void Exchange::throw_mismatch(const CallLabel& label) {
+  const auto ranks = static_cast<std::size_t>(communicator_->size());
+  const auto own = static_cast<std::size_t>(communicator_->rank());
+  std::vector<double> texts(ranks * kNumbersPerText);
+  const std::span<double> all(texts);
+  encode(describe(label), all.subspan(own * kNumbersPerText, kNumbersPerText));
+  communicator_->all_reduce_sum(all);
+
+  std::string message = "the ranks of a scope met in different calls:";
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    message += "\n  rank " + std::to_string(rank) + ": " +
+               decode(all.subspan(rank * kNumbersPerText, kNumbersPerText));
+  }
+  message +=
+      "\nEvery rank must run the same layers in the same order, with a backward on all of them or on "
+      "none.";
+  throw MismatchError(message);
+}
+
+CommunicationCounters communication_counters() noexcept {
+  constexpr double kSecondsPerNanosecond = 1e-9;
+  return {counters().calls, counters().bytes,
+          static_cast<double>(counters().nanoseconds) * kSecondsPerNanosecond};
+}
+
+}  // namespace normscope

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <string>
+
+#include "normscope/batch_norm/batch_norm.h"
+#include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/norm_batch.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+void check(const ForwardArguments& arguments, const CallContext& context) {
+  check_input(arguments.x);
+  check_like_input("y", arguments.y.read_only(), arguments.x);
+  check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
+  check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
+  check_channel_dtype("running_mean", arguments.running.mean.dtype, arguments.x);
+  check_channel_dtype("running_var", arguments.running.var.dtype, arguments.x);
+  check_slices(arguments.slices, arguments.x, context);
+  if (!(arguments.eps >= 0.0)) {
+    throw ArgumentError("eps: expected at least 0, got " + std::to_string(arguments.eps));
+  }
+}
+
+// A variance of one value is no variance. On several ranks all of them find this together.
+void check_count(double count) {
+  if (count == 1.0) {
+    throw ArgumentError(
+        "x: expected more than 1 value per channel in the norm batch when training, got 1");
+  }
+}
+
+// One slice, this rank alone: nothing between the sums and their use but the sums themselves.
+void normalize_slice(const ForwardArguments& arguments, const ResolvedContext& context,
+                     std::int64_t slice, const RunningUpdate& running, Message& message) {
+  const Kernels& kernels = context.kernels;
+  const auto [first, last] =
+      samples_of_slice(arguments.x.samples, arguments.slices, slice);
+  const TensorView x = arguments.x.sample_range(first, last);
+  const MutableTensorView y = arguments.y.sample_range(first, last);
+  const MutableStatistics statistics = statistics_of_slice(arguments.statistics, slice, x.channels);
+  for_channel_chunks(
+      context, x, 1, [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
+        const TensorView x_chunk = x.channel_range(begin, end);
+        const LimbsView limbs = message.limbs().channel_range(begin, end);
+        const MutableStatistics chunk_statistics = statistics.channel_range(begin);
+        kernels.add_moments(execution, x_chunk, limbs);
+        kernels.finalize_moments(execution, limbs, message.count(), arguments.eps, x.dtype,
+                                 chunk_statistics, running.channel_range(begin));
+        kernels.normalize(execution, x_chunk, chunk_statistics.read_only(),
+                          arguments.weight.channel_range(begin),
+                          arguments.bias.channel_range(begin), y.channel_range(begin, end));
+      });
+  arguments.counts[slice] = *message.count();
+}
+
+// The running statistics' update with the moments of all slices together.
+void update_running_with_all(const ForwardArguments& arguments, const ResolvedContext& context,
+                             Message& all) {
+  std::vector<double> unused(static_cast<std::size_t>(statistics_size(1, arguments.x.channels)));
+  context.kernels.finalize_moments(context.execution, all.limbs(), all.count(), arguments.eps,
+                                   arguments.x.dtype,
+                                   statistics_of_slice(unused.data(), 0, arguments.x.channels),
+                                   arguments.running);
+}
+
+void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
+  const TensorView& x = arguments.x;
+  const bool pools = arguments.slice_stats == SliceStats::kPooled && arguments.slices > 1;
+  Message all(x.channels, 0);
+  for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
+    const auto [first, last] = samples_of_slice(x.samples, arguments.slices, slice);
+    Message message(x.channels, (last - first) * x.positions);
+    const bool updates =
+        !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
+    normalize_slice(arguments, context, slice, updates ? arguments.running : RunningUpdate{},
+                    message);
+    if (pools) all.add(message);
+  }
+  if (pools) update_running_with_all(arguments, context, all);
+}
+
+// Local sums, one all-reduce, finalize, apply.
+void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& label,
+                            const ResolvedContext& context) {
+  const Kernels& kernels = context.kernels;
+  const Execution& execution = context.execution;
+  const TensorView& x = arguments.x;
+  const MutableStatistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
+  Message message(x.channels, x.elements_per_channel());
+  kernels.add_moments(execution, x, message.limbs());
+  context.exchange->all_reduce(label, message.numbers(), execution.stream);
+  check_count(*message.count());
+  kernels.finalize_moments(execution, message.limbs(), message.count(), arguments.eps, x.dtype,
+                           statistics, arguments.running);
+  kernels.normalize(execution, x, statistics.read_only(), arguments.weight, arguments.bias,
+                    arguments.y);
+  arguments.counts[0] = *message.count();
+}
+
+}  // namespace
+
+void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context) {
+  check_or_fail(context, [&] { check(arguments, context); });
+  const ResolvedContext resolved = resolve(context);
+  if (resolved.exchange != nullptr) {
+    const CallLabel label{.layer = context.layer,
+                          .scope = context.scope,
+                          .direction = Direction::kForward,
+                          .channels = arguments.x.channels,
+                          .backward = arguments.backward};
+    normalize_synchronized(arguments, label, resolved);
+    return;
+  }
+  const auto [first, last] =
+      samples_of_slice(arguments.x.samples, arguments.slices, arguments.slices - 1);
+  check_count(static_cast<double>((last - first) * arguments.x.positions));
+  normalize_slices(arguments, resolved);
+}
+
+}  // namespace normscope

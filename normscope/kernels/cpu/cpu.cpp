@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/kernels/cpu/cpu.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "normscope/core/tiles.h"
+#include "normscope/kernels/channel_values.h"
+#include "normscope/kernels/cpu/pieces.h"
+
+namespace normscope::cpu {
+namespace {
+
+// Below this many elements a second thread costs more than it saves: waking one takes about 5 us, in
+// which a core sums some ten thousand elements.
+constexpr std::int64_t kElementsPerThread = 16384;
+
+// Bytes of a core's cache that a sweep may count on finding again, and above which an output's stores
+// pass the cache by. What the system does not tell is taken to be 1 MiB.
+std::int64_t cache_per_core() {
+  static const std::int64_t bytes = [] {
+    const long told = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return told > 0 ? std::int64_t{told} : std::int64_t{1} << 20;
+  }();
+  return bytes;
+}
+
+std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+std::int64_t tile_count(const TensorView& x) {
+  return x.samples * tiles_per_sample(x.layout(), x.positions);
+}
+
+// Part `i` of [0, n) split into `parts` of nearly equal length.
+TileRange part_of(std::int64_t n, std::int64_t parts, std::int64_t i) {
+  return {n * i / parts, n * (i + 1) / parts};
+}
+
+std::int64_t useful_threads(const Execution& execution, const TensorView& x) {
+  const std::int64_t elements = x.channels * x.elements_per_channel();
+  return std::clamp<std::int64_t>(elements / kElementsPerThread, 1, execution.threads);
+}
+
+// Work is cut by channels where they lie apart in memory and there are enough of them, else by tiles.
+bool splits_by_channel(const TensorView& x, std::int64_t threads) {
+  return x.layout() == Layout::kChannelsFirst && x.channels >= threads;
+}
+
+// Calls sweep(channels, tiles) for parts of the tensor that together are all of it.
+template <class Sweep>
+void for_parts(const Execution& execution, const TensorView& x, const Sweep& sweep) {
+  const std::int64_t threads = useful_threads(execution, x);
+  const TileRange all_channels{0, x.channels};
+  const TileRange all_tiles{0, tile_count(x)};
+  if (threads == 1) {
+    sweep(all_channels, all_tiles);
+  } else if (splits_by_channel(x, threads)) {
+    execution.parallel_for(
+        threads, [&](std::int64_t i) { sweep(part_of(x.channels, threads, i), all_tiles); });
+  } else {
+    execution.parallel_for(threads, [&](std::int64_t i) {
+      sweep(all_channels, part_of(all_tiles.end, threads, i));
+    });
+  }
+}
+
+// Calls sum(channels, tiles, limbs) for parts of the tensor, each with limbs of its own where parts share
+// channels, and never with more tiles than limbs can count.
+template <class Sum>
+void sum_parts(const Execution& execution, const TensorView& x, const Pieces& pieces,
+               LimbsView limbs, const Sum& sum) {
+  const auto sum_into = [&](TileRange channels, TileRange tiles, LimbsView into) {
+    for (std::int64_t begin = tiles.begin; begin < tiles.end; begin += kTilesBetweenCarries) {
+      sum(channels, TileRange{begin, std::min(begin + kTilesBetweenCarries, tiles.end)}, into);
+    }
+  };
+  const std::int64_t threads = useful_threads(execution, x);
+  if (threads == 1 || splits_by_channel(x, threads)) {
+    for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+      sum_into(channels, tiles, limbs.channel_range(channels.begin, channels.end));
+    });
+    return;
+  }
+  std::vector<double> storage(static_cast<std::size_t>(threads * limbs_size(x.channels)));
+  const auto own_limbs = [&](std::int64_t i) {
+    return LimbsView{storage.data() + i * limbs_size(x.channels), x.channels, x.channels};
+  };
+  execution.parallel_for(threads, [&](std::int64_t i) {
+    sum_into({0, x.channels}, part_of(tile_count(x), threads, i), own_limbs(i));
+  });
+  for (std::int64_t i = 0; i < threads; ++i) pieces.merge_limbs(own_limbs(i), limbs);
+}
+
+template <class Element>
+void load_real(ChannelView view, double otherwise, std::int64_t channels, double* to) {
+  if (view.data == nullptr) {
+    std::fill_n(to, channels, otherwise);
+    return;
+  }
+  const Element* from = static_cast<const Element*>(view.data);
+  for (std::int64_t c = 0; c < channels; ++c) to[c] = static_cast<double>(widen(from[c]));
+}
+
+// The view's values as float64, or `otherwise`.
+std::vector<double> channel_values(ChannelView view, double otherwise, std::int64_t channels) {
+  std::vector<double> values(static_cast<std::size_t>(channels));
+  with_element_type(view.dtype, [&]<class Element>(Element*) {
+    load_real<Element>(view, otherwise, channels, values.data());
+  });
+  return values;
+}
+
+// Arrays of per-channel coefficients, rounded from float64 to the type of the arithmetic.
+template <class Real, int kArrays>
+class Coefficients {
+ public:
+  explicit Coefficients(std::int64_t channels)
+      : channels_(channels), values_(static_cast<std::size_t>(kArrays * channels)) {}
+
+  [[nodiscard]] Real* operator[](int array) { return values_.data() + array * channels_; }
+
+ private:
+  std::int64_t channels_;
+  std::vector<Real> values_;
+};
+
+Stores stores_for(const MutableTensorView& y) {
+  const std::int64_t bytes = y.channels * y.elements_per_channel() * size_of(y.dtype);
+  return bytes > cache_per_core() ? Stores::kStreaming : Stores::kCached;
+}
+
+template <const Pieces& kPieces>
+struct Backend {
+  // As many channels as fill about half of a core's cache, so that a sweep finds there what the sweep
+  // before has read; whole vectors of them where planes are small, so that neighbouring channels share
+  // no cache line.
+  static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
+    if (x.layout() == Layout::kChannelsLast) return x.channels;
+    const std::int64_t bytes_per_channel =
+        std::max<std::int64_t>(1, tensors * x.elements_per_channel() * size_of(x.dtype));
+    const std::int64_t fitting = cache_per_core() / 2 / bytes_per_channel;
+    const std::int64_t fair_share = ceil_divide(x.channels, threads);
+    const std::int64_t chunk = std::clamp<std::int64_t>(fitting, 1, fair_share);
+    return chunk > 8 ? chunk / 8 * 8 : chunk;
+  }
+
+  static void add_moments(const Execution& execution, const TensorView& x, LimbsView limbs) {
+    if (x.empty()) return;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      sum_parts(execution, x, kPieces, limbs,
+                [&](TileRange channels, TileRange tiles, LimbsView into) {
+                  kPieces.of<Element>().add_moments(
+                      x.channel_range(channels.begin, channels.end), tiles, into);
+                });
+    });
+  }
+
+  static void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const double* count,
+                               double eps, DType x_dtype, MutableStatistics statistics,
+                               const RunningUpdate& running) {
+    const std::int64_t channels = limbs.channels;
+    const double n = *count;
+    std::vector<double> variance(static_cast<std::size_t>(channels));
+    double* mean = statistics.mean_hi;
+    double* mean_rest = statistics.mean_lo;
+    if (n > 0.0) {
+      kPieces.moments(limbs, n, mean, mean_rest, variance.data());
+    } else {
+      std::fill_n(mean, channels, 0.0);
+      std::fill_n(mean_rest, channels, 0.0);
+    }
+    kPieces.inv_std(variance.data(), eps, channels, statistics.inv_std);
+    for (std::int64_t c = 0; n > 0.0 && running.mean.data != nullptr && c < channels; ++c) {
+      update_running(running.mean, c, mean[c], running.momentum);
+    }
+    for (std::int64_t c = 0; n > 0.0 && running.var.data != nullptr && c < channels; ++c) {
+      const double sample_variance = variance[static_cast<std::size_t>(c)] * (n / (n - 1.0));
+      update_running(running.var, c, sample_variance, running.momentum);
+    }
+    if (x_dtype == DType::kFloat64) return;
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const double hi = static_cast<float>(mean[c]);
+      mean_rest[c] = static_cast<float>((mean[c] - hi) + mean_rest[c]);
+      mean[c] = hi;
+    }
+  }
+
+  static void normalize(const Execution& execution, const TensorView& x, Statistics statistics,
+                        ChannelView weight, ChannelView bias, const MutableTensorView& y) {
+    if (x.empty()) return;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      using Real = Arithmetic<Element>;
+      const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
+      const std::vector<double> biases = channel_values(bias, 0.0, x.channels);
+      Coefficients<Real, 4> values(x.channels);
+      for (std::int64_t c = 0; c < x.channels; ++c) {
+        values[0][c] = static_cast<Real>(statistics.mean_hi[c]);
+        values[1][c] = static_cast<Real>(statistics.mean_lo[c]);
+        values[2][c] = static_cast<Real>(weights[static_cast<std::size_t>(c)] *
+                                         statistics.inv_std[c]);
+        values[3][c] = static_cast<Real>(biases[static_cast<std::size_t>(c)]);
+      }
+      const Stores stores = stores_for(y);
+      for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+        const std::int64_t c = channels.begin;
+        kPieces.of<Element>().normalize(
+            x.channel_range(c, channels.end),
+            {values[0] + c, values[1] + c, values[2] + c, values[3] + c}, tiles, stores,
+            y.channel_range(c, channels.end));
+      });
+    });
+  }
+
+  static void add_gradient_sums(const Execution& execution, const TensorView& x,
+                                const TensorView& dy, Statistics statistics, LimbsView limbs) {
+    if (x.empty()) return;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      using Real = Arithmetic<Element>;
+      Coefficients<Real, 1> mean_hi(x.channels);
+      for (std::int64_t c = 0; c < x.channels; ++c) {
+        mean_hi[0][c] = static_cast<Real>(statistics.mean_hi[c]);
+      }
+      sum_parts(execution, x, kPieces, limbs,
+                [&](TileRange channels, TileRange tiles, LimbsView into) {
+                  kPieces.of<Element>().add_gradient_sums(
+                      x.channel_range(channels.begin, channels.end),
+                      dy.channel_range(channels.begin, channels.end), mean_hi[0] + channels.begin,
+                      tiles, into);
+                });
+    });
+  }
+
+  static void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs,
+                                     Statistics statistics, GradientSums sums) {
+    kPieces.gradient_sums(limbs, statistics, sums);
+  }
+
+  static void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
+                             Statistics statistics, ChannelView weight, GradientSums sums,
+                             const double* count, const MutableTensorView& dx) {
+    if (x.empty()) return;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      using Real = Arithmetic<Element>;
+      const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
+      Coefficients<Real, 5> values(x.channels);
+      for (std::int64_t c = 0; c < x.channels; ++c) {
+        const double inv_std = statistics.inv_std[c];
+        values[0][c] = static_cast<Real>(statistics.mean_hi[c]);
+        values[1][c] = static_cast<Real>(statistics.mean_lo[c]);
+        values[2][c] = static_cast<Real>(weights[static_cast<std::size_t>(c)] * inv_std);
+        values[3][c] = static_cast<Real>(sums.dy[c] / *count);
+        values[4][c] = static_cast<Real>(inv_std * (sums.dy_xhat[c] / *count));
+      }
+      const Stores stores = stores_for(dx);
+      for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+        const std::int64_t c = channels.begin;
+        kPieces.of<Element>().input_gradient(
+            x.channel_range(c, channels.end), dy.channel_range(c, channels.end),
+            {values[0] + c, values[1] + c, values[2] + c, values[3] + c, values[4] + c}, tiles,
+            stores, dx.channel_range(c, channels.end));
+      });
+    });
+  }
+
+  static constexpr Kernels kernels(std::string_view name, bool (*can_run)()) {
+    return {
+        .name = name,
+        .can_run = can_run,
+        .channels_per_chunk = channels_per_chunk,
+        .add_moments = add_moments,
+        .finalize_moments = finalize_moments,
+        .normalize = normalize,
+        .add_gradient_sums = add_gradient_sums,
+        .finalize_gradient_sums = finalize_gradient_sums,
+        .input_gradient = input_gradient,
+    };
+  }
+};
+
+}  // namespace
+
+constinit const Kernels kBaselineKernels =
+    Backend<kBaseline>::kernels("baseline", [] { return kBaseline.can_run(); });
+#if defined(__x86_64__)
+constinit const Kernels kAvx2Kernels = Backend<kAvx2>::kernels("avx2", [] { return kAvx2.can_run(); });
+constinit const Kernels kAvx512Kernels =
+    Backend<kAvx512>::kernels("avx512", [] { return kAvx512.can_run(); });
+constinit const Kernels kAvx512Bf16Kernels =
+    Backend<kAvx512Bf16>::kernels("avx512_bf16", [] { return kAvx512Bf16.can_run(); });
+#endif
+
+}  // namespace normscope::cpu

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Vectors of one instruction set. Included once by each target_*.cpp, inside that target's namespace,
+// so that no function compiled for one instruction set can stand in for another's: no include guard.
+//
+// Vectors are those of the compiler (GCC and Clang: vector_size), of the width that the target's flags
+// allow. An operation on a vector is that operation on each of its elements, so that the width changes
+// no bit.
+
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+
+inline constexpr int kFloats = kVectorBytes / 4;
+inline constexpr int kDoubles = kVectorBytes / 8;
+
+#if defined(__AVX512F__)
+// The masked forms of some instructions with all bits set: the plain ones' declarations in GCC 12 warn
+// about a value that is never used.
+inline constexpr __mmask16 kAllFloats = 0xFFFF;
+inline constexpr __mmask8 kAllDoubles = 0xFF;
+#endif
+
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef double Doubles __attribute__((vector_size(kVectorBytes)));
+typedef std::uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef float FloatsOfDoubles __attribute__((vector_size(kVectorBytes / 2)));
+typedef std::uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
+
+// The vector whose elements have the type Real, which is float or double.
+template <class Real>
+struct VectorOf {
+  using Type = Floats;
+};
+template <>
+struct VectorOf<double> {
+  using Type = Doubles;
+};
+template <class Real>
+using Vector = typename VectorOf<Real>::Type;
+
+// Elements of a Vector<Real>.
+template <class Real>
+inline constexpr int kLanesOf = kVectorBytes / static_cast<int>(sizeof(Real));
+
+template <class Any>
+NORMSCOPE_INLINE Any load_bytes(const void* from) {
+  Any value;
+  __builtin_memcpy(&value, from, sizeof(Any));
+  return value;
+}
+
+template <class Any>
+NORMSCOPE_INLINE void store_bytes(void* to, Any value) {
+  __builtin_memcpy(to, &value, sizeof(Any));
+}
+
+template <class Real>
+NORMSCOPE_INLINE Vector<Real> broadcast(Real value) {
+  return value - Vector<Real>{};  // x - 0 is x, also for -0
+}
+
+// Loads, widened to the type that the arithmetic is done in.
+
+NORMSCOPE_INLINE Floats load(const float* from) { return load_bytes<Floats>(from); }
+NORMSCOPE_INLINE Doubles load(const double* from) { return load_bytes<Doubles>(from); }
+
+NORMSCOPE_INLINE Floats load(const BFloat16* from) {
+  const Words words = __builtin_convertvector(load_bytes<HalfWords>(from), Words) << 16U;
+  return reinterpret_cast<Floats>(words);
+}
+
+NORMSCOPE_INLINE Floats load(const Float16* from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(kAllFloats, load_bytes<__m256i>(from)));
+#elif defined(__F16C__)
+  return reinterpret_cast<Floats>(_mm256_cvtph_ps(load_bytes<__m128i>(from)));
+#else
+  Floats wide{};
+  for (int i = 0; i < kFloats; ++i) wide[i] = widen(from[i]);
+  return wide;
+#endif
+}
+
+// kDoubles floats, widened.
+NORMSCOPE_INLINE Doubles load_as_doubles(const float* from) {
+  return __builtin_convertvector(load_bytes<FloatsOfDoubles>(from), Doubles);
+}
+NORMSCOPE_INLINE Doubles load_as_doubles(const double* from) { return load(from); }
+
+// Narrowed to 16 bits, to nearest, ties to even.
+
+NORMSCOPE_INLINE HalfWords narrow_to_bfloat16(Floats value) {
+  const Words bits = reinterpret_cast<Words>(value);
+#if defined(__AVX512BF16__)
+  // The instruction flushes denormals, which the contract keeps.
+  const Words magnitude = bits & 0x7FFFFFFFU;
+  const auto is_denormal = (magnitude < 0x00800000U) & (magnitude != 0U);
+  if (_mm512_test_epi32_mask(reinterpret_cast<__m512i>(is_denormal),
+                             reinterpret_cast<__m512i>(is_denormal)) == 0) {
+    return reinterpret_cast<HalfWords>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(value)));
+  }
+#endif
+  const Words rounded = bits + 0x7FFFU + ((bits >> 16U) & 1U);
+  const Words quiet = bits | 0x400000U;
+  const Words chosen = value == value ? rounded : quiet;
+  return __builtin_convertvector(chosen >> 16U, HalfWords);
+}
+
+NORMSCOPE_INLINE HalfWords narrow_to_float16(Floats value) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<HalfWords>(
+      _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(value),
+                            _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  return reinterpret_cast<HalfWords>(
+      _mm256_cvtps_ph(reinterpret_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
+#else
+  HalfWords narrowed{};
+  for (int i = 0; i < kFloats; ++i) narrowed[i] = narrow<Float16>(value[i]).bits;
+  return narrowed;
+#endif
+}
+
+NORMSCOPE_INLINE void store(float* to, Floats value) { store_bytes(to, value); }
+NORMSCOPE_INLINE void store(double* to, Doubles value) { store_bytes(to, value); }
+NORMSCOPE_INLINE void store(BFloat16* to, Floats value) {
+  store_bytes(to, narrow_to_bfloat16(value));
+}
+NORMSCOPE_INLINE void store(Float16* to, Floats value) { store_bytes(to, narrow_to_float16(value)); }
+
+// Whether some element is not zero; NaN is not.
+NORMSCOPE_INLINE bool any_nonzero(Doubles value) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_pd_mask(reinterpret_cast<__m512d>(value), _mm512_setzero_pd(),
+                            _CMP_NEQ_UQ) != 0;
+#elif defined(__AVX__)
+  return _mm256_movemask_pd(_mm256_cmp_pd(reinterpret_cast<__m256d>(value), _mm256_setzero_pd(),
+                                          _CMP_NEQ_UQ)) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_pd(
+             _mm_cmpneq_pd(reinterpret_cast<__m128d>(value), _mm_setzero_pd())) != 0;
+#else
+  bool any = false;
+  for (int i = 0; i < kDoubles; ++i) any = any || value[i] != 0.0;
+  return any;
+#endif
+}
+NORMSCOPE_INLINE bool any_nonzero(double value) { return value != 0.0; }
+
+NORMSCOPE_INLINE Doubles square_root(Doubles value) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Doubles>(_mm512_maskz_sqrt_pd(kAllDoubles, reinterpret_cast<__m512d>(value)));
+#elif defined(__AVX__)
+  return reinterpret_cast<Doubles>(_mm256_sqrt_pd(reinterpret_cast<__m256d>(value)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<Doubles>(_mm_sqrt_pd(reinterpret_cast<__m128d>(value)));
+#else
+  for (int i = 0; i < kDoubles; ++i) value[i] = __builtin_sqrt(value[i]);
+  return value;
+#endif
+}
+NORMSCOPE_INLINE double square_root(double value) { return __builtin_sqrt(value); }
+
+// Stores that pass the cache by, for outputs that nothing reads soon: `to` is aligned to kVectorBytes.
+// Elements of 16 bits come as two vectors.
+
+template <class Element>
+inline constexpr int kStreamWidth = kVectorBytes / static_cast<int>(sizeof(Element));
+
+NORMSCOPE_INLINE bool is_aligned(const void* address) {
+  return reinterpret_cast<std::uintptr_t>(address) % kVectorBytes == 0;
+}
+
+NORMSCOPE_INLINE void stream_words(void* to, Words value) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(value));
+#elif defined(__AVX__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(value));
+#elif defined(__SSE2__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret_cast<__m128i>(value));
+#else
+  store_bytes(to, value);
+#endif
+}
+
+struct HalfWordsPair {
+  HalfWords low;
+  HalfWords high;
+};
+
+NORMSCOPE_INLINE void stream(float* to, Floats value) {
+  stream_words(to, reinterpret_cast<Words>(value));
+}
+NORMSCOPE_INLINE void stream(double* to, Doubles value) {
+  stream_words(to, reinterpret_cast<Words>(value));
+}
+NORMSCOPE_INLINE void stream(BFloat16* to, Floats low, Floats high) {
+  const HalfWordsPair pair{narrow_to_bfloat16(low), narrow_to_bfloat16(high)};
+  stream_words(to, load_bytes<Words>(&pair));
+}
+NORMSCOPE_INLINE void stream(Float16* to, Floats low, Floats high) {
+  const HalfWordsPair pair{narrow_to_float16(low), narrow_to_float16(high)};
+  stream_words(to, load_bytes<Words>(&pair));
+}
+
+// Makes streamed stores visible to other threads in order with what follows.
+NORMSCOPE_INLINE void finish_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/kernels/kernels.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "normscope/core/error.h"
+#include "normscope/kernels/cpu/cpu.h"
+#include "normscope/kernels/reference/reference.h"
+
+namespace normscope {
+namespace {
+
+constexpr const char* kForcedBy = "NORMSCOPE_KERNELS";
+
+const Kernels* find(std::span<const Kernels* const> among, std::string_view name) {
+  const auto found = std::find_if(among.begin(), among.end(),
+                                  [&](const Kernels* kernels) { return kernels->name == name; });
+  return found == among.end() ? nullptr : *found;
+}
+
+const Kernels& named(std::string_view argument, std::string_view name) {
+  if (const Kernels* kernels = find(available_kernels(), name)) return *kernels;
+  std::string message(argument);
+  message += ": expected one of";
+  for (const Kernels* kernels : available_kernels()) (message += ' ') += kernels->name;
+  ((message += ", got \"") += name) += '"';
+  if (find(built_kernels(), name) != nullptr) message += ", which this machine cannot run";
+  throw ArgumentError(message);
+}
+
+}  // namespace
+
+std::span<const Kernels* const> built_kernels() {
+  static const Kernels* const kBuilt[] = {
+      &reference::kKernels,   &cpu::kBaselineKernels,
+#if defined(__x86_64__)
+      &cpu::kAvx2Kernels,     &cpu::kAvx512Kernels,
+      &cpu::kAvx512Bf16Kernels,
+#endif
+  };
+  return kBuilt;
+}
+
+std::span<const Kernels* const> available_kernels() {
+  static const std::vector<const Kernels*> kAvailable = [] {
+    std::vector<const Kernels*> available;
+    std::ranges::copy_if(built_kernels(), std::back_inserter(available),
+                         [](const Kernels* kernels) { return kernels->can_run(); });
+    return available;
+  }();
+  return kAvailable;
+}
+
+const Kernels& default_kernels() {
+  static const Kernels& kDefault = []() -> const Kernels& {
+    const char* forced = std::getenv(kForcedBy);
+    return forced == nullptr ? *available_kernels().back() : named(kForcedBy, forced);
+  }();
+  return kDefault;
+}
+
+const Kernels& kernels_named(std::string_view name) { return named("kernels", name); }
+
+}  // namespace normscope
