@@ -3,8 +3,8 @@
 
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <new>
-#include <random>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -56,8 +56,9 @@ std::shared_ptr<void> map(int descriptor, std::size_t bytes) {
 
 // Never 0, so that an address of zeros is nobody's; below 2^53, so that it is exact as a float64.
 std::int64_t new_nonce() {
-  std::random_device device;
-  return std::uniform_int_distribution<std::int64_t>(1, (std::int64_t{1} << 53) - 1)(device);
+  std::uint64_t random = 0;
+  if (getentropy(&random, sizeof(random)) != 0) throw_error("find a random number", errno);
+  return static_cast<std::int64_t>(random >> 11) | 1;
 }
 
 }  // namespace

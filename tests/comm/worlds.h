@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <string>
 #include <vector>
@@ -40,6 +41,26 @@ inline auto worlds(const std::vector<int>& sizes, RunRanks run) {
 // What follows the name of a test.
 inline std::string ranks_of(const ::testing::TestParamInfo<World>& world) {
   return std::to_string(world.param.ranks);
+}
+
+// The ranks' `own` values, in the order of the ranks.
+inline std::vector<double> gather(Communicator& communicator, double own) {
+  std::vector<double> values(static_cast<std::size_t>(communicator.size()));
+  values[static_cast<std::size_t>(communicator.rank())] = own;
+  communicator.all_reduce_sum(values);
+  return values;
+}
+
+// The text of the `Expected` that `call` must throw.
+template <class Expected, class Call>
+std::string text_of(const Call& call) {
+  try {
+    call();
+  } catch (const Expected& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
 }
 
 }  // namespace normscope::testing
