@@ -135,7 +135,7 @@ check-wheel: $(stamps)/normscope $(stamps)/test
 # ---- Style -------------------------------------------------------------------------------------
 
 cpp_files = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp' '*.cc')
-python_folders = $(wildcard python tests/python tests/support examples benchmarks scripts)
+python_files = $(shell git ls-files --cached --others --exclude-standard '*.py')
 
 lint: lint-formats lint-types lint-names ## Check formats, names, types
 
@@ -146,7 +146,7 @@ lint-formats: $(stamps)/lint
 
 # In the environment that has what the checked files import.
 lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
-	mypy $(python_folders)
+	mypy $(python_files)
 
 lint-names: $(stamps)/lint $(stamps)/normscope $(stamps)/googletest
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
