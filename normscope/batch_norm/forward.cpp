@@ -25,7 +25,7 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
 // A variance of one value is no variance. On several ranks all of them find this together.
 void check_count(double count) {
   if (count == 1.0) {
-    throw ArgumentError(
+    throw OneValueError(
         "x: expected more than 1 value per channel in the norm batch when training, got 1");
   }
 }

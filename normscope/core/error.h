@@ -18,6 +18,13 @@ class ArgumentError : public Error {
   using Error::Error;
 };
 
+// A norm batch has one value per channel, which has no variance. On several ranks all of them find this
+// together, and the group stays usable.
+class OneValueError : public ArgumentError {
+ public:
+  using ArgumentError::ArgumentError;
+};
+
 // The ranks of a group could not exchange: the transport failed, a peer failed, or the group was
 // marked as failed earlier. The group cannot be used any more.
 class CommunicationError : public Error {
