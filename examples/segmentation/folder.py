@@ -108,8 +108,9 @@ def _load(image_path: Path, mask_path: Path, side: int) -> Scene:
 
 def _open(path: Path) -> Image.Image:
     try:
-        with Image.open(path) as image:
-            return image.copy()
+        image: Image.Image = Image.open(path)
+        image.load()
+        return image
     except (UnidentifiedImageError, OSError) as error:
         raise ValueError(f"{path}: expected an image, got {error}") from error
 

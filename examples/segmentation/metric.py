@@ -33,7 +33,7 @@ def mean_iou(counts: torch.Tensor) -> float:
         >>> mean_iou(torch.tensor([[1, 1], [0, 1]]))
         0.5
     """
-    intersection = counts.diagonal()
+    intersection = counts.diagonal().double()
     union = counts.sum(0) + counts.sum(1) - intersection
     seen = union > 0
-    return float((intersection[seen] / union[seen]).double().mean())
+    return float((intersection[seen] / union[seen]).mean())

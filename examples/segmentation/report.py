@@ -138,19 +138,21 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def summary(results: list[ScopeResult]) -> str:
-    """Says in words which scope segments best, and at what speed; from the numbers alone."""
+    """Says in words which scope segments best, and at what speed."""
     ranked = sorted(results, key=lambda result: result.quality.mean_ious[-1], reverse=True)
-    best = ranked[0]
-    sentences = [
-        f"{best.arrangement.scope}, whose statistics are over {best.arrangement.norm_batch_size} "
-        f"images, segments best: mean IoU {best.quality.mean_ious[-1]:.3f}."
-    ]
-    sentences += [
-        f"{other.arrangement.scope} ({other.arrangement.norm_batch_size} images) reaches "
-        f"{other.quality.mean_ious[-1]:.3f}."
-        for other in ranked[1:]
-    ]
+    sentences = [f"Best: {_in_words(ranked[0])}."]
+    if len(ranked) > 1:
+        sentences.append(f"Then {'; '.join(_in_words(other) for other in ranked[1:])}.")
     return " ".join(sentences)
+
+
+def _in_words(result: ScopeResult) -> str:
+    arrangement = result.arrangement
+    return (
+        f"{arrangement.scope} with statistics over {arrangement.norm_batch_size} images, "
+        f"mean IoU {result.quality.mean_ious[-1]:.3f} at {result.speed.images_per_second:.0f} "
+        "images/s"
+    )
 
 
 def _html_table(runs: list[Run]) -> str:
@@ -240,7 +242,7 @@ def _palette(class_count: int) -> npt.NDArray[np.uint8]:
 def _photograph(image: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Turns [3, side, side] into 8-bit pixels; light beyond the range of a screen is cut off."""
     pixels: npt.NDArray[np.uint8] = (image * 255).round().clip(0, 255).astype(np.uint8)
-    return pixels.transpose(1, 2, 0)
+    return np.moveaxis(pixels, 0, -1)
 
 
 def _png(pixels: npt.NDArray[np.uint8]) -> str:

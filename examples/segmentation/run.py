@@ -99,11 +99,11 @@ def run(settings: Settings, arrangements: list[Arrangement], output: Path, port:
     report = Report(settings, source.class_names, held_out_batch(source), comparisons, runs)
     write_metrics(report, output / "metrics.json")
     write_report(report, output / "report.html")
-    print(f"\n{table(runs)}\n")
-    for comparison in comparisons:
-        print(comparison)
-    print(f"\nPictures and curves: {output / 'report.html'}")
-    return 0 if all(comparison.passed for comparison in comparisons) else 1
+    print(f"\n{table(runs)}\n\nPictures and curves: {output / 'report.html'}")
+    if not all(comparison.passed for comparison in comparisons):
+        print("run.py: the check failed, see above", file=sys.stderr)
+        return 1
+    return 0
 
 
 def check(
@@ -137,10 +137,11 @@ def main() -> int:
             device=arguments.device,
             data=None if arguments.data is None else str(arguments.data.resolve()),
         )
-        arrangements = [
+        scopes = [
             arrange(scope, settings.ranks, settings.images_per_rank) for scope in arguments.scopes
         ]
-        settings.source()
+        arrangements = list(dict.fromkeys(scopes))
+        settings.source()  # A malformed folder ends the run here, before any rank starts.
         return run(settings, arrangements, arguments.output, arguments.port)
     except (ValueError, RanksFailedError) as error:
         print(f"run.py: {error}", file=sys.stderr)

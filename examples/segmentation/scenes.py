@@ -41,6 +41,9 @@ HELD_OUT_SCENES = 128
 # Ink above this share of full black belongs to the digit; below it the photograph shows through.
 INK_THRESHOLD = 0.4
 
+# Random places that are tried for a digit; with one, digits bury each other.
+PLACES = 8
+
 
 class Split(enum.Enum):
     """The part of the digits and photographs that a scene is made of."""
@@ -80,7 +83,7 @@ class SceneSource(Protocol):
 
 
 class DigitScenes:
-    """Three to five tinted digits on a crop of a photograph, under changing light.
+    """Three to five tinted digits, 18 to 30 pixels high, on a photograph under changing light.
 
     Held-out scenes are made of digits and of parts of the photographs that no training scene
     shows: the right quarter of each photograph is kept for them.
@@ -147,15 +150,29 @@ class DigitScenes:
     ) -> None:
         index = indices[rng.integers(len(indices))]
         side = int(rng.integers(18, 31))
-        top, left = rng.integers(self._side - side + 1, size=2)
+        top, left = _least_covered_place(mask, side, rng)
         tint = rng.uniform(0.0, 1.0, 3).astype(np.float32)
         ink = np.asarray(
             Image.fromarray(self._ink[index]).resize((side, side), Image.Resampling.BILINEAR)
         )
-        place = np.s_[top : top + side, left : left + side]
+        place = _square(top, left, side)
         opacity = ink[..., None]
         image[place] = image[place] * (1 - opacity) + opacity * tint
         mask[place][ink > INK_THRESHOLD] = self._values[index] + 1
+
+
+def _least_covered_place(
+    mask: npt.NDArray[np.int64], side: int, rng: np.random.Generator
+) -> tuple[int, int]:
+    """Draws some places for a square and returns the one (top, left) that hides least."""
+    places = rng.integers(len(mask) - side + 1, size=(PLACES, 2)).tolist()
+    covered = [np.count_nonzero(mask[_square(top, left, side)]) for top, left in places]
+    top, left = places[int(np.argmin(covered))]
+    return top, left
+
+
+def _square(top: int, left: int, side: int) -> tuple[slice, slice]:
+    return slice(top, top + side), slice(left, left + side)
 
 
 def _photograph(name: str) -> npt.NDArray[np.uint8]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,10 +94,10 @@ def arrange(scope: str, ranks: int, images_per_rank: int) -> Arrangement:
         return Arrangement(scope, ranks, images_per_rank)
     if scope == "world":
         return Arrangement(scope, ranks, global_batch)
-    kind, _, number = scope.partition(":")
-    if kind != "slices" or (number and not number.isdecimal()):
+    spelling = re.fullmatch("slices(?::([0-9]+))?", scope)
+    if spelling is None:
         raise ValueError(f"scope: expected local, slices, slices:K or world, got {scope!r}")
-    slices = int(number or ranks)
+    slices = int(spelling[1] or ranks)
     if slices < 1 or global_batch % slices:
         raise ValueError(
             f"scope: expected slices:K where K divides the global batch of {global_batch}, "

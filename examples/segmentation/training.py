@@ -18,7 +18,7 @@ from settings import Settings
 # Background fills most of a scene; with this weight it does not drown the other classes.
 BACKGROUND_WEIGHT = 0.15
 
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 1e-4
 DECAY_POWER = 0.9
 
@@ -88,7 +88,7 @@ class Trainer:
         loss = loss / weight.wait()
         self._optimizer.zero_grad()
         # DistributedDataParallel averages gradients where parts of one sum must be added.
-        (loss * self._replicas).backward()
+        torch.autograd.backward(loss * self._replicas)
         self._optimizer.step()
         self._schedule.step()
         return loss.detach()
@@ -100,7 +100,7 @@ class Trainer:
             return torch.cat(
                 [
                     self.network(part.to(self._settings.device, self._dtype)).argmax(1).cpu()
-                    for part in images.split(EVALUATION_BATCH)
+                    for part in torch.split(images, EVALUATION_BATCH)
                 ]
             )
 

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from check import difference, tolerance, trace
+from metric import confusion, mean_iou
+from network import SegmentationNetwork
+from rank import Rank
+from scenes import VOID, DigitScenes
+from settings import Settings, arrange
+from train import evaluation_steps
+
+RUN = Path(__file__).parents[2] / "examples" / "segmentation" / "run.py"
+
+SETTINGS = Settings(ranks=2, images_per_rank=2, steps=10, seed=0, device="cpu", data=None)
+
+
+def test_mean_iou_of_a_hand_computed_example() -> None:
+    masks = torch.tensor([0, 0, 0, 1, 1, VOID])
+    predictions = torch.tensor([0, 0, 1, 1, 0, 1])
+
+    counts = confusion(predictions, masks, class_count=3)
+
+    assert counts.tolist() == [[2, 1, 0], [1, 1, 0], [0, 0, 0]]
+    # Class 0: 2 of 4; class 1: 1 of 3; class 2 is nowhere. Two roundings of float64.
+    assert mean_iou(counts) == pytest.approx((2 / 4 + 1 / 3) / 2, rel=4 * sys.float_info.epsilon)
+
+
+def test_the_network_keeps_the_size_of_its_images() -> None:
+    network = SegmentationNetwork(class_count=11)
+
+    assert network(torch.zeros(2, 3, 48, 40)).shape == (2, 11, 48, 40)
+
+
+def test_the_network_cannot_train_on_one_image() -> None:
+    network = SegmentationNetwork(class_count=11)
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        network(torch.zeros(1, 3, 48, 48))
+
+
+@pytest.mark.parametrize(
+    ("scope", "processes", "norm_batch_size"),
+    [("local", 4, 2), ("world", 4, 8), ("slices", 1, 2), ("slices:2", 1, 4)],
+)
+def test_a_scope_is_arranged(scope: str, processes: int, norm_batch_size: int) -> None:
+    arrangement = arrange(scope, ranks=4, images_per_rank=2)
+
+    assert arrangement.processes == processes
+    assert arrangement.norm_batch_size == norm_batch_size
+
+
+@pytest.mark.parametrize("scope", ["slices:3", "slices:0", "slices:", "slices:x", "group:2", ""])
+def test_a_scope_that_cannot_be_arranged_is_refused(scope: str) -> None:
+    with pytest.raises(ValueError, match=f"^scope: expected .*, got {re.escape(repr(scope))}$"):
+        arrange(scope, ranks=4, images_per_rank=2)
+
+
+def test_shares_of_the_ranks_make_up_the_global_batch() -> None:
+    shares = [Rank(number, count=4).share(global_batch=8) for number in range(4)]
+
+    assert [index for share in shares for index in share] == list(range(8))
+
+
+@pytest.mark.parametrize("steps", [1, 5, 8, 9, 800])
+def test_the_last_evaluation_follows_the_last_step(steps: int) -> None:
+    due = evaluation_steps(steps)
+
+    assert max(due) == steps
+    assert min(due) >= 1
+
+
+def test_the_check_sees_another_scope() -> None:
+    source = DigitScenes(48)
+    whole = range(SETTINGS.global_batch)
+
+    local = trace(source, SETTINGS, "local", whole)
+    sliced = trace(source, SETTINGS, "slices:2", whole)
+
+    assert difference(local, local) == 0
+    assert difference(local, sliced) > 1000 * tolerance(SETTINGS)
+
+
+def _run(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(RUN), "--output", str(output), *arguments]
+    return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_same_command_gives_the_same_numbers_twice(tmp_path: Path) -> None:
+    arguments = ("--ranks", "2", "--steps", "6")
+
+    runs = [_run(tmp_path / name, *arguments) for name in ("one", "two")]
+
+    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
+    one, two = (
+        json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two")
+    )
+    assert set(one["scopes"]) == {"local", "slices:2", "world"}
+    for scope, result in one["scopes"].items():
+        assert result["quality"] == two["scopes"][scope]["quality"]
+    assert one["check"] == two["check"]
+
+
+@pytest.mark.slow
+def test_an_error_on_a_rank_ends_the_run_and_is_shown(tmp_path: Path) -> None:
+    one_image = ("--ranks", "2", "--images-per-rank", "1", "--scopes", "local", "--steps", "2")
+
+    run = _run(tmp_path, *one_image)
+
+    assert run.returncode == 2
+    assert "Expected more than 1 value per channel" in run.stderr
+
+
+def test_a_folder_without_images_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    run = _run(tmp_path / "output", "--data", str(tmp_path))
+
+    assert run.returncode == 2
+    assert run.stderr == f"run.py: {tmp_path / 'images'}: expected a folder, got none\n"
