@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/arguments.h"
+
+#include <string>
+
+#include <c10/util/Exception.h>
+
+#include "normscope/core/error.h"
+#include "normscope/core/scope.h"
+#include "normscope/torch/tensor_view.h"
+
+namespace normscope::binding {
+namespace {
+
+Scope parse_scope(std::string_view text) {
+  try {
+    return Scope::parse(text);
+  } catch (const ArgumentError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+// "2 or 3".
+std::string alternatives(at::IntArrayRef numbers) {
+  std::string text;
+  for (const std::int64_t number : numbers) {
+    text += (text.empty() ? "" : " or ") + std::to_string(number);
+  }
+  return text;
+}
+
+void check_dtype(const at::Tensor& x) {
+  TORCH_CHECK(dtype_of(x), "x: expected float32, float64, bfloat16 or float16, got ",
+              c10::toString(x.scalar_type()));
+}
+
+// `x` has the channels that the first of the parameters has.
+void check_channels(const at::Tensor& x, std::string_view name,
+                    const std::optional<at::Tensor>& parameter) {
+  if (!parameter) return;
+  TORCH_CHECK(parameter->dim() == 1, name, ": expected 1 dimension, got ", parameter->dim());
+  TORCH_CHECK(parameter->sym_size(0) == x.sym_size(1), "x: expected ", parameter->sym_size(0),
+              " channels (", name, " has ", parameter->sym_size(0), "), got ", x.sym_size(1));
+}
+
+void check_parameter(const at::Tensor& x, std::string_view name,
+                     const std::optional<at::Tensor>& parameter) {
+  if (!parameter) return;
+  TORCH_CHECK(parameter->scalar_type() == at::kFloat || parameter->scalar_type() == x.scalar_type(),
+              name, ": expected float32 or the dtype of x (", c10::toString(x.scalar_type()),
+              "), got ", c10::toString(parameter->scalar_type()));
+  TORCH_CHECK(parameter->device() == x.device(), name, ": expected the device of x (", x.device(),
+              "), got ", parameter->device());
+}
+
+// What is written through a plain pointer.
+void check_buffer(std::string_view name, const std::optional<at::Tensor>& buffer) {
+  TORCH_CHECK(!buffer || buffer->is_contiguous(), name, ": expected a contiguous tensor");
+}
+
+void check_running_statistics(const ForwardOpArguments& arguments) {
+  TORCH_CHECK(arguments.running_mean.has_value() == arguments.running_var.has_value(),
+              "running_var: expected a tensor where running_mean is one, and none where it is none");
+  check_buffer("running_mean", arguments.running_mean);
+  check_buffer("running_var", arguments.running_var);
+  const std::optional<at::Tensor>& tracked = arguments.num_batches_tracked;
+  TORCH_CHECK(!tracked || tracked->scalar_type() == at::kLong,
+              "num_batches_tracked: expected int64, got ",
+              tracked ? c10::toString(tracked->scalar_type()) : "");
+}
+
+}  // namespace
+
+ResolvedScope resolve_scope(std::string_view text) {
+  const Scope scope = parse_scope(text);
+  switch (scope.kind()) {
+    case Scope::Kind::kLocal: return {};
+    case Scope::Kind::kSlices: return {.slices = scope.count()};
+    case Scope::Kind::kWorld: return {.spans_ranks = true};
+    default:
+      TORCH_CHECK_VALUE(false, "scope: ", scope.str(),
+                        " is not resolved by this version; use local, slices:K or world");
+  }
+}
+
+SliceStats parse_slice_stats(std::string_view slice_stats) {
+  if (slice_stats == "pooled") return SliceStats::kPooled;
+  if (slice_stats == "first") return SliceStats::kFirst;
+  if (slice_stats == "sequential") return SliceStats::kSequential;
+  TORCH_CHECK_VALUE(false, "slice_stats: expected pooled, first or sequential, got \"", slice_stats,
+                    "\"");
+}
+
+void check_dimensions(const at::Tensor& x, at::IntArrayRef dims) {
+  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected at least 2 dimensions, got ", x.dim());
+  bool matches = dims.empty();
+  for (const std::int64_t wanted : dims) matches = matches || x.dim() == wanted;
+  TORCH_CHECK_VALUE(matches, "x: expected ", alternatives(dims), " dimensions, got ", x.dim());
+}
+
+void check_arguments(const ForwardOpArguments& arguments) {
+  const auto& [x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, dims,
+               scope, slice_stats] = arguments;
+  static_cast<void>(resolve_scope(scope));
+  static_cast<void>(parse_slice_stats(slice_stats));
+  TORCH_CHECK_VALUE(eps > 0, "eps: expected a positive number in training, got ", eps);
+  check_dimensions(x, dims);
+  check_dtype(x);
+  const struct {
+    std::string_view name;
+    const std::optional<at::Tensor>& tensor;
+  } parameters[] = {{"weight", weight},
+                    {"bias", bias},
+                    {"running_mean", running_mean},
+                    {"running_var", running_var}};
+  for (const auto& [name, tensor] : parameters) check_channels(x, name, tensor);
+  for (const auto& [name, tensor] : parameters) check_parameter(x, name, tensor);
+  check_running_statistics(arguments);
+}
+
+void throw_one_value_per_channel(const at::Tensor& x) {
+  TORCH_CHECK_VALUE(false, "Expected more than 1 value per channel when training, got input size ",
+                    "torch.Size(", x.sym_sizes(), ")");
+}
+
+}  // namespace normscope::binding

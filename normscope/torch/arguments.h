@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include <ATen/core/Tensor.h>
+
+#include "normscope/batch_norm/batch_norm.h"
+
+namespace normscope::binding {
+
+// What the forward op is given, as the dispatcher hands it over. Backends check it alike, tensors
+// without storage among them, so that a mistake shows while a graph is traced.
+struct ForwardOpArguments {
+  const at::Tensor& x;                                   // [N, C, *]
+  const std::optional<at::Tensor>& weight;               // [C]
+  const std::optional<at::Tensor>& bias;                 // [C]
+  const std::optional<at::Tensor>& running_mean;         // [C]
+  const std::optional<at::Tensor>& running_var;          // [C]
+  const std::optional<at::Tensor>& num_batches_tracked;  // [] int64
+  std::optional<double> momentum;                        // none: cumulative average
+  double eps;
+  at::IntArrayRef dims;  // the numbers of dimensions that x may have; none: any from 2
+  std::string_view scope;
+  std::string_view slice_stats;
+};
+
+// Who shares statistics, as far as this version resolves it.
+struct ResolvedScope {
+  bool spans_ranks = false;
+  std::int64_t slices = 1;  // wanted in each rank's batch
+};
+
+// Both throw what Python shows as ValueError, naming the argument.
+[[nodiscard]] ResolvedScope resolve_scope(std::string_view scope);
+[[nodiscard]] SliceStats parse_slice_stats(std::string_view slice_stats);
+
+// Throws what Python shows as ValueError where torch's layers raise one, else as RuntimeError.
+void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
+void check_arguments(const ForwardOpArguments& arguments);
+
+// torch's error where a norm batch has one value per channel.
+[[noreturn]] void throw_one_value_per_channel(const at::Tensor& x);
+
+}  // namespace normscope::binding

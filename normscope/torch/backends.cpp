@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include "normscope/batch_norm/batch_norm.h"
+#include "normscope/core/error.h"
+#include "normscope/torch/arguments.h"
+#include "normscope/torch/exchanges.h"
+#include "normscope/torch/operators.h"
+#include "normscope/torch/tensor_view.h"
+
+namespace normscope::binding {
+namespace {
+
+using Outputs = std::tuple<at::Tensor, at::Tensor>;
+using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// ---- What the backends share ---------------------------------------------------------------------
+
+at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
+
+struct Wanted {
+  bool dx;
+  bool dweight;
+  bool dbias;
+};
+
+// What backward returns; empty tensors where a gradient is not wanted.
+struct Gradients {
+  Gradients(const at::Tensor& x, const Wanted& wanted)
+      : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),
+        dweight(of_parameter(x, wanted.dweight)),
+        dbias(of_parameter(x, wanted.dbias)) {}
+
+  [[nodiscard]] GradientTensors tensors() const { return {dx, dweight, dbias}; }
+
+  at::Tensor dx;
+  at::Tensor dweight;
+  at::Tensor dbias;
+
+ private:
+  // In float32, or float64 for float64 inputs; autograd rounds it to the parameter's own type.
+  [[nodiscard]] static at::Tensor of_parameter(const at::Tensor& x, bool wanted) {
+    const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const c10::SymInt channels = wanted ? x.sym_size(1) : c10::SymInt(0);
+    return at::empty_symint({channels}, x.options().dtype(dtype));
+  }
+};
+
+// ---- Meta ----------------------------------------------------------------------------------------
+
+// slice_count() of symbolic numbers.
+c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted) {
+  if (wanted == 1) return 1;
+  const c10::SymInt slice_size = ((samples + wanted - 1) / wanted).max(1);
+  return ((samples + slice_size - 1) / slice_size).max(1);
+}
+
+Outputs forward_meta(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                     const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
+                     double eps, at::IntArrayRef dims, std::string_view scope,
+                     std::string_view slice_stats, bool, std::string_view, std::string_view) {
+  check_arguments({x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
+                   dims, scope, slice_stats});
+  const c10::SymInt slices = symbolic_slice_count(x.sym_size(0), resolve_scope(scope).slices);
+  return {empty_output(x), at::empty_symint({slices, 3, x.sym_size(1)}, wide(x))};
+}
+
+GradientTensors backward_meta(const at::Tensor&, const at::Tensor& x, const OptionalTensor&,
+                      const at::Tensor&, bool wants_dx, bool wants_dweight, bool wants_dbias,
+                      std::string_view, std::string_view, std::string_view) {
+  return Gradients(x, {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}).tensors();
+}
+
+// ---- CPU -----------------------------------------------------------------------------------------
+
+// torch's threads, as many as torch.set_num_threads() allows here.
+Execution torch_threads() {
+  Execution execution;
+  execution.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  execution.parallel_for = [](std::int64_t tasks, const Task& task) {
+    at::parallel_for(0, tasks, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) task(i);
+    });
+  };
+  return execution;
+}
+
+// Runs what comes before the exchange. The peers of a rank that fails there need not wait for it.
+template <class Prepare>
+auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
+  try {
+    return prepare();
+  } catch (const c10::Error& error) {
+    exchange.fail(error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    exchange.fail(error.what());
+    throw;
+  }
+}
+
+// Runs the exchange and what follows; its errors get the types that torch's own have in Python.
+template <class Call>
+void run_as_torch(const at::Tensor& x, const Call& call) {
+  try {
+    call();
+  } catch (const OneValueError&) {
+    throw_one_value_per_channel(x);
+  } catch (const ArgumentError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  } catch (const CommunicationError& error) {
+    C10_THROW_ERROR(DistBackendError, error.what());
+  }
+}
+
+OptionalTensor contiguous(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
+}
+
+// num_batches_tracked behind the updates that this call makes, if there is a momentum to derive from it.
+double momentum_of(std::optional<double> momentum, const OptionalTensor& num_batches_tracked) {
+  if (momentum) return *momentum;
+  if (!num_batches_tracked) return 0;
+  return 1.0 / static_cast<double>(*num_batches_tracked->const_data_ptr<std::int64_t>() + 1);
+}
+
+// Tensors of one forward, whose storage the arguments point to.
+struct PreparedForward {
+  at::Tensor x;
+  OptionalTensor weight;
+  OptionalTensor bias;
+  at::Tensor y;
+  at::Tensor statistics;
+  std::vector<double> counts;  // [slices]
+  ForwardArguments arguments;
+};
+
+PreparedForward prepare_forward(const ForwardOpArguments& op, const ResolvedScope& scope,
+                                bool needs_backward) {
+  check_arguments(op);
+  const std::int64_t slices = slice_count(op.x.size(0), scope.slices);
+  const at::Tensor y = empty_output(op.x);
+  PreparedForward prepared{
+      .x = in_layout_of(y, op.x),
+      .weight = contiguous(op.weight),
+      .bias = contiguous(op.bias),
+      .y = y,
+      .statistics = at::empty({slices, 3, op.x.size(1)}, wide(op.x)),
+      .counts = std::vector<double>(static_cast<std::size_t>(slices)),
+      .arguments = {},
+  };
+  prepared.arguments = {
+      .x = view(prepared.x),
+      .y = mutable_view(prepared.y),
+      .weight = channel_view(prepared.weight),
+      .bias = channel_view(prepared.bias),
+      .running = {.mean = mutable_channel_view(op.running_mean),
+                  .var = mutable_channel_view(op.running_var),
+                  .momentum = momentum_of(op.momentum, op.num_batches_tracked)},
+      .eps = op.eps,
+      .slices = slices,
+      .slice_stats = parse_slice_stats(op.slice_stats),
+      .backward = needs_backward ? BackwardNeeded::kYes : BackwardNeeded::kNo,
+      .statistics = prepared.statistics.mutable_data_ptr<double>(),
+      .counts = prepared.counts.data(),
+  };
+  return prepared;
+}
+
+// Counts the updates of a forward that has succeeded; an empty norm batch made none.
+void count_updates(const ForwardOpArguments& op, const PreparedForward& done) {
+  if (std::ranges::all_of(done.counts, [](double count) { return count == 0; })) return;
+  if (op.num_batches_tracked) {
+    const bool one_each = done.arguments.slice_stats == SliceStats::kSequential;
+    *op.num_batches_tracked->mutable_data_ptr<std::int64_t>() +=
+        one_each ? done.arguments.slices : 1;
+  }
+  for (const OptionalTensor* buffer :
+       {&op.running_mean, &op.running_var, &op.num_batches_tracked}) {
+    if (*buffer && !(*buffer)->is_inference()) ::torch::autograd::impl::bump_version(**buffer);
+  }
+}
+
+Outputs forward_cpu(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                    const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                    const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
+                    double eps, at::IntArrayRef dims, std::string_view scope,
+                    std::string_view slice_stats, bool needs_backward, std::string_view group_name,
+                    std::string_view layer) {
+  const ForwardOpArguments op{x,   weight, bias, running_mean, running_var, num_batches_tracked,
+                              momentum, eps, dims, scope, slice_stats};
+  const ResolvedScope resolved = resolve_scope(scope);
+  const ExchangeUse exchange(resolved.spans_ranks ? group_name : "");
+  const PreparedForward prepared = prepare_or_fail(
+      exchange, [&] { return prepare_forward(op, resolved, needs_backward); });
+
+  const Execution execution = torch_threads();
+  run_as_torch(x, [&] {
+    batch_norm_forward(prepared.arguments, {.execution = &execution,
+                                            .exchange = exchange.get(),
+                                            .layer = layer,
+                                            .scope = scope});
+  });
+  count_updates(op, prepared);
+  return {prepared.y, prepared.statistics};
+}
+
+// Tensors of one backward, whose storage the arguments point to.
+struct PreparedBackward {
+  at::Tensor x;
+  at::Tensor dy;
+  OptionalTensor weight;
+  Gradients gradients;
+  BackwardArguments arguments;
+};
+
+PreparedBackward prepare_backward(const at::Tensor& dy, const at::Tensor& x,
+                                  const OptionalTensor& weight, const at::Tensor& statistics,
+                                  const Wanted& wanted) {
+  TORCH_CHECK(dy.sizes() == x.sizes(), "dy: expected the shape of x, ", x.sizes(), ", got ",
+              dy.sizes());
+  const Gradients gradients(x, wanted);
+  const at::Tensor layout = wanted.dx ? gradients.dx : empty_output(x);
+  PreparedBackward prepared{
+      .x = in_layout_of(layout, x),
+      .dy = in_layout_of(layout, dy),
+      .weight = contiguous(weight),
+      .gradients = gradients,
+      .arguments = {},
+  };
+  prepared.arguments = {
+      .x = view(prepared.x),
+      .dy = view(prepared.dy),
+      .dx = wanted.dx ? mutable_view(gradients.dx) : MutableTensorView{},
+      .weight = channel_view(prepared.weight),
+      .statistics = statistics.const_data_ptr<double>(),
+      .slices = statistics.size(0),
+      .dweight = wanted.dweight ? mutable_channel_view(gradients.dweight) : MutableChannelView{},
+      .dbias = wanted.dbias ? mutable_channel_view(gradients.dbias) : MutableChannelView{},
+  };
+  return prepared;
+}
+
+GradientTensors backward_cpu(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
+                     const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
+                     bool wants_dbias, std::string_view scope, std::string_view group_name,
+                     std::string_view layer) {
+  const ExchangeUse exchange(resolve_scope(scope).spans_ranks ? group_name : "");
+  const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
+    return prepare_backward(dy, x, weight, statistics,
+                            {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias});
+  });
+
+  const Execution execution = torch_threads();
+  run_as_torch(x, [&] {
+    batch_norm_backward(prepared.arguments, {.execution = &execution,
+                                             .exchange = exchange.get(),
+                                             .layer = layer,
+                                             .scope = scope});
+  });
+  return prepared.gradients.tensors();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normscope, Meta, m) {
+  m.impl("batch_norm_forward", &forward_meta);
+  m.impl("batch_norm_backward", &backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(normscope, CPU, m) {
+  m.impl("batch_norm_forward", &forward_cpu);
+  m.impl("batch_norm_backward", &backward_cpu);
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/c10d_communicator.h"
+
+#include <algorithm>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+
+#include "normscope/core/error.h"
+
+namespace normscope::binding {
+namespace {
+
+// Backends have no exception of their own for it.
+bool tells_of_time_out(std::string_view text) {
+  return text.find("imed out") != std::string_view::npos ||
+         text.find("imeout") != std::string_view::npos;
+}
+
+std::string what_of(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error ? torch_error->what_without_backtrace() : error.what();
+}
+
+}  // namespace
+
+C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                   std::optional<std::chrono::milliseconds> time_limit)
+    : group_(group),
+      rank_(group->getRank()),
+      size_(group->getSize()),
+      transport_(group->getBackend(c10::DeviceType::CPU)->getBackendName()) {
+  if (time_limit) options_.timeout = *time_limit;
+}
+
+void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream) {
+  if (!failure_.empty()) throw CommunicationError(failure_);
+  const c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
+  if (!group) throw CommunicationError(describe("the process group was destroyed"));
+
+  // A tensor of its own, since a backend may hold on to it after an operation that failed.
+  std::vector<at::Tensor> tensors = {at::empty({static_cast<std::int64_t>(values.size())},
+                                               at::TensorOptions().dtype(at::kDouble))};
+  const std::span sum(tensors.front().mutable_data_ptr<double>(), values.size());
+  std::ranges::copy(values, sum.begin());
+  try {
+    group->allreduce(tensors, options_)->wait();
+  } catch (const std::exception& error) {
+    const std::string what = what_of(error);
+    failure_ = describe(what);
+    if (tells_of_time_out(what)) throw TimeoutError(failure_);
+    throw CommunicationError(failure_);
+  }
+  std::ranges::copy(sum, values.begin());
+}
+
+std::unique_ptr<Communicator> C10dCommunicator::split(int, int) {
+  throw CommunicationError(describe("sub-groups are made by torch.distributed.new_group"));
+}
+
+void C10dCommunicator::fail(std::string_view reason) noexcept {
+  if (failure_.empty()) failure_ = describe("this rank has failed: " + std::string(reason));
+}
+
+std::string C10dCommunicator::describe(std::string_view text) const {
+  return transport_ + ": rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ": " +
+         std::string(text);
+}
+
+}  // namespace normscope::binding

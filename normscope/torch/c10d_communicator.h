@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "normscope/comm/communicator.h"
+
+namespace normscope::binding {
+
+// The ranks of a process group of torch.distributed, whatever its backend. Does not keep the group
+// alive. The group's own time limit holds unless another is given.
+class C10dCommunicator final : public Communicator {
+ public:
+  explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            std::optional<std::chrono::milliseconds> time_limit = std::nullopt);
+
+  [[nodiscard]] int rank() const noexcept override { return rank_; }
+  [[nodiscard]] int size() const noexcept override { return size_; }
+  [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
+  [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
+
+  void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
+
+  // Not supported: torch.distributed makes its own sub-groups. Throws CommunicationError.
+  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
+
+  // torch.distributed has no message for this: peers find out at their time limit.
+  void fail(std::string_view reason) noexcept override;
+
+ private:
+  [[nodiscard]] std::string describe(std::string_view text) const;
+
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  int rank_;
+  int size_;
+  std::string transport_;
+  c10d::AllreduceOptions options_;
+  std::string failure_;  // the first one; empty: none
+};
+
+}  // namespace normscope::binding

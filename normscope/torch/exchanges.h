@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+
+#include "normscope/batch_norm/exchange.h"
+
+namespace normscope::binding {
+
+struct GroupEntry;
+
+// The exchange of a process group, for one thread at a time and as long as this object lives.
+//
+// It is made at first use, which is collective over the group, and kept until the group is destroyed:
+// shared memory between processes of one host, else the group's own backend. Environment variables,
+// read at first use: NORMSCOPE_SHARED_MEMORY=0 keeps to the group's backend (one rank that sets it
+// decides for all), NORMSCOPE_TIMEOUT=seconds replaces the group's time limit, and
+// NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
+class ExchangeUse {
+ public:
+  // The process group called `group_name`; "": none.
+  explicit ExchangeUse(std::string_view group_name);
+
+  // nullptr where this rank is alone.
+  [[nodiscard]] Exchange* get() const noexcept { return exchange_; }
+
+  // Tells the peers, if there are any, that this rank will not come.
+  void fail(std::string_view reason) const noexcept {
+    if (exchange_ != nullptr) exchange_->fail(reason);
+  }
+
+ private:
+  std::shared_ptr<GroupEntry> entry_;
+  std::unique_lock<std::mutex> lock_;
+  Exchange* exchange_ = nullptr;
+};
+
+// What carries the messages of the process group: "shared memory", "gloo", ...; "none" where its one
+// rank sends none. Collective at first use.
+[[nodiscard]] std::string transport_of(std::string_view group_name);
+
+}  // namespace normscope::binding

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <torch/library.h>
+
+#include "normscope/batch_norm/exchange.h"
+#include "normscope/core/error.h"
+#include "normscope/core/scope.h"
+#include "normscope/kernels/kernels.h"
+#include "normscope/torch/exchanges.h"
+
+namespace normscope::binding {
+namespace {
+
+std::string canonical_scope(std::string_view text) {
+  try {
+    return Scope::parse(text).str();
+  } catch (const ArgumentError& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+}
+
+std::vector<std::string> names_of_available_kernels() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+  return names;
+}
+
+std::string version() { return NORMSCOPE_VERSION; }
+
+std::string name_of_default_kernels() { return std::string(default_kernels().name); }
+
+std::tuple<std::int64_t, std::int64_t, double> counters() {
+  const auto [calls, bytes, seconds] = communication_counters();
+  return {calls, bytes, seconds};
+}
+
+}  // namespace
+
+// What Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean, running_var and their
+// gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64.
+//
+// group_name is that of a process group, "" for none; layer is a qualified name, "" where there is none;
+// dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for other ranks
+// do not hold Python's lock: torch releases it around the ops of torch.ops, and in its autograd engine.
+TORCH_LIBRARY(normscope, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, bool training, float? momentum, "
+      "float eps, int[] dims, str scope, str slice_stats, str group_name, str layer) -> Tensor",
+      tags);
+  m.def(
+      "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+      "int[] dims, str scope, str slice_stats, bool needs_backward, str group_name, str layer) "
+      "-> (Tensor y, Tensor statistics)",
+      tags);
+  m.def(
+      "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
+      "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+      tags);
+
+  m.def("version() -> str", &version);
+  m.def("canonical_scope(str scope) -> str", &canonical_scope);
+  m.def("available_kernels() -> str[]", &names_of_available_kernels);
+  m.def("default_kernels() -> str", &name_of_default_kernels);
+  m.def("transport(str group_name) -> str", &transport_of);
+  m.def("communication_counters() -> (int calls, int bytes, float seconds)", &counters);
+}
+
+}  // namespace normscope::binding

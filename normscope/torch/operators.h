@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+namespace normscope::binding {
+
+// The C++ types of the ops that operators.cpp declares.
+using OptionalTensor = std::optional<at::Tensor>;
+
+using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
+    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& running_mean, const OptionalTensor& running_var,
+    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
+    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats,
+    bool needs_backward, std::string_view group_name, std::string_view layer);
+
+using BackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
+    const at::Tensor& statistics, bool wants_dx, bool wants_dweight, bool wants_dbias,
+    std::string_view scope, std::string_view group_name, std::string_view layer);
+
+}  // namespace normscope::binding

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+
+#include "normscope/core/tensor_view.h"
+#include "normscope/kernels/kernels.h"
+
+namespace normscope::binding {
+
+// torch's name of the type as ours; none where we have no kernel for it.
+[[nodiscard]] std::optional<DType> dtype_of(const at::Tensor& tensor);
+
+// An uninitialized tensor [N, C, *] of x's dtype in the memory format that torch's own batch_norm
+// would answer x in: contiguous or channels-last. Works on tensors without storage, too.
+[[nodiscard]] at::Tensor empty_output(const at::Tensor& x);
+
+// `tensor` itself where its strides fold to the layout of `output`, else a copy in that layout.
+[[nodiscard]] at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor);
+
+// Views of tensors [N, C, *] that empty_output() or in_layout_of() returned.
+[[nodiscard]] TensorView view(const at::Tensor& tensor);
+[[nodiscard]] MutableTensorView mutable_view(const at::Tensor& tensor);
+
+// Views of contiguous tensors [C]; empty where there is none.
+[[nodiscard]] ChannelView channel_view(const std::optional<at::Tensor>& tensor);
+[[nodiscard]] MutableChannelView mutable_channel_view(const std::optional<at::Tensor>& tensor);
+
+}  // namespace normscope::binding

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch normalization whose statistics have a scope that the user chooses."""
+
+from normscope import _library, functional
+from normscope.conversion import convert, revert
+from normscope.counters import CommunicationCounters, communication_counters
+from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.scope import Scope
+
+__all__ = [
+    "BatchNorm",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "CommunicationCounters",
+    "Scope",
+    "communication_counters",
+    "convert",
+    "functional",
+    "revert",
+]
+
+__version__ = _library.version()

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ library: its ops, typed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+
+torch.ops.load_library(str(Path(__file__).with_name("libnormscope_torch.so")))
+_ops = torch.ops.normscope
+
+batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)
+canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
+available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
+default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
+transport = cast("Callable[[str], str]", _ops.transport.default)
+communication_counters = cast(
+    "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
+)
+version = cast("Callable[[], str]", _ops.version.default)

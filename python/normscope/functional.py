@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch normalization without a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from normscope import _library, _process_group
+from normscope.scope import Scope
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from normscope.modules import SliceStats
+
+
+def batch_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    scope: Scope | str = "world",
+    process_group: ProcessGroup | None = None,
+    slice_stats: SliceStats = "pooled",
+) -> torch.Tensor:
+    """Normalize over the norm batch that the scope chooses, as :class:`normscope.BatchNorm` does.
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias
+
+    The arguments before the star are those of ``torch.nn.functional.batch_norm``.
+
+    Args:
+        x: The input.
+        running_mean: Updated in training where given, read in evaluation.
+        running_var: As running_mean.
+        weight: None for ones.
+        bias: None for zeros.
+        training: Whether to use the statistics of the norm batch, or the running ones.
+        momentum: Weight of the new statistics in the running ones.
+        eps: What is added to the variance.
+        scope: Who shares statistics.
+        process_group: The ranks that ``world`` means; None for the default group, if there is one.
+        slice_stats: How the slices of ``slices:K`` update the running statistics.
+
+    Shape:
+        - x, and the result: [N, C, *]
+        - running_mean, running_var, weight, bias: [C]
+
+    Raises:
+        ValueError: If scope, slice_stats or eps is malformed, or a norm batch has one value per
+            channel.
+        RuntimeError: If shapes or dtypes do not fit, or the ranks cannot exchange.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> batch_norm(x, None, None, training=True, eps=1e-12, scope="local")
+        tensor([[-1.],
+                [ 1.]])
+    """
+    group_name = _process_group.name_of(process_group)
+    return _library.batch_norm(
+        x,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        None,
+        training,
+        momentum,
+        eps,
+        (),
+        str(Scope(str(scope))),
+        slice_stats,
+        _process_group.name_in_use(group_name) if training else "",
+        "",
+    )

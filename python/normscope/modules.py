@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drop-in replacements for torch.nn.BatchNorm1d, 2d and 3d."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from normscope import _library, _process_group
+from normscope.scope import Scope
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SliceStats = Literal["pooled", "first", "sequential"]
+
+
+class BatchNorm(_BatchNorm):
+    """Batch normalization of inputs [N, C, *] whose statistics have a scope.
+
+    Per channel, over the n elements of the norm batch that the scope chooses:
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias
+
+    A drop-in for the batch normalization of ``torch.nn``, with its arguments, attributes, defaults
+    and ``state_dict``. The differences:
+
+    * In training, the ranks of the scope share statistics: each forward and each backward is a
+      collective, which all of them make in the same order. Evaluation is torch's own arithmetic;
+      there, and where there is one rank or no process group, nothing is sent.
+    * y, the input's gradient and the running statistics have the same bits for any number of ranks
+      and threads.
+    * A call that raises updates nothing, ``num_batches_tracked`` included; nor does a norm batch
+      without elements. "More than 1 value per channel" is asked of the whole norm batch.
+    * In training, parameters and running statistics are float32 or of the input's dtype.
+    * The gradient cannot be differentiated again by this version.
+
+    Args:
+        num_features: C; every other argument of the installed torch's class follows, in its order.
+        eps: What is added to the variance.
+        momentum: Weight of the new statistics in the running ones; None: all have the same.
+        affine: Whether there are weight and bias.
+        track_running_stats: Whether there are running statistics.
+        device: Of the parameters and buffers.
+        dtype: Of the parameters and buffers.
+        scope: Who shares statistics: a :class:`~normscope.Scope` or its text.
+        process_group: The ranks that ``world`` means; None for the default group of the time of
+            the call, if there is one. The layer keeps its name alone, so that it can be copied and
+            pickled; the name must stand for a group wherever the layer then trains.
+        slice_stats: How the slices of ``slices:K`` update the running statistics: ``pooled``, once
+            with the moments of all of them; ``first``, with the first slice's; ``sequential``, one
+            after the other, each of which counts in ``num_batches_tracked``.
+        keywords: What else the installed torch's class takes.
+
+    Attributes:
+        scope: Who shares statistics.
+        slice_stats: How slices update the running statistics.
+        group_name: The name of the process group; None for the default group.
+        layer_name: The layer's qualified name, by which errors call it; ``convert`` gives it.
+
+    Shape:
+        - Input: [N, C, *]
+        - Output: that of the input, in its dtype and memory format
+
+    Raises:
+        ValueError: If scope or slice_stats is malformed, the input has another number of
+            dimensions, or a norm batch has one value per channel.
+        RuntimeError: If channels or dtypes do not fit, or the ranks cannot exchange.
+
+    Example:
+        >>> layer = BatchNorm(3, scope="slices:2")
+        >>> layer(torch.randn(4, 3, 5)).shape
+        torch.Size([4, 3, 5])
+    """
+
+    dims: ClassVar[tuple[int, ...]] = ()  # that an input may have; (): any from 2
+
+    scope: Scope
+    slice_stats: SliceStats
+    group_name: str | None
+    layer_name: str
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+        track_running_stats: bool = True,  # noqa: FBT001, FBT002
+        device: torch.types.Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        scope: Scope | str = "world",
+        process_group: ProcessGroup | None = None,
+        slice_stats: SliceStats = "pooled",
+        **keywords: Any,  # noqa: ANN401 - those of the installed torch
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device, dtype, **keywords
+        )
+        self.set_scope(
+            scope, slice_stats=slice_stats, group_name=_process_group.name_of(process_group)
+        )
+
+    def set_scope(
+        self,
+        scope: Scope | str,
+        *,
+        slice_stats: SliceStats = "pooled",
+        group_name: str | None = None,
+        layer_name: str = "",
+    ) -> None:
+        """Set what torch's layer does not have."""
+        if slice_stats not in get_args(SliceStats):
+            raise ValueError(
+                f"slice_stats: expected pooled, first or sequential, got {slice_stats!r}"
+            )
+        self.scope = Scope(str(scope))
+        self.slice_stats = slice_stats
+        self.group_name = group_name
+        self.layer_name = layer_name
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize ``input`` [N, C, *]."""
+        has_statistics = self.track_running_stats or not self.training
+        return _library.batch_norm(
+            input,
+            self.weight,
+            self.bias,
+            self.running_mean if has_statistics else None,
+            self.running_var if has_statistics else None,
+            self.num_batches_tracked if has_statistics else None,
+            self.training,
+            self.momentum,
+            self.eps,
+            self.dims,
+            str(self.scope),
+            self.slice_stats,
+            _process_group.name_in_use(self.group_name) if self.training else "",
+            self.layer_name,
+        )
+
+    def extra_repr(self) -> str:
+        """torch's text, and the scope."""
+        return f"{super().extra_repr()}, scope={self.scope}"
+
+
+class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):
+    """:class:`BatchNorm` of inputs [N, C] or [N, C, L], a drop-in for torch.nn.BatchNorm1d.
+
+    Arguments, errors and differences from torch are those of :class:`BatchNorm`.
+
+    Shape:
+        - Input: [N, C] or [N, C, L]
+        - Output: that of the input
+
+    Example:
+        >>> BatchNorm1d(3)
+        BatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, scope=world)
+        >>> BatchNorm1d(3)(torch.randn(4, 3)).shape
+        torch.Size([4, 3])
+    """
+
+    dims: ClassVar[tuple[int, ...]] = (2, 3)
+
+
+class BatchNorm2d(BatchNorm, torch.nn.BatchNorm2d):
+    """:class:`BatchNorm` of inputs [N, C, H, W], a drop-in for torch.nn.BatchNorm2d.
+
+    Arguments, errors and differences from torch are those of :class:`BatchNorm`.
+
+    Shape:
+        - Input: [N, C, H, W]
+        - Output: that of the input
+
+    Example:
+        >>> layer = BatchNorm2d(3, scope="local")
+        >>> layer(torch.randn(4, 3, 5, 5)).shape
+        torch.Size([4, 3, 5, 5])
+    """
+
+    dims: ClassVar[tuple[int, ...]] = (4,)
+
+
+class BatchNorm3d(BatchNorm, torch.nn.BatchNorm3d):
+    """:class:`BatchNorm` of inputs [N, C, D, H, W], a drop-in for torch.nn.BatchNorm3d.
+
+    Arguments, errors and differences from torch are those of :class:`BatchNorm`.
+
+    Shape:
+        - Input: [N, C, D, H, W]
+        - Output: that of the input
+
+    Example:
+        >>> layer = BatchNorm3d(3, scope="slices:4", slice_stats="first")
+        >>> layer(torch.randn(4, 3, 2, 5, 5)).shape
+        torch.Size([4, 3, 2, 5, 5])
+    """
+
+    dims: ClassVar[tuple[int, ...]] = (5,)

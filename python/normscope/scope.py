@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who shares statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from normscope import _library
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Who shares statistics: a value that parses, prints, compares and pickles.
+
+    ==================  ============================================================
+    text                the norm batch
+    ==================  ============================================================
+    ``slices:K``        each of K slices of this rank's batch, for itself
+    ``local``           this rank's batch
+    ``group:K``         the batches of K consecutive ranks
+    ``node``            the batches of the ranks of one host
+    ``world``           the batches of all ranks
+    ``ranks:0,1/2,3``   the batches of each named set of ranks
+    ``norm_batch:M``    as many ranks or slices as bring it to M samples
+    ==================  ============================================================
+
+    It knows no process group: that is looked up when a layer runs. This version's layers resolve
+    ``slices:K``, ``local`` and ``world``.
+
+    Args:
+        text: A spelling of the table, or another scope.
+
+    Raises:
+        ValueError: If the text is none of these.
+
+    Example:
+        >>> str(Scope.slices(8))
+        'slices:8'
+        >>> Scope("ranks:0,1/2,3") == Scope.ranks([[0, 1], [2, 3]])
+        True
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", _library.canonical_scope(str(self.text)))
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def slices(cls, count: int) -> Scope:
+        """Each of ``count`` slices of this rank's batch, as torch.chunk cuts it."""
+        return cls(f"slices:{count}")
+
+    @classmethod
+    def local(cls) -> Scope:
+        """This rank's batch."""
+        return cls("local")
+
+    @classmethod
+    def group(cls, ranks: int) -> Scope:
+        """The batches of ``ranks`` consecutive ranks."""
+        return cls(f"group:{ranks}")
+
+    @classmethod
+    def node(cls) -> Scope:
+        """The batches of the ranks of one host."""
+        return cls("node")
+
+    @classmethod
+    def world(cls) -> Scope:
+        """The batches of all ranks."""
+        return cls("world")
+
+    @classmethod
+    def ranks(cls, sets: Iterable[Iterable[int]]) -> Scope:
+        """The batches of each of the ``sets`` of ranks."""
+        return cls("ranks:" + "/".join(",".join(map(str, ranks)) for ranks in sets))
+
+    @classmethod
+    def norm_batch(cls, samples: int) -> Scope:
+        """As many ranks or slices as bring the norm batch to ``samples`` samples."""
+        return cls(f"norm_batch:{samples}")
