@@ -11,9 +11,10 @@ namespace normscope {
 
 // A group of ranks that can add numbers together. Knows no mathematics beyond the sum.
 //
-// Every rank of a group makes the same calls in the same order. A communicator is used by one thread
-// at a time. After a CommunicationError (or TimeoutError, which is one) every later call of the group
-// throws a CommunicationError that repeats the first reason; nothing waits longer than the time limit.
+// Every rank of a group makes the same calls in the same order. A communicator is used by one
+// thread at a time. After a CommunicationError (or TimeoutError, which is one) every later call of
+// the group throws a CommunicationError that repeats the first reason; nothing waits longer than
+// the time limit.
 class Communicator {
  public:
   Communicator() = default;
@@ -27,8 +28,8 @@ class Communicator {
   // What carries the messages: "self", "threads", "shared memory", "gloo", ...
   [[nodiscard]] virtual std::string_view transport() const noexcept = 0;
 
-  // Replaces `values` by their sum over all ranks; every rank gets the same bits. Ordered after what is
-  // queued on `stream` (which the CPU ignores).
+  // Replaces `values` by their sum over all ranks; every rank gets the same bits. Ordered after
+  // what is queued on `stream` (which the CPU ignores).
   //
   // Where `compares_lengths()`, ranks that come with different lengths all get a MismatchError that
   // names each rank's length, and the group stays usable; elsewhere the lengths must agree.
@@ -40,8 +41,8 @@ class Communicator {
   // Collective over all ranks.
   [[nodiscard]] virtual std::unique_ptr<Communicator> split(int color, int key) = 0;
 
-  // Marks the group as failed, so that peers which wait for this rank, or come later, throw at once a
-  // CommunicationError with this rank and `reason`. Not collective.
+  // Marks the group as failed, so that peers which wait for this rank, or come later, throw at once
+  // a CommunicationError with this rank and `reason`. Not collective.
   virtual void fail(std::string_view reason) noexcept = 0;
 };
 
