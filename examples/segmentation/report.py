@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-import normscope
 import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image
 
+import normscope
 from chart import Series, line_chart
 from results import Comparison, ScopeResult
 from scenes import VOID, Batch

@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
         help="scopes to compare: local, slices (one process, as many slices as ranks), slices:K, "
         "world",
     )
-    parser.add_argument("--steps", type=_positive, default=800, help="optimizer steps a scope")
+    parser.add_argument("--steps", type=_positive, default=700, help="optimizer steps a scope")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the first weights and of the scenes"
     )

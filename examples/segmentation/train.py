@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-import normscope
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
+import normscope
 from rank import Rank, joined, parse_arguments
 from results import PREDICTIONS_FILE, RESULT_FILE, Quality, ScopeResult, Speed
 from scenes import held_out_batch
@@ -21,6 +21,9 @@ from settings import Arrangement, Settings, arrange
 from training import Trainer
 
 EVALUATIONS = 8
+
+# Steps that the progress bar's loss is a mean of; one rank's part of one batch is mostly noise.
+RECENT_STEPS = 50
 
 # Held-out scenes whose predictions the report shows.
 SHOWN_SCENES = 6
@@ -53,8 +56,7 @@ class Course:
         with self._progress_bar() as bar:
             for step in range(self._settings.steps):
                 self._take(step)
-                loss = float(self._losses[step]) * self._rank.count
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                bar.set_postfix(loss=f"{self._recent_loss(step):.3f}", refresh=False)
                 bar.update(self._settings.global_batch)
                 if step + 1 in due and self._rank.number == 0:
                     self._evaluated_steps.append(step + 1)
@@ -70,6 +72,11 @@ class Course:
         start = time.perf_counter()
         self._losses[step] = self._trainer.step(step)
         self._seconds += time.perf_counter() - start
+
+    def _recent_loss(self, step: int) -> float:
+        """Estimates the global batch's loss from this rank's part, over the last steps."""
+        recent = self._losses[max(0, step + 1 - RECENT_STEPS) : step + 1]
+        return float(recent.mean()) * self._rank.count
 
     def _progress_bar(self) -> tqdm[None]:
         images = self._settings.global_batch * self._settings.steps

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import normscope
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+import normscope
 from metric import confusion, mean_iou
 from network import SegmentationNetwork
 from scenes import VOID, Batch, SceneSource, training_batch
