@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/core/scope.h"
+
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+struct Spelling {
+  std::string text;
+  Scope scope;
+  Scope::Kind kind;
+};
+
+std::vector<Spelling> spellings() {
+  using Kind = Scope::Kind;
+  return {{"slices:8", Scope::slices(8), Kind::kSlices},
+          {"local", Scope::local(), Kind::kLocal},
+          {"group:4", Scope::group(4), Kind::kGroup},
+          {"node", Scope::node(), Kind::kNode},
+          {"world", Scope::world(), Kind::kWorld},
+          {"ranks:0,1/2,3", Scope::ranks({{0, 1}, {2, 3}}), Kind::kRanks},
+          {"norm_batch:32", Scope::norm_batch(32), Kind::kNormBatch}};
+}
+
+TEST(ScopeTest, EverySpellingParsesPrintsAndCompares) {
+  for (const Spelling& spelling : spellings()) {
+    const Scope parsed = Scope::parse(spelling.text);
+
+    EXPECT_EQ(parsed, spelling.scope) << spelling.text;
+    EXPECT_EQ(parsed.kind(), spelling.kind) << spelling.text;
+    EXPECT_EQ(parsed.str(), spelling.text);
+  }
+}
+
+TEST(ScopeTest, DifferentSpellingsDiffer) {
+  const std::vector<Spelling> all = spellings();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    for (std::size_t j = 0; j < all.size(); ++j) {
+      EXPECT_EQ(all[i].scope == all[j].scope, i == j) << all[i].text << " and " << all[j].text;
+    }
+  }
+  EXPECT_NE(Scope::slices(2), Scope::slices(3));
+  EXPECT_NE(Scope::slices(2), Scope::group(2));
+  EXPECT_NE(Scope::ranks({{0, 1}}), Scope::ranks({{1, 0}}));
+}
+
+TEST(ScopeTest, CountsAndSetsAreKept) {
+  EXPECT_EQ(Scope::parse("slices:8").count(), 8);
+  EXPECT_EQ(Scope::parse("norm_batch:9223372036854775807").count(), 9223372036854775807);
+  EXPECT_EQ(Scope::parse("world").count(), 0);
+  EXPECT_EQ(Scope::parse("ranks:7/5,3").sets(),
+            (std::vector<std::vector<std::int64_t>>{{7}, {5, 3}}));
+}
+
+// The text of the ArgumentError for `text`.
+std::string refusal_of(const std::string& text) {
+  try {
+    (void)Scope::parse(text);
+  } catch (const ArgumentError& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "\"" << text << "\" was taken";
+  return "";
+}
+
+TEST(ScopeTest, UnknownWordsAreRefusedWithWhatCanBeWritten) {
+  for (const std::string text :
+       {"", "World", " world", "world ", "local:1", "node:", "world:2", "slices", "group",
+        "norm_batch", "ranks", "slices=4", "everyone", ":", ":4"}) {
+    EXPECT_THAT(refusal_of(text),
+                AllOf(StartsWith("scope: expected "), HasSubstr("slices:K"), HasSubstr("local"),
+                      HasSubstr("group:K"), HasSubstr("node"), HasSubstr("world"),
+                      HasSubstr("ranks:0,1/2,3"), HasSubstr("norm_batch:M"),
+                      HasSubstr("got \"" + text + "\"")));
+  }
+}
+
+TEST(ScopeTest, WhatIsNoIntegerIsRefusedWithThePlace) {
+  for (const std::string value :
+       {"", "x", "4x", " 4", "4 ", "+4", "1.5", "0x4", "1e3", "4:4", "9223372036854775808"}) {
+    for (const std::string word : {"slices:", "group:", "norm_batch:"}) {
+      EXPECT_THAT(refusal_of(word + value),
+                  AllOf(StartsWith("scope: expected "), HasSubstr("got \"" + word + value + "\""),
+                        HasSubstr("\"" + value + "\" is not an integer")));
+    }
+  }
+}
+
+TEST(ScopeTest, CountsBelowOneAreRefused) {
+  for (const std::string word : {"slices", "group", "norm_batch"}) {
+    for (const std::string value : {"0", "-1", "-9223372036854775808"}) {
+      EXPECT_EQ(refusal_of(word + ":" + value),
+                "scope: " + word + ": expected an integer of at least 1, got " + value);
+    }
+  }
+  EXPECT_THROW((void)Scope::slices(0), ArgumentError);
+  EXPECT_THROW((void)Scope::group(-3), ArgumentError);
+  EXPECT_THROW((void)Scope::norm_batch(0), ArgumentError);
+}
+
+TEST(ScopeTest, MalformedRanksAreRefused) {
+  for (const std::string value : {"", "0,", ",0", "0,,1", "0/", "/0", "0//1", "a", "0;1", "0 ,1"}) {
+    EXPECT_THAT(refusal_of("ranks:" + value),
+                AllOf(StartsWith("scope: expected "), HasSubstr("got \"ranks:" + value + "\""),
+                      HasSubstr("is not a rank")));
+  }
+  EXPECT_EQ(refusal_of("ranks:0,-1"), "scope: ranks: expected ranks of at least 0, got -1");
+  EXPECT_EQ(refusal_of("ranks:0,1/1"), "scope: ranks: expected each rank once, got rank 1 twice");
+  EXPECT_THROW((void)Scope::ranks({}), ArgumentError);
+  EXPECT_THROW((void)Scope::ranks({{0}, {}}), ArgumentError);
+}
+
+}  // namespace
+}  // namespace normscope
