@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every dtype and layout against torch's layer in float64, within bounds of the arithmetic."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracle import Answers, assert_within, bounds, oracle_of, step
+from rank_pool import RankPool, split_of
+from torch import distributed
+
+import normscope
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+SHAPES = [(7, 3), (65, 5), (4, 3, 31), (3, 4, 8, 9), (2, 33, 7, 7), (2, 3, 65, 64), (2, 3, 4, 5, 6)]
+
+
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous()
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() < 4:
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def every_second(x: torch.Tensor) -> torch.Tensor:
+    """Strides that do not fold."""
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def channel_slice(x: torch.Tensor) -> torch.Tensor:
+    """Some channels of a channels-last tensor."""
+    return channels_last(torch.cat([x, x, x], dim=1))[:, x.shape[1] : 2 * x.shape[1]]
+
+
+def layer_for(x: torch.Tensor) -> normscope.BatchNorm:
+    layer = normscope.BatchNorm(x.shape[1])
+    with torch.no_grad():
+        layer.weight.uniform_(0.5, 2.0)
+        layer.bias.uniform_(-1.0, 1.0)
+    return layer
+
+
+def assert_as_oracle(x: torch.Tensor, dy: torch.Tensor) -> None:
+    layer = layer_for(x)
+    oracle = oracle_of(layer, x.dim())
+    expected = step(oracle, x.double(), dy.double())
+    allowed = bounds(x, dy, layer, expected)
+
+    got = step(layer, x, dy)
+
+    assert_within(got, expected, allowed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", [contiguous, channels_last, every_second, channel_slice])
+def test_every_dtype_and_layout_is_as_exact_as_its_arithmetic(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    layout: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    x = layout((torch.randn(shape) * 2 + 1).to(dtype))
+    dy = torch.randn(shape).to(dtype)
+
+    assert_as_oracle(x, dy)
+
+
+@pytest.mark.parametrize("offset", [1e2, 1e3, 1e4])
+@pytest.mark.parametrize("layout", [contiguous, channels_last])
+def test_a_mean_of_ten_thousand_deviations_costs_no_accuracy(
+    offset: float, layout: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    torch.manual_seed(0)
+    x = layout(torch.randn(4, 5, 13, 17) + offset * torch.tensor([1.0, -1, 0.5, 0, 1]).view(5, 1, 1))
+
+    assert_as_oracle(x, torch.randn(x.shape))
+
+
+@pytest.mark.parametrize("layout", [contiguous, channels_last])
+def test_a_padded_corner_costs_no_accuracy(
+    layout: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, 16, 16) + 1e3
+    x[:, :, :5, :5] = 0
+
+    assert_as_oracle(layout(x), torch.randn(x.shape))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -1e4, 3e7])
+@pytest.mark.parametrize("layout", [contiguous, channels_last])
+def test_a_constant_channel_has_no_variance(
+    value: float, layout: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    x = layout(torch.full((3, 4, 7, 9), value))
+    layer = layer_for(x)
+
+    y = layer(x)
+
+    # xhat is exactly 0.
+    assert torch.equal(y, layer.bias.detach().view(4, 1, 1).expand_as(y))
+    # 0.9 * 1 + 0.1 * 0, and the mean is exact: both rounded once.
+    torch.testing.assert_close(layer.running_var, torch.full((4,), 0.9), rtol=1.2e-7, atol=0)
+    torch.testing.assert_close(layer.running_mean, torch.full((4,), 0.1 * value), rtol=1.2e-7, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_visible_in_its_channel_alone(bad: float) -> None:
+    x = torch.randn(3, 2, 4, 4)
+    x[1, 0, 2, 3] = bad
+    layer = normscope.BatchNorm2d(2)
+
+    y = layer(x)
+
+    assert y[:, 0].isnan().all()
+    assert y[:, 1].isfinite().all()
+    assert layer.running_mean is not None
+    assert layer.running_mean.isfinite().tolist() == [False, True]
+
+
+def step_of_rank(x: torch.Tensor, dy: torch.Tensor, sizes: tuple[int, ...]) -> Answers:
+    torch.manual_seed(0)
+    layer = layer_for(x)
+    part = split_of(sizes, distributed.get_rank())
+    return step(layer, x[part], dy[part])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_uneven_ranks_are_as_exact_as_one(ranks: RankPool, dtype: torch.dtype) -> None:
+    sizes = (2, 5)
+    torch.manual_seed(1)
+    x = (torch.randn(7, 6, 9, 11) + 5).to(dtype)
+    dy = torch.randn(x.shape).to(dtype)
+    torch.manual_seed(0)
+    layer = layer_for(x)
+    expected = step(oracle_of(layer, 4), x.double(), dy.double())
+    allowed = bounds(x, dy, layer, expected)
+
+    parts = ranks.run(2, step_of_rank, x, dy, sizes)
+
+    joined = Answers(
+        y=torch.cat([part.y for part in parts]),
+        dx=torch.cat([part.dx for part in parts]),
+        dweight=parts[0].dweight + parts[1].dweight,
+        dbias=parts[0].dbias + parts[1].dbias,
+        running_mean=parts[0].running_mean,
+        running_var=parts[0].running_var,
+    )
+    assert_within(joined, expected, allowed)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's own layer in float64, and how far from it an answer may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+LAYERS: dict[int, type[_BatchNorm]] = {
+    2: torch.nn.BatchNorm1d,
+    3: torch.nn.BatchNorm1d,
+    4: torch.nn.BatchNorm2d,
+    5: torch.nn.BatchNorm3d,
+}
+
+# Worst cases of the arithmetic, in roundings of the type that it is done in. A tile's sum is a chain of
+# at most 32 additions and a fold of 6; its terms have 2 roundings. All that follows is rounded once
+# per operation.
+SUM_ROUNDINGS = 40
+APPLY_ROUNDINGS = 8
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a training step of one layer computes, all in float64."""
+
+    y: torch.Tensor
+    dx: torch.Tensor
+    dweight: torch.Tensor
+    dbias: torch.Tensor
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+
+
+def arithmetic_epsilon(dtype: torch.dtype) -> float:
+    """Of the type that inputs of ``dtype`` are computed in."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
+    """One forward and backward of ``layer``; its parameters' gradients are left cleared."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    answers = Answers(
+        y=y.detach().double(),
+        dx=_gradient(x),
+        dweight=_gradient(layer.weight),
+        dbias=_gradient(layer.bias),
+        running_mean=layer.running_mean.double(),  # type: ignore[union-attr]
+        running_var=layer.running_var.double(),  # type: ignore[union-attr]
+    )
+    layer.zero_grad()
+    return answers
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad.double()
+
+
+def oracle_of(layer: _BatchNorm, dim: int) -> _BatchNorm:
+    """torch's layer with the state of ``layer``, in float64."""
+    oracle = LAYERS[dim](layer.num_features, eps=layer.eps, momentum=layer.momentum)
+    oracle.load_state_dict(layer.state_dict())
+    return oracle.double()
+
+
+def bounds(
+    x: torch.Tensor, dy: torch.Tensor, layer: _BatchNorm, expected: Answers
+) -> Mapping[str, torch.Tensor]:
+    """How far each answer may be from the oracle's, element by element.
+
+    With u a rounding of the arithmetic and mean(|x - pivot|) at most a few standard deviations, the
+    mean is off by SUM_ROUNDINGS * u standard deviations, the variance by SUM_ROUNDINGS * u of
+    itself and inv_std by half of that; the input's own offset does not enter, since means are pairs.
+    What is stored is rounded to the type of the tensor that holds it.
+    """
+    u = arithmetic_epsilon(x.dtype)
+    stored = torch.finfo(x.dtype).eps
+    kept = torch.finfo(layer.weight.dtype).eps
+    x, dy = x.double(), dy.double()
+    over = [d for d in range(x.dim()) if d != 1]
+    shape = [1, -1] + [1] * (x.dim() - 2)
+
+    var, mean = torch.var_mean(x, over, correction=0)
+    inv_std = (var + layer.eps).rsqrt().view(shape)
+    weight = layer.weight.detach().double().view(shape).abs()
+    bias = layer.bias.detach().double().view(shape).abs()
+    xhat = ((x - mean.view(shape)) * inv_std).abs()
+    mean_dy = dy.abs().mean(over, keepdim=True)
+    mean_dy_xhat = (dy.abs() * (1 + xhat)).mean(over, keepdim=True)
+    count = x.numel() / x.shape[1]
+
+    apply = APPLY_ROUNDINGS * u
+    sums = SUM_ROUNDINGS * u
+    spread = dy.abs() + mean_dy + (1 + xhat) * mean_dy_xhat
+    return {
+        "y": (sums + apply) * (weight * (1 + xhat) + bias) + stored * expected.y.abs(),
+        "dx": 3 * (sums + apply) * weight * inv_std * spread + stored * expected.dx.abs(),
+        "dweight": 3 * (sums + apply) * count * mean_dy_xhat.flatten()
+        + kept * expected.dweight.abs(),
+        "dbias": (sums + apply) * count * mean_dy.flatten() + kept * expected.dbias.abs(),
+        "running_mean": sums * var.sqrt() + 4 * kept * (mean.abs() + expected.running_mean.abs()),
+        "running_var": 2 * sums * var + 4 * kept * expected.running_var.abs(),
+    }
+
+
+def assert_within(
+    got: Answers, expected: Answers, allowed: Mapping[str, torch.Tensor], **where: Any
+) -> None:
+    """Every answer is as near to the expected one as ``allowed`` says."""
+    for name, bound in allowed.items():
+        error = (getattr(got, name) - getattr(expected, name)).abs()
+        excess = (error - bound).amax().item() if error.numel() else 0.0
+        assert excess <= 0, f"{name} exceeds its bound by {excess}: {where}"

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks to run tests on: processes that live for a whole session, since each imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import io
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Far beyond what any task takes, on a machine that does other things besides.
+HANG_SECONDS = 120.0
+
+
+class RankFailureError(AssertionError):
+    """What a rank raised, died of, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function of a test file, to be run by every rank of a process group."""
+
+    file: str
+    function: str
+    arguments: tuple[Any, ...]
+    size: int
+    store: str
+    group_seconds: float
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a task on one rank."""
+
+    result: Any
+    failure: str | None
+
+
+@dataclass
+class RankPool:
+    """Processes, of which each run uses the first few as the ranks of a process group of its own.
+
+    Args:
+        environment: Variables that hold for every run.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    _ranks: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+
+    def run(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *arguments: Any,  # noqa: ANN401 - the function's own
+        group_seconds: float = 60.0,
+        hang_seconds: float = HANG_SECONDS,
+        environment: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call ``function(*arguments)`` on ``size`` ranks, with a default process group over Gloo.
+
+        Args:
+            size: The number of ranks.
+            function: A function at the top of a file; it is imported there by every rank.
+            arguments: The same for every rank, which knows itself by torch.distributed.get_rank().
+            group_seconds: The time limit of the process group.
+            hang_seconds: When ranks that have not answered are ended and named.
+            environment: Variables that hold for this run.
+
+        Returns:
+            What each rank's function returned.
+
+        Raises:
+            RankFailureError: With the traceback of each rank that raised; or the ranks that died or
+                hung, after which the next run starts new ones.
+        """
+        while len(self._ranks) < size:
+            self._ranks.append(_start_rank(self.environment))
+        with tempfile.TemporaryDirectory(prefix="normscope-ranks-") as folder:
+            task = Task(
+                file=inspect.getfile(function),
+                function=function.__name__,
+                arguments=arguments,
+                size=size,
+                store=str(Path(folder, "store")),
+                group_seconds=group_seconds,
+                environment=dict(environment or {}),
+            )
+            for rank in range(size):
+                self._ranks[rank][1].send_bytes(pickle.dumps((rank, task)))
+            answers = self._gather(size, hang_seconds)
+        failures = [f"rank {r}: {a.failure}" for r, a in enumerate(answers) if a.failure]
+        if failures:
+            raise RankFailureError("\n".join(failures))
+        return [answer.result for answer in answers]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks.clear()
+
+    def _gather(self, size: int, hang_seconds: float) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + hang_seconds
+        while len(answers) < size:
+            waiting = {self._ranks[r][1]: r for r in range(size) if r not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise RankFailureError(
+                    f"ranks {sorted(waiting.values())} of {size} hung for {hang_seconds} s"
+                )
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting[connection]
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    process = self._ranks[rank][0]
+                    process.join()
+                    self.close()
+                    raise RankFailureError(
+                        f"rank {rank} of {size} died with exit code {process.exitcode}"
+                    ) from None
+        return [answers[rank] for rank in range(size)]
+
+
+def _start_rank(environment: Mapping[str, str]) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, dict(environment)), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
+    """A rank's whole life."""
+    os.environ.update(environment)
+    import torch
+
+    # Ranks are more than cores.
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            rank, task = pickle.loads(connection.recv_bytes())
+            connection.send_bytes(pickle.dumps(_run(rank, task)))
+
+
+def _run(rank: int, task: Task) -> Answer:
+    # What a rank writes would appear among pytest's own output.
+    with contextlib.redirect_stdout(io.StringIO()), _environment(task.environment):
+        try:
+            with _process_group(rank, task):
+                function = getattr(_module_of(task.file), task.function)
+                return Answer(function(*task.arguments), None)
+        except BaseException:  # noqa: BLE001 - whatever it is, the session hears of it
+            return Answer(None, traceback.format_exc())
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, task: Task) -> Iterator[None]:
+    from torch import distributed
+
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(task.store, task.size),
+        rank=rank,
+        world_size=task.size,
+        timeout=timedelta(seconds=task.group_seconds),
+    )
+    try:
+        yield
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+@lru_cache(maxsize=None)
+def _module_of(file: str) -> ModuleType:
+    name = f"ranks_of_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def split_of(sizes: Sequence[int], rank: int) -> slice:
+    """The samples of ``rank`` where rank i has ``sizes[i]`` of them, in order."""
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
