@@ -41,6 +41,8 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
   -not -path '*/__pycache__/*' 2> /dev/null)
 
 .DELETE_ON_ERROR:
+# Two pips must not write into one environment; compilers and tests use JOBS.
+.NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-slow \
   check-without-torch check-wheel lint lint-formats lint-types lint-names \
   format bench clean
@@ -112,6 +114,9 @@ test-python: $(stamps)/normscope $(stamps)/test
 	  --junitxml=$(results)/test-python.xml
 
 bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to torch and to a copy
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
+	cmake --build $(build)
+	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/run.py $(ARGS)
 
 # ---- What is slow ------------------------------------------------------------------------------
