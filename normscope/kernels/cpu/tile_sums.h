@@ -2,8 +2,7 @@
 //
 // The two sums of a tile, in the tree of core/tiles.h. Included once by each target (vector.h says why).
 //
-// What is added is told by Terms: `first` and `second` are the terms of one element, `pad` is an
-// element whose terms are zero.
+// What is added is told by the terms of an element: first and second.
 
 template <class Value>
 struct Terms {
@@ -25,6 +24,10 @@ struct MomentTerms {
   NORMSCOPE_INLINE Terms<Vector<Real>> load_at(std::int64_t i, Vector<Real> pivot) const {
     return of(load(x + i), pivot, pivot);
   }
+  NORMSCOPE_INLINE Terms<Vector<Real>> load_partial_at(std::int64_t i, std::int64_t count,
+                                                       Vector<Real> pivot) const {
+    return of(load_partial(x + i, count), pivot, pivot);
+  }
   template <class Value>
   NORMSCOPE_INLINE Terms<Value> scalar_at(std::int64_t i, Value pivot) const {
     return of(static_cast<Value>(widen(x[i])), pivot, pivot);
@@ -45,6 +48,10 @@ struct GradientTerms {
   NORMSCOPE_INLINE Terms<Vector<Real>> load_at(std::int64_t i, Vector<Real> mean) const {
     return of(load(x + i), load(dy + i), mean);
   }
+  NORMSCOPE_INLINE Terms<Vector<Real>> load_partial_at(std::int64_t i, std::int64_t count,
+                                                       Vector<Real> mean) const {
+    return of(load_partial(x + i, count), load_partial(dy + i, count), mean);
+  }
   template <class Value>
   NORMSCOPE_INLINE Terms<Value> scalar_at(std::int64_t i, Value mean) const {
     return of(static_cast<Value>(widen(x[i])), static_cast<Value>(widen(dy[i])), mean);
@@ -56,40 +63,93 @@ NORMSCOPE_INLINE bool is_finite(Value value) {
   return value - value == 0;
 }
 
-// The lanes that a fold must look at where only the first n hold anything: the power of two from n on.
-NORMSCOPE_INLINE std::int64_t lanes_to_fold(std::int64_t n) {
-  std::int64_t lanes = 1;
-  while (lanes < n && lanes < kMaxLanes) lanes *= 2;
+// The lanes of a tile, in registers: whoever makes them sets every vector (zeroing all of them first
+// would go through memory).
+template <class Real>
+inline constexpr int kLaneVectors = kMaxLanes / kLanesOf<Real>;
+template <class Real>
+struct Lanes {
+  Vector<Real> vectors[kLaneVectors<Real>];
+};
+
+// Adds the upper half of the lanes to the lower, and so on.
+template <class Real>
+NORMSCOPE_INLINE Real fold(const Lanes<Real>& lanes) {
+  Vector<Real> folded[kLaneVectors<Real>];
+  for (int v = 0; v < kLaneVectors<Real>; ++v) folded[v] = lanes.vectors[v];
+  for (int half = kLaneVectors<Real> / 2; half >= 1; half /= 2) {
+    for (int v = 0; v < half; ++v) folded[v] += folded[v + half];
+  }
+  return fold_vector<Real>(folded[0]);
+}
+
+// n elements, fewer than a vector, then zeros.
+template <class Element, class Real = Arithmetic<Element>>
+[[gnu::noinline]] Vector<Real> load_few(const Element* x, std::int64_t n) {
+  Real few[kLanesOf<Real>] = {};
+  for (std::int64_t i = 0; i < n; ++i) few[i] = widen(x[i]);
+  return load(few);
+}
+
+// n <= kMaxLanes elements, one a lane, then zeros.
+template <class Element, class Real = Arithmetic<Element>>
+NORMSCOPE_INLINE Lanes<Real> load_lanes(const Element* x, std::int64_t n) {
+  constexpr int kWidth = kLanesOf<Real>;
+  Lanes<Real> lanes;
+#pragma GCC unroll 16
+  for (int v = 0; v < kLaneVectors<Real>; ++v) {
+    const std::int64_t rest = n - v * kWidth;
+    if (rest >= kWidth) {
+      lanes.vectors[v] = load(x + v * kWidth);
+    } else if (rest <= 0) {
+      lanes.vectors[v] = Vector<Real>{};
+    } else if (v > 0) {
+      lanes.vectors[v] = first_elements<Real>(load_partial(x + v * kWidth, rest), rest);
+    } else {
+      lanes.vectors[v] = load_few(x, n);
+    }
+  }
   return lanes;
 }
 
-// Adds the upper half of the lanes to the lower, and so on. Lanes left out because they are zero would
-// change nothing.
-template <class Real>
-NORMSCOPE_INLINE Real fold(Real (&lanes)[kMaxLanes], std::int64_t count) {
-  std::int64_t half = count / 2;
-  for (; half >= kLanesOf<Real>; half /= 2) {
-    for (std::int64_t i = 0; i < half; i += kLanesOf<Real>) {
-      store(lanes + i, load(lanes + i) + load(lanes + i + half));
-    }
-  }
-  for (; half >= 1; half /= 2) {
-    for (std::int64_t i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
-  }
-  return lanes[0];
+template <class Element, std::size_t... kIndices>
+NORMSCOPE_INLINE auto gather(const Element* x, std::int64_t stride,
+                             std::index_sequence<kIndices...>) {
+  using Real = Arithmetic<Element>;
+  return Vector<Real>{widen(x[static_cast<std::int64_t>(kIndices) * stride])...};
 }
 
-// The mean of some of the tile's elements, `stride` elements of memory apart: computed in Real, rounded
-// to Pivot.
-template <class Real, class Pivot, class Element>
-NORMSCOPE_INLINE Pivot tile_pivot(Layout layout, const Element* x, std::int64_t stride,
-                                  std::int64_t n) {
-  const PivotSamples samples = pivot_samples(layout, n);
-  alignas(kVectorBytes) Real lanes[kMaxLanes] = {};
-  for (std::int64_t j = 0; j < samples.count; ++j) {
-    lanes[j] = static_cast<Real>(widen(x[j * samples.stride * stride]));
+// The pivot of more elements than lanes.
+template <class Element, class Real = Arithmetic<Element>>
+NORMSCOPE_INLINE Real pivot_of_neighbours(const Element* x, std::int64_t n) {
+  constexpr int kWidth = kLanesOf<Real>;
+  const PivotSamples samples = pivot_samples(Layout::kChannelsFirst, n);
+  Lanes<Real> lanes;
+  for (int v = 0; v < kLaneVectors<Real>; ++v) {
+    lanes.vectors[v] = gather(x + v * kWidth * samples.stride, samples.stride,
+                              std::make_index_sequence<kWidth>{});
   }
-  return static_cast<Pivot>(fold(lanes, lanes_to_fold(samples.count)) / static_cast<Real>(samples.count));
+  return fold(lanes) / static_cast<Real>(samples.count);
+}
+
+// Lanes in memory: where elements come one at a time.
+struct LanesInFloat64 {
+  alignas(kVectorBytes) double values[kMaxLanes] = {};
+
+  NORMSCOPE_INLINE double fold_all() const { return fold(load_lanes(values, kMaxLanes)); }
+};
+
+// The pivot of a tile whose elements are `stride` apart, in float64 but for its last rounding.
+template <class Element>
+[[gnu::noinline]] double pivot_in_float64(Layout layout, const Element* x, std::int64_t stride,
+                                          std::int64_t n) {
+  const PivotSamples samples = pivot_samples(layout, n);
+  LanesInFloat64 lanes;
+  for (std::int64_t j = 0; j < samples.count; ++j) {
+    lanes.values[j] = static_cast<double>(widen(x[j * samples.stride * stride]));
+  }
+  return static_cast<double>(
+      static_cast<Arithmetic<Element>>(lanes.fold_all() / static_cast<double>(samples.count)));
 }
 
 // The sums again, in float64: where float32 has overflowed, or shows what is not finite.
@@ -97,58 +157,52 @@ template <class AnyTerms>
 [[gnu::noinline]] Terms<double> sums_in_float64(Layout layout, const AnyTerms& terms,
                                                 std::int64_t stride, std::int64_t n,
                                                 double center) {
-  double first[kMaxLanes] = {};
-  double second[kMaxLanes] = {};
+  LanesInFloat64 first;
+  LanesInFloat64 second;
   for (std::int64_t i = 0; i < n; ++i) {
     const Terms<double> term = terms.scalar_at(i * stride, center);
-    first[lane_of(layout, i)] += term.first;
-    second[lane_of(layout, i)] += term.second;
+    first.values[lane_of(layout, i)] += term.first;
+    second.values[lane_of(layout, i)] += term.second;
   }
-  const std::int64_t lanes = tile_shape(layout).lanes;
-  return {fold(first, lanes), fold(second, lanes)};
+  return {first.fold_all(), second.fold_all()};
 }
 
-// Sums n neighbouring elements: lane l takes l, l + 64, ...
+// Sums n neighbouring elements, at least as many as there are lanes: lane l takes l, l + 64, ...
 template <class AnyTerms, class Real = typename AnyTerms::Real>
 NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int64_t n,
                                                 Real center) {
-  // As many lanes at a time as leave room in 16 vector registers.
-  constexpr int kWidth = kLanesOf<Real>;
+  // As many vectors at a time as leave room in 16 registers.
   constexpr int kVectors = 4;
+  constexpr int kWidth = kLanesOf<Real>;
   constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
   const Vector<Real> centers = broadcast(center);
   const std::int64_t rows = n / kLanes;
   const std::int64_t rest = n % kLanes;
-  const std::int64_t used = lanes_to_fold(n);
-  alignas(kVectorBytes) Real first_lanes[kMaxLanes];
-  alignas(kVectorBytes) Real second_lanes[kMaxLanes];
-  for (std::int64_t lane = 0; lane < used; lane += kVectors * kWidth) {
+  Lanes<Real> first_lanes;
+  Lanes<Real> second_lanes;
+  for (int begin = 0; begin < kLaneVectors<Real>; begin += kVectors) {
     Vector<Real> first[kVectors] = {};
     Vector<Real> second[kVectors] = {};
     for (std::int64_t row = 0; row < rows; ++row) {
       for (int v = 0; v < kVectors; ++v) {
-        const auto term = terms.load_at(row * kLanes + lane + v * kWidth, centers);
+        const auto term = terms.load_at(row * kLanes + (begin + v) * kWidth, centers);
         first[v] += term.first;
         second[v] += term.second;
       }
     }
     for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t begin = lane + v * kWidth;
-      if (begin + kWidth <= rest) {
-        const auto term = terms.load_at(rows * kLanes + begin, centers);
-        first[v] += term.first;
-        second[v] += term.second;
+      const std::int64_t left = rest - (begin + v) * kWidth;
+      if (left > 0) {
+        const auto term = terms.load_partial_at(rows * kLanes + (begin + v) * kWidth,
+                                                left < kWidth ? left : kWidth, centers);
+        first[v] += first_elements<Real>(term.first, left);
+        second[v] += first_elements<Real>(term.second, left);
       }
-      store(first_lanes + begin, first[v]);
-      store(second_lanes + begin, second[v]);
+      first_lanes.vectors[begin + v] = first[v];
+      second_lanes.vectors[begin + v] = second[v];
     }
   }
-  for (std::int64_t l = rest / kWidth * kWidth; l < rest; ++l) {
-    const Terms<Real> term = terms.scalar_at(rows * kLanes + l, center);
-    first_lanes[l] += term.first;
-    second_lanes[l] += term.second;
-  }
-  return {fold(first_lanes, used), fold(second_lanes, used)};
+  return {fold(first_lanes), fold(second_lanes)};
 }
 
 // Sums kVectors vectors of channels over n rows, `row_stride` elements apart: lane l takes the rows 32 l

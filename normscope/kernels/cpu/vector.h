@@ -64,6 +64,11 @@ NORMSCOPE_INLINE Vector<Real> broadcast(Real value) {
   return value - Vector<Real>{};  // x - 0 is x, also for -0
 }
 
+template <class AnyVector, std::size_t... kIndices>
+NORMSCOPE_INLINE AnyVector iota(std::index_sequence<kIndices...>) {
+  return AnyVector{kIndices...};
+}
+
 // Loads, widened to the type that the arithmetic is done in.
 
 NORMSCOPE_INLINE Floats load(const float* from) { return load_bytes<Floats>(from); }
@@ -86,11 +91,62 @@ NORMSCOPE_INLINE Floats load(const Float16* from) {
 #endif
 }
 
+// The `count` elements from `from` on, fewer than a vector; what follows them is unspecified. A vector's
+// width of elements up to the last one must be readable.
+template <class Element>
+NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
+  using Real = Arithmetic<Element>;
+  constexpr std::int64_t kWidth = kLanesOf<Real>;
+  const Vector<Real> up_to_last = load(from + count - kWidth);
+#if defined(__AVX512F__)
+  if constexpr (kWidth == 16) {
+    const Words indices = iota<Words>(std::make_index_sequence<16>{}) - static_cast<unsigned>(count);
+    return reinterpret_cast<Floats>(_mm512_maskz_permutexvar_ps(
+        kAllFloats, reinterpret_cast<__m512i>(indices), reinterpret_cast<__m512>(up_to_last)));
+  }
+#elif defined(__AVX2__)
+  if constexpr (kWidth == 8) {
+    const Words indices = iota<Words>(std::make_index_sequence<8>{}) - static_cast<unsigned>(count);
+    return reinterpret_cast<Floats>(_mm256_permutevar8x32_ps(
+        reinterpret_cast<__m256>(up_to_last), reinterpret_cast<__m256i>(indices)));
+  }
+#endif
+  Real twice[2 * kWidth] = {};
+  store_bytes(twice, up_to_last);
+  return load_bytes<Vector<Real>>(twice + kWidth - count);
+}
+
+// Value where the element's index is below `count`, else 0.
+template <class Real>
+NORMSCOPE_INLINE Vector<Real> first_elements(Vector<Real> value, std::int64_t count) {
+  constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
+  const Vector<Real> indices = iota<Vector<Real>>(kIndices);
+  return indices < broadcast(static_cast<Real>(count)) ? value : Vector<Real>{};
+}
+
 // kDoubles floats, widened.
 NORMSCOPE_INLINE Doubles load_as_doubles(const float* from) {
   return __builtin_convertvector(load_bytes<FloatsOfDoubles>(from), Doubles);
 }
 NORMSCOPE_INLINE Doubles load_as_doubles(const double* from) { return load(from); }
+
+// The upper 16 bits of each word.
+NORMSCOPE_INLINE HalfWords upper_halves(Words words) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<HalfWords>(
+      _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(words >> 16U)));
+#elif defined(__AVX2__)
+  const __m256i shifted = _mm256_srai_epi32(reinterpret_cast<__m256i>(words), 16);
+  return reinterpret_cast<HalfWords>(_mm_packs_epi32(_mm256_castsi256_si128(shifted),
+                                                     _mm256_extracti128_si256(shifted, 1)));
+#elif defined(__SSE2__)
+  const __m128i shifted = _mm_srai_epi32(reinterpret_cast<__m128i>(words), 16);
+  const __m128i packed = _mm_packs_epi32(shifted, shifted);
+  return load_bytes<HalfWords>(&packed);
+#else
+  return __builtin_convertvector(words >> 16U, HalfWords);
+#endif
+}
 
 // Narrowed to 16 bits, to nearest, ties to even.
 
@@ -107,8 +163,7 @@ NORMSCOPE_INLINE HalfWords narrow_to_bfloat16(Floats value) {
 #endif
   const Words rounded = bits + 0x7FFFU + ((bits >> 16U) & 1U);
   const Words quiet = bits | 0x400000U;
-  const Words chosen = value == value ? rounded : quiet;
-  return __builtin_convertvector(chosen >> 16U, HalfWords);
+  return upper_halves(value == value ? rounded : quiet);
 }
 
 NORMSCOPE_INLINE HalfWords narrow_to_float16(Floats value) {
@@ -132,6 +187,23 @@ NORMSCOPE_INLINE void store(BFloat16* to, Floats value) {
   store_bytes(to, narrow_to_bfloat16(value));
 }
 NORMSCOPE_INLINE void store(Float16* to, Floats value) { store_bytes(to, narrow_to_float16(value)); }
+
+// The vector's elements from `kFirst` on, then those before.
+template <int kFirst, class AnyVector, std::size_t... kIndices>
+NORMSCOPE_INLINE AnyVector rotate(AnyVector value, std::index_sequence<kIndices...>) {
+  return __builtin_shufflevector(value, value, (kIndices + kFirst) % sizeof...(kIndices)...);
+}
+
+// Adds the vector's upper half to its lower, and so on.
+template <class Real, int kCount = kLanesOf<Real>>
+NORMSCOPE_INLINE Real fold_vector(Vector<Real> value) {
+  if constexpr (kCount == 1) {
+    return value[0];
+  } else {
+    constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
+    return fold_vector<Real, kCount / 2>(value + rotate<kCount / 2>(value, kIndices));
+  }
+}
 
 // Whether some element is not zero; NaN is not.
 NORMSCOPE_INLINE bool any_nonzero(Doubles value) {

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The sweeps that apply. Included once by each target (vector.h says why).
+
+// The formulas, element by element. Formula is Normalize or InputGradient, Coefficients the struct of
+// arrays that its members come from.
+
+template <class Value, class Real>
+NORMSCOPE_INLINE Value coefficient(const Real* values, std::int64_t c) {
+  return load_bytes<Value>(values + c);
+}
+
+template <class Value, class Real>
+NORMSCOPE_INLINE Normalize<Value> formula_at(const NormalizeCoefficients<Real>& coefficients,
+                                             std::int64_t c) {
+  return {coefficient<Value>(coefficients.mean_hi, c), coefficient<Value>(coefficients.mean_lo, c),
+          coefficient<Value>(coefficients.scale, c), coefficient<Value>(coefficients.bias, c)};
+}
+
+template <class Value, class Real>
+NORMSCOPE_INLINE InputGradient<Value> formula_at(
+    const InputGradientCoefficients<Real>& coefficients, std::int64_t c) {
+  return {coefficient<Value>(coefficients.mean_hi, c), coefficient<Value>(coefficients.mean_lo, c),
+          coefficient<Value>(coefficients.scale, c), coefficient<Value>(coefficients.mean_dy, c),
+          coefficient<Value>(coefficients.slope, c)};
+}
+
+template <class Real>
+NORMSCOPE_INLINE Normalize<Vector<Real>> broadcast_formula(const Normalize<Real>& one) {
+  return {broadcast(one.mean_hi), broadcast(one.mean_lo), broadcast(one.scale),
+          broadcast(one.bias)};
+}
+
+template <class Real>
+NORMSCOPE_INLINE InputGradient<Vector<Real>> broadcast_formula(const InputGradient<Real>& one) {
+  return {broadcast(one.mean_hi), broadcast(one.mean_lo), broadcast(one.scale),
+          broadcast(one.mean_dy), broadcast(one.slope)};
+}
+
+// Inputs of a formula at one place: x, or x and dy.
+template <class Element>
+struct OneInput {
+  const Element* x;
+
+  template <class Formula>
+  NORMSCOPE_INLINE auto apply(const Formula& formula, std::int64_t i) const {
+    return formula(load(x + i));
+  }
+  template <class Formula>
+  NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
+    return formula(widen(x[i]));
+  }
+  NORMSCOPE_INLINE OneInput operator+(std::int64_t offset) const { return {x + offset}; }
+};
+
+template <class Element>
+struct TwoInputs {
+  const Element* x;
+  const Element* dy;
+
+  template <class Formula>
+  NORMSCOPE_INLINE auto apply(const Formula& formula, std::int64_t i) const {
+    return formula(load(x + i), load(dy + i));
+  }
+  template <class Formula>
+  NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
+    return formula(widen(x[i]), widen(dy[i]));
+  }
+  NORMSCOPE_INLINE TwoInputs operator+(std::int64_t offset) const { return {x + offset, dy + offset}; }
+};
+
+// output[i] = formula(inputs[i]) for n neighbours of one channel.
+template <class Element, class Inputs, class Formula>
+NORMSCOPE_INLINE void apply_to_neighbours(const Inputs& inputs, const Formula& formula,
+                                          std::int64_t n, Stores stores, Element* output) {
+  constexpr std::int64_t kWidth = kLanesOf<Arithmetic<Element>>;
+  const auto vector_formula = broadcast_formula(formula);
+  std::int64_t i = 0;
+  if (stores == Stores::kStreaming) {
+    for (; i < n && !is_aligned(output + i); ++i) {
+      output[i] = narrow<Element>(inputs.apply_to_one(formula, i));
+    }
+    for (; i + kStreamWidth<Element> <= n; i += kStreamWidth<Element>) {
+      if constexpr (sizeof(Element) == 2) {
+        stream(output + i, inputs.apply(vector_formula, i),
+               inputs.apply(vector_formula, i + kWidth));
+      } else {
+        stream(output + i, inputs.apply(vector_formula, i));
+      }
+    }
+  }
+  for (; i + kWidth <= n; i += kWidth) store(output + i, inputs.apply(vector_formula, i));
+  for (; i < n; ++i) output[i] = narrow<Element>(inputs.apply_to_one(formula, i));
+}
+
+// output[c] = formula_c(inputs[c]) for the channels of one position.
+template <class Element, class Inputs, class Coefficients>
+NORMSCOPE_INLINE void apply_to_channels(const Inputs inputs, const Coefficients coefficients,
+                                        std::int64_t channels, Stores stores, Element* output) {
+  using Real = Arithmetic<Element>;
+  constexpr std::int64_t kWidth = kLanesOf<Real>;
+  std::int64_t c = 0;
+  if (stores == Stores::kStreaming) {
+    for (; c < channels && !is_aligned(output + c); ++c) {
+      output[c] = narrow<Element>(inputs.apply_to_one(formula_at<Real>(coefficients, c), c));
+    }
+    for (; c + kStreamWidth<Element> <= channels; c += kStreamWidth<Element>) {
+      const auto first = inputs.apply(formula_at<Vector<Real>>(coefficients, c), c);
+      if constexpr (sizeof(Element) == 2) {
+        stream(output + c, first,
+               inputs.apply(formula_at<Vector<Real>>(coefficients, c + kWidth), c + kWidth));
+      } else {
+        stream(output + c, first);
+      }
+    }
+  }
+  for (; c + kWidth <= channels; c += kWidth) {
+    store(output + c, inputs.apply(formula_at<Vector<Real>>(coefficients, c), c));
+  }
+  for (; c < channels; ++c) {
+    output[c] = narrow<Element>(inputs.apply_to_one(formula_at<Real>(coefficients, c), c));
+  }
+}
+
+// Applies a formula to the tiles, last ones first. inputs_at(n, c, p) gives the inputs there.
+template <class Element, class InputsAt, class Coefficients>
+NORMSCOPE_INLINE void apply_to_tiles(const InputsAt& inputs_at, const Coefficients& coefficients,
+                                     Layout layout, TileRange tiles, Stores stores,
+                                     const MutableTensorView& y) {
+  using Real = Arithmetic<Element>;
+  const std::int64_t per_sample = tiles_per_sample(layout, y.positions);
+  for (std::int64_t index = tiles.end; index-- > tiles.begin;) {
+    const Tile tile = tile_at(index, y.positions, tile_shape(layout), per_sample);
+    const std::int64_t n = tile.sample;
+    if (layout == Layout::kChannelsFirst) {
+      for (std::int64_t c = 0; c < y.channels; ++c) {
+        apply_to_neighbours(inputs_at(n, c, tile.begin), formula_at<Real>(coefficients, c),
+                            tile.size, stores, element_at<Element>(y, n, c, tile.begin));
+      }
+    } else {
+      for (std::int64_t p = tile.begin + tile.size; p-- > tile.begin;) {
+        apply_to_channels(inputs_at(n, 0, p), coefficients, y.channels, stores,
+                          element_at<Element>(y, n, 0, p));
+      }
+    }
+  }
+  if (stores == Stores::kStreaming) finish_streaming();
+}

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sums of tensors whose channels are neighbours in memory. Included once by each target (vector.h says
+// why).
+//
+// Blocks of channels fill four vectors, then one; what is left is copied into columns of a full vector's
+// width.
+
+// The tile's channels [begin, end), fewer than a vector, with zeros beside them.
+template <class Element>
+struct NarrowTile {
+  static constexpr std::int64_t kWidth = kLanesOf<Arithmetic<Element>>;
+  alignas(kVectorBytes) Element elements[kChannelsLastTile.positions * kWidth];
+
+  NORMSCOPE_INLINE void copy(const Element* from, std::int64_t row_stride, std::int64_t rows,
+                             std::int64_t channels) {
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t c = 0; c < kWidth; ++c) {
+        elements[row * kWidth + c] = c < channels ? from[row * row_stride + c] : Element{};
+      }
+    }
+  }
+};
+
+// Calls function.template operator()<vectors>(c, count) for blocks of channels from 0 to `channels`;
+// count is below a vector's width for the last one at most.
+template <class Real, class Function>
+NORMSCOPE_INLINE void for_channel_blocks(std::int64_t channels, const Function& function) {
+  constexpr std::int64_t kWidth = kLanesOf<Real>;
+  std::int64_t c = 0;
+  for (; c + 4 * kWidth <= channels; c += 4 * kWidth) {
+    function.template operator()<4>(c, 4 * kWidth);
+  }
+  for (; c + kWidth <= channels; c += kWidth) function.template operator()<1>(c, kWidth);
+  if (c < channels) function.template operator()<1>(c, channels - c);
+}
+
+// Puts sums [channels] of Real into the batch as float64, and whether all are finite.
+template <class Real>
+NORMSCOPE_INLINE bool put_sums(const Real* first, const Real* second, std::int64_t channels,
+                               TileBatch& batch) {
+  Doubles not_finite{};
+  for (std::int64_t c = 0; c < channels; c += kDoubles) {
+    const Doubles one = load_as_doubles(first + c);
+    const Doubles other = load_as_doubles(second + c);
+    store(batch.first + c, one);
+    store(batch.second + c, other);
+    not_finite += (one - one) + (other - other);
+  }
+  return !any_nonzero(not_finite);
+}
+
+// The pivots of `channels` channels, which fill vectors.
+template <class Element>
+NORMSCOPE_INLINE void pivots_of_rows(const Element* x, std::int64_t row_stride, std::int64_t rows,
+                                     std::int64_t channels, Arithmetic<Element>* pivots) {
+  using Real = Arithmetic<Element>;
+  constexpr std::int64_t kSamples = kChannelsLastTile.pivot_samples;
+  const PivotSamples samples = pivot_samples(Layout::kChannelsLast, rows);
+  const auto count = broadcast(static_cast<Real>(samples.count));
+  for (std::int64_t c = 0; c < channels; c += kLanesOf<Real>) {
+    Vector<Real> lanes[kSamples] = {};
+    for (std::int64_t j = 0; j < samples.count; ++j) {
+      lanes[j] = load(x + j * samples.stride * row_stride + c);
+    }
+    for (std::int64_t half = kSamples / 2; half >= 1; half /= 2) {
+      for (std::int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    store(pivots + c, lanes[0] / count);
+  }
+}
+
+// Room for the sums of a batch before they are widened; what lies beyond the last channel is zero.
+template <class Real>
+struct BatchSums {
+  alignas(kVectorBytes) Real center[kBatchChannels] = {};
+  alignas(kVectorBytes) Real first[kBatchChannels] = {};
+  alignas(kVectorBytes) Real second[kBatchChannels] = {};
+};
+
+template <class Element>
+NORMSCOPE_INLINE void moments_of_rows(const Element* x, std::int64_t row_stride, std::int64_t rows,
+                                      std::int64_t channels, TileBatch& batch) {
+  using Real = Arithmetic<Element>;
+  BatchSums<Real> sums;
+  for_channel_blocks<Real>(channels, [&]<int kVectors>(std::int64_t c, std::int64_t count) {
+    if (count >= kLanesOf<Real>) {
+      pivots_of_rows(x + c, row_stride, rows, count, sums.center + c);
+      sums_of_rows<kVectors>(MomentTerms<Element>{x + c}, row_stride, rows, sums.center + c,
+                             sums.first + c, sums.second + c);
+    } else {
+      NarrowTile<Element> narrow;
+      narrow.copy(x + c, row_stride, rows, count);
+      pivots_of_rows(narrow.elements, narrow.kWidth, rows, narrow.kWidth, sums.center + c);
+      sums_of_rows<1>(MomentTerms<Element>{narrow.elements}, narrow.kWidth, rows, sums.center + c,
+                      sums.first + c, sums.second + c);
+    }
+  });
+  for (std::int64_t c = 0; c < channels; ++c) {
+    batch.pivot[c] = static_cast<double>(sums.center[c]);
+  }
+  const bool all_finite = put_sums(sums.first, sums.second, channels, batch);
+  if (all_finite || sizeof(Real) == sizeof(double)) return;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    if (is_finite(batch.first[c] + batch.second[c])) continue;
+    batch.pivot[c] = pivot_in_float64(Layout::kChannelsLast, x + c, row_stride, rows);
+    const Terms<double> again = sums_in_float64(Layout::kChannelsLast, MomentTerms<Element>{x + c},
+                                                row_stride, rows, batch.pivot[c]);
+    batch.first[c] = again.first;
+    batch.second[c] = again.second;
+  }
+}
+
+template <class Element>
+void add_moments_channels_last(const TensorView& x, TileRange tiles, LimbsView limbs) {
+  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsLast, x.positions);
+  TileBatch batch;
+  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
+    const Tile tile = tile_at(index, x.positions, kChannelsLastTile, per_sample);
+    for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
+      const std::int64_t end = smaller(c + kBatchChannels, x.channels);
+      moments_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
+                      tile.size, end - c, batch);
+      add_moment_tiles(batch, tile.size, limbs.channel_range(c, end));
+    }
+  }
+  canonicalize_limbs(limbs);
+}
+
+template <class Element>
+NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_stride,
+                                            const Element* dy, std::int64_t dy_stride,
+                                            std::int64_t rows, std::int64_t channels,
+                                            const Arithmetic<Element>* mean_hi, TileBatch& batch) {
+  using Real = Arithmetic<Element>;
+  BatchSums<Real> sums;
+  for (std::int64_t c = 0; c < channels; ++c) sums.center[c] = mean_hi[c];
+  for_channel_blocks<Real>(channels, [&]<int kVectors>(std::int64_t c, std::int64_t count) {
+    if (count >= kLanesOf<Real> && x_stride == dy_stride) {
+      sums_of_rows<kVectors>(GradientTerms<Element>{x + c, dy + c}, x_stride, rows,
+                             sums.center + c, sums.first + c, sums.second + c);
+    } else {
+      constexpr std::int64_t kWidth = kLanesOf<Real>;
+      for (std::int64_t i = c; i < c + count; i += kWidth) {
+        NarrowTile<Element> narrow_x;
+        NarrowTile<Element> narrow_dy;
+        narrow_x.copy(x + i, x_stride, rows, smaller(kWidth, c + count - i));
+        narrow_dy.copy(dy + i, dy_stride, rows, smaller(kWidth, c + count - i));
+        sums_of_rows<1>(GradientTerms<Element>{narrow_x.elements, narrow_dy.elements}, kWidth,
+                        rows, sums.center + i, sums.first + i, sums.second + i);
+      }
+    }
+  });
+  const bool all_finite = put_sums(sums.first, sums.second, channels, batch);
+  if (all_finite || sizeof(Real) == sizeof(double)) return;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    if (is_finite(batch.first[c] + batch.second[c])) continue;
+    NarrowTile<Element> narrow_x;
+    NarrowTile<Element> narrow_dy;
+    narrow_x.copy(x + c, x_stride, rows, 1);
+    narrow_dy.copy(dy + c, dy_stride, rows, 1);
+    const Terms<double> again = sums_in_float64(
+        Layout::kChannelsLast, GradientTerms<Element>{narrow_x.elements, narrow_dy.elements},
+        narrow_x.kWidth, rows, static_cast<double>(mean_hi[c]));
+    batch.first[c] = again.first;
+    batch.second[c] = again.second;
+  }
+}
+
+template <class Element>
+void add_gradient_sums_channels_last(const TensorView& x, const TensorView& dy,
+                                     const Arithmetic<Element>* mean_hi, TileRange tiles,
+                                     LimbsView limbs) {
+  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsLast, x.positions);
+  TileBatch batch;
+  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
+    const Tile tile = tile_at(index, x.positions, kChannelsLastTile, per_sample);
+    for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
+      const std::int64_t end = smaller(c + kBatchChannels, x.channels);
+      gradient_sums_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
+                            element_at<Element>(dy, tile.sample, c, tile.begin),
+                            dy.position_stride, tile.size, end - c, mean_hi + c, batch);
+      add_gradient_tiles(batch, limbs.channel_range(c, end));
+    }
+  }
+  canonicalize_limbs(limbs);
+}
