@@ -117,7 +117,7 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
 	cmake --build $(build)
 	$(build)/benchmarks/all_reduce
-	$(python) benchmarks/run.py $(ARGS)
+	$(python) benchmarks/layers.py $(ARGS)
 
 # ---- What is slow ------------------------------------------------------------------------------
 
