@@ -15,6 +15,10 @@ namespace normscope {
 // the first slice's, or one after the other.
 enum class SliceStats { kPooled, kFirst, kSequential };
 
+// How running statistics weigh their updates: each by RunningUpdate::momentum, or all there ever were the
+// same, for which momentum is 1 / (updates before this call + 1).
+enum class RunningAverage { kExponential, kCumulative };
+
 // Where a call runs and with whom it shares statistics.
 struct CallContext {
   const Kernels* kernels = nullptr;      // nullptr: default_kernels()
@@ -40,6 +44,7 @@ struct ForwardArguments {
   ChannelView weight;               // [C] float32 or x's dtype; none: ones
   ChannelView bias;                 // [C] float32 or x's dtype; none: zeros
   RunningUpdate running;            // [C] float32 or x's dtype
+  RunningAverage running_average = RunningAverage::kExponential;
   double eps = 1e-5;                // >= 0
   std::int64_t slices = 1;          // as slice_count() gives it; more than one excludes an exchange
   SliceStats slice_stats = SliceStats::kPooled;

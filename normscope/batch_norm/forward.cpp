@@ -67,14 +67,17 @@ void update_running_with_all(const ForwardArguments& arguments, const ResolvedCo
 void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
   const TensorView& x = arguments.x;
   const bool pools = arguments.slice_stats == SliceStats::kPooled && arguments.slices > 1;
+  RunningUpdate running = arguments.running;
   Message all(x.channels, 0);
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
     const auto [first, last] = samples_of_slice(x.samples, arguments.slices, slice);
     Message message(x.channels, (last - first) * x.positions);
     const bool updates =
         !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
-    normalize_slice(arguments, context, slice, updates ? arguments.running : RunningUpdate{},
-                    message);
+    normalize_slice(arguments, context, slice, updates ? running : RunningUpdate{}, message);
+    if (arguments.running_average == RunningAverage::kCumulative) {
+      running.momentum /= 1.0 + running.momentum;  // from 1 / n to 1 / (n + 1)
+    }
     if (pools) all.add(message);
   }
   if (pools) update_running_with_all(arguments, context, all);

@@ -124,7 +124,7 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
 
-// num_batches_tracked behind the updates that this call makes, if there is a momentum to derive from it.
+// The weight of the first update that this call makes; as torch, 0 where nothing counts the updates.
 double momentum_of(std::optional<double> momentum, const OptionalTensor& num_batches_tracked) {
   if (momentum) return *momentum;
   if (!num_batches_tracked) return 0;
@@ -164,6 +164,8 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ResolvedScop
       .running = {.mean = mutable_channel_view(op.running_mean),
                   .var = mutable_channel_view(op.running_var),
                   .momentum = momentum_of(op.momentum, op.num_batches_tracked)},
+      .running_average =
+          op.momentum ? RunningAverage::kExponential : RunningAverage::kCumulative,
       .eps = op.eps,
       .slices = slices,
       .slice_stats = parse_slice_stats(op.slice_stats),

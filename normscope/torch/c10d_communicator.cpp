@@ -11,6 +11,15 @@
 namespace normscope::binding {
 namespace {
 
+// What a frame begins with: the length of the message in float64 numbers, and its square. Their sums
+// over R ranks are R * length and R * length^2 only where all ranks have this length; both are exact
+// while R * length^2 <= 2^53.
+constexpr std::size_t kLengthFields = 2;
+
+// float64 numbers of a frame: 32 KiB, which hold 409 channels. Over Gloo a second all-reduce costs more
+// than the padding of a short message.
+constexpr std::size_t kFrameLength = 4096;
+
 // Backends have no exception of their own for it.
 bool tells_of_time_out(std::string_view text) {
   return text.find("imed out") != std::string_view::npos ||
@@ -34,6 +43,23 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
 }
 
 void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream) {
+  const auto length = static_cast<double>(values.size());
+  std::vector<double> frame(kFrameLength);
+  const std::span content = std::span(frame).subspan(kLengthFields);
+  const std::span first = values.first(std::min(values.size(), content.size()));
+  frame[0] = length;
+  frame[1] = length * length;
+  std::ranges::copy(first, content.begin());
+
+  all_reduce(frame);
+  if (frame[0] != size_ * length || frame[1] != size_ * (length * length)) {
+    throw_lengths_differ(values.size());
+  }
+  std::ranges::copy(content.first(first.size()), first.begin());
+  if (first.size() < values.size()) all_reduce(values.subspan(first.size()));
+}
+
+void C10dCommunicator::all_reduce(std::span<double> values) {
   if (!failure_.empty()) throw CommunicationError(failure_);
   const c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
   if (!group) throw CommunicationError(describe("the process group was destroyed"));
@@ -52,6 +78,19 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream) {
     throw CommunicationError(failure_);
   }
   std::ranges::copy(sum, values.begin());
+}
+
+// All ranks have found the disagreement, and tell each other their lengths.
+void C10dCommunicator::throw_lengths_differ(std::size_t length) {
+  std::vector<double> lengths(static_cast<std::size_t>(size_));
+  lengths[static_cast<std::size_t>(rank_)] = static_cast<double>(length);
+  all_reduce(lengths);
+  std::string text = "the ranks came with different lengths:";
+  for (const double of_rank : lengths) {
+    text += ' ';
+    text += std::to_string(static_cast<std::int64_t>(of_rank));
+  }
+  throw MismatchError(describe(text));
 }
 
 std::unique_ptr<Communicator> C10dCommunicator::split(int, int) {

@@ -14,6 +14,10 @@ namespace normscope::binding {
 
 // The ranks of a process group of torch.distributed, whatever its backend. Does not keep the group
 // alive. The group's own time limit holds unless another is given.
+//
+// Some backends end the process where ranks come with different lengths (Gloo does). A message
+// therefore begins with a frame that is as long for every message and carries the length; what does not
+// fit into it follows once the lengths are known to agree.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -22,7 +26,7 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] int rank() const noexcept override { return rank_; }
   [[nodiscard]] int size() const noexcept override { return size_; }
   [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
-  [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
+  [[nodiscard]] bool compares_lengths() const noexcept override { return true; }
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
@@ -33,6 +37,8 @@ class C10dCommunicator final : public Communicator {
   void fail(std::string_view reason) noexcept override;
 
  private:
+  void all_reduce(std::span<double> values);
+  [[noreturn]] void throw_lengths_differ(std::size_t length);
   [[nodiscard]] std::string describe(std::string_view text) const;
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;

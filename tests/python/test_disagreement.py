@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that meet in different calls, or do not come: every one is told, and none hangs."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed
+
+import normscope
+from normscope import _library
+
+# The time limit of groups in which a rank does not come, and when that must be over at the latest: in
+# far less than the pool's patience, however busy the machine.
+LIMIT_SECONDS = 2.0
+PATIENCE_SECONDS = 30.0
+
+TRANSPORTS = {"shared memory": "1", "gloo": "0"}
+
+
+def named_layer(name: str, channels: int = 3) -> normscope.BatchNorm2d:
+    layer = normscope.BatchNorm2d(channels)
+    layer.layer_name = name
+    return layer
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def assert_group_is_usable() -> None:
+    layer = named_layer("afterwards")
+    layer(torch.randn(4, 3, 2, 2)).sum().backward()
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    assert total.item() == distributed.get_world_size()
+
+
+def other_layer() -> str:
+    name = f"layer{distributed.get_rank()}"
+    message = error_of(lambda: named_layer(name)(torch.randn(4, 3, 2, 2)))
+    assert_group_is_usable()
+    return message
+
+
+def other_channels() -> str:
+    channels = 3 + distributed.get_rank()
+    message = error_of(lambda: named_layer("head", channels)(torch.randn(4, channels, 2, 2)))
+    assert_group_is_usable()
+    return message
+
+
+def other_channels_without_a_name() -> str:
+    channels = 3 + distributed.get_rank()
+    message = error_of(
+        lambda: normscope.BatchNorm2d(channels)(torch.randn(4, channels, 2, 2)),
+    )
+    assert_group_is_usable()
+    return message
+
+
+def other_direction() -> str:
+    y = named_layer("stem")(torch.randn(4, 3, 2, 2)).sum()
+    if distributed.get_rank() == 0:
+        message = error_of(y.backward)
+    else:
+        message = error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
+    assert_group_is_usable()
+    return message
+
+
+def without_gradient() -> str:
+    with torch.set_grad_enabled(distributed.get_rank() == 0):
+        message = error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
+    assert_group_is_usable()
+    return message
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("function", "of_rank_0", "of_rank_1"),
+    [
+        (other_layer, "forward of layer0 (3 channels", "forward of layer1 (3 channels"),
+        (other_channels, "forward of head (3 channels", "forward of head (4 channels"),
+        (other_channels_without_a_name, "a name (3 channels", "a name (4 channels"),
+        (other_direction, "backward of stem", "forward of stem"),
+        (without_gradient, "forward of stem (3 channels, scope world)", "nothing needs a gradient"),
+    ],
+)
+def test_every_rank_is_told_what_each_was_doing(
+    ranks: RankPool,
+    transport: str,
+    function: Callable[[], str],
+    of_rank_0: str,
+    of_rank_1: str,
+) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+    messages = ranks.run(2, function, environment=environment)
+
+    for message in messages:
+        _, rank_0, rank_1, _ = message.split("\n")
+        assert rank_0.startswith("  rank 0: ")
+        assert of_rank_0 in rank_0
+        assert rank_1.startswith("  rank 1: ")
+        assert of_rank_1 in rank_1
+
+
+def raises_before_its_collective(bad: tuple[int, ...]) -> tuple[str, float]:
+    rank = distributed.get_rank()
+    layer = named_layer("stem")
+    layer(torch.randn(4, 3, 2, 2))
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    start = time.monotonic()
+    shape = bad if rank == 0 else (4, 3, 2, 2)
+    try:
+        layer(torch.randn(shape))
+        message = ""
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+    later = error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
+    assert message in later or message.split(": ")[-1] in later
+    # A group that was destroyed while others wait in it would end their wait.
+    distributed.distributed_c10d._get_default_store().set(f"done{rank}", "")
+    distributed.distributed_c10d._get_default_store().wait([f"done{1 - rank}"])
+    return message, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ((4, 5, 2, 2), "x: expected 3 channels (weight has 3), got 5"),
+        ((4, 3, 2), "x: expected 4 dimensions, got 3"),
+    ],
+)
+def test_a_rank_that_raises_does_not_keep_its_peers_in_shared_memory(
+    ranks: RankPool, bad: tuple[int, ...], error: str
+) -> None:
+    # The group's limit is beyond the test's: they are told, they do not time out.
+    of_cause, of_peer = ranks.run(
+        2, raises_before_its_collective, bad, group_seconds=600, hang_seconds=PATIENCE_SECONDS
+    )
+
+    assert of_cause[0] == error
+    assert "forward of stem (3 channels, scope world)" in of_peer[0]
+    assert error in of_peer[0]
+
+
+def test_a_rank_that_raises_keeps_its_peers_in_gloo_until_their_limit(ranks: RankPool) -> None:
+    of_cause, of_peer = ranks.run(
+        2,
+        raises_before_its_collective,
+        (4, 5, 2, 2),
+        group_seconds=LIMIT_SECONDS,
+        hang_seconds=PATIENCE_SECONDS,
+        environment={"NORMSCOPE_SHARED_MEMORY": "0"},
+    )
+
+    assert of_cause[0] == "x: expected 3 channels (weight has 3), got 5"
+    assert of_peer[0].startswith("forward of stem (3 channels, scope world): gloo: rank 1 of 2")
+    assert "imed out" in of_peer[0]
+
+
+def one_rank_does_not_come(warmed_up: bool) -> str:  # noqa: FBT001
+    layer = named_layer("stem")
+    if warmed_up:
+        layer(torch.randn(4, 3, 2, 2))
+    message = ""
+    store = distributed.distributed_c10d._get_default_store()
+    if distributed.get_rank() == 0:
+        message = error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
+        store.set("given up", "")
+    else:
+        store.wait(["given up"])
+    return message
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("warmed_up", [True, False])
+def test_a_rank_that_does_not_come_is_waited_for_until_the_group_s_limit(
+    ranks: RankPool,
+    transport: str,
+    warmed_up: bool,  # noqa: FBT001
+) -> None:
+    [message, _] = ranks.run(
+        2,
+        one_rank_does_not_come,
+        warmed_up,
+        group_seconds=PATIENCE_SECONDS,
+        hang_seconds=2 * PATIENCE_SECONDS,
+        environment={
+            "NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport],
+            "NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS),
+        },
+    )
+
+    if warmed_up:
+        assert message.startswith("forward of stem (3 channels, scope world): " + transport)
+    if warmed_up and transport == "shared memory":
+        assert "waited 2.0 s for rank 1" in message
+    else:
+        assert "imed out" in message
+
+
+def transport_in_use() -> str:
+    return _library.transport(distributed.group.WORLD.group_name)
+
+
+def transport_where_ranks_disagree() -> str:
+    import os
+
+    os.environ["NORMSCOPE_SHARED_MEMORY"] = str(distributed.get_rank())
+    return transport_in_use()
+
+
+def test_shared_memory_takes_over_between_processes_of_one_host(ranks: RankPool) -> None:
+    assert ranks.run(3, transport_in_use) == ["shared memory"] * 3
+
+
+def test_one_rank_decides_against_shared_memory_for_all(ranks: RankPool) -> None:
+    assert ranks.run(2, transport_where_ranks_disagree) == ["gloo", "gloo"]
+
+
+def group_anew() -> list[float]:
+    """Two groups of one name, the second of which has one rank's samples alone."""
+    seen = []
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    store = distributed.distributed_c10d._get_default_store()
+    for attempt in range(2):
+        layer = normscope.BatchNorm1d(1, momentum=1.0, track_running_stats=True)
+        layer(torch.tensor([[rank + 10.0 * attempt], [rank + 10.0 * attempt]]))
+        assert layer.running_mean is not None
+        seen.append(layer.running_mean.item())
+        distributed.destroy_process_group()
+        distributed.init_process_group(
+            "gloo",
+            store=distributed.PrefixStore(str(attempt), store),
+            rank=rank,
+            world_size=size,
+        )
+    return seen
+
+
+def test_a_group_made_anew_is_not_taken_for_the_old_one(ranks: RankPool) -> None:
+    assert ranks.run(2, group_anew) == [[0.5, 10.5], [0.5, 10.5]]
+
+
+def sub_group_means() -> float:
+    groups = [distributed.new_group(members) for members in ([0, 1], [2])]
+    rank = distributed.get_rank()
+    layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=groups[rank // 2])
+    layer(torch.tensor([[float(rank)], [float(rank)]]))
+    assert layer.running_mean is not None
+    return layer.running_mean.item()
+
+
+def test_world_means_the_ranks_of_the_given_group(ranks: RankPool) -> None:
+    assert ranks.run(3, sub_group_means) == [0.5, 0.5, 2.0]
+
+
+def python_runs_while_ops_wait() -> bool:
+    """Rank 0 waits in a forward for rank 1, which waits for another thread of rank 0."""
+    import threading
+
+    store = distributed.distributed_c10d._get_default_store()
+    layer = named_layer("stem")
+    layer(torch.randn(4, 3, 2, 2))
+    if distributed.get_rank() == 0:
+        release = threading.Timer(0.2, lambda: store.set("go", ""))
+        release.start()
+    else:
+        store.wait(["go"])
+    layer(torch.randn(4, 3, 2, 2))
+    return True
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_op_that_waits_does_not_hold_python_s_lock(ranks: RankPool, transport: str) -> None:
+    assert ranks.run(
+        2,
+        python_runs_while_ops_wait,
+        hang_seconds=PATIENCE_SECONDS,
+        environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
+    ) == [True, True]

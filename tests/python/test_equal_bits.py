@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same bits for any number of ranks, assignment of samples, threads and instruction set."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed
+
+import normscope
+from normscope import _library
+
+SAMPLES = 13
+
+# Shape behind the samples, dtype, whether channels run fastest.
+CASES = [
+    ((5,), torch.float32, False),
+    ((5,), torch.float64, False),
+    ((3, 9, 7), torch.float32, False),
+    ((3, 9, 7), torch.float32, True),
+    ((70, 3, 3), torch.float32, True),
+    ((2, 65, 64), torch.float32, False),
+    ((3, 8, 8), torch.bfloat16, False),
+    ((3, 8, 8), torch.bfloat16, True),
+    ((3, 8, 8), torch.float16, True),
+    ((3, 8, 8), torch.float16, False),
+    ((3, 6, 7), torch.float64, True),
+    ((3, 6, 7), torch.float64, False),
+]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def batch(case: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Off-centre, so that sums cancel."""
+    extent, dtype, last = CASES[case]
+    generator = torch.Generator().manual_seed(case)
+    shape = (SAMPLES, *extent)
+    x = (torch.randn(shape, generator=generator) * 5 + 100).to(dtype)
+    dy = torch.randn(shape, generator=generator).to(dtype)
+    if last:
+        return x.to(memory_format=torch.channels_last), dy
+    return x, dy
+
+
+def run_case(case: int, samples: list[int]) -> Tensors:
+    """These samples' share of a training step."""
+    x, dy = (t[samples].contiguous(memory_format=_format_of(t)) for t in batch(case))
+    x = x.requires_grad_()
+    layer = normscope.BatchNorm(x.shape[1])
+    torch.nn.init.constant_(layer.weight, 0.7)
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return {
+        "y": y.detach(),
+        "dx": x.grad,
+        "running_mean": layer.running_mean,
+        "running_var": layer.running_var,
+    }
+
+
+def _format_of(tensor: torch.Tensor) -> torch.memory_format:
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def run_rank(order: list[int], sizes: tuple[int, ...], threads: int) -> list[Tensors]:
+    torch.set_num_threads(threads)
+    try:
+        part = split_of(sizes, distributed.get_rank())
+        return [run_case(case, order[part]) for case in range(len(CASES))]
+    finally:
+        torch.set_num_threads(1)
+
+
+def assert_same_bits(parts: list[Tensors], whole: Tensors, order: list[int], where: object) -> None:
+    for name in ("y", "dx"):
+        joined = torch.cat([part[name] for part in parts])
+        assert torch.equal(joined, whole[name][order]), (name, where)
+    for name in ("running_mean", "running_var"):
+        for part in parts:
+            assert torch.equal(part[name], whole[name]), (name, where)
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[Tensors]:
+    """Everything in this process."""
+    return [run_case(case, list(range(SAMPLES))) for case in range(len(CASES))]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "threads"),
+    [
+        ((13,), 1),
+        ((13,), 2),
+        ((6, 7), 1),
+        ((1, 12), 2),
+        ((5, 1, 7), 1),
+        ((2, 6, 1, 4), 2),
+        ((1, 3, 0, 2, 1, 4, 1, 1), 1),
+    ],
+)
+def test_ranks_agree_with_one_process_to_the_bit(
+    ranks: RankPool, whole: list[Tensors], sizes: tuple[int, ...], threads: int
+) -> None:
+    for seed in (None, 1):
+        generator = torch.Generator().manual_seed(seed or 0)
+        order = torch.randperm(SAMPLES, generator=generator).tolist() if seed else [*range(SAMPLES)]
+
+        answers = ranks.run(len(sizes), run_rank, order, sizes, threads)
+
+        for case, expected in enumerate(whole):
+            parts = [answer[case] for answer in answers]
+            assert_same_bits(parts, expected, order, (CASES[case], sizes, threads, seed))
+
+
+def test_gloo_gives_the_bits_of_shared_memory(ranks: RankPool, whole: list[Tensors]) -> None:
+    order, sizes = [*range(SAMPLES)], (4, 9)
+
+    answers = ranks.run(2, run_rank, order, sizes, 1, environment={"NORMSCOPE_SHARED_MEMORY": "0"})
+
+    for case, expected in enumerate(whole):
+        assert_same_bits([answer[case] for answer in answers], expected, order, CASES[case])
+
+
+def names_of_kernels() -> list[str]:
+    return _library.available_kernels()
+
+
+def name_of_default_kernels() -> str:
+    return _library.default_kernels()
+
+
+# The reference is plain loops over doubles, which the others need only be near.
+@pytest.fixture(params=[name for name in names_of_kernels() if name != "reference"])
+def forced(request: pytest.FixtureRequest) -> Iterator[tuple[str, RankPool]]:
+    """Ranks that are made to use one backend, which is chosen once in a process."""
+    pool = RankPool(environment={"NORMSCOPE_KERNELS": request.param})
+    yield request.param, pool
+    pool.close()
+
+
+def test_every_instruction_set_gives_the_same_bits(
+    forced: tuple[str, RankPool], whole: list[Tensors]
+) -> None:
+    name, pool = forced
+    order = [*range(SAMPLES)]
+
+    assert pool.run(1, name_of_default_kernels) == [name]
+    for threads in (1, 2):
+        [answers] = pool.run(1, run_rank, order, (SAMPLES,), threads)
+        for case, expected in enumerate(whole):
+            assert_same_bits([answers[case]], expected, order, (CASES[case], name, threads))
+
+
+def test_the_instruction_sets_of_this_processor_are_the_ones_that_ran() -> None:
+    flags = set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            flags = set(line.split(":")[1].split())
+            break
+    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "f16c"}
+    needed = {
+        "reference": set[str](),
+        "baseline": set[str](),
+        "avx2": {"avx2", "f16c"},
+        "avx512": avx512,
+        "avx512_bf16": avx512 | {"avx512_bf16"},
+    }
+
+    can_run = [name for name, flags_of_it in needed.items() if flags_of_it <= flags]
+
+    assert names_of_kernels() == can_run
