@@ -16,7 +16,8 @@ class RanksFailedError(RuntimeError):
 def launch(script: str, processes: int, arguments: list[str], port: int | None) -> None:
     """Runs `script`, a file beside this one, in `processes` ranks, and waits for all of them.
 
-    torchrun ends the other ranks as soon as one has failed.
+    torchrun ends the other ranks as soon as one has failed. An exception that a signal handler
+    raises during the wait ends all of them.
 
     Args:
         script: file name.
@@ -40,7 +41,16 @@ def launch(script: str, processes: int, arguments: list[str], port: int | None) 
         *arguments,
     ]
     # Without a value torchrun sets 1 and says so; the ranks choose their threads themselves.
-    # A thread that spins while it waits slows a process tenfold once another program has its core.
+    # A thread that spins while it waits for others takes the core that they are waiting for.
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **os.environ}
-    if subprocess.run(command, env=environment, check=False).returncode != 0:
+    # In a session of its own Ctrl-C reaches this process alone, and torchrun once, from here.
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        status = process.wait()
+    except BaseException:
+        # torchrun ends the ranks on SIGTERM; killed, it would leave them running.
+        process.terminate()
+        process.wait()
+        raise
+    if status != 0:
         raise RanksFailedError(f"{script}: a rank failed, its error stands above")

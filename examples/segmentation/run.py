@@ -8,8 +8,10 @@ processes, and per scope a progress bar. At the end a table, and report.html in 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 
@@ -125,8 +127,24 @@ def check(
     return comparisons
 
 
+def leave_on_signals() -> None:
+    """Makes Ctrl-C, a request to end and a closed terminal end the ranks too.
+
+    A signal that the caller has set to be ignored, as nohup does, stays ignored.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    print(f"run.py: ended by {signal.Signals(number).name}", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 def main() -> int:
     """Runs the demo as the command line asks."""
+    leave_on_signals()
     arguments = parse_arguments()
     try:
         settings = Settings(

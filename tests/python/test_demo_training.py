@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +14,6 @@ from rank import Rank
 from scenes import VOID, DigitScenes
 from settings import Settings, arrange
 from train import evaluation_steps
-
-RUN = Path(__file__).parents[2] / "examples" / "segmentation" / "run.py"
 
 SETTINGS = Settings(ranks=2, images_per_rank=2, steps=10, seed=0, device="cpu", data=None)
 
@@ -88,41 +82,3 @@ def test_the_check_sees_another_scope() -> None:
 
     assert difference(local, local) == 0
     assert difference(local, sliced) > 1000 * tolerance(SETTINGS)
-
-
-def _run(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(RUN), "--output", str(output), *arguments]
-    return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_the_same_command_gives_the_same_numbers_twice(tmp_path: Path) -> None:
-    arguments = ("--ranks", "2", "--steps", "6")
-
-    runs = [_run(tmp_path / name, *arguments) for name in ("one", "two")]
-
-    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
-    one, two = (
-        json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two")
-    )
-    assert set(one["scopes"]) == {"local", "slices:2", "world"}
-    for scope, result in one["scopes"].items():
-        assert result["quality"] == two["scopes"][scope]["quality"]
-    assert one["check"] == two["check"]
-
-
-@pytest.mark.slow
-def test_an_error_on_a_rank_ends_the_run_and_is_shown(tmp_path: Path) -> None:
-    one_image = ("--ranks", "2", "--images-per-rank", "1", "--scopes", "local", "--steps", "2")
-
-    run = _run(tmp_path, *one_image)
-
-    assert run.returncode == 2
-    assert "more than 1 value per channel" in run.stderr
-
-
-def test_a_folder_without_images_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
-    run = _run(tmp_path / "output", "--data", str(tmp_path))
-
-    assert run.returncode == 2
-    assert run.stderr == f"run.py: {tmp_path / 'images'}: expected a folder, got none\n"
