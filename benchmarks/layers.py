@@ -61,6 +61,18 @@ def _processor() -> str:
     return platform.machine()
 
 
+def busy_seconds() -> float:
+    """Processor time that all programs have used since the machine started."""
+    user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[1:9]
+    ticks = sum(map(int, (user, nice, system, *interrupts)))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """Processor time that this process and those that it has waited for have used."""
+    return sum(os.times()[:4])
+
+
 def print_section(arrangement: Arrangement) -> None:
     """Print the head of one table."""
     print(f"\n{arrangement}\n{HEADER}", flush=True)
@@ -95,6 +107,7 @@ def main() -> None:
     arguments = parse_arguments()
     cases, rounds = (few_cases(), QUICK_ROUNDS) if arguments.quick else (all_cases(), ROUNDS)
     machine, start = describe_machine(), monotonic()
+    others_before = busy_seconds() - own_seconds()
     print(f"{machine}\n\n{LEGEND.format(rounds=rounds)}")
 
     results = []
@@ -106,7 +119,8 @@ def main() -> None:
     print(
         f"\n{len(slower)} of {2 * len(results)} ratios to torch.nn are below 1", *slower, sep="\n"
     )
-    print(f"Measured in {monotonic() - start:.0f} s")
+    seconds, others = monotonic() - start, busy_seconds() - own_seconds() - others_before
+    print(f"Measured in {seconds:.0f} s, of which other programs kept a core for {others:.0f} s")
     if arguments.json is not None:
         save(arguments.json, machine, rounds, results)
 
