@@ -123,7 +123,7 @@ def write_report(report: Report, path: Path) -> None:
             legend=_legend(report.runs),
             iou_chart=line_chart("step", "mean IoU", [_iou_series(run) for run in report.runs]),
             loss_chart=line_chart("step", "loss", [_loss_series(run) for run in report.runs]),
-            loss_window=_loss_window(settings.steps),
+            loss_point=_loss_point(_loss_window(settings.steps)),
             classes=_classes(report.class_names),
             pictures=_pictures(report),
             comparisons=_comparisons(report.comparisons),
@@ -138,30 +138,29 @@ def write_report(report: Report, path: Path) -> None:
 
 
 def summary(results: list[ScopeResult]) -> str:
-    """Says in words which scope segments best, and at what speed."""
+    """Says in words how well each scope segments and how fast, from best to worst."""
     ranked = sorted(results, key=lambda result: result.quality.mean_ious[-1], reverse=True)
-    sentences = [f"Best: {_in_words(ranked[0])}."]
-    if len(ranked) > 1:
-        sentences.append(f"Then {'; '.join(_in_words(other) for other in ranked[1:])}.")
-    return " ".join(sentences)
+    return f"Mean IoU on held-out scenes: {'; '.join(_in_words(result) for result in ranked)}."
 
 
 def _in_words(result: ScopeResult) -> str:
     arrangement = result.arrangement
     return (
-        f"{arrangement.scope} with statistics over {arrangement.norm_batch_size} images, "
-        f"mean IoU {result.quality.mean_ious[-1]:.3f} at {result.speed.images_per_second:.0f} "
-        "images/s"
+        f"{result.quality.mean_ious[-1]:.3f} with {arrangement.scope}, statistics over "
+        f"{arrangement.norm_batch_size} images, at {result.speed.images_per_second:.0f} images/s"
     )
 
 
 def _html_table(runs: list[Run]) -> str:
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
+    """Turns the terminal's table on its side: a column a scope fits a phone."""
+    columns = [HEADINGS, *(_cells(run.result) for run in runs)]
     rows = [
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(run.result)) + "</tr>"
-        for run in runs
+        f"<tr><th>{escape(heading)}</th>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for heading, *cells in zip(*columns, strict=True)
     ]
-    return f'<table class="figures"><tr>{head}</tr>{"".join(rows)}</table>'
+    return f'<table class="figures">{"".join(rows)}</table>'
 
 
 def _legend(runs: list[Run]) -> str:
@@ -191,6 +190,10 @@ def _loss_series(run: Run) -> Series:
 
 def _loss_window(steps: int) -> int:
     return max(1, steps // LOSS_POINTS)
+
+
+def _loss_point(window: int) -> str:
+    return "each point one step" if window == 1 else f"each point the mean of {window} steps"
 
 
 def _comparisons(comparisons: list[Comparison]) -> str:
