@@ -69,57 +69,61 @@ struct TwoInputs {
   NORMSCOPE_INLINE TwoInputs operator+(std::int64_t offset) const { return {x + offset, dy + offset}; }
 };
 
-// output[i] = formula(inputs[i]) for n neighbours of one channel.
+// A vector's bytes of output from place i on. formula_of(i) gives the formula there.
+template <class Element, class Inputs, class FormulaOf>
+NORMSCOPE_INLINE Words output_bytes(const Inputs& inputs, const FormulaOf& formula_of,
+                                    std::int64_t i) {
+  const auto first = inputs.apply(formula_of(i), i);
+  if constexpr (sizeof(Element) == 2) {
+    const auto second = inputs.apply(formula_of(i + kFloats), i + kFloats);
+    return narrow_pair(static_cast<const Element*>(nullptr), first, second);
+  } else {
+    return reinterpret_cast<Words>(first);
+  }
+}
+
+// output[i] = formula_i(inputs[i]) for i from 0 to n. vector_of and one_of give the formula for a vector
+// from i on, and for i alone.
+template <class Element, class Inputs, class VectorOf_, class OneOf>
+NORMSCOPE_INLINE void apply_to_run(const Inputs inputs, const VectorOf_& vector_of,
+                                   const OneOf& one_of, std::int64_t n, Stores stores,
+                                   Element* output) {
+  constexpr std::int64_t kWidth = kElementsOf<Element>;
+  const auto apply_to_one = [&](std::int64_t i) {
+    output[i] = narrow<Element>(inputs.apply_to_one(one_of(i), i));
+  };
+  std::int64_t i = 0;
+  if (stores == Stores::kStreaming) {
+    for (; i < n && !is_aligned(output + i); ++i) apply_to_one(i);
+    for (; i + kWidth <= n; i += kWidth) {
+      stream_words(output + i, output_bytes<Element>(inputs, vector_of, i));
+    }
+  } else {
+    for (; i + kWidth <= n; i += kWidth) {
+      store_bytes(output + i, output_bytes<Element>(inputs, vector_of, i));
+    }
+  }
+  for (; i < n; ++i) apply_to_one(i);
+}
+
+// n neighbours of one channel.
 template <class Element, class Inputs, class Formula>
 NORMSCOPE_INLINE void apply_to_neighbours(const Inputs& inputs, const Formula& formula,
                                           std::int64_t n, Stores stores, Element* output) {
-  constexpr std::int64_t kWidth = kLanesOf<Arithmetic<Element>>;
   const auto vector_formula = broadcast_formula(formula);
-  std::int64_t i = 0;
-  if (stores == Stores::kStreaming) {
-    for (; i < n && !is_aligned(output + i); ++i) {
-      output[i] = narrow<Element>(inputs.apply_to_one(formula, i));
-    }
-    for (; i + kStreamWidth<Element> <= n; i += kStreamWidth<Element>) {
-      if constexpr (sizeof(Element) == 2) {
-        stream(output + i, inputs.apply(vector_formula, i),
-               inputs.apply(vector_formula, i + kWidth));
-      } else {
-        stream(output + i, inputs.apply(vector_formula, i));
-      }
-    }
-  }
-  for (; i + kWidth <= n; i += kWidth) store(output + i, inputs.apply(vector_formula, i));
-  for (; i < n; ++i) output[i] = narrow<Element>(inputs.apply_to_one(formula, i));
+  apply_to_run(
+      inputs, [&](std::int64_t) { return vector_formula; },
+      [&](std::int64_t) { return formula; }, n, stores, output);
 }
 
-// output[c] = formula_c(inputs[c]) for the channels of one position.
+// The channels of one position.
 template <class Element, class Inputs, class Coefficients>
-NORMSCOPE_INLINE void apply_to_channels(const Inputs inputs, const Coefficients coefficients,
+NORMSCOPE_INLINE void apply_to_channels(const Inputs& inputs, const Coefficients coefficients,
                                         std::int64_t channels, Stores stores, Element* output) {
   using Real = Arithmetic<Element>;
-  constexpr std::int64_t kWidth = kLanesOf<Real>;
-  std::int64_t c = 0;
-  if (stores == Stores::kStreaming) {
-    for (; c < channels && !is_aligned(output + c); ++c) {
-      output[c] = narrow<Element>(inputs.apply_to_one(formula_at<Real>(coefficients, c), c));
-    }
-    for (; c + kStreamWidth<Element> <= channels; c += kStreamWidth<Element>) {
-      const auto first = inputs.apply(formula_at<Vector<Real>>(coefficients, c), c);
-      if constexpr (sizeof(Element) == 2) {
-        stream(output + c, first,
-               inputs.apply(formula_at<Vector<Real>>(coefficients, c + kWidth), c + kWidth));
-      } else {
-        stream(output + c, first);
-      }
-    }
-  }
-  for (; c + kWidth <= channels; c += kWidth) {
-    store(output + c, inputs.apply(formula_at<Vector<Real>>(coefficients, c), c));
-  }
-  for (; c < channels; ++c) {
-    output[c] = narrow<Element>(inputs.apply_to_one(formula_at<Real>(coefficients, c), c));
-  }
+  apply_to_run(
+      inputs, [=](std::int64_t c) { return formula_at<Vector<Real>>(coefficients, c); },
+      [=](std::int64_t c) { return formula_at<Real>(coefficients, c); }, channels, stores, output);
 }
 
 // Applies a formula to the tiles, last ones first. inputs_at(n, c, p) gives the inputs there.

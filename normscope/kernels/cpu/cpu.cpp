@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "normscope/core/tiles.h"
@@ -119,7 +120,16 @@ class Coefficients {
   explicit Coefficients(std::int64_t channels)
       : channels_(channels), values_(static_cast<std::size_t>(kArrays * channels)) {}
 
-  [[nodiscard]] Real* operator[](int array) { return values_.data() + array * channels_; }
+  // Any NaN becomes the plain one: narrowing to 16 bits counts on it.
+  void set(int array, std::int64_t c, double value) {
+    values_[static_cast<std::size_t>(array * channels_ + c)] =
+        value == value ? static_cast<Real>(value) : std::numeric_limits<Real>::quiet_NaN();
+  }
+
+  // From channel c on.
+  [[nodiscard]] const Real* at(int array, std::int64_t c) const {
+    return values_.data() + array * channels_ + c;
+  }
 
  private:
   std::int64_t channels_;
@@ -196,18 +206,17 @@ struct Backend {
       const std::vector<double> biases = channel_values(bias, 0.0, x.channels);
       Coefficients<Real, 4> values(x.channels);
       for (std::int64_t c = 0; c < x.channels; ++c) {
-        values[0][c] = static_cast<Real>(statistics.mean_hi[c]);
-        values[1][c] = static_cast<Real>(statistics.mean_lo[c]);
-        values[2][c] = static_cast<Real>(weights[static_cast<std::size_t>(c)] *
-                                         statistics.inv_std[c]);
-        values[3][c] = static_cast<Real>(biases[static_cast<std::size_t>(c)]);
+        values.set(0, c, statistics.mean_hi[c]);
+        values.set(1, c, statistics.mean_lo[c]);
+        values.set(2, c, weights[static_cast<std::size_t>(c)] * statistics.inv_std[c]);
+        values.set(3, c, biases[static_cast<std::size_t>(c)]);
       }
       const Stores stores = stores_for(y);
       for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
         const std::int64_t c = channels.begin;
         kPieces.of<Element>().normalize(
             x.channel_range(c, channels.end),
-            {values[0] + c, values[1] + c, values[2] + c, values[3] + c}, tiles, stores,
+            {values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c)}, tiles, stores,
             y.channel_range(c, channels.end));
       });
     });
@@ -220,13 +229,13 @@ struct Backend {
       using Real = Arithmetic<Element>;
       Coefficients<Real, 1> mean_hi(x.channels);
       for (std::int64_t c = 0; c < x.channels; ++c) {
-        mean_hi[0][c] = static_cast<Real>(statistics.mean_hi[c]);
+        mean_hi.set(0, c, statistics.mean_hi[c]);
       }
       sum_parts(execution, x, kPieces, limbs,
                 [&](TileRange channels, TileRange tiles, LimbsView into) {
                   kPieces.of<Element>().add_gradient_sums(
                       x.channel_range(channels.begin, channels.end),
-                      dy.channel_range(channels.begin, channels.end), mean_hi[0] + channels.begin,
+                      dy.channel_range(channels.begin, channels.end), mean_hi.at(0, channels.begin),
                       tiles, into);
                 });
     });
@@ -247,19 +256,19 @@ struct Backend {
       Coefficients<Real, 5> values(x.channels);
       for (std::int64_t c = 0; c < x.channels; ++c) {
         const double inv_std = statistics.inv_std[c];
-        values[0][c] = static_cast<Real>(statistics.mean_hi[c]);
-        values[1][c] = static_cast<Real>(statistics.mean_lo[c]);
-        values[2][c] = static_cast<Real>(weights[static_cast<std::size_t>(c)] * inv_std);
-        values[3][c] = static_cast<Real>(sums.dy[c] / *count);
-        values[4][c] = static_cast<Real>(inv_std * (sums.dy_xhat[c] / *count));
+        values.set(0, c, statistics.mean_hi[c]);
+        values.set(1, c, statistics.mean_lo[c]);
+        values.set(2, c, weights[static_cast<std::size_t>(c)] * inv_std);
+        values.set(3, c, sums.dy[c] / *count);
+        values.set(4, c, inv_std * (sums.dy_xhat[c] / *count));
       }
       const Stores stores = stores_for(dx);
       for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
         const std::int64_t c = channels.begin;
         kPieces.of<Element>().input_gradient(
             x.channel_range(c, channels.end), dy.channel_range(c, channels.end),
-            {values[0] + c, values[1] + c, values[2] + c, values[3] + c, values[4] + c}, tiles,
-            stores, dx.channel_range(c, channels.end));
+            {values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c), values.at(4, c)},
+            tiles, stores, dx.channel_range(c, channels.end));
       });
     });
   }

@@ -69,6 +69,13 @@ NORMSCOPE_INLINE AnyVector iota(std::index_sequence<kIndices...>) {
   return AnyVector{kIndices...};
 }
 
+#if defined(__AVX512F__)
+NORMSCOPE_INLINE Words join_halves(__m256i low, __m256i high) {
+  return reinterpret_cast<Words>(
+      _mm512_maskz_inserti64x4(kAllDoubles, _mm512_castsi256_si512(low), high, 1));
+}
+#endif
+
 // Loads, widened to the type that the arithmetic is done in.
 
 NORMSCOPE_INLINE Floats load(const float* from) { return load_bytes<Floats>(from); }
@@ -130,63 +137,79 @@ NORMSCOPE_INLINE Doubles load_as_doubles(const float* from) {
 }
 NORMSCOPE_INLINE Doubles load_as_doubles(const double* from) { return load(from); }
 
+// Narrowed to 16 bits, to nearest, ties to even: two vectors into one.
+
 // The upper 16 bits of each word.
-NORMSCOPE_INLINE HalfWords upper_halves(Words words) {
+NORMSCOPE_INLINE Words upper_halves(Words low, Words high) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<HalfWords>(
-      _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(words >> 16U)));
+  return join_halves(_mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(low >> 16U)),
+                     _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(high >> 16U)));
 #elif defined(__AVX2__)
-  const __m256i shifted = _mm256_srai_epi32(reinterpret_cast<__m256i>(words), 16);
-  return reinterpret_cast<HalfWords>(_mm_packs_epi32(_mm256_castsi256_si128(shifted),
-                                                     _mm256_extracti128_si256(shifted, 1)));
+  const __m256i packed =
+      _mm256_packs_epi32(_mm256_srai_epi32(reinterpret_cast<__m256i>(low), 16),
+                         _mm256_srai_epi32(reinterpret_cast<__m256i>(high), 16));
+  constexpr int kQuartersInOrder = 0xD8;  // packing works on each half of the register for itself
+  return reinterpret_cast<Words>(_mm256_permute4x64_epi64(packed, kQuartersInOrder));
 #elif defined(__SSE2__)
-  const __m128i shifted = _mm_srai_epi32(reinterpret_cast<__m128i>(words), 16);
-  const __m128i packed = _mm_packs_epi32(shifted, shifted);
-  return load_bytes<HalfWords>(&packed);
+  return reinterpret_cast<Words>(
+      _mm_packs_epi32(_mm_srai_epi32(reinterpret_cast<__m128i>(low), 16),
+                      _mm_srai_epi32(reinterpret_cast<__m128i>(high), 16)));
 #else
-  return __builtin_convertvector(words >> 16U, HalfWords);
+  const HalfWords halves[2] = {__builtin_convertvector(low >> 16U, HalfWords),
+                               __builtin_convertvector(high >> 16U, HalfWords)};
+  return load_bytes<Words>(halves);
 #endif
 }
 
-// Narrowed to 16 bits, to nearest, ties to even.
-
-NORMSCOPE_INLINE HalfWords narrow_to_bfloat16(Floats value) {
+// Rounds to the upper 16 bits. A NaN stays one: those that arise in arithmetic, and those that come from
+// bfloat16 elements, have no bits in the lower half that could carry it beyond the last NaN.
+NORMSCOPE_INLINE Words round_to_upper_half(Floats value) {
   const Words bits = reinterpret_cast<Words>(value);
+  return bits + 0x7FFFU + ((bits >> 16U) & 1U);
+}
+
 #if defined(__AVX512BF16__)
-  // The instruction flushes denormals, which the contract keeps.
-  const Words magnitude = bits & 0x7FFFFFFFU;
-  const auto is_denormal = (magnitude < 0x00800000U) & (magnitude != 0U);
-  if (_mm512_test_epi32_mask(reinterpret_cast<__m512i>(is_denormal),
-                             reinterpret_cast<__m512i>(is_denormal)) == 0) {
-    return reinterpret_cast<HalfWords>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(value)));
+// The conversion instruction flushes denormals, which the contract keeps.
+NORMSCOPE_INLINE bool has_denormal(Floats value) {
+  const Words magnitude = reinterpret_cast<Words>(value) & 0x7FFFFFFFU;
+  const auto denormal = reinterpret_cast<__m512i>((magnitude < 0x00800000U) & (magnitude != 0U));
+  return _mm512_test_epi32_mask(denormal, denormal) != 0;
+}
+#endif
+
+NORMSCOPE_INLINE Words narrow_pair(const BFloat16*, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
+  if (!has_denormal(low) && !has_denormal(high)) {
+    return reinterpret_cast<Words>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high),
+                                                       reinterpret_cast<__m512>(low)));
   }
 #endif
-  const Words rounded = bits + 0x7FFFU + ((bits >> 16U) & 1U);
-  const Words quiet = bits | 0x400000U;
-  return upper_halves(value == value ? rounded : quiet);
+  return upper_halves(round_to_upper_half(low), round_to_upper_half(high));
 }
 
-NORMSCOPE_INLINE HalfWords narrow_to_float16(Floats value) {
+NORMSCOPE_INLINE Words narrow_pair(const Float16*, Floats low, Floats high) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<HalfWords>(
-      _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(value),
-                            _MM_FROUND_TO_NEAREST_INT));
+  return join_halves(_mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(low),
+                                           _MM_FROUND_TO_NEAREST_INT),
+                     _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(high),
+                                           _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-  return reinterpret_cast<HalfWords>(
-      _mm256_cvtps_ph(reinterpret_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
+  return reinterpret_cast<Words>(_mm256_inserti128_si256(
+      _mm256_castsi128_si256(
+          _mm256_cvtps_ph(reinterpret_cast<__m256>(low), _MM_FROUND_TO_NEAREST_INT)),
+      _mm256_cvtps_ph(reinterpret_cast<__m256>(high), _MM_FROUND_TO_NEAREST_INT), 1));
 #else
-  HalfWords narrowed{};
-  for (int i = 0; i < kFloats; ++i) narrowed[i] = narrow<Float16>(value[i]).bits;
-  return narrowed;
+  std::uint16_t halves[2 * kFloats];
+  for (int i = 0; i < kFloats; ++i) {
+    halves[i] = narrow<Float16>(low[i]).bits;
+    halves[kFloats + i] = narrow<Float16>(high[i]).bits;
+  }
+  return load_bytes<Words>(halves);
 #endif
 }
 
 NORMSCOPE_INLINE void store(float* to, Floats value) { store_bytes(to, value); }
 NORMSCOPE_INLINE void store(double* to, Doubles value) { store_bytes(to, value); }
-NORMSCOPE_INLINE void store(BFloat16* to, Floats value) {
-  store_bytes(to, narrow_to_bfloat16(value));
-}
-NORMSCOPE_INLINE void store(Float16* to, Floats value) { store_bytes(to, narrow_to_float16(value)); }
 
 // The vector's elements from `kFirst` on, then those before.
 template <int kFirst, class AnyVector, std::size_t... kIndices>
@@ -238,11 +261,11 @@ NORMSCOPE_INLINE Doubles square_root(Doubles value) {
 }
 NORMSCOPE_INLINE double square_root(double value) { return __builtin_sqrt(value); }
 
-// Stores that pass the cache by, for outputs that nothing reads soon: `to` is aligned to kVectorBytes.
-// Elements of 16 bits come as two vectors.
-
+// A vector's bytes of an output: elements of 16 bits come as two vectors of the arithmetic.
 template <class Element>
-inline constexpr int kStreamWidth = kVectorBytes / static_cast<int>(sizeof(Element));
+inline constexpr int kElementsOf = kVectorBytes / static_cast<int>(sizeof(Element));
+
+// Stores that pass the cache by, for outputs that nothing reads soon: `to` is aligned to kVectorBytes.
 
 NORMSCOPE_INLINE bool is_aligned(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) % kVectorBytes == 0;
@@ -258,26 +281,6 @@ NORMSCOPE_INLINE void stream_words(void* to, Words value) {
 #else
   store_bytes(to, value);
 #endif
-}
-
-struct HalfWordsPair {
-  HalfWords low;
-  HalfWords high;
-};
-
-NORMSCOPE_INLINE void stream(float* to, Floats value) {
-  stream_words(to, reinterpret_cast<Words>(value));
-}
-NORMSCOPE_INLINE void stream(double* to, Doubles value) {
-  stream_words(to, reinterpret_cast<Words>(value));
-}
-NORMSCOPE_INLINE void stream(BFloat16* to, Floats low, Floats high) {
-  const HalfWordsPair pair{narrow_to_bfloat16(low), narrow_to_bfloat16(high)};
-  stream_words(to, load_bytes<Words>(&pair));
-}
-NORMSCOPE_INLINE void stream(Float16* to, Floats low, Floats high) {
-  const HalfWordsPair pair{narrow_to_float16(low), narrow_to_float16(high)};
-  stream_words(to, load_bytes<Words>(&pair));
 }
 
 // Makes streamed stores visible to other threads in order with what follows.
