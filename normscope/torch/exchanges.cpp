@@ -95,7 +95,9 @@ std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group) {
   auto own = std::make_unique<C10dCommunicator>(group, chosen);
   std::unique_ptr<Communicator> shared =
       shared_memory_between(*own, chosen ? *chosen : time_limit_of(*group));
-  return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(own));
+  // A group of one rank gets here only where that is forced.
+  return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(own),
+                                    WhenAlone::kExchange);
 }
 
 ProcessGroup resolve(const std::string& name) {

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors name the argument, what was expected and what was given; nothing is updated."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import normscope
+from normscope.functional import batch_norm
+
+X = torch.randn(4, 3, 5, 5)
+
+
+def layer() -> normscope.BatchNorm2d:
+    return normscope.BatchNorm2d(3)
+
+
+def with_weight(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: batch_norm(X, None, None, weight, training=True)
+
+
+def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callable[[], torch.Tensor]:
+    return lambda: batch_norm(X, mean, var, training=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: layer()(X[0]), ValueError, "x: expected 4 dimensions, got 3"),
+        (lambda: layer().eval()(X[0]), ValueError, "x: expected 4 dimensions, got 3"),
+        (
+            lambda: normscope.BatchNorm1d(3)(X),
+            ValueError,
+            "x: expected 2 or 3 dimensions, got 4",
+        ),
+        (lambda: normscope.BatchNorm(3)(X[0, 0, 0]), ValueError, "x: expected at least 2 dim"),
+        (lambda: layer()(X[:, :2]), RuntimeError, "x: expected 3 channels (weight has 3), got 2"),
+        (
+            lambda: normscope.BatchNorm2d(3, affine=False)(X[:, :2]),
+            RuntimeError,
+            "x: expected 3 channels (running_mean has 3), got 2",
+        ),
+        (
+            lambda: layer()(X.long()),
+            RuntimeError,
+            "x: expected float32, float64, bfloat16 or float16, got Long",
+        ),
+        (with_weight(torch.ones(3, 1)), RuntimeError, "weight: expected 1 dimension, got 2"),
+        (
+            with_weight(torch.ones(3).double()),
+            RuntimeError,
+            "weight: expected float32 or the dtype of x (Float), got Double",
+        ),
+        (with_running(torch.zeros(3), None), RuntimeError, "running_var: expected a tensor"),
+        (
+            with_running(torch.zeros(3), torch.ones(6)[::2]),
+            RuntimeError,
+            "running_var: expected a contiguous tensor",
+        ),
+        (
+            lambda: batch_norm(X, None, None, training=True, eps=0.0),
+            ValueError,
+            "eps: expected a positive number in training, got 0",
+        ),
+        (
+            lambda: batch_norm(X, torch.zeros(3), torch.ones(3), eps=-1.0),
+            ValueError,
+            "eps: expected a number of at least 0, got -1",
+        ),
+        (
+            lambda: batch_norm(X, None, None, training=True, slice_stats="last"),  # type: ignore[arg-type]
+            ValueError,
+            'slice_stats: expected pooled, first or sequential, got "last"',
+        ),
+        (
+            lambda: normscope.BatchNorm2d(3, slice_stats="last"),  # type: ignore[arg-type]
+            ValueError,
+            "slice_stats: expected pooled, first or sequential, got 'last'",
+        ),
+        (lambda: normscope.BatchNorm2d(3, scope="words"), ValueError, 'got "words"'),
+        (lambda: normscope.BatchNorm2d(3, scope="slices:0"), ValueError, "at least 1, got 0"),
+        (
+            lambda: normscope.BatchNorm2d(3, scope="group:4")(X),
+            ValueError,
+            "scope: group:4 is not resolved by this version; use local, slices:K or world",
+        ),
+    ],
+)
+def test_an_error_names_the_argument(
+    call: Callable[[], object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as raised:
+        call()
+
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (1, 3)])
+@pytest.mark.parametrize("scope", ["local", "world", "slices:2"])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_one_value_per_channel_is_torch_s_error(
+    shape: tuple[int, ...],
+    scope: str,
+    tracks: bool,  # noqa: FBT001
+) -> None:
+    ours = normscope.BatchNorm(3, scope=scope, track_running_stats=tracks)
+    theirs = (torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d)(3)
+    with pytest.raises(ValueError, match="Expected more than 1 value") as expected:
+        theirs(torch.zeros(shape))
+
+    with pytest.raises(ValueError, match="Expected more than 1 value") as got:
+        ours(torch.zeros(shape))
+
+    assert str(got.value) == str(expected.value)
+
+
+def test_eval_without_running_statistics_asks_for_two_values_too() -> None:
+    layer = normscope.BatchNorm1d(3, track_running_stats=False).eval()
+
+    with pytest.raises(ValueError, match=r"got input size torch.Size\(\[1, 3\]\)"):
+        layer(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("bad", [X[:, :2], X[0], X.long(), torch.zeros(1, 3, 1, 1)])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_call_that_raised_has_updated_nothing(bad: torch.Tensor, momentum: float | None) -> None:
+    layer = normscope.BatchNorm2d(3, momentum=momentum)
+    layer(X)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+
+    with pytest.raises((ValueError, RuntimeError)):
+        layer(bad)
+
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    x = X.clone().requires_grad_()
+    [gradient] = torch.autograd.grad(layer()(x).square().sum(), x, create_graph=True)
+
+    with pytest.raises(NotImplementedError, match="does not differentiate its gradient again"):
+        gradient.sum().backward()

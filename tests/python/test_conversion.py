@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""convert gives every layer a scope and loses nothing; revert is its inverse."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+
+TORCH_LAYERS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4, momentum=None, eps=1e-3)
+        self.alias = self.norm
+        self.head = nn.Sequential(nn.BatchNorm2d(4, affine=False), nn.BatchNorm1d(4))
+
+
+class Centred(nn.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) - 0.5
+
+
+def identities(model: nn.Module) -> dict[str, int]:
+    """Everything of a model that must stay the object that it is."""
+    found = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+    found |= {name: id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    return found | {name: id(t) for name, t in model.named_buffers(remove_duplicate=False)}
+
+
+def classes(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+def test_layers_stay_the_objects_that_they_are() -> None:
+    model = Block()
+    model.norm.eval()
+    model.norm.weight.requires_grad_(False)  # noqa: FBT003 - torch's signature
+    before = identities(model)
+
+    assert normscope.convert(model, "slices:2") is model
+
+    assert identities(model) == before
+    assert type(model.norm) is normscope.BatchNorm2d
+    assert type(model.head[1]) is normscope.BatchNorm1d
+    assert model.alias is model.norm
+    assert not model.norm.training
+    assert model.head[0].training
+    assert not model.norm.weight.requires_grad
+    assert (model.norm.momentum, model.norm.eps) == (None, 1e-3)
+    assert model.norm.layer_name == "norm"
+    assert model.head[1].layer_name == "head.1"
+    assert isinstance(model.norm, nn.BatchNorm2d)
+
+
+def test_hooks_are_kept() -> None:
+    model = Block()
+    called = []
+    model.norm.register_forward_hook(lambda *_: called.append("forward"))
+    model.norm.register_full_backward_hook(lambda *_: called.append("backward"))
+    model.norm.register_state_dict_post_hook(lambda *_: called.append("state"))
+
+    normscope.convert(model)
+    model.norm(torch.randn(2, 4, 3, 3).requires_grad_()).sum().backward()
+    model.state_dict()
+
+    assert called[:2] == ["forward", "backward"]
+    assert "state" in called
+
+
+@pytest.mark.parametrize("layer_class", TORCH_LAYERS)
+def test_revert_restores_the_classes_and_attributes(layer_class: type[nn.Module]) -> None:
+    model = nn.Sequential(layer_class(3), normscope.BatchNorm2d(3, scope="local"))
+    before_classes, before_ids = classes(model), identities(model)
+    before_attributes = [dict(layer.__dict__) for layer in model]
+
+    normscope.convert(model, "world")
+    normscope.convert(model, "slices:4")
+    assert [str(layer.scope) for layer in model] == ["slices:4", "slices:4"]
+    normscope.revert(model)
+
+    assert classes(model) == before_classes
+    assert identities(model) == before_ids
+    assert [layer.__dict__.keys() for layer in model] == [a.keys() for a in before_attributes]
+    assert str(model[1].scope) == "local"
+    normscope.revert(model)
+    assert classes(model) == before_classes
+
+
+def test_names_choose_layers() -> None:
+    model = Block()
+
+    normscope.convert(model, include=["head.*", "norm"], exclude="head.1")
+
+    assert type(model.norm) is normscope.BatchNorm2d
+    assert type(model.head[0]) is normscope.BatchNorm2d
+    assert type(model.head[1]) is nn.BatchNorm1d
+
+
+def test_an_unknown_subclass_is_refused_by_name_and_nothing_is_converted() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(Centred(3)))
+
+    with pytest.raises(TypeError, match=r"1\.0: expected a layer .*got .*\.Centred"):
+        normscope.convert(model)
+
+    assert type(model[0]) is nn.BatchNorm2d
+    normscope.convert(model, exclude="1.0")
+    assert type(model[1][0]) is Centred
+    assert type(model[0]) is normscope.BatchNorm2d
+
+
+def test_a_layer_itself_can_be_converted() -> None:
+    layer = nn.BatchNorm3d(3, dtype=torch.float64)
+
+    assert normscope.convert(layer, normscope.Scope.local()) is layer
+    assert type(layer) is normscope.BatchNorm3d
+    assert layer(torch.randn(2, 3, 2, 2, 2, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("keywords", [{}, {"affine": False}, {"track_running_stats": False}])
+def test_checkpoints_move_both_ways(momentum: float | None, keywords: dict[str, Any]) -> None:
+    theirs, ours = nn.BatchNorm2d(3, momentum=momentum, **keywords), normscope.BatchNorm2d(3, **keywords)
+    theirs(torch.randn(4, 3, 5, 5))
+
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    ours(torch.randn(4, 3, 5, 5))
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, theirs.state_dict()[name])
+        assert value.dtype == theirs.state_dict()[name].dtype
+
+
+def copies_of(layer: nn.Module) -> list[nn.Module]:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return [
+        copy.deepcopy(layer),
+        copy.copy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(file, weights_only=False),
+    ]
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_a_layer_copies_pickles_and_saves_with_its_scope(converted: bool) -> None:  # noqa: FBT001
+    if converted:
+        layer = normscope.convert(nn.Sequential(nn.BatchNorm2d(3)), "slices:3")[0]
+    else:
+        layer = normscope.BatchNorm2d(3, scope="slices:3", slice_stats="first")
+    layer(torch.randn(6, 3, 2, 2))
+
+    for other in copies_of(layer):
+        assert type(other) is normscope.BatchNorm2d
+        assert other.scope == layer.scope
+        assert other.slice_stats == layer.slice_stats
+        assert other.layer_name == layer.layer_name
+        x = torch.randn(6, 3, 2, 2)
+        assert torch.equal(other(x), layer(x))
+
+
+def test_the_layers_take_every_argument_of_torch_in_its_order() -> None:
+    for ours, theirs in (
+        (normscope.BatchNorm1d, nn.BatchNorm1d),
+        (normscope.BatchNorm2d, nn.BatchNorm2d),
+        (normscope.BatchNorm3d, nn.BatchNorm3d),
+    ):
+        arguments = (5, 1e-3, 0.2, True, True, "cpu", torch.float64)
+        a, b = ours(*arguments), theirs(*arguments)
+        assert a.extra_repr() == f"{b.extra_repr()}, scope=world"
+        assert all(p.dtype == torch.float64 for p in a.parameters())
+    assert normscope.BatchNorm2d(5, bias=False).bias is None

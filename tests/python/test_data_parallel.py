@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under DistributedDataParallel: the training of one process that has the joined batch."""
+
+import copy
+import pickle
+
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed, nn
+
+import normscope
+
+SIZES = (3, 5)
+STEPS = 5
+
+# Of the largest entry, in float64 (eps 2e-16): five steps of a net of three layers amplify little.
+RELATIVE = 1e-10
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)
+    ).double()
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(sum(SIZES), 3, 8, 8, dtype=torch.float64, generator=generator)
+
+
+def train(net: nn.Module, part: slice, scale: float) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (net(batch(step)[part]).square().sum() * scale).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def train_rank() -> dict[str, torch.Tensor]:
+    net = normscope.convert(network(), "world")
+    parallel = nn.parallel.DistributedDataParallel(net)
+    part = split_of(SIZES, distributed.get_rank())
+    # DistributedDataParallel averages what is to be summed.
+    train(parallel, part, scale=len(SIZES) / sum(SIZES))
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def test_two_uneven_ranks_train_as_one_process(ranks: RankPool) -> None:
+    expected = train(network(), slice(None), scale=1 / sum(SIZES))
+
+    for got in ranks.run(2, train_rank):
+        for name, value in expected.items():
+            allowed = RELATIVE * value.abs().amax().item()
+            torch.testing.assert_close(got[name], value, rtol=0, atol=allowed, msg=name)
+
+
+def copy_with_a_group() -> list[float]:
+    group = distributed.new_group([0, 1])
+    layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=group)
+    means = []
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        rank = float(distributed.get_rank())
+        other(torch.tensor([[rank], [rank]]))
+        means.append(other.running_mean.item())
+    return means
+
+
+def test_a_layer_with_a_group_copies_and_pickles(ranks: RankPool) -> None:
+    assert ranks.run(2, copy_with_a_group) == [[0.5, 0.5]] * 2
+
+
+def convert_with_a_group() -> bool:
+    group = distributed.new_group([0, 1])
+    layer = nn.SyncBatchNorm(3, process_group=group)
+    normscope.convert(layer)
+    was_named = layer.group_name == group.group_name
+    layer(torch.randn(4, 3, 2, 2))
+    normscope.revert(layer)
+    return was_named and layer.process_group is group
+
+
+def test_a_synchronized_layer_of_torch_keeps_its_group(ranks: RankPool) -> None:
+    assert ranks.run(2, convert_with_a_group) == [True, True]
+
+
+def name_a_group_that_is_gone() -> str:
+    group = distributed.new_group([0, 1])
+    layer = normscope.BatchNorm1d(1, process_group=group)
+    distributed.destroy_process_group(group)
+    try:
+        layer(torch.randn(2, 1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_is_gone_is_named(ranks: RankPool) -> None:
+    for message in ranks.run(2, name_a_group_that_is_gone):
+        assert message.startswith("process_group: expected a process group of this process, got")

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where nothing is shared, torch's results, and no message."""
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import LAYERS
+from rank_pool import RankPool
+from torch import distributed
+
+import normscope
+
+SHAPES = {2: (6, 3), 3: (4, 3, 7), 4: (4, 3, 5, 6), 5: (2, 3, 4, 5, 6)}
+OURS = {
+    2: normscope.BatchNorm1d,
+    3: normscope.BatchNorm1d,
+    4: normscope.BatchNorm2d,
+    5: normscope.BatchNorm3d,
+}
+
+
+@pytest.mark.parametrize("dim", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("keywords", [{}, {"affine": False}, {"track_running_stats": False}])
+def test_eval_is_torch_to_the_bit(dim: int, dtype: torch.dtype, keywords: dict[str, Any]) -> None:
+    ours = OURS[dim](3, dtype=dtype, **keywords)
+    theirs = LAYERS[dim](3, dtype=dtype, **keywords)
+    ours(torch.randn(SHAPES[dim], dtype=dtype) + 1)
+    theirs.load_state_dict(ours.state_dict())
+    results = []
+    for layer in (ours, theirs):
+        torch.manual_seed(1)
+        x = torch.randn(SHAPES[dim], dtype=dtype).requires_grad_()
+        y = layer.eval()(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in layer.parameters())])
+
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def eval_while_the_peer_is_away() -> int:
+    """Rank 1 never comes."""
+    calls = normscope.communication_counters().calls
+    if distributed.get_rank() == 0:
+        for keywords in ({}, {"track_running_stats": False}):
+            layer = normscope.BatchNorm2d(3, **keywords).eval()
+            layer(torch.randn(2, 3, 4, 4).requires_grad_()).sum().backward()
+        for scope in ("local", "slices:2"):
+            layer = normscope.BatchNorm2d(3, scope=scope)
+            layer(torch.randn(4, 3, 4, 4)).sum().backward()
+    return normscope.communication_counters().calls - calls
+
+
+def test_eval_and_scopes_within_a_rank_do_not_wait_for_anyone(ranks: RankPool) -> None:
+    assert ranks.run(2, eval_while_the_peer_is_away) == [0, 0]
+
+
+def calls_of_a_step() -> tuple[int, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = normscope.BatchNorm2d(3)
+    before = normscope.communication_counters()
+    y = layer(torch.randn(4, 3, 5, 5))
+    y.sum().backward()
+    return normscope.communication_counters().calls - before.calls, y.detach()
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+def test_a_world_of_one_sends_nothing_unless_forced(ranks: RankPool, transport: str) -> None:
+    [(calls, y)] = ranks.run(1, calls_of_a_step)
+    [(forced_calls, forced_y)] = ranks.run(
+        1,
+        calls_of_a_step,
+        environment={"NORMSCOPE_FORCE_SYNC": "1", "NORMSCOPE_SHARED_MEMORY": transport},
+    )
+
+    assert (calls, forced_calls) == (0, 2)
+    assert torch.equal(y, forced_y)
+
+
+def bytes_of_a_step() -> int:
+    layer = normscope.BatchNorm2d(3)
+    before = normscope.communication_counters()
+    layer(torch.randn(2, 3, 4, 4)).sum().backward()
+    after = normscope.communication_counters()
+    assert after.seconds > before.seconds
+    return after.bytes - before.bytes
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+def test_a_step_sends_eighty_bytes_a_channel_and_a_header_each_way(
+    ranks: RankPool, transport: str
+) -> None:
+    header = 4 * 8
+    sent = ranks.run(2, bytes_of_a_step, environment={"NORMSCOPE_SHARED_MEMORY": transport})
+
+    assert sent == [2 * (3 * 80 + header)] * 2
+
+
+def test_without_a_process_group_the_world_is_this_process() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 5, 5)
+
+    assert torch.equal(normscope.BatchNorm2d(3)(x), normscope.BatchNorm2d(3, scope="local")(x))

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops under torch's own checks, torch.compile, autocast and inference mode."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed
+
+import normscope
+
+X = (6, 3, 4, 5)
+
+
+def forward_arguments(*, slices: int = 1, needs_backward: bool = False) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    scope = "local" if slices == 1 else f"slices:{slices}"
+    return (
+        torch.randn(X).to(memory_format=torch.channels_last),
+        torch.ones(3),
+        torch.zeros(3),
+        torch.zeros(3),
+        torch.ones(3),
+        torch.tensor(0),
+        0.1,
+        1e-5,
+        [4],
+        scope,
+        "pooled",
+        needs_backward,
+        "",
+        "layer",
+    )
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_opcheck_passes_for_the_forward(slices: int) -> None:
+    torch.library.opcheck(
+        torch.ops.normscope.batch_norm_forward.default, forward_arguments(slices=slices)
+    )
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_opcheck_passes_for_the_backward(affine: bool) -> None:  # noqa: FBT001
+    x = torch.randn(X)
+    _, statistics = torch.ops.normscope.batch_norm_forward(*forward_arguments())
+    weight = torch.ones(3) if affine else None
+    torch.library.opcheck(
+        torch.ops.normscope.batch_norm_backward.default,
+        (torch.randn(X), x, weight, statistics, True, affine, affine, "local", "", "layer"),
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scope", ["local", "slices:4"])
+def test_opcheck_passes_for_the_differentiable_op(training: bool, scope: str) -> None:  # noqa: FBT001
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        # torch's own, about a check of its that is yet to come.
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        torch.library.opcheck(
+            torch.ops.normscope.batch_norm.default,
+            (
+                torch.randn(X, requires_grad=True),
+                torch.ones(3, requires_grad=True),
+                torch.zeros(3, requires_grad=True),
+                torch.zeros(3),
+                torch.ones(3),
+                torch.tensor(0),
+                training,
+                0.1,
+                1e-5,
+                [4],
+                scope,
+                "pooled",
+                "",
+                "layer",
+            ),
+        )
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)
+    )
+    return normscope.convert(net)
+
+
+def layer() -> torch.nn.Module:
+    return normscope.BatchNorm2d(3)
+
+
+NETS = {"network": network, "layer": layer}
+
+
+def results_of(net: torch.nn.Module, *, compiled: bool, evaluates: bool) -> list[torch.Tensor]:
+    call = torch.compile(net, fullgraph=True) if compiled else net
+    seen = []
+    for step in range(2):
+        torch.manual_seed(10 * step + distributed.get_rank())
+        y = call(torch.randn(4, 3, 9, 9))
+        y.square().mean().backward()
+        seen.append(y.detach())
+    if evaluates:
+        with torch.no_grad():
+            net.eval()
+            seen.append(call(torch.ones(2, 3, 9, 9)))
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    return [*seen, *gradients, *net.state_dict().values()]
+
+
+def compiled_and_eager(
+    name: str,
+    evaluates: bool,  # noqa: FBT001
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about itself
+        return (
+            results_of(NETS[name](), compiled=True, evaluates=evaluates),
+            results_of(NETS[name](), compiled=False, evaluates=evaluates),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluates"),
+    [("layer", False), pytest.param("network", True, marks=pytest.mark.slow)],
+)
+def test_a_compiled_full_graph_equals_eager_on_two_ranks(
+    ranks: RankPool,
+    name: str,
+    evaluates: bool,  # noqa: FBT001
+) -> None:
+    for compiled, eager in ranks.run(2, compiled_and_eager, name, evaluates, hang_seconds=400):
+        assert len(compiled) == len(eager)
+        for got, expected in zip(compiled, eager, strict=True):
+            # Convolutions and means of at most 4 * 49 * 8 products, in another order: 1600 roundings
+            # at the very worst, of float32's 1.2e-7, of the largest entry.
+            allowed = 1600 * 1.2e-7 * expected.abs().amax().item()
+            torch.testing.assert_close(got, expected, rtol=0, atol=allowed)
+
+
+def compiled_for_any_batch(scope: str) -> bool:
+    eager = normscope.BatchNorm2d(3, scope=scope)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about itself
+        compiled = torch.compile(eager, fullgraph=True, dynamic=True)
+        batches = [torch.randn(samples, 3, 5, 5) for samples in (4, 6, 9)]
+        return all(torch.equal(compiled(x), eager(x)) for x in batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["local", "slices:3"])
+def test_a_graph_for_any_batch_equals_eager(ranks: RankPool, scope: str) -> None:
+    assert ranks.run(1, compiled_for_any_batch, scope, hang_seconds=400) == [True]
+
+
+def test_autocast_leaves_the_statistics_wide() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = net[0](torch.randn(4, 3, 8, 8))
+        y = net[1](hidden)
+    y.float().sum().backward()
+
+    assert y.dtype == hidden.dtype == torch.bfloat16
+    assert net[1].running_mean.dtype == torch.float32
+    # Of the converted values, to float32's roundings: 1e-6 of values of order one.
+    mean = hidden.detach().double().mean((0, 2, 3))
+    torch.testing.assert_close(net[1].running_mean.double(), 0.1 * mean, rtol=0, atol=1e-6)
+
+
+def test_two_forwards_before_one_backward() -> None:
+    torch.manual_seed(0)
+    ours, theirs = normscope.BatchNorm2d(3).double(), torch.nn.BatchNorm2d(3).double()
+    gradients = []
+    for layer in (ours, theirs):
+        x = torch.linspace(0, 1, 240, dtype=torch.float64).reshape(4, 3, 4, 5).requires_grad_()
+        y = layer(x).sin().sum() + layer(x.exp()).cos().sum()
+        y.backward()
+        gradients.append(x.grad)
+
+    # float64 of condition one: eps is 2e-16.
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+def test_inference_mode_trains_the_running_statistics() -> None:
+    layer = normscope.BatchNorm2d(3)
+    with torch.inference_mode():
+        y = layer(torch.randn(X) + 1)
+
+    assert y.is_inference()
+    assert layer.num_batches_tracked is not None
+    assert layer.num_batches_tracked.item() == 1
+
+
+def test_a_change_of_running_statistics_is_seen_by_autograd() -> None:
+    layer = normscope.BatchNorm2d(3).eval()
+    x = torch.randn(X, requires_grad=True)
+    y = layer(x).sum()
+    layer.train()(x.detach())
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
