@@ -126,7 +126,7 @@ NORMSCOPE_INLINE void apply_to_channels(const Inputs& inputs, const Coefficients
       [=](std::int64_t c) { return formula_at<Real>(coefficients, c); }, channels, stores, output);
 }
 
-// Applies a formula to the tiles, last ones first. inputs_at(n, c, p) gives the inputs there.
+// Applies a formula to the tiles, last ones first; within a tile forwards, as the hardware expects it. inputs_at(n, c, p) gives the inputs there.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_tiles(const InputsAt& inputs_at, const Coefficients& coefficients,
                                      Layout layout, TileRange tiles, Stores stores,
@@ -142,7 +142,7 @@ NORMSCOPE_INLINE void apply_to_tiles(const InputsAt& inputs_at, const Coefficien
                             tile.size, stores, element_at<Element>(y, n, c, tile.begin));
       }
     } else {
-      for (std::int64_t p = tile.begin + tile.size; p-- > tile.begin;) {
+      for (std::int64_t p = tile.begin; p < tile.begin + tile.size; ++p) {
         apply_to_channels(inputs_at(n, 0, p), coefficients, y.channels, stores,
                           element_at<Element>(y, n, 0, p));
       }
