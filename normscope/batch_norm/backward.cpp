@@ -48,8 +48,7 @@ void write_parameter_gradients(const BackwardArguments& arguments, GradientSums 
 void input_gradient_of_slice(const BackwardArguments& arguments, const ResolvedContext& context,
                              std::int64_t slice, Message& message, GradientSums sums) {
   const Kernels& kernels = context.kernels;
-  const auto [first, last] =
-      samples_of_slice(arguments.x.samples, arguments.slices, slice);
+  const auto [first, last] = samples_of_slice(arguments.x.samples, arguments.slices, slice);
   const TensorView x = arguments.x.sample_range(first, last);
   const TensorView dy = arguments.dy.sample_range(first, last);
   const MutableTensorView dx = arguments.dx.sample_range(first, last);
@@ -70,8 +69,7 @@ void input_gradient_of_slice(const BackwardArguments& arguments, const ResolvedC
       });
 }
 
-void input_gradient_of_slices(const BackwardArguments& arguments,
-                              const ResolvedContext& context) {
+void input_gradient_of_slices(const BackwardArguments& arguments, const ResolvedContext& context) {
   const TensorView& x = arguments.x;
   OwnedGradientSums all(x.channels);
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {

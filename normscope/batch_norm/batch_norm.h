@@ -11,12 +11,12 @@
 
 namespace normscope {
 
-// How the slices of a batch update the running statistics: once with the moments of all of them, with
-// the first slice's, or one after the other.
+// How the slices of a batch update the running statistics: once with the moments of all of them,
+// with the first slice's, or one after the other.
 enum class SliceStats { kPooled, kFirst, kSequential };
 
-// How running statistics weigh their updates: each by RunningUpdate::momentum, or all there ever were the
-// same, for which momentum is 1 / (updates before this call + 1).
+// How running statistics weigh their updates: each by RunningUpdate::momentum, or all there ever
+// were the same, for which momentum is 1 / (updates before this call + 1).
 enum class RunningAverage { kExponential, kCumulative };
 
 // Where a call runs and with whom it shares statistics.
@@ -39,41 +39,42 @@ struct CallContext {
 [[nodiscard]] std::int64_t slice_count(std::int64_t samples, std::int64_t wanted);
 
 struct ForwardArguments {
-  TensorView x;                     // [N, C, *]
-  MutableTensorView y;              // [N, C, *], x's dtype and layout
-  ChannelView weight;               // [C] float32 or x's dtype; none: ones
-  ChannelView bias;                 // [C] float32 or x's dtype; none: zeros
-  RunningUpdate running;            // [C] float32 or x's dtype
+  TensorView x;           // [N, C, *]
+  MutableTensorView y;    // [N, C, *], x's dtype and layout
+  ChannelView weight;     // [C] float32 or x's dtype; none: ones
+  ChannelView bias;       // [C] float32 or x's dtype; none: zeros
+  RunningUpdate running;  // [C] float32 or x's dtype
   RunningAverage running_average = RunningAverage::kExponential;
-  double eps = 1e-5;                // >= 0
-  std::int64_t slices = 1;          // as slice_count() gives it; more than one excludes an exchange
+  double eps = 1e-5;        // >= 0
+  std::int64_t slices = 1;  // as slice_count() gives it; more than one excludes an exchange
   SliceStats slice_stats = SliceStats::kPooled;
   BackwardNeeded backward = BackwardNeeded::kYes;
-  double* statistics = nullptr;     // out [slices, 3, C]: mean_hi, mean_lo, inv_std
-  double* counts = nullptr;         // out [slices]: elements a channel of each norm batch
+  double* statistics = nullptr;  // out [slices, 3, C]: mean_hi, mean_lo, inv_std
+  double* counts = nullptr;      // out [slices]: elements a channel of each norm batch
 };
 
 // Training forward: y = weight * (x - mean) * inv_std + bias over the norm batch, the running
 // statistics' update, and what backward needs. One all-reduce where the exchange has several ranks.
 //
-// Throws ArgumentError before anything is updated or sent (the exchange is then marked as failed), and
-// what Exchange::all_reduce throws. A norm batch of one element a channel is an ArgumentError, an empty
-// one updates nothing.
+// Throws ArgumentError before anything is updated or sent (the exchange is then marked as failed),
+// and what Exchange::all_reduce throws. A norm batch of one element a channel is an ArgumentError,
+// an empty one updates nothing.
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context);
 
 struct BackwardArguments {
-  TensorView x;                         // [N, C, *]
-  TensorView dy;                        // [N, C, *], x's dtype and layout
-  MutableTensorView dx;                 // [N, C, *], x's dtype and layout; data nullptr: not wanted
-  ChannelView weight;                   // [C]; none: ones
-  const double* statistics = nullptr;   // [slices, 3, C], from forward
+  TensorView x;                        // [N, C, *]
+  TensorView dy;                       // [N, C, *], x's dtype and layout
+  MutableTensorView dx;                // [N, C, *], x's dtype and layout; data nullptr: not wanted
+  ChannelView weight;                  // [C]; none: ones
+  const double* statistics = nullptr;  // [slices, 3, C], from forward
   std::int64_t slices = 1;
-  MutableChannelView dweight;           // out [C] this rank's sum(dy * xhat); none: not wanted
-  MutableChannelView dbias;             // out [C] this rank's sum(dy); none: not wanted
+  MutableChannelView dweight;  // out [C] this rank's sum(dy * xhat); none: not wanted
+  MutableChannelView dbias;    // out [C] this rank's sum(dy); none: not wanted
 };
 
-// Training backward: dx over the norm batch, dweight and dbias over this rank's samples. One all-reduce
-// where the exchange has several ranks, also where this rank wants no dx, since its peers may.
+// Training backward: dx over the norm batch, dweight and dbias over this rank's samples. One
+// all-reduce where the exchange has several ranks, also where this rank wants no dx, since its
+// peers may.
 //
 // Throws as batch_norm_forward does.
 void batch_norm_backward(const BackwardArguments& arguments, const CallContext& context);

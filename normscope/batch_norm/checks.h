@@ -8,8 +8,8 @@
 
 namespace normscope {
 
-// Checks that forward and backward share. All throw ArgumentError: which argument, what was expected,
-// what was given.
+// Checks that forward and backward share. All throw ArgumentError: which argument, what was
+// expected, what was given.
 void check_input(const TensorView& x);
 void check_like_input(std::string_view name, const TensorView& tensor, const TensorView& x);
 void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x);

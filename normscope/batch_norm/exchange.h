@@ -14,8 +14,8 @@ namespace normscope {
 
 enum class Direction { kForward, kBackward };
 
-// Whether this rank's forward will be followed by a backward. Ranks that disagree would hang there, so
-// they all raise in forward.
+// Whether this rank's forward will be followed by a backward. Ranks that disagree would hang there,
+// so they all raise in forward.
 enum class BackwardNeeded { kNo, kYes };
 
 // What a rank is doing when it meets its group: compared across ranks, and named in errors.
@@ -46,12 +46,13 @@ class Exchange {
   // Doubles that a message needs behind its sums.
   static constexpr std::int64_t kHeaderSize = 4;
 
-  // Replaces sums and count (message = sums, then kHeaderSize doubles of which the first is the count)
-  // by their totals over the ranks: one all-reduce, behind a small one where the transport cannot bear
-  // ranks that come with different lengths and this layer is new to the group.
+  // Replaces sums and count (message = sums, then kHeaderSize doubles of which the first is the
+  // count) by their totals over the ranks: one all-reduce, behind a small one where the transport
+  // cannot bear ranks that come with different lengths and this layer is new to the group.
   //
   // Throws MismatchError on every rank, naming what each rank was doing, where they disagree;
-  // CommunicationError or TimeoutError, naming layer, direction and scope, where the exchange failed.
+  // CommunicationError or TimeoutError, naming layer, direction and scope, where the exchange
+  // failed.
   void all_reduce(const CallLabel& label, std::span<double> message, Stream stream);
 
   // Tells the peers that this rank will not come.

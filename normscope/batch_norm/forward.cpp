@@ -34,8 +34,7 @@ void check_count(double count) {
 void normalize_slice(const ForwardArguments& arguments, const ResolvedContext& context,
                      std::int64_t slice, const RunningUpdate& running, Message& message) {
   const Kernels& kernels = context.kernels;
-  const auto [first, last] =
-      samples_of_slice(arguments.x.samples, arguments.slices, slice);
+  const auto [first, last] = samples_of_slice(arguments.x.samples, arguments.slices, slice);
   const TensorView x = arguments.x.sample_range(first, last);
   const MutableTensorView y = arguments.y.sample_range(first, last);
   const MutableStatistics statistics = statistics_of_slice(arguments.statistics, slice, x.channels);
@@ -58,10 +57,9 @@ void normalize_slice(const ForwardArguments& arguments, const ResolvedContext& c
 void update_running_with_all(const ForwardArguments& arguments, const ResolvedContext& context,
                              Message& all) {
   std::vector<double> unused(static_cast<std::size_t>(statistics_size(1, arguments.x.channels)));
-  context.kernels.finalize_moments(context.execution, all.limbs(), all.count(), arguments.eps,
-                                   arguments.x.dtype,
-                                   statistics_of_slice(unused.data(), 0, arguments.x.channels),
-                                   arguments.running);
+  context.kernels.finalize_moments(
+      context.execution, all.limbs(), all.count(), arguments.eps, arguments.x.dtype,
+      statistics_of_slice(unused.data(), 0, arguments.x.channels), arguments.running);
 }
 
 void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
@@ -72,8 +70,7 @@ void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& 
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
     const auto [first, last] = samples_of_slice(x.samples, arguments.slices, slice);
     Message message(x.channels, (last - first) * x.positions);
-    const bool updates =
-        !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
+    const bool updates = !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
     normalize_slice(arguments, context, slice, updates ? running : RunningUpdate{}, message);
     if (arguments.running_average == RunningAverage::kCumulative) {
       running.momentum /= 1.0 + running.momentum;  // from 1 / n to 1 / (n + 1)

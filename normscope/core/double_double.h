@@ -5,9 +5,9 @@
 
 namespace normscope {
 
-// An unevaluated sum hi + lo of two doubles with |lo| <= ulp(hi) / 2: about 106 bits (Dekker 1971). Real
-// is double, or a vector of doubles. No fused multiply-add: its results differ from two roundings, and
-// not every instruction set has it.
+// An unevaluated sum hi + lo of two doubles with |lo| <= ulp(hi) / 2: about 106 bits (Dekker 1971).
+// Real is double, or a vector of doubles. No fused multiply-add: its results differ from two
+// roundings, and not every instruction set has it.
 template <class Real>
 struct DoubleDouble {
   Real hi;

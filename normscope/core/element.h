@@ -77,14 +77,15 @@ NORMSCOPE_INLINE Float16 narrow<Float16>(float x) noexcept {
   if (magnitude < 0x38800000U) {
     // Below 2^-14: adding 1/2 lets the float32 addition round at float16's last bit, 2^-24.
     const float shifted = std::bit_cast<float>(magnitude) + 0.5F;
-    return {static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000U))};
+    return {
+        static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3F000000U))};
   }
   const std::uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13U) & 1U);
   return {static_cast<std::uint16_t>(sign | ((rounded - 0x38000000U) >> 13U))};
 }
 
-// A double that is rounded once, although the way to a 16-bit type leads over float32: a float32 that
-// was rounded to odd keeps what the second rounding needs to know (Boldo and Melquiond 2008).
+// A double that is rounded once, although the way to a 16-bit type leads over float32: a float32
+// that was rounded to odd keeps what the second rounding needs to know (Boldo and Melquiond 2008).
 template <class Element>
 NORMSCOPE_INLINE Element round_once(double x) noexcept {
   if constexpr (sizeof(Element) >= sizeof(float)) {
@@ -93,9 +94,9 @@ NORMSCOPE_INLINE Element round_once(double x) noexcept {
     float nearest = static_cast<float>(x);
     if (static_cast<double>(nearest) != x && x - x == 0.0 && nearest - nearest == 0.0F) {
       std::uint32_t bits = std::bit_cast<std::uint32_t>(nearest);
-      const bool is_beyond = (static_cast<double>(nearest) < 0 ? -static_cast<double>(nearest)
-                                                               : static_cast<double>(nearest)) >
-                             (x < 0 ? -x : x);
+      const bool is_beyond =
+          (static_cast<double>(nearest) < 0 ? -static_cast<double>(nearest)
+                                            : static_cast<double>(nearest)) > (x < 0 ? -x : x);
       if (is_beyond) bits -= 1U;
       nearest = std::bit_cast<float>(bits | 1U);
     }

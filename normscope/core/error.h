@@ -5,8 +5,8 @@
 
 namespace normscope {
 
-// What every exception of this library derives from. The text says which argument, what was expected
-// and what was given.
+// What every exception of this library derives from. The text says which argument, what was
+// expected and what was given.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -18,8 +18,8 @@ class ArgumentError : public Error {
   using Error::Error;
 };
 
-// A norm batch has one value per channel, which has no variance. On several ranks all of them find this
-// together, and the group stays usable.
+// A norm batch has one value per channel, which has no variance. On several ranks all of them find
+// this together, and the group stays usable.
 class OneValueError : public ArgumentError {
  public:
   using ArgumentError::ArgumentError;
@@ -32,15 +32,15 @@ class CommunicationError : public Error {
   using Error::Error;
 };
 
-// A wait ended at its time limit; the text names the ranks that have not come where the transport can
-// tell. The group cannot be used any more.
+// A wait ended at its time limit; the text names the ranks that have not come where the transport
+// can tell. The group cannot be used any more.
 class TimeoutError : public CommunicationError {
  public:
   using CommunicationError::CommunicationError;
 };
 
-// The ranks met in one exchange with different calls (another layer, direction, number of channels or
-// scope). Every rank gets this error; the group stays usable.
+// The ranks met in one exchange with different calls (another layer, direction, number of channels
+// or scope). Every rank gets this error; the group stays usable.
 class MismatchError : public Error {
  public:
   using Error::Error;

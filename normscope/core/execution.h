@@ -19,8 +19,8 @@ inline void run_serially(std::int64_t tasks, const Task& task) {
   for (std::int64_t i = 0; i < tasks; ++i) task(i);
 }
 
-// Where work runs. Threads come from the caller: this library keeps no pool. The results do not depend
-// on any of it.
+// Where work runs. Threads come from the caller: this library keeps no pool. The results do not
+// depend on any of it.
 struct Execution {
   int threads = 1;
   ParallelFor parallel_for = run_serially;

@@ -42,8 +42,7 @@ template <class Real>
 NORMSCOPE_INLINE Moments<Real> moments(DoubleDouble<Real> sum, DoubleDouble<Real> sum_of_squares,
                                        Real n) noexcept {
   const DoubleDouble<Real> mean = divide(sum, n);
-  const DoubleDouble<Real> squared_deviations =
-      add(sum_of_squares, negate(multiply(sum, mean)));
+  const DoubleDouble<Real> squared_deviations = add(sum_of_squares, negate(multiply(sum, mean)));
   const Real variance = (squared_deviations.hi + squared_deviations.lo) / n;
   return {mean, variance < 0.0 ? variance - variance : variance};
 }
@@ -63,8 +62,9 @@ NORMSCOPE_INLINE Real updated_running(Real running, Real batch, double momentum)
   return running + (batch - running) * momentum;
 }
 
-// y = (x - mean) * scale + bias with scale = weight * inv_std. The mean is subtracted first, in two parts:
-// x * scale + (bias - mean * scale) would cancel. Value is float, double, or a vector of them.
+// y = (x - mean) * scale + bias with scale = weight * inv_std. The mean is subtracted first, in two
+// parts: x * scale + (bias - mean * scale) would cancel. Value is float, double, or a vector of
+// them.
 template <class Value>
 struct Normalize {
   Value mean_hi;

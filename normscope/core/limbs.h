@@ -7,25 +7,26 @@
 
 namespace normscope {
 
-// Exact sums. Every number is split over five doubles on fixed grids, so that additions of limbs are
-// exact and their order does not matter: docs/numerics.md, section "Limbs".
+// Exact sums. Every number is split over five doubles on fixed grids, so that additions of limbs
+// are exact and their order does not matter: docs/numerics.md, section "Limbs".
 inline constexpr int kLimbs = 5;
 
-// Neighbouring grids are 2^30 apart. The coarsest leaves tile sums up to 2^71 room, the finest keeps 24
-// bits of a tile sum of 1e-23.
+// Neighbouring grids are 2^30 apart. The coarsest leaves tile sums up to 2^71 room, the finest
+// keeps 24 bits of a tile sum of 1e-23.
 inline constexpr double kGrids[kLimbs] = {0x1p20, 0x1p-10, 0x1p-40, 0x1p-70, 0x1p-100};
 
 // A direction sends two sums: of x and x^2, or of dy and dy * (x - mean).
 inline constexpr int kSums = 2;
 
-// One task may add this many tiles a channel before it brings its limbs into canonical form: a tile adds
-// at most two parts of 2^29 grids each to a limb, and a double counts 2^53 of them exactly.
+// One task may add this many tiles a channel before it brings its limbs into canonical form: a tile
+// adds at most two parts of 2^29 grids each to a limb, and a double counts 2^53 of them exactly.
 inline constexpr std::int64_t kTilesBetweenCarries = std::int64_t{1} << 20;
 
 // The limbs of kSums sums for a range of channels, not owned: limb(s, k)[c], channels contiguous.
 struct LimbsView {
   double* data = nullptr;
-  std::int64_t stride = 0;  // from one limb to the next: the number of channels of the whole message
+  std::int64_t stride =
+      0;  // from one limb to the next: the number of channels of the whole message
   std::int64_t channels = 0;
 
   [[nodiscard]] constexpr double* limb(int sum, int k) const noexcept {
@@ -50,16 +51,17 @@ NORMSCOPE_INLINE Real round_to_grid(Real value, double grid) noexcept {
   return (value + shift) - shift;
 }
 
-// The largest multiple of `grid` that is not above `value`: round to nearest has ties, which would let
-// two splits of one total end in different limbs.
+// The largest multiple of `grid` that is not above `value`: round to nearest has ties, which would
+// let two splits of one total end in different limbs.
 template <class Real>
 NORMSCOPE_INLINE Real floor_to_grid(Real value, double grid) noexcept {
   const Real nearest = round_to_grid(value, grid);
   return nearest > value ? nearest - grid : nearest;
 }
 
-// Moves what a limb holds beyond its neighbour's grid into that neighbour, fine to coarse. Afterwards the
-// limbs are a function of their exact total alone, and all but the coarsest lie in [0, 2^30) grids.
+// Moves what a limb holds beyond its neighbour's grid into that neighbour, fine to coarse.
+// Afterwards the limbs are a function of their exact total alone, and all but the coarsest lie in
+// [0, 2^30) grids.
 template <class Real>
 NORMSCOPE_INLINE void canonicalize(Real (&limbs)[kLimbs]) noexcept {
   for (int k = kLimbs - 1; k > 0; --k) {

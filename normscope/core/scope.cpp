@@ -36,8 +36,8 @@ std::pair<std::string_view, std::optional<std::string_view>> cut(std::string_vie
 
 std::int64_t at_least_one(std::string_view name, std::int64_t value) {
   if (value < 1) {
-    throw ArgumentError("scope: " + std::string(name) + ": expected an integer of at least 1, got " +
-                        std::to_string(value));
+    throw ArgumentError("scope: " + std::string(name) +
+                        ": expected an integer of at least 1, got " + std::to_string(value));
   }
   return value;
 }
@@ -71,7 +71,8 @@ Scope Scope::norm_batch(std::int64_t samples) {
 }
 
 Scope Scope::ranks(std::vector<std::vector<std::int64_t>> sets) {
-  if (sets.empty()) throw ArgumentError("scope: ranks: expected at least one set of ranks, got none");
+  if (sets.empty())
+    throw ArgumentError("scope: ranks: expected at least one set of ranks, got none");
   std::unordered_set<std::int64_t> seen;
   for (const std::vector<std::int64_t>& set : sets) {
     if (set.empty()) throw ArgumentError("scope: ranks: expected no empty set, got one");

@@ -64,8 +64,8 @@ struct BasicTensorView {
 
   // The same tensor, to read only.
   [[nodiscard]] constexpr BasicTensorView<const void*> read_only() const noexcept {
-    return {data,          dtype,          samples,        channels, positions,
-            sample_stride, channel_stride, position_stride};
+    return {data,      dtype,         samples,        channels,
+            positions, sample_stride, channel_stride, position_stride};
   }
 
  private:
@@ -83,10 +83,9 @@ template <class Pointer>
 [[nodiscard]] constexpr auto channels_first(Pointer data, DType dtype, std::int64_t samples,
                                             std::int64_t channels,
                                             std::int64_t positions) noexcept {
-  using Void = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const void*,
-                                  void*>;
-  return BasicTensorView<Void>{data,      dtype,     samples,
-                               channels,  positions, channels * positions,
+  using Void =
+      std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const void*, void*>;
+  return BasicTensorView<Void>{data,      dtype, samples, channels, positions, channels * positions,
                                positions, 1};
 }
 
@@ -94,10 +93,10 @@ template <class Pointer>
 template <class Pointer>
 [[nodiscard]] constexpr auto channels_last(Pointer data, DType dtype, std::int64_t samples,
                                            std::int64_t channels, std::int64_t positions) noexcept {
-  using Void = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const void*,
-                                  void*>;
-  return BasicTensorView<Void>{data,     dtype,     samples, channels,
-                               positions, channels * positions, 1, channels};
+  using Void =
+      std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const void*, void*>;
+  return BasicTensorView<Void>{data, dtype,   samples, channels, positions, channels * positions,
+                               1,    channels};
 }
 
 }  // namespace normscope

@@ -8,10 +8,11 @@
 
 namespace normscope {
 
-// A tile is a fixed range of the positions of one sample and channel, summed in one fixed tree: lanes
-// that each add a chain of elements in order, folded in halves. It depends on the layout and on the
-// number of positions only, so that no split over samples, threads or instruction sets changes a bit:
-// docs/numerics.md, section "Tiles". Backends share these numbers; changing one changes all results.
+// A tile is a fixed range of the positions of one sample and channel, summed in one fixed tree:
+// lanes that each add a chain of elements in order, folded in halves. It depends on the layout and
+// on the number of positions only, so that no split over samples, threads or instruction sets
+// changes a bit: docs/numerics.md, section "Tiles". Backends share these numbers; changing one
+// changes all results.
 struct TileShape {
   std::int64_t positions;      // of a full tile
   std::int64_t lanes;          // a power of two
@@ -43,8 +44,8 @@ inline constexpr std::int64_t kMaxLanes = 64;
   return (positions + size - 1) / size;
 }
 
-// The pivot of a tile of n elements is the mean of `count` of them, `stride` apart, beginning with the
-// first.
+// The pivot of a tile of n elements is the mean of `count` of them, `stride` apart, beginning with
+// the first.
 struct PivotSamples {
   std::int64_t count;
   std::int64_t stride;

@@ -12,7 +12,8 @@
 
 namespace normscope {
 
-// Per-channel numbers that somebody else owns: weight, bias, running statistics, their gradients. [C]
+// Per-channel numbers that somebody else owns: weight, bias, running statistics, their gradients.
+// [C]
 template <class Pointer>
 struct BasicChannelView {
   Pointer data = nullptr;  // nullptr: there is none
@@ -28,8 +29,8 @@ struct BasicChannelView {
 using ChannelView = BasicChannelView<const void*>;
 using MutableChannelView = BasicChannelView<void*>;
 
-// What forward keeps for backward. The mean is a pair whose parts have the precision of the arithmetic
-// (float32 for inputs up to float32, else float64): docs/numerics.md, "Finalize".
+// What forward keeps for backward. The mean is a pair whose parts have the precision of the
+// arithmetic (float32 for inputs up to float32, else float64): docs/numerics.md, "Finalize".
 template <class Number>
 struct BasicStatistics {
   Number* mean_hi = nullptr;  // [C]
@@ -69,8 +70,9 @@ struct GradientSums {
   }
 };
 
-// One backend. Tensors have a kernel layout (TensorView::has_kernel_layout), dy, y and dx that of x;
-// channel views hold x.channels entries. Nothing throws but what `execution.parallel_for` throws.
+// One backend. Tensors have a kernel layout (TensorView::has_kernel_layout), dy, y and dx that of
+// x; channel views hold x.channels entries. Nothing throws but what `execution.parallel_for`
+// throws.
 struct Kernels {
   std::string_view name;
 
@@ -97,8 +99,8 @@ struct Kernels {
   void (*add_gradient_sums)(const Execution& execution, const TensorView& x, const TensorView& dy,
                             Statistics statistics, LimbsView limbs);
 
-  void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs,
-                                 Statistics statistics, GradientSums sums);
+  void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs, Statistics statistics,
+                                 GradientSums sums);
 
   // dx = weight * inv_std * (dy - g1 / n - xhat * g2 / n).
   void (*input_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,

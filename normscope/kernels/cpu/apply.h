@@ -2,8 +2,8 @@
 //
 // The sweeps that apply. Included once by each target (vector.h says why).
 
-// The formulas, element by element. Formula is Normalize or InputGradient, Coefficients the struct of
-// arrays that its members come from.
+// The formulas, element by element. Formula is Normalize or InputGradient, Coefficients the struct
+// of arrays that its members come from.
 
 template <class Value, class Real>
 NORMSCOPE_INLINE Value coefficient(const Real* values, std::int64_t c) {
@@ -66,7 +66,9 @@ struct TwoInputs {
   NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
     return formula(widen(x[i]), widen(dy[i]));
   }
-  NORMSCOPE_INLINE TwoInputs operator+(std::int64_t offset) const { return {x + offset, dy + offset}; }
+  NORMSCOPE_INLINE TwoInputs operator+(std::int64_t offset) const {
+    return {x + offset, dy + offset};
+  }
 };
 
 // A vector's bytes of output from place i on. formula_of(i) gives the formula there.
@@ -82,8 +84,8 @@ NORMSCOPE_INLINE Words output_bytes(const Inputs& inputs, const FormulaOf& formu
   }
 }
 
-// output[i] = formula_i(inputs[i]) for i from 0 to n. vector_of and one_of give the formula for a vector
-// from i on, and for i alone.
+// output[i] = formula_i(inputs[i]) for i from 0 to n. vector_of and one_of give the formula for a
+// vector from i on, and for i alone.
 template <class Element, class Inputs, class VectorOf_, class OneOf>
 NORMSCOPE_INLINE void apply_to_run(const Inputs inputs, const VectorOf_& vector_of,
                                    const OneOf& one_of, std::int64_t n, Stores stores,
@@ -112,8 +114,8 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs& inputs, const Formula& f
                                           std::int64_t n, Stores stores, Element* output) {
   const auto vector_formula = broadcast_formula(formula);
   apply_to_run(
-      inputs, [&](std::int64_t) { return vector_formula; },
-      [&](std::int64_t) { return formula; }, n, stores, output);
+      inputs, [&](std::int64_t) { return vector_formula; }, [&](std::int64_t) { return formula; },
+      n, stores, output);
 }
 
 // The channels of one position.
@@ -126,7 +128,8 @@ NORMSCOPE_INLINE void apply_to_channels(const Inputs& inputs, const Coefficients
       [=](std::int64_t c) { return formula_at<Real>(coefficients, c); }, channels, stores, output);
 }
 
-// Applies a formula to the tiles, last ones first; within a tile forwards, as the hardware expects it. inputs_at(n, c, p) gives the inputs there.
+// Applies a formula to the tiles, last ones first; within a tile forwards, as the hardware expects
+// it. inputs_at(n, c, p) gives the inputs there.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_tiles(const InputsAt& inputs_at, const Coefficients& coefficients,
                                      Layout layout, TileRange tiles, Stores stores,

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/kernels/cpu/cpu.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <limits>
 #include <vector>
+
+#include <unistd.h>
 
 #include "normscope/core/tiles.h"
 #include "normscope/kernels/channel_values.h"
@@ -14,12 +14,12 @@
 namespace normscope::cpu {
 namespace {
 
-// Below this many elements a second thread costs more than it saves: waking one takes about 5 us, in
-// which a core sums some ten thousand elements.
+// Below this many elements a second thread costs more than it saves: waking one takes about 5 us,
+// in which a core sums some ten thousand elements.
 constexpr std::int64_t kElementsPerThread = 16384;
 
-// Bytes of a core's cache that a sweep may count on finding again, and above which an output's stores
-// pass the cache by. What the system does not tell is taken to be 1 MiB.
+// Bytes of a core's cache that a sweep may count on finding again, and above which an output's
+// stores pass the cache by. What the system does not tell is taken to be 1 MiB.
 std::int64_t cache_per_core() {
   static const std::int64_t bytes = [] {
     const long told = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -44,7 +44,8 @@ std::int64_t useful_threads(const Execution& execution, const TensorView& x) {
   return std::clamp<std::int64_t>(elements / kElementsPerThread, 1, execution.threads);
 }
 
-// Work is cut by channels where they lie apart in memory and there are enough of them, else by tiles.
+// Work is cut by channels where they lie apart in memory and there are enough of them, else by
+// tiles.
 bool splits_by_channel(const TensorView& x, std::int64_t threads) {
   return x.layout() == Layout::kChannelsFirst && x.channels >= threads;
 }
@@ -61,14 +62,13 @@ void for_parts(const Execution& execution, const TensorView& x, const Sweep& swe
     execution.parallel_for(
         threads, [&](std::int64_t i) { sweep(part_of(x.channels, threads, i), all_tiles); });
   } else {
-    execution.parallel_for(threads, [&](std::int64_t i) {
-      sweep(all_channels, part_of(all_tiles.end, threads, i));
-    });
+    execution.parallel_for(
+        threads, [&](std::int64_t i) { sweep(all_channels, part_of(all_tiles.end, threads, i)); });
   }
 }
 
-// Calls sum(channels, tiles, limbs) for parts of the tensor, each with limbs of its own where parts share
-// channels, and never with more tiles than limbs can count.
+// Calls sum(channels, tiles, limbs) for parts of the tensor, each with limbs of its own where parts
+// share channels, and never with more tiles than limbs can count.
 template <class Sum>
 void sum_parts(const Execution& execution, const TensorView& x, const Pieces& pieces,
                LimbsView limbs, const Sum& sum) {
@@ -143,9 +143,9 @@ Stores stores_for(const MutableTensorView& y) {
 
 template <const Pieces& kPieces>
 struct Backend {
-  // As many channels as fill about half of a core's cache, so that a sweep finds there what the sweep
-  // before has read; whole vectors of them where planes are small, so that neighbouring channels share
-  // no cache line.
+  // As many channels as fill about half of a core's cache, so that a sweep finds there what the
+  // sweep before has read; whole vectors of them where planes are small, so that neighbouring
+  // channels share no cache line.
   static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
     if (x.layout() == Layout::kChannelsLast) return x.channels;
     const std::int64_t bytes_per_channel =
@@ -161,8 +161,8 @@ struct Backend {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       sum_parts(execution, x, kPieces, limbs,
                 [&](TileRange channels, TileRange tiles, LimbsView into) {
-                  kPieces.of<Element>().add_moments(
-                      x.channel_range(channels.begin, channels.end), tiles, into);
+                  kPieces.of<Element>().add_moments(x.channel_range(channels.begin, channels.end),
+                                                    tiles, into);
                 });
     });
   }
@@ -231,13 +231,12 @@ struct Backend {
       for (std::int64_t c = 0; c < x.channels; ++c) {
         mean_hi.set(0, c, statistics.mean_hi[c]);
       }
-      sum_parts(execution, x, kPieces, limbs,
-                [&](TileRange channels, TileRange tiles, LimbsView into) {
-                  kPieces.of<Element>().add_gradient_sums(
-                      x.channel_range(channels.begin, channels.end),
-                      dy.channel_range(channels.begin, channels.end), mean_hi.at(0, channels.begin),
-                      tiles, into);
-                });
+      sum_parts(
+          execution, x, kPieces, limbs, [&](TileRange channels, TileRange tiles, LimbsView into) {
+            kPieces.of<Element>().add_gradient_sums(x.channel_range(channels.begin, channels.end),
+                                                    dy.channel_range(channels.begin, channels.end),
+                                                    mean_hi.at(0, channels.begin), tiles, into);
+          });
     });
   }
 
@@ -293,7 +292,8 @@ struct Backend {
 constinit const Kernels kBaselineKernels =
     Backend<kBaseline>::kernels("baseline", [] { return kBaseline.can_run(); });
 #if defined(__x86_64__)
-constinit const Kernels kAvx2Kernels = Backend<kAvx2>::kernels("avx2", [] { return kAvx2.can_run(); });
+constinit const Kernels kAvx2Kernels =
+    Backend<kAvx2>::kernels("avx2", [] { return kAvx2.can_run(); });
 constinit const Kernels kAvx512Kernels =
     Backend<kAvx512>::kernels("avx512", [] { return kAvx512.can_run(); });
 constinit const Kernels kAvx512Bf16Kernels =

@@ -2,8 +2,8 @@
 //
 // Tile sums into limbs, many channels at a time. Included once by each target (vector.h says why).
 
-// Adds the parts [kDoubles channels, or 1] to limb(sum, .)[c]. A double has bits on at most three of the
-// grids; the others are passed over.
+// Adds the parts [kDoubles channels, or 1] to limb(sum, .)[c]. A double has bits on at most three
+// of the grids; the others are passed over.
 template <class Real>
 NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c, Real part) {
   for (int k = 0; k < kLimbs; ++k) {
@@ -23,7 +23,8 @@ NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c,
   add_part(limbs, sum, c, part.lo);
 }
 
-// Calls function(c, Real) for all channels: vectors first, then single ones, with a Real to tell by.
+// Calls function(c, Real) for all channels: vectors first, then single ones, with a Real to tell
+// by.
 template <class Function>
 NORMSCOPE_INLINE void for_channels(std::int64_t channels, const Function& function) {
   std::int64_t c = 0;
@@ -119,9 +120,8 @@ void gradient_sums_of_limbs(LimbsView limbs, Statistics statistics, GradientSums
     load_canonical(limbs, 1, c, dy_centered);
     const DoubleDouble<Real> sum_dy = total(dy);
     store_bytes(sums.dy + c, sum_dy.hi + sum_dy.lo);
-    store_bytes(sums.dy_xhat + c,
-                gradient_sum_with_xhat(sum_dy, total(dy_centered),
-                                       load_bytes<Real>(statistics.mean_lo + c),
-                                       load_bytes<Real>(statistics.inv_std + c)));
+    store_bytes(sums.dy_xhat + c, gradient_sum_with_xhat(sum_dy, total(dy_centered),
+                                                         load_bytes<Real>(statistics.mean_lo + c),
+                                                         load_bytes<Real>(statistics.inv_std + c)));
   });
 }

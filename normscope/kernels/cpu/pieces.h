@@ -11,14 +11,15 @@
 
 namespace normscope::cpu {
 
-// Tiles of a tensor: sample by sample, in each sample by position; every one for all of the tensor's
-// channels.
+// Tiles of a tensor: sample by sample, in each sample by position; every one for all of the
+// tensor's channels.
 struct TileRange {
   std::int64_t begin;
   std::int64_t end;
 };
 
-// Per-channel coefficients of the formulas Normalize and InputGradient, in the type of the arithmetic.
+// Per-channel coefficients of the formulas Normalize and InputGradient, in the type of the
+// arithmetic.
 template <class Real>
 struct NormalizeCoefficients {
   const Real* mean_hi;  // [C]
@@ -38,8 +39,8 @@ struct InputGradientCoefficients {
 // Whether an output is read soon, or better passes the cache by.
 enum class Stores { kCached, kStreaming };
 
-// The work of one thread for one element type. At most kTilesBetweenCarries tiles a call for sums; limbs
-// are added to and left in canonical form.
+// The work of one thread for one element type. At most kTilesBetweenCarries tiles a call for sums;
+// limbs are added to and left in canonical form.
 template <class Element>
 struct ElementPieces {
   using Real = Arithmetic<Element>;
@@ -47,7 +48,8 @@ struct ElementPieces {
   void (*add_moments)(const TensorView& x, TileRange tiles, LimbsView limbs);
   void (*add_gradient_sums)(const TensorView& x, const TensorView& dy, const Real* mean_hi,
                             TileRange tiles, LimbsView limbs);
-  // Both go through the tiles backwards, since the sweep before has left the last ones in the cache.
+  // Both go through the tiles backwards, since the sweep before has left the last ones in the
+  // cache.
   void (*normalize)(const TensorView& x, const NormalizeCoefficients<Real>& coefficients,
                     TileRange tiles, Stores stores, const MutableTensorView& y);
   void (*input_gradient)(const TensorView& x, const TensorView& dy,
@@ -55,8 +57,8 @@ struct ElementPieces {
                          Stores stores, const MutableTensorView& dx);
 };
 
-// What is compiled once for each instruction set: serial, and free of everything (containers, standard
-// algorithms) whose code another translation unit might share.
+// What is compiled once for each instruction set: serial, and free of everything (containers,
+// standard algorithms) whose code another translation unit might share.
 struct Pieces {
   std::string_view name;
   bool (*can_run)();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of tensors whose channels are neighbours in memory. Included once by each target (vector.h says
-// why).
+// Sums of tensors whose channels are neighbours in memory. Included once by each target (vector.h
+// says why).
 //
-// Blocks of channels fill four vectors, then one; what is left is copied into columns of a full vector's
-// width.
+// Blocks of channels fill four vectors, then one; what is left is copied into columns of a full
+// vector's width.
 
 // The tile's channels [begin, end), fewer than a vector, with zeros beside them.
 template <class Element>
@@ -22,8 +22,8 @@ struct NarrowTile {
   }
 };
 
-// Calls function.template operator()<vectors>(c, count) for blocks of channels from 0 to `channels`;
-// count is below a vector's width for the last one at most.
+// Calls function.template operator()<vectors>(c, count) for blocks of channels from 0 to
+// `channels`; count is below a vector's width for the last one at most.
 template <class Real, class Function>
 NORMSCOPE_INLINE void for_channel_blocks(std::int64_t channels, const Function& function) {
   constexpr std::int64_t kWidth = kLanesOf<Real>;
@@ -137,8 +137,8 @@ NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_str
   for (std::int64_t c = 0; c < channels; ++c) sums.center[c] = mean_hi[c];
   for_channel_blocks<Real>(channels, [&]<int kVectors>(std::int64_t c, std::int64_t count) {
     if (count >= kLanesOf<Real> && x_stride == dy_stride) {
-      sums_of_rows<kVectors>(GradientTerms<Element>{x + c, dy + c}, x_stride, rows,
-                             sums.center + c, sums.first + c, sums.second + c);
+      sums_of_rows<kVectors>(GradientTerms<Element>{x + c, dy + c}, x_stride, rows, sums.center + c,
+                             sums.first + c, sums.second + c);
     } else {
       constexpr std::int64_t kWidth = kLanesOf<Real>;
       for (std::int64_t i = c; i < c + count; i += kWidth) {
@@ -146,8 +146,8 @@ NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_str
         NarrowTile<Element> narrow_dy;
         narrow_x.copy(x + i, x_stride, rows, smaller(kWidth, c + count - i));
         narrow_dy.copy(dy + i, dy_stride, rows, smaller(kWidth, c + count - i));
-        sums_of_rows<1>(GradientTerms<Element>{narrow_x.elements, narrow_dy.elements}, kWidth,
-                        rows, sums.center + i, sums.first + i, sums.second + i);
+        sums_of_rows<1>(GradientTerms<Element>{narrow_x.elements, narrow_dy.elements}, kWidth, rows,
+                        sums.center + i, sums.first + i, sums.second + i);
       }
     }
   });
@@ -178,8 +178,8 @@ void add_gradient_sums_channels_last(const TensorView& x, const TensorView& dy,
     for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
       const std::int64_t end = smaller(c + kBatchChannels, x.channels);
       gradient_sums_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
-                            element_at<Element>(dy, tile.sample, c, tile.begin),
-                            dy.position_stride, tile.size, end - c, mean_hi + c, batch);
+                            element_at<Element>(dy, tile.sample, c, tile.begin), dy.position_stride,
+                            tile.size, end - c, mean_hi + c, batch);
       add_gradient_tiles(batch, limbs.channel_range(c, end));
     }
   }

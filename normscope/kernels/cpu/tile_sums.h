@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The two sums of a tile, in the tree of core/tiles.h. Included once by each target (vector.h says why).
+// The two sums of a tile, in the tree of core/tiles.h. Included once by each target (vector.h says
+// why).
 //
 // What is added is told by the terms of an element: first and second.
 
@@ -63,8 +64,8 @@ NORMSCOPE_INLINE bool is_finite(Value value) {
   return value - value == 0;
 }
 
-// The lanes of a tile, in registers: whoever makes them sets every vector (zeroing all of them first
-// would go through memory).
+// The lanes of a tile, in registers: whoever makes them sets every vector (zeroing all of them
+// first would go through memory).
 template <class Real>
 inline constexpr int kLaneVectors = kMaxLanes / kLanesOf<Real>;
 template <class Real>
@@ -126,8 +127,8 @@ NORMSCOPE_INLINE Real pivot_of_neighbours(const Element* x, std::int64_t n) {
   const PivotSamples samples = pivot_samples(Layout::kChannelsFirst, n);
   Lanes<Real> lanes;
   for (int v = 0; v < kLaneVectors<Real>; ++v) {
-    lanes.vectors[v] = gather(x + v * kWidth * samples.stride, samples.stride,
-                              std::make_index_sequence<kWidth>{});
+    lanes.vectors[v] =
+        gather(x + v * kWidth * samples.stride, samples.stride, std::make_index_sequence<kWidth>{});
   }
   return fold(lanes) / static_cast<Real>(samples.count);
 }
@@ -205,7 +206,8 @@ NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int6
   return {fold(first_lanes), fold(second_lanes)};
 }
 
-// Sums kVectors vectors of channels over n rows, `row_stride` elements apart: lane l takes the rows 32 l
+// Sums kVectors vectors of channels over n rows, `row_stride` elements apart: lane l takes the rows
+// 32 l
 // ... 32 l + 31. center, first, second [kVectors * width].
 template <int kVectors, class AnyTerms, class Real = typename AnyTerms::Real>
 NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_stride, std::int64_t n,
@@ -234,9 +236,9 @@ NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_strid
     }
   }
   for (int v = 0; v < kVectors; ++v) {
-    store(first + v * kWidth, (lane_first[0][v] + lane_first[2][v]) +
-                                  (lane_first[1][v] + lane_first[3][v]));
-    store(second + v * kWidth, (lane_second[0][v] + lane_second[2][v]) +
-                                   (lane_second[1][v] + lane_second[3][v]));
+    store(first + v * kWidth,
+          (lane_first[0][v] + lane_first[2][v]) + (lane_first[1][v] + lane_first[3][v]));
+    store(second + v * kWidth,
+          (lane_second[0][v] + lane_second[2][v]) + (lane_second[1][v] + lane_second[3][v]));
   }
 }

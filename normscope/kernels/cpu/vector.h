@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors of one instruction set. Included once by each target_*.cpp, inside that target's namespace,
-// so that no function compiled for one instruction set can stand in for another's: no include guard.
+// Vectors of one instruction set. Included once by each target_*.cpp, inside that target's
+// namespace, so that no function compiled for one instruction set can stand in for another's: no
+// include guard.
 //
-// Vectors are those of the compiler (GCC and Clang: vector_size), of the width that the target's flags
-// allow. An operation on a vector is that operation on each of its elements, so that the width changes
-// no bit.
+// Vectors are those of the compiler (GCC and Clang: vector_size), of the width that the target's
+// flags allow. An operation on a vector is that operation on each of its elements, so that the
+// width changes no bit.
 
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
@@ -19,8 +20,8 @@ inline constexpr int kFloats = kVectorBytes / 4;
 inline constexpr int kDoubles = kVectorBytes / 8;
 
 #if defined(__AVX512F__)
-// The masked forms of some instructions with all bits set: the plain ones' declarations in GCC 12 warn
-// about a value that is never used.
+// The masked forms of some instructions with all bits set: the plain ones' declarations in GCC 12
+// warn about a value that is never used.
 inline constexpr __mmask16 kAllFloats = 0xFFFF;
 inline constexpr __mmask8 kAllDoubles = 0xFF;
 #endif
@@ -98,8 +99,8 @@ NORMSCOPE_INLINE Floats load(const Float16* from) {
 #endif
 }
 
-// The `count` elements from `from` on, fewer than a vector; what follows them is unspecified. A vector's
-// width of elements up to the last one must be readable.
+// The `count` elements from `from` on, fewer than a vector; what follows them is unspecified. A
+// vector's width of elements up to the last one must be readable.
 template <class Element>
 NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   using Real = Arithmetic<Element>;
@@ -107,15 +108,16 @@ NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   const Vector<Real> up_to_last = load(from + count - kWidth);
 #if defined(__AVX512F__)
   if constexpr (kWidth == 16) {
-    const Words indices = iota<Words>(std::make_index_sequence<16>{}) - static_cast<unsigned>(count);
+    const Words indices =
+        iota<Words>(std::make_index_sequence<16>{}) - static_cast<unsigned>(count);
     return reinterpret_cast<Floats>(_mm512_maskz_permutexvar_ps(
         kAllFloats, reinterpret_cast<__m512i>(indices), reinterpret_cast<__m512>(up_to_last)));
   }
 #elif defined(__AVX2__)
   if constexpr (kWidth == 8) {
     const Words indices = iota<Words>(std::make_index_sequence<8>{}) - static_cast<unsigned>(count);
-    return reinterpret_cast<Floats>(_mm256_permutevar8x32_ps(
-        reinterpret_cast<__m256>(up_to_last), reinterpret_cast<__m256i>(indices)));
+    return reinterpret_cast<Floats>(_mm256_permutevar8x32_ps(reinterpret_cast<__m256>(up_to_last),
+                                                             reinterpret_cast<__m256i>(indices)));
   }
 #endif
   Real twice[2 * kWidth] = {};
@@ -142,12 +144,12 @@ NORMSCOPE_INLINE Doubles load_as_doubles(const double* from) { return load(from)
 // The upper 16 bits of each word.
 NORMSCOPE_INLINE Words upper_halves(Words low, Words high) {
 #if defined(__AVX512F__)
-  return join_halves(_mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(low >> 16U)),
-                     _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(high >> 16U)));
+  return join_halves(
+      _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(low >> 16U)),
+      _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(high >> 16U)));
 #elif defined(__AVX2__)
-  const __m256i packed =
-      _mm256_packs_epi32(_mm256_srai_epi32(reinterpret_cast<__m256i>(low), 16),
-                         _mm256_srai_epi32(reinterpret_cast<__m256i>(high), 16));
+  const __m256i packed = _mm256_packs_epi32(_mm256_srai_epi32(reinterpret_cast<__m256i>(low), 16),
+                                            _mm256_srai_epi32(reinterpret_cast<__m256i>(high), 16));
   constexpr int kQuartersInOrder = 0xD8;  // packing works on each half of the register for itself
   return reinterpret_cast<Words>(_mm256_permute4x64_epi64(packed, kQuartersInOrder));
 #elif defined(__SSE2__)
@@ -161,8 +163,8 @@ NORMSCOPE_INLINE Words upper_halves(Words low, Words high) {
 #endif
 }
 
-// Rounds to the upper 16 bits. A NaN stays one: those that arise in arithmetic, and those that come from
-// bfloat16 elements, have no bits in the lower half that could carry it beyond the last NaN.
+// Rounds to the upper 16 bits. A NaN stays one: those that arise in arithmetic, and those that come
+// from bfloat16 elements, have no bits in the lower half that could carry it beyond the last NaN.
 NORMSCOPE_INLINE Words round_to_upper_half(Floats value) {
   const Words bits = reinterpret_cast<Words>(value);
   return bits + 0x7FFFU + ((bits >> 16U) & 1U);
@@ -180,8 +182,8 @@ NORMSCOPE_INLINE bool has_denormal(Floats value) {
 NORMSCOPE_INLINE Words narrow_pair(const BFloat16*, Floats low, Floats high) {
 #if defined(__AVX512BF16__)
   if (!has_denormal(low) && !has_denormal(high)) {
-    return reinterpret_cast<Words>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high),
-                                                       reinterpret_cast<__m512>(low)));
+    return reinterpret_cast<Words>(
+        _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low)));
   }
 #endif
   return upper_halves(round_to_upper_half(low), round_to_upper_half(high));
@@ -189,10 +191,9 @@ NORMSCOPE_INLINE Words narrow_pair(const BFloat16*, Floats low, Floats high) {
 
 NORMSCOPE_INLINE Words narrow_pair(const Float16*, Floats low, Floats high) {
 #if defined(__AVX512F__)
-  return join_halves(_mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(low),
-                                           _MM_FROUND_TO_NEAREST_INT),
-                     _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(high),
-                                           _MM_FROUND_TO_NEAREST_INT));
+  return join_halves(
+      _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(low), _MM_FROUND_TO_NEAREST_INT),
+      _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(high), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   return reinterpret_cast<Words>(_mm256_inserti128_si256(
       _mm256_castsi128_si256(
@@ -231,14 +232,13 @@ NORMSCOPE_INLINE Real fold_vector(Vector<Real> value) {
 // Whether some element is not zero; NaN is not.
 NORMSCOPE_INLINE bool any_nonzero(Doubles value) {
 #if defined(__AVX512F__)
-  return _mm512_cmp_pd_mask(reinterpret_cast<__m512d>(value), _mm512_setzero_pd(),
-                            _CMP_NEQ_UQ) != 0;
+  return _mm512_cmp_pd_mask(reinterpret_cast<__m512d>(value), _mm512_setzero_pd(), _CMP_NEQ_UQ) !=
+         0;
 #elif defined(__AVX__)
   return _mm256_movemask_pd(_mm256_cmp_pd(reinterpret_cast<__m256d>(value), _mm256_setzero_pd(),
                                           _CMP_NEQ_UQ)) != 0;
 #elif defined(__SSE2__)
-  return _mm_movemask_pd(
-             _mm_cmpneq_pd(reinterpret_cast<__m128d>(value), _mm_setzero_pd())) != 0;
+  return _mm_movemask_pd(_mm_cmpneq_pd(reinterpret_cast<__m128d>(value), _mm_setzero_pd())) != 0;
 #else
   bool any = false;
   for (int i = 0; i < kDoubles; ++i) any = any || value[i] != 0.0;
@@ -249,7 +249,8 @@ NORMSCOPE_INLINE bool any_nonzero(double value) { return value != 0.0; }
 
 NORMSCOPE_INLINE Doubles square_root(Doubles value) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<Doubles>(_mm512_maskz_sqrt_pd(kAllDoubles, reinterpret_cast<__m512d>(value)));
+  return reinterpret_cast<Doubles>(
+      _mm512_maskz_sqrt_pd(kAllDoubles, reinterpret_cast<__m512d>(value)));
 #elif defined(__AVX__)
   return reinterpret_cast<Doubles>(_mm256_sqrt_pd(reinterpret_cast<__m256d>(value)));
 #elif defined(__SSE2__)
@@ -265,7 +266,8 @@ NORMSCOPE_INLINE double square_root(double value) { return __builtin_sqrt(value)
 template <class Element>
 inline constexpr int kElementsOf = kVectorBytes / static_cast<int>(sizeof(Element));
 
-// Stores that pass the cache by, for outputs that nothing reads soon: `to` is aligned to kVectorBytes.
+// Stores that pass the cache by, for outputs that nothing reads soon: `to` is aligned to
+// kVectorBytes.
 
 NORMSCOPE_INLINE bool is_aligned(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) % kVectorBytes == 0;

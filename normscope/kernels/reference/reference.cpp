@@ -106,8 +106,7 @@ void normalize(const Execution& /*execution*/, const TensorView& x, Statistics s
     const double shift = channel_value(bias, c, 0.0);
     for (std::int64_t n = 0; n < x.samples; ++n) {
       for (std::int64_t p = 0; p < x.positions; ++p) {
-        const double centered =
-            (read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c];
+        const double centered = (read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c];
         write(y, n, c, p, centered * scale + shift);
       }
     }
