@@ -155,7 +155,8 @@ lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 
 lint-names: $(stamps)/lint $(stamps)/normscope $(stamps)/googletest
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
-	run-clang-tidy.py -quiet -hide-progress -p $(build) -j $(JOBS) '$(CURDIR)/(normscope|tests|benchmarks)/'
+	run-clang-tidy.py -quiet -hide-progress -p $(build) -j $(JOBS) -extra-arg=-Wno-error \
+	  '$(CURDIR)/(normscope|tests|benchmarks)/'
 
 format: $(stamps)/lint ## Format every file
 	clang-format -i $(cpp_files)
