@@ -54,11 +54,11 @@ std::span<const Kernels* const> available_kernels() {
 }
 
 const Kernels& default_kernels() {
-  static const Kernels& kDefault = []() -> const Kernels& {
+  static const Kernels& chosen = []() -> const Kernels& {
     const char* forced = std::getenv(kForcedBy);
     return forced == nullptr ? *available_kernels().back() : named(kForcedBy, forced);
   }();
-  return kDefault;
+  return chosen;
 }
 
 const Kernels& kernels_named(std::string_view name) { return named("kernels", name); }

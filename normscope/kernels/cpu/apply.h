@@ -86,9 +86,9 @@ NORMSCOPE_INLINE Words output_bytes(const Inputs& inputs, const FormulaOf& formu
 
 // output[i] = formula_i(inputs[i]) for i from 0 to n. vector_of and one_of give the formula for a
 // vector from i on, and for i alone.
-template <class Element, class Inputs, class VectorOf_, class OneOf>
-NORMSCOPE_INLINE void apply_to_run(const Inputs inputs, const VectorOf_& vector_of,
-                                   const OneOf& one_of, std::int64_t n, Stores stores,
+template <class Element, class Inputs, class VectorFormula, class OneFormula>
+NORMSCOPE_INLINE void apply_to_run(const Inputs inputs, const VectorFormula& vector_of,
+                                   const OneFormula& one_of, std::int64_t n, Stores stores,
                                    Element* output) {
   constexpr std::int64_t kWidth = kElementsOf<Element>;
   const auto apply_to_one = [&](std::int64_t i) {

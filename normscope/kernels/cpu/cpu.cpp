@@ -21,11 +21,11 @@ constexpr std::int64_t kElementsPerThread = 16384;
 // Bytes of a core's cache that a sweep may count on finding again, and above which an output's
 // stores pass the cache by. What the system does not tell is taken to be 1 MiB.
 std::int64_t cache_per_core() {
-  static const std::int64_t bytes = [] {
+  static const std::int64_t kBytes = [] {
     const long told = sysconf(_SC_LEVEL2_CACHE_SIZE);
     return told > 0 ? std::int64_t{told} : std::int64_t{1} << 20;
   }();
-  return bytes;
+  return kBytes;
 }
 
 std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
