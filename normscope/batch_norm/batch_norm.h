@@ -39,11 +39,11 @@ struct CallContext {
 [[nodiscard]] std::int64_t slice_count(std::int64_t samples, std::int64_t wanted);
 
 struct ForwardArguments {
-  TensorView x;           // [N, C, *]
-  MutableTensorView y;    // [N, C, *], x's dtype and layout
-  ChannelView weight;     // [C] float32 or x's dtype; none: ones
-  ChannelView bias;       // [C] float32 or x's dtype; none: zeros
-  RunningUpdate running;  // [C] float32 or x's dtype
+  TensorView x;                // [N, C, *]
+  MutableTensorView y;         // [N, C, *], x's dtype and layout
+  ChannelView weight = {};     // [C] float32 or x's dtype; none: ones
+  ChannelView bias = {};       // [C] float32 or x's dtype; none: zeros
+  RunningUpdate running = {};  // [C] float32 or x's dtype
   RunningAverage running_average = RunningAverage::kExponential;
   double eps = 1e-5;        // >= 0
   std::int64_t slices = 1;  // as slice_count() gives it; more than one excludes an exchange
@@ -65,11 +65,11 @@ struct BackwardArguments {
   TensorView x;                        // [N, C, *]
   TensorView dy;                       // [N, C, *], x's dtype and layout
   MutableTensorView dx;                // [N, C, *], x's dtype and layout; data nullptr: not wanted
-  ChannelView weight;                  // [C]; none: ones
+  ChannelView weight = {};             // [C]; none: ones
   const double* statistics = nullptr;  // [slices, 3, C], from forward
   std::int64_t slices = 1;
-  MutableChannelView dweight;  // out [C] this rank's sum(dy * xhat); none: not wanted
-  MutableChannelView dbias;    // out [C] this rank's sum(dy); none: not wanted
+  MutableChannelView dweight = {};  // out [C] this rank's sum(dy * xhat); none: not wanted
+  MutableChannelView dbias = {};    // out [C] this rank's sum(dy); none: not wanted
 };
 
 // Training backward: dx over the norm batch, dweight and dbias over this rank's samples. One
