@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of tensors whose positions are neighbours in memory. Included once by each target (vector.h says
-// why).
+// Sums of tensors whose positions are neighbours in memory. Included once by each target (vector.h
+// says why).
 
 // The moments of a tile whose elements all have lanes of their own.
 template <class Element, class Real = Arithmetic<Element>>
@@ -47,7 +47,7 @@ NORMSCOPE_INLINE void moments_of_neighbours(const Element* x, std::int64_t n, Ti
   batch.pivot[slot] = static_cast<double>(pivot);
   batch.first[slot] = static_cast<double>(sums.first);
   batch.second[slot] = static_cast<double>(sums.second);
-  if (sizeof(Real) < sizeof(double) && !is_finite(sums.first + sums.second)) {
+  if (sizeof(Real) < sizeof(double) && !(is_finite(sums.first) && is_finite(sums.second))) {
     batch.pivot[slot] = pivot_in_float64(Layout::kChannelsFirst, x, 1, n);
     const Terms<double> again =
         sums_in_float64(Layout::kChannelsFirst, terms, 1, n, batch.pivot[slot]);
@@ -83,9 +83,9 @@ NORMSCOPE_INLINE Terms<Real> gradient_sums_of_few_neighbours(const Element* x, c
   Lanes<Real> second;
 #pragma GCC unroll 16
   for (int v = 0; v < kLaneVectors<Real>; ++v) {  // where dy is zero, so is its term
-    second.vectors[v] = GradientTerms<Element>::of(x_lanes.vectors[v], dy_lanes.vectors[v],
-                                                   broadcast(mean_hi))
-                            .second;
+    second.vectors[v] =
+        GradientTerms<Element>::of(x_lanes.vectors[v], dy_lanes.vectors[v], broadcast(mean_hi))
+            .second;
   }
   return {fold(dy_lanes), fold(second)};
 }
@@ -100,9 +100,9 @@ NORMSCOPE_INLINE void gradient_sums_of_neighbours(const Element* x, const Elemen
                                           : sums_of_neighbours(terms, n, mean_hi);
   batch.first[slot] = static_cast<double>(sums.first);
   batch.second[slot] = static_cast<double>(sums.second);
-  if (sizeof(Real) < sizeof(double) && !is_finite(sums.first + sums.second)) {
-    const Terms<double> again = sums_in_float64(Layout::kChannelsFirst, terms, 1, n,
-                                                static_cast<double>(mean_hi));
+  if (sizeof(Real) < sizeof(double) && !(is_finite(sums.first) && is_finite(sums.second))) {
+    const Terms<double> again =
+        sums_in_float64(Layout::kChannelsFirst, terms, 1, n, static_cast<double>(mean_hi));
     batch.first[slot] = again.first;
     batch.second[slot] = again.second;
   }

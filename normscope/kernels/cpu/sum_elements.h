@@ -1,32 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of [N, C] inputs, where each element is a tile of its own. Included once by each target (vector.h
-// says why).
+// Sums of [N, C] inputs, where each element is a tile of its own. Included once by each target
+// (vector.h says why).
 //
-// Such an element is its own pivot: x and x^2 go into the limbs as they are, dy and dy (x - mean) as the
-// arithmetic's type holds them. One by one they would cost some twenty instructions an element; so up to
-// 32 rows are added in float64 first, where a look at the largest and the smallest magnitude shows that
-// these additions are exact as well.
+// Such an element is its own pivot: x and x^2 go into the limbs as they are, dy and dy (x - mean)
+// as the arithmetic's type holds them. One by one they would cost some twenty instructions an
+// element; so up to 32 rows are added in float64 first, where a look at the largest and the
+// smallest magnitude shows that these additions are exact as well.
 
 inline constexpr std::int64_t kBlockRows = 32;
 
-// Whether magnitudes span at most 2^24, zeros apart. The 24-bit significands then lie within 48 bits, and
-// 32 of them add up within the 53 of a float64.
+// Bits below the finest grid, 2^-100, are rounded away element by element, so that an element which
+// has any may not be added to others first. The last bit of these numbers, and of their squares, is
+// 2^-100.
+inline constexpr float kLeastOnGrid = 0x1p-77F;
+inline constexpr float kLeastWithSquareOnGrid = 0x1p-27F;
+
+// Whether magnitudes span at most 2^24, zeros apart. The 24-bit significands then lie within 48
+// bits, and 32 of them add up within the 53 of a float64.
 class MagnitudeSpan {
  public:
   NORMSCOPE_INLINE void add(Floats value) {
-    const Floats magnitude =
-        reinterpret_cast<Floats>(reinterpret_cast<Words>(value) & 0x7FFFFFFFU);
+    const Floats magnitude = reinterpret_cast<Floats>(reinterpret_cast<Words>(value) & 0x7FFFFFFFU);
     largest_ = magnitude > largest_ ? magnitude : largest_;
     const Floats nonzero = magnitude == 0.0F ? smallest_ : magnitude;
     smallest_ = nonzero < smallest_ ? nonzero : smallest_;
     not_finite_ += magnitude - magnitude;
   }
 
-  NORMSCOPE_INLINE bool is_narrow() const {
+  // And none is below `least`.
+  NORMSCOPE_INLINE bool is_narrow(float least) const {
     bool narrow = true;
     for (int i = 0; i < kFloats; ++i) {
-      narrow = narrow && not_finite_[i] == 0.0F && smallest_[i] >= largest_[i] * 0x1p-24F;
+      narrow = narrow && not_finite_[i] == 0.0F && smallest_[i] >= least &&
+               smallest_[i] >= largest_[i] * 0x1p-24F;
     }
     return narrow;
   }
@@ -52,8 +59,8 @@ NORMSCOPE_INLINE Doubles exact_sums(const Columns& terms, std::int64_t rows, std
   return sum;
 }
 
-// A square has 48 bits, and all of them lie within 96: what the sum of 32 loses to rounding is exact in a
-// second float64.
+// A square has 48 bits, and all of them lie within 96: what the sum of 32 loses to rounding is
+// exact in a second float64.
 NORMSCOPE_INLINE DoubleDouble<Doubles> exact_sums_of_squares(const Columns& terms,
                                                              std::int64_t rows,
                                                              std::int64_t column) {
@@ -93,7 +100,7 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
         columns.rows[row] = load(x + row * row_stride);
         span.add(columns.rows[row]);
       }
-      if (span.is_narrow()) {
+      if (span.is_narrow(kLeastWithSquareOnGrid)) {
         for (std::int64_t c = 0; c < kFloats; c += kDoubles) {
           add_part(limbs, 0, c, exact_sums(columns, rows, c));
           add_part(limbs, 1, c, exact_sums_of_squares(columns, rows, c));
@@ -133,8 +140,7 @@ NORMSCOPE_INLINE void add_gradients_one_by_one(const GradientTerms<Element>& ter
 template <class Element>
 NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms,
                                              std::int64_t x_stride, std::int64_t dy_stride,
-                                             std::int64_t rows,
-                                             const Arithmetic<Element>* mean_hi,
+                                             std::int64_t rows, const Arithmetic<Element>* mean_hi,
                                              const LimbsView& limbs) {
   if constexpr (sizeof(Element) < sizeof(double)) {
     if (limbs.channels == kFloats) {
@@ -151,7 +157,7 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
         first_span.add(term.first);
         second_span.add(term.second);
       }
-      if (first_span.is_narrow() && second_span.is_narrow()) {
+      if (first_span.is_narrow(kLeastOnGrid) && second_span.is_narrow(kLeastOnGrid)) {
         for (std::int64_t c = 0; c < kFloats; c += kDoubles) {
           add_part(limbs, 0, c, exact_sums(first, rows, c));
           add_part(limbs, 1, c, exact_sums(second, rows, c));
@@ -177,11 +183,10 @@ NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& lim
 
 template <class Element>
 void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView limbs) {
-  for_element_blocks(samples, limbs,
-                     [&](std::int64_t n, std::int64_t rows, std::int64_t c, LimbsView block) {
-                       add_moments_of_block(element_at<Element>(x, n, c, 0), x.sample_stride, rows,
-                                            block);
-                     });
+  for_element_blocks(
+      samples, limbs, [&](std::int64_t n, std::int64_t rows, std::int64_t c, LimbsView block) {
+        add_moments_of_block(element_at<Element>(x, n, c, 0), x.sample_stride, rows, block);
+      });
   canonicalize_limbs(limbs);
 }
 

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Equal bits: every CPU backend follows the specification, and neither threads nor the way samples
+// are split change a result. The reference promises accuracy only.
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "normscope/kernels/kernels.h"
+#include "tests/kernels/channel_run.h"
+#include "tests/kernels/tile_specification.h"
+#include "tests/support/exact_sum.h"
+#include "tests/support/execution.h"
+
+namespace normscope::testing {
+namespace {
+
+using Combination = std::tuple<const Kernels*, DType, Layout>;
+
+std::string name_of_combination(const ::testing::TestParamInfo<Combination>& combination) {
+  const auto& [kernels, dtype, layout] = combination.param;
+  return std::string(kernels->name) + "_" + std::string(normscope::name_of(dtype)) + "_" +
+         name_of(layout);
+}
+
+// The backends that promise equal bits.
+std::vector<const Kernels*> available_cpu_kernels() {
+  const auto all = available_kernels();
+  return {all.begin() + 1, all.end()};
+}
+
+class KernelBits : public ::testing::TestWithParam<Combination> {
+ protected:
+  [[nodiscard]] static const Kernels& kernels() { return *std::get<0>(GetParam()); }
+  [[nodiscard]] static DType dtype() { return std::get<1>(GetParam()); }
+  [[nodiscard]] static Layout layout() { return std::get<2>(GetParam()); }
+
+  [[nodiscard]] static Tensor tensor(const Shape& shape) {
+    return {dtype(), layout(), shape.samples, shape.channels, shape.positions};
+  }
+  [[nodiscard]] static Tensor filled(const Shape& shape, Inputs inputs, Role role) {
+    Tensor x = tensor(shape);
+    fill(x, inputs, role);
+    return x;
+  }
+};
+
+void expect_limbs(const OwnedLimbs& got, std::int64_t c, const ChannelLimbs& expected) {
+  for (int sum = 0; sum < kSums; ++sum) {
+    for (int k = 0; k < kLimbs; ++k) {
+      ASSERT_PRED2(same_bits, got.limb(sum, k, c), expected.sums[sum][k])
+          << "sum " << sum << " limb " << k;
+    }
+  }
+}
+
+template <class Element>
+void expect_as_specified(const Tensor& x, const Tensor& dy, KernelRun& run,
+                         const ChannelArray& weight, const ChannelArray& bias, std::int64_t c) {
+  const Statistics statistics = run.statistics.view().read_only();
+  expect_limbs(run.moments, c, specified_moments<Element>(x.view(), c));
+  expect_limbs(run.gradient_sums, c,
+               specified_gradient_sums<Element>(x.view(), dy.view(), c, statistics.mean_hi[c]));
+  const SpecifiedChannel channel{statistics.mean_hi[c], statistics.mean_lo[c],
+                                 statistics.inv_std[c], weight[c], bias[c]};
+  const auto i = static_cast<std::size_t>(c);
+  const auto count = static_cast<double>(x.view().elements_per_channel());
+  for (std::int64_t n = 0; n < x.samples(); ++n) {
+    for (std::int64_t p = 0; p < x.positions(); ++p) {
+      ASSERT_PRED2(same_bits, run.y.at(n, c, p), specified_y<Element>(channel, x.at(n, c, p)));
+      ASSERT_PRED2(same_bits, run.dx.at(n, c, p),
+                   specified_dx<Element>(channel, run.dy_sum[i], run.dy_xhat_sum[i], count,
+                                         x.at(n, c, p), dy.at(n, c, p)));
+    }
+  }
+}
+
+TEST_P(KernelBits, FollowTheSpecification) {
+  for (const Shape& shape : shapes_to_test()) {
+    const Tensor dy = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kDy);
+    const ChannelArray weight = parameters(DType::kFloat32, shape.channels, 1.5);
+    const ChannelArray bias = parameters(DType::kFloat32, shape.channels, 0.0);
+    for (const Inputs inputs : kAllInputs) {
+      // Beyond the coarsest grid sums of single elements depend on their order, and may.
+      if (inputs == Inputs::kHuge && shape.positions == 1) continue;
+      SCOPED_TRACE(describe(shape, inputs));
+      const Tensor x = filled(shape, inputs, Role::kX);
+
+      KernelRun run = run_kernels(kernels(), Execution{}, x, dy, weight, bias);
+
+      for (std::int64_t c = 0; c < shape.channels; ++c) {
+        with_element_type(dtype(), [&]<class Element>(Element*) {
+          ASSERT_NO_FATAL_FAILURE(expect_as_specified<Element>(x, dy, run, weight, bias, c)) << c;
+        });
+      }
+    }
+  }
+}
+
+// Sums whose float32 parts are finite, but not their sum: no reason to sum again in float64.
+TEST_P(KernelBits, GradientsNearTheEndOfFloat32FollowTheSpecification) {
+  if (dtype() == DType::kFloat16) return;  // its numbers end long before
+  Tensor x = tensor({2, 9, 2});
+  Tensor dy = tensor({2, 9, 2});
+  x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    x.set(n, c, p, 1.0);
+    dy.set(n, c, p, p == 0 ? 2.9e38 : 1.2345e31);
+  });
+  OwnedStatistics statistics(9);  // of mean zero: the two sums are equal
+  OwnedLimbs limbs(9);
+
+  kernels().add_gradient_sums({}, x.view().read_only(), dy.view().read_only(),
+                              statistics.view().read_only(), limbs.view());
+
+  with_element_type(dtype(), [&]<class Element>(Element*) {
+    expect_limbs(
+        limbs, 0,
+        specified_gradient_sums<Element>(x.view().read_only(), dy.view().read_only(), 0, 0.0));
+  });
+}
+
+void expect_equal_runs(KernelRun& got, KernelRun& expected) {
+  EXPECT_EQ(got.moments.numbers(), expected.moments.numbers());
+  EXPECT_EQ(got.statistics.numbers(), expected.statistics.numbers());
+  EXPECT_EQ(got.running_mean.values(), expected.running_mean.values());
+  EXPECT_EQ(got.running_var.values(), expected.running_var.values());
+  EXPECT_EQ(got.gradient_sums.numbers(), expected.gradient_sums.numbers());
+  EXPECT_EQ(got.dy_sum, expected.dy_sum);
+  EXPECT_EQ(got.dy_xhat_sum, expected.dy_xhat_sum);
+  got.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_EQ(got.y.at(n, c, p), expected.y.at(n, c, p));
+    ASSERT_EQ(got.dx.at(n, c, p), expected.dx.at(n, c, p));
+  });
+}
+
+TEST_P(KernelBits, DoNotDependOnThreads) {
+  // Enough elements for three threads; more and fewer channels than threads.
+  for (const Shape& shape : {Shape{5, 12, 1000}, {3, 2, 10000}, {400, 150, 1}}) {
+    SCOPED_TRACE(describe(shape, Inputs::kMeanOf1e3Deviations));
+    const Tensor x = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kX);
+    const Tensor dy = filled(shape, Inputs::kCentred, Role::kDy);
+    const ChannelArray weight = parameters(DType::kFloat32, shape.channels, 1.5);
+    const ChannelArray bias = parameters(DType::kFloat32, shape.channels, 0.0);
+    KernelRun expected = run_kernels(kernels(), Execution{}, x, dy, weight, bias);
+    for (const int threads : {2, 3}) {
+      KernelRun got = run_kernels(kernels(), on_threads(threads), x, dy, weight, bias);
+
+      expect_equal_runs(got, expected);
+    }
+  }
+}
+
+TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
+  const Shape shape{7, 5, 130};
+  const Tensor whole = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kX);
+  OwnedLimbs expected(shape.channels);
+  kernels().add_moments({}, whole.view(), expected.view());
+  const std::vector<std::vector<std::vector<std::int64_t>>> assignments = {
+      {{6, 5, 4, 3, 2, 1, 0}},
+      {{0, 1, 2}, {3, 4, 5, 6}},
+      {{}, {5, 0}, {6}, {4, 1, 3, 2}},
+      {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {}},
+  };
+  for (const auto& ranks : assignments) {
+    OwnedLimbs sum(shape.channels);
+    std::vector<double> total(expected.numbers().size());
+    for (const std::vector<std::int64_t>& samples : ranks) {
+      Tensor part = tensor({static_cast<std::int64_t>(samples.size()), 5, 130});
+      fill(part, Inputs::kMeanOf1e3Deviations, Role::kX, samples);
+      OwnedLimbs own(shape.channels);
+      kernels().add_moments({}, part.view().read_only(), own.view());
+      for (std::size_t i = 0; i < total.size(); ++i) total[i] += own.numbers()[i];
+    }
+    std::copy(total.begin(), total.end(), sum.view().data);
+
+    // Adding nothing brings limbs into canonical form.
+    Tensor one = tensor({1, 5, 130});
+    one.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) { one.set(n, c, p, 0.0); });
+    kernels().add_moments({}, one.view().read_only(), sum.view());
+
+    EXPECT_EQ(sum.numbers(), expected.numbers());
+  }
+}
+
+TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
+  // Above 2 MiB also of 16-bit elements, so that the output exceeds a core's cache; its parts do
+  // not.
+  const Shape shape{8, 33, 4099};
+  const Tensor x = filled(shape, Inputs::kCentred, Role::kX);
+  OwnedStatistics statistics(shape.channels);
+  for (std::int64_t c = 0; c < shape.channels; ++c) {
+    statistics.view().mean_hi[c] = 0.25;
+    statistics.view().inv_std[c] = 1.5;
+  }
+  const Statistics read_only = statistics.view().read_only();
+  const ChannelArray ones(DType::kFloat32, shape.channels, 1.0);
+  const std::vector<double> sums(static_cast<std::size_t>(shape.channels), 3.0);
+  std::vector<double> dy_sum = sums;
+  std::vector<double> dy_xhat_sum = sums;
+  const GradientSums gradient_sums{dy_sum.data(), dy_xhat_sum.data()};
+  const double count = 100.0;
+  Tensor streamed_y = tensor(shape);
+  Tensor streamed_dx = tensor(shape);
+  Tensor y = tensor(shape);
+  Tensor dx = tensor(shape);
+
+  kernels().normalize({}, x.view(), read_only, ones.view(), ones.view(), streamed_y.view());
+  kernels().input_gradient({}, x.view(), x.view(), read_only, ones.view(), gradient_sums, &count,
+                           streamed_dx.view());
+  for (std::int64_t n = 0; n < shape.samples; ++n) {
+    for (std::int64_t c = 0; c < shape.channels; c += 11) {
+      const TensorView part = x.view().sample_range(n, n + 1).channel_range(c, c + 11);
+      kernels().normalize({}, part, read_only.channel_range(c), {}, ones.view(),
+                          y.view().sample_range(n, n + 1).channel_range(c, c + 11));
+      kernels().input_gradient({}, part, part, read_only.channel_range(c), {},
+                               gradient_sums.channel_range(c), &count,
+                               dx.view().sample_range(n, n + 1).channel_range(c, c + 11));
+    }
+  }
+
+  EXPECT_TRUE(streamed_y.untouched_outside(streamed_y.view().read_only()));
+  EXPECT_TRUE(streamed_dx.untouched_outside(streamed_dx.view().read_only()));
+  y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_EQ(streamed_y.at(n, c, p), y.at(n, c, p));
+    ASSERT_EQ(streamed_dx.at(n, c, p), dx.at(n, c, p));
+  });
+}
+
+// Independent of every formula: the limbs of the sum of single elements are those of an integer
+// sum.
+TEST_P(KernelBits, SumsOfSingleElementsAreExact) {
+  const Shape shape{50, 9, 1};
+  Tensor x = tensor(shape);
+  x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    x.set(n, c, p,
+          std::ldexp(input_at(Inputs::kCentred, dtype(), Role::kX, n, c, p),
+                     static_cast<int>(n % 10) - 5));
+  });
+  OwnedLimbs limbs(shape.channels);
+
+  kernels().add_moments({}, x.view().read_only(), limbs.view());
+
+  for (std::int64_t c = 0; c < shape.channels; ++c) {
+    ExactSum sum;
+    for (std::int64_t n = 0; n < shape.samples; ++n) sum.add(x.at(n, c, 0));
+    for (int k = 0; k < kLimbs; ++k) ASSERT_EQ(limbs.limb(0, k, c), sum.limb(k)) << k;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cpu, KernelBits,
+                         ::testing::Combine(::testing::ValuesIn(available_cpu_kernels()),
+                                            ::testing::ValuesIn(kAllDTypes),
+                                            ::testing::ValuesIn(kAllLayouts)),
+                         name_of_combination);
+
+// Limbs as constants, so that machines which never meet are held to the same bits.
+struct Golden {
+  DType dtype;
+  Layout layout;
+  double sums[kSums][kLimbs];
+};
+
+const Golden kGolden[] = {
+    {DType::kFloat32,
+     Layout::kChannelsFirst,
+     {{0x1p+22, 0x1.67763p+12, 0x1.8p-12, 0x0p+0, 0x0p+0},
+      {0x1.f4ap+31, 0x1.1406d5f8p+19, 0x1.d54ap-11, 0x0p+0, 0x0p+0}}},
+    {DType::kFloat32,
+     Layout::kChannelsLast,
+     {{0x1p+22, 0x1.67763p+12, 0x1.8p-12, 0x0p+0, 0x0p+0},
+      {0x1.f4ap+31, 0x1.1406d5f8p+19, 0x1.d134p-11, 0x0p+0, 0x0p+0}}},
+    {DType::kFloat64,
+     Layout::kChannelsFirst,
+     {{0x1p+22, 0x1.677634p+12, 0x1.2b7e938p-14, 0x1.8p-41, 0x0p+0},
+      {0x1.f4ap+31, 0x1.140701a8p+19, 0x1.1fe4aep-14, 0x1.957c5d7p-41, 0x1.7fp-73}}},
+    {DType::kFloat64,
+     Layout::kChannelsLast,
+     {{0x1p+22, 0x1.677634p+12, 0x1.2b7e938p-14, 0x1.8p-41, 0x0p+0},
+      {0x1.f4ap+31, 0x1.140701a8p+19, 0x1.1fe4aep-14, 0x1.b5d2e9ep-41, 0x1.91cp-72}}},
+    {DType::kBFloat16,
+     Layout::kChannelsFirst,
+     {{0x1p+22, 0x1.64p+12, 0x0p+0, 0x0p+0, 0x0p+0},
+      {0x1.f4ap+31, 0x1.ba8p+18, 0x0p+0, 0x0p+0, 0x0p+0}}},
+    {DType::kFloat16,
+     Layout::kChannelsLast,
+     {{0x1p+22, 0x1.68p+12, 0x0p+0, 0x0p+0, 0x0p+0},
+      {0x1.f4ap+31, 0x1.1c879p+19, 0x0p+0, 0x0p+0, 0x0p+0}}},
+};
+
+TEST(GoldenBits, EveryBackendGivesTheRecordedLimbs) {
+  for (const Golden& golden : kGolden) {
+    Tensor x(golden.dtype, golden.layout, 2, 1, 2100, {.before = 0, .row = 1, .sample = 0});
+    fill(x, Inputs::kMeanOf1e3Deviations, Role::kX);
+    for (const Kernels* kernels : available_cpu_kernels()) {
+      OwnedLimbs limbs(1);
+      kernels->add_moments({}, x.view().read_only(), limbs.view());
+      for (int sum = 0; sum < kSums; ++sum) {
+        for (int k = 0; k < kLimbs; ++k) {
+          EXPECT_EQ(limbs.limb(sum, k, 0), golden.sums[sum][k])
+              << kernels->name << " " << normscope::name_of(golden.dtype) << " "
+              << name_of(golden.layout) << " sum " << sum << " limb " << k;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace normscope::testing

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "normscope/kernels/kernels.h"
+#include "tests/support/inputs.h"
+#include "tests/support/tensor.h"
+
+namespace normscope::testing {
+
+inline constexpr double kEps = 1e-5;
+inline constexpr double kMomentum = 0.1;
+
+// Limbs of their own.
+class OwnedLimbs {
+ public:
+  explicit OwnedLimbs(std::int64_t channels)
+      : channels_(channels), numbers_(static_cast<std::size_t>(limbs_size(channels))) {}
+
+  [[nodiscard]] LimbsView view() { return {numbers_.data(), channels_, channels_}; }
+  [[nodiscard]] const std::vector<double>& numbers() const { return numbers_; }
+  [[nodiscard]] double limb(int sum, int k, std::int64_t c) const {
+    return numbers_[static_cast<std::size_t>((sum * kLimbs + k) * channels_ + c)];
+  }
+
+ private:
+  std::int64_t channels_;
+  std::vector<double> numbers_;
+};
+
+class OwnedStatistics {
+ public:
+  explicit OwnedStatistics(std::int64_t channels)
+      : channels_(channels), numbers_(static_cast<std::size_t>(3 * channels)) {}
+
+  [[nodiscard]] MutableStatistics view() {
+    return {numbers_.data(), numbers_.data() + channels_, numbers_.data() + 2 * channels_};
+  }
+  [[nodiscard]] const std::vector<double>& numbers() const { return numbers_; }
+
+ private:
+  std::int64_t channels_;
+  std::vector<double> numbers_;
+};
+
+// Every kernel of a backend once, in the order of a training step of one rank.
+struct KernelRun {
+  explicit KernelRun(const Tensor& x)
+      : y(x),
+        dx(x),
+        moments(x.channels()),
+        gradient_sums(x.channels()),
+        statistics(x.channels()),
+        running_mean(DType::kFloat64, x.channels(), 0.5),
+        running_var(DType::kFloat64, x.channels(), 2.0),
+        dy_sum(static_cast<std::size_t>(x.channels())),
+        dy_xhat_sum(static_cast<std::size_t>(x.channels())) {}
+
+  Tensor y;
+  Tensor dx;
+  OwnedLimbs moments;
+  OwnedLimbs gradient_sums;
+  OwnedStatistics statistics;
+  ChannelArray running_mean;
+  ChannelArray running_var;
+  std::vector<double> dy_sum;
+  std::vector<double> dy_xhat_sum;
+};
+
+[[nodiscard]] inline KernelRun run_kernels(const Kernels& kernels, const Execution& execution,
+                                           const Tensor& x, const Tensor& dy,
+                                           const ChannelArray& weight, const ChannelArray& bias) {
+  KernelRun run(x);
+  const TensorView view = x.view();
+  const auto count = static_cast<double>(view.elements_per_channel());
+  const RunningUpdate running{run.running_mean.view(), run.running_var.view(), kMomentum};
+  const GradientSums sums{run.dy_sum.data(), run.dy_xhat_sum.data()};
+  kernels.add_moments(execution, view, run.moments.view());
+  kernels.finalize_moments(execution, run.moments.view(), &count, kEps, x.dtype(),
+                           run.statistics.view(), running);
+  const Statistics statistics = run.statistics.view().read_only();
+  kernels.normalize(execution, view, statistics, weight.view(), bias.view(), run.y.view());
+  kernels.add_gradient_sums(execution, view, dy.view(), statistics, run.gradient_sums.view());
+  kernels.finalize_gradient_sums(execution, run.gradient_sums.view(), statistics, sums);
+  kernels.input_gradient(execution, view, dy.view(), statistics, weight.view(), sums, &count,
+                         run.dx.view());
+  return run;
+}
+
+// Weights and biases that no two channels share.
+[[nodiscard]] inline ChannelArray parameters(DType dtype, std::int64_t channels, double offset) {
+  ChannelArray values(dtype, channels, 0.0);
+  for (std::int64_t c = 0; c < channels; ++c) {
+    values.set(c, offset + input_at(Inputs::kCentred, dtype, Role::kParameters, 0, c, 0));
+  }
+  return values;
+}
+
+struct Shape {
+  std::int64_t samples;
+  std::int64_t channels;
+  std::int64_t positions;
+};
+
+// Lengths around vectors, lanes and tiles; numbers of channels around vectors and blocks of them.
+[[nodiscard]] inline std::vector<Shape> shapes_to_test() {
+  std::vector<Shape> shapes;
+  for (const std::int64_t positions : {1, 2, 63, 64, 65, 127, 128, 129, 2047, 2048, 2049, 4097}) {
+    shapes.push_back({2, 3, positions});
+  }
+  for (const std::int64_t channels : {1, 7, 8, 9, 31, 32, 33, 64, 70, 127, 128, 129, 130}) {
+    shapes.push_back({2, channels, 5});
+    shapes.push_back({3, channels, 1});
+  }
+  return shapes;
+}
+
+[[nodiscard]] inline std::string describe(const Shape& shape, Inputs inputs) {
+  return std::string("[") + std::to_string(shape.samples) + ", " + std::to_string(shape.channels) +
+         ", " + std::to_string(shape.positions) + "] " + name_of(inputs);
+}
+
+}  // namespace normscope::testing

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every backend promises, the reference included: results within the stated tolerance of the
+// oracle, and nothing written but the outputs. A backend joins by being available.
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "normscope/kernels/kernels.h"
+#include "tests/kernels/channel_run.h"
+#include "tests/support/execution.h"
+#include "tests/support/oracle.h"
+#include "tests/support/tolerance.h"
+
+namespace normscope::testing {
+namespace {
+
+using Combination = std::tuple<const Kernels*, DType, Layout>;
+
+std::string name_of_combination(const ::testing::TestParamInfo<Combination>& combination) {
+  const auto& [kernels, dtype, layout] = combination.param;
+  return std::string(kernels->name) + "_" + std::string(normscope::name_of(dtype)) + "_" +
+         name_of(layout);
+}
+
+class KernelContract : public ::testing::TestWithParam<Combination> {
+ protected:
+  [[nodiscard]] static const Kernels& kernels() { return *std::get<0>(GetParam()); }
+  [[nodiscard]] static DType dtype() { return std::get<1>(GetParam()); }
+  [[nodiscard]] static Layout layout() { return std::get<2>(GetParam()); }
+
+  [[nodiscard]] static Tensor tensor(const Shape& shape, Gaps gaps = {}) {
+    return {dtype(), layout(), shape.samples, shape.channels, shape.positions, gaps};
+  }
+};
+
+void expect_near(double got, long double expected, long double tolerance) {
+  ASSERT_LE(std::abs(static_cast<long double>(got) - expected), tolerance)
+      << "got " << got << ", expected " << static_cast<double>(expected);
+}
+
+// Channel c of a run against the oracle.
+void check_channel(const Tensor& x, const Tensor& dy, KernelRun& run, std::int64_t c,
+                   Affine affine) {
+  const auto i = static_cast<std::size_t>(c);
+  const DType dtype = x.dtype();
+  const ChannelMoments moments = moments_of({&x}, c);
+  const Statistics statistics = run.statistics.view().read_only();
+  if (!std::isfinite(static_cast<double>(moments.mean))) {
+    ASSERT_TRUE(std::isnan(statistics.mean_hi[c]));
+    for (std::int64_t p = 0; p < x.positions(); ++p) {
+      ASSERT_TRUE(std::isnan(run.y.at(0, c, p)));
+      ASSERT_TRUE(std::isnan(run.dx.at(0, c, p)));
+    }
+    return;
+  }
+  const StatisticsError error = statistics_error(dtype, moments, kEps);
+  expect_near(statistics.mean_hi[c] + statistics.mean_lo[c], moments.mean,
+              error.mean + 0x1p-53L * moments.largest);
+  const long double inv_std = moments.inv_std(kEps);
+  expect_near(statistics.inv_std[c], inv_std, error.relative_inv_std * inv_std);
+  expect_near(run.running_mean[c], 0.5L + 0.1L * (moments.mean - 0.5L),
+              error.mean + 4 * 0x1p-53L * (0.5L + moments.largest));
+  expect_near(run.running_var[c], 2.0L + 0.1L * (moments.sample_variance() - 2.0L),
+              2 * error.variance + 6 * 0x1p-53L * (2.0L + moments.sample_variance()));
+
+  const ChannelGradients gradients = gradients_of({&x}, {&dy}, c, moments, inv_std);
+  const GradientError sums = gradient_error(dtype, gradients, inv_std, error);
+  expect_near(run.dy_sum[i], gradients.dy, sums.dy);
+  expect_near(run.dy_xhat_sum[i], gradients.dy_xhat, sums.dy_xhat);
+  for (std::int64_t n = 0; n < x.samples(); ++n) {
+    for (std::int64_t p = 0; p < x.positions(); ++p) {
+      const double one_x = x.at(n, c, p);
+      const double one_dy = dy.at(n, c, p);
+      const long double xhat = moments.deviation(one_x) * inv_std;
+      expect_near(run.y.at(n, c, p), normalized(moments, kEps, affine, one_x),
+                  y_error(dtype, moments, kEps, affine, error, one_x));
+      expect_near(run.dx.at(n, c, p),
+                  input_gradient(gradients, affine.weight, inv_std, xhat, one_dy),
+                  dx_error(dtype, gradients, affine.weight, inv_std, xhat, one_dy, error, sums));
+    }
+  }
+}
+
+TEST_P(KernelContract, AgreesWithTheOracle) {
+  for (const Shape& shape : shapes_to_test()) {
+    Tensor dy = tensor(shape);
+    fill(dy, Inputs::kCentred, Role::kDy);
+    const ChannelArray weight = parameters(DType::kFloat32, shape.channels, 1.5);
+    const ChannelArray bias = parameters(DType::kFloat32, shape.channels, 0.0);
+    for (const Inputs inputs : kAllInputs) {
+      SCOPED_TRACE(describe(shape, inputs));
+      Tensor x = tensor(shape);
+      fill(x, inputs, Role::kX);
+
+      KernelRun run = run_kernels(kernels(), Execution{}, x, dy, weight, bias);
+
+      for (std::int64_t c = 0; c < shape.channels; ++c) {
+        ASSERT_NO_FATAL_FAILURE(check_channel(x, dy, run, c, {weight[c], bias[c]})) << c;
+      }
+    }
+  }
+}
+
+TEST_P(KernelContract, ConstantChannelsGiveTheBiasExactly) {
+  Tensor x = tensor({3, 5, 70});
+  fill(x, Inputs::kConstant, Role::kX);
+  const ChannelArray weight = parameters(DType::kFloat32, 5, 1.5);
+  const ChannelArray bias = parameters(DType::kFloat32, 5, 0.0);
+
+  KernelRun run = run_kernels(kernels(), Execution{}, x, x, weight, bias);
+
+  run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    Tensor rounded(dtype(), layout(), 1, 1, 1);
+    rounded.set(0, 0, 0, bias[c]);
+    ASSERT_EQ(run.y.at(n, c, p), rounded.at(0, 0, 0));
+  });
+  for (std::int64_t c = 0; c < 5; ++c) {
+    if (dtype() != DType::kFloat64) {
+      EXPECT_EQ(run.running_var[c], 2.0 + (0.0 - 2.0) * kMomentum);
+    }
+  }
+}
+
+TEST_P(KernelContract, StridesAndPartsOfTensorsChangeNothingAndNothingElseIsWritten) {
+  const Shape shape{3, 13, 70};
+  const ChannelArray weight = parameters(dtype(), shape.channels, 1.5);
+  const ChannelArray bias = parameters(dtype(), shape.channels, 0.0);
+  Tensor packed_x = tensor(shape);
+  Tensor packed_dy = tensor(shape);
+  fill(packed_x, Inputs::kMeanOf1e3Deviations, Role::kX);
+  fill(packed_dy, Inputs::kCentred, Role::kDy);
+  KernelRun expected = run_kernels(kernels(), Execution{}, packed_x, packed_dy, weight, bias);
+  const Statistics statistics = expected.statistics.view().read_only();
+  const double count = static_cast<double>(shape.samples * shape.positions);
+
+  for (const Gaps gaps : {Gaps{.before = 1, .row = 0, .sample = 0},
+                          {.before = 3, .row = 5, .sample = 0},
+                          {.before = 2, .row = 1, .sample = 7}}) {
+    // x and dy have strides of their own.
+    Tensor x = tensor(shape, gaps);
+    Tensor dy = tensor(shape, {.before = gaps.before, .row = gaps.row + 2, .sample = 1});
+    fill(x, Inputs::kMeanOf1e3Deviations, Role::kX);
+    fill(dy, Inputs::kCentred, Role::kDy);
+    for (const auto& [sample, channel] : {std::pair{0, 0}, {1, 2}}) {
+      Tensor y = tensor(shape, {.before = 1, .row = 3, .sample = 2});
+      Tensor dx = tensor(shape, {.before = 5, .row = 0, .sample = 3});
+      const auto part = [&, first_sample = sample, first_channel = channel](auto view) {
+        return view.sample_range(first_sample, shape.samples)
+            .channel_range(first_channel, shape.channels);
+      };
+      const GradientSums sums =
+          GradientSums{expected.dy_sum.data(), expected.dy_xhat_sum.data()}.channel_range(channel);
+      const TensorView x_part = part(std::as_const(x).view());
+      const TensorView dy_part = part(std::as_const(dy).view());
+      const MutableTensorView y_part = part(y.view());
+      const MutableTensorView dx_part = part(dx.view());
+
+      kernels().normalize({}, x_part, statistics.channel_range(channel),
+                          weight.view().channel_range(channel), bias.view().channel_range(channel),
+                          y_part);
+      kernels().input_gradient({}, x_part, dy_part, statistics.channel_range(channel),
+                               weight.view().channel_range(channel), sums, &count, dx_part);
+      OwnedLimbs gradient_sums(shape.channels);
+      kernels().add_gradient_sums({}, x_part, dy_part, statistics.channel_range(channel),
+                                  gradient_sums.view().channel_range(channel, shape.channels));
+      OwnedLimbs packed_gradient_sums(shape.channels);
+      kernels().add_gradient_sums(
+          {}, part(std::as_const(packed_x).view()), part(std::as_const(packed_dy).view()),
+          statistics.channel_range(channel),
+          packed_gradient_sums.view().channel_range(channel, shape.channels));
+
+      EXPECT_EQ(gradient_sums.numbers(), packed_gradient_sums.numbers());
+      EXPECT_TRUE(y.untouched_outside(y_part.read_only()));
+      EXPECT_TRUE(dx.untouched_outside(dx_part.read_only()));
+      for (std::int64_t n = sample; n < shape.samples; ++n) {
+        for (std::int64_t c = channel; c < shape.channels; ++c) {
+          for (std::int64_t p = 0; p < shape.positions; ++p) {
+            ASSERT_EQ(y.at(n, c, p), expected.y.at(n, c, p));
+            ASSERT_EQ(dx.at(n, c, p), expected.dx.at(n, c, p));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelContract, EmptyTensorsAddNothingAndWriteNothing) {
+  for (const Shape& shape : {Shape{0, 3, 5}, {2, 0, 5}, {2, 3, 0}}) {
+    SCOPED_TRACE(describe(shape, Inputs::kCentred));
+    Tensor x = tensor(shape);
+    const ChannelArray ones(DType::kFloat32, shape.channels, 1.0);
+
+    KernelRun run = run_kernels(kernels(), Execution{}, x, x, ones, ones);
+
+    EXPECT_EQ(run.moments.numbers(), OwnedLimbs(shape.channels).numbers());
+    EXPECT_EQ(run.gradient_sums.numbers(), OwnedLimbs(shape.channels).numbers());
+    EXPECT_TRUE(run.y.untouched_outside(run.y.view().read_only()));
+    for (std::int64_t c = 0; c < shape.channels; ++c) {
+      EXPECT_EQ(run.running_mean[c], 0.5);
+      EXPECT_EQ(run.running_var[c], 2.0);
+      EXPECT_EQ(run.statistics.view().mean_hi[c], 0.0);
+      EXPECT_EQ(run.statistics.view().inv_std[c], 1.0 / std::sqrt(kEps));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Available, KernelContract,
+    ::testing::Combine(::testing::ValuesIn(available_kernels().begin(), available_kernels().end()),
+                       ::testing::ValuesIn(kAllDTypes), ::testing::ValuesIn(kAllLayouts)),
+    name_of_combination);
+
+// One 2 x 3 tensor of one channel, computed by hand.
+class HandComputed : public ::testing::TestWithParam<const Kernels*> {};
+
+TEST_P(HandComputed, TwoSamplesOfThreePositions) {
+  // Channel 0: 1 2 3 4 5 6 has mean 3.5 and variance 35/12; channel 1: -1 1 -1 1 -1 1.
+  const double values[2][2][3] = {{{1, 2, 3}, {-1, 1, -1}}, {{4, 5, 6}, {1, -1, 1}}};
+  Tensor x(DType::kFloat64, Layout::kChannelsFirst, 2, 2, 3);
+  Tensor dy = x;
+  x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    x.set(n, c, p, values[n][c][p]);
+    dy.set(n, c, p, n == 0 && p == 0 ? 6.0 : 0.0);
+  });
+  const ChannelArray weight(DType::kFloat64, 2, 2.0);
+  const ChannelArray bias(DType::kFloat64, 2, 1.0);
+
+  KernelRun run = run_kernels(*GetParam(), Execution{}, x, dy, weight, bias);
+
+  const Statistics statistics = run.statistics.view().read_only();
+  const double inv_std = 1.0 / std::sqrt(35.0 / 12.0 + kEps);
+  EXPECT_DOUBLE_EQ(statistics.mean_hi[0], 3.5);
+  EXPECT_DOUBLE_EQ(statistics.inv_std[0], inv_std);
+  EXPECT_DOUBLE_EQ(run.running_mean[0], 0.5 + 0.1 * 3.0);
+  EXPECT_DOUBLE_EQ(run.running_var[0], 2.0 + 0.1 * 1.5);  // the sample variance is 3.5
+  EXPECT_DOUBLE_EQ(run.y.at(0, 0, 0), 1.0 - 5.0 * inv_std);
+  EXPECT_DOUBLE_EQ(run.dy_sum[0], 6.0);
+  EXPECT_DOUBLE_EQ(run.dy_xhat_sum[0], -15.0 * inv_std);
+  EXPECT_DOUBLE_EQ(run.dx.at(0, 0, 1), 2.0 * inv_std * (-1.0 - 1.5 * 2.5 * inv_std * inv_std));
+  EXPECT_DOUBLE_EQ(statistics.mean_hi[1], 0.0);
+  EXPECT_DOUBLE_EQ(run.y.at(0, 1, 1), 1.0 + 2.0 / std::sqrt(1.0 + kEps));
+}
+
+// Parameters and buffers of every type; a buffer is rounded once, from float64.
+TEST_P(HandComputed, ParametersAndBuffersOfEveryType) {
+  for (const DType dtype : kAllDTypes) {
+    Tensor x(DType::kFloat32, Layout::kChannelsFirst, 4, 1, 1);
+    for (const int n : {0, 1, 2, 3}) x.set(n, 0, 0, n == 0 ? 1.0 : 0.0);
+    const ChannelArray weight(dtype, 1, 0.5);
+    const ChannelArray bias(dtype, 1, -2.0);
+    ChannelArray running_mean(dtype, 1, 1.0);
+    ChannelArray running_var(dtype, 1, 1.0);
+    OwnedLimbs limbs(1);
+    OwnedStatistics statistics(1);
+    Tensor y = x;
+    const double count = 4.0;
+    // mean 1/4, sample variance 1/4: running becomes 1 - 3/4 momentum, a little below halfway
+    // between 1 - 2^-8 and 1 to bfloat16, which float32 cannot tell from halfway.
+    const double momentum = (0x1p-9 + 0x1p-40) / 0.75;
+
+    GetParam()->add_moments({}, x.view().read_only(), limbs.view());
+    GetParam()->finalize_moments({}, limbs.view(), &count, 0.0, DType::kFloat32, statistics.view(),
+                                 {running_mean.view(), running_var.view(), momentum});
+    GetParam()->normalize({}, x.view().read_only(), statistics.view().read_only(), weight.view(),
+                          bias.view(), y.view());
+
+    ChannelArray expected(dtype, 1, 1.0 - 0.75 * momentum);
+    EXPECT_EQ(running_mean[0], expected[0]) << name_of(dtype);
+    EXPECT_EQ(running_var[0], expected[0]) << name_of(dtype);
+    // xhat = 0.75 / sqrt(3/16) = sqrt(3), within a few roundings.
+    EXPECT_NEAR(y.at(0, 0, 0), 0.5 * std::sqrt(3.0) - 2.0, 4 * 0x1p-24);
+  }
+}
+
+TEST_P(HandComputed, AbsentParametersAreOnesAndZeros) {
+  Tensor x(DType::kFloat32, Layout::kChannelsLast, 2, 9, 5);
+  fill(x, Inputs::kCentred, Role::kX);
+  const ChannelArray ones(DType::kFloat32, 9, 1.0);
+  const ChannelArray zeros(DType::kFloat32, 9, 0.0);
+  KernelRun run = run_kernels(*GetParam(), Execution{}, x, x, ones, zeros);
+  Tensor y = x;
+
+  GetParam()->normalize({}, x.view().read_only(), run.statistics.view().read_only(), {}, {},
+                        y.view());
+
+  y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_EQ(y.at(n, c, p), run.y.at(n, c, p));
+  });
+}
+
+TEST_P(HandComputed, ANormBatchOfNothingUpdatesNoBuffer) {
+  OwnedLimbs limbs(1);
+  OwnedStatistics statistics(1);
+  ChannelArray running_mean(DType::kFloat32, 1, 7.0);
+  ChannelArray running_var(DType::kFloat32, 1, 8.0);
+  const double count = 0.0;
+
+  GetParam()->finalize_moments({}, limbs.view(), &count, 0.25, DType::kFloat32, statistics.view(),
+                               {running_mean.view(), running_var.view(), 0.5});
+
+  EXPECT_EQ(running_mean[0], 7.0);
+  EXPECT_EQ(running_var[0], 8.0);
+  EXPECT_EQ(statistics.numbers(), (std::vector<double>{0.0, 0.0, 2.0}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Available, HandComputed,
+                         ::testing::ValuesIn(available_kernels().begin(),
+                                             available_kernels().end()),
+                         [](const auto& kernels) { return std::string(kernels.param->name); });
+
+}  // namespace
+}  // namespace normscope::testing

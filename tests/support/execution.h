@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "normscope/core/execution.h"
+
+namespace normscope::testing {
+
+// Every task of a parallel loop in a thread of its own, whatever their number.
+[[nodiscard]] inline Execution on_threads(int threads) {
+  const auto parallel_for = [](std::int64_t tasks, const Task& task) {
+    std::vector<std::thread> running;
+    for (std::int64_t i = 0; i < tasks; ++i) running.emplace_back([&task, i] { task(i); });
+    for (std::thread& thread : running) thread.join();
+  };
+  return {.threads = threads, .parallel_for = parallel_for, .stream = {}};
+}
+
+}  // namespace normscope::testing

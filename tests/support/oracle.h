@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "tests/support/tensor.h"
+
+namespace normscope::testing {
+
+// Two-pass batch normalization in long double, by the definition: what is right. A norm batch is a
+// list of tensors, such as those of several ranks.
+using NormBatch = std::vector<const Tensor*>;
+
+struct ChannelMoments {
+  std::int64_t count = 0;
+  long double mean = 0.0L;
+  long double mean_rest = 0.0L;          // what the mean has beyond a long double
+  long double variance = 0.0L;           // divides by count
+  long double largest = 0.0L;            // |x|
+  long double largest_deviation = 0.0L;  // |x - mean|
+
+  [[nodiscard]] long double deviation(long double x) const { return (x - mean) - mean_rest; }
+  [[nodiscard]] long double inv_std(double eps) const {
+    return 1.0L / std::sqrt(variance + static_cast<long double>(eps));
+  }
+  [[nodiscard]] long double sample_variance() const {
+    return variance * static_cast<long double>(count) / static_cast<long double>(count - 1);
+  }
+};
+
+// Calls function(x) for the elements of channel c.
+template <class Function>
+void for_channel(const NormBatch& batch, std::int64_t c, const Function& function) {
+  for (const Tensor* tensor : batch) {
+    for (std::int64_t n = 0; n < tensor->samples(); ++n) {
+      for (std::int64_t p = 0; p < tensor->positions(); ++p) {
+        function(static_cast<long double>(tensor->at(n, c, p)));
+      }
+    }
+  }
+}
+
+[[nodiscard]] inline ChannelMoments moments_of(const NormBatch& batch, std::int64_t c) {
+  ChannelMoments moments;
+  long double sum = 0.0L;
+  for_channel(batch, c, [&](long double x) {
+    moments.count += 1;
+    sum += x;
+    moments.largest = std::max(moments.largest, std::abs(x));
+  });
+  if (moments.count == 0) return moments;
+  const auto n = static_cast<long double>(moments.count);
+  moments.mean = sum / n;
+  long double rest = 0.0L;
+  for_channel(batch, c, [&](long double x) { rest += x - moments.mean; });
+  moments.mean_rest = rest / n;
+  long double squares = 0.0L;
+  for_channel(batch, c, [&](long double x) {
+    const long double deviation = moments.deviation(x);
+    squares += deviation * deviation;
+    moments.largest_deviation = std::max(moments.largest_deviation, std::abs(deviation));
+  });
+  moments.variance = squares / n;
+  return moments;
+}
+
+struct Affine {
+  double weight = 1.0;
+  double bias = 0.0;
+};
+
+[[nodiscard]] inline long double normalized(const ChannelMoments& moments, double eps,
+                                            Affine affine, double x) {
+  return static_cast<long double>(affine.weight) * moments.deviation(x) * moments.inv_std(eps) +
+         static_cast<long double>(affine.bias);
+}
+
+struct ChannelGradients {
+  std::int64_t count = 0;
+  long double dy = 0.0L;                    // sum(dy)
+  long double dy_xhat = 0.0L;               // sum(dy * xhat)
+  long double magnitude_of_dy = 0.0L;       // sum(|dy|)
+  long double magnitude_of_dy_xhat = 0.0L;  // sum(|dy * xhat|)
+};
+
+// `moments` and `inv_std` are those of the norm batch; x and dy may be a rank's part of it.
+[[nodiscard]] inline ChannelGradients gradients_of(const NormBatch& x, const NormBatch& dy,
+                                                   std::int64_t c, const ChannelMoments& moments,
+                                                   long double inv_std) {
+  ChannelGradients gradients;
+  std::vector<long double> all_dy;
+  for_channel(dy, c, [&](long double value) { all_dy.push_back(value); });
+  std::size_t i = 0;
+  for_channel(x, c, [&](long double value) {
+    const long double gradient = all_dy[i++];
+    const long double with_xhat = gradient * moments.deviation(value) * inv_std;
+    gradients.count += 1;
+    gradients.dy += gradient;
+    gradients.dy_xhat += with_xhat;
+    gradients.magnitude_of_dy += std::abs(gradient);
+    gradients.magnitude_of_dy_xhat += std::abs(with_xhat);
+  });
+  return gradients;
+}
+
+[[nodiscard]] inline long double input_gradient(const ChannelGradients& gradients, double weight,
+                                                long double inv_std, long double xhat, double dy) {
+  const auto n = static_cast<long double>(gradients.count);
+  return static_cast<long double>(weight) * inv_std *
+         (static_cast<long double>(dy) - gradients.dy / n - xhat * gradients.dy_xhat / n);
+}
+
+}  // namespace normscope::testing
