@@ -27,9 +27,9 @@ void check_input(const TensorView& x) {
     throw ArgumentError(expected("x", "data, or an empty tensor", "none"));
   }
   if (!x.has_kernel_layout()) {
-    throw ArgumentError(expected("x", "position_stride 1 or channel_stride 1",
-                                 std::to_string(x.position_stride) + " and " +
-                                     std::to_string(x.channel_stride)));
+    throw ArgumentError(
+        expected("x", "position_stride 1 or channel_stride 1",
+                 std::to_string(x.position_stride) + " and " + std::to_string(x.channel_stride)));
   }
 }
 
@@ -39,8 +39,8 @@ void check_like_input(std::string_view name, const TensorView& tensor, const Ten
     throw ArgumentError(expected(name, "the shape of x, " + shape_of(x), shape_of(tensor)));
   }
   if (tensor.dtype != x.dtype) {
-    throw ArgumentError(expected(name, "the dtype of x, " + std::string(name_of(x.dtype)),
-                                 name_of(tensor.dtype)));
+    throw ArgumentError(
+        expected(name, "the dtype of x, " + std::string(name_of(x.dtype)), name_of(tensor.dtype)));
   }
   if (tensor.data == nullptr && !tensor.empty()) {
     throw ArgumentError(expected(name, "data, or an empty tensor", "none"));
@@ -58,8 +58,8 @@ void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x
 }
 
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context) {
-  if (slices < 1 || (slices > 1 && slices > x.samples)) {
-    throw ArgumentError(expected("slices", "from 1 to the number of samples",
+  if (slices < 1 || slices != slice_count(x.samples, slices)) {
+    throw ArgumentError(expected("slices", "a number that slice_count() gives for the samples",
                                  std::to_string(slices) + " for " + std::to_string(x.samples)));
   }
   if (slices > 1 && context.exchange != nullptr && context.exchange->sends()) {

@@ -54,7 +54,8 @@ std::string describe(const CallLabel& label) {
   return text + ")";
 }
 
-// Texts travel as numbers, six bytes in each, so that any transport that adds doubles can carry them.
+// Texts travel as numbers, six bytes in each, so that any transport that adds doubles can carry
+// them.
 constexpr std::size_t kBytesPerNumber = 6;
 constexpr std::size_t kNumbersPerText = 32;
 
@@ -106,8 +107,7 @@ class CountedExchange {
   CountedExchange& operator=(const CountedExchange&) = delete;
   ~CountedExchange() {
     const auto elapsed = std::chrono::steady_clock::now() - begin_;
-    counters().nanoseconds +=
-        std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+    counters().nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
   }
 
  private:
@@ -115,11 +115,11 @@ class CountedExchange {
 };
 
 bool checks_every_call() {
-  static const bool checks = [] {
+  static const bool kChecks = [] {
     const char* value = std::getenv("NORMSCOPE_CHECK");
-    return value != nullptr && std::string_view(value) != "0" && std::string_view(value) != "";
+    return value != nullptr && std::string_view(value) != "0" && !std::string_view(value).empty();
   }();
-  return checks;
+  return kChecks;
 }
 
 }  // namespace
@@ -146,7 +146,7 @@ void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Str
 
   const CountedExchange counted(message);
   try {
-    const bool is_new = seen_.insert(label_hash).second;
+    const bool is_new = !seen_.contains(label_hash);
     if (!communicator_->compares_lengths() && (is_new || checks_every_call())) {
       double ahead[kHeaderSize];
       std::ranges::copy(header, ahead);
@@ -155,6 +155,8 @@ void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Str
     }
     communicator_->all_reduce_sum(message, stream);
     compare(label, header);
+    // Not before all have met: what is new to one rank must be new to all.
+    seen_.insert(label_hash);
   } catch (const MismatchError&) {
     throw_mismatch(label);
   } catch (const TimeoutError& error) {
@@ -190,7 +192,8 @@ void Exchange::throw_mismatch(const CallLabel& label) {
                decode(all.subspan(rank * kNumbersPerText, kNumbersPerText));
   }
   message +=
-      "\nEvery rank must run the same layers in the same order, with a backward on all of them or on "
+      "\nEvery rank must run the same layers in the same order, with a backward on all of them or "
+      "on "
       "none.";
   throw MismatchError(message);
 }

@@ -9,8 +9,8 @@
 
 namespace normscope {
 
-// What a direction sends, for all channels: the limbs of its sums, then Exchange's header, which begins
-// with the count.
+// What a direction sends, for all channels: the limbs of its sums, then Exchange's header, which
+// begins with the count.
 class Message {
  public:
   Message(std::int64_t channels, std::int64_t count);
@@ -37,15 +37,15 @@ struct ResolvedContext {
 };
 [[nodiscard]] ResolvedContext resolve(const CallContext& context);
 
-// Calls work(begin, end, execution) for chunks of channels that fit a core's cache, so that what one
-// sweep has read is still there for the next. Chunks run at once, each on one thread; where one chunk is
-// all there is, it gets all threads.
+// Calls work(begin, end, execution) for chunks of channels that fit a core's cache, so that what
+// one sweep has read is still there for the next. Chunks run at once, each on one thread; where one
+// chunk is all there is, it gets all threads.
 template <class Work>
 void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int tensors,
                         const Work& work) {
+  if (x.channels == 0) return;
   const std::int64_t chunk =
       context.kernels.channels_per_chunk(x, tensors, context.execution.threads);
-  if (x.channels == 0) return;
   const std::int64_t chunks = (x.channels + chunk - 1) / chunk;
   if (chunks == 1) {
     work(std::int64_t{0}, x.channels, context.execution);

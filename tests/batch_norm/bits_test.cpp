@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The same bits for any number of ranks and threads, any assignment of samples, any instruction
+// set.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "tests/batch_norm/layer_run.h"
+#include "tests/comm/worlds.h"
+#include "tests/support/execution.h"
+
+namespace normscope::testing {
+namespace {
+
+constexpr std::int64_t kSamples = 24;
+
+// The reference promises accuracy, not bits.
+std::vector<const Kernels*> kernels_of_equal_bits() {
+  const auto all = available_kernels();
+  return {all.begin() + 1, all.end()};
+}
+
+// What a rank got, against what one rank with all samples got.
+void expect_equal_bits(const LayerRun& run, const LayerRun& whole) {
+  EXPECT_EQ(run.statistics, whole.statistics);
+  EXPECT_EQ(run.running_mean.values(), whole.running_mean.values());
+  EXPECT_EQ(run.running_var.values(), whole.running_var.values());
+  run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    const std::int64_t sample = run.samples[static_cast<std::size_t>(n)];
+    ASSERT_PRED2(same_bits, run.y.at(n, c, p), whole.y.at(sample, c, p));
+    ASSERT_PRED2(same_bits, run.dx.at(n, c, p), whole.dx.at(sample, c, p));
+  });
+}
+
+std::vector<Layer> layers() {
+  std::vector<Layer> layers;
+  for (const DType dtype : kAllDTypes) {
+    for (const Layout layout : kAllLayouts) {
+      for (const Inputs inputs : {Inputs::kMeanOf1e3Deviations, Inputs::kPaddedCorner}) {
+        layers.push_back({.dtype = dtype, .layout = layout, .positions = 150, .inputs = inputs});
+      }
+      layers.push_back({.dtype = dtype, .layout = layout, .positions = 1});
+    }
+  }
+  return layers;
+}
+
+class EqualBits : public ::testing::TestWithParam<World> {};
+
+TEST_P(EqualBits, ForAnyAssignmentOfSamplesThreadsAndInstructionSet) {
+  const World& world = GetParam();
+  // Before any rank starts.
+  std::vector<LayerRun> expected;
+  for (const Layer& layer : layers()) {
+    expected.emplace_back(layer, first_samples(kSamples)).step({});
+  }
+
+  world.run(world.ranks, {}, [&](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    for (const Kernels* kernels : kernels_of_equal_bits()) {
+      for (const Assignment& assignment :
+           {in_order(kSamples, world.ranks), uneven_and_permuted(kSamples, world.ranks)}) {
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          LayerRun run(layers()[i], assignment[rank]);
+          CallContext context = context_of(&exchange);
+          context.kernels = kernels;
+
+          run.step(context);
+
+          ASSERT_NO_FATAL_FAILURE(expect_equal_bits(run, expected[i]))
+              << kernels->name << " layer " << i;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(EqualBits, WithTwoThreadsARankAndEnoughElementsForThem) {
+  const World& world = GetParam();
+  std::vector<Layer> large;
+  for (const Layout layout : kAllLayouts) {
+    large.push_back({.layout = layout, .channels = 12, .positions = 3000});
+  }
+  std::vector<LayerRun> expected;
+  for (const Layer& layer : large) {
+    expected.emplace_back(layer, first_samples(kSamples)).step({});
+  }
+
+  world.run(world.ranks, {}, [&](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    const Execution two_threads = on_threads(2);
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    for (std::size_t i = 0; i < large.size(); ++i) {
+      LayerRun run(large[i], uneven_and_permuted(kSamples, world.ranks)[rank]);
+      CallContext context = context_of(&exchange);
+      context.execution = &two_threads;
+
+      run.step(context);
+
+      ASSERT_NO_FATAL_FAILURE(expect_equal_bits(run, expected[i])) << "layer " << i;
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Threads, EqualBits, worlds({1, 2, 3, 4, 8}, run_as_threads), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Processes, EqualBits, worlds({2, 4}, run_as_processes), ranks_of);
+
+TEST(WhenAloneTest, AnExchangeOfOneRankGivesTheBitsOfNone) {
+  const Layer layer;
+  LayerRun expected(layer, first_samples(kSamples));
+  expected.step({});
+  run_alone(1, {}, [&](Communicator& communicator) {
+    Exchange exchange(std::make_unique<BorrowedCommunicator>(communicator), WhenAlone::kExchange);
+    LayerRun run(layer, first_samples(kSamples));
+    const CommunicationCounters before = communication_counters();
+
+    run.step(context_of(&exchange));
+
+    EXPECT_EQ(communication_counters().calls - before.calls, 2);
+    expect_equal_bits(run, expected);
+  });
+}
+
+}  // namespace
+}  // namespace normscope::testing

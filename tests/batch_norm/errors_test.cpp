@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every refusal says which argument, what was expected and what was given, and leaves everything as
+// it was.
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/core/error.h"
+#include "tests/batch_norm/layer_run.h"
+#include "tests/comm/worlds.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using namespace std::chrono_literals;
+
+void expect_unchanged(const LayerRun& run) {
+  EXPECT_EQ(run.running_mean.values(), std::vector<double>(5, 0.5));
+  EXPECT_EQ(run.running_var.values(), std::vector<double>(5, 2.0));
+  // Where a test says nothing else, y began as a copy of a tensor that nobody had written.
+  EXPECT_TRUE(run.y.untouched_outside({.data = run.y.view().data}));
+}
+
+template <class Change>
+std::string forward_refusal(const Change& change) {
+  LayerRun run(Layer{}, first_samples(4));
+  ForwardArguments arguments = run.forward_arguments();
+  change(arguments);
+  const std::string text =
+      text_of<ArgumentError>([&] { batch_norm_forward(arguments, CallContext{}); });
+  expect_unchanged(run);
+  return text;
+}
+
+template <class Change>
+std::string backward_refusal(const Change& change) {
+  LayerRun run(Layer{}, first_samples(4));
+  batch_norm_forward(run.forward_arguments(), {});
+  BackwardArguments arguments = run.backward_arguments();
+  change(arguments);
+  const std::string text =
+      text_of<ArgumentError>([&] { batch_norm_backward(arguments, CallContext{}); });
+  EXPECT_TRUE(run.dx.untouched_outside({.data = run.dx.view().data}));
+  EXPECT_EQ(run.dweight.values(), std::vector<double>(5, 0.0));
+  return text;
+}
+
+TEST(ForwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
+  const auto refusal = [](const std::function<void(ForwardArguments&)>& change) {
+    return forward_refusal(change);
+  };
+
+  EXPECT_EQ(refusal([](auto& a) { a.x.samples = -1; }),
+            "x: expected no negative extent, got [-1, 5, 70]");
+  EXPECT_EQ(refusal([](auto& a) { a.x.data = nullptr; }),
+            "x: expected data, or an empty tensor, got none");
+  EXPECT_EQ(refusal([](auto& a) { a.x.position_stride = 2; }),
+            "x: expected position_stride 1 or channel_stride 1, got 2 and 70");
+  EXPECT_EQ(refusal([](auto& a) { a.y.channels = 4; }),
+            "y: expected the shape of x, [4, 5, 70], got [4, 4, 70]");
+  EXPECT_EQ(refusal([](auto& a) { a.y.dtype = DType::kFloat64; }),
+            "y: expected the dtype of x, float32, got float64");
+  EXPECT_EQ(refusal([](auto& a) { a.y.data = nullptr; }),
+            "y: expected data, or an empty tensor, got none");
+  EXPECT_EQ(refusal([](auto& a) { a.y = channels_last(a.y.data, DType::kFloat32, 4, 5, 70); }),
+            "y: expected the layout of x, got another");
+  EXPECT_EQ(refusal([](auto& a) { a.weight.dtype = DType::kFloat16; }),
+            "weight: expected float32 or the dtype of x, float32, got float16");
+  EXPECT_EQ(refusal([](auto& a) { a.bias.dtype = DType::kBFloat16; }),
+            "bias: expected float32 or the dtype of x, float32, got bfloat16");
+  EXPECT_EQ(refusal([](auto& a) { a.running.mean.dtype = DType::kFloat64; }),
+            "running_mean: expected float32 or the dtype of x, float32, got float64");
+  EXPECT_EQ(refusal([](auto& a) { a.running.var.dtype = DType::kFloat64; }),
+            "running_var: expected float32 or the dtype of x, float32, got float64");
+  EXPECT_EQ(refusal([](auto& a) { a.eps = -1.0; }), "eps: expected at least 0, got -1.000000");
+  EXPECT_THAT(refusal([](auto& a) { a.eps = std::nan(""); }), StartsWith("eps: expected at least"));
+}
+
+TEST(ForwardErrors, SlicesMustBeThoseOfTheBatch) {
+  for (const std::int64_t slices : {-1, 0, 3, 5}) {  // 4 samples make 1, 2 or 4 slices
+    EXPECT_THAT(forward_refusal([&](auto& a) { a.slices = slices; }),
+                AllOf(StartsWith("slices: expected "),
+                      HasSubstr("got " + std::to_string(slices) + " for 4")));
+  }
+}
+
+TEST(BackwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
+  const auto refusal = [](const std::function<void(BackwardArguments&)>& change) {
+    return backward_refusal(change);
+  };
+
+  EXPECT_EQ(refusal([](auto& a) { a.x.data = nullptr; }),
+            "x: expected data, or an empty tensor, got none");
+  EXPECT_EQ(refusal([](auto& a) { a.dy.samples = 3; }),
+            "dy: expected the shape of x, [4, 5, 70], got [3, 5, 70]");
+  EXPECT_EQ(refusal([](auto& a) { a.dy.dtype = DType::kFloat64; }),
+            "dy: expected the dtype of x, float32, got float64");
+  EXPECT_EQ(refusal([](auto& a) { a.dx.positions = 7; }),
+            "dx: expected the shape of x, [4, 5, 70], got [4, 5, 7]");
+  EXPECT_EQ(refusal([](auto& a) { a.weight.dtype = DType::kFloat16; }),
+            "weight: expected float32 or the dtype of x, float32, got float16");
+  EXPECT_EQ(refusal([](auto& a) { a.dweight.dtype = DType::kFloat64; }),
+            "dweight: expected float32 or the dtype of x, float32, got float64");
+  EXPECT_EQ(refusal([](auto& a) { a.dbias.dtype = DType::kFloat64; }),
+            "dbias: expected float32 or the dtype of x, float32, got float64");
+  EXPECT_THAT(refusal([](auto& a) { a.slices = 5; }), StartsWith("slices: expected "));
+}
+
+TEST(OneValue, IsRefusedOnARankAloneAndNothingIsUpdated) {
+  LayerRun run({.positions = 1}, first_samples(1));
+
+  const std::string text =
+      text_of<OneValueError>([&] { batch_norm_forward(run.forward_arguments(), {}); });
+
+  EXPECT_EQ(text,
+            "x: expected more than 1 value per channel in the norm batch when training, got 1");
+  expect_unchanged(run);
+}
+
+TEST(OneValue, IsRefusedInTheLastSliceBeforeTheFirstIsUpdated) {
+  LayerRun run({.positions = 1}, first_samples(3), 2);
+
+  EXPECT_THROW(batch_norm_forward(run.forward_arguments(), {}), OneValueError);
+
+  expect_unchanged(run);
+}
+
+TEST(NoValue, GivesNothingAndUpdatesNothing) {
+  for (const std::int64_t channels : {5, 0}) {
+    LayerRun run({.channels = channels}, {});
+
+    run.step({});
+
+    EXPECT_EQ(run.running_mean.values(),
+              std::vector<double>(static_cast<std::size_t>(channels), 0.5));
+    EXPECT_EQ(run.dweight.values(), std::vector<double>(static_cast<std::size_t>(channels), 0.0));
+    EXPECT_EQ(run.counts[0], 0.0);
+  }
+}
+
+class ErrorsOfRanks : public ::testing::TestWithParam<World> {};
+
+TEST_P(ErrorsOfRanks, OneValueOverAllRanksIsRefusedOnAllAndTheGroupStaysUsable) {
+  const World& world = GetParam();
+  world.run(world.ranks, {}, [](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    const bool has_the_value = communicator.rank() == communicator.size() - 1;
+    LayerRun run({.positions = 1}, first_samples(has_the_value ? 1 : 0));
+
+    EXPECT_THROW(batch_norm_forward(run.forward_arguments(), context_of(&exchange)), OneValueError);
+
+    expect_unchanged(run);
+    LayerRun next(Layer{}, first_samples(1));
+    next.step(context_of(&exchange));
+    EXPECT_EQ(next.counts[0], 70.0 * communicator.size());
+  });
+}
+
+TEST_P(ErrorsOfRanks, NoValueOnAnyRankUpdatesNothing) {
+  const World& world = GetParam();
+  world.run(world.ranks, {}, [](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    LayerRun run(Layer{}, {});
+
+    run.step(context_of(&exchange));
+
+    expect_unchanged(run);
+    EXPECT_EQ(run.counts[0], 0.0);
+  });
+}
+
+TEST_P(ErrorsOfRanks, AnArgumentErrorOfOneRankReachesItsPeersAtOnce) {
+  const World& world = GetParam();
+  // The time limit is far beyond the limit of the whole test.
+  world.run(world.ranks, {.time_limit = 24h}, [](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    LayerRun run(Layer{}, first_samples(4));
+    ForwardArguments arguments = run.forward_arguments();
+    const auto forward = [&] { batch_norm_forward(arguments, context_of(&exchange)); };
+    if (communicator.rank() == 1) {
+      arguments.eps = -1.0;
+      EXPECT_THAT(text_of<ArgumentError>(forward), StartsWith("eps: expected"));
+    } else {
+      EXPECT_THAT(text_of<CommunicationError>(forward),
+                  AllOf(StartsWith("forward of block.bn (5 channels, scope world): "),
+                        HasSubstr("rank 1 of"), HasSubstr("eps: expected at least 0, got -1")));
+    }
+    expect_unchanged(run);
+  });
+}
+
+TEST_P(ErrorsOfRanks, SlicesAndPeersExcludeEachOther) {
+  const World& world = GetParam();
+  world.run(world.ranks, {}, [](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    LayerRun run(Layer{}, first_samples(4), 2);
+
+    EXPECT_EQ(text_of<ArgumentError>(
+                  [&] { batch_norm_forward(run.forward_arguments(), context_of(&exchange)); }),
+              "slices: expected 1 where statistics are shared with other ranks, got 2");
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Threads, ErrorsOfRanks, worlds({2, 4}, run_as_threads), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Processes, ErrorsOfRanks, worlds({2, 4}, run_as_processes), ranks_of);
+
+}  // namespace
+}  // namespace normscope::testing

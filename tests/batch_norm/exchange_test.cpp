@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What makes messages safe: ranks that meet in different calls all learn what each was doing.
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/core/error.h"
+#include "tests/batch_norm/layer_run.h"
+#include "tests/comm/worlds.h"
+#include "tests/support/ranks.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using namespace std::chrono_literals;
+
+// A transport that would not survive ranks with different lengths: here they throw what no test
+// expects.
+class FragileCommunicator final : public BorrowedCommunicator {
+ public:
+  using BorrowedCommunicator::BorrowedCommunicator;
+
+  [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
+  void all_reduce_sum(std::span<double> values, Stream stream) override {
+    try {
+      BorrowedCommunicator::all_reduce_sum(values, stream);
+    } catch (const MismatchError& error) {
+      throw std::logic_error(std::string("the transport has crashed: ") + error.what());
+    }
+  }
+};
+
+struct Meeting {
+  std::string name;
+  World world;
+  bool compares_lengths;
+};
+
+class Mismatch : public ::testing::TestWithParam<Meeting> {
+ protected:
+  static void run(const std::function<void(Exchange&)>& body) {
+    const Meeting& meeting = GetParam();
+    meeting.world.run(meeting.world.ranks, {}, [&](Communicator& communicator) {
+      if (meeting.compares_lengths) {
+        Exchange exchange = exchange_over(communicator);
+        body(exchange);
+      } else {
+        Exchange exchange(std::make_unique<FragileCommunicator>(communicator));
+        body(exchange);
+      }
+    });
+  }
+
+  // All ranks step together through a layer that they have in common.
+  static void expect_usable(Exchange& exchange, const CallContext& context) {
+    LayerRun run(Layer{}, first_samples(1));
+    run.step(context);
+    EXPECT_EQ(run.counts[0], 70.0 * exchange.communicator().size());
+  }
+
+  // The error that this rank gets in forward.
+  static std::string refusal(Exchange& exchange, const Layer& layer, CallContext context,
+                             BackwardNeeded backward = BackwardNeeded::kYes) {
+    context.exchange = &exchange;
+    LayerRun run(layer, first_samples(2));
+    ForwardArguments arguments = run.forward_arguments();
+    arguments.backward = backward;
+    const std::string text =
+        text_of<MismatchError>([&] { batch_norm_forward(arguments, context); });
+    EXPECT_EQ(run.running_mean[0], 0.5);
+    return text;
+  }
+
+  static bool is_last(const Exchange& exchange) {
+    return exchange.communicator().rank() == exchange.communicator().size() - 1;
+  }
+  static std::string rank_line(int rank, const std::string& what) {
+    return std::string("\n  rank ") + std::to_string(rank) + ": " + what + "\n";
+  }
+};
+
+TEST_P(Mismatch, OfLayersIsNamedToEveryRank) {
+  run([](Exchange& exchange) {
+    CallContext context = context_of(&exchange);
+    if (is_last(exchange)) context.layer = "head.bn";
+
+    EXPECT_THAT(refusal(exchange, Layer{}, context),
+                AllOf(HasSubstr(rank_line(0, "forward of block.bn (5 channels, scope world)")),
+                      HasSubstr(rank_line(exchange.communicator().size() - 1,
+                                          "forward of head.bn (5 channels, scope world)"))));
+    expect_usable(exchange, context_of(&exchange));
+  });
+}
+
+TEST_P(Mismatch, OfChannelsIsNamedToEveryRank) {
+  run([](Exchange& exchange) {
+    const Layer layer{.channels = is_last(exchange) ? 6 : 5};
+
+    EXPECT_THAT(refusal(exchange, layer, context_of(&exchange)),
+                AllOf(HasSubstr(rank_line(0, "forward of block.bn (5 channels, scope world)")),
+                      HasSubstr(rank_line(exchange.communicator().size() - 1,
+                                          "forward of block.bn (6 channels, scope world)"))));
+    expect_usable(exchange, context_of(&exchange));
+  });
+}
+
+TEST_P(Mismatch, OfScopesIsNamedToEveryRank) {
+  run([](Exchange& exchange) {
+    CallContext context = context_of(&exchange);
+    if (is_last(exchange)) context.scope = "group:2";
+
+    EXPECT_THAT(refusal(exchange, Layer{}, context), HasSubstr("(5 channels, scope group:2)"));
+    expect_usable(exchange, context_of(&exchange));
+  });
+}
+
+TEST_P(Mismatch, OfDirectionsIsNamedToEveryRank) {
+  run([](Exchange& exchange) {
+    const CallContext context = context_of(&exchange);
+    LayerRun run(Layer{}, first_samples(2));
+    batch_norm_forward(run.forward_arguments(), context);
+
+    const std::string text = text_of<MismatchError>([&] {
+      if (is_last(exchange)) {
+        batch_norm_backward(run.backward_arguments(), context);
+      } else {
+        LayerRun again(Layer{}, first_samples(2));
+        CallContext other = context;
+        other.layer = "next.bn";
+        batch_norm_forward(again.forward_arguments(), other);
+      }
+    });
+
+    EXPECT_THAT(text, AllOf(HasSubstr(rank_line(0, "forward of next.bn (5 channels, scope world)")),
+                            HasSubstr("backward of block.bn (5 channels, scope world)")));
+    expect_usable(exchange, context);
+  });
+}
+
+TEST_P(Mismatch, OfTheNeedForABackwardIsRaisedInForward) {
+  run([](Exchange& exchange) {
+    const BackwardNeeded backward = is_last(exchange) ? BackwardNeeded::kNo : BackwardNeeded::kYes;
+
+    EXPECT_THAT(refusal(exchange, Layer{}, context_of(&exchange), backward),
+                HasSubstr("(5 channels, scope world, nothing needs a gradient)"));
+    expect_usable(exchange, context_of(&exchange));
+  });
+}
+
+TEST_P(Mismatch, OfLayersWithoutNamesIsFoundByTheirChannels) {
+  run([](Exchange& exchange) {
+    CallContext context = context_of(&exchange);
+    context.layer = "";
+    const Layer layer{.channels = is_last(exchange) ? 6 : 5};
+
+    EXPECT_THAT(refusal(exchange, layer, context),
+                HasSubstr(rank_line(0,
+                                    "forward of a layer without a name (5 channels, scope "
+                                    "world)")));
+    expect_usable(exchange, context);
+  });
+}
+
+// A layer that only some ranks had come with before, and in vain, is new to all of them.
+TEST_P(Mismatch, LeavesNoRankWithMoreKnownLayersThanItsPeers) {
+  run([](Exchange& exchange) {
+    CallContext context = context_of(&exchange);
+    if (is_last(exchange)) context.layer = "head.bn";
+    (void)refusal(exchange, Layer{}, context);
+
+    CallContext first = context_of(&exchange);
+    CallContext second = first;
+    second.layer = "head.bn";
+    expect_usable(exchange, first);
+    expect_usable(exchange, second);
+  });
+}
+
+std::vector<Meeting> meetings() {
+  std::vector<Meeting> meetings;
+  for (const int ranks : {2, 3, 8}) {
+    const std::string suffix = std::string("_") + std::to_string(ranks);
+    meetings.push_back({"threads" + suffix, {ranks, run_as_threads}, true});
+    meetings.push_back({"fragile" + suffix, {ranks, run_as_threads}, false});
+    meetings.push_back({"processes" + suffix, {ranks, run_as_processes}, true});
+  }
+  return meetings;
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, Mismatch, ::testing::ValuesIn(meetings()),
+                         [](const auto& meeting) { return meeting.param.name; });
+
+TEST(Timeouts, NameLayerDirectionScopeAndMissingRanks) {
+  Gate timed_out;
+  run_as_threads(3, {.time_limit = 50ms}, [&](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    if (communicator.rank() > 0) {
+      timed_out.wait();
+      return;
+    }
+    LayerRun run(Layer{}, first_samples(2));
+
+    EXPECT_THAT(text_of<TimeoutError>(
+                    [&] { batch_norm_forward(run.forward_arguments(), context_of(&exchange)); }),
+                AllOf(StartsWith("forward of block.bn (5 channels, scope world): "),
+                      HasSubstr("ranks 1, 2")));
+    EXPECT_EQ(run.running_mean[0], 0.5);
+    timed_out.open_for(2);
+  });
+}
+
+TEST(Counters, CountOneMessageADirectionOfEightyBytesAChannelAndAHeader) {
+  // Of one process, so that the threads' messages add up.
+  const CommunicationCounters before = communication_counters();
+
+  run_as_threads(2, {}, [](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    LayerRun run(Layer{}, first_samples(2));
+    run.step(context_of(&exchange));
+  });
+
+  const CommunicationCounters after = communication_counters();
+  constexpr std::int64_t kHeaderBytes = 4 * 8;
+  EXPECT_EQ(after.calls - before.calls, 2 * 2);
+  EXPECT_EQ(after.bytes - before.bytes, 2 * 2 * (80 * 5 + kHeaderBytes));
+  EXPECT_GT(after.seconds, before.seconds);
+}
+
+TEST(Counters, ARankAloneSendsNothing) {
+  const CommunicationCounters before = communication_counters();
+
+  run_alone(1, {}, [](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    LayerRun run(Layer{}, first_samples(2));
+    run.step(context_of(&exchange));
+  });
+
+  EXPECT_EQ(communication_counters().calls, before.calls);
+  EXPECT_EQ(communication_counters().bytes, before.bytes);
+}
+
+TEST(AbsentGradients, ARankThatWantsNoInputGradientStillSendsItsSums) {
+  run_as_threads(2, {}, [](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    const Layer layer;
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    LayerRun whole(layer, first_samples(6));
+    whole.step({});
+    LayerRun run(layer, in_order(6, 2)[rank]);
+    batch_norm_forward(run.forward_arguments(), context_of(&exchange));
+    BackwardArguments arguments = run.backward_arguments();
+    if (rank == 1) arguments.dx.data = nullptr;
+
+    batch_norm_backward(arguments, context_of(&exchange));
+
+    if (rank == 1) return;
+    run.dx.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      ASSERT_EQ(run.dx.at(n, c, p), whole.dx.at(n, c, p));
+    });
+  });
+}
+
+}  // namespace
+}  // namespace normscope::testing

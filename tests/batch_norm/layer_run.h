@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "normscope/batch_norm/batch_norm.h"
+#include "normscope/comm/communicator.h"
+#include "tests/support/inputs.h"
+#include "tests/support/tensor.h"
+
+namespace normscope::testing {
+
+enum class Parameters { kNone, kFloat32, kLikeInput };
+
+// A layer and what comes to it.
+struct Layer {
+  DType dtype = DType::kFloat32;
+  Layout layout = Layout::kChannelsFirst;
+  std::int64_t channels = 5;
+  std::int64_t positions = 70;
+  Inputs inputs = Inputs::kMeanOf1e3Deviations;
+  Parameters parameters = Parameters::kFloat32;
+  DType buffers = DType::kFloat32;
+  double eps = 1e-5;
+  double momentum = 0.1;
+};
+
+// One rank's step of a layer: some samples of the whole batch, and all that becomes of them.
+class LayerRun {
+ public:
+  LayerRun(const Layer& layer, std::vector<std::int64_t> own_samples, std::int64_t slices = 1)
+      : samples(std::move(own_samples)),
+        x(tensor(layer, samples)),
+        dy(x),
+        y(x),
+        dx(x),
+        weight(parameter_dtype(layer), layer.channels, 1.0),
+        bias(parameter_dtype(layer), layer.channels, 0.0),
+        dweight(parameter_dtype(layer), layer.channels, 0.0),
+        dbias(parameter_dtype(layer), layer.channels, 0.0),
+        running_mean(layer.buffers, layer.channels, 0.5),
+        running_var(layer.buffers, layer.channels, 2.0),
+        statistics(static_cast<std::size_t>(statistics_size(slices, layer.channels))),
+        counts(static_cast<std::size_t>(slices)),
+        layer_(layer),
+        slices_(slices) {
+    fill(x, layer.inputs, Role::kX, samples);
+    fill(dy, Inputs::kCentred, Role::kDy, samples);
+    if (layer.parameters == Parameters::kNone) return;
+    for (std::int64_t c = 0; c < layer.channels; ++c) {
+      weight.set(c, 1.5 + input_at(Inputs::kCentred, layer.dtype, Role::kParameters, 0, c, 0));
+      bias.set(c, input_at(Inputs::kCentred, layer.dtype, Role::kParameters, 1, c, 0));
+    }
+  }
+
+  [[nodiscard]] ForwardArguments forward_arguments() {
+    const bool affine = layer_.parameters != Parameters::kNone;
+    ForwardArguments arguments;
+    arguments.x = x.view().read_only();
+    arguments.y = y.view();
+    if (affine) arguments.weight = std::as_const(weight).view();
+    if (affine) arguments.bias = std::as_const(bias).view();
+    arguments.running = {running_mean.view(), running_var.view(), layer_.momentum};
+    arguments.eps = layer_.eps;
+    arguments.slices = slices_;
+    arguments.statistics = statistics.data();
+    arguments.counts = counts.data();
+    return arguments;
+  }
+
+  [[nodiscard]] BackwardArguments backward_arguments() {
+    const bool affine = layer_.parameters != Parameters::kNone;
+    BackwardArguments arguments;
+    arguments.x = x.view().read_only();
+    arguments.dy = dy.view().read_only();
+    arguments.dx = dx.view();
+    arguments.statistics = statistics.data();
+    arguments.slices = slices_;
+    if (affine) arguments.weight = std::as_const(weight).view();
+    if (affine) arguments.dweight = dweight.view();
+    if (affine) arguments.dbias = dbias.view();
+    return arguments;
+  }
+
+  void step(const CallContext& context) {
+    batch_norm_forward(forward_arguments(), context);
+    batch_norm_backward(backward_arguments(), context);
+  }
+
+  std::vector<std::int64_t> samples;  // their numbers in the whole batch
+  Tensor x;
+  Tensor dy;
+  Tensor y;
+  Tensor dx;
+  ChannelArray weight;
+  ChannelArray bias;
+  ChannelArray dweight;
+  ChannelArray dbias;
+  ChannelArray running_mean;
+  ChannelArray running_var;
+  std::vector<double> statistics;
+  std::vector<double> counts;
+
+ private:
+  static Tensor tensor(const Layer& layer, std::span<const std::int64_t> samples) {
+    return {layer.dtype, layer.layout, static_cast<std::int64_t>(samples.size()), layer.channels,
+            layer.positions};
+  }
+  static DType parameter_dtype(const Layer& layer) {
+    return layer.parameters == Parameters::kLikeInput ? layer.dtype : DType::kFloat32;
+  }
+
+  Layer layer_;
+  std::int64_t slices_;
+};
+
+// Owns nothing: an Exchange over a communicator that somebody else keeps.
+class BorrowedCommunicator : public Communicator {
+ public:
+  explicit BorrowedCommunicator(Communicator& communicator) : communicator_(communicator) {}
+
+  [[nodiscard]] int rank() const noexcept override { return communicator_.rank(); }
+  [[nodiscard]] int size() const noexcept override { return communicator_.size(); }
+  [[nodiscard]] std::string_view transport() const noexcept override {
+    return communicator_.transport();
+  }
+  [[nodiscard]] bool compares_lengths() const noexcept override {
+    return communicator_.compares_lengths();
+  }
+  void all_reduce_sum(std::span<double> values, Stream stream) override {
+    communicator_.all_reduce_sum(values, stream);
+  }
+  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
+    return communicator_.split(color, key);
+  }
+  void fail(std::string_view reason) noexcept override { communicator_.fail(reason); }
+
+ private:
+  Communicator& communicator_;
+};
+
+[[nodiscard]] inline Exchange exchange_over(Communicator& communicator) {
+  return Exchange(std::make_unique<BorrowedCommunicator>(communicator));
+}
+
+[[nodiscard]] inline CallContext context_of(Exchange* exchange) {
+  CallContext context;
+  context.exchange = exchange;
+  context.layer = "block.bn";
+  context.scope = "world";
+  return context;
+}
+
+// Which samples of a batch each of so many ranks has.
+using Assignment = std::vector<std::vector<std::int64_t>>;
+
+// Nearly equal parts in order.
+[[nodiscard]] inline Assignment in_order(std::int64_t samples, int ranks) {
+  Assignment assignment(static_cast<std::size_t>(ranks));
+  for (std::int64_t n = 0; n < samples; ++n) {
+    assignment[static_cast<std::size_t>(n * ranks / samples)].push_back(n);
+  }
+  return assignment;
+}
+
+// Permuted, and rank r has about r times as many samples as rank 1: rank 0 of several has none.
+[[nodiscard]] inline Assignment uneven_and_permuted(std::int64_t samples, int ranks) {
+  if (ranks == 1) return in_order(samples, ranks);
+  Assignment assignment(static_cast<std::size_t>(ranks));
+  const std::int64_t shares = ranks * (ranks - 1) / 2;
+  for (std::int64_t i = 0; i < samples; ++i) {
+    std::int64_t rank = 1;
+    while (i * shares / samples >= rank * (rank + 1) / 2) ++rank;
+    const std::int64_t n = i * 5 % samples;  // a permutation: 5 must not divide `samples`
+    assignment[static_cast<std::size_t>(rank)].push_back(n);
+  }
+  return assignment;
+}
+
+}  // namespace normscope::testing

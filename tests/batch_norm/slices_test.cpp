@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "normscope/core/error.h"
+#include "tests/batch_norm/layer_run.h"
+#include "tests/support/execution.h"
+
+namespace normscope::testing {
+namespace {
+
+// 7 samples in slices of 3, 3 and 1.
+constexpr std::int64_t kSamples = 7;
+constexpr std::int64_t kSlices = 3;
+
+Assignment slices_of_seven() { return {{0, 1, 2}, {3, 4, 5}, {6}}; }
+
+TEST(SliceCount, IsThatOfTorchChunk) {
+  EXPECT_EQ(slice_count(8, 4), 4);
+  EXPECT_EQ(slice_count(7, 3), 3);
+  EXPECT_EQ(slice_count(5, 4), 3);  // 2, 2, 1
+  EXPECT_EQ(slice_count(3, 8), 3);
+  EXPECT_EQ(slice_count(0, 4), 1);
+  EXPECT_THROW((void)slice_count(4, 0), ArgumentError);
+}
+
+class Slices : public ::testing::TestWithParam<Layout> {
+ protected:
+  // Each slice as a batch of its own.
+  static std::vector<LayerRun> separate_runs(const Layer& layer) {
+    std::vector<LayerRun> runs;
+    for (const std::vector<std::int64_t>& samples : slices_of_seven()) {
+      runs.emplace_back(layer, samples).step({});
+    }
+    return runs;
+  }
+};
+
+TEST_P(Slices, AreNormBatchesOfTheirOwn) {
+  const Layer layer{.layout = GetParam()};
+  const std::vector<LayerRun> expected = separate_runs(layer);
+  for (const int threads : {1, 2}) {
+    const Execution execution = on_threads(threads);
+    LayerRun run(layer, first_samples(kSamples), kSlices);
+    CallContext context;
+    context.execution = &execution;
+
+    run.step(context);
+
+    EXPECT_EQ(run.counts, (std::vector<double>{3 * 70, 3 * 70, 70}));
+    for (std::int64_t n = 0; n < kSamples; ++n) {
+      const LayerRun& slice = expected[static_cast<std::size_t>(n / 3)];
+      for (std::int64_t c = 0; c < layer.channels; ++c) {
+        for (std::int64_t p = 0; p < layer.positions; ++p) {
+          ASSERT_EQ(run.y.at(n, c, p), slice.y.at(n % 3, c, p));
+          ASSERT_EQ(run.dx.at(n, c, p), slice.dx.at(n % 3, c, p));
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Slices, ParameterGradientsAreTheSumsOverAllSlices) {
+  const Layer layer{
+      .dtype = DType::kFloat64, .layout = GetParam(), .parameters = Parameters::kLikeInput};
+  const std::vector<LayerRun> expected = separate_runs(layer);
+  LayerRun run(layer, first_samples(kSamples), kSlices);
+
+  run.step({});
+
+  for (std::int64_t c = 0; c < layer.channels; ++c) {
+    EXPECT_EQ(run.dweight[c],
+              expected[0].dweight[c] + expected[1].dweight[c] + expected[2].dweight[c]);
+    EXPECT_EQ(run.dbias[c], expected[0].dbias[c] + expected[1].dbias[c] + expected[2].dbias[c]);
+  }
+}
+
+TEST_P(Slices, UpdateRunningStatisticsByTheRuleAskedFor) {
+  for (const DType buffers : {DType::kFloat32, DType::kBFloat16}) {
+    const DType dtype = buffers == DType::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
+    const Layer layer{.dtype = dtype, .layout = GetParam(), .buffers = buffers};
+    const auto updated_with = [&](SliceStats slice_stats) {
+      LayerRun run(layer, first_samples(kSamples), kSlices);
+      ForwardArguments arguments = run.forward_arguments();
+      arguments.slice_stats = slice_stats;
+      batch_norm_forward(arguments, {});
+      return run;
+    };
+    LayerRun pooled(layer, first_samples(kSamples));
+    batch_norm_forward(pooled.forward_arguments(), {});
+    LayerRun first(layer, slices_of_seven()[0]);
+    batch_norm_forward(first.forward_arguments(), {});
+    LayerRun sequential(layer, slices_of_seven()[0]);
+    batch_norm_forward(sequential.forward_arguments(), {});
+    for (const std::size_t slice : {1, 2}) {
+      LayerRun next(layer, slices_of_seven()[slice]);
+      ForwardArguments arguments = next.forward_arguments();
+      arguments.running = {sequential.running_mean.view(), sequential.running_var.view(),
+                           layer.momentum};
+      batch_norm_forward(arguments, {});
+    }
+
+    const auto expect_buffers = [](const LayerRun& got, const LayerRun& expected) {
+      EXPECT_EQ(got.running_mean.values(), expected.running_mean.values());
+      EXPECT_EQ(got.running_var.values(), expected.running_var.values());
+    };
+    expect_buffers(updated_with(SliceStats::kPooled), pooled);
+    expect_buffers(updated_with(SliceStats::kFirst), first);
+    expect_buffers(updated_with(SliceStats::kSequential), sequential);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, Slices, ::testing::ValuesIn(kAllLayouts),
+                         [](const auto& layout) { return name_of(layout.param); });
+
+}  // namespace
+}  // namespace normscope::testing
