@@ -59,8 +59,9 @@ void check_buffer(std::string_view name, const std::optional<at::Tensor>& buffer
 }
 
 void check_running_statistics(const ForwardOpArguments& arguments) {
-  TORCH_CHECK(arguments.running_mean.has_value() == arguments.running_var.has_value(),
-              "running_var: expected a tensor where running_mean is one, and none where it is none");
+  TORCH_CHECK(
+      arguments.running_mean.has_value() == arguments.running_var.has_value(),
+      "running_var: expected a tensor where running_mean is one, and none where it is none");
   check_buffer("running_mean", arguments.running_mean);
   check_buffer("running_var", arguments.running_var);
   const std::optional<at::Tensor>& tracked = arguments.num_batches_tracked;

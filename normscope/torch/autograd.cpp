@@ -57,11 +57,11 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
                                const OptionalTensor& weight, const OptionalTensor& bias,
                                const Constants& constants) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [y, statistics] = forward_op().call(
-        x, weight, bias, constants.running_mean, constants.running_var,
-        constants.num_batches_tracked, constants.momentum, constants.eps, constants.dims,
-        constants.scope, constants.slice_stats, /*needs_backward=*/true, constants.group_name,
-        constants.layer);
+    const auto [y, statistics] =
+        forward_op().call(x, weight, bias, constants.running_mean, constants.running_var,
+                          constants.num_batches_tracked, constants.momentum, constants.eps,
+                          constants.dims, constants.scope, constants.slice_stats,
+                          /*needs_backward=*/true, constants.group_name, constants.layer);
     context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
     context->mark_non_differentiable({statistics});
     context->saved_data["wants_dx"] = x.requires_grad();
@@ -96,7 +96,6 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
   template <class Call>
   static variable_list forward(AutogradContext*, const at::Tensor&, const at::Tensor&,
                                const OptionalTensor&, const Call& call) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const auto [dx, dweight, dbias] = call();
     return {dx, dweight, dbias};
   }
@@ -111,18 +110,18 @@ std::tuple<at::Tensor, at::Tensor> forward_autograd(
     const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& running_mean, const OptionalTensor& running_var,
     const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats,
-    bool needs_backward, std::string_view group_name, std::string_view layer) {
+    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats, bool needs_backward,
+    std::string_view group_name, std::string_view layer) {
   if (!needs_backward) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return forward_op().call(x, weight, bias, running_mean, running_var, num_batches_tracked,
                              momentum, eps, dims, scope, slice_stats, needs_backward, group_name,
                              layer);
   }
-  const variable_list outputs = BatchNorm::apply(
-      x, weight, bias,
-      Constants{running_mean, running_var, num_batches_tracked, momentum, eps, dims, scope,
-                slice_stats, group_name, layer});
+  const variable_list outputs =
+      BatchNorm::apply(x, weight, bias,
+                       Constants{running_mean, running_var, num_batches_tracked, momentum, eps,
+                                 dims, scope, slice_stats, group_name, layer});
   return {outputs[0], outputs[1]};
 }
 
@@ -130,10 +129,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_autograd(
     const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
     const at::Tensor& statistics, bool wants_dx, bool wants_dweight, bool wants_dbias,
     std::string_view scope, std::string_view group_name, std::string_view layer) {
-  const variable_list outputs = BatchNormBackward::apply(dy, x, weight, [&] {
-    return backward_op().call(dy, x, weight, statistics, wants_dx, wants_dweight,
-                              wants_dbias, scope, group_name, layer);
-  });
+  const auto call = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return backward_op().call(dy, x, weight, statistics, wants_dx, wants_dweight, wants_dbias,
+                              scope, group_name, layer);
+  };
+  if (!at::GradMode::is_enabled()) return call();
+  const variable_list outputs = BatchNormBackward::apply(dy, x, weight, call);
   return {outputs[0], outputs[1], outputs[2]};
 }
 
@@ -148,22 +150,21 @@ at::Tensor torch_batch_norm(const at::Tensor& x, const OptionalTensor& weight,
                         /*momentum=*/0.0, eps, at::globalContext().userEnabledCuDNN());
 }
 
-at::Tensor batch_norm(const at::Tensor& x, const OptionalTensor& weight,
-                      const OptionalTensor& bias, const OptionalTensor& running_mean,
-                      const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked,
-                      bool training, std::optional<double> momentum, double eps,
-                      at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats,
+at::Tensor batch_norm(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                      const OptionalTensor& num_batches_tracked, bool training,
+                      std::optional<double> momentum, double eps, at::IntArrayRef dims,
+                      std::string_view scope, std::string_view slice_stats,
                       std::string_view group_name, std::string_view layer) {
   if (!training) {
     check_dimensions(x, dims);
     return torch_batch_norm(x, weight, bias, running_mean, running_var, eps);
   }
-  const bool needs_backward =
-      at::GradMode::is_enabled() &&
-      (x.requires_grad() || requires_grad(weight) || requires_grad(bias));
+  const bool needs_backward = at::GradMode::is_enabled() &&
+                              (x.requires_grad() || requires_grad(weight) || requires_grad(bias));
   return std::get<0>(forward_op().call(x, weight, bias, running_mean, running_var,
-                                       num_batches_tracked, momentum, eps, dims, scope,
-                                       slice_stats, needs_backward, group_name, layer));
+                                       num_batches_tracked, momentum, eps, dims, scope, slice_stats,
+                                       needs_backward, group_name, layer));
 }
 
 }  // namespace

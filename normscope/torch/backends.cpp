@@ -20,7 +20,8 @@ namespace {
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// ---- What the backends share ---------------------------------------------------------------------
+// ---- What the backends share
+// ---------------------------------------------------------------------
 
 at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
 
@@ -52,7 +53,8 @@ struct Gradients {
   }
 };
 
-// ---- Meta ----------------------------------------------------------------------------------------
+// ---- Meta
+// ----------------------------------------------------------------------------------------
 
 // slice_count() of symbolic numbers.
 c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted) {
@@ -73,12 +75,14 @@ Outputs forward_meta(const at::Tensor& x, const OptionalTensor& weight, const Op
 }
 
 GradientTensors backward_meta(const at::Tensor&, const at::Tensor& x, const OptionalTensor&,
-                      const at::Tensor&, bool wants_dx, bool wants_dweight, bool wants_dbias,
-                      std::string_view, std::string_view, std::string_view) {
+                              const at::Tensor&, bool wants_dx, bool wants_dweight,
+                              bool wants_dbias, std::string_view, std::string_view,
+                              std::string_view) {
   return Gradients(x, {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}).tensors();
 }
 
-// ---- CPU -----------------------------------------------------------------------------------------
+// ---- CPU
+// -----------------------------------------------------------------------------------------
 
 // torch's threads, as many as torch.set_num_threads() allows here.
 Execution torch_threads() {
@@ -106,14 +110,15 @@ auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
   }
 }
 
-// Runs the exchange and what follows; its errors get the types that torch's own have in Python.
+// Runs what meets the other ranks; its errors get the types that torch's own have in Python.
 template <class Call>
-void run_as_torch(const at::Tensor& x, const Call& call) {
+void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
   try {
     call();
   } catch (const OneValueError&) {
     throw_one_value_per_channel(x);
   } catch (const ArgumentError& error) {
+    exchange.fail(error.what());
     TORCH_CHECK_VALUE(false, error.what());
   } catch (const CommunicationError& error) {
     C10_THROW_ERROR(DistBackendError, error.what());
@@ -124,7 +129,8 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
 
-// The weight of the first update that this call makes; as torch, 0 where nothing counts the updates.
+// The weight of the first update that this call makes; as torch, 0 where nothing counts the
+// updates.
 double momentum_of(std::optional<double> momentum, const OptionalTensor& num_batches_tracked) {
   if (momentum) return *momentum;
   if (!num_batches_tracked) return 0;
@@ -164,8 +170,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ResolvedScop
       .running = {.mean = mutable_channel_view(op.running_mean),
                   .var = mutable_channel_view(op.running_var),
                   .momentum = momentum_of(op.momentum, op.num_batches_tracked)},
-      .running_average =
-          op.momentum ? RunningAverage::kExponential : RunningAverage::kCumulative,
+      .running_average = op.momentum ? RunningAverage::kExponential : RunningAverage::kCumulative,
       .eps = op.eps,
       .slices = slices,
       .slice_stats = parse_slice_stats(op.slice_stats),
@@ -196,19 +201,19 @@ Outputs forward_cpu(const at::Tensor& x, const OptionalTensor& weight, const Opt
                     double eps, at::IntArrayRef dims, std::string_view scope,
                     std::string_view slice_stats, bool needs_backward, std::string_view group_name,
                     std::string_view layer) {
-  const ForwardOpArguments op{x,   weight, bias, running_mean, running_var, num_batches_tracked,
-                              momentum, eps, dims, scope, slice_stats};
+  const ForwardOpArguments op{
+      x,        weight, bias, running_mean, running_var, num_batches_tracked,
+      momentum, eps,    dims, scope,        slice_stats};
   const ResolvedScope resolved = resolve_scope(scope);
   const ExchangeUse exchange(resolved.spans_ranks ? group_name : "");
-  const PreparedForward prepared = prepare_or_fail(
-      exchange, [&] { return prepare_forward(op, resolved, needs_backward); });
+  const PreparedForward prepared =
+      prepare_or_fail(exchange, [&] { return prepare_forward(op, resolved, needs_backward); });
 
   const Execution execution = torch_threads();
-  run_as_torch(x, [&] {
-    batch_norm_forward(prepared.arguments, {.execution = &execution,
-                                            .exchange = exchange.get(),
-                                            .layer = layer,
-                                            .scope = scope});
+  run_as_torch(x, exchange, [&] {
+    batch_norm_forward(
+        prepared.arguments,
+        {.execution = &execution, .exchange = exchange.get(), .layer = layer, .scope = scope});
   });
   count_updates(op, prepared);
   return {prepared.y, prepared.statistics};
@@ -250,10 +255,11 @@ PreparedBackward prepare_backward(const at::Tensor& dy, const at::Tensor& x,
   return prepared;
 }
 
-GradientTensors backward_cpu(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
-                     const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
-                     bool wants_dbias, std::string_view scope, std::string_view group_name,
-                     std::string_view layer) {
+GradientTensors backward_cpu(const at::Tensor& dy, const at::Tensor& x,
+                             const OptionalTensor& weight, const at::Tensor& statistics,
+                             bool wants_dx, bool wants_dweight, bool wants_dbias,
+                             std::string_view scope, std::string_view group_name,
+                             std::string_view layer) {
   const ExchangeUse exchange(resolve_scope(scope).spans_ranks ? group_name : "");
   const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
     return prepare_backward(dy, x, weight, statistics,
@@ -261,11 +267,10 @@ GradientTensors backward_cpu(const at::Tensor& dy, const at::Tensor& x, const Op
   });
 
   const Execution execution = torch_threads();
-  run_as_torch(x, [&] {
-    batch_norm_backward(prepared.arguments, {.execution = &execution,
-                                             .exchange = exchange.get(),
-                                             .layer = layer,
-                                             .scope = scope});
+  run_as_torch(x, exchange, [&] {
+    batch_norm_backward(
+        prepared.arguments,
+        {.execution = &execution, .exchange = exchange.get(), .layer = layer, .scope = scope});
   });
   return prepared.gradients.tensors();
 }

@@ -11,13 +11,13 @@
 namespace normscope::binding {
 namespace {
 
-// What a frame begins with: the length of the message in float64 numbers, and its square. Their sums
-// over R ranks are R * length and R * length^2 only where all ranks have this length; both are exact
-// while R * length^2 <= 2^53.
+// What a frame begins with: the length of the message in float64 numbers, and its square. Their
+// sums over R ranks are R * length and R * length^2 only where all ranks have this length; both are
+// exact while R * length^2 <= 2^53.
 constexpr std::size_t kLengthFields = 2;
 
-// float64 numbers of a frame: 32 KiB, which hold 409 channels. Over Gloo a second all-reduce costs more
-// than the padding of a short message.
+// float64 numbers of a frame: 32 KiB, which hold 409 channels. Over Gloo a second all-reduce costs
+// more than the padding of a short message.
 constexpr std::size_t kFrameLength = 4096;
 
 // Backends have no exception of their own for it.

@@ -16,8 +16,8 @@ namespace normscope::binding {
 // alive. The group's own time limit holds unless another is given.
 //
 // Some backends end the process where ranks come with different lengths (Gloo does). A message
-// therefore begins with a frame that is as long for every message and carries the length; what does not
-// fit into it follows once the lengths are known to agree.
+// therefore begins with a frame that is as long for every message and carries the length; what does
+// not fit into it follows once the lengths are known to agree.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

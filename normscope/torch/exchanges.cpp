@@ -41,8 +41,8 @@ std::optional<Milliseconds> chosen_time_limit() {
   double seconds = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);
   // Milliseconds of more than 30 years are no limit, and would overflow in a clock's sums.
-  const bool fits = error == std::errc{} && end == text.data() + text.size() && seconds >= 1e-3 &&
-                    seconds <= 1e9;
+  const bool fits =
+      error == std::errc{} && end == text.data() + text.size() && seconds >= 1e-3 && seconds <= 1e9;
   TORCH_CHECK_VALUE(fits, "NORMSCOPE_TIMEOUT: expected seconds from 0.001 to 1e9, got \"", text,
                     "\"");
   return Milliseconds(static_cast<std::int64_t>(seconds * 1e3));
@@ -77,8 +77,7 @@ std::unique_ptr<Communicator> shared_memory_between(Communicator& group, Millise
   }
 
   double gathered[] = {static_cast<double>(address.process),
-                       static_cast<double>(address.descriptor),
-                       static_cast<double>(address.nonce)};
+                       static_cast<double>(address.descriptor), static_cast<double>(address.nonce)};
   group.all_reduce_sum(gathered);
   address = {static_cast<std::int64_t>(gathered[0]), static_cast<std::int64_t>(gathered[1]),
              static_cast<std::int64_t>(gathered[2])};
@@ -98,6 +97,15 @@ std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group) {
   // A group of one rank gets here only where that is forced.
   return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(own),
                                     WhenAlone::kExchange);
+}
+
+// make_exchange() whose errors have the type that torch's own have in Python.
+std::unique_ptr<Exchange> make_exchange_as_torch(const ProcessGroup& group) {
+  try {
+    return make_exchange(group);
+  } catch (const CommunicationError& error) {
+    C10_THROW_ERROR(DistBackendError, std::string("the group's first meeting: ") + error.what());
+  }
 }
 
 ProcessGroup resolve(const std::string& name) {
@@ -128,7 +136,7 @@ ExchangeUse::ExchangeUse(std::string_view group_name) {
   if (group->getSize() == 1 && environment("NORMSCOPE_FORCE_SYNC") != "1") return;
   entry_ = entry_of(name, group);
   lock_ = std::unique_lock(entry_->mutex);
-  if (!entry_->exchange) entry_->exchange = make_exchange(group);
+  if (!entry_->exchange) entry_->exchange = make_exchange_as_torch(group);
   exchange_ = entry_->exchange.get();
 }
 

@@ -14,10 +14,10 @@ struct GroupEntry;
 
 // The exchange of a process group, for one thread at a time and as long as this object lives.
 //
-// It is made at first use, which is collective over the group, and kept until the group is destroyed:
-// shared memory between processes of one host, else the group's own backend. Environment variables,
-// read at first use: NORMSCOPE_SHARED_MEMORY=0 keeps to the group's backend (one rank that sets it
-// decides for all), NORMSCOPE_TIMEOUT=seconds replaces the group's time limit, and
+// It is made at first use, which is collective over the group, and kept until the group is
+// destroyed: shared memory between processes of one host, else the group's own backend. Environment
+// variables, read at first use: NORMSCOPE_SHARED_MEMORY=0 keeps to the group's backend (one rank
+// that sets it decides for all), NORMSCOPE_TIMEOUT=seconds replaces the group's time limit, and
 // NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
 class ExchangeUse {
  public:
@@ -38,8 +38,8 @@ class ExchangeUse {
   Exchange* exchange_ = nullptr;
 };
 
-// What carries the messages of the process group: "shared memory", "gloo", ...; "none" where its one
-// rank sends none. Collective at first use.
+// What carries the messages of the process group: "shared memory", "gloo", ...; "none" where its
+// one rank sends none. Collective at first use.
 [[nodiscard]] std::string transport_of(std::string_view group_name);
 
 }  // namespace normscope::binding

@@ -40,12 +40,13 @@ std::tuple<std::int64_t, std::int64_t, double> counters() {
 
 }  // namespace
 
-// What Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean, running_var and their
-// gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64.
+// What Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean, running_var and
+// their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64.
 //
-// group_name is that of a process group, "" for none; layer is a qualified name, "" where there is none;
-// dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for other ranks
-// do not hold Python's lock: torch releases it around the ops of torch.ops, and in its autograd engine.
+// group_name is that of a process group, "" for none; layer is a qualified name, "" where there is
+// none; dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for
+// other ranks do not hold Python's lock: torch releases it around the ops of torch.ops, and in its
+// autograd engine.
 TORCH_LIBRARY(normscope, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(

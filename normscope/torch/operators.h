@@ -17,8 +17,8 @@ using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
     const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& running_mean, const OptionalTensor& running_var,
     const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats,
-    bool needs_backward, std::string_view group_name, std::string_view layer);
+    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats, bool needs_backward,
+    std::string_view group_name, std::string_view layer);
 
 using BackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,

@@ -16,7 +16,8 @@ DType known_dtype_of(const at::Tensor& tensor) {
   return *dtype;
 }
 
-// The stride of the positions [*] of a tensor [N, C, *] as one dimension; none where they do not fold.
+// The stride of the positions [*] of a tensor [N, C, *] as one dimension; none where they do not
+// fold.
 std::optional<std::int64_t> position_stride(const at::Tensor& tensor) {
   std::optional<std::int64_t> innermost;
   std::int64_t folded = 1;  // positions in the dimensions seen so far
@@ -36,14 +37,9 @@ std::optional<BasicTensorView<Pointer>> fold(const at::Tensor& tensor, Pointer d
   if (!stride) return std::nullopt;
   std::int64_t positions = 1;
   for (std::int64_t d = 2; d < tensor.dim(); ++d) positions *= tensor.size(d);
-  return BasicTensorView<Pointer>{data,
-                                  known_dtype_of(tensor),
-                                  tensor.size(0),
-                                  tensor.size(1),
-                                  positions,
-                                  tensor.stride(0),
-                                  tensor.stride(1),
-                                  *stride};
+  return BasicTensorView<Pointer>{
+      data,      known_dtype_of(tensor), tensor.size(0),   tensor.size(1),
+      positions, tensor.stride(0),       tensor.stride(1), *stride};
 }
 
 }  // namespace

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups by name: a layer that held the object could not be copied or pickled."""
 
-from typing import cast
-
 import torch
 from torch import distributed
 
-NO_GROUP = ""
+NONE = ""
 
 
 def name_of(group: "distributed.ProcessGroup | None") -> str | None:
@@ -17,14 +15,16 @@ def name_of(group: "distributed.ProcessGroup | None") -> str | None:
     """
     if group is None:
         return None
-    if group == distributed.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(group, distributed.ProcessGroup):  # new_group's answer on other ranks
         raise ValueError("process_group: expected a group that this rank is in, got another")
-    return cast("str", group.group_name)
+    return group.group_name
 
 
 def named(name: str | None) -> "distributed.ProcessGroup | None":
     """The group that a name stands for; None for the default group."""
-    return None if name is None else distributed.distributed_c10d._resolve_process_group(name)
+    if name is None:
+        return None
+    return distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 # A graph that torch.compile makes holds the name, not the look-up.
@@ -34,5 +34,6 @@ def name_in_use(name: str | None) -> str:
     if name is not None:
         return name
     if distributed.is_available() and distributed.is_initialized():
-        return cast("str", distributed.group.WORLD.group_name)
-    return NO_GROUP
+        default = distributed.group.WORLD
+        return NONE if default is None else default.group_name
+    return NONE

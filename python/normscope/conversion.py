@@ -98,7 +98,11 @@ def revert(model: Model) -> Model:
 
 
 def _tuple(patterns: Patterns | None) -> tuple[str, ...] | None:
-    return (patterns,) if isinstance(patterns, str) else (None if patterns is None else tuple(patterns))
+    return (
+        (patterns,)
+        if isinstance(patterns, str)
+        else (None if patterns is None else tuple(patterns))
+    )
 
 
 def _batch_norms(

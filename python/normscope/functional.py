@@ -78,6 +78,6 @@ def batch_norm(
         (),
         str(Scope(str(scope))),
         slice_stats,
-        _process_group.name_in_use(group_name) if training else "",
+        _process_group.name_in_use(group_name) if training else _process_group.NONE,
         "",
     )

@@ -138,13 +138,13 @@ class BatchNorm(_BatchNorm):
             self.dims,
             str(self.scope),
             self.slice_stats,
-            _process_group.name_in_use(self.group_name) if self.training else "",
+            _process_group.name_in_use(self.group_name) if self.training else _process_group.NONE,
             self.layer_name,
         )
 
     def extra_repr(self) -> str:
-        """torch's text, and the scope."""
-        return f"{super().extra_repr()}, scope={self.scope}"
+        """Torch's text, and the scope."""
+        return f"{super().extra_repr()}, scope={self.scope}"  # type: ignore[no-untyped-call]
 
 
 class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):

@@ -76,7 +76,9 @@ def test_a_mean_of_ten_thousand_deviations_costs_no_accuracy(
     offset: float, layout: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     torch.manual_seed(0)
-    x = layout(torch.randn(4, 5, 13, 17) + offset * torch.tensor([1.0, -1, 0.5, 0, 1]).view(5, 1, 1))
+    x = layout(
+        torch.randn(4, 5, 13, 17) + offset * torch.tensor([1.0, -1, 0.5, 0, 1]).view(5, 1, 1)
+    )
 
     assert_as_oracle(x, torch.randn(x.shape))
 
@@ -106,7 +108,9 @@ def test_a_constant_channel_has_no_variance(
     assert torch.equal(y, layer.bias.detach().view(4, 1, 1).expand_as(y))
     # 0.9 * 1 + 0.1 * 0, and the mean is exact: both rounded once.
     torch.testing.assert_close(layer.running_var, torch.full((4,), 0.9), rtol=1.2e-7, atol=0)
-    torch.testing.assert_close(layer.running_mean, torch.full((4,), 0.1 * value), rtol=1.2e-7, atol=0)
+    torch.testing.assert_close(
+        layer.running_mean, torch.full((4,), 0.1 * value), rtol=1.2e-7, atol=0
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -63,6 +63,7 @@ def copy_with_a_group() -> list[float]:
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         rank = float(distributed.get_rank())
         other(torch.tensor([[rank], [rank]]))
+        assert other.running_mean is not None
         means.append(other.running_mean.item())
     return means
 

@@ -136,8 +136,8 @@ def test_a_compiled_full_graph_equals_eager_on_two_ranks(
     for compiled, eager in ranks.run(2, compiled_and_eager, name, evaluates, hang_seconds=400):
         assert len(compiled) == len(eager)
         for got, expected in zip(compiled, eager, strict=True):
-            # Convolutions and means of at most 4 * 49 * 8 products, in another order: 1600 roundings
-            # at the very worst, of float32's 1.2e-7, of the largest entry.
+            # Convolutions and means of at most 4 * 49 * 8 products, in another order: at the very
+            # worst 1600 roundings, of float32's 1.2e-7, of the largest entry.
             allowed = 1600 * 1.2e-7 * expected.abs().amax().item()
             torch.testing.assert_close(got, expected, rtol=0, atol=allowed)
 

@@ -33,7 +33,7 @@ def test_a_run_has_the_ranks_that_it_asked_for() -> None:
         assert pool.run(2, rank_and_size) == [(0, 2), (1, 2)]
         assert pool.run(1, rank_and_size) == [(0, 1)]
 
-        with pytest.raises(RankFailureError, match="(?s)rank 1: .*what rank 1 found"):
+        with pytest.raises(RankFailureError, match=r"(?s)rank 1: .*what rank 1 found"):
             pool.run(2, raise_on_rank_1)
         with pytest.raises(RankFailureError, match=r"ranks \[0\] of 2 hung"):
             pool.run(2, hang_on_rank_0, hang_seconds=5)

@@ -42,7 +42,7 @@ def test_constructors_write_what_can_be_parsed() -> None:
      "group:x", "ranks:", "ranks:0,0", "ranks:0/0", "norm_batch:0", " world", "world "],
 )  # fmt: skip
 def test_what_is_malformed_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="scope: .*expected .*got"):
+    with pytest.raises(ValueError, match=r"scope: .*expected .*got"):
         Scope(text)
 
 

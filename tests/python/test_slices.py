@@ -25,7 +25,10 @@ def torch_on_slices(
     assert layer.running_var is not None
     before = layer.running_mean.clone(), layer.running_var.clone()
     y = torch.cat(
-        [torch.nn.functional.batch_norm(p, None, None, layer.weight, layer.bias, True) for p in slices]
+        [
+            torch.nn.functional.batch_norm(p, None, None, layer.weight, layer.bias, training=True)
+            for p in slices
+        ]
     )
     # The update alone counts here: the moments of all samples, or of the first slice's.
     layer.running_mean.copy_(before[0])
@@ -80,7 +83,10 @@ def assert_near(got: torch.Tensor | None, expected: torch.Tensor | None) -> None
 
 def test_slices_do_not_matter_in_eval() -> None:
     x = torch.randn(4, 3, 5, 5)
-    sliced, plain = normscope.BatchNorm2d(3, scope="slices:4").eval(), torch.nn.BatchNorm2d(3).eval()
+    sliced, plain = (
+        normscope.BatchNorm2d(3, scope="slices:4").eval(),
+        torch.nn.BatchNorm2d(3).eval(),
+    )
 
     assert torch.equal(sliced(x), plain(x))
 

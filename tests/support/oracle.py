@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,9 +16,9 @@ LAYERS: dict[int, type[_BatchNorm]] = {
     5: torch.nn.BatchNorm3d,
 }
 
-# Worst cases of the arithmetic, in roundings of the type that it is done in. A tile's sum is a chain of
-# at most 32 additions and a fold of 6; its terms have 2 roundings. All that follows is rounded once
-# per operation.
+# Worst cases of the arithmetic, in roundings of the type that it is done in. A tile's sum is a
+# chain of at most 32 additions and a fold of 6; its terms have 2 roundings. All that follows is
+# rounded once per operation.
 SUM_ROUNDINGS = 40
 APPLY_ROUNDINGS = 8
 
@@ -77,7 +76,7 @@ def bounds(
 
     With u a rounding of the arithmetic and mean(|x - pivot|) at most a few standard deviations, the
     mean is off by SUM_ROUNDINGS * u standard deviations, the variance by SUM_ROUNDINGS * u of
-    itself and inv_std by half of that; the input's own offset does not enter, since means are pairs.
+    itself and inv_std by half of that; the input's offset does not enter, since means are pairs.
     What is stored is rounded to the type of the tensor that holds it.
     """
     u = arithmetic_epsilon(x.dtype)
@@ -110,11 +109,9 @@ def bounds(
     }
 
 
-def assert_within(
-    got: Answers, expected: Answers, allowed: Mapping[str, torch.Tensor], **where: Any
-) -> None:
+def assert_within(got: Answers, expected: Answers, allowed: Mapping[str, torch.Tensor]) -> None:
     """Every answer is as near to the expected one as ``allowed`` says."""
     for name, bound in allowed.items():
         error = (getattr(got, name) - getattr(expected, name)).abs()
         excess = (error - bound).amax().item() if error.numel() else 0.0
-        assert excess <= 0, f"{name} exceeds its bound by {excess}: {where}"
+        assert excess <= 0, f"{name} exceeds its bound by {excess}"
