@@ -157,9 +157,10 @@ class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):
         - Output: that of the input
 
     Example:
-        >>> BatchNorm1d(3)
-        BatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, scope=world)
-        >>> BatchNorm1d(3)(torch.randn(4, 3)).shape
+        >>> layer = BatchNorm1d(3)
+        >>> layer.scope
+        Scope(text='world')
+        >>> layer(torch.randn(4, 3)).shape
         torch.Size([4, 3])
     """
 
