@@ -18,6 +18,10 @@ namespace {
 // in which a core sums some ten thousand elements.
 constexpr std::int64_t kElementsPerThread = 16384;
 
+// Bytes that lie together from which on streamed stores pay: some dozen cache lines.
+constexpr std::int64_t kCacheLine = 64;
+constexpr std::int64_t kStreamedRun = 16 * kCacheLine;
+
 // Bytes of a core's cache that a sweep may count on finding again, and above which an output's
 // stores pass the cache by. What the system does not tell is taken to be 1 MiB.
 std::int64_t cache_per_core() {
@@ -136,9 +140,19 @@ class Coefficients {
   std::vector<Real> values_;
 };
 
+// Whether y lies in runs long enough, or in rows even enough, that ragged ends of cache lines do
+// not matter.
+bool has_whole_lines(const MutableTensorView& y) {
+  if (y.layout() == Layout::kChannelsFirst) return y.positions * size_of(y.dtype) >= kStreamedRun;
+  const std::int64_t row = y.channels * size_of(y.dtype);
+  return row >= kStreamedRun || row % kCacheLine == 0;
+}
+
+// Outputs pass the cache by where they would not stay in it anyway. y may be some channels of a
+// tensor: its samples' distance tells the size of all of it.
 Stores stores_for(const MutableTensorView& y) {
-  const std::int64_t bytes = y.channels * y.elements_per_channel() * size_of(y.dtype);
-  return bytes > cache_per_core() ? Stores::kStreaming : Stores::kCached;
+  const std::int64_t extent = y.samples * y.sample_stride * size_of(y.dtype);
+  return extent > cache_per_core() && has_whole_lines(y) ? Stores::kStreaming : Stores::kCached;
 }
 
 template <const Pieces& kPieces>
