@@ -108,7 +108,7 @@ SharedMemoryAddress SharedMemorySegment::address() const {
 }
 
 SharedMemorySegment::SharedMemorySegment(std::shared_ptr<const int> descriptor,
-                                         std::shared_ptr<void> mapping)
+                                         const std::shared_ptr<void>& mapping)
     : descriptor_(std::move(descriptor)),
       memory_(mapping, static_cast<Label*>(mapping.get()) + 1),
       nonce_(static_cast<const Label*>(mapping.get())->nonce) {}

@@ -35,7 +35,7 @@ class SharedMemorySegment {
   [[nodiscard]] const std::shared_ptr<void>& memory() const noexcept { return memory_; }
 
  private:
-  SharedMemorySegment(std::shared_ptr<const int> descriptor, std::shared_ptr<void> mapping);
+  SharedMemorySegment(std::shared_ptr<const int> descriptor, const std::shared_ptr<void>& mapping);
 
   std::shared_ptr<const int> descriptor_;
   std::shared_ptr<void> memory_;

@@ -34,7 +34,7 @@ struct ResolvedScope {
 };
 
 // Both throw what Python shows as ValueError, naming the argument.
-[[nodiscard]] ResolvedScope resolve_scope(std::string_view scope);
+[[nodiscard]] ResolvedScope resolve_scope(std::string_view text);
 [[nodiscard]] SliceStats parse_slice_stats(std::string_view slice_stats);
 
 // Throws what Python shows as ValueError where torch's layers raise one, else as RuntimeError.

@@ -60,7 +60,7 @@ std::vector<std::string> promised_kernels() {
 TEST(AvailableKernels, AreWhatTheProcessorPromises) {
   std::cout << "kernels that run here:";
   for (const std::string& name : names_of(available_kernels())) std::cout << ' ' << name;
-  std::cout << std::endl;
+  std::cout << '\n' << std::flush;
 
   EXPECT_EQ(names_of(available_kernels()), promised_kernels());
 }
