@@ -20,8 +20,7 @@ namespace {
 using Outputs = std::tuple<at::Tensor, at::Tensor>;
 using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// ---- What the backends share
-// ---------------------------------------------------------------------
+// What the backends share.
 
 at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
 
@@ -53,8 +52,7 @@ struct Gradients {
   }
 };
 
-// ---- Meta
-// ----------------------------------------------------------------------------------------
+// Meta.
 
 // slice_count() of symbolic numbers.
 c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted) {
@@ -81,8 +79,7 @@ GradientTensors backward_meta(const at::Tensor&, const at::Tensor& x, const Opti
   return Gradients(x, {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}).tensors();
 }
 
-// ---- CPU
-// -----------------------------------------------------------------------------------------
+// CPU.
 
 // torch's threads, as many as torch.set_num_threads() allows here.
 Execution torch_threads() {
