@@ -75,11 +75,11 @@ SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions
   }
   if (fcntl(created, F_ADD_SEALS, kSeals) != 0) throw_error("seal a segment", errno);
 
-  auto mapping = map(created, bytes);
+  const auto mapping = map(created, bytes);
   auto* label =
       new (mapping.get()) Label{.magic = kMagic, .version = kVersion, .nonce = new_nonce()};
   SlotCommunicator::initialize(label + 1, ranks, options);
-  return {descriptor, std::move(mapping)};
+  return {descriptor, mapping};
 }
 
 SharedMemorySegment SharedMemorySegment::open(const SharedMemoryAddress& address) {
@@ -94,10 +94,10 @@ SharedMemorySegment SharedMemorySegment::open(const SharedMemoryAddress& address
   const auto bytes = static_cast<std::size_t>(status.st_size);
   const int seals = fcntl(opened, F_GET_SEALS);
   if (seals >= 0 && (seals & kSeals) == kSeals && bytes > sizeof(Label)) {
-    auto mapping = map(opened, bytes);
+    const auto mapping = map(opened, bytes);
     const auto* label = static_cast<const Label*>(mapping.get());
     if (label->magic == kMagic && label->version == kVersion && label->nonce == address.nonce) {
-      return {descriptor, std::move(mapping)};
+      return {descriptor, mapping};
     }
   }
   throw CommunicationError("shared memory: " + path + " is not the segment that was announced");

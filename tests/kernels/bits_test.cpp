@@ -187,9 +187,9 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
 }
 
 TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
-  // Above 2 MiB also of 16-bit elements, so that the output exceeds a core's cache; its parts do
-  // not.
-  const Shape shape{8, 33, 4099};
+  // Above 2 MiB also of 16-bit elements, so that the output exceeds a core's cache; its samples do
+  // not. 32 channels fill whole cache lines, as rows must.
+  const Shape shape{48, 32, 1029};
   const Tensor x = filled(shape, Inputs::kCentred, Role::kX);
   OwnedStatistics statistics(shape.channels);
   for (std::int64_t c = 0; c < shape.channels; ++c) {
@@ -212,13 +212,13 @@ TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
   kernels().input_gradient({}, x.view(), x.view(), read_only, ones.view(), gradient_sums, &count,
                            streamed_dx.view());
   for (std::int64_t n = 0; n < shape.samples; ++n) {
-    for (std::int64_t c = 0; c < shape.channels; c += 11) {
-      const TensorView part = x.view().sample_range(n, n + 1).channel_range(c, c + 11);
+    for (std::int64_t c = 0; c < shape.channels; c += 8) {
+      const TensorView part = x.view().sample_range(n, n + 1).channel_range(c, c + 8);
       kernels().normalize({}, part, read_only.channel_range(c), {}, ones.view(),
-                          y.view().sample_range(n, n + 1).channel_range(c, c + 11));
+                          y.view().sample_range(n, n + 1).channel_range(c, c + 8));
       kernels().input_gradient({}, part, part, read_only.channel_range(c), {},
                                gradient_sums.channel_range(c), &count,
-                               dx.view().sample_range(n, n + 1).channel_range(c, c + 11));
+                               dx.view().sample_range(n, n + 1).channel_range(c, c + 8));
     }
   }
 
