@@ -10,7 +10,11 @@ namespace {
 void check(const BackwardArguments& arguments, const CallContext& context) {
   check_input(arguments.x);
   check_like_input("dy", arguments.dy, arguments.x);
-  if (arguments.dx.data != nullptr) check_like_input("dx", arguments.dx.read_only(), arguments.x);
+  if (arguments.dx.data != nullptr) {
+    check_like_input("dx", arguments.dx.read_only(), arguments.x);
+    check_own_memory("dx", arguments.dx.read_only(), "x", arguments.x);
+    check_own_memory("dx", arguments.dx.read_only(), "dy", arguments.dy);
+  }
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
   check_channel_dtype("dweight", arguments.dweight.dtype, arguments.x);
   check_channel_dtype("dbias", arguments.dbias.dtype, arguments.x);

@@ -40,7 +40,7 @@ struct CallContext {
 
 struct ForwardArguments {
   TensorView x;                // [N, C, *]
-  MutableTensorView y;         // [N, C, *], x's dtype and layout
+  MutableTensorView y;         // [N, C, *], x's dtype and layout, memory of its own
   ChannelView weight = {};     // [C] float32 or x's dtype; none: ones
   ChannelView bias = {};       // [C] float32 or x's dtype; none: zeros
   RunningUpdate running = {};  // [C] float32 or x's dtype
@@ -64,7 +64,7 @@ void batch_norm_forward(const ForwardArguments& arguments, const CallContext& co
 struct BackwardArguments {
   TensorView x;                        // [N, C, *]
   TensorView dy;                       // [N, C, *], x's dtype and layout
-  MutableTensorView dx;                // [N, C, *], x's dtype and layout; data nullptr: not wanted
+  MutableTensorView dx;                // [N, C, *], like y; data nullptr: not wanted
   ChannelView weight = {};             // [C]; none: ones
   const double* statistics = nullptr;  // [slices, 3, C], from forward
   std::int64_t slices = 1;

@@ -50,6 +50,13 @@ void check_like_input(std::string_view name, const TensorView& tensor, const Ten
   }
 }
 
+void check_own_memory(std::string_view name, const TensorView& output, std::string_view input_name,
+                      const TensorView& input) {
+  if (output.data != nullptr && output.data == input.data) {
+    throw ArgumentError(expected(name, "memory of its own", "that of " + std::string(input_name)));
+  }
+}
+
 void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x) {
   if (dtype != DType::kFloat32 && dtype != x.dtype) {
     throw ArgumentError(expected(

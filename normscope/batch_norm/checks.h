@@ -12,6 +12,8 @@ namespace normscope {
 // expected, what was given.
 void check_input(const TensorView& x);
 void check_like_input(std::string_view name, const TensorView& tensor, const TensorView& x);
+void check_own_memory(std::string_view name, const TensorView& output, std::string_view input_name,
+                      const TensorView& input);
 void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x);
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context);
 

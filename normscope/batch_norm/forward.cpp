@@ -12,6 +12,7 @@ namespace {
 void check(const ForwardArguments& arguments, const CallContext& context) {
   check_input(arguments.x);
   check_like_input("y", arguments.y.read_only(), arguments.x);
+  check_own_memory("y", arguments.y.read_only(), "x", arguments.x);
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
   check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
   check_channel_dtype("running_mean", arguments.running.mean.dtype, arguments.x);

@@ -71,6 +71,8 @@ TEST(ForwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
             "y: expected the dtype of x, float32, got float64");
   EXPECT_EQ(refusal([](auto& a) { a.y.data = nullptr; }),
             "y: expected data, or an empty tensor, got none");
+  EXPECT_EQ(refusal([](auto& a) { a.y.data = const_cast<void*>(a.x.data); }),
+            "y: expected memory of its own, got that of x");
   EXPECT_EQ(refusal([](auto& a) { a.y = channels_last(a.y.data, DType::kFloat32, 4, 5, 70); }),
             "y: expected the layout of x, got another");
   EXPECT_EQ(refusal([](auto& a) { a.weight.dtype = DType::kFloat16; }),
@@ -106,6 +108,10 @@ TEST(BackwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
             "dy: expected the dtype of x, float32, got float64");
   EXPECT_EQ(refusal([](auto& a) { a.dx.positions = 7; }),
             "dx: expected the shape of x, [4, 5, 70], got [4, 5, 7]");
+  EXPECT_EQ(refusal([](auto& a) { a.dx.data = const_cast<void*>(a.x.data); }),
+            "dx: expected memory of its own, got that of x");
+  EXPECT_EQ(refusal([](auto& a) { a.dx.data = const_cast<void*>(a.dy.data); }),
+            "dx: expected memory of its own, got that of dy");
   EXPECT_EQ(refusal([](auto& a) { a.weight.dtype = DType::kFloat16; }),
             "weight: expected float32 or the dtype of x, float32, got float16");
   EXPECT_EQ(refusal([](auto& a) { a.dweight.dtype = DType::kFloat64; }),

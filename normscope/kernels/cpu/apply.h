@@ -47,6 +47,12 @@ struct OneInput {
     return formula(load(x + i));
   }
   template <class Formula>
+  NORMSCOPE_INLINE Block<Element> apply_to_block(const Formula& formula, std::int64_t i) const {
+    auto block = load_block(x + i);
+    for (auto& value : block.vectors) value = formula(value);
+    return block;
+  }
+  template <class Formula>
   NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
     return formula(widen(x[i]));
   }
@@ -63,6 +69,15 @@ struct TwoInputs {
     return formula(load(x + i), load(dy + i));
   }
   template <class Formula>
+  NORMSCOPE_INLINE Block<Element> apply_to_block(const Formula& formula, std::int64_t i) const {
+    auto block = load_block(x + i);
+    const auto dy_block = load_block(dy + i);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      block.vectors[v] = formula(block.vectors[v], dy_block.vectors[v]);
+    }
+    return block;
+  }
+  template <class Formula>
   NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
     return formula(widen(x[i]), widen(dy[i]));
   }
@@ -71,41 +86,28 @@ struct TwoInputs {
   }
 };
 
-// A vector's bytes of output from place i on. formula_of(i) gives the formula there.
-template <class Element, class Inputs, class FormulaOf>
-NORMSCOPE_INLINE Words output_bytes(const Inputs& inputs, const FormulaOf& formula_of,
-                                    std::int64_t i) {
-  const auto first = inputs.apply(formula_of(i), i);
-  if constexpr (sizeof(Element) == 2) {
-    const auto second = inputs.apply(formula_of(i + kFloats), i + kFloats);
-    return narrow_pair(static_cast<const Element*>(nullptr), first, second);
-  } else {
-    return reinterpret_cast<Words>(first);
-  }
-}
-
-// output[i] = formula_i(inputs[i]) for i from 0 to n. vector_of and one_of give the formula for a
-// vector from i on, and for i alone.
-template <class Element, class Inputs, class VectorFormula, class OneFormula>
-NORMSCOPE_INLINE void apply_to_run(const Inputs inputs, const VectorFormula& vector_of,
+// output[i] = formula_i(inputs[i]) for i from 0 to n. bytes_of(i) gives a vector's bytes of output
+// from i on, one_of(i) the formula for i alone. The ends that no whole aligned vector covers are
+// vectors that overlap it: the same numbers twice, which is why outputs may not be inputs.
+template <class Element, class Inputs, class BytesOf, class OneFormula>
+NORMSCOPE_INLINE void apply_to_run(const Inputs inputs, const BytesOf& bytes_of,
                                    const OneFormula& one_of, std::int64_t n, Stores stores,
                                    Element* output) {
   constexpr std::int64_t kWidth = kElementsOf<Element>;
-  const auto apply_to_one = [&](std::int64_t i) {
-    output[i] = narrow<Element>(inputs.apply_to_one(one_of(i), i));
-  };
-  std::int64_t i = 0;
-  if (stores == Stores::kStreaming) {
-    for (; i < n && !is_aligned(output + i); ++i) apply_to_one(i);
-    for (; i + kWidth <= n; i += kWidth) {
-      stream_words(output + i, output_bytes<Element>(inputs, vector_of, i));
+  if (n < kWidth) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      output[i] = narrow<Element>(inputs.apply_to_one(one_of(i), i));
     }
-  } else {
-    for (; i + kWidth <= n; i += kWidth) {
-      store_bytes(output + i, output_bytes<Element>(inputs, vector_of, i));
-    }
+    return;
   }
-  for (; i < n; ++i) apply_to_one(i);
+  std::int64_t i = elements_before_alignment(output);
+  if (i > 0) store_bytes(output, bytes_of(0));
+  if (stores == Stores::kStreaming) {
+    for (; i + kWidth <= n; i += kWidth) stream_words(output + i, bytes_of(i));
+  } else {
+    for (; i + kWidth <= n; i += kWidth) store_bytes(output + i, bytes_of(i));
+  }
+  if (i < n) store_bytes(output + n - kWidth, bytes_of(n - kWidth));
 }
 
 // n neighbours of one channel.
@@ -114,8 +116,9 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs& inputs, const Formula& f
                                           std::int64_t n, Stores stores, Element* output) {
   const auto vector_formula = broadcast_formula(formula);
   apply_to_run(
-      inputs, [&](std::int64_t) { return vector_formula; }, [&](std::int64_t) { return formula; },
-      n, stores, output);
+      inputs,
+      [=](std::int64_t i) { return narrow_block(inputs.apply_to_block(vector_formula, i)); },
+      [=](std::int64_t) { return formula; }, n, stores, output);
 }
 
 // The channels of one position.
@@ -123,9 +126,20 @@ template <class Element, class Inputs, class Coefficients>
 NORMSCOPE_INLINE void apply_to_channels(const Inputs& inputs, const Coefficients coefficients,
                                         std::int64_t channels, Stores stores, Element* output) {
   using Real = Arithmetic<Element>;
+  const auto apply_from = [=](std::int64_t c) {
+    return inputs.apply(formula_at<Vector<Real>>(coefficients, c), c);
+  };
+  const auto bytes_of = [=](std::int64_t c) {
+    if constexpr (sizeof(Element) == 2) {
+      return narrow_pair(static_cast<const Element*>(nullptr), apply_from(c),
+                         apply_from(c + kFloats));
+    } else {
+      return reinterpret_cast<Words>(apply_from(c));
+    }
+  };
   apply_to_run(
-      inputs, [=](std::int64_t c) { return formula_at<Vector<Real>>(coefficients, c); },
-      [=](std::int64_t c) { return formula_at<Real>(coefficients, c); }, channels, stores, output);
+      inputs, bytes_of, [=](std::int64_t c) { return formula_at<Real>(coefficients, c); }, channels,
+      stores, output);
 }
 
 // Applies a formula to the tiles, last ones first; within a tile forwards, as the hardware expects

@@ -16,66 +16,123 @@ inline constexpr std::int64_t kBlockRows = 32;
 inline constexpr float kLeastOnGrid = 0x1p-77F;
 inline constexpr float kLeastWithSquareOnGrid = 0x1p-27F;
 
-// Whether magnitudes span at most 2^24, zeros apart. The 24-bit significands then lie within 48
-// bits, and 32 of them add up within the 53 of a float64.
+// The largest and the smallest magnitude of each channel of a block, zeros apart. Magnitudes are
+// compared as integers, which order them alike.
 class MagnitudeSpan {
  public:
   NORMSCOPE_INLINE void add(Floats value) {
-    const Floats magnitude = reinterpret_cast<Floats>(reinterpret_cast<Words>(value) & 0x7FFFFFFFU);
-    largest_ = magnitude > largest_ ? magnitude : largest_;
-    const Floats nonzero = magnitude == 0.0F ? smallest_ : magnitude;
-    smallest_ = nonzero < smallest_ ? nonzero : smallest_;
-    not_finite_ += magnitude - magnitude;
+    const Words magnitude = reinterpret_cast<Words>(value) & kMagnitude;
+    largest_ = max(largest_, reinterpret_cast<Integers>(magnitude));
+    smallest_ = min(smallest_, reinterpret_cast<Integers>(magnitude + kZeroIsLargest));
   }
 
-  // And none is below `least`.
+  // Whether all are finite, none is below `least`, and they span at most 2^23. The 24-bit
+  // significands then lie within 47 bits, and 32 of them add up within the 53 of a float64.
   NORMSCOPE_INLINE bool is_narrow(float least) const {
-    bool narrow = true;
-    for (int i = 0; i < kFloats; ++i) {
-      narrow = narrow && not_finite_[i] == 0.0F && smallest_[i] >= least &&
-               smallest_[i] >= largest_[i] * 0x1p-24F;
-    }
-    return narrow;
+    const Floats largest = reinterpret_cast<Floats>(largest_);
+    const Floats smallest =
+        reinterpret_cast<Floats>(reinterpret_cast<Words>(smallest_) - kZeroIsLargest);
+    const Integers narrow =
+        (largest - largest == 0.0F) &
+        (((smallest >= least) & (smallest >= largest * 0x1p-23F)) | (largest == 0.0F));
+    int all = -1;
+    for (int i = 0; i < kFloats; ++i) all &= narrow[i];
+    return all != 0;
+  }
+
+  // The largest magnitudes of half the channels.
+  NORMSCOPE_INLINE Doubles largest(int half) const {
+    return load_as_doubles(reinterpret_cast<const float*>(&largest_) + half * kDoubles);
   }
 
  private:
-  Floats largest_ = {};
-  Floats smallest_ = broadcast(0x1.fffffeP+127F);
-  Floats not_finite_ = {};
+  typedef std::int32_t Integers __attribute__((vector_size(kVectorBytes)));
+
+  static constexpr std::uint32_t kMagnitude = 0x7FFFFFFFU;
+  static constexpr std::uint32_t kZeroIsLargest = 0x7FFFFFFFU;  // all others wrap to below zero
+
+  static NORMSCOPE_INLINE Integers max(Integers a, Integers b) { return a > b ? a : b; }
+  static NORMSCOPE_INLINE Integers min(Integers a, Integers b) { return a < b ? a : b; }
+
+  Integers largest_ = {};
+  Integers smallest_ = Integers{} + 0x7FFFFFFF;
 };
 
-// Columns of terms, widened to float64 half a vector at a time.
-struct Columns {
-  Floats rows[kBlockRows];
-
-  NORMSCOPE_INLINE Doubles at(std::int64_t row, std::int64_t column) const {
-    return load_as_doubles(reinterpret_cast<const float*>(rows + row) + column);
-  }
-};
-
-NORMSCOPE_INLINE Doubles exact_sums(const Columns& terms, std::int64_t rows, std::int64_t column) {
-  Doubles sum{};
-  for (std::int64_t row = 0; row < rows; ++row) sum += terms.at(row, column);
-  return sum;
-}
-
-// A square has 48 bits, and all of them lie within 96: what the sum of 32 loses to rounding is
-// exact in a second float64.
-NORMSCOPE_INLINE DoubleDouble<Doubles> exact_sums_of_squares(const Columns& terms,
-                                                             std::int64_t rows,
-                                                             std::int64_t column) {
-  DoubleDouble<Doubles> sum{};
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const Doubles value = terms.at(row, column);
-    const DoubleDouble<Doubles> next = two_sum(sum.hi, value * value);
-    sum = {next.hi, sum.lo + next.lo};
-  }
-  return sum;
-}
-
+// A block is a cache line of channels wide: rows lie far apart, and all of what is fetched should
+// be used. Where so many channels are not left, it is one vector wide.
 template <class Element>
-NORMSCOPE_INLINE void add_moments_one_by_one(const Element* x, std::int64_t row_stride,
-                                             std::int64_t rows, const LimbsView& limbs) {
+inline constexpr int kLineVectors =
+    kVectorBytes < 64 ? 64 / static_cast<int>(sizeof(Element)) / kFloats : 1;
+
+// Terms by row and vector of channels.
+template <int kVectors>
+struct Columns {
+  Floats rows[kBlockRows][kVectors];
+
+  // Widened to float64 half a vector at a time.
+  NORMSCOPE_INLINE Doubles at(std::int64_t row, int v, int half) const {
+    return load_as_doubles(reinterpret_cast<const float*>(&rows[row][v]) + half * kDoubles);
+  }
+};
+
+// Sums of vector v, in halves.
+struct ExactSums {
+  Doubles halves[2];
+};
+template <int kVectors>
+NORMSCOPE_INLINE ExactSums exact_sums(const Columns<kVectors>& terms, std::int64_t rows, int v) {
+  Doubles low{};
+  Doubles high{};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    low += terms.at(row, v, 0);
+    high += terms.at(row, v, 1);
+  }
+  return {{low, high}};
+}
+
+// The least power of two that is more than the sum of 32 squares of numbers up to `largest` and
+// that a float64 sum which begins with it stays below the double of.
+NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
+  typedef std::uint64_t LongWords __attribute__((vector_size(kVectorBytes)));
+  constexpr std::uint64_t kExponent = 0x7FF0000000000000U;
+  const Doubles square = largest * largest;
+  return reinterpret_cast<Doubles>(reinterpret_cast<LongWords>(square) & kExponent) * 0x1p7;
+}
+
+// A square has 48 bits, and all of them lie within 94, which is more than a float64 holds. A sum
+// that begins with a base keeps of every square the same upper bits; the lower ones, exact in a
+// float64 themselves, have a sum of their own. With k the exponent of the largest square: the base
+// is 2^(k+7), its last bit 2^(k-45), what it leaves of 32 squares less than 2^(k-41), and their
+// last bit 2^(k-94) or above.
+struct ExactMoments {
+  Doubles sum[2];
+  Doubles upper_squares[2];
+  Doubles lower_squares[2];
+};
+template <int kVectors>
+NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std::int64_t rows,
+                                            int v, const MagnitudeSpan& span) {
+  const Doubles base[2] = {base_of_squares(span.largest(0)), base_of_squares(span.largest(1))};
+  Doubles sum[2] = {base[0] - base[0], base[1] - base[1]};
+  Doubles upper[2] = {base[0], base[1]};
+  Doubles lower[2] = {sum[0], sum[1]};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (int half = 0; half < 2; ++half) {
+      const Doubles value = terms.at(row, v, half);
+      const Doubles square = value * value;
+      const Doubles next = upper[half] + square;
+      sum[half] += value;
+      lower[half] += square - (next - upper[half]);
+      upper[half] = next;
+    }
+  }
+  return {{sum[0], sum[1]}, {upper[0] - base[0], upper[1] - base[1]}, {lower[0], lower[1]}};
+}
+
+// Out of line: seldom needed, and large.
+template <class Element>
+[[gnu::noinline]] void add_moments_one_by_one(const Element* x, std::int64_t row_stride,
+                                              std::int64_t rows, const LimbsView& limbs) {
   for (std::int64_t row = 0; row < rows; ++row) {
     double values[kFloats];
     for (std::int64_t c = 0; c < limbs.channels; ++c) {
@@ -89,35 +146,40 @@ NORMSCOPE_INLINE void add_moments_one_by_one(const Element* x, std::int64_t row_
   }
 }
 
-template <class Element>
+// kVectors vectors of channels.
+template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_stride,
                                            std::int64_t rows, const LimbsView& limbs) {
-  if constexpr (sizeof(Element) < sizeof(double)) {
-    if (limbs.channels == kFloats) {
-      Columns columns;
-      MagnitudeSpan span;
-      for (std::int64_t row = 0; row < rows; ++row) {
-        columns.rows[row] = load(x + row * row_stride);
-        span.add(columns.rows[row]);
-      }
-      if (span.is_narrow(kLeastWithSquareOnGrid)) {
-        for (std::int64_t c = 0; c < kFloats; c += kDoubles) {
-          add_part(limbs, 0, c, exact_sums(columns, rows, c));
-          add_part(limbs, 1, c, exact_sums_of_squares(columns, rows, c));
-        }
-        return;
-      }
+  Columns<kVectors> columns;
+  MagnitudeSpan spans[kVectors];
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (int v = 0; v < kVectors; ++v) {
+      columns.rows[row][v] = load(x + row * row_stride + v * kFloats);
+      spans[v].add(columns.rows[row][v]);
     }
   }
-  add_moments_one_by_one(x, row_stride, rows, limbs);
+  for (int v = 0; v < kVectors; ++v) {
+    const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
+    if (!spans[v].is_narrow(kLeastWithSquareOnGrid)) {
+      add_moments_one_by_one(x + v * kFloats, row_stride, rows, of_vector);
+      continue;
+    }
+    const ExactMoments moments = exact_moments(columns, rows, v, spans[v]);
+    for (int half = 0; half < 2; ++half) {
+      const std::int64_t c = half * kDoubles;
+      add_part(of_vector, 0, c, moments.sum[half]);
+      add_part(of_vector, 1, c, moments.upper_squares[half]);
+      add_part(of_vector, 1, c, moments.lower_squares[half]);
+    }
+  }
 }
 
 template <class Element>
-NORMSCOPE_INLINE void add_gradients_one_by_one(const GradientTerms<Element>& terms,
-                                               std::int64_t x_stride, std::int64_t dy_stride,
-                                               std::int64_t rows,
-                                               const Arithmetic<Element>* mean_hi,
-                                               const LimbsView& limbs) {
+[[gnu::noinline]] void add_gradients_one_by_one(const GradientTerms<Element>& terms,
+                                                std::int64_t x_stride, std::int64_t dy_stride,
+                                                std::int64_t rows,
+                                                const Arithmetic<Element>* mean_hi,
+                                                const LimbsView& limbs) {
   for (std::int64_t row = 0; row < rows; ++row) {
     const GradientTerms<Element> at_row{terms.x + row * x_stride, terms.dy + row * dy_stride};
     double first[kFloats];
@@ -137,56 +199,83 @@ NORMSCOPE_INLINE void add_gradients_one_by_one(const GradientTerms<Element>& ter
   }
 }
 
-template <class Element>
+template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms,
                                              std::int64_t x_stride, std::int64_t dy_stride,
-                                             std::int64_t rows, const Arithmetic<Element>* mean_hi,
+                                             std::int64_t rows, const float* mean_hi,
                                              const LimbsView& limbs) {
-  if constexpr (sizeof(Element) < sizeof(double)) {
-    if (limbs.channels == kFloats) {
-      Columns first;
-      Columns second;
-      MagnitudeSpan first_span;
-      MagnitudeSpan second_span;
-      const Floats mean = load(mean_hi);
-      for (std::int64_t row = 0; row < rows; ++row) {
-        const auto term = GradientTerms<Element>::of(load(terms.x + row * x_stride),
-                                                     load(terms.dy + row * dy_stride), mean);
-        first.rows[row] = term.first;
-        second.rows[row] = term.second;
-        first_span.add(term.first);
-        second_span.add(term.second);
-      }
-      if (first_span.is_narrow(kLeastOnGrid) && second_span.is_narrow(kLeastOnGrid)) {
-        for (std::int64_t c = 0; c < kFloats; c += kDoubles) {
-          add_part(limbs, 0, c, exact_sums(first, rows, c));
-          add_part(limbs, 1, c, exact_sums(second, rows, c));
-        }
-        return;
-      }
+  Columns<kVectors> first;
+  Columns<kVectors> second;
+  MagnitudeSpan first_spans[kVectors];
+  MagnitudeSpan second_spans[kVectors];
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (int v = 0; v < kVectors; ++v) {
+      const std::int64_t c = v * kFloats;
+      const auto term =
+          GradientTerms<Element>::of(load(terms.x + row * x_stride + c),
+                                     load(terms.dy + row * dy_stride + c), load(mean_hi + c));
+      first.rows[row][v] = term.first;
+      second.rows[row][v] = term.second;
+      first_spans[v].add(term.first);
+      second_spans[v].add(term.second);
     }
   }
-  add_gradients_one_by_one(terms, x_stride, dy_stride, rows, mean_hi, limbs);
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t begin = v * kFloats;
+    const LimbsView of_vector = limbs.channel_range(begin, begin + kFloats);
+    if (!first_spans[v].is_narrow(kLeastOnGrid) || !second_spans[v].is_narrow(kLeastOnGrid)) {
+      add_gradients_one_by_one(GradientTerms<Element>{terms.x + begin, terms.dy + begin}, x_stride,
+                               dy_stride, rows, mean_hi + begin, of_vector);
+      continue;
+    }
+    const ExactSums first_sums = exact_sums(first, rows, v);
+    const ExactSums second_sums = exact_sums(second, rows, v);
+    for (int half = 0; half < 2; ++half) {
+      add_part(of_vector, 0, half * kDoubles, first_sums.halves[half]);
+      add_part(of_vector, 1, half * kDoubles, second_sums.halves[half]);
+    }
+  }
 }
 
-// Calls add(n, rows, c, limbs of the channels from c on) for blocks of rows and channels.
-template <class Add>
+// Calls add(n, rows, c, limbs of the channels from c on, vectors) for blocks of rows and channels.
+// `vectors` is a constant: how many vectors of channels the block has, or 0 for fewer than one.
+template <class Element, class Add>
 NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& limbs,
                                          const Add& add) {
   for (std::int64_t n = samples.begin; n < samples.end; n += kBlockRows) {
     const std::int64_t rows = smaller(kBlockRows, samples.end - n);
-    for (std::int64_t c = 0; c < limbs.channels; c += kFloats) {
-      add(n, rows, c, limbs.channel_range(c, smaller(c + kFloats, limbs.channels)));
+    std::int64_t c = 0;
+    const auto add_while_fitting =
+        [&]<int kVectors>(std::integral_constant<int, kVectors> vectors) {
+          constexpr std::int64_t kChannels = kVectors > 0 ? kVectors * kFloats : kFloats;
+          const std::int64_t least = kVectors > 0 ? kChannels : 1;
+          while (c + least <= limbs.channels) {
+            const std::int64_t end = smaller(c + kChannels, limbs.channels);
+            add(n, rows, c, limbs.channel_range(c, end), vectors);
+            c = end;
+          }
+        };
+    if constexpr (sizeof(Element) < sizeof(double)) {
+      add_while_fitting(std::integral_constant<int, kLineVectors<Element>>{});
+      add_while_fitting(std::integral_constant<int, 1>{});
     }
+    add_while_fitting(std::integral_constant<int, 0>{});
   }
 }
 
 template <class Element>
 void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView limbs) {
-  for_element_blocks(
-      samples, limbs, [&](std::int64_t n, std::int64_t rows, std::int64_t c, LimbsView block) {
-        add_moments_of_block(element_at<Element>(x, n, c, 0), x.sample_stride, rows, block);
-      });
+  const auto add = [&]<int kVectors>(std::int64_t n, std::int64_t rows, std::int64_t c,
+                                     const LimbsView& block,
+                                     std::integral_constant<int, kVectors>) {
+    const Element* from = element_at<Element>(x, n, c, 0);
+    if constexpr (kVectors > 0) {
+      add_moments_of_block<kVectors>(from, x.sample_stride, rows, block);
+    } else {
+      add_moments_one_by_one(from, x.sample_stride, rows, block);
+    }
+  };
+  for_element_blocks<Element>(samples, limbs, add);
   canonicalize_limbs(limbs);
 }
 
@@ -194,11 +283,18 @@ template <class Element>
 void add_gradient_sums_of_elements(const TensorView& x, const TensorView& dy,
                                    const Arithmetic<Element>* mean_hi, TileRange samples,
                                    LimbsView limbs) {
-  for_element_blocks(
-      samples, limbs, [&](std::int64_t n, std::int64_t rows, std::int64_t c, LimbsView block) {
-        const GradientTerms<Element> terms{element_at<Element>(x, n, c, 0),
-                                           element_at<Element>(dy, n, c, 0)};
-        add_gradients_of_block(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c, block);
-      });
+  const auto add = [&]<int kVectors>(std::int64_t n, std::int64_t rows, std::int64_t c,
+                                     const LimbsView& block,
+                                     std::integral_constant<int, kVectors>) {
+    const GradientTerms<Element> terms{element_at<Element>(x, n, c, 0),
+                                       element_at<Element>(dy, n, c, 0)};
+    if constexpr (kVectors > 0) {
+      add_gradients_of_block<kVectors>(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c,
+                                       block);
+    } else {
+      add_gradients_one_by_one(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c, block);
+    }
+  };
+  for_element_blocks<Element>(samples, limbs, add);
   canonicalize_limbs(limbs);
 }

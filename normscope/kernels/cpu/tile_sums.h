@@ -14,6 +14,7 @@ struct Terms {
 // sum(x - a) and sum((x - a)^2)
 template <class Element>
 struct MomentTerms {
+  using ElementType = Element;
   using Real = Arithmetic<Element>;
   const Element* x;
 
@@ -25,9 +26,17 @@ struct MomentTerms {
   NORMSCOPE_INLINE Terms<Vector<Real>> load_at(std::int64_t i, Vector<Real> pivot) const {
     return of(load(x + i), pivot, pivot);
   }
-  NORMSCOPE_INLINE Terms<Vector<Real>> load_partial_at(std::int64_t i, std::int64_t count,
-                                                       Vector<Real> pivot) const {
-    return of(load_partial(x + i, count), pivot, pivot);
+  // Calls use(v, terms) for the vectors of a block, or of its first `count` elements.
+  template <class Use>
+  NORMSCOPE_INLINE void for_block_at(std::int64_t i, Vector<Real> pivot, const Use& use) const {
+    const auto block = load_block(x + i);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) use(v, of(block.vectors[v], pivot, pivot));
+  }
+  template <class Use>
+  NORMSCOPE_INLINE void for_partial_block_at(std::int64_t i, std::int64_t count, Vector<Real> pivot,
+                                             const Use& use) const {
+    const auto block = load_partial_block(x + i, count);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) use(v, of(block.vectors[v], pivot, pivot));
   }
   template <class Value>
   NORMSCOPE_INLINE Terms<Value> scalar_at(std::int64_t i, Value pivot) const {
@@ -38,6 +47,7 @@ struct MomentTerms {
 // sum(dy) and sum(dy (x - mean))
 template <class Element>
 struct GradientTerms {
+  using ElementType = Element;
   using Real = Arithmetic<Element>;
   const Element* x;
   const Element* dy;
@@ -49,9 +59,22 @@ struct GradientTerms {
   NORMSCOPE_INLINE Terms<Vector<Real>> load_at(std::int64_t i, Vector<Real> mean) const {
     return of(load(x + i), load(dy + i), mean);
   }
-  NORMSCOPE_INLINE Terms<Vector<Real>> load_partial_at(std::int64_t i, std::int64_t count,
-                                                       Vector<Real> mean) const {
-    return of(load_partial(x + i, count), load_partial(dy + i, count), mean);
+  template <class Use>
+  NORMSCOPE_INLINE void for_block_at(std::int64_t i, Vector<Real> mean, const Use& use) const {
+    const auto x_block = load_block(x + i);
+    const auto dy_block = load_block(dy + i);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
+    }
+  }
+  template <class Use>
+  NORMSCOPE_INLINE void for_partial_block_at(std::int64_t i, std::int64_t count, Vector<Real> mean,
+                                             const Use& use) const {
+    const auto x_block = load_partial_block(x + i, count);
+    const auto dy_block = load_partial_block(dy + i, count);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
+    }
   }
   template <class Value>
   NORMSCOPE_INLINE Terms<Value> scalar_at(std::int64_t i, Value mean) const {
@@ -73,15 +96,24 @@ struct Lanes {
   Vector<Real> vectors[kLaneVectors<Real>];
 };
 
-// Adds the upper half of the lanes to the lower, and so on.
-template <class Real>
-NORMSCOPE_INLINE Real fold(const Lanes<Real>& lanes) {
+// Adds the upper half of the lanes to the lower, and so on. Element tells the order in which they
+// lie in the vectors: that of its blocks.
+template <class Element, class Real>
+NORMSCOPE_INLINE Real fold_blocks(const Lanes<Real>& lanes) {
+  constexpr int kLast = kBlockIsInterleaved<Element> ? 2 : 1;
   Vector<Real> folded[kLaneVectors<Real>];
   for (int v = 0; v < kLaneVectors<Real>; ++v) folded[v] = lanes.vectors[v];
-  for (int half = kLaneVectors<Real> / 2; half >= 1; half /= 2) {
+  for (int half = kLaneVectors<Real> / 2; half >= kLast; half /= 2) {
     for (int v = 0; v < half; ++v) folded[v] += folded[v + half];
   }
+  if constexpr (kLast == 2) return fold_vector<Real>(folded[0]) + fold_vector<Real>(folded[1]);
   return fold_vector<Real>(folded[0]);
+}
+
+// In order.
+template <class Real>
+NORMSCOPE_INLINE Real fold(const Lanes<Real>& lanes) {
+  return fold_blocks<Real>(lanes);
 }
 
 // n elements, fewer than a vector, then zeros.
@@ -172,9 +204,11 @@ template <class AnyTerms>
 template <class AnyTerms, class Real = typename AnyTerms::Real>
 NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int64_t n,
                                                 Real center) {
+  using Element = typename AnyTerms::ElementType;
   // As many vectors at a time as leave room in 16 registers.
   constexpr int kVectors = 4;
-  constexpr int kWidth = kLanesOf<Real>;
+  constexpr int kBlocks = kVectors / kBlockVectors<Element>;
+  constexpr std::int64_t kBlockElements = kBlockVectors<Element> * kLanesOf<Real>;
   constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
   const Vector<Real> centers = broadcast(center);
   const std::int64_t rows = n / kLanes;
@@ -182,28 +216,36 @@ NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int6
   Lanes<Real> first_lanes;
   Lanes<Real> second_lanes;
   for (int begin = 0; begin < kLaneVectors<Real>; begin += kVectors) {
+    const std::int64_t first_lane = begin * kLanesOf<Real>;
     Vector<Real> first[kVectors] = {};
     Vector<Real> second[kVectors] = {};
     for (std::int64_t row = 0; row < rows; ++row) {
-      for (int v = 0; v < kVectors; ++v) {
-        const auto term = terms.load_at(row * kLanes + (begin + v) * kWidth, centers);
-        first[v] += term.first;
-        second[v] += term.second;
+      for (int b = 0; b < kBlocks; ++b) {
+        terms.for_block_at(row * kLanes + first_lane + b * kBlockElements, centers,
+                           [&](int v, const Terms<Vector<Real>>& term) {
+                             first[b * kBlockVectors<Element> + v] += term.first;
+                             second[b * kBlockVectors<Element> + v] += term.second;
+                           });
       }
     }
+    for (int b = 0; b < kBlocks; ++b) {
+      const std::int64_t left = rest - first_lane - b * kBlockElements;
+      if (left <= 0) break;
+      const std::int64_t count = smaller(left, kBlockElements);
+      terms.for_partial_block_at(
+          rows * kLanes + first_lane + b * kBlockElements, count, centers,
+          [&](int v, const Terms<Vector<Real>>& term) {
+            const std::int64_t valid = count_in_vector<Element>(count, v);
+            first[b * kBlockVectors<Element> + v] += first_elements<Real>(term.first, valid);
+            second[b * kBlockVectors<Element> + v] += first_elements<Real>(term.second, valid);
+          });
+    }
     for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t left = rest - (begin + v) * kWidth;
-      if (left > 0) {
-        const auto term = terms.load_partial_at(rows * kLanes + (begin + v) * kWidth,
-                                                left < kWidth ? left : kWidth, centers);
-        first[v] += first_elements<Real>(term.first, left);
-        second[v] += first_elements<Real>(term.second, left);
-      }
       first_lanes.vectors[begin + v] = first[v];
       second_lanes.vectors[begin + v] = second[v];
     }
   }
-  return {fold(first_lanes), fold(second_lanes)};
+  return {fold_blocks<Element>(first_lanes), fold_blocks<Element>(second_lanes)};
 }
 
 // Sums kVectors vectors of channels over n rows, `row_stride` elements apart: lane l takes the rows

@@ -125,6 +125,61 @@ NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   return load_bytes<Vector<Real>>(twice + kWidth - count);
 }
 
+// A block: the elements in a vector's bytes, as one vector or, where they have 16 bits, as two.
+// bfloat16 comes as the elements of even and of odd index, which are each a shift or a mask away
+// from float32; all else comes in order.
+template <class Element>
+inline constexpr int kBlockVectors = sizeof(Element) == 2 ? 2 : 1;
+template <class Element>
+inline constexpr bool kBlockIsInterleaved = std::is_same_v<Element, BFloat16>;
+template <class Element>
+struct Block {
+  Vector<Arithmetic<Element>> vectors[kBlockVectors<Element>];
+};
+
+inline constexpr std::uint32_t kUpperHalf = 0xFFFF0000U;
+
+template <class Element>
+NORMSCOPE_INLINE Block<Element> load_block(const Element* from) {
+  if constexpr (kBlockIsInterleaved<Element>) {
+    const Words words = load_bytes<Words>(from);
+    return {reinterpret_cast<Floats>(words << 16U), reinterpret_cast<Floats>(words & kUpperHalf)};
+  } else if constexpr (kBlockVectors<Element> == 2) {
+    return {load(from), load(from + kFloats)};
+  } else {
+    return {load(from)};
+  }
+}
+
+template <int kFirst, class AnyVector, std::size_t... kIndices>
+NORMSCOPE_INLINE AnyVector every_second(AnyVector low, AnyVector high,
+                                        std::index_sequence<kIndices...>) {
+  return __builtin_shufflevector(low, high, (2 * kIndices + kFirst)...);
+}
+
+// The `count` elements from `from` on, fewer than a block, as load_partial has it.
+template <class Element>
+NORMSCOPE_INLINE Block<Element> load_partial_block(const Element* from, std::int64_t count) {
+  using Real = Arithmetic<Element>;
+  constexpr std::int64_t kWidth = kLanesOf<Real>;
+  if constexpr (kBlockVectors<Element> == 1) {
+    return {load_partial(from, count)};
+  } else {
+    const Floats low = count < kWidth ? load_partial(from, count) : load(from);
+    const Floats high = count > kWidth ? load_partial(from + kWidth, count - kWidth) : Floats{};
+    if constexpr (!kBlockIsInterleaved<Element>) return {low, high};
+    constexpr auto kIndices = std::make_index_sequence<kWidth>{};
+    return {every_second<0>(low, high, kIndices), every_second<1>(low, high, kIndices)};
+  }
+}
+
+// How many of the first `count` elements of a block lie in its vector v.
+template <class Element>
+NORMSCOPE_INLINE std::int64_t count_in_vector(std::int64_t count, int v) {
+  if constexpr (kBlockIsInterleaved<Element>) return (count + 1 - v) / 2;
+  return count - v * kLanesOf<Arithmetic<Element>>;
+}
+
 // Value where the element's index is below `count`, else 0.
 template <class Real>
 NORMSCOPE_INLINE Vector<Real> first_elements(Vector<Real> value, std::int64_t count) {
@@ -209,6 +264,19 @@ NORMSCOPE_INLINE Words narrow_pair(const Float16*, Floats low, Floats high) {
 #endif
 }
 
+// A block's bytes.
+template <class Element>
+NORMSCOPE_INLINE Words narrow_block(const Block<Element>& block) {
+  if constexpr (kBlockIsInterleaved<Element>) {
+    return round_to_upper_half(block.vectors[0]) >> 16U |
+           (round_to_upper_half(block.vectors[1]) & kUpperHalf);
+  } else if constexpr (kBlockVectors<Element> == 2) {
+    return narrow_pair(static_cast<const Element*>(nullptr), block.vectors[0], block.vectors[1]);
+  } else {
+    return reinterpret_cast<Words>(block.vectors[0]);
+  }
+}
+
 NORMSCOPE_INLINE void store(float* to, Floats value) { store_bytes(to, value); }
 NORMSCOPE_INLINE void store(double* to, Doubles value) { store_bytes(to, value); }
 
@@ -269,8 +337,10 @@ inline constexpr int kElementsOf = kVectorBytes / static_cast<int>(sizeof(Elemen
 // Stores that pass the cache by, for outputs that nothing reads soon: `to` is aligned to
 // kVectorBytes.
 
-NORMSCOPE_INLINE bool is_aligned(const void* address) {
-  return reinterpret_cast<std::uintptr_t>(address) % kVectorBytes == 0;
+template <class Element>
+NORMSCOPE_INLINE std::int64_t elements_before_alignment(const Element* from) {
+  const auto address = reinterpret_cast<std::uintptr_t>(from);
+  return static_cast<std::int64_t>((0 - address) % kVectorBytes / sizeof(Element));
 }
 
 NORMSCOPE_INLINE void stream_words(void* to, Words value) {
