@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work runs on torch's threads, as many as torch.set_num_threads allows."""
+
+import subprocess
+import sys
+
+import pytest
+
+# The threads that a step of training starts in a process that has run nothing yet.
+STEP = """
+import os, sys, torch, normscope
+torch.set_num_threads(int(sys.argv[1]))
+layer = normscope.BatchNorm2d(64, scope="local")
+x = torch.empty(8, 64, 32, 32)
+before = len(os.listdir("/proc/self/task"))
+layer(x)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_step_runs_on_as_many_threads_as_torch_allows(threads: int) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", STEP, str(threads)], capture_output=True, text=True, check=True
+    )
+
+    assert int(result.stdout) == threads - 1
