@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents do what they say.
+
+Each block that begins with ```python runs, one after the other in one namespace a document, as the
+only rank of a world. A block of another library begins with ```python before and does not run.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md",)
+
+FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
+
+
+@pytest.fixture
+def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What torchrun tells its processes; a document may or may not initialize the group."""
+    # Port 0: any that is free.
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_blocks_run(document: str) -> None:
+    text = (ROOT / document).read_text()
+    blocks = [match for match in FENCED.finditer(text) if match["language"] == "python"]
+
+    namespace: dict[str, object] = {"__name__": document}
+    for block in blocks:
+        # Line numbers of a traceback are the document's.
+        above = "\n" * text.count("\n", 0, block.start("code"))
+        exec(compile(above + block["code"], ROOT / document, "exec"), namespace)
+
+    assert blocks
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files_and_headings(document: str) -> None:
+    path = ROOT / document
+
+    for link in LINK.finditer(FENCED.sub("", path.read_text())):
+        target = path.parent / link["target"] if link["target"] else path
+        assert target.exists(), link.group()
+        if link["heading"]:
+            assert link["heading"] in anchors(target.read_text()), link.group()
+
+
+def anchors(text: str) -> set[str]:
+    """The names that a heading's words get in a link."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts/draw_scopes.py", tmp_path], check=True)
+
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    committed = {path.name: path.read_text() for path in (ROOT / "docs/pictures").iterdir()}
+    assert drawn == committed
