@@ -25,14 +25,14 @@ site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 "$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$site/lent.pth"
 "$fresh" -m pip install --quiet --no-index --no-deps --force-reinstall "$away"/dist/*.whl
 
-# The demo's tests are left out: the demo is no part of the wheel.
+# The tests of the demo and of the documents are left out: neither is part of the wheel.
 mkdir "$away/tests"
 cp pyproject.toml "$away"
 cp -r tests/python "$away/tests"
 if [ -d tests/support ]; then
   cp -r tests/support "$away/tests"
 fi
-rm -f "$away"/tests/python/test_demo_*.py
+rm -f "$away"/tests/python/test_demo_*.py "$away"/tests/python/test_docs.py
 
 cd "$away"
 unset PYTHONPATH
