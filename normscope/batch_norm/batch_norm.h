@@ -24,8 +24,8 @@ struct CallContext {
   const Kernels* kernels = nullptr;      // nullptr: default_kernels()
   const Execution* execution = nullptr;  // nullptr: this thread
   Exchange* exchange = nullptr;          // nullptr: this rank alone
-  std::string_view layer;                // for errors
-  std::string_view scope;                // for errors
+  std::string_view layer = {};           // for errors
+  std::string_view scope = {};           // for errors
 };
 
 // Doubles of ForwardArguments::statistics.
@@ -60,6 +60,20 @@ struct ForwardArguments {
 // and what Exchange::all_reduce throws. A norm batch of one element a channel is an ArgumentError,
 // an empty one updates nothing.
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context);
+
+struct ApplyArguments {
+  TensorView x;                        // [N, C, *]
+  MutableTensorView y;                 // [N, C, *], like forward's
+  ChannelView weight = {};             // [C]; none: ones
+  ChannelView bias = {};               // [C]; none: zeros
+  const double* statistics = nullptr;  // [slices, 3, C], from forward
+  std::int64_t slices = 1;
+};
+
+// Forward's y once more, to the bit, from the statistics that it answered. Nothing is sent.
+//
+// Throws ArgumentError.
+void batch_norm_apply(const ApplyArguments& arguments, const CallContext& context);
 
 struct BackwardArguments {
   TensorView x;                        // [N, C, *]

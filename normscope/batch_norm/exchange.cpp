@@ -40,7 +40,12 @@ class Hash {
 };
 
 std::string_view name_of(Direction direction) {
-  return direction == Direction::kForward ? "forward" : "backward";
+  switch (direction) {
+    case Direction::kForward: return "forward";
+    case Direction::kBackward: return "backward";
+    case Direction::kDoubleBackward: return "double backward";
+  }
+  return "";
 }
 
 std::string describe(const CallLabel& label) {
@@ -173,7 +178,7 @@ void Exchange::compare(const CallLabel& label, std::span<const double> header) {
   const bool same_call = h == std::floor(h) && header[kCallHashSquared] == ranks * (h * h);
   const double needing = header[kBackwardNeeded];
   const bool same_need =
-      label.direction == Direction::kBackward || needing == 0.0 || needing == ranks;
+      label.direction != Direction::kForward || needing == 0.0 || needing == ranks;
   if (!same_call || !same_need) throw MismatchError("");
 }
 

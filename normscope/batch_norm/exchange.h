@@ -12,7 +12,7 @@
 
 namespace normscope {
 
-enum class Direction { kForward, kBackward };
+enum class Direction { kForward, kBackward, kDoubleBackward };
 
 // Whether this rank's forward will be followed by a backward. Ranks that disagree would hang there,
 // so they all raise in forward.

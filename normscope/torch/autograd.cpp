@@ -31,6 +31,11 @@ const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
   return op;
 }
 
+const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
+  static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
+  return op;
+}
+
 bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
 
 OptionalTensor defined_or_none(const at::Tensor& tensor) {
@@ -90,19 +95,58 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
   }
 };
 
-// Gradients that cannot be differentiated again: an error then, not a zero.
+// The backward op's arguments that no gradient flows through.
+struct BackwardConstants {
+  const at::Tensor& statistics;
+  bool wants_dx;
+  bool wants_dweight;
+  bool wants_dbias;
+  std::string_view scope;
+  std::string_view group_name;
+  std::string_view layer;
+};
+
 class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> {
  public:
-  template <class Call>
-  static variable_list forward(AutogradContext*, const at::Tensor&, const at::Tensor&,
-                               const OptionalTensor&, const Call& call) {
-    const auto [dx, dweight, dbias] = call();
+  static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
+                               const OptionalTensor& weight, const BackwardConstants& constants) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto [dx, dweight, dbias] = backward_op().call(
+        dy, x, weight, constants.statistics, constants.wants_dx, constants.wants_dweight,
+        constants.wants_dbias, constants.scope, constants.group_name, constants.layer);
+    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), constants.statistics});
+    context->set_materialize_grads(false);
+    context->saved_data["scope"] = std::string(constants.scope);
+    context->saved_data["group_name"] = std::string(constants.group_name);
+    context->saved_data["layer"] = std::string(constants.layer);
     return {dx, dweight, dbias};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const auto text = [&](const char* name) { return context->saved_data.at(name).toStringView(); };
+    const auto [grad_dy, grad_x, grad_weight] = double_backward_op().call(
+        defined_or_none(gradients[0]), defined_or_none(gradients[1]), defined_or_none(gradients[2]),
+        saved[0], saved[1], defined_or_none(saved[2]), saved[3], text("scope"), text("group_name"),
+        text("layer"));
+    return {grad_dy, grad_x, saved[2].defined() ? grad_weight : at::Tensor(), at::Tensor()};
+  }
+};
+
+// Gradients that cannot be differentiated again: an error then, not a zero.
+class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoubleBackward> {
+ public:
+  template <class Call>
+  static variable_list forward(AutogradContext*, const OptionalTensor&, const OptionalTensor&,
+                               const OptionalTensor&, const at::Tensor&, const at::Tensor&,
+                               const OptionalTensor&, const Call& call) {
+    const auto [grad_dy, grad_x, grad_weight] = call();
+    return {grad_dy, grad_x, grad_weight};
   }
 
   static variable_list backward(AutogradContext*, const variable_list&) {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        false, "normscope.batch_norm: this version does not differentiate its gradient again");
+        false, "normscope.batch_norm: expected at most two differentiations, got a third");
   }
 };
 
@@ -129,13 +173,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_autograd(
     const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
     const at::Tensor& statistics, bool wants_dx, bool wants_dweight, bool wants_dbias,
     std::string_view scope, std::string_view group_name, std::string_view layer) {
-  const auto call = [&] {
+  if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return backward_op().call(dy, x, weight, statistics, wants_dx, wants_dweight, wants_dbias,
                               scope, group_name, layer);
+  }
+  const variable_list outputs =
+      BatchNormBackward::apply(dy, x, weight,
+                               BackwardConstants{statistics, wants_dx, wants_dweight, wants_dbias,
+                                                 scope, group_name, layer});
+  return {outputs[0], outputs[1], outputs[2]};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> double_backward_autograd(
+    const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
+    const OptionalTensor& grad_dbias, const at::Tensor& dy, const at::Tensor& x,
+    const OptionalTensor& weight, const at::Tensor& statistics, std::string_view scope,
+    std::string_view group_name, std::string_view layer) {
+  const auto call = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return double_backward_op().call(grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics,
+                                     scope, group_name, layer);
   };
   if (!at::GradMode::is_enabled()) return call();
-  const variable_list outputs = BatchNormBackward::apply(dy, x, weight, call);
+  const variable_list outputs =
+      BatchNormDoubleBackward::apply(grad_dx, grad_dweight, grad_dbias, dy, x, weight, call);
   return {outputs[0], outputs[1], outputs[2]};
 }
 
@@ -174,6 +236,7 @@ TORCH_LIBRARY_IMPL(normscope, CompositeImplicitAutograd, m) { m.impl("batch_norm
 TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
   m.impl("batch_norm_forward", &forward_autograd);
   m.impl("batch_norm_backward", &backward_autograd);
+  m.impl("batch_norm_double_backward", &double_backward_autograd);
 }
 
 }  // namespace normscope::binding

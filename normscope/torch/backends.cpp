@@ -4,12 +4,14 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/arguments.h"
+#include "normscope/torch/double_backward.h"
 #include "normscope/torch/exchanges.h"
 #include "normscope/torch/operators.h"
 #include "normscope/torch/tensor_view.h"
@@ -30,27 +32,33 @@ struct Wanted {
   bool dbias;
 };
 
+// A parameter's gradient in float32, or float64 for float64 inputs; autograd rounds it to the
+// parameter's own type.
+at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& channels) {
+  const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::empty_symint({channels}, x.options().dtype(dtype));
+}
+
 // What backward returns; empty tensors where a gradient is not wanted.
 struct Gradients {
   Gradients(const at::Tensor& x, const Wanted& wanted)
       : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),
-        dweight(of_parameter(x, wanted.dweight)),
-        dbias(of_parameter(x, wanted.dbias)) {}
+        dweight(empty_parameter_gradient(x, wanted.dweight ? x.sym_size(1) : 0)),
+        dbias(empty_parameter_gradient(x, wanted.dbias ? x.sym_size(1) : 0)) {}
 
   [[nodiscard]] GradientTensors tensors() const { return {dx, dweight, dbias}; }
 
   at::Tensor dx;
   at::Tensor dweight;
   at::Tensor dbias;
-
- private:
-  // In float32, or float64 for float64 inputs; autograd rounds it to the parameter's own type.
-  [[nodiscard]] static at::Tensor of_parameter(const at::Tensor& x, bool wanted) {
-    const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const c10::SymInt channels = wanted ? x.sym_size(1) : c10::SymInt(0);
-    return at::empty_symint({channels}, x.options().dtype(dtype));
-  }
 };
+
+// What double backward returns.
+SecondGradients empty_second_gradients(const at::Tensor& x) {
+  return {.dy = empty_output(x),
+          .x = empty_output(x),
+          .weight = empty_parameter_gradient(x, x.sym_size(1))};
+}
 
 // Meta.
 
@@ -77,6 +85,19 @@ GradientTensors backward_meta(const at::Tensor&, const at::Tensor& x, const Opti
                               bool wants_dbias, std::string_view, std::string_view,
                               std::string_view) {
   return Gradients(x, {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}).tensors();
+}
+
+GradientTensors double_backward_meta(const OptionalTensor&, const OptionalTensor&,
+                                     const OptionalTensor&, const at::Tensor&, const at::Tensor& x,
+                                     const OptionalTensor&, const at::Tensor&, std::string_view,
+                                     std::string_view, std::string_view) {
+  const auto [dy, dx, dweight] = empty_second_gradients(x);
+  return {dy, dx, dweight};
+}
+
+at::Tensor apply_meta(const at::Tensor& x, const OptionalTensor&, const OptionalTensor&,
+                      const at::Tensor&) {
+  return empty_output(x);
 }
 
 // CPU.
@@ -133,6 +154,10 @@ double momentum_of(std::optional<double> momentum, const OptionalTensor& num_bat
   if (!num_batches_tracked) return 0;
   return 1.0 / static_cast<double>(*num_batches_tracked->const_data_ptr<std::int64_t>() + 1);
 }
+
+// Such a forward repeats one that was made before, as activation checkpointing does: its batch is
+// in the running statistics already.
+bool runs_inside_a_backward() { return ::torch::autograd::get_current_graph_task_id() >= 0; }
 
 // Tensors of one forward, whose storage the arguments point to.
 struct PreparedForward {
@@ -198,9 +223,19 @@ Outputs forward_cpu(const at::Tensor& x, const OptionalTensor& weight, const Opt
                     double eps, at::IntArrayRef dims, std::string_view scope,
                     std::string_view slice_stats, bool needs_backward, std::string_view group_name,
                     std::string_view layer) {
-  const ForwardOpArguments op{
-      x,        weight, bias, running_mean, running_var, num_batches_tracked,
-      momentum, eps,    dims, scope,        slice_stats};
+  const bool updates = !runs_inside_a_backward();
+  const OptionalTensor none;
+  const ForwardOpArguments op{x,
+                              weight,
+                              bias,
+                              updates ? running_mean : none,
+                              updates ? running_var : none,
+                              updates ? num_batches_tracked : none,
+                              momentum,
+                              eps,
+                              dims,
+                              scope,
+                              slice_stats};
   const ResolvedScope resolved = resolve_scope(scope);
   const ExchangeUse exchange(resolved.spans_ranks ? group_name : "");
   const PreparedForward prepared =
@@ -272,16 +307,101 @@ GradientTensors backward_cpu(const at::Tensor& dy, const at::Tensor& x,
   return prepared.gradients.tensors();
 }
 
+// One for each slice of the batch.
+std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardArguments& whole) {
+  const std::int64_t slices = whole.statistics.size(0);
+  const std::vector<at::Tensor> x = whole.x.chunk(slices);
+  const std::vector<at::Tensor> dy = whole.dy.chunk(slices);
+  const std::vector<at::Tensor> grad_dx =
+      whole.grad_dx ? whole.grad_dx->chunk(slices) : std::vector<at::Tensor>();
+  std::vector<DoubleBackward> norm_batches;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    DoubleBackwardArguments slice = whole;
+    if (whole.grad_dx) slice.grad_dx = grad_dx[i];
+    slice.dy = dy[i];
+    slice.x = x[i];
+    slice.statistics = whole.statistics[static_cast<std::int64_t>(i)];
+    norm_batches.emplace_back(slice);
+  }
+  return norm_batches;
+}
+
+// The means of a norm batch from one rank's sums: one message, that of all sums and the count.
+at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Exchange* exchange) {
+  const at::Tensor& sums = norm_batch.sums();
+  if (exchange == nullptr) return sums.div(norm_batch.count());
+  const at::Tensor message = at::empty({sums.numel() + Exchange::kHeaderSize}, sums.options());
+  const at::Tensor totals = message.narrow(0, 0, sums.numel()).view(sums.sizes()).copy_(sums);
+  const at::Tensor count = message[sums.numel()].fill_(norm_batch.count());
+  exchange->all_reduce(
+      label, {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())},
+      Stream{});
+  return totals.div(count);
+}
+
+GradientTensors double_backward_cpu(const OptionalTensor& grad_dx,
+                                    const OptionalTensor& grad_dweight,
+                                    const OptionalTensor& grad_dbias, const at::Tensor& dy,
+                                    const at::Tensor& x, const OptionalTensor& weight,
+                                    const at::Tensor& statistics, std::string_view scope,
+                                    std::string_view group_name, std::string_view layer) {
+  const ExchangeUse exchange(resolve_scope(scope).spans_ranks ? group_name : "");
+  const CallLabel label{.layer = layer,
+                        .scope = scope,
+                        .direction = Direction::kDoubleBackward,
+                        .channels = x.size(1)};
+  const std::vector<DoubleBackward> norm_batches = prepare_or_fail(exchange, [&] {
+    return prepare_double_backward({grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics});
+  });
+
+  const SecondGradients all = empty_second_gradients(x);
+  all.weight.zero_();
+  const std::vector<at::Tensor> all_dy = all.dy.chunk(statistics.size(0));
+  const std::vector<at::Tensor> all_x = all.x.chunk(statistics.size(0));
+  for (std::size_t i = 0; i < norm_batches.size(); ++i) {
+    at::Tensor means;
+    run_as_torch(x, exchange, [&] { means = means_of(norm_batches[i], label, exchange.get()); });
+    const SecondGradients slice = norm_batches[i].gradients(means);
+    all_dy[i].copy_(slice.dy);
+    all_x[i].copy_(slice.x);
+    all.weight.add_(slice.weight);
+  }
+  return {all.dy, all.x, all.weight};
+}
+
+at::Tensor apply_cpu(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                     const at::Tensor& statistics) {
+  const at::Tensor y = empty_output(x);
+  const at::Tensor x_in_layout = in_layout_of(y, x);
+  const OptionalTensor own_weight = contiguous(weight);
+  const OptionalTensor own_bias = contiguous(bias);
+  const ApplyArguments arguments{
+      .x = view(x_in_layout),
+      .y = mutable_view(y),
+      .weight = channel_view(own_weight),
+      .bias = channel_view(own_bias),
+      .statistics = statistics.const_data_ptr<double>(),
+      .slices = statistics.size(0),
+  };
+  const Execution execution = torch_threads();
+  batch_norm_apply(arguments, {.execution = &execution});
+  return y;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(normscope, Meta, m) {
   m.impl("batch_norm_forward", &forward_meta);
   m.impl("batch_norm_backward", &backward_meta);
+  m.impl("batch_norm_double_backward", &double_backward_meta);
+  m.impl("batch_norm_apply", &apply_meta);
 }
 
 TORCH_LIBRARY_IMPL(normscope, CPU, m) {
   m.impl("batch_norm_forward", &forward_cpu);
   m.impl("batch_norm_backward", &backward_cpu);
+  m.impl("batch_norm_double_backward", &double_backward_cpu);
+  m.impl("batch_norm_apply", &apply_cpu);
 }
 
 }  // namespace normscope::binding

@@ -41,7 +41,9 @@ std::tuple<std::int64_t, std::int64_t, double> counters() {
 }  // namespace
 
 // What Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean, running_var and
-// their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64.
+// their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64. grad_t is the
+// gradient of a loss that is differentiated a second time, with respect to t. batch_norm_apply
+// repeats a forward's y from its statistics; it has no gradient of its own.
 //
 // group_name is that of a process group, "" for none; layer is a qualified name, "" where there is
 // none; dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for
@@ -65,6 +67,13 @@ TORCH_LIBRARY(normscope, m) {
       "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)",
       tags);
+  m.def(
+      "batch_norm_double_backward(Tensor? grad_dx, Tensor? grad_dweight, Tensor? grad_dbias, "
+      "Tensor dy, Tensor x, Tensor? weight, Tensor statistics, str scope, str group_name, "
+      "str layer) -> (Tensor grad_dy, Tensor grad_x, Tensor grad_weight)",
+      tags);
+  m.def("batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics) -> Tensor y",
+        tags);
 
   m.def("version() -> str", &version);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);

@@ -25,4 +25,10 @@ using BackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor& statistics, bool wants_dx, bool wants_dweight, bool wants_dbias,
     std::string_view scope, std::string_view group_name, std::string_view layer);
 
+using DoubleBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
+    const OptionalTensor& grad_dbias, const at::Tensor& dy, const at::Tensor& x,
+    const OptionalTensor& weight, const at::Tensor& statistics, std::string_view scope,
+    std::string_view group_name, std::string_view layer);
+
 }  // namespace normscope::binding

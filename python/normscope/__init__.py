@@ -2,6 +2,7 @@
 """Batch normalization whose statistics have a scope that the user chooses."""
 
 from normscope import _library, functional
+from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
@@ -14,6 +15,7 @@ __all__ = [
     "BatchNorm3d",
     "CommunicationCounters",
     "Scope",
+    "checkpoint_context",
     "communication_counters",
     "convert",
     "functional",

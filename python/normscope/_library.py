@@ -11,6 +11,8 @@ torch.ops.load_library(str(Path(__file__).with_name("libnormscope_torch.so")))
 _ops = torch.ops.normscope
 
 batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)
+batch_norm_apply = cast("Callable[..., torch.Tensor]", _ops.batch_norm_apply.default)
+batch_norm_forward = _ops.batch_norm_forward.default
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
 available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
 default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)

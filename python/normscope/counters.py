@@ -10,7 +10,7 @@ class CommunicationCounters(NamedTuple):
     """What this process has sent since it started.
 
     Attributes:
-        calls: Exchanges, one for each synchronized forward and each synchronized backward.
+        calls: Exchanges, one for each synchronized forward, backward and double backward.
         bytes: Payload of this rank's messages, whatever carries them.
         seconds: Time in the exchanges, waiting for other ranks included.
     """

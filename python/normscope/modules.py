@@ -35,7 +35,10 @@ class BatchNorm(_BatchNorm):
     * A call that raises updates nothing, ``num_batches_tracked`` included; nor does a norm batch
       without elements. "More than 1 value per channel" is asked of the whole norm batch.
     * In training, parameters and running statistics are float32 or of the input's dtype.
-    * The gradient cannot be differentiated again by this version.
+    * The gradient can be differentiated once more, which is a collective of its own: all ranks of
+      the scope do so, or none. A third derivative raises.
+    * A forward inside a backward, as activation checkpointing makes it, leaves the running
+      statistics alone; see :func:`~normscope.checkpoint_context`.
 
     Args:
         num_features: C; every other argument of the installed torch's class follows, in its order.

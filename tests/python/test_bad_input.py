@@ -133,11 +133,3 @@ def test_a_call_that_raised_has_updated_nothing(bad: torch.Tensor, momentum: flo
         layer(bad)
 
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
-
-
-def test_second_derivatives_are_refused_not_wrong() -> None:
-    x = X.clone().requires_grad_()
-    [gradient] = torch.autograd.grad(layer()(x).square().sum(), x, create_graph=True)
-
-    with pytest.raises(NotImplementedError, match="does not differentiate its gradient again"):
-        gradient.sum().backward()

@@ -53,6 +53,28 @@ def test_opcheck_passes_for_the_backward(affine: bool) -> None:  # noqa: FBT001
     )
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("slices", [1, 4])
+def test_opcheck_passes_for_the_double_backward(affine: bool, slices: int) -> None:  # noqa: FBT001
+    arguments = forward_arguments(slices=slices)
+    x, scope = arguments[0], arguments[9]
+    _, statistics = torch.ops.normscope.batch_norm_forward(*arguments)
+    weight = torch.ones(3) if affine else None
+    torch.library.opcheck(
+        torch.ops.normscope.batch_norm_double_backward.default,
+        (torch.randn(X), weight, None, torch.randn(X), x, weight, statistics, scope, "", "layer"),
+    )
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_opcheck_passes_for_the_repeated_forward(slices: int) -> None:
+    arguments = forward_arguments(slices=slices)
+    _, statistics = torch.ops.normscope.batch_norm_forward(*arguments)
+    torch.library.opcheck(
+        torch.ops.normscope.batch_norm_apply.default, (*arguments[:3], statistics)
+    )
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("scope", ["local", "slices:4"])
 def test_opcheck_passes_for_the_differentiable_op(training: bool, scope: str) -> None:  # noqa: FBT001

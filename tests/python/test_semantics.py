@@ -11,11 +11,13 @@ import io
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool, split_of
 from torch import distributed
+from torch.utils.checkpoint import checkpoint
 
 import normscope
 
@@ -304,3 +306,54 @@ def test_two_forwards_may_precede_one_backward() -> None:
     assert gradients[0] is not None
     assert gradients[1] is not None
     assert_near(gradients[0], gradients[1])
+
+
+def gradient_penalty(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    [dx] = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
+    [second] = torch.autograd.grad(dx.square().sum(), x)
+    return second
+
+
+def gradient_penalty_of_rank() -> tuple[torch.Tensor, int]:
+    part = split_of((1, 3), distributed.get_rank())
+    before = calls()
+    second = gradient_penalty(normscope.BatchNorm2d(3, dtype=torch.float64), joined(4)[part])
+    return second, calls() - before
+
+
+def test_double_backward_is_torch_s_over_the_norm_batch(ranks: RankPool) -> None:
+    expected = gradient_penalty(torch.nn.BatchNorm2d(3, dtype=torch.float64), joined(4))
+
+    for rank, (got, sent) in enumerate(ranks.run(2, gradient_penalty_of_rank)):
+        assert sent == 4  # forward, backward, double backward, and backward again: y is in sin(y)
+        assert_near(got, expected[split_of((1, 3), rank)])
+
+
+def checkpointed_step(reentrant: bool, reuses: bool) -> tuple[Tensors, int]:  # noqa: FBT001
+    context: dict[str, Any] = {"context_fn": normscope.checkpoint_context} if reuses else {}
+    layer = normscope.BatchNorm2d(3, dtype=torch.float64)
+    x = joined(4)[split_of((1, 3), distributed.get_rank())].requires_grad_()
+    before = calls()
+    y = checkpoint(layer, x, use_reentrant=reentrant, **context)
+    y.backward(y.detach().sin())
+    assert x.grad is not None
+    return {"dx": x.grad, **layer.state_dict()}, calls() - before
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "reuses", "exchanges"), [(True, False, 3), (False, False, 3), (False, True, 2)]
+)
+def test_activation_checkpointing_never_updates_twice(
+    ranks: RankPool,
+    reentrant: bool,  # noqa: FBT001
+    reuses: bool,  # noqa: FBT001
+    exchanges: int,
+) -> None:
+    expected = step(torch.nn.BatchNorm2d(3, dtype=torch.float64), joined(4))
+
+    for rank, (got, sent) in enumerate(ranks.run(2, checkpointed_step, reentrant, reuses)):
+        assert sent == exchanges
+        assert_near(got.pop("dx"), expected["dx"][split_of((1, 3), rank)])
+        for name, value in got.items():
+            assert_near(value, expected[name])

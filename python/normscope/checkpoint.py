@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation checkpointing without a second synchronization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from normscope import _library
+
+
+def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The ``context_fn`` with which recomputed layers reuse the statistics of their forward.
+
+    Activation checkpointing runs a part of the model again during backward. Layers never update
+    their running statistics there; without this they synchronize once more, in the same order on
+    every rank. With it they repeat y, to the bit, from the statistics of their first forward, of
+    which 24 bytes a channel are kept, and send nothing.
+
+    For the kind of ``torch.utils.checkpoint.checkpoint`` that takes a context_fn, which is the one
+    with ``use_reentrant=False``. All ranks of a scope use it, or none. To combine it
+    with another context_fn, write one that enters the contexts of both, these last.
+
+    Returns:
+        What the forward runs in, and what its recomputation runs in.
+
+    Raises:
+        RuntimeError: During backward, if the recomputation runs other layers than the forward did.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from normscope import BatchNorm1d
+        >>> block = torch.nn.Sequential(torch.nn.Linear(4, 3), BatchNorm1d(3), torch.nn.ReLU())
+        >>> x = torch.randn(8, 4)
+        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context)
+        >>> y.sum().backward()
+        >>> block[1].num_batches_tracked
+        tensor(1)
+    """
+    calls: list[_Call] = []
+    return _Recording(calls), _Replay(calls)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A training forward of a layer."""
+
+    layer: str
+    shape: torch.Size
+    statistics: torch.Tensor  # [slices, 3, C]
+
+
+class _Recording(TorchDispatchMode):
+    """Appends every training forward to ``calls``."""
+
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - torch's signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        outputs = func(*args, **(kwargs or {}))
+        if func is _library.batch_norm_forward:
+            x, layer = args[0], args[-1]
+            self._calls.append(_Call(layer, x.shape, outputs[1]))
+        return outputs
+
+
+class _Replay(TorchDispatchMode):
+    """Answers training forwards from ``calls``, from the first on each time it is entered."""
+
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+        self._remaining: Iterator[_Call] = iter(())
+
+    def __enter__(self) -> _Replay:
+        self._remaining = iter(self._calls)
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - torch's signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        if func is not _library.batch_norm_forward:
+            return func(*args, **(kwargs or {}))
+        x, weight, bias, layer = *args[:3], args[-1]
+        call = next(self._remaining, None)
+        if call is None or (call.layer, call.shape) != (layer, x.shape):
+            raise RuntimeError(
+                f"checkpoint_context: expected the recomputation to run {_described(call)} next, "
+                f"as the forward did, got {layer or 'a layer without a name'} on {[*x.shape]}"
+            )
+        return _library.batch_norm_apply(x, weight, bias, call.statistics), call.statistics
+
+
+def _described(call: _Call | None) -> str:
+    if call is None:
+        return "no further layer"
+    return f"{call.layer or 'a layer without a name'} on {[*call.shape]}"

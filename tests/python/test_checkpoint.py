@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation checkpointing: one running update, and with checkpoint_context one synchronization."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+
+SIZES = (2, 5)
+
+# Float64 of condition one (eps 2e-16), of the largest entry.
+RELATIVE = 1e-12
+
+Tensors = dict[str, torch.Tensor]
+Checkpoint = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
+
+CHECKPOINTS: dict[str, Checkpoint] = {
+    "none": lambda block, x: block(x),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "non-reentrant": partial(checkpoint, use_reentrant=False),
+    "with context": partial(
+        checkpoint, use_reentrant=False, context_fn=normscope.checkpoint_context
+    ),
+    "with context, to the end": partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=normscope.checkpoint_context,
+        early_stop=False,
+    ),
+}
+LAYERS = 2
+EXCHANGES = {
+    "none": 2 * LAYERS,
+    "reentrant": 3 * LAYERS,
+    "non-reentrant": 3 * LAYERS,
+    "with context": 2 * LAYERS,
+    "with context, to the end": 2 * LAYERS,
+}
+
+
+def block_of(scope: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(4, 3, 1),
+        torch.nn.BatchNorm2d(3, momentum=None),
+        torch.nn.Sigmoid(),
+    )
+    return normscope.convert(block.double(), scope)
+
+
+def train_step(kind: str, scope: str) -> tuple[Tensors, int]:
+    block = block_of(scope)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(SIZES), 3, 6, 6, generator=generator, dtype=torch.float64)
+    x = x[split_of(SIZES, distributed.get_rank())].requires_grad_()
+    before = normscope.communication_counters().calls
+    y = CHECKPOINTS[kind](block, x)
+    y.square().sum().backward()
+    calls = normscope.communication_counters().calls - before
+    assert x.grad is not None
+    gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    return {**block.state_dict(), **gradients, "y": y.detach(), "dx": x.grad}, calls
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CHECKPOINTS if kind != "none"])
+@pytest.mark.parametrize("scope", ["world", "slices:2"])
+def test_a_checkpointed_step_is_a_step(ranks: RankPool, kind: str, scope: str) -> None:
+    expected = ranks.run(2, train_step, "none", scope)
+
+    answers = ranks.run(2, train_step, kind, scope)
+
+    for (got, calls), (want, _) in zip(answers, expected, strict=True):
+        assert calls == (EXCHANGES[kind] if scope == "world" else 0)
+        assert got.keys() == want.keys()
+        for name, value in got.items():
+            if value.is_floating_point():
+                allowed = RELATIVE * want[name].abs().amax().item()
+                torch.testing.assert_close(value, want[name], rtol=0, atol=allowed, msg=name)
+            else:
+                assert value.item() == 1, name  # num_batches_tracked
+
+
+class Twice(torch.nn.Module):
+    """A block that checkpoints a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = CHECKPOINTS["with context"](self.inner, self.outer(x).sin())
+        y: torch.Tensor = self.outer(hidden.sin())
+        return y
+
+
+def nested_and_repeated() -> tuple[int, list[int], bool]:
+    block = Twice()
+    x = torch.randn(4, 3, requires_grad=True)
+    before = normscope.communication_counters().calls
+    y = CHECKPOINTS["with context"](block, x)
+    [first] = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    [second] = torch.autograd.grad(y.square().sum(), x)
+    calls = normscope.communication_counters().calls - before
+    layers = (block.outer, block.inner)
+    updates = [int(layer.num_batches_tracked or 0) for layer in layers]
+    return calls, updates, torch.equal(first, second)
+
+
+def test_checkpoints_nest_and_repeat(ranks: RankPool) -> None:
+    for calls, updates, equal in ranks.run(2, nested_and_repeated):
+        assert calls == 3 + 2 * 3  # three forwards, and as many in each of the two backwards
+        assert updates == [2, 1]
+        assert equal
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "with context"])
+def test_a_recomputed_forward_in_16_bits_is_the_same_to_the_bit(kind: str) -> None:
+    layer = normscope.BatchNorm2d(3, scope="slices:2")
+    x = torch.randn(5, 3, 8, 8).to(torch.bfloat16).to(memory_format=torch.channels_last)
+    gradients = []
+    for how in ("none", kind):
+        leaf = x.clone().requires_grad_()
+        CHECKPOINTS[how](lambda t: layer(t).exp(), leaf).float().square().sum().backward()
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
+
+    assert torch.equal(*gradients)
+
+
+def compiled_block_that_is_checkpointed() -> int:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about itself
+        block = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        y = CHECKPOINTS["non-reentrant"](block, torch.randn(4, 3, requires_grad=True))
+        y.sin().sum().backward()
+    return int(layer.num_batches_tracked or 0)
+
+
+def test_a_compiled_block_makes_one_running_update(ranks: RankPool) -> None:
+    assert ranks.run(1, compiled_block_that_is_checkpointed) == [1]
+
+
+class Fickle(torch.nn.Module):
+    """A block that runs another layer when it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(normscope.BatchNorm1d(3) for _ in range(2))
+        for number, layer in enumerate(self.layers):
+            layer.layer_name = f"layer{number}"  # type: ignore[assignment]
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[self.runs]
+        self.runs += 1
+        y: torch.Tensor = layer(x)
+        return y
+
+
+def test_a_recomputation_of_another_layer_is_named() -> None:
+    y = CHECKPOINTS["with context"](Fickle(), torch.randn(4, 3, requires_grad=True))
+
+    with pytest.raises(RuntimeError, match=r"to run layer0 on \[4, 3\] next.*got layer1 on"):
+        y.sin().sum().backward()
+
+
+def test_a_recomputation_of_more_layers_is_named() -> None:
+    forward, recomputation = normscope.checkpoint_context()
+    layer = normscope.BatchNorm1d(3)
+    x = torch.randn(4, 3)
+    with forward:
+        expected = layer(x)
+    with recomputation:
+        assert torch.equal(layer(x), expected)
+
+        with pytest.raises(
+            RuntimeError, match="expected the recomputation to run no further layer"
+        ):
+            layer(x)
