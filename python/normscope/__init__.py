@@ -6,6 +6,7 @@ from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
 
 __all__ = [
@@ -14,12 +15,14 @@ __all__ = [
     "BatchNorm2d",
     "BatchNorm3d",
     "CommunicationCounters",
+    "ProgressiveScope",
     "Scope",
     "checkpoint_context",
     "communication_counters",
     "convert",
     "functional",
     "revert",
+    "set_scope",
 ]
 
 __version__ = _library.version()

@@ -27,13 +27,24 @@ def named(name: str | None) -> "distributed.ProcessGroup | None":
     return distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
+def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGroup | None":
+    """The given group, else the default one if it is initialized."""
+    if group is None and distributed.is_available() and distributed.is_initialized():
+        return distributed.group.WORLD
+    return group
+
+
+def size_of(group: "distributed.ProcessGroup | None") -> int:
+    """The ranks of the group in use; 1 where there is none."""
+    group = in_use(group)
+    return 1 if group is None else group.size()
+
+
 # A graph that torch.compile makes holds the name, not the look-up.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def name_in_use(name: str | None) -> str:
     """The group to run in now: the named one, else the default one if it is initialized."""
     if name is not None:
         return name
-    if distributed.is_available() and distributed.is_initialized():
-        default = distributed.group.WORLD
-        return NONE if default is None else default.group_name
-    return NONE
+    default = in_use(None)
+    return NONE if default is None else default.group_name

@@ -3,30 +3,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope import _process_group
+from normscope._layers import Patterns, named_layers
+from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.scope import Scope
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-Patterns = str | Iterable[str]
 
-_SCOPED: dict[type[_BatchNorm], type[BatchNorm]] = {
+_SCOPED: dict[type[torch.nn.Module], type[BatchNorm]] = {
     torch.nn.BatchNorm1d: BatchNorm1d,
     torch.nn.BatchNorm2d: BatchNorm2d,
     torch.nn.BatchNorm3d: BatchNorm3d,
     torch.nn.SyncBatchNorm: BatchNorm,
-} | {scoped: scoped for scoped in (BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)}
+    torch.nn.LazyBatchNorm1d: LazyBatchNorm1d,
+    torch.nn.LazyBatchNorm2d: LazyBatchNorm2d,
+    torch.nn.LazyBatchNorm3d: LazyBatchNorm3d,
+}
 
 # What a scoped layer has and torch's has not.
-_ATTRIBUTES = ("scope", "slice_stats", "group_name", "layer_name")
+_SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
+_COUNT = "elements_seen"
 _ORIGINAL = "_original"
 
 
@@ -34,8 +39,8 @@ _ORIGINAL = "_original"
 class _Original:
     """What a layer was before its conversion."""
 
-    layer_class: type[_BatchNorm]
-    attributes: dict[str, Any]
+    layer_class: type[torch.nn.Module]
+    settings: dict[str, Any]
 
 
 def convert(
@@ -48,7 +53,8 @@ def convert(
 
     A layer stays the object that it is and changes its class alone: parameters, buffers, hooks,
     flags, dtype, device and every reference to it stay. Layers that have a scope already get the
-    new one. Each layer learns its qualified name, by which errors call it.
+    new one, those of a class that derives from normscope's too. torch's lazy layers stay lazy until
+    their first input. Each layer learns its qualified name, by which errors call it.
 
     Args:
         model: The model, or a layer itself.
@@ -57,12 +63,13 @@ def convert(
         exclude: Patterns of qualified names that are left as they are; None for none.
 
     Returns:
-        The model.
+        The model. Where no layer was chosen it is as it was, with a warning.
 
     Raises:
         TypeError: If a layer's class derives from torch's batch normalization but is not known
-            here, since what it adds would be lost. It is named; nothing has been converted then.
-        ValueError: If the scope is malformed.
+            here, since all that it adds would be lost: a forward, other methods, its own name in
+            isinstance. It is named; nothing has been converted then.
+        ValueError: If the scope is malformed, or a pattern matches no layer.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -70,78 +77,103 @@ def convert(
         Scope(text='slices:4')
     """
     scope = Scope(str(scope))
-    layers = list(_batch_norms(model, _tuple(include), _tuple(exclude)))
-    for name, layer in layers:
-        if type(layer) not in _SCOPED:
-            raise TypeError(
-                f"{name or 'model'}: expected a layer of torch.nn or normscope, got "
-                f"{type(layer).__module__}.{type(layer).__qualname__}, whose forward would be "
-                "lost; exclude it, or convert it by hand"
-            )
-    for name, layer in layers:
-        _convert_layer(layer, scope, name)
+    layers = named_layers(model, _BatchNorm, include, exclude)
+    if not layers:
+        warnings.warn(
+            f"convert: expected batch normalization layers to convert, got none in "
+            f"{type(model).__qualname__}",
+            stacklevel=2,
+        )
+    scoped_classes = [_scoped_class(layer, name) for name, layer in layers]
+    for (name, layer), scoped_class in zip(layers, scoped_classes, strict=True):
+        scoped = _converted(layer, scoped_class)
+        scoped.scope = scope
+        scoped.layer_name = name
     return model
 
 
 def revert(model: Model) -> Model:
     """Undo ``convert``: the layers get the classes and scopes back that they had before.
 
+    What training has changed stays. A lazy layer that has seen an input by now becomes what torch
+    would have made of it.
+
+    Raises:
+        TypeError: If the class of a layer has been changed since; nothing has been reverted then.
+        RuntimeError: If a torch.nn.SyncBatchNorm had a process group that is not in this process.
+
     Example:
         >>> layer = torch.nn.BatchNorm2d(8)
         >>> type(revert(convert(layer))) is torch.nn.BatchNorm2d
         True
     """
-    for layer in model.modules():
-        if isinstance(layer, BatchNorm) and _ORIGINAL in layer.__dict__:
-            _revert_layer(layer)
+    layers = [
+        (layer, _original_class(layer, name))
+        for name, layer in named_layers(model, BatchNorm, include=None, exclude=None)
+        if _ORIGINAL in layer.__dict__
+    ]
+    for layer, original_class in layers:
+        _revert_layer(layer, original_class)
     return model
 
 
-def _tuple(patterns: Patterns | None) -> tuple[str, ...] | None:
-    return (
-        (patterns,)
-        if isinstance(patterns, str)
-        else (None if patterns is None else tuple(patterns))
+def _scoped_class(layer: _BatchNorm, name: str) -> type[BatchNorm]:
+    """The class that a layer gets, or keeps."""
+    if isinstance(layer, BatchNorm):
+        return type(layer)
+    if type(layer) in _SCOPED:
+        return _SCOPED[type(layer)]
+    base = next(known for known in type(layer).__mro__ if known in _SCOPED or known is _BatchNorm)
+    added = "forward" if type(layer).forward is not base.forward else "members"
+    advice = _SCOPED.get(base, BatchNorm).__name__
+    raise TypeError(
+        f"{name or 'model'}: expected a layer of torch.nn or normscope, got "
+        f"{_named(type(layer))}, whose own {added} would be lost; derive it from normscope."
+        f"{advice} instead of torch.nn.{base.__name__}, or leave it out with exclude={name!r}"
     )
 
 
-def _batch_norms(
-    model: torch.nn.Module, include: tuple[str, ...] | None, exclude: tuple[str, ...] | None
-) -> Iterator[tuple[str, _BatchNorm]]:
-    """The chosen layers, each once, with their qualified names."""
-    for name, module in model.named_modules():
-        included = include is None or _matches(name, include)
-        if isinstance(module, _BatchNorm) and included and not _matches(name, exclude or ()):
-            yield name, module
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _convert_layer(layer: _BatchNorm, scope: Scope, name: str) -> None:
+def _converted(layer: _BatchNorm, scoped_class: type[BatchNorm]) -> BatchNorm:
     attributes = layer.__dict__
-    if _ORIGINAL not in attributes:
+    if _ORIGINAL in attributes:
+        assert isinstance(layer, BatchNorm)
+        return layer
+    settings = {key: attributes[key] for key in _SETTINGS if key in attributes}
+    if not settings:
+        attributes["slice_stats"] = "pooled"
         # torch.nn.SyncBatchNorm has a group; a scoped layer keeps its name.
-        sync_group = _process_group.name_of(attributes.pop("process_group", None))
-        kept = {key: attributes[key] for key in _ATTRIBUTES if key in attributes}
-        attributes.setdefault("group_name", sync_group)
-        attributes[_ORIGINAL] = _Original(type(layer), kept)
-        layer.__class__ = _SCOPED[type(layer)]
+        attributes["group_name"] = _process_group.name_of(attributes.get("process_group"))
+        attributes.pop("process_group", None)
+    attributes[_ORIGINAL] = _Original(type(layer), settings)
+    layer.__class__ = scoped_class
     assert isinstance(layer, BatchNorm)
-    layer.set_scope(
-        scope,
-        slice_stats=attributes.get("slice_stats", "pooled"),
-        group_name=attributes["group_name"],
-        layer_name=name,
-    )
+    return layer
 
 
-def _revert_layer(layer: BatchNorm) -> None:
+def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
+    """The class that ``revert`` gives a converted layer."""
+    original: type[torch.nn.Module] = layer.__dict__[_ORIGINAL].layer_class
+    if issubclass(original, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
+        assert original.cls_to_become is not None
+        original = original.cls_to_become
+    if type(layer) is not _SCOPED.get(original, original):
+        raise TypeError(
+            f"{name or 'model'}: expected the class that convert gave it, got "
+            f"{_named(type(layer))}; undo first what has changed it"
+        )
+    return original
+
+
+def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> None:
     attributes = layer.__dict__
-    original: _Original = attributes.pop(_ORIGINAL)
-    scoped = {key: attributes.pop(key) for key in _ATTRIBUTES}
-    attributes.update(original.attributes)
-    layer.__class__ = original.layer_class  # type: ignore[assignment]
-    if original.layer_class is torch.nn.SyncBatchNorm:
-        attributes["process_group"] = _process_group.named(scoped["group_name"])
+    if original_class is torch.nn.SyncBatchNorm:
+        attributes["process_group"] = _process_group.named(layer.group_name)
+    if not issubclass(original_class, BatchNorm):
+        for key in (*_SETTINGS, _COUNT):
+            attributes.pop(key, None)
+    attributes.update(attributes.pop(_ORIGINAL).settings)
+    layer.__class__ = original_class  # type: ignore[assignment]
+
+
+def _named(layer_class: type[torch.nn.Module]) -> str:
+    return f"{layer_class.__module__}.{layer_class.__qualname__}"

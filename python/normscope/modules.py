@@ -58,10 +58,13 @@ class BatchNorm(_BatchNorm):
         keywords: What else the installed torch's class takes.
 
     Attributes:
-        scope: Who shares statistics.
+        scope: Who shares statistics; it can be assigned to at any time, as a Scope or its text.
         slice_stats: How slices update the running statistics.
         group_name: The name of the process group; None for the default group.
         layer_name: The layer's qualified name, by which errors call it; ``convert`` gives it.
+        elements_seen: Elements that this rank has put into the running statistics since they were
+            last pooled over ranks; None where that is not known: a compiled graph does not count.
+            No part of ``state_dict``.
 
     Shape:
         - Input: [N, C, *]
@@ -80,10 +83,10 @@ class BatchNorm(_BatchNorm):
 
     dims: ClassVar[tuple[int, ...]] = ()  # that an input may have; (): any from 2
 
-    scope: Scope
     slice_stats: SliceStats
     group_name: str | None
     layer_name: str
+    elements_seen: int | None = 0
 
     def __init__(
         self,
@@ -103,32 +106,28 @@ class BatchNorm(_BatchNorm):
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device, dtype, **keywords
         )
-        self.set_scope(
-            scope, slice_stats=slice_stats, group_name=_process_group.name_of(process_group)
-        )
-
-    def set_scope(
-        self,
-        scope: Scope | str,
-        *,
-        slice_stats: SliceStats = "pooled",
-        group_name: str | None = None,
-        layer_name: str = "",
-    ) -> None:
-        """Set what torch's layer does not have."""
         if slice_stats not in get_args(SliceStats):
             raise ValueError(
                 f"slice_stats: expected pooled, first or sequential, got {slice_stats!r}"
             )
-        self.scope = Scope(str(scope))
+        self.scope = scope
         self.slice_stats = slice_stats
-        self.group_name = group_name
-        self.layer_name = layer_name
+        self.group_name = _process_group.name_of(process_group)
+        self.layer_name = ""
+
+    @property
+    def scope(self) -> Scope:
+        """Who shares statistics."""
+        return self._scope
+
+    @scope.setter
+    def scope(self, scope: Scope | str) -> None:
+        self._scope = Scope(str(scope))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize ``input`` [N, C, *]."""
         has_statistics = self.track_running_stats or not self.training
-        return _library.batch_norm(
+        y = _library.batch_norm(
             input,
             self.weight,
             self.bias,
@@ -144,6 +143,16 @@ class BatchNorm(_BatchNorm):
             _process_group.name_in_use(self.group_name) if self.training else _process_group.NONE,
             self.layer_name,
         )
+        if self.training and self.track_running_stats:
+            self._count_elements(input)
+        return y
+
+    def _count_elements(self, x: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self.elements_seen = None  # a graph that held the count would be compiled every step
+        elif self.elements_seen is not None:
+            # torch.nn.Module's own assignment takes microseconds.
+            object.__setattr__(self, "elements_seen", self.elements_seen + x.numel())
 
     def extra_repr(self) -> str:
         """Torch's text, and the scope."""

@@ -185,3 +185,181 @@ def test_the_layers_take_every_argument_of_torch_in_its_order() -> None:
         assert repr(a) == repr(b)[:-1] + ", scope=world)"
         assert all(p.dtype == torch.float64 for p in a.parameters())
     assert normscope.BatchNorm2d(5, bias=False).bias is None
+
+
+def parameters_after_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.randn(8, 3)).square().sum().backward()
+    optimizer.step()
+    return [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+
+
+def test_an_optimizer_made_before_goes_on_working() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    normscope.convert(model, "local")
+    assert all(parameters_after_training(model, optimizer))
+    normscope.revert(model)
+
+    assert all(parameters_after_training(model, optimizer))
+
+
+class Named(nn.BatchNorm2d):
+    """A subclass that has members of its own, and torch's forward."""
+
+    label = "named"
+
+
+def test_a_subclass_with_torchs_forward_is_refused_too() -> None:
+    model = nn.Sequential(Named(3))
+
+    with pytest.raises(
+        TypeError,
+        match=r"0: .*\.Named, whose own members would be lost; derive it from "
+        r"normscope\.BatchNorm2d instead of torch\.nn\.BatchNorm2d, or leave it out with "
+        "exclude='0'",
+    ):
+        normscope.convert(model)
+
+
+class CentredScoped(normscope.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) - 0.5
+
+
+def test_a_subclass_of_a_scoped_layer_keeps_its_class() -> None:
+    model = nn.Sequential(CentredScoped(3, scope="local", slice_stats="first"))
+
+    normscope.convert(model, "slices:2")
+    assert type(model[0]) is CentredScoped
+    assert (str(model[0].scope), model[0].slice_stats) == ("slices:2", "first")
+    normscope.revert(model)
+
+    assert type(model[0]) is CentredScoped
+    assert str(model[0].scope) == "local"
+
+
+def test_patterns_that_match_no_layer_are_named_and_nothing_is_converted() -> None:
+    model = Block()
+
+    with pytest.raises(ValueError, match=r"include: .*\('norm', 'head\.0', 'head\.1'\), got 'a'"):
+        normscope.convert(model, include=["norm", "a"])
+    with pytest.raises(ValueError, match=r"exclude: .* got 'conv'"):
+        normscope.convert(model, exclude="conv")
+
+    assert type(model.norm) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("exclude", [None, "0"])
+def test_a_model_with_nothing_to_convert_is_named_in_a_warning(exclude: str | None) -> None:
+    model = nn.Sequential(nn.Linear(3, 3) if exclude is None else nn.BatchNorm1d(3))
+
+    with pytest.warns(UserWarning, match="layers to convert, got none in Sequential"):
+        assert normscope.convert(model, exclude=exclude) is model
+
+
+LAZY_LAYERS = [
+    (nn.LazyBatchNorm1d, normscope.BatchNorm1d, nn.BatchNorm1d, (4, 3)),
+    (nn.LazyBatchNorm2d, normscope.BatchNorm2d, nn.BatchNorm2d, (4, 3, 2, 2)),
+    (nn.LazyBatchNorm3d, normscope.BatchNorm3d, nn.BatchNorm3d, (4, 3, 2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("lazy", "scoped", "plain", "shape"), LAZY_LAYERS)
+def test_a_lazy_layer_materializes_with_its_scope(
+    lazy: type[nn.Module], scoped: type[nn.Module], plain: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(lazy(momentum=0.5, dtype=torch.float64))
+    weight = model[0].weight
+    normscope.convert(model, "slices:2")
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = normscope.BatchNorm(3, momentum=0.5, dtype=torch.float64, scope="slices:2")
+
+    y = model(x)  # the very first forward is in its scope
+
+    layer: Any = model[0]
+    assert (str(layer.scope), layer.layer_name) == ("slices:2", "0")
+    assert layer.weight is weight
+    assert torch.equal(y, expected(x))
+    assert torch.equal(layer.running_var, expected.get_buffer("running_var"))
+    assert type(layer) is scoped
+    normscope.revert(model)
+    assert type(model[0]) is plain
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d])
+def test_a_lazy_layer_reverts_to_what_torch_has(lazy: type[nn.Module]) -> None:
+    layer, untouched = lazy(), lazy()
+
+    normscope.revert(normscope.convert(layer))
+
+    assert type(layer) is lazy
+    assert layer.__dict__.keys() == untouched.__dict__.keys()
+
+
+def test_a_pickled_lazy_layer_materializes_with_its_scope() -> None:
+    layer = normscope.convert(nn.LazyBatchNorm2d(), "slices:3")
+
+    other = pickle.loads(pickle.dumps(layer))
+    other(torch.randn(6, 3, 2, 2))
+
+    assert type(other) is normscope.BatchNorm2d
+    assert str(other.scope) == "slices:3"
+    assert type(normscope.revert(other)) is nn.BatchNorm2d
+
+
+def test_a_lazy_checkpoint_of_torch_loads() -> None:
+    layer, trained = normscope.convert(nn.LazyBatchNorm1d()), nn.BatchNorm1d(3)
+    trained(torch.randn(4, 3))
+
+    layer.load_state_dict(trained.state_dict())
+
+    assert torch.equal(layer.get_buffer("running_mean"), trained.get_buffer("running_mean"))
+
+
+def test_copies_of_a_trained_model_revert() -> None:
+    plain = nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3))
+    before = [set(layer.__dict__) for layer in plain]
+    model = normscope.convert(plain, "slices:2")
+    model(torch.randn(4, 3, 2, 2))
+    normscope.set_scope(model, "local")
+
+    others: list[Any] = [*copies_of(model), model]
+    for other in others:
+        state = {name: value.clone() for name, value in other.state_dict().items()}
+        normscope.revert(other)
+        assert [type(layer) for layer in other] == [nn.BatchNorm2d, nn.SyncBatchNorm]
+        assert [set(layer.__dict__) for layer in other] == before
+        assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+
+
+def test_a_class_that_was_changed_since_is_not_reverted() -> None:
+    model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
+    model[1].__class__ = CentredScoped
+
+    with pytest.raises(TypeError, match=r"1: expected the class that convert gave it, got .*\.Cen"):
+        normscope.revert(model)
+
+    assert type(model[0]) is normscope.BatchNorm2d
+
+
+def test_an_averaged_model_keeps_its_scope_and_averages() -> None:
+    model: Any = normscope.convert(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), "slices:2")
+    averaged: Any = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights, means = [], []
+    for _ in range(3):
+        parameters_after_training(model, optimizer)
+        averaged.update_parameters(model)
+        weights.append(model[0].weight.detach().clone())
+        means.append(model[0].running_mean.clone())
+
+    average = averaged.module[0]
+    assert type(average) is normscope.BatchNorm1d
+    assert str(average.scope) == "slices:2"
+    # A mean of three numbers of order one, in float32 (eps 1.2e-7).
+    torch.testing.assert_close(average.weight, sum(weights) / 3, rtol=0, atol=1e-6)
+    torch.testing.assert_close(average.running_mean, sum(means) / 3, rtol=0, atol=1e-6)
+    torch.optim.swa_utils.update_bn([torch.randn(8, 3)], averaged)
+    assert average.num_batches_tracked == 1

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``convert`` makes of torch's lazy layers: C is that of the first input."""
+
+from __future__ import annotations
+
+import torch
+
+from normscope.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d
+
+
+class LazyBatchNorm1d(torch.nn.LazyBatchNorm1d, BatchNorm1d):
+    """A torch.nn.LazyBatchNorm1d that becomes a :class:`normscope.BatchNorm1d`."""
+
+    cls_to_become = BatchNorm1d
+
+
+class LazyBatchNorm2d(torch.nn.LazyBatchNorm2d, BatchNorm2d):
+    """A torch.nn.LazyBatchNorm2d that becomes a :class:`normscope.BatchNorm2d`."""
+
+    cls_to_become = BatchNorm2d
+
+
+class LazyBatchNorm3d(torch.nn.LazyBatchNorm3d, BatchNorm3d):
+    """A torch.nn.LazyBatchNorm3d that becomes a :class:`normscope.BatchNorm3d`."""
+
+    cls_to_become = BatchNorm3d

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scope of a layer changes during training, by hand or by a schedule."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import normscope
+from normscope import BatchNorm1d, ProgressiveScope, set_scope
+
+Scopes = list[str]
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(3, 3), BatchNorm1d(3)), nn.BatchNorm1d(3), BatchNorm1d(3)
+    )
+
+
+def scopes_of(model: nn.Module) -> Scopes:
+    return [str(m.scope) for m in model.modules() if isinstance(m, normscope.BatchNorm)]
+
+
+def test_set_scope_changes_the_chosen_layers_alone() -> None:
+    model = network()
+
+    set_scope(model, "local")
+    set_scope(model, normscope.Scope.slices(2), include="0.*")
+    assert scopes_of(model) == ["slices:2", "local"]
+    set_scope(model, "group:2", exclude=["0.*"])
+
+    assert scopes_of(model) == ["slices:2", "group:2"]
+    assert type(model[1]) is nn.BatchNorm1d
+
+
+def test_set_scope_keeps_everything_else() -> None:
+    model = normscope.convert(nn.Sequential(nn.BatchNorm1d(3)))
+    layer = model[0]
+    assert isinstance(layer, normscope.BatchNorm)
+    layer.slice_stats = "first"
+    layer.group_name = "7"
+    before = {key: value for key, value in layer.__dict__.items() if key != "_scope"}
+
+    set_scope(model, "slices:2")
+
+    assert {key: value for key, value in layer.__dict__.items() if key != "_scope"} == before
+    assert layer.layer_name == "0"
+
+
+def test_an_assigned_scope_is_validated() -> None:
+    layer = BatchNorm1d(3, scope="local")
+
+    with pytest.raises(ValueError, match="scope"):
+        layer.scope = "galaxy"
+    assert str(layer.scope) == "local"
+    layer.scope = "slices:2"
+    assert layer.scope == normscope.Scope.slices(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: set_scope(network(), "local", include=["0.*", "head.*"]),
+            r"include: expected patterns that match a layer's name \('0\.1', '2'\), got 'head\.\*'",
+        ),
+        (lambda: set_scope(network(), "local", exclude="neck"), "exclude: .* got 'neck'"),
+        (lambda: set_scope(network(), "galaxy"), "scope"),
+        (
+            lambda: set_scope(nn.Sequential(nn.BatchNorm1d(3)), "local"),
+            "model: expected layers of normscope .* got Sequential, which has none",
+        ),
+        (
+            lambda: ProgressiveScope(network(), ["local", "world"], [0]),
+            r"milestones: expected one for each .* got \[0\] for \['local', 'world'\]",
+        ),
+        (lambda: ProgressiveScope(network(), [], []), r"at least one scope, got \[\] for \[\]"),
+        (
+            lambda: ProgressiveScope(network(), ["local", "world"], [1, 2]),
+            r"milestones: expected 0 and then increasing steps, got \[1, 2\]",
+        ),
+        (
+            lambda: ProgressiveScope(network(), ["local", "group:2", "world"], [0, 5, 5]),
+            r"milestones: expected 0 and then increasing steps, got \[0, 5, 5\]",
+        ),
+        (lambda: ProgressiveScope(network(), ["galaxy"], [0]), "scope"),
+        (lambda: ProgressiveScope(network(), ["local"], [0], include="neck"), "got 'neck'"),
+        (
+            lambda: ProgressiveScope.doubling(network(), total_steps=0),
+            "total_steps: expected at least 1, one for each of local, got 0",
+        ),
+        (
+            lambda: ProgressiveScope(network(), ["local"], [0]).load_state_dict({"step": 3}),
+            r"state_dict: expected last_step, an int of at least 0, got \{'step': 3\}",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_refused_change_changes_nothing() -> None:
+    model = network()
+
+    with pytest.raises(ValueError, match="neck"):
+        set_scope(model, "local", include=["2", "neck"])
+
+    assert scopes_of(model) == ["world", "world"]
+
+
+def test_a_schedule_follows_its_milestones() -> None:
+    model = network()
+    schedule = ProgressiveScope(model, ["local", "group:2", "world"], [0, 2, 3])
+    seen = []
+    for _ in range(5):
+        assert scopes_of(model) == [str(schedule.scope)] * 2
+        seen.append(str(schedule.scope))
+        schedule.step()
+
+    assert seen == ["local", "local", "group:2", "world", "world"]
+
+
+def test_layers_follow_schedules_of_their_own() -> None:
+    model = network()
+    early = ProgressiveScope(model, ["local", "world"], [0, 1], include="0.*")
+    late = ProgressiveScope(model, ["slices:2", "local"], [0, 2], exclude="0.*")
+
+    seen = []
+    for _ in range(3):
+        seen.append(scopes_of(model))
+        early.step()
+        late.step()
+
+    assert seen == [["local", "slices:2"], ["world", "slices:2"], ["world", "local"]]
+
+
+def test_a_schedule_runs_beside_a_learning_rate_scheduler() -> None:
+    model = normscope.convert(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2], gamma=0.5)
+    schedule = ProgressiveScope(model, ["slices:2", "local"], [0, 2])
+
+    seen = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        seen.append((rates.get_last_lr()[0], str(schedule.scope)))
+        rates.step()
+        schedule.step()
+
+    assert seen == [(1.0, "slices:2")] * 2 + [(0.5, "local")] * 2
+
+
+def test_a_loaded_state_gives_the_layers_its_scope() -> None:
+    def made() -> tuple[nn.Module, ProgressiveScope]:
+        model = network()
+        return model, ProgressiveScope(model, ["local", "group:2", "world"], [0, 2, 4])
+
+    _, schedule = made()
+    for _ in range(3):
+        schedule.step()
+    file = io.BytesIO()
+    torch.save(schedule.state_dict(), file)
+    file.seek(0)
+
+    model, resumed = made()
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+
+    assert scopes_of(model) == ["group:2"] * 2
+    resumed.step()
+    assert scopes_of(model) == ["world"] * 2
+
+
+def doubling_scopes(total_steps: int) -> tuple[Scopes, Scopes]:
+    """Over the default group, and over one of two ranks where there are that many."""
+
+    def run(group: distributed.ProcessGroup | None) -> Scopes:
+        model = network()
+        schedule = ProgressiveScope.doubling(model, total_steps, process_group=group)
+        seen = []
+        for _ in range(total_steps + 1):
+            seen.append(scopes_of(model)[0])
+            schedule.step()
+        return seen
+
+    pair = distributed.new_group([0, 1]) if distributed.get_world_size() > 1 else None
+    return run(None), run(pair) if distributed.get_rank() < 2 else []
+
+
+DOUBLING = {
+    1: ["local"] * 7,
+    2: ["local"] * 3 + ["world"] * 4,
+    3: ["local"] * 2 + ["group:2"] * 2 + ["world"] * 3,
+    4: ["local"] * 2 + ["group:2"] * 2 + ["world"] * 3,
+    6: ["local"] + ["group:2"] * 2 + ["group:4"] + ["world"] * 3,
+}
+
+
+@pytest.mark.parametrize("size", DOUBLING)
+def test_doubling_goes_from_one_rank_to_the_world(ranks: RankPool, size: int) -> None:
+    expected = [DOUBLING[size], DOUBLING[min(size, 2)]]
+
+    for rank, seen in enumerate(ranks.run(size, doubling_scopes, 6)):
+        assert list(seen) == (expected if rank < 2 else [expected[0], []])
+
+
+def test_without_a_process_group_doubling_stays_local() -> None:
+    model = network()
+
+    schedule = ProgressiveScope.doubling(model, 10)
+
+    assert (str(schedule.scope), scopes_of(model)) == ("local", ["local"] * 2)
+
+
+def test_a_compiled_model_never_keeps_the_old_scope() -> None:
+    layer = normscope.BatchNorm2d(3, scope="local")
+    eager = copy.deepcopy(layer)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    assert isinstance(compiled, nn.Module)
+    torch.manual_seed(0)
+    seen = []
+    for scope in ("local", "slices:2", "local", "slices:4"):
+        set_scope(compiled, scope)
+        set_scope(eager, scope)
+        for _ in range(2):
+            x = torch.randn(4, 3, 5, 5)
+            assert torch.equal(compiled(x), eager(x))
+        seen.append(graphs.frame_count)
+
+    # A graph for each scope, and none for a step.
+    assert seen == [1, 2, 2, 3]
+
+
+def step_under_two_scopes() -> list[float]:
+    layer = BatchNorm1d(1, momentum=1.0, affine=False, scope="local")
+    schedule = ProgressiveScope(layer, ["local", "world"], [0, 1])
+    rank = float(distributed.get_rank())
+    means, inputs = [], []
+    for _ in range(2):
+        inputs.append(torch.tensor([[rank], [rank + 1]], requires_grad=True))
+        y = layer(inputs[-1])
+        schedule.step()
+        assert layer.running_mean is not None
+        means.append(layer.running_mean.item())
+        y.square().sum().backward()  # in the scope of its forward: no rank waits for another
+    return means
+
+
+def test_statistics_follow_the_schedule_on_two_ranks(ranks: RankPool) -> None:
+    assert ranks.run(2, step_under_two_scopes) == [[0.5, 1.0], [1.5, 1.0]]
