@@ -28,6 +28,7 @@ site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 # The tests of the demo and of the documents are left out: neither is part of the wheel.
 mkdir "$away/tests"
 cp pyproject.toml "$away"
+cp -r docs "$away" # test_semantics.py holds itself against it
 cp -r tests/python "$away/tests"
 if [ -d tests/support ]; then
   cp -r tests/support "$away/tests"
