@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under DistributedDataParallel: the training of one process that has the joined batch."""
+"""DistributedDataParallel, FSDP2 and Lightning train as one process that has the joined batch."""
 
 import copy
+import os
 import pickle
+from pathlib import Path
 
 import torch
 from rank_pool import RankPool, split_of
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import normscope
 
@@ -47,13 +52,77 @@ def train_rank() -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-def test_two_uneven_ranks_train_as_one_process(ranks: RankPool) -> None:
-    expected = train(network(), slice(None), scale=1 / sum(SIZES))
+def train_sharded_rank() -> dict[str, torch.Tensor]:
+    """FSDP2: each rank keeps a part of every parameter."""
+    net = normscope.convert(network(), "world")
+    mesh = init_device_mesh("cpu", (len(SIZES),))
+    for layer in net.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    part = split_of(SIZES, distributed.get_rank())
+    # As DistributedDataParallel, it averages what is to be summed.
+    state = train(net, part, scale=len(SIZES) / sum(SIZES))
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 
-    for got in ranks.run(2, train_rank):
+
+def train_lightning_rank(folder: str) -> dict[str, torch.Tensor]:
+    """A fit by Lightning, which finds the process group that is there."""
+    import lightning
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = normscope.convert(network(), "world")
+
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            # Lightning's DistributedDataParallel averages what is to be summed.
+            loss: torch.Tensor = self.net(x).square().sum() * len(SIZES) / sum(SIZES)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    rank = distributed.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank)
+    task = Task()
+    batches = [batch(step)[split_of(SIZES, rank)] for step in range(STEPS)]
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=len(SIZES),
+        strategy="ddp",
+        use_distributed_sampler=False,
+        max_epochs=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert trainer.world_size == len(SIZES)
+    return {name: value.clone() for name, value in task.net.state_dict().items()}
+
+
+def assert_trained_as_one_process(answers: list[dict[str, torch.Tensor]]) -> None:
+    expected = train(network(), slice(None), scale=1 / sum(SIZES))
+    for got in answers:
         for name, value in expected.items():
             allowed = RELATIVE * value.abs().amax().item()
             torch.testing.assert_close(got[name], value, rtol=0, atol=allowed, msg=name)
+
+
+def test_two_uneven_ranks_train_as_one_process(ranks: RankPool) -> None:
+    assert_trained_as_one_process(ranks.run(2, train_rank))
+
+
+def test_two_uneven_ranks_of_fully_shard_train_as_one_process(ranks: RankPool) -> None:
+    assert_trained_as_one_process(ranks.run(2, train_sharded_rank))
+
+
+def test_two_uneven_ranks_under_lightning_train_as_one_process(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    assert_trained_as_one_process(ranks.run(2, train_lightning_rank, str(tmp_path)))
 
 
 def copy_with_a_group() -> list[float]:

@@ -179,19 +179,24 @@ def test_a_graph_for_any_batch_equals_eager(ranks: RankPool, scope: str) -> None
     assert ranks.run(1, compiled_for_any_batch, scope, hang_seconds=400) == [True]
 
 
-def test_autocast_leaves_the_statistics_wide() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_leaves_the_statistics_wide_and_the_dtype_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8))
+    layer, of_torch = normscope.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
+    x = (torch.randn(X) + 7).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = net[0](torch.randn(4, 3, 8, 8))
-        y = net[1](hidden)
-    y.float().sum().backward()
+        y = layer(x)
+        expected = of_torch(x)
+    y.float().square().sum().backward()
 
-    assert y.dtype == hidden.dtype == torch.bfloat16
-    assert net[1].running_mean.dtype == torch.float32
-    # Of the converted values, to float32's roundings: 1e-6 of values of order one.
-    mean = hidden.detach().double().mean((0, 2, 3))
-    torch.testing.assert_close(net[1].running_mean.double(), 0.1 * mean, rtol=0, atol=1e-6)
+    assert y.dtype == expected.dtype == dtype
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    assert layer.running_mean is not None
+    assert layer.running_mean.dtype == torch.float32
+    # Of the values as they are, to float32's roundings: 1e-6 of means that are a tenth of 7.
+    mean = x.detach().double().mean((0, 2, 3))
+    torch.testing.assert_close(layer.running_mean.double(), 0.1 * mean, rtol=1e-6, atol=0)
 
 
 def test_two_forwards_before_one_backward() -> None:
