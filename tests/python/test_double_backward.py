@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -334,4 +335,7 @@ def differentiate_a_compiled_layer_twice() -> str:
 def test_a_compiled_layer_says_that_it_cannot_be_differentiated_twice(ranks: RankPool) -> None:
     [message] = ranks.run(1, differentiate_a_compiled_layer_twice)
 
-    assert "does not currently support double backward" in message
+    # torch's, of which one comes first where the backward reuses its inputs' memory.
+    assert re.search(
+        "does not currently support double backward|requires create_graph=False", message
+    )
