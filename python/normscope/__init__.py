@@ -6,6 +6,7 @@ from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
 
@@ -20,9 +21,11 @@ __all__ = [
     "checkpoint_context",
     "communication_counters",
     "convert",
+    "estimate_running_stats",
     "functional",
     "revert",
     "set_scope",
+    "sync_running_stats",
 ]
 
 __version__ = _library.version()

@@ -150,13 +150,18 @@ class BatchNorm(_BatchNorm):
     def _count_elements(self, x: torch.Tensor) -> None:
         if torch.compiler.is_compiling():
             self.elements_seen = None  # a graph that held the count would be compiled every step
-        elif self.elements_seen is not None:
+        elif self.elements_seen is not None and not _recomputes():
             # torch.nn.Module's own assignment takes microseconds.
             object.__setattr__(self, "elements_seen", self.elements_seen + x.numel())
 
     def extra_repr(self) -> str:
         """Torch's text, and the scope."""
         return f"{super().extra_repr()}, scope={self.scope}"  # type: ignore[no-untyped-call]
+
+
+def _recomputes() -> bool:
+    """Whether a backward is running, as in checkpointing: it updates no running statistics."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):

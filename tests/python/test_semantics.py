@@ -253,6 +253,35 @@ def test_slices_are_torch_s_chunks_with_three_rules_for_running_statistics() -> 
         assert_near(layer.eval()(x), expected.eval()(x))
 
 
+def pool_and_estimate() -> list[Tensors]:
+    """Of ranks with 3 and 1 samples, whose only update has momentum 1."""
+    x = joined(4)[split_of((3, 1), distributed.get_rank())]
+    layer = normscope.BatchNorm2d(3, momentum=1.0, dtype=torch.float64, scope="local")
+    layer(x)
+    own = copy.deepcopy(layer.state_dict())
+    normscope.sync_running_stats(layer)
+    pooled = copy.deepcopy(layer.state_dict())
+    normscope.estimate_running_stats(layer, [x])
+    return [own, pooled, copy.deepcopy(layer.state_dict())]
+
+
+def test_ranks_pool_or_estimate_their_running_statistics_to_the_same_bits(ranks: RankPool) -> None:
+    answers = ranks.run(2, pool_and_estimate)
+    over = (0, 2, 3)
+    [big, small], [pooled, other_pooled], [estimated, other_estimated] = zip(*answers, strict=True)
+
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(pooled[name], other_pooled[name])
+        assert torch.equal(estimated[name], other_estimated[name])
+    mean = joined(4).mean(over)
+    assert_near(pooled["running_mean"], mean)
+    within = 0.75 * big["running_var"] + 0.25 * small["running_var"]
+    between = 0.75 * (big["running_mean"] - mean) ** 2 + 0.25 * (small["running_mean"] - mean) ** 2
+    assert_near(pooled["running_var"], within + between)
+    assert_near(estimated["running_mean"], mean)
+    assert_near(estimated["running_var"], joined(4).var(over))
+
+
 def test_state_dicts_have_torch_s_keys_and_shapes() -> None:
     for keywords in ({}, {"affine": False}, {"track_running_stats": False}):
         ours = normscope.BatchNorm2d(3, scope="group:2", **keywords)  # type: ignore[arg-type]

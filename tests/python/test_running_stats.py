@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One file of running statistics for all ranks, where the scope is narrower than the world."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from rank_pool import RankPool, split_of
+from torch import distributed, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import normscope
+
+Tensors = dict[str, torch.Tensor]
+
+SIZES = (3, 1, 4)
+
+# Some hundred roundings of float64 (eps 2e-16) on data of condition one.
+ROUNDING = 1e-12
+
+MOMENTS = ("mean", "var")
+
+
+def network(scope: str, *, momentum: float | None = 0.3) -> nn.Sequential:
+    """Layers of normscope and of torch; in float64, so that rounding hides nothing."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 1),
+        nn.BatchNorm2d(4, momentum=momentum),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 1),
+        nn.BatchNorm2d(3, momentum=momentum),
+        nn.BatchNorm2d(3, track_running_stats=False),
+    ).double()
+    return normscope.convert(net, scope, exclude="4")
+
+
+def images(samples: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 2, 4, 4, generator=generator, dtype=torch.float64)
+    return x + torch.arange(samples, dtype=torch.float64).view(-1, 1, 1, 1)
+
+
+def part(seed: int = 0) -> torch.Tensor:
+    """This rank's samples of a joined batch."""
+    return images(sum(SIZES), seed)[split_of(SIZES, distributed.get_rank())]
+
+
+def state(model: nn.Module) -> Tensors:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_bits(states: list[Tensors]) -> None:
+    for other in states[1:]:
+        assert other.keys() == states[0].keys()
+        assert all(torch.equal(value, states[0][name]) for name, value in other.items())
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+def law_of_total_variance(
+    means: torch.Tensor, variances: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the first dimension [ranks, C]."""
+    w = (weights.double() / weights.sum())[:, None]
+    mean = (w * means).sum(0)
+    return mean, (w * (variances + (means - mean).square())).sum(0)
+
+
+def train_and_pool() -> tuple[Tensors, Tensors]:
+    model = network("local")
+    for step in range(2):
+        model(part(step))
+    before = state(model)
+    normscope.sync_running_stats(model)
+    return before, state(model)
+
+
+def test_pooled_statistics_follow_the_law_of_total_variance(ranks: RankPool) -> None:
+    answers = ranks.run(3, train_and_pool)
+
+    for name, weights in (("1", torch.tensor(SIZES)), ("4", torch.ones(3))):
+        before = [torch.stack([b[f"{name}.running_{s}"] for b, _ in answers]) for s in MOMENTS]
+        mean, var = law_of_total_variance(before[0], before[1], weights)
+        for _, after in answers:
+            assert_near(after[f"{name}.running_mean"], mean)
+            assert_near(after[f"{name}.running_var"], var)
+    assert_same_bits([after for _, after in answers])
+    assert answers[0][1]["1.num_batches_tracked"] == 2
+
+
+def pool_of_one_step(scope: str) -> tuple[Tensors, Tensors]:
+    """Of local statistics with momentum 1: the moments of the joined batch are known."""
+    model = network(scope, momentum=1.0)
+    x = part() if scope == "local" else images(6)
+    model(x)
+    normscope.sync_running_stats(model)
+    first = state(model)
+    normscope.sync_running_stats(model)
+    return first, state(model)
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2", "world"])
+def test_pooling_again_changes_nothing(ranks: RankPool, scope: str) -> None:
+    for first, again in ranks.run(3, pool_of_one_step, scope):
+        for name, value in first.items():
+            assert_near(again[name], value)
+
+
+def test_the_pooled_mean_of_one_step_is_that_of_the_joined_batch(ranks: RankPool) -> None:
+    hidden = network("local")[0](images(sum(SIZES))).detach()
+
+    for pooled, _ in ranks.run(3, pool_of_one_step, "local"):
+        assert_near(pooled["1.running_mean"], hidden.mean((0, 2, 3)))
+
+
+def weights_after(kind: str) -> float:
+    """The pooled mean of ranks that hold 0 and 3, and have seen 1 and 2 elements, or so."""
+    rank = distributed.get_rank()
+    layer = normscope.BatchNorm1d(1, scope="local", momentum=1.0)
+    x = torch.full((2 * (rank + 1), 1), 3.0 * rank)
+    layer(x)
+    if kind == "copied":
+        layer = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    elif kind == "unknown on one rank" and rank == 0:
+        layer.elements_seen = None
+    elif kind == "pooled before":
+        normscope.sync_running_stats(layer)
+        assert layer.elements_seen == 0
+        layer(torch.full((2 * (2 - rank), 1), 3.0 * rank))
+    elif kind == "reverted":
+        plain = normscope.revert(normscope.convert(nn.BatchNorm1d(1)))
+        plain.load_state_dict(layer.state_dict())
+        normscope.sync_running_stats(plain)
+        return plain.get_buffer("running_mean").item()
+    elif kind == "without elements":
+        layer.elements_seen = 0
+    elif kind == "in a group":
+        normscope.sync_running_stats(layer, distributed.new_group([0, 1]))
+    normscope.sync_running_stats(layer)
+    return layer.get_buffer("running_mean").item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("counted", 2.0),
+        ("copied", 2.0),
+        ("in a group", 2.0),
+        ("pooled before", 1.0),
+        ("unknown on one rank", 1.5),
+        ("without elements", 1.5),
+        ("reverted", 1.5),
+    ],
+)
+def test_ranks_weigh_what_they_have_seen_since_the_last_pooling(
+    ranks: RankPool, kind: str, expected: float
+) -> None:
+    assert ranks.run(2, weights_after, kind) == [expected] * 2
+
+
+def test_the_count_is_no_state_and_failed_calls_do_not_count() -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+
+    with pytest.raises(ValueError, match="more than 1 value"):
+        layer(torch.randn(1, 3))
+    assert layer.elements_seen == 0
+    layer(torch.randn(4, 3))
+    layer.eval()(torch.randn(4, 3))
+
+    assert layer.elements_seen == 12
+    assert list(layer.state_dict()) == list(nn.BatchNorm1d(3).state_dict())
+
+
+def test_a_recomputation_does_not_count() -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    x = torch.randn(4, 3, requires_grad=True)
+
+    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    y.square().sum().backward()
+
+    assert layer.elements_seen == 12
+
+
+def test_a_compiled_graph_leaves_the_count_unknown_and_is_compiled_once() -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    for _ in range(3):
+        compiled(torch.randn(4, 3))
+        assert layer.elements_seen is None
+        layer.elements_seen = 0  # as after pooling
+
+    assert graphs.frame_count == 1
+
+
+def test_without_other_ranks_nothing_is_pooled() -> None:
+    model = network("local")
+    model(images(4))
+    before = state(model)
+
+    normscope.sync_running_stats(model)
+
+    assert_same_bits([before, state(model)])
+
+
+def saved_and_evaluated(how: str) -> tuple[bytes, torch.Tensor, torch.Tensor]:
+    """Training in local scope, one file, and what it evaluates to in both libraries."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    model = normscope.convert(net, "local")
+    parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        parallel(images(8, step)[distributed.get_rank() * 3 :].float()).square().mean().backward()
+        optimizer.step()
+    if how == "sync":
+        normscope.sync_running_stats(model)
+    else:
+        normscope.estimate_running_stats(model, [part(5).float(), part(6).float()])
+
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    plain = normscope.revert(copy.deepcopy(model))
+    plain.load_state_dict(torch.load(file))
+    x = images(4, 9).float()
+    return file.getvalue(), model.eval()(x).detach(), plain.eval()(x).detach()
+
+
+@pytest.mark.parametrize("how", ["sync", "estimate"])
+def test_one_saved_file_evaluates_to_the_same_bits_everywhere(ranks: RankPool, how: str) -> None:
+    [(file, expected, _), *others] = ranks.run(2, saved_and_evaluated, how)
+
+    for other_file, ours, theirs in [(file, expected, expected), *others]:
+        assert other_file == file
+        assert torch.equal(ours, expected)
+        assert torch.equal(theirs, expected)
+
+
+def means_under_data_parallel(keywords: dict[str, Any]) -> list[float]:
+    """Running means of two steps with momentum 1/2; rank r always sees the value r + 1."""
+    layer = normscope.BatchNorm1d(1, momentum=0.5, scope="local")
+    parallel = nn.parallel.DistributedDataParallel(layer, **keywords)
+    for _ in range(2):
+        parallel(torch.full((2, 1), distributed.get_rank() + 1.0))
+    means = [layer.get_buffer("running_mean").item()]
+    normscope.sync_running_stats(parallel)
+    parallel.eval()(torch.zeros(2, 1))
+    return [*means, layer.get_buffer("running_mean").item()]
+
+
+def test_data_parallel_broadcasts_the_statistics_of_rank_0(ranks: RankPool) -> None:
+    own = ranks.run(2, means_under_data_parallel, {"broadcast_buffers": False})
+    default = ranks.run(2, means_under_data_parallel, {})
+
+    # 0 -> v/2 -> 3v/4 on each rank; by default rank 1 goes on from rank 0's 1/2.
+    assert own == [[0.75, 1.125], [1.5, 1.125]]
+    assert default == [[0.75, 1.0], [1.25, 1.0]]
+
+
+def pool_different_layers() -> str:
+    model = normscope.convert(
+        nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3 + distributed.get_rank() // 2))
+    )
+    with pytest.raises(ValueError, match="model") as raised:
+        normscope.sync_running_stats(model)
+    return str(raised.value)
+
+
+def test_ranks_with_other_layers_are_named_on_every_rank(ranks: RankPool) -> None:
+    for text in ranks.run(3, pool_different_layers):
+        assert text == (
+            "model: expected the same layers with running statistics on every rank, got other "
+            "names or channels on ranks [2] than on rank 0"
+        )
+
+
+def estimate(scope: str, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensors, Any]:
+    """Batches of this rank, in its number, and what each layer's inputs were."""
+    rank = distributed.get_rank()
+    model = network(scope).to(dtype)
+    model[1].eval()
+    tracked, inputs = state(model), {"1": [], "4": []}  # type: ignore[var-annotated]
+    hooks = [
+        model[int(name)].register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0]))
+        for name, seen in inputs.items()
+    ]
+    batches = [images(SIZES[rank], seed=10 * rank + i).to(dtype) for i in range(counts[rank])]
+    normscope.estimate_running_stats(model, batches)
+    for hook in hooks:
+        hook.remove()
+    assert [layer.training for layer in model] == [True, False, True, True, True, True]
+    after = state(model)
+    for name in ("1", "4"):
+        key = f"{name}.num_batches_tracked"
+        assert torch.equal(after[key], tracked[key])
+    return after, inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("scope", "counts"), [("world", (2, 2, 2)), ("local", (2, 0, 3)), ("slices:2", (1, 1, 1))]
+)
+def test_estimates_are_those_of_all_inputs_as_one_batch(
+    ranks: RankPool, scope: str, counts: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    answers = ranks.run(3, estimate, scope, counts, dtype)
+
+    assert_same_bits([after for after, _ in answers])
+    for name in ("1", "4"):
+        x = torch.cat([x for _, inputs in answers for x in inputs[name]]).double()
+        # The moments are exact to float64's roundings; the buffer rounds once.
+        relative = max(ROUNDING, torch.finfo(dtype).eps)
+        for after, _ in answers:
+            mean, var = (after[f"{name}.running_{s}"].double() for s in MOMENTS)
+            torch.testing.assert_close(mean, x.mean((0, 2, 3)), rtol=relative, atol=ROUNDING)
+            torch.testing.assert_close(var, x.var((0, 2, 3)), rtol=relative, atol=ROUNDING)
+
+
+def test_far_from_zero_the_estimate_is_as_good() -> None:
+    layer = normscope.BatchNorm1d(2, dtype=torch.float64)
+    batches = [torch.randn(50, 2, dtype=torch.float64) + 1e6 for _ in range(3)]
+
+    normscope.estimate_running_stats(layer, batches)
+
+    # Means of 1e6 are off by a few of their roundings of 1e6 * 2e-16 = 2e-10, and so are their
+    # differences, which enter the variance of order one; the squares would be off by 2e-4.
+    x = torch.cat(batches)
+    torch.testing.assert_close(layer.get_buffer("running_var"), x.var(0), rtol=1e-9, atol=0)
+    torch.testing.assert_close(layer.get_buffer("running_mean"), x.mean(0), rtol=1e-15, atol=0)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = normscope.BatchNorm1d(1, momentum=None)
+        self.unused = nn.BatchNorm1d(1)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not torch.is_grad_enabled()
+        assert not self.dropout.training
+        return self.norm(input=x), self.norm(y)
+
+
+def test_tuples_are_arguments_and_each_call_of_a_shared_layer_counts() -> None:
+    model = Pair().eval()
+    batches = iter(
+        [(torch.ones(2, 1), torch.zeros(2, 1)), (torch.ones(4, 1) * 2, torch.ones(2, 1))]
+    )
+
+    normscope.estimate_running_stats(model, batches)
+
+    x = torch.tensor([1.0, 1, 0, 0, 2, 2, 2, 2, 1, 1])
+    assert model.norm.get_buffer("running_mean") == x.mean()
+    torch.testing.assert_close(model.norm.get_buffer("running_var")[0], x.var())
+    assert model.norm.get_buffer("num_batches_tracked") == 0
+    assert model.norm.elements_seen == 0
+    assert model.unused.get_buffer("running_var") == 1  # no element
+
+
+def test_no_batches_keep_the_statistics() -> None:
+    layer = normscope.BatchNorm1d(2)
+    layer(torch.randn(4, 2))
+    before = state(layer)
+
+    normscope.estimate_running_stats(layer, [])
+
+    assert_same_bits([before, state(layer)])
+
+
+def failing_batches() -> Iterator[torch.Tensor]:
+    yield images(4)
+    raise OSError("no disk")
+
+
+def test_what_raises_leaves_modes_statistics_and_hooks_as_they_were() -> None:
+    model = network("local")
+    model[4].eval()
+    model(images(4))
+    before, hooks = state(model), len(model[1]._forward_pre_hooks)
+    seen = model[1].elements_seen
+
+    with pytest.raises(OSError, match="no disk"):
+        normscope.estimate_running_stats(model, failing_batches())
+
+    assert_same_bits([before, state(model)])
+    assert [layer.training for layer in model] == [True] * 4 + [False, True]
+    assert len(model[1]._forward_pre_hooks) == hooks
+    assert model[1].elements_seen == seen
+
+
+def test_a_compiled_model_is_estimated_too() -> None:
+    model = network("local")
+    compiled: Any = torch.compile(model, backend="eager")
+    compiled(images(4))
+
+    normscope.estimate_running_stats(compiled, [images(4)])
+
+    hidden = model[0](images(4)).detach()
+    assert_near(model[1].get_buffer("running_mean"), hidden.mean((0, 2, 3)))
+
+
+def estimate_with_other_numbers() -> str:
+    model = network("world")
+    before = state(model)
+    batches = [part() for _ in range(1 + distributed.get_rank())]
+    with pytest.raises(ValueError, match="batches") as raised:
+        normscope.estimate_running_stats(model, batches)
+    assert_same_bits([before, state(model)])
+    return str(raised.value)
+
+
+def test_other_numbers_of_batches_are_named_before_a_layer_waits(ranks: RankPool) -> None:
+    for text in ranks.run(2, estimate_with_other_numbers):
+        assert text == (
+            "batches: expected the same number on every rank, since layers synchronize, got [1, 2]"
+        )
+
+
+def test_a_lazy_layer_without_input_is_named() -> None:
+    model = normscope.convert(nn.Sequential(nn.LazyBatchNorm1d()))
+
+    with pytest.raises(
+        ValueError, match=r"0: expected a layer with running statistics, got a Lazy"
+    ):
+        normscope.estimate_running_stats(model, [])
