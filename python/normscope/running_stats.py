@@ -86,9 +86,10 @@ def estimate_running_stats(
     Layers whose scope is wider than a rank meet once a batch, so all ranks then need the same
     number of batches. That is checked where ``batches`` has a length on every rank; where it has
     none, ranks that wait for one that is done raise at the time limit of the process group.
+    DistributedDataParallel's forward meets once a batch too: of such a model give ``model.module``.
 
     Args:
-        model: A model, the same on every rank; DistributedDataParallel's too.
+        model: A model, the same on every rank.
         batches: Inputs of the model. A tuple holds its arguments.
         process_group: The ranks; None for the default group, or for this process alone where there
             is none.
