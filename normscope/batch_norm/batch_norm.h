@@ -24,8 +24,8 @@ struct CallContext {
   const Kernels* kernels = nullptr;      // nullptr: default_kernels()
   const Execution* execution = nullptr;  // nullptr: this thread
   Exchange* exchange = nullptr;          // nullptr: this rank alone
-  std::string_view layer = "";           // for errors
-  std::string_view scope = "";           // for errors
+  std::string_view layer;                // for errors
+  std::string_view scope;                // for errors
 };
 
 // Doubles of ForwardArguments::statistics.

@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -355,7 +356,7 @@ GradientTensors double_backward_cpu(const OptionalTensor& grad_dx,
   });
 
   const SecondGradients all = empty_second_gradients(x);
-  all.weight.zero_();
+  const at::Tensor weight_total = at::zeros({x.size(1)}, wide(x));
   const std::vector<at::Tensor> all_dy = all.dy.chunk(statistics.size(0));
   const std::vector<at::Tensor> all_x = all.x.chunk(statistics.size(0));
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {
@@ -364,8 +365,9 @@ GradientTensors double_backward_cpu(const OptionalTensor& grad_dx,
     const SecondGradients slice = norm_batches[i].gradients(means);
     all_dy[i].copy_(slice.dy);
     all_x[i].copy_(slice.x);
-    all.weight.add_(slice.weight);
+    weight_total.add_(slice.weight);
   }
+  all.weight.copy_(weight_total);
   return {all.dy, all.x, all.weight};
 }
 
@@ -384,7 +386,9 @@ at::Tensor apply_cpu(const at::Tensor& x, const OptionalTensor& weight, const Op
       .slices = statistics.size(0),
   };
   const Execution execution = torch_threads();
-  batch_norm_apply(arguments, {.execution = &execution});
+  CallContext context;
+  context.execution = &execution;
+  batch_norm_apply(arguments, context);
   return y;
 }
 

@@ -28,8 +28,10 @@ void expect_apply_repeats_forward(const Layer& layer, std::int64_t slices) {
   batch_norm_forward(run.forward_arguments(), {});
   Tensor y = run.x;
   const Execution two_threads = on_threads(2);
+  CallContext context;
+  context.execution = &two_threads;
 
-  batch_norm_apply(apply_arguments(run, y.view()), {.execution = &two_threads});
+  batch_norm_apply(apply_arguments(run, y.view()), context);
 
   run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
     ASSERT_PRED2(same_bits, y.at(n, c, p), run.y.at(n, c, p));
