@@ -44,14 +44,17 @@ std::string_view name_of(Direction direction) {
     case Direction::kForward: return "forward";
     case Direction::kBackward: return "backward";
     case Direction::kDoubleBackward: return "double backward";
+    case Direction::kAgreement: break;
   }
-  return "";
+  return "agreement";
 }
 
 std::string describe(const CallLabel& label) {
-  std::string text(name_of(label.direction));
-  text += " of ";
-  text += label.layer.empty() ? std::string("a layer without a name") : std::string(label.layer);
+  const std::string layer(label.layer.empty() ? "a layer without a name" : label.layer);
+  if (label.direction == Direction::kAgreement) {
+    return "first use of scope " + std::string(label.scope) + " by " + layer;
+  }
+  std::string text = std::string(name_of(label.direction)) + " of " + layer;
   text += " (" + std::to_string(label.channels) + " channels, scope " + std::string(label.scope);
   if (label.direction == Direction::kForward && label.backward == BackwardNeeded::kNo) {
     text += ", nothing needs a gradient";
@@ -129,8 +132,9 @@ bool checks_every_call() {
 
 }  // namespace
 
-Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_alone)
-    : communicator_(std::move(communicator)), when_alone_(when_alone) {}
+Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_alone,
+                   std::vector<int> names)
+    : communicator_(std::move(communicator)), when_alone_(when_alone), names_(std::move(names)) {}
 
 void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Stream stream) {
   Hash hash;
@@ -165,9 +169,9 @@ void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Str
   } catch (const MismatchError&) {
     throw_mismatch(label);
   } catch (const TimeoutError& error) {
-    throw TimeoutError(describe(label) + ": " + error.what());
+    throw TimeoutError(describe_here(label) + ": " + error.what());
   } catch (const CommunicationError& error) {
-    throw CommunicationError(describe(label) + ": " + error.what());
+    throw CommunicationError(describe_here(label) + ": " + error.what());
   }
 }
 
@@ -182,6 +186,20 @@ void Exchange::compare(const CallLabel& label, std::span<const double> header) {
   if (!same_call || !same_need) throw MismatchError("");
 }
 
+int Exchange::name_of_rank(std::size_t rank) const noexcept {
+  return names_.empty() ? static_cast<int>(rank) : names_[rank];
+}
+
+// The label, and which ranks the communicator's own numbers stand for.
+std::string Exchange::describe_here(const CallLabel& label) const {
+  std::string text = describe(label);
+  for (std::size_t rank = 0; rank < names_.size(); ++rank) {
+    text += (rank == 0 ? " among ranks " : ", ") + std::to_string(names_[rank]);
+  }
+  if (!names_.empty()) text += " (here 0 to " + std::to_string(names_.size() - 1) + ")";
+  return text;
+}
+
 // All ranks know by now that they disagree; they tell each other what each of them was doing.
 void Exchange::throw_mismatch(const CallLabel& label) {
   const auto ranks = static_cast<std::size_t>(communicator_->size());
@@ -193,7 +211,7 @@ void Exchange::throw_mismatch(const CallLabel& label) {
 
   std::string message = "the ranks of a scope met in different calls:";
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    message += "\n  rank " + std::to_string(rank) + ": " +
+    message += "\n  rank " + std::to_string(name_of_rank(rank)) + ": " +
                decode(all.subspan(rank * kNumbersPerText, kNumbersPerText));
   }
   message +=

@@ -7,12 +7,14 @@
 #include <string>
 #include <string_view>
 #include <unordered_set>
+#include <vector>
 
 #include "normscope/comm/communicator.h"
 
 namespace normscope {
 
-enum class Direction { kForward, kBackward, kDoubleBackward };
+// What the ranks of a group meet for; kAgreement: to find out who shares statistics.
+enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement };
 
 // Whether this rank's forward will be followed by a backward. Ranks that disagree would hang there,
 // so they all raise in forward.
@@ -33,8 +35,10 @@ enum class WhenAlone { kSkip, kExchange };
 // A group of ranks that share statistics: a communicator, and what makes its messages safe.
 class Exchange {
  public:
+  // `names` are what errors call the ranks: those of the group that this one is a part of; none: 0,
+  // 1, ...
   explicit Exchange(std::unique_ptr<Communicator> communicator,
-                    WhenAlone when_alone = WhenAlone::kSkip);
+                    WhenAlone when_alone = WhenAlone::kSkip, std::vector<int> names = {});
 
   [[nodiscard]] Communicator& communicator() const noexcept { return *communicator_; }
 
@@ -60,10 +64,13 @@ class Exchange {
 
  private:
   void compare(const CallLabel& label, std::span<const double> header);
+  [[nodiscard]] int name_of_rank(std::size_t rank) const noexcept;
+  [[nodiscard]] std::string describe_here(const CallLabel& label) const;
   [[noreturn]] void throw_mismatch(const CallLabel& label);
 
   std::unique_ptr<Communicator> communicator_;
   WhenAlone when_alone_;
+  std::vector<int> names_;
   std::unordered_set<std::uint64_t> seen_;  // labels that have met this group
   std::int64_t calls_ = 0;
 };

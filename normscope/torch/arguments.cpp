@@ -3,22 +3,12 @@
 
 #include <string>
 
-#include <c10/util/Exception.h>
-
-#include "normscope/core/error.h"
 #include "normscope/core/scope.h"
+#include "normscope/torch/errors.h"
 #include "normscope/torch/tensor_view.h"
 
 namespace normscope::binding {
 namespace {
-
-Scope parse_scope(std::string_view text) {
-  try {
-    return Scope::parse(text);
-  } catch (const ArgumentError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
-}
 
 // "2 or 3".
 std::string alternatives(at::IntArrayRef numbers) {
@@ -72,16 +62,11 @@ void check_running_statistics(const ForwardOpArguments& arguments) {
 
 }  // namespace
 
-ResolvedScope resolve_scope(std::string_view text) {
-  const Scope scope = parse_scope(text);
-  switch (scope.kind()) {
-    case Scope::Kind::kLocal: return {};
-    case Scope::Kind::kSlices: return {.slices = scope.count()};
-    case Scope::Kind::kWorld: return {.spans_ranks = true};
-    default:
-      TORCH_CHECK_VALUE(false, "scope: ", scope.str(),
-                        " is not resolved by this version; use local, slices:K or world");
-  }
+std::int64_t slices_wanted(std::string_view text) {
+  const Scope scope = as_torch([&] { return Scope::parse(text); });
+  TORCH_CHECK_VALUE(scope.kind() != Scope::Kind::kNormBatch,
+                    "scope: expected what the op resolve_scope makes of it, got ", text);
+  return scope.kind() == Scope::Kind::kSlices ? scope.count() : 1;
 }
 
 SliceStats parse_slice_stats(std::string_view slice_stats) {
@@ -102,7 +87,7 @@ void check_dimensions(const at::Tensor& x, at::IntArrayRef dims) {
 void check_arguments(const ForwardOpArguments& arguments) {
   const auto& [x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, dims,
                scope, slice_stats] = arguments;
-  static_cast<void>(resolve_scope(scope));
+  static_cast<void>(slices_wanted(scope));
   static_cast<void>(parse_slice_stats(slice_stats));
   TORCH_CHECK_VALUE(eps > 0, "eps: expected a positive number in training, got ", eps);
   check_dimensions(x, dims);

@@ -27,14 +27,9 @@ struct ForwardOpArguments {
   std::string_view slice_stats;
 };
 
-// Who shares statistics, as far as this version resolves it.
-struct ResolvedScope {
-  bool spans_ranks = false;
-  std::int64_t slices = 1;  // wanted in each rank's batch
-};
-
-// Both throw what Python shows as ValueError, naming the argument.
-[[nodiscard]] ResolvedScope resolve_scope(std::string_view text);
+// Both throw what Python shows as ValueError, naming the argument. The number of slices that a
+// scope wants in each rank's batch: 1 where the ranks of a group share statistics.
+[[nodiscard]] std::int64_t slices_wanted(std::string_view scope);
 [[nodiscard]] SliceStats parse_slice_stats(std::string_view slice_stats);
 
 // Throws what Python shows as ValueError where torch's layers raise one, else as RuntimeError.

@@ -77,7 +77,7 @@ Outputs forward_meta(const at::Tensor& x, const OptionalTensor& weight, const Op
                      std::string_view slice_stats, bool, std::string_view, std::string_view) {
   check_arguments({x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
                    dims, scope, slice_stats});
-  const c10::SymInt slices = symbolic_slice_count(x.sym_size(0), resolve_scope(scope).slices);
+  const c10::SymInt slices = symbolic_slice_count(x.sym_size(0), slices_wanted(scope));
   return {empty_output(x), at::empty_symint({slices, 3, x.sym_size(1)}, wide(x))};
 }
 
@@ -171,10 +171,9 @@ struct PreparedForward {
   ForwardArguments arguments;
 };
 
-PreparedForward prepare_forward(const ForwardOpArguments& op, const ResolvedScope& scope,
-                                bool needs_backward) {
+PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backward) {
   check_arguments(op);
-  const std::int64_t slices = slice_count(op.x.size(0), scope.slices);
+  const std::int64_t slices = slice_count(op.x.size(0), slices_wanted(op.scope));
   const at::Tensor y = empty_output(op.x);
   PreparedForward prepared{
       .x = in_layout_of(y, op.x),
@@ -237,10 +236,9 @@ Outputs forward_cpu(const at::Tensor& x, const OptionalTensor& weight, const Opt
                               dims,
                               scope,
                               slice_stats};
-  const ResolvedScope resolved = resolve_scope(scope);
-  const ExchangeUse exchange(resolved.spans_ranks ? group_name : "");
+  const ExchangeUse exchange(scope, group_name, layer);
   const PreparedForward prepared =
-      prepare_or_fail(exchange, [&] { return prepare_forward(op, resolved, needs_backward); });
+      prepare_or_fail(exchange, [&] { return prepare_forward(op, needs_backward); });
 
   const Execution execution = torch_threads();
   run_as_torch(x, exchange, [&] {
@@ -293,7 +291,7 @@ GradientTensors backward_cpu(const at::Tensor& dy, const at::Tensor& x,
                              bool wants_dx, bool wants_dweight, bool wants_dbias,
                              std::string_view scope, std::string_view group_name,
                              std::string_view layer) {
-  const ExchangeUse exchange(resolve_scope(scope).spans_ranks ? group_name : "");
+  const ExchangeUse exchange(scope, group_name, layer);
   const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
     return prepare_backward(dy, x, weight, statistics,
                             {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias});
@@ -346,7 +344,7 @@ GradientTensors double_backward_cpu(const OptionalTensor& grad_dx,
                                     const at::Tensor& x, const OptionalTensor& weight,
                                     const at::Tensor& statistics, std::string_view scope,
                                     std::string_view group_name, std::string_view layer) {
-  const ExchangeUse exchange(resolve_scope(scope).spans_ranks ? group_name : "");
+  const ExchangeUse exchange(scope, group_name, layer);
   const CallLabel label{.layer = layer,
                         .scope = scope,
                         .direction = Direction::kDoubleBackward,

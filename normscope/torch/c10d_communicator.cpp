@@ -2,10 +2,15 @@
 #include "normscope/torch/c10d_communicator.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "normscope/comm/self_communicator.h"
 #include "normscope/core/error.h"
 
 namespace normscope::binding {
@@ -42,6 +47,13 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
   if (time_limit) options_.timeout = *time_limit;
 }
 
+C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part,
+                                   const c10d::AllreduceOptions& options)
+    : C10dCommunicator(part) {
+  part_ = std::move(part);
+  options_ = options;
+}
+
 void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream) {
   const auto length = static_cast<double>(values.size());
   std::vector<double> frame(kFrameLength);
@@ -61,9 +73,7 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream) {
 
 void C10dCommunicator::all_reduce(std::span<double> values) {
   if (!failure_.empty()) throw CommunicationError(failure_);
-  const c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
-  if (!group) throw CommunicationError(describe("the process group was destroyed"));
-
+  const c10::intrusive_ptr<c10d::ProcessGroup> group = group_or_throw();
   // A tensor of its own, since a backend may hold on to it after an operation that failed.
   std::vector<at::Tensor> tensors = {at::empty({static_cast<std::int64_t>(values.size())},
                                                at::TensorOptions().dtype(at::kDouble))};
@@ -93,8 +103,45 @@ void C10dCommunicator::throw_lengths_differ(std::size_t length) {
   throw MismatchError(describe(text));
 }
 
-std::unique_ptr<Communicator> C10dCommunicator::split(int, int) {
-  throw CommunicationError(describe("sub-groups are made by torch.distributed.new_group"));
+c10::intrusive_ptr<c10d::ProcessGroup> C10dCommunicator::group_or_throw() const {
+  c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
+  if (!group) throw CommunicationError(describe("the process group was destroyed"));
+  return group;
+}
+
+std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
+  const SubGroup members = agree_on_sub_group(*this, color, key);
+  parts_ += 1;
+  if (members.members.size() == 1) return make_self_communicator();
+  const c10::intrusive_ptr<c10d::ProcessGroup> group = group_or_throw();
+  try {
+    return std::unique_ptr<Communicator>(new C10dCommunicator(part_of(*group, members), options_));
+  } catch (const std::exception& error) {
+    throw CommunicationError(describe("split: " + what_of(error)));
+  }
+}
+
+// torch's own splitGroup() would split the one backend that serves several devices once for each,
+// into parts that mistake each other's keys in the store.
+c10::intrusive_ptr<c10d::ProcessGroup> C10dCommunicator::part_of(c10d::ProcessGroup& group,
+                                                                 const SubGroup& members) const {
+  const std::string prefix =
+      "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group.getStore());
+  const auto backend = group.getBackend(c10::DeviceType::CPU);
+  const c10::intrusive_ptr<c10d::Backend::Options> options = backend->getBackendOptions();
+  // Gloo looks a part's ranks up in the group's options, where a default group that is not the
+  // process's first has none, and then replaces them there.
+  const std::vector<std::uint64_t> ranks = options->global_ranks_in_group;
+  options->global_ranks_in_group.resize(static_cast<std::size_t>(size_));
+  std::iota(options->global_ranks_in_group.begin(), options->global_ranks_in_group.end(), 0U);
+  const auto backend_of_part = backend->split(store, members.members, options);
+  options->global_ranks_in_group = ranks;
+
+  auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
+                                                      static_cast<int>(members.members.size()));
+  part->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
+  return part;
 }
 
 void C10dCommunicator::fail(std::string_view reason) noexcept {

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "normscope/comm/communicator.h"
+#include "normscope/comm/sub_group.h"
 
 namespace normscope::binding {
 
@@ -30,18 +31,27 @@ class C10dCommunicator final : public Communicator {
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
-  // Not supported: torch.distributed makes its own sub-groups. Throws CommunicationError.
+  // By the group's backend, where that can split. Parts are no groups of torch.distributed.
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
 
   // torch.distributed has no message for this: peers find out at their time limit.
   void fail(std::string_view reason) noexcept override;
 
  private:
+  // Of a part, which it keeps alive.
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part,
+                   const c10d::AllreduceOptions& options);
+
+  [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> group_or_throw() const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> part_of(c10d::ProcessGroup& group,
+                                                               const SubGroup& members) const;
   void all_reduce(std::span<double> values);
   [[noreturn]] void throw_lengths_differ(std::size_t length);
   [[nodiscard]] std::string describe(std::string_view text) const;
 
+  c10::intrusive_ptr<c10d::ProcessGroup> part_;  // none: somebody else's group
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  int parts_ = 0;  // made so far
   int rank_;
   int size_;
   std::string transport_;

@@ -1,33 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/exchanges.h"
 
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <cstdlib>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <unordered_map>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "normscope/batch_norm/scope_exchange.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/core/error.h"
+#include "normscope/core/resolution.h"
+#include "normscope/core/scope.h"
 #include "normscope/torch/c10d_communicator.h"
+#include "normscope/torch/errors.h"
 
 namespace normscope::binding {
 
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Milliseconds = std::chrono::milliseconds;
 
+struct ExchangeEntry {
+  std::mutex mutex;                    // held while the exchange is used
+  std::unique_ptr<Exchange> exchange;  // nullptr: this rank shares with none
+};
+
+namespace {
+
+using Entry = std::shared_ptr<ExchangeEntry>;
+
 // A later group may have the name of one that was destroyed: the name is not enough to know it by.
 struct GroupEntry {
   explicit GroupEntry(const ProcessGroup& process_group) : group(process_group) {}
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
-  std::mutex mutex;  // held while the exchange is made or used
-  std::unique_ptr<Exchange> exchange;
+  std::mutex mutex;  // of what follows, held while an exchange is made
+  Entry of_all;      // all ranks of the group
+  std::map<std::string, Entry> of_scope;
+  std::map<std::vector<int>, Entry> of_leaders;
+  std::map<std::string, std::string> norm_batches;  // and what they stand for
 };
-
-namespace {
 
 std::string_view environment(const char* name) {
   const char* value = std::getenv(name);
@@ -99,13 +117,54 @@ std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group) {
                                     WhenAlone::kExchange);
 }
 
-// make_exchange() whose errors have the type that torch's own have in Python.
-std::unique_ptr<Exchange> make_exchange_as_torch(const ProcessGroup& group) {
+Entry entry_with(std::unique_ptr<Exchange> exchange) {
+  auto entry = std::make_shared<ExchangeEntry>();
+  entry->exchange = std::move(exchange);
+  return entry;
+}
+
+// What follows is called with `group.mutex` held.
+
+Entry exchange_of_all(GroupEntry& group) {
+  if (group.of_all) return group.of_all;
+  const ProcessGroup process_group = group.group.lock();
+  if (!process_group) throw CommunicationError("the process group was destroyed");
   try {
-    return make_exchange(group);
+    return group.of_all = entry_with(make_exchange(process_group));
   } catch (const CommunicationError& error) {
-    C10_THROW_ERROR(DistBackendError, std::string("the group's first meeting: ") + error.what());
+    throw CommunicationError(std::string("the group's first meeting: ") + error.what());
   }
+}
+
+Entry exchange_of_leaders(GroupEntry& group, Exchange& all, const std::vector<int>& leaders) {
+  const auto found = group.of_leaders.find(leaders);
+  if (found != group.of_leaders.end()) return found->second;
+  return group.of_leaders[leaders] = entry_with(make_part_of(all, leaders));
+}
+
+Entry exchange_of_scope(GroupEntry& group, const Scope& scope, std::string_view layer) {
+  const std::string text = scope.str();
+  const auto found = group.of_scope.find(text);
+  if (found != group.of_scope.end()) return found->second;
+  const Entry all = exchange_of_all(group);
+  if (scope.kind() == Scope::Kind::kWorld) return group.of_scope[text] = all;
+  const std::lock_guard lock(all->mutex);
+  const std::vector<int> leaders = agree_on_leaders(*all->exchange, scope, layer);
+  const bool is_world = std::ranges::count(leaders, 0) == std::ssize(leaders);
+  return group.of_scope[text] =
+             is_world ? all : exchange_of_leaders(group, *all->exchange, leaders);
+}
+
+std::string agreed_norm_batch(GroupEntry& group, const Scope& scope, std::int64_t samples) {
+  const std::string text = scope.str();
+  const auto found = group.norm_batches.find(text);
+  if (found != group.norm_batches.end()) return found->second;
+  const Entry all = exchange_of_all(group);
+  const std::lock_guard lock(all->mutex);
+  const std::optional<Scope> resolved = agree_on_norm_batch(*all->exchange, scope, "", samples);
+  // Batches without samples say nothing about those to come.
+  if (!resolved) return Scope::world().str();
+  return group.norm_batches[text] = resolved->str();
 }
 
 ProcessGroup resolve(const std::string& name) {
@@ -127,21 +186,45 @@ std::shared_ptr<GroupEntry> entry_of(const std::string& name, const ProcessGroup
   return entries[name] = std::make_shared<GroupEntry>(group);
 }
 
+// The process group called `name`; nullptr where this rank is alone.
+std::shared_ptr<GroupEntry> group_named(std::string_view name) {
+  if (name.empty()) return nullptr;
+  const std::string text(name);
+  const ProcessGroup group = resolve(text);
+  const bool sends = group->getSize() > 1 || environment("NORMSCOPE_FORCE_SYNC") == "1";
+  return sends ? entry_of(text, group) : nullptr;
+}
+
 }  // namespace
 
-ExchangeUse::ExchangeUse(std::string_view group_name) {
-  if (group_name.empty()) return;
-  const std::string name(group_name);
-  const ProcessGroup group = resolve(name);
-  if (group->getSize() == 1 && environment("NORMSCOPE_FORCE_SYNC") != "1") return;
-  entry_ = entry_of(name, group);
+ExchangeUse::ExchangeUse(std::string_view scope, std::string_view group_name,
+                         std::string_view layer) {
+  const Scope parsed = as_torch([&] { return Scope::parse(scope); });
+  if (parsed.kind() == Scope::Kind::kLocal || parsed.kind() == Scope::Kind::kSlices) return;
+  const std::shared_ptr<GroupEntry> group = group_named(group_name);
+  if (!group) return;
+  entry_ = as_torch([&] {
+    const std::lock_guard lock(group->mutex);
+    return exchange_of_scope(*group, parsed, layer);
+  });
   lock_ = std::unique_lock(entry_->mutex);
-  if (!entry_->exchange) entry_->exchange = make_exchange_as_torch(group);
   exchange_ = entry_->exchange.get();
 }
 
+std::string resolve_scope(std::string_view scope, std::string_view group_name,
+                          std::int64_t samples) {
+  return as_torch([&] {
+    const Scope parsed = Scope::parse(scope);
+    if (parsed.kind() != Scope::Kind::kNormBatch) return parsed.str();
+    const std::shared_ptr<GroupEntry> group = group_named(group_name);
+    if (!group) return resolve_norm_batch(parsed, samples, 1).str();
+    const std::lock_guard lock(group->mutex);
+    return agreed_norm_batch(*group, parsed, samples);
+  });
+}
+
 std::string transport_of(std::string_view group_name) {
-  const ExchangeUse use(group_name);
+  const ExchangeUse use("world", group_name, "");
   return use.get() == nullptr ? "none" : std::string(use.get()->communicator().transport());
 }
 

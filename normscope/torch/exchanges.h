@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -10,19 +11,21 @@
 
 namespace normscope::binding {
 
-struct GroupEntry;
+struct ExchangeEntry;
 
-// The exchange of a process group, for one thread at a time and as long as this object lives.
+// The exchange of the ranks of a process group that a scope lets share statistics, for one thread
+// at a time and as long as this object lives.
 //
 // It is made at first use, which is collective over the group, and kept until the group is
-// destroyed: shared memory between processes of one host, else the group's own backend. Environment
+// destroyed: shared memory between processes of one host, else the group's own backend. Scopes that
+// divide the ranks alike have one exchange. Environment
 // variables, read at first use: NORMSCOPE_SHARED_MEMORY=0 keeps to the group's backend (one rank
 // that sets it decides for all), NORMSCOPE_TIMEOUT=seconds replaces the group's time limit, and
 // NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
 class ExchangeUse {
  public:
-  // The process group called `group_name`; "": none.
-  explicit ExchangeUse(std::string_view group_name);
+  // The process group called `group_name`; "": none. `layer` is named in errors.
+  ExchangeUse(std::string_view scope, std::string_view group_name, std::string_view layer);
 
   // nullptr where this rank is alone.
   [[nodiscard]] Exchange* get() const noexcept { return exchange_; }
@@ -33,10 +36,16 @@ class ExchangeUse {
   }
 
  private:
-  std::shared_ptr<GroupEntry> entry_;
+  std::shared_ptr<ExchangeEntry> entry_;
   std::unique_lock<std::mutex> lock_;
   Exchange* exchange_ = nullptr;
 };
+
+// The scope to run with: norm_batch:M becomes the one that it stands for where each rank has
+// `samples` samples, or the most that any rank of the group had when the scope was first used there
+// (which is collective). Other scopes stay as they are.
+[[nodiscard]] std::string resolve_scope(std::string_view scope, std::string_view group_name,
+                                        std::int64_t samples);
 
 // What carries the messages of the process group: "shared memory", "gloo", ...; "none" where its
 // one rank sends none. Collective at first use.

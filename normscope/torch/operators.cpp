@@ -7,20 +7,16 @@
 #include <torch/library.h>
 
 #include "normscope/batch_norm/exchange.h"
-#include "normscope/core/error.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/kernels.h"
+#include "normscope/torch/errors.h"
 #include "normscope/torch/exchanges.h"
 
 namespace normscope::binding {
 namespace {
 
 std::string canonical_scope(std::string_view text) {
-  try {
-    return Scope::parse(text).str();
-  } catch (const ArgumentError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
+  return as_torch([&] { return Scope::parse(text).str(); });
 }
 
 std::vector<std::string> names_of_available_kernels() {
@@ -77,6 +73,7 @@ TORCH_LIBRARY(normscope, m) {
 
   m.def("version() -> str", &version);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);
+  m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("transport(str group_name) -> str", &transport_of);

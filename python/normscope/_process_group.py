@@ -4,6 +4,9 @@
 import torch
 from torch import distributed
 
+from normscope import _library
+from normscope.scope import Scope
+
 NONE = ""
 
 
@@ -48,3 +51,18 @@ def name_in_use(name: str | None) -> str:
         return name
     default = in_use(None)
     return NONE if default is None else default.group_name
+
+
+def scope_in_use(scope: Scope, group_name: str, x: torch.Tensor) -> str:
+    """The scope to run with now, for ``x`` [N, ...]; the ranks agree on it at first use."""
+    if not scope.depends_on_samples or x.dim() == 0:
+        return scope.text
+    samples = len(range(x.shape[0]))  # a number also where a graph is traced for any batch
+    resolved: str = _scope_of_samples(scope.text, group_name, samples)
+    return resolved
+
+
+# Outside the graph too: how many slices there are is part of it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
+    return _library.resolve_scope(text, group_name, samples)

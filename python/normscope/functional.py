@@ -46,7 +46,8 @@ def batch_norm(
         momentum: Weight of the new statistics in the running ones.
         eps: What is added to the variance.
         scope: Who shares statistics.
-        process_group: The ranks that ``world`` means; None for the default group, if there is one.
+        process_group: The ranks that the scope speaks of; None for the default group, if there is
+            one.
         slice_stats: How the slices of ``slices:K`` update the running statistics.
 
     Shape:
@@ -64,7 +65,10 @@ def batch_norm(
         tensor([[-1.],
                 [ 1.]])
     """
-    group_name = _process_group.name_of(process_group)
+    given = _process_group.name_of(process_group)
+    group_name = _process_group.name_in_use(given) if training else _process_group.NONE
+    scope = Scope(str(scope))
+    text = _process_group.scope_in_use(scope, group_name, x) if training else scope.text
     return _library.batch_norm(
         x,
         weight,
@@ -76,8 +80,8 @@ def batch_norm(
         momentum,
         eps,
         (),
-        str(Scope(str(scope))),
+        text,
         slice_stats,
-        _process_group.name_in_use(group_name) if training else _process_group.NONE,
+        group_name,
         "",
     )

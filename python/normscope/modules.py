@@ -49,7 +49,7 @@ class BatchNorm(_BatchNorm):
         device: Of the parameters and buffers.
         dtype: Of the parameters and buffers.
         scope: Who shares statistics: a :class:`~normscope.Scope` or its text.
-        process_group: The ranks that ``world`` means; None for the default group of the time of
+        process_group: The ranks that the scope speaks of; None for the default group of the time of
             the call, if there is one. The layer keeps its name alone, so that it can be copied and
             pickled; the name must stand for a group wherever the layer then trains.
         slice_stats: How the slices of ``slices:K`` update the running statistics: ``pooled``, once
@@ -127,6 +127,10 @@ class BatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize ``input`` [N, C, *]."""
         has_statistics = self.track_running_stats or not self.training
+        scope, group_name = self.scope.text, _process_group.NONE
+        if self.training:
+            group_name = _process_group.name_in_use(self.group_name)
+            scope = _process_group.scope_in_use(self.scope, group_name, input)
         y = _library.batch_norm(
             input,
             self.weight,
@@ -138,9 +142,9 @@ class BatchNorm(_BatchNorm):
             self.momentum,
             self.eps,
             self.dims,
-            str(self.scope),
+            scope,
             self.slice_stats,
-            _process_group.name_in_use(self.group_name) if self.training else _process_group.NONE,
+            group_name,
             self.layer_name,
         )
         if self.training and self.track_running_stats:

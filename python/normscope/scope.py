@@ -25,8 +25,14 @@ class Scope:
     ``norm_batch:M``    as many ranks or slices as bring it to M samples
     ==================  ============================================================
 
-    It knows no process group: that is looked up when a layer runs. This version's layers resolve
-    ``slices:K``, ``local`` and ``world``.
+    It knows no process group: that is looked up when a layer runs, and ranks are counted in it.
+    The last group of ``group:K`` may be smaller. Ranks that no set of ``ranks`` names are
+    ``local``. The ranks of a node find each other by the host's boot id.
+
+    ``norm_batch:M``, with b samples on each rank, is ``slices:floor(b / M)`` where b >= 2 M,
+    ``local`` where M <= b < 2 M, and else the smallest ``group:K`` that has K b >= M, ``world``
+    where there is none. b is the largest of the ranks' batches when the scope is first used in the
+    process group. Where there is one rank, every scope is within it, and b is the batch itself.
 
     Args:
         text: A spelling of the table, or another scope.
@@ -48,6 +54,11 @@ class Scope:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def depends_on_samples(self) -> bool:
+        """Whether it is another scope for another batch."""
+        return self.text.startswith("norm_batch:")
 
     @classmethod
     def slices(cls, count: int) -> Scope:

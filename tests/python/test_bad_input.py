@@ -81,9 +81,24 @@ def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callabl
         (lambda: normscope.BatchNorm2d(3, scope="words"), ValueError, 'got "words"'),
         (lambda: normscope.BatchNorm2d(3, scope="slices:0"), ValueError, "at least 1, got 0"),
         (
-            lambda: normscope.BatchNorm2d(3, scope="group:4")(X),
+            lambda: torch.ops.normscope.batch_norm(
+                X,
+                None,
+                None,
+                None,
+                None,
+                None,
+                True,  # noqa: FBT003
+                0.1,
+                1e-5,
+                (),
+                "norm_batch:8",
+                "pooled",
+                "",
+                "",
+            ),
             ValueError,
-            "scope: group:4 is not resolved by this version; use local, slices:K or world",
+            "scope: expected what the op resolve_scope makes of it, got norm_batch:8",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that meet in different calls, or do not come: every one is told, and none hangs."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -292,3 +293,94 @@ def test_an_op_that_waits_does_not_hold_python_s_lock(ranks: RankPool, transport
         hang_seconds=PATIENCE_SECONDS,
         environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
     ) == [True, True]
+
+
+def scoped_layer(scope: str) -> normscope.BatchNorm2d:
+    layer = named_layer("stem")
+    layer.scope = normscope.Scope(scope)
+    return layer
+
+
+def rank_0_first_uses(scope: str, others: str) -> str:
+    layer = scoped_layer(scope if distributed.get_rank() == 0 else others)
+    message = error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
+    assert_group_is_usable()
+    return message
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("scope", "others", "of_rank_0", "of_others"),
+    [
+        (
+            "group:2",
+            "world",
+            "first use of scope group:2 by stem",
+            "forward of stem (3 channels, scope world)",
+        ),
+        (
+            "world",
+            "group:2",
+            "forward of stem (3 channels, scope world)",
+            "first use of scope group:2 by stem",
+        ),
+        (
+            "group:2",
+            "ranks:0,2",
+            "first use of scope group:2 by stem",
+            "first use of scope ranks:0,2 by stem",
+        ),
+    ],
+)
+def test_ranks_that_first_use_different_scopes_are_all_told(
+    ranks: RankPool, transport: str, scope: str, others: str, of_rank_0: str, of_others: str
+) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+    messages = ranks.run(3, rank_0_first_uses, scope, others, environment=environment)
+
+    for message in messages:
+        _, *of_ranks, _ = message.split("\n")
+        expected = [of_rank_0, of_others, of_others]
+        assert of_ranks == [f"  rank {rank}: {text}" for rank, text in enumerate(expected)]
+
+
+def rank_0_changes_to_the_world() -> str:
+    """In a network whose second layer brings all ranks together, as gradients' averages do."""
+    stem, head = scoped_layer("group:2"), named_layer("head")
+
+    def forward() -> None:
+        head(stem(torch.randn(4, 3, 2, 2)))
+
+    distributed.barrier()  # the time limit is not for processes that are still starting
+    forward()
+    if distributed.get_rank() == 0:
+        stem.scope = normscope.Scope("world")
+    message = error_of(forward)
+    # A group that was destroyed while others wait in it would end their wait.
+    store = distributed.distributed_c10d._get_default_store()
+    store.set(f"done{distributed.get_rank()}", "")
+    store.wait([f"done{rank}" for rank in range(4)])
+    return message
+
+
+def test_a_rank_that_changes_its_scope_alone_ends_the_wait_of_all(ranks: RankPool) -> None:
+    messages = ranks.run(
+        4,
+        rank_0_changes_to_the_world,
+        group_seconds=PATIENCE_SECONDS,
+        environment={"NORMSCOPE_TIMEOUT": str(2 * LIMIT_SECONDS)},
+    )
+
+    # Rank 0 is in the world, rank 1 in {0, 1}, where rank 0 does not come; the others pass {2, 3}
+    # and wait for rank 1 in the world.
+    of_0, of_1, of_2, of_3 = messages
+    assert of_0.startswith("forward of stem (3 channels, scope world): shared memory: ")
+    assert of_1.startswith(
+        "forward of stem (3 channels, scope group:2) among ranks 0, 1 (here 0 to 1): shared memory"
+    )
+    assert re.search(r"rank 1 of 2 waited \d\.\d s for rank 0", of_1)
+    for message in (of_2, of_3):
+        assert message.startswith("forward of head (3 channels, scope world): shared memory: ")
+    for message in (of_0, of_2, of_3):
+        assert re.search(r"waited \d\.\d s for ranks? 1", message)

@@ -115,7 +115,25 @@ def layer() -> torch.nn.Module:
     return normscope.BatchNorm2d(3)
 
 
-NETS = {"network": network, "layer": layer}
+def layer_in_pairs() -> torch.nn.Module:
+    return normscope.BatchNorm2d(3, scope="group:2")
+
+
+def layer_of_larger_norm_batch() -> torch.nn.Module:
+    return normscope.BatchNorm2d(3, scope="norm_batch:8")
+
+
+def layer_of_smaller_norm_batch() -> torch.nn.Module:
+    return normscope.BatchNorm2d(3, scope="norm_batch:2")
+
+
+NETS = {
+    "network": network,
+    "layer": layer,
+    "pairs": layer_in_pairs,
+    "norm batch of two ranks": layer_of_larger_norm_batch,
+    "norm batch in slices": layer_of_smaller_norm_batch,
+}
 
 
 def results_of(net: torch.nn.Module, *, compiled: bool, evaluates: bool) -> list[torch.Tensor]:
@@ -138,6 +156,7 @@ def compiled_and_eager(
     name: str,
     evaluates: bool,  # noqa: FBT001
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch.compiler.reset()  # the process's other graphs of this code count towards a limit
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's, about itself
         return (
@@ -147,15 +166,22 @@ def compiled_and_eager(
 
 
 @pytest.mark.parametrize(
-    ("name", "evaluates"),
-    [("layer", False), pytest.param("network", True, marks=pytest.mark.slow)],
+    ("name", "size", "evaluates"),
+    [
+        ("layer", 2, False),
+        ("norm batch of two ranks", 3, False),
+        pytest.param("pairs", 3, False, marks=pytest.mark.slow),
+        pytest.param("norm batch in slices", 2, False, marks=pytest.mark.slow),
+        pytest.param("network", 2, True, marks=pytest.mark.slow),
+    ],
 )
-def test_a_compiled_full_graph_equals_eager_on_two_ranks(
+def test_a_compiled_full_graph_equals_eager_on_all_ranks(
     ranks: RankPool,
     name: str,
+    size: int,
     evaluates: bool,  # noqa: FBT001
 ) -> None:
-    for compiled, eager in ranks.run(2, compiled_and_eager, name, evaluates, hang_seconds=400):
+    for compiled, eager in ranks.run(size, compiled_and_eager, name, evaluates, hang_seconds=400):
         assert len(compiled) == len(eager)
         for got, expected in zip(compiled, eager, strict=True):
             # Convolutions and means of at most 4 * 49 * 8 products, in another order: at the very
@@ -165,6 +191,7 @@ def test_a_compiled_full_graph_equals_eager_on_two_ranks(
 
 
 def compiled_for_any_batch(scope: str) -> bool:
+    torch.compiler.reset()  # the process's other graphs of this code count towards a limit
     eager = normscope.BatchNorm2d(3, scope=scope)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's, about itself
@@ -174,7 +201,7 @@ def compiled_for_any_batch(scope: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["local", "slices:3"])
+@pytest.mark.parametrize("scope", ["local", "slices:3", "norm_batch:2"])
 def test_a_graph_for_any_batch_equals_eager(ranks: RankPool, scope: str) -> None:
     assert ranks.run(1, compiled_for_any_batch, scope, hang_seconds=400) == [True]
 

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include "normscope/core/error.h"
+
+namespace normscope::binding {
+
+// What `call` returns; its errors get the types that torch's own have in Python.
+template <class Call>
+decltype(auto) as_torch(const Call& call) {
+  try {
+    return call();
+  } catch (const ArgumentError& error) {
+    C10_THROW_ERROR(ValueError, error.what());
+  } catch (const CommunicationError& error) {
+    C10_THROW_ERROR(DistBackendError, error.what());
+  }
+}
+
+}  // namespace normscope::binding

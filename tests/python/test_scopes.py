@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each scope trains as torch.nn does on exactly the samples that share statistics, in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed
+
+import normscope
+
+# Both sides compute in float64 (eps 2e-16) on data of condition one; sums have at most 500 terms.
+ABSOLUTE = 1e-11
+
+Tensors = dict[str, torch.Tensor]
+
+
+def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The joined input, off-centre and not the same for two samples, and its output's gradient."""
+    generator = torch.Generator().manual_seed(samples)
+    x = torch.randn(samples, 3, 2, 3, generator=generator, dtype=torch.float64)
+    dy = torch.randn(samples, 3, 2, 3, generator=generator, dtype=torch.float64)
+    return x + torch.arange(samples).view(-1, 1, 1, 1), dy
+
+
+def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
+    """A training step and what it leaves behind."""
+    x = x.requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None
+    gradients = {f"d{name}": p.grad.clone() for name, p in layer.named_parameters()}  # type: ignore[union-attr]
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    return {"y": y.detach(), "dx": x.grad} | gradients | state
+
+
+def step_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
+    part = split_of(sizes, distributed.get_rank())
+    layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope)
+    return step(layer, *(t[part] for t in batch(sum(sizes))))
+
+
+def assert_as_torch_on(members: list[int], answers: list[Tensors], sizes: tuple[int, ...]) -> None:
+    """The members' answers are torch's on their joined samples; affine gradients add up to it."""
+    x, dy = (torch.cat([t[split_of(sizes, m)] for m in members]) for t in batch(sum(sizes)))
+    expected = step(torch.nn.BatchNorm2d(3, dtype=torch.float64), x, dy)
+    got = [answers[member] for member in members]
+    for name in ("y", "dx"):
+        assert_near(torch.cat([answer[name] for answer in got]), expected[name], name)
+    for name in ("dweight", "dbias"):
+        assert_near(torch.stack([answer[name] for answer in got]).sum(0), expected[name], name)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        for answer in got:
+            assert_near(answer[name], expected[name], name)
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=ABSOLUTE, msg=name)
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+@pytest.mark.parametrize(
+    ("scope", "sizes", "sharing"),
+    [
+        ("group:1", (2, 3), [[0], [1]]),
+        ("group:2", (2, 3), [[0, 1]]),
+        ("group:2", (2, 3, 1), [[0, 1], [2]]),
+        ("group:2", (2, 3, 0, 4), [[0, 1], [2, 3]]),
+        ("group:3", (2, 1, 1, 4), [[0, 1, 2], [3]]),
+        ("group:2", (2, 1, 3, 1, 2, 4), [[0, 1], [2, 3], [4, 5]]),
+        ("group:4", (2, 1, 3, 1, 2, 4), [[0, 1, 2, 3], [4, 5]]),
+        ("node", (2, 3, 1), [[0, 1, 2]]),
+        ("world", (2, 3, 1), [[0, 1, 2]]),
+        ("local", (2, 3, 1), [[0], [1], [2]]),
+        ("ranks:1,0", (2, 3), [[0, 1]]),
+        ("ranks:0,2", (2, 3, 1), [[0, 2], [1]]),
+        ("ranks:3,0/1,2", (2, 1, 1, 4), [[0, 3], [1, 2]]),
+        ("ranks:5,1,3/0,2", (2, 1, 3, 1, 4, 4), [[0, 2], [1, 3, 5], [4]]),
+        ("norm_batch:2", (3, 2), [[0], [1]]),
+        ("norm_batch:3", (2, 2), [[0, 1]]),
+        ("norm_batch:3", (2, 2, 1), [[0, 1], [2]]),
+        ("norm_batch:4", (2, 1, 2, 2), [[0, 1], [2, 3]]),
+        ("norm_batch:6", (2, 1, 2, 2, 1, 1), [[0, 1, 2], [3, 4, 5]]),
+        ("norm_batch:99", (2, 2, 1), [[0, 1, 2]]),
+    ],
+)
+def test_ranks_that_share_train_as_torch_on_their_joined_samples(
+    ranks: RankPool, transport: str, scope: str, sizes: tuple[int, ...], sharing: list[list[int]]
+) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
+
+    answers = ranks.run(len(sizes), step_of_rank, scope, sizes, environment=environment)
+
+    for members in sharing:
+        assert_as_torch_on(members, answers, sizes)
+
+
+def step_of_host(scope: str, sizes: tuple[int, ...], hosts: str) -> Tensors:
+    import os
+
+    os.environ["NORMSCOPE_NODE"] = hosts[distributed.get_rank()]
+    return step_of_rank(scope, sizes)
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+@pytest.mark.parametrize(
+    ("hosts", "sharing"),
+    [
+        ("ab", [[0], [1]]),
+        ("aab", [[0, 1], [2]]),
+        ("abab", [[0, 2], [1, 3]]),
+        ("aabbcb", [[0, 1], [2, 3, 5], [4]]),
+    ],
+)
+def test_a_node_is_the_ranks_of_one_host(
+    ranks: RankPool, transport: str, hosts: str, sharing: list[list[int]]
+) -> None:
+    sizes = (2, 3, 2, 4, 2, 1)[: len(hosts)]
+    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
+
+    answers = ranks.run(len(hosts), step_of_host, "node", sizes, hosts, environment=environment)
+
+    for members in sharing:
+        assert_as_torch_on(members, answers, sizes)
+
+
+def slices_of_norm_batch(scope: str) -> list[torch.Tensor]:
+    x, _ = batch(9)
+    return [
+        normscope.BatchNorm2d(3, dtype=torch.float64, scope=s)(x).detach()
+        for s in (scope, "slices:4")
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_norm_batch_that_fits_twice_is_slices(ranks: RankPool, size: int) -> None:
+    for got, expected in ranks.run(size, slices_of_norm_batch, "norm_batch:2"):
+        assert torch.equal(got, expected)
+
+
+def calls_with_an_uneven_first_batch(first: tuple[int, ...]) -> list[int]:
+    """What a norm batch of 4 sends with a first batch, and with batches of 4."""
+    layer = normscope.BatchNorm1d(2, scope="norm_batch:4")
+    calls = [normscope.communication_counters().calls]
+    for samples in (first[distributed.get_rank()], 4, 4):
+        layer(torch.randn(samples, 2))
+        calls.append(normscope.communication_counters().calls)
+    return [after - before for before, after in pairwise(calls)]
+
+
+def test_the_largest_first_batch_is_what_a_norm_batch_counts_with(ranks: RankPool) -> None:
+    # 4 on some rank: local on all, however little the others have.
+    assert ranks.run(2, calls_with_an_uneven_first_batch, (4, 3)) == [[1, 0, 0]] * 2
+    # 2: the world of two, also for the batches of 4 that follow.
+    assert ranks.run(2, calls_with_an_uneven_first_batch, (2, 0)) == [[2, 1, 1]] * 2
+    # Nothing anywhere: agreed on again with the next batch.
+    assert ranks.run(2, calls_with_an_uneven_first_batch, (0, 0)) == [[2, 1, 0]] * 2
+
+
+def means_of_scopes_in_groups() -> list[float]:
+    """Two models with scopes in different process groups, used in turn."""
+    rank = distributed.get_rank()
+    pairs = [distributed.new_group(members) for members in ([0, 2, 4], [1, 3, 5])]
+    halves = [distributed.new_group(members) for members in ([0, 1, 2], [3, 4, 5])]
+    layers = [
+        normscope.BatchNorm1d(1, momentum=1.0, scope=scope, process_group=group)
+        for scope, group in [
+            ("group:2", pairs[rank % 2]),
+            ("group:2", None),
+            ("ranks:0,2", halves[rank // 3]),
+            ("world", halves[rank // 3]),
+            ("group:2", pairs[rank % 2]),
+        ]
+    ]
+    for _ in range(2):
+        for layer in layers:
+            layer(torch.full((2, 1), float(rank)))
+    return [layer.running_mean.item() for layer in layers if layer.running_mean is not None]
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+def test_scopes_count_the_ranks_of_their_process_group_and_do_not_mix(
+    ranks: RankPool, transport: str
+) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
+
+    means = ranks.run(6, means_of_scopes_in_groups, environment=environment)
+
+    in_pairs, in_all, in_sets, in_halves, again = map(list, zip(*means, strict=True))
+    assert in_pairs == again == [1, 2, 1, 2, 4, 5]  # {0, 2}, {4}; {1, 3}, {5}
+    assert in_all == [0.5, 0.5, 2.5, 2.5, 4.5, 4.5]
+    assert in_sets == [1, 1, 1, 4, 4, 4]  # {0, 2}, {1}; {3, 5}, {4}
+    assert in_halves == [1, 1, 1, 4, 4, 4]
+
+
+def calls_of_steps(scopes: list[str]) -> list[int]:
+    layers = [normscope.BatchNorm1d(2, scope=scope) for scope in scopes]
+    calls = []
+    for layer in layers:
+        before = normscope.communication_counters().calls
+        layer(torch.randn(4, 2)).sum().backward()
+        calls.append(normscope.communication_counters().calls - before)
+    return calls
+
+
+def test_ranks_agree_on_a_scope_once(ranks: RankPool) -> None:
+    scopes = ["group:2", "group:2", "ranks:0,1/2,3", "group:2", "ranks:0,1/2,3", "group:4"]
+
+    assert ranks.run(4, calls_of_steps, scopes) == [[3, 2, 3, 2, 2, 3]] * 4
+
+
+def means_in_groups_made_anew(folder: str) -> list[float]:
+    """Default groups of one name, one after the other, of other sizes in between."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    seen = []
+    for attempt, scope in enumerate(["group:2", "ranks:0,2", "group:2"]):
+        layer = normscope.BatchNorm1d(1, momentum=1.0, scope=scope)
+        layer(torch.full((2, 1), rank + 10.0 * attempt))
+        assert layer.running_mean is not None
+        seen.append(layer.running_mean.item())
+        distributed.destroy_process_group()
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=size
+        )
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+def test_a_scope_follows_a_process_group_that_is_made_anew(
+    ranks: RankPool, tmp_path: Path, transport: str
+) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
+
+    means = ranks.run(3, means_in_groups_made_anew, str(tmp_path), environment=environment)
+
+    assert means == [[0.5, 11, 20.5], [0.5, 11, 20.5], [2, 11, 22]]
+
+
+def error_of_scope(scope: str) -> tuple[str, bool]:
+    """The error, and that the process group works afterwards."""
+    with pytest.raises(ValueError, match="scope") as raised:
+        normscope.BatchNorm1d(2, scope=scope)(torch.randn(4, 2))
+    normscope.BatchNorm1d(2)(torch.randn(4, 2))
+    return str(raised.value), True
+
+
+@pytest.mark.parametrize(
+    ("scope", "error"),
+    [
+        ("group:3", "scope: group:3: expected at most the 2 ranks there are, got 3"),
+        ("ranks:0,1/9", "scope: ranks:0,1/9: expected ranks below 2, got 9"),
+    ],
+)
+def test_a_scope_that_does_not_fit_the_world_is_an_error_on_every_rank(
+    ranks: RankPool, scope: str, error: str
+) -> None:
+    assert ranks.run(2, error_of_scope, scope) == [(error, True)] * 2
+
+
+@pytest.mark.parametrize("scope", ["group:4", "node", "ranks:2,3", "norm_batch:8"])
+def test_where_there_is_one_rank_every_scope_is_within_it(ranks: RankPool, scope: str) -> None:
+    sizes = (4,)
+
+    assert_as_torch_on([0], [step_alone(scope)], sizes)
+    assert_as_torch_on([0], ranks.run(1, step_of_rank, scope, sizes), sizes)
+
+
+def step_alone(scope: str) -> Tensors:
+    return step(normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope), *batch(4))
+
+
+def bits_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
+    part = split_of(sizes, distributed.get_rank())
+    x, dy = (t[part].float() for t in batch(sum(sizes)))
+    return step(normscope.BatchNorm2d(3, scope=scope), x, dy)
+
+
+@pytest.mark.parametrize("transport", ["1", "0"])
+def test_a_group_has_the_bits_of_one_process_over_its_samples(
+    ranks: RankPool, transport: str
+) -> None:
+    sizes, environment = (2, 3, 4, 1), {"NORMSCOPE_SHARED_MEMORY": transport}
+
+    answers = ranks.run(4, bits_of_rank, "group:2", sizes, environment=environment)
+
+    x, dy = (t.float() for t in batch(sum(sizes)))
+    for members in ([0, 1], [2, 3]):
+        joined = slice(split_of(sizes, members[0]).start, split_of(sizes, members[1]).stop)
+        expected = step(normscope.BatchNorm2d(3), x[joined], dy[joined])
+        got = [answers[member] for member in members]
+        for name in ("y", "dx"):
+            assert torch.equal(torch.cat([answer[name] for answer in got]), expected[name])
+        for name in ("running_mean", "running_var"):
+            assert all(torch.equal(answer[name], expected[name]) for answer in got)
+
+
+def backward_after_a_change_of_scope() -> Tensors:
+    """The scope changes between a forward and its backward."""
+    part = split_of((2, 3, 1, 4), distributed.get_rank())
+    x, dy = (t[part] for t in batch(10))
+    x = x.requires_grad_()
+    layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope="group:2")
+    y = layer(x)
+    layer.scope = "local"
+    y.backward(dy)
+    assert x.grad is not None
+    return {"dx": x.grad}
+
+
+def test_a_backward_has_the_scope_of_its_forward(ranks: RankPool) -> None:
+    sizes = (2, 3, 1, 4)
+    expected = ranks.run(4, step_of_rank, "group:2", sizes)
+
+    answers = ranks.run(4, backward_after_a_change_of_scope)
+
+    for got, wanted in zip(answers, expected, strict=True):
+        assert torch.equal(got["dx"], wanted["dx"])
