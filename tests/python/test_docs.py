@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents do what they say.
+"""The documents do what they say, and the layers do what the pictures show.
 
 Each block that begins with ```python runs, one after the other in one namespace a document, as the
 only rank of a world. A block of another library begins with ```python before and does not run.
 """
 
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from rank_pool import RankPool
 from torch import distributed
 
+import draw_scopes
+import normscope
+
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md",)
+DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md")
 
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
+
+DRAWN = {row.label: row for picture in draw_scopes.PICTURES.values() for row in picture.rows}
+SAMPLES = 2  # of each rank
 
 
 @pytest.fixture
@@ -66,8 +73,37 @@ def anchors(text: str) -> set[str]:
 
 
 def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "scripts/draw_scopes.py", tmp_path], check=True)
+    draw_scopes.main(tmp_path)
 
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     committed = {path.name: path.read_text() for path in (ROOT / "docs/pictures").iterdir()}
     assert drawn == committed
+
+
+def samples() -> torch.Tensor:
+    """Of all ranks, no two with the same mean; several values a channel, so that one can do."""
+    generator = torch.Generator().manual_seed(0)
+    count = draw_scopes.RANKS * SAMPLES
+    x = torch.randn(count, 1, 3, dtype=torch.float64, generator=generator)
+    return x + torch.arange(count).view(-1, 1, 1)
+
+
+def normalize(scope: str) -> torch.Tensor:
+    """This rank's samples; two hosts of two ranks, as they are drawn."""
+    rank = distributed.get_rank()
+    os.environ["NORMSCOPE_NODE"] = str(rank // 2)
+    layer = normscope.BatchNorm1d(1, affine=False, dtype=torch.float64, scope=scope)
+    y: torch.Tensor = layer(samples()[rank * SAMPLES : (rank + 1) * SAMPLES])
+    return y
+
+
+@pytest.mark.parametrize("scope", DRAWN)
+def test_layers_share_statistics_as_drawn(ranks: RankPool, scope: str) -> None:
+    got = torch.cat(ranks.run(draw_scopes.RANKS, normalize, scope))
+
+    of_sample = list(DRAWN[scope].batches.replace(" ", ""))
+    for name in set(of_sample):
+        norm_batch = [i for i, other in enumerate(of_sample) if other == name]
+        expected = torch.nn.functional.batch_norm(samples()[norm_batch], None, None, training=True)
+        # Numbers of order one, each a few dozen roundings of 1e-16 off.
+        torch.testing.assert_close(got[norm_batch], expected, rtol=0, atol=1e-13)
