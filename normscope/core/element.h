@@ -106,7 +106,7 @@ NORMSCOPE_INLINE Element round_once(double x) noexcept {
 
 // Calls `function` with a null pointer of the element type of `dtype`.
 template <class Function>
-decltype(auto) with_element_type(DType dtype, Function&& function) {
+NORMSCOPE_INLINE decltype(auto) with_element_type(DType dtype, Function&& function) {
   switch (dtype) {
     case DType::kFloat64: return function(static_cast<double*>(nullptr));
     case DType::kBFloat16: return function(static_cast<BFloat16*>(nullptr));

@@ -10,7 +10,8 @@
 namespace normscope {
 
 // view[c], or `otherwise` where there is none.
-[[nodiscard]] inline double channel_value(ChannelView view, std::int64_t c, double otherwise) {
+[[nodiscard]] NORMSCOPE_INLINE double channel_value(ChannelView view, std::int64_t c,
+                                                    double otherwise) {
   if (view.data == nullptr) return otherwise;
   return with_element_type(view.dtype, [&]<class Element>(Element*) {
     return static_cast<double>(widen(static_cast<const Element*>(view.data)[c]));
@@ -18,7 +19,7 @@ namespace normscope {
 }
 
 // view[c] = value, rounded once; nothing where there is no view.
-inline void set_channel_value(MutableChannelView view, std::int64_t c, double value) {
+NORMSCOPE_INLINE void set_channel_value(MutableChannelView view, std::int64_t c, double value) {
   if (view.data == nullptr) return;
   with_element_type(view.dtype, [&]<class Element>(Element*) {
     static_cast<Element*>(view.data)[c] = round_once<Element>(value);
@@ -26,8 +27,8 @@ inline void set_channel_value(MutableChannelView view, std::int64_t c, double va
 }
 
 // running[c] += momentum * (batch - running[c]), in float64, rounded once into the buffer's type.
-inline void update_running(MutableChannelView running, std::int64_t c, double batch,
-                           double momentum) {
+NORMSCOPE_INLINE void update_running(MutableChannelView running, std::int64_t c, double batch,
+                                     double momentum) {
   const double before = channel_value({running.data, running.dtype}, c, 0.0);
   set_channel_value(running, c, updated_running(before, batch, momentum));
 }

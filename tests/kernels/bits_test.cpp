@@ -12,6 +12,7 @@
 
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
+#include "tests/kernels/kernels_under_test.h"
 #include "tests/kernels/tile_specification.h"
 #include "tests/support/exact_sum.h"
 #include "tests/support/execution.h"
@@ -25,12 +26,6 @@ std::string name_of_combination(const ::testing::TestParamInfo<Combination>& com
   const auto& [kernels, dtype, layout] = combination.param;
   return std::string(kernels->name) + "_" + std::string(normscope::name_of(dtype)) + "_" +
          name_of(layout);
-}
-
-// The backends that promise equal bits.
-std::vector<const Kernels*> available_cpu_kernels() {
-  const auto all = available_kernels();
-  return {all.begin() + 1, all.end()};
 }
 
 class KernelBits : public ::testing::TestWithParam<Combination> {
@@ -80,13 +75,13 @@ void expect_as_specified(const Tensor& x, const Tensor& dy, KernelRun& run,
 }
 
 TEST_P(KernelBits, FollowTheSpecification) {
-  for (const Shape& shape : shapes_to_test()) {
+  for (const Shape& shape : shapes_under_test()) {
     const Tensor dy = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kDy);
     const ChannelArray weight = parameters(DType::kFloat32, shape.channels, 1.5);
     const ChannelArray bias = parameters(DType::kFloat32, shape.channels, 0.0);
     for (const Inputs inputs : kAllInputs) {
-      // Beyond the coarsest grid sums of single elements depend on their order, and may.
-      if (inputs == Inputs::kHuge && shape.positions == 1) continue;
+      // Beyond the coarsest grid sums depend on their order, and may.
+      if (inputs == Inputs::kHuge && shape.samples > 1) continue;
       SCOPED_TRACE(describe(shape, inputs));
       const Tensor x = filled(shape, inputs, Role::kX);
 
@@ -252,7 +247,7 @@ TEST_P(KernelBits, SumsOfSingleElementsAreExact) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cpu, KernelBits,
-                         ::testing::Combine(::testing::ValuesIn(available_cpu_kernels()),
+                         ::testing::Combine(::testing::ValuesIn(kernels_with_equal_bits()),
                                             ::testing::ValuesIn(kAllDTypes),
                                             ::testing::ValuesIn(kAllLayouts)),
                          name_of_combination);
@@ -295,7 +290,7 @@ TEST(GoldenBits, EveryBackendGivesTheRecordedLimbs) {
   for (const Golden& golden : kGolden) {
     Tensor x(golden.dtype, golden.layout, 2, 1, 2100, {.before = 0, .row = 1, .sample = 0});
     fill(x, Inputs::kMeanOf1e3Deviations, Role::kX);
-    for (const Kernels* kernels : available_cpu_kernels()) {
+    for (const Kernels* kernels : kernels_with_equal_bits()) {
       OwnedLimbs limbs(1);
       kernels->add_moments({}, x.view().read_only(), limbs.view());
       for (int sum = 0; sum < kSums; ++sum) {

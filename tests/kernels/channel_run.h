@@ -107,19 +107,6 @@ struct Shape {
   std::int64_t positions;
 };
 
-// Lengths around vectors, lanes and tiles; numbers of channels around vectors and blocks of them.
-[[nodiscard]] inline std::vector<Shape> shapes_to_test() {
-  std::vector<Shape> shapes;
-  for (const std::int64_t positions : {1, 2, 63, 64, 65, 127, 128, 129, 2047, 2048, 2049, 4097}) {
-    shapes.push_back({2, 3, positions});
-  }
-  for (const std::int64_t channels : {1, 7, 8, 9, 31, 32, 33, 64, 70, 127, 128, 129, 130}) {
-    shapes.push_back({2, channels, 5});
-    shapes.push_back({3, channels, 1});
-  }
-  return shapes;
-}
-
 [[nodiscard]] inline std::string describe(const Shape& shape, Inputs inputs) {
   return std::string("[") + std::to_string(shape.samples) + ", " + std::to_string(shape.channels) +
          ", " + std::to_string(shape.positions) + "] " + name_of(inputs);

@@ -12,6 +12,7 @@
 
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
+#include "tests/kernels/kernels_under_test.h"
 #include "tests/support/execution.h"
 #include "tests/support/oracle.h"
 #include "tests/support/tolerance.h"
@@ -87,7 +88,7 @@ void check_channel(const Tensor& x, const Tensor& dy, KernelRun& run, std::int64
 }
 
 TEST_P(KernelContract, AgreesWithTheOracle) {
-  for (const Shape& shape : shapes_to_test()) {
+  for (const Shape& shape : shapes_under_test()) {
     Tensor dy = tensor(shape);
     fill(dy, Inputs::kCentred, Role::kDy);
     const ChannelArray weight = parameters(DType::kFloat32, shape.channels, 1.5);
@@ -209,11 +210,11 @@ TEST_P(KernelContract, EmptyTensorsAddNothingAndWriteNothing) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Available, KernelContract,
-    ::testing::Combine(::testing::ValuesIn(available_kernels().begin(), available_kernels().end()),
-                       ::testing::ValuesIn(kAllDTypes), ::testing::ValuesIn(kAllLayouts)),
-    name_of_combination);
+INSTANTIATE_TEST_SUITE_P(Available, KernelContract,
+                         ::testing::Combine(::testing::ValuesIn(kernels_under_test()),
+                                            ::testing::ValuesIn(kAllDTypes),
+                                            ::testing::ValuesIn(kAllLayouts)),
+                         name_of_combination);
 
 // One 2 x 3 tensor of one channel, computed by hand.
 class HandComputed : public ::testing::TestWithParam<const Kernels*> {};
@@ -308,9 +309,7 @@ TEST_P(HandComputed, ANormBatchOfNothingUpdatesNoBuffer) {
   EXPECT_EQ(statistics.numbers(), (std::vector<double>{0.0, 0.0, 2.0}));
 }
 
-INSTANTIATE_TEST_SUITE_P(Available, HandComputed,
-                         ::testing::ValuesIn(available_kernels().begin(),
-                                             available_kernels().end()),
+INSTANTIATE_TEST_SUITE_P(Available, HandComputed, ::testing::ValuesIn(kernels_under_test()),
                          [](const auto& kernels) { return std::string(kernels.param->name); });
 
 }  // namespace

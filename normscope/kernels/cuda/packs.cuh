@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "normscope/core/element.h"
+#include "normscope/core/tensor_view.h"
+
+// Device code. It is compiled by nvcc, and by the host's compiler for tests, which supply what CUDA
+// builds into the language (threadIdx, __syncthreads, atomicAdd, ...): docs/decisions/0013.
+
+namespace normscope::cuda {
+
+// A memory transaction of a thread is widest at 16 bytes.
+inline constexpr int kPackBytes = 16;
+
+// How many elements a thread takes at a time: as many as fill a pack where every run of neighbours
+// begins at a multiple of 16 bytes, else one.
+enum class Access { kPacks, kElements };
+
+template <class Element, Access kAccess>
+inline constexpr int kPackSize =
+    kAccess == Access::kPacks ? kPackBytes / static_cast<int>(sizeof(Element)) : 1;
+
+template <class Element, int kSize>
+struct alignas(sizeof(Element) * kSize) Pack {
+  Element elements[kSize];
+};
+
+template <int kSize, class Element>
+NORMSCOPE_INLINE Pack<Element, kSize> load_pack(const Element* from) {
+  return *reinterpret_cast<const Pack<Element, kSize>*>(from);
+}
+
+template <int kSize, class Element>
+NORMSCOPE_INLINE void store_pack(Element* to, const Pack<Element, kSize>& pack) {
+  *reinterpret_cast<Pack<Element, kSize>*>(to) = pack;
+}
+
+// A tensor as kernels take it: typed, the dtype gone.
+template <class Element>
+struct Elements {
+  Element* data;
+  std::int64_t samples;
+  std::int64_t channels;
+  std::int64_t positions;
+  std::int64_t sample_stride;
+  std::int64_t channel_stride;
+  std::int64_t position_stride;
+
+  NORMSCOPE_INLINE Element* at(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    return data + n * sample_stride + c * channel_stride + p * position_stride;
+  }
+};
+
+}  // namespace normscope::cuda

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "normscope/kernels/cuda/tile_terms.cuh"
+
+namespace normscope::cuda {
+
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
+inline constexpr int kBlockThreads = 256;
+
+// The threads that sum one tile together: as many as hold its 64 lanes, each a pack's width of
+// them. With packs a thread has neighbouring lanes, else lanes that a group apart, so that threads
+// read neighbours.
+template <class Element, Access kAccess>
+struct Group {
+  static constexpr int kLanes = kPackBytes / static_cast<int>(sizeof(Element));  // of a thread
+  static constexpr int kThreads = static_cast<int>(kChannelsFirstTile.lanes) / kLanes;
+  static constexpr int kPerBlock = kBlockThreads / kThreads;
+
+  static NORMSCOPE_INLINE int lane(int thread, int j) {
+    return kAccess == Access::kPacks ? thread * kLanes + j : thread + kThreads * j;
+  }
+
+  // Adds the upper half of the lanes to the lower, and so on; for the group's first thread. The
+  // whole warp takes part.
+  template <class Real>
+  static __device__ Real fold(Real (&lanes)[kLanes]) {
+    if (kAccess == Access::kElements) fold_own(lanes);
+    for (int distance = kThreads / 2; distance > 0; distance /= 2) {
+      for (int j = 0; j < (kAccess == Access::kPacks ? kLanes : 1); ++j) {
+        lanes[j] += __shfl_down_sync(kWholeWarp, lanes[j], distance, kThreads);
+      }
+    }
+    if (kAccess == Access::kPacks) fold_own(lanes);
+    return lanes[0];
+  }
+
+  // What the group's first thread has, for all of it.
+  template <class Real>
+  static __device__ Real of_first_thread(Real value) {
+    return __shfl_sync(kWholeWarp, value, 0, kThreads);
+  }
+
+ private:
+  template <class Real>
+  static NORMSCOPE_INLINE void fold_own(Real (&lanes)[kLanes]) {
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+    }
+  }
+};
+
+// The mean of spread elements, in Real; for the whole group.
+template <class Real, Access kAccess, class Element>
+__device__ Real pivot_of_tile(const Element* x, std::int64_t size, int thread) {
+  using G = Group<Element, kAccess>;
+  const PivotSamples samples =
+      size > 0 ? pivot_samples(Layout::kChannelsFirst, size) : PivotSamples{0, 0};
+  Real lanes[G::kLanes];
+  for (int j = 0; j < G::kLanes; ++j) {
+    const int lane = G::lane(thread, j);
+    lanes[j] = lane < samples.count ? static_cast<Real>(widen(x[lane * samples.stride])) : Real{0};
+  }
+  const Real sum = G::of_first_thread(G::fold(lanes));
+  return sum / static_cast<Real>(samples.count);
+}
+
+// Both sums of a tile, in Real; for the group's first thread.
+template <class Real, Access kAccess, class Run>
+__device__ Terms<Real> sums_of_tile(const Run& run, std::int64_t size, Real center, int thread) {
+  using Element = std::remove_const_t<std::remove_pointer_t<decltype(run.x)>>;
+  using G = Group<Element, kAccess>;
+  constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
+  Real first[G::kLanes] = {};
+  Real second[G::kLanes] = {};
+  const auto add = [&](int j, const Terms<Real>& term) {
+    first[j] += term.first;
+    second[j] += term.second;
+  };
+  std::int64_t row = 0;
+  if (kAccess == Access::kPacks) {
+    for (; row + kLanes <= size; row += kLanes) {
+      Terms<Real> terms[G::kLanes];
+      run.template pack_at<G::kLanes, 0>(row + G::lane(thread, 0), &center, terms);
+      for (int j = 0; j < G::kLanes; ++j) add(j, terms[j]);
+    }
+  }
+  for (; row < size; row += kLanes) {
+    for (int j = 0; j < G::kLanes; ++j) {
+      const std::int64_t i = row + G::lane(thread, j);
+      if (i < size) add(j, run.at(i, center));
+    }
+  }
+  const Real first_sum = G::fold(first);
+  return {first_sum, G::fold(second)};
+}
+
+// Both sums, and what they are about.
+struct CenteredSums {
+  double center;
+  Terms<double> sums;
+};
+
+template <class Real, Access kAccess, class AnyTerms>
+__device__ CenteredSums centered_sums(const AnyTerms& terms, const Tile& tile, std::int64_t c,
+                                      int thread) {
+  using Arithmetic = normscope::Arithmetic<typename AnyTerms::ElementType>;
+  const auto run = terms.run(tile.sample, c, tile.begin);
+  double center;
+  if constexpr (AnyTerms::kHasPivot) {
+    // In float64 too, the pivot is rounded to the type of the arithmetic.
+    center = static_cast<double>(
+        static_cast<Arithmetic>(pivot_of_tile<Real, kAccess>(run.x, tile.size, thread)));
+  } else {
+    center = static_cast<double>(static_cast<Arithmetic>(terms.mean_hi[c]));
+  }
+  const Terms<Real> sums =
+      sums_of_tile<Real, kAccess>(run, tile.size, static_cast<Real>(center), thread);
+  return {center, {static_cast<double>(sums.first), static_cast<double>(sums.second)}};
+}
+
+// Adds the tiles of all channels to their limbs. A channel has `groups` groups of a block (a power
+// of two), and gridDim.y blocks.
+template <Access kAccess, class AnyTerms>
+__global__ void __launch_bounds__(kBlockThreads)
+    add_tiles_channels_first(AnyTerms terms, int groups, LimbsView limbs) {
+  using Real = Arithmetic<typename AnyTerms::ElementType>;
+  using G = Group<typename AnyTerms::ElementType, kAccess>;
+  const int thread = static_cast<int>(threadIdx.x) % G::kThreads;
+  const int group = static_cast<int>(threadIdx.x) / G::kThreads;
+  const int channels_per_block = G::kPerBlock / groups;
+  const std::int64_t c = std::int64_t{blockIdx.x} * channels_per_block + group / groups;
+  const std::int64_t positions = terms.x.positions;
+  const std::int64_t all_tiles =
+      terms.x.samples * tiles_per_sample(Layout::kChannelsFirst, positions);
+  const std::int64_t tiles = c < limbs.channels ? all_tiles : 0;
+  ThreadLimbs own;
+  // All threads of a warp make every turn: they fold together.
+  for (std::int64_t turn = std::int64_t{blockIdx.y} * groups; turn < all_tiles;
+       turn += std::int64_t{gridDim.y} * groups) {
+    const Tile tile = tile_at(turn + group % groups, tiles, positions, kChannelsFirstTile);
+    CenteredSums result = centered_sums<Real, kAccess>(terms, tile, c, thread);
+    if constexpr (sizeof(Real) < sizeof(double)) {
+      const bool is_finite_here = tile.size == 0 || thread != 0 ||
+                                  (is_finite(result.sums.first) && is_finite(result.sums.second));
+      if (__any_sync(kWholeWarp, !is_finite_here)) {
+        const auto again = centered_sums<double, kAccess>(terms, tile, c, thread);
+        if (!is_finite_here) result = again;
+      }
+    }
+    if (thread == 0 && tile.size > 0) {
+      AnyTerms::add(own, static_cast<double>(tile.size), result.center, result.sums.first,
+                    result.sums.second);
+    }
+  }
+  if (thread == 0 && tiles > 0) own.add_to(limbs, c);
+}
+
+}  // namespace normscope::cuda

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "normscope/core/tiles.h"
+#include "normscope/kernels/cuda/limb_sums.cuh"
+
+namespace normscope::cuda {
+
+// What the two sums of a tile add, element by element. Real is the type that they are added in:
+// the arithmetic's, or float64 where a tile is summed again.
+
+template <class Real>
+struct Terms {
+  Real first;
+  Real second;
+};
+
+template <class Real>
+NORMSCOPE_INLINE bool is_finite(Real value) {
+  return value - value == 0;
+}
+
+// x - a and (x - a)^2
+template <class Element>
+struct MomentTerms {
+  using ElementType = Element;
+  static constexpr bool kHasPivot = true;
+
+  Elements<const Element> x;
+
+  // A thread's view of a run of elements.
+  struct Run {
+    const Element* x;
+
+    template <class Real>
+    NORMSCOPE_INLINE Terms<Real> at(std::int64_t i, Real pivot) const {
+      return of(static_cast<Real>(widen(x[i])), pivot);
+    }
+
+    // The terms of kSize neighbours, about centers[0], centers[kStep], ...
+    template <int kSize, int kStep, class Real>
+    NORMSCOPE_INLINE void pack_at(std::int64_t i, const Real* centers,
+                                  Terms<Real> (&terms)[kSize]) const {
+      const auto pack = load_pack<kSize>(x + i);
+      for (int j = 0; j < kSize; ++j) {
+        terms[j] = of(static_cast<Real>(widen(pack.elements[j])), centers[j * kStep]);
+      }
+    }
+
+   private:
+    template <class Real>
+    static NORMSCOPE_INLINE Terms<Real> of(Real x, Real pivot) {
+      const Real centered = x - pivot;
+      return {centered, centered * centered};
+    }
+  };
+
+  NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    return {x.at(n, c, p)};
+  }
+
+  static NORMSCOPE_INLINE void add(ThreadLimbs& limbs, double size, double center, double first,
+                                   double second) {
+    limbs.add_moments(size, center, first, second);
+  }
+
+  // A tile of one element, which is its own pivot.
+  NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, std::int64_t n, std::int64_t c) const {
+    limbs.add_moments(1.0, static_cast<double>(widen(*x.at(n, c, 0))), 0.0, 0.0);
+  }
+};
+
+// dy and dy (x - mean)
+template <class Element>
+struct GradientTerms {
+  using ElementType = Element;
+  static constexpr bool kHasPivot = false;
+
+  Elements<const Element> x;
+  Elements<const Element> dy;
+  const double* mean_hi;  // [C]
+
+  struct Run {
+    const Element* x;
+    const Element* dy;
+
+    template <class Real>
+    NORMSCOPE_INLINE Terms<Real> at(std::int64_t i, Real mean) const {
+      return of(static_cast<Real>(widen(x[i])), static_cast<Real>(widen(dy[i])), mean);
+    }
+
+    template <int kSize, int kStep, class Real>
+    NORMSCOPE_INLINE void pack_at(std::int64_t i, const Real* means,
+                                  Terms<Real> (&terms)[kSize]) const {
+      const auto x_pack = load_pack<kSize>(x + i);
+      const auto dy_pack = load_pack<kSize>(dy + i);
+      for (int j = 0; j < kSize; ++j) {
+        terms[j] = of(static_cast<Real>(widen(x_pack.elements[j])),
+                      static_cast<Real>(widen(dy_pack.elements[j])), means[j * kStep]);
+      }
+    }
+
+   private:
+    template <class Real>
+    static NORMSCOPE_INLINE Terms<Real> of(Real x, Real dy, Real mean) {
+      return {dy, dy * (x - mean)};
+    }
+  };
+
+  NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    return {x.at(n, c, p), dy.at(n, c, p)};
+  }
+
+  static NORMSCOPE_INLINE void add(ThreadLimbs& limbs, double /*size*/, double /*center*/,
+                                   double first, double second) {
+    limbs.add_gradient_sums(first, second);
+  }
+
+  NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, std::int64_t n, std::int64_t c) const {
+    using Real = Arithmetic<Element>;
+    const auto mean = static_cast<Real>(mean_hi[c]);
+    const Terms<Real> term = run(n, c, 0).at(0, mean);
+    auto second = static_cast<double>(term.second);
+    if (sizeof(Real) < sizeof(double) && !is_finite(term.second)) {
+      second = run(n, c, 0).at(0, static_cast<double>(mean)).second;
+    }
+    limbs.add_gradient_sums(static_cast<double>(term.first), second);
+  }
+};
+
+NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+// Where a tile lies.
+struct Tile {
+  std::int64_t sample;
+  std::int64_t begin;  // position
+  std::int64_t size;   // positions; 0: there is none
+};
+
+// Tile `index` of `count` of a channel.
+NORMSCOPE_INLINE Tile tile_at(std::int64_t index, std::int64_t count, std::int64_t positions,
+                              const TileShape& shape) {
+  if (index >= count) return {0, 0, 0};
+  const std::int64_t per_sample = (positions + shape.positions - 1) / shape.positions;
+  const std::int64_t begin = index % per_sample * shape.positions;
+  return {index / per_sample, begin, smaller(positions - begin, shape.positions)};
+}
+
+}  // namespace normscope::cuda

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "normscope/kernels/kernels.h"
+
+namespace normscope::cuda_on_host {
+
+// The CUDA backend's kernels and grids, run on the host.
+extern const Kernels kKernels;
+
+}  // namespace normscope::cuda_on_host

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+
+// What nvcc builds into the language, for a compiler of the host: the very source of the kernels
+// then runs on the CPU. Include it before any .cuh.
+//
+// Each block is a thread of the operating system, each thread of a block a fiber in it, which runs
+// until it waits at a barrier or for its warp. Blocks share nothing but global memory, whose atomic
+// additions are atomic here too. Under ThreadSanitizer fibers are threads of their own whose only
+// order is that of barriers and warps, so that a barrier or an atomic that is missing is a race
+// that it reports, in whatever order the fibers ran.
+
+namespace normscope::cuda_on_host {
+
+struct Index {
+  unsigned x;
+  unsigned y;
+};
+
+// The calling thread's place, and where it waits for others.
+class ThisThread {
+ public:
+  static Index thread();
+  static Index block();
+  static Index block_size();
+  static Index grid_size();
+
+  static void wait_for_block();
+
+  // Gives every thread of the warp the 8 bytes of its thread `source`.
+  static std::uint64_t exchange_in_warp(std::uint64_t own, int source);
+  static int lane();
+};
+
+// Runs body() as every thread of the grid, and returns when all have ended. Threads of a block take
+// turns in an order that differs from launch to launch. Throws std::logic_error where threads wait
+// for others that have ended, or wait elsewhere.
+void run_grid(Index grid, Index block, const std::function<void()>& body);
+
+}  // namespace normscope::cuda_on_host
+
+#define __global__
+#define __device__
+#define __shared__ static thread_local
+#define __launch_bounds__(threads)
+
+#define threadIdx (::normscope::cuda_on_host::ThisThread::thread())
+#define blockIdx (::normscope::cuda_on_host::ThisThread::block())
+#define blockDim (::normscope::cuda_on_host::ThisThread::block_size())
+#define gridDim (::normscope::cuda_on_host::ThisThread::grid_size())
+
+namespace normscope::cuda {
+
+inline void __syncthreads() { cuda_on_host::ThisThread::wait_for_block(); }
+
+template <class Value>
+Value exchange(Value value, int source) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(Value));
+  bits = cuda_on_host::ThisThread::exchange_in_warp(bits, source);
+  std::memcpy(&value, &bits, sizeof(Value));
+  return value;
+}
+
+template <class Value>
+Value __shfl_down_sync(unsigned /*mask*/, Value value, int distance, int width) {
+  const int lane = cuda_on_host::ThisThread::lane();
+  const bool is_within = lane % width + distance < width;
+  return exchange(value, is_within ? lane + distance : lane);
+}
+
+template <class Value>
+Value __shfl_sync(unsigned /*mask*/, Value value, int source, int width) {
+  const int lane = cuda_on_host::ThisThread::lane();
+  return exchange(value, lane / width * width + source);
+}
+
+inline bool __any_sync(unsigned /*mask*/, bool here) {
+  bool any = false;
+  for (int source = 0; source < 32; ++source) any = exchange(int{here}, source) != 0 || any;
+  return any;
+}
+
+inline void atomicAdd(double* to, double value) {
+  std::atomic_ref<double>(*to).fetch_add(value, std::memory_order_relaxed);
+}
+
+}  // namespace normscope::cuda

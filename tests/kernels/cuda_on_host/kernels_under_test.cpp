@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/kernels/kernels_under_test.h"
+
+#include "tests/kernels/cuda_on_host/backend.h"
+
+namespace normscope::testing {
+
+std::vector<const Kernels*> kernels_under_test() { return {&cuda_on_host::kKernels}; }
+
+std::vector<const Kernels*> kernels_with_equal_bits() { return kernels_under_test(); }
+
+// Threads of a device take time on the host: few shapes, each of which adds a case.
+std::vector<Shape> shapes_under_test() {
+  return {
+      {1, 3, 64},    // one tile a channel, of whole lanes
+      {1, 40, 65},   // and one of more; more channels than a block's groups
+      {2, 3, 2049},  // several tiles a sample, the last one of one element
+      {2, 5, 2048},  // packs
+      {2, 64, 130},  // packs of channels
+      {3, 37, 7},    // planes and rows that begin anywhere
+      {40, 9, 1},    // single elements
+  };
+}
+
+}  // namespace normscope::testing

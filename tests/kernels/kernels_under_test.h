@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <vector>
+
+#include "normscope/kernels/kernels.h"
+#include "tests/kernels/channel_run.h"
+
+namespace normscope::testing {
+
+// What the suites of this folder run over: each executable that they are linked into has its own.
+[[nodiscard]] std::vector<const Kernels*> kernels_under_test();
+
+// Those of them that promise equal bits; the reference promises accuracy only.
+[[nodiscard]] std::vector<const Kernels*> kernels_with_equal_bits();
+
+// Lengths around vectors, lanes and tiles; numbers of channels around vectors and blocks of them.
+[[nodiscard]] std::vector<Shape> shapes_under_test();
+
+}  // namespace normscope::testing
