@@ -13,7 +13,10 @@ inline constexpr int kLimbs = 5;
 
 // Neighbouring grids are 2^30 apart. The coarsest leaves tile sums up to 2^71 room, the finest
 // keeps 24 bits of a tile sum of 1e-23.
-inline constexpr double kGrids[kLimbs] = {0x1p20, 0x1p-10, 0x1p-40, 0x1p-70, 0x1p-100};
+[[nodiscard]] NORMSCOPE_INLINE constexpr double grid(int k) noexcept {
+  constexpr double kGrids[kLimbs] = {0x1p20, 0x1p-10, 0x1p-40, 0x1p-70, 0x1p-100};
+  return kGrids[k];
+}
 
 // A direction sends two sums: of x and x^2, or of dy and dy * (x - mean).
 inline constexpr int kSums = 2;
@@ -44,19 +47,19 @@ struct LimbsView {
   return kSums * kLimbs * channels;
 }
 
-// The multiple of `grid` nearest to `value`, for |value| < 2^51 * grid.
+// The multiple of `spacing` nearest to `value`, for |value| < 2^51 * spacing.
 template <class Real>
-NORMSCOPE_INLINE Real round_to_grid(Real value, double grid) noexcept {
-  const double shift = 1.5 * 0x1p52 * grid;
+NORMSCOPE_INLINE Real round_to_grid(Real value, double spacing) noexcept {
+  const double shift = 1.5 * 0x1p52 * spacing;
   return (value + shift) - shift;
 }
 
-// The largest multiple of `grid` that is not above `value`: round to nearest has ties, which would
-// let two splits of one total end in different limbs.
+// The largest multiple of `spacing` that is not above `value`: round to nearest has ties, which
+// would let two splits of one total end in different limbs.
 template <class Real>
-NORMSCOPE_INLINE Real floor_to_grid(Real value, double grid) noexcept {
-  const Real nearest = round_to_grid(value, grid);
-  return nearest > value ? nearest - grid : nearest;
+NORMSCOPE_INLINE Real floor_to_grid(Real value, double spacing) noexcept {
+  const Real nearest = round_to_grid(value, spacing);
+  return nearest > value ? nearest - spacing : nearest;
 }
 
 // Moves what a limb holds beyond its neighbour's grid into that neighbour, fine to coarse.
@@ -65,7 +68,7 @@ NORMSCOPE_INLINE Real floor_to_grid(Real value, double grid) noexcept {
 template <class Real>
 NORMSCOPE_INLINE void canonicalize(Real (&limbs)[kLimbs]) noexcept {
   for (int k = kLimbs - 1; k > 0; --k) {
-    const Real carry = floor_to_grid(limbs[k], kGrids[k - 1]);
+    const Real carry = floor_to_grid(limbs[k], grid(k - 1));
     limbs[k] = limbs[k] - carry;
     limbs[k - 1] = limbs[k - 1] + carry;
   }

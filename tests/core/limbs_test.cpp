@@ -19,7 +19,7 @@ namespace {
 using testing::ExactSum;
 using testing::Random;
 
-constexpr double kFinest = kGrids[kLimbs - 1];
+constexpr double kFinest = grid(kLimbs - 1);
 
 struct Limbs {
   double values[kLimbs] = {};
@@ -27,7 +27,7 @@ struct Limbs {
   // As every backend splits a part.
   void add(double part) {
     for (int k = 0; k < kLimbs; ++k) {
-      const double on_grid = round_to_grid(part, kGrids[k]);
+      const double on_grid = round_to_grid(part, grid(k));
       values[k] += on_grid;
       part -= on_grid;
     }
@@ -64,7 +64,7 @@ double random_part(Random& random) {
 }
 
 TEST(LimbsTest, NeighbouringGridsAreTwoToTheThirtyApart) {
-  for (int k = 1; k < kLimbs; ++k) EXPECT_EQ(kGrids[k - 1] / kGrids[k], 0x1p30);
+  for (int k = 1; k < kLimbs; ++k) EXPECT_EQ(grid(k - 1) / grid(k), 0x1p30);
 }
 
 TEST(LimbsTest, RoundToGridIsTheNearestMultiple) {
@@ -94,7 +94,7 @@ TEST(LimbsTest, SplittingIsExactDownToTheFinestGrid) {
     total.add(part);
 
     for (int k = 0; k < kLimbs; ++k) {
-      ASSERT_EQ(std::remainder(limbs.values[k], kGrids[k]), 0.0) << part;
+      ASSERT_EQ(std::remainder(limbs.values[k], grid(k)), 0.0) << part;
     }
     expect_canonical_of(limbs.canonical(), total);
   }
@@ -146,16 +146,16 @@ TEST(LimbsTest, TiesEndInTheSameLimbsHoweverTheyAreSplit) {
   // Half the finest grid is left out: it is no multiple of it.
   for (int k = 0; k + 1 < kLimbs; ++k) {
     for (const double halves : {1.0, 3.0, -1.0, -3.0, -5.0}) {
-      const double tie = halves * kGrids[k] / 2;
+      const double tie = halves * grid(k) / 2;
       ExactSum total;
       total.add(tie);
 
       Limbs whole;
       whole.add(tie);
       Limbs first;
-      first.add(tie + kGrids[k]);
+      first.add(tie + grid(k));
       Limbs second;
-      second.add(-kGrids[k]);
+      second.add(-grid(k));
       first.add(second);
 
       expect_canonical_of(whole.canonical(), total);
@@ -170,8 +170,8 @@ TEST(LimbsTest, NegativeTotalsBorrowFromTheCoarsestLimbAlone) {
 
   const Limbs canonical = limbs.canonical();
 
-  EXPECT_EQ(canonical.values[0], -kGrids[0]);
-  for (int k = 1; k < kLimbs; ++k) EXPECT_EQ(canonical.values[k], (0x1p30 - 1) * kGrids[k]);
+  EXPECT_EQ(canonical.values[0], -grid(0));
+  for (int k = 1; k < kLimbs; ++k) EXPECT_EQ(canonical.values[k], (0x1p30 - 1) * grid(k));
 }
 
 TEST(LimbsTest, AllButTheCoarsestLimbLieBelowTheNextGrid) {
@@ -184,7 +184,7 @@ TEST(LimbsTest, AllButTheCoarsestLimbLieBelowTheNextGrid) {
 
     for (int k = 1; k < kLimbs; ++k) {
       ASSERT_GE(canonical.values[k], 0.0);
-      ASSERT_LT(canonical.values[k], kGrids[k - 1]);
+      ASSERT_LT(canonical.values[k], grid(k - 1));
     }
   }
 }
@@ -223,7 +223,7 @@ TEST(LimbsTest, HoldTheLargestPartsOfAllTilesBetweenCarries) {
   // Half of the next grid, a tie that stays on its grid: the most that one part adds to a limb.
   for (int k = 1; k < kLimbs; ++k) {
     for (const double sign : {1.0, -1.0}) {
-      const double part = sign * kGrids[k - 1] / 2;
+      const double part = sign * grid(k - 1) / 2;
       Limbs limbs;
       ExactSum total;
       for (std::int64_t tile = 0; tile < kTilesBetweenCarries; ++tile) {
@@ -231,10 +231,10 @@ TEST(LimbsTest, HoldTheLargestPartsOfAllTilesBetweenCarries) {
         for (int parts = 0; parts < 2; ++parts) total.add(part);
       }
       // What rounding would drop first, were there any.
-      limbs.add(kGrids[k]);
-      total.add(kGrids[k]);
+      limbs.add(grid(k));
+      total.add(grid(k));
 
-      ASSERT_EQ(std::abs(limbs.values[k]), std::abs(sign * 0x1p50 + 1.0) * kGrids[k]);
+      ASSERT_EQ(std::abs(limbs.values[k]), std::abs(sign * 0x1p50 + 1.0) * grid(k));
       expect_canonical_of(limbs.canonical(), total);
     }
   }
@@ -242,12 +242,12 @@ TEST(LimbsTest, HoldTheLargestPartsOfAllTilesBetweenCarries) {
 
 TEST(LimbsTest, HoldTheSumOfTwoToTheTwentyThreeRanks) {
   Limbs largest;  // the canonical limbs that a rank can send, of the coarsest one half of 2^73
-  for (int k = 1; k < kLimbs; ++k) largest.values[k] = (0x1p30 - 1) * kGrids[k];
-  largest.values[0] = 0x1p29 * kGrids[0];
+  for (int k = 1; k < kLimbs; ++k) largest.values[k] = (0x1p30 - 1) * grid(k);
+  largest.values[0] = 0x1p29 * grid(0);
   Limbs sum;
   for (int k = 0; k < kLimbs; ++k) {
     sum.values[k] = largest.values[k] * (0x1p23 - 1);
-    ASSERT_EQ(sum.values[k] + kGrids[k] - sum.values[k], kGrids[k]) << "limb " << k << " is full";
+    ASSERT_EQ(sum.values[k] + grid(k) - sum.values[k], grid(k)) << "limb " << k << " is full";
     sum.values[k] += largest.values[k];
   }
 
@@ -255,11 +255,11 @@ TEST(LimbsTest, HoldTheSumOfTwoToTheTwentyThreeRanks) {
 
   // 2^23 (2^30 - 1) = 2^53 - 2^23: 2^23 (2^30 - 1) carries arrive from every finer limb but the
   // finest.
-  EXPECT_EQ(canonical.values[4], (0x1p30 - 0x1p23) * kGrids[4]);
-  EXPECT_EQ(canonical.values[3], (0x1p30 - 1) * kGrids[3]);
-  EXPECT_EQ(canonical.values[2], (0x1p30 - 1) * kGrids[2]);
-  EXPECT_EQ(canonical.values[1], (0x1p30 - 1) * kGrids[1]);
-  EXPECT_EQ(canonical.values[0], (0x1p52 + 0x1p23 - 1) * kGrids[0]);
+  EXPECT_EQ(canonical.values[4], (0x1p30 - 0x1p23) * grid(4));
+  EXPECT_EQ(canonical.values[3], (0x1p30 - 1) * grid(3));
+  EXPECT_EQ(canonical.values[2], (0x1p30 - 1) * grid(2));
+  EXPECT_EQ(canonical.values[1], (0x1p30 - 1) * grid(1));
+  EXPECT_EQ(canonical.values[0], (0x1p52 + 0x1p23 - 1) * grid(0));
 }
 
 TEST(LimbsTest, BeyondTheCoarsestGridSumsStayAsGoodAsFloat64) {

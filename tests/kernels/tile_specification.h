@@ -104,7 +104,7 @@ TileSums gradient_sums(Layout layout, const Tile<Element>& x, const Tile<Element
 
 inline void add_to_limbs(double (&limbs)[kLimbs], double part) {
   for (int k = 0; k < kLimbs; ++k) {
-    const double on_grid = round_to_grid(part, kGrids[k]);
+    const double on_grid = round_to_grid(part, grid(k));
     limbs[k] += on_grid;
     part -= on_grid;
   }

@@ -37,7 +37,7 @@ class ExactSum {
       digits[i] -= carry << 30;
       digits[i + 1] += carry;
     }
-    return static_cast<double>(digits[kLimbs - 1 - k]) * kGrids[k];
+    return static_cast<double>(digits[kLimbs - 1 - k]) * grid(k);
   }
 
  private:

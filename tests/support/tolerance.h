@@ -57,7 +57,7 @@ namespace normscope::testing {
 // at most one tile an element) and for double-double arithmetic: fewer than 2^8 u^2 of the largest
 // term. Beyond 2^71 they are as good as float64 sums.
 [[nodiscard]] inline long double total_error(std::int64_t count, long double largest) {
-  constexpr long double kFinestGrid = kGrids[kLimbs - 1];
+  constexpr long double kFinestGrid = grid(kLimbs - 1);
   const auto n = static_cast<long double>(count);
   const bool is_beyond = n * largest >= 0x1p71L;
   return kFinestGrid + 0x1p-98L * largest + (is_beyond ? (2 * n + 16) * 0x1p-53L * largest : 0.0L);

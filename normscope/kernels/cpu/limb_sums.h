@@ -8,7 +8,7 @@ template <class Real>
 NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c, Real part) {
   for (int k = 0; k < kLimbs; ++k) {
     if (!any_nonzero(part)) return;
-    const Real on_grid = round_to_grid(part, kGrids[k]);
+    const Real on_grid = round_to_grid(part, grid(k));
     if (!any_nonzero(on_grid)) continue;
     double* limb = limbs.limb(sum, k) + c;
     store_bytes(limb, load_bytes<Real>(limb) + on_grid);

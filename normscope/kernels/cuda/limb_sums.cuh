@@ -14,7 +14,7 @@ class ThreadLimbs {
  public:
   NORMSCOPE_INLINE void add(int sum, double part) {
     for (int k = 0; k < kLimbs; ++k) {
-      const double on_grid = round_to_grid(part, kGrids[k]);
+      const double on_grid = round_to_grid(part, grid(k));
       limbs_[sum][k] += on_grid;
       part -= on_grid;
     }

@@ -7,7 +7,7 @@
 #include "normscope/core/tensor_view.h"
 
 // Device code. It is compiled by nvcc, and by the host's compiler for tests, which supply what CUDA
-// builds into the language (threadIdx, __syncthreads, atomicAdd, ...): docs/decisions/0013.
+// builds into the language (threadIdx, __syncthreads, atomicAdd, ...): docs/decisions/0014.
 
 namespace normscope::cuda {
 

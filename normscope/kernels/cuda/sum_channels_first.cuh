@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   // All threads of a warp make every turn: they fold together.
   for (std::int64_t turn = std::int64_t{blockIdx.y} * groups; turn < all_tiles;
        turn += std::int64_t{gridDim.y} * groups) {
-    const Tile tile = tile_at(turn + group % groups, tiles, positions, kChannelsFirstTile);
+    const Tile tile = tile_at<Layout::kChannelsFirst>(turn + group % groups, tiles, positions);
     CenteredSums result = centered_sums<Real, kAccess>(terms, tile, c, thread);
     if constexpr (sizeof(Real) < sizeof(double)) {
       const bool is_finite_here = tile.size == 0 || thread != 0 ||

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   // All threads of a block make every turn: they meet at barriers.
   for (std::int64_t turn = std::int64_t{blockIdx.y} * kTilesPerBlock; turn < tiles;
        turn += std::int64_t{gridDim.y} * kTilesPerBlock) {
-    Tile tile = tile_at(turn + slot, tiles, positions, kChannelsLastTile);
+    Tile tile = tile_at<Layout::kChannelsLast>(turn + slot, tiles, positions);
     if (!has_channels) tile.size = 0;
 
     Real centers[kPack] = {};

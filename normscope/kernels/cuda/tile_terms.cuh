@@ -138,12 +138,13 @@ struct Tile {
 };
 
 // Tile `index` of `count` of a channel.
-NORMSCOPE_INLINE Tile tile_at(std::int64_t index, std::int64_t count, std::int64_t positions,
-                              const TileShape& shape) {
+template <Layout kLayout>
+NORMSCOPE_INLINE Tile tile_at(std::int64_t index, std::int64_t count, std::int64_t positions) {
+  constexpr std::int64_t kSize = tile_shape(kLayout).positions;
   if (index >= count) return {0, 0, 0};
-  const std::int64_t per_sample = (positions + shape.positions - 1) / shape.positions;
-  const std::int64_t begin = index % per_sample * shape.positions;
-  return {index / per_sample, begin, smaller(positions - begin, shape.positions)};
+  const std::int64_t per_sample = tiles_per_sample(kLayout, positions);
+  const std::int64_t begin = index % per_sample * kSize;
+  return {index / per_sample, begin, smaller(positions - begin, kSize)};
 }
 
 }  // namespace normscope::cuda

@@ -28,7 +28,7 @@ void write(const MutableTensorView& y, std::int64_t n, std::int64_t c, std::int6
 
 void add_part(LimbsView limbs, int sum, std::int64_t c, double part) {
   for (int k = 0; k < kLimbs; ++k) {
-    const double on_grid = round_to_grid(part, kGrids[k]);
+    const double on_grid = round_to_grid(part, grid(k));
     limbs.limb(sum, k)[c] += on_grid;
     part -= on_grid;
   }
