@@ -107,12 +107,12 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, const Tile& tile, s
                                       int thread) {
   using Arithmetic = normscope::Arithmetic<typename AnyTerms::ElementType>;
   const auto run = terms.run(tile.sample, c, tile.begin);
-  double center;
+  double center = 0.0;
   if constexpr (AnyTerms::kHasPivot) {
     // In float64 too, the pivot is rounded to the type of the arithmetic.
     center = static_cast<double>(
         static_cast<Arithmetic>(pivot_of_tile<Real, kAccess>(run.x, tile.size, thread)));
-  } else {
+  } else if (tile.size > 0) {  // else there may be no such channel
     center = static_cast<double>(static_cast<Arithmetic>(terms.mean_hi[c]));
   }
   const Terms<Real> sums =

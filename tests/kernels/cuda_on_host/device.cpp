@@ -12,57 +12,66 @@
 #include <thread>
 #include <vector>
 
+#include <sanitizer/tsan_interface.h>
 #include <ucontext.h>
 
-#if defined(__SANITIZE_THREAD__)
-#include <sanitizer/tsan_interface.h>
-#endif
+#pragma weak __tsan_create_fiber
+#pragma weak __tsan_destroy_fiber
+#pragma weak __tsan_get_current_fiber
+#pragma weak __tsan_switch_to_fiber
+#pragma weak __tsan_acquire
+#pragma weak __tsan_release
 
 namespace normscope::cuda_on_host {
 namespace {
 
-constexpr int kWarpThreads = 32;
 constexpr std::size_t kStackBytes = std::size_t{64} << 10U;
-constexpr std::size_t kBlocksAtOnce = 8;
+constexpr std::size_t kBlocksAtOnce = 4;
 
-// ThreadSanitizer's view of fibers, or nothing.
-#if defined(__SANITIZE_THREAD__)
+// A fiber as ThreadSanitizer sees it, where it is linked in. Switches order nothing: only what is
+// said to meet does.
 class Watched {
  public:
-  Watched() : fiber_(__tsan_create_fiber(0)) {}
+  Watched() : fiber_(is_linked() ? __tsan_create_fiber(0) : nullptr) {}
   Watched(const Watched&) = delete;
   Watched& operator=(const Watched&) = delete;
-  ~Watched() { __tsan_destroy_fiber(fiber_); }
-
-  void enter() const { __tsan_switch_to_fiber(fiber_, __tsan_switch_to_fiber_no_sync); }
-  static void* scheduler() { return __tsan_get_current_fiber(); }
-  static void leave(void* scheduler) {
-    __tsan_switch_to_fiber(scheduler, __tsan_switch_to_fiber_no_sync);
+  ~Watched() {
+    if (is_linked()) __tsan_destroy_fiber(fiber_);
   }
-  static void arrive(void* meeting) { __tsan_release(meeting); }
-  static void depart(void* meeting) { __tsan_acquire(meeting); }
+
+  void enter() const { switch_to(fiber_); }
+  static void* scheduler() { return is_linked() ? __tsan_get_current_fiber() : nullptr; }
+  static void leave(void* scheduler) { switch_to(scheduler); }
+  static void arrive(char* meeting) {
+    if (is_linked()) __tsan_release(meeting);
+  }
+  static void depart(char* meeting) {
+    if (is_linked()) __tsan_acquire(meeting);
+  }
 
  private:
+  static bool is_linked() { return __tsan_create_fiber != nullptr; }
+  static void switch_to(void* fiber) {
+    if (is_linked()) __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
+  }
+
   void* fiber_;
 };
-#else
-class Watched {
- public:
-  void enter() const {}
-  static void* scheduler() { return nullptr; }
-  static void leave(void*) {}
-  static void arrive(void*) {}
-  static void depart(void*) {}
+
+// Where a context goes on. The compiler's own jumps take nanoseconds; swapcontext asks the
+// operating system for the signals' mask each time.
+struct Place {
+  void* registers[5];
 };
-#endif
 
 enum class State { kReady, kAtBarrier, kInWarp, kEnded };
 
 struct Fiber {
-  ucontext_t context;
+  Place place;
   std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
   Watched watched;
-  State state = State::kReady;
+  State state = State::kEnded;
+  bool is_started = false;
   int exchanges = 0;  // made in its warp
 };
 
@@ -72,34 +81,39 @@ struct Warp {
   char meeting = 0;
 };
 
-// One block, on the thread of the operating system that runs it.
-class Block {
+// Runs one block after the other, each on the thread of the operating system that asks. Fibers
+// outlive their block, since it takes long to make one.
+class BlockRunner {
  public:
-  Block(Index of_grid, Index of_block, Index place, unsigned seed,
-        const std::function<void()>& body)
-      : grid(of_grid),
-        size(of_block),
-        index(place),
-        body_(body),
-        random_(seed),
-        fibers_(std::size_t{of_block.x} * of_block.y),
-        warps_((fibers_.size() + kWarpThreads - 1) / kWarpThreads) {}
-
-  void run() {
+  void run(Index of_grid, Index of_block, Index place, unsigned seed,
+           const std::function<void()>& body) {
     here = this;
+    grid = of_grid;
+    size = of_block;
+    index = place;
+    body_ = &body;
+    random_.seed(seed);
+    threads_ = std::size_t{of_block.x} * of_block.y;
+    while (fibers_.size() < threads_) fibers_.push_back(std::make_unique<Fiber>());
+    warps_.resize((threads_ + kWarpThreads - 1) / kWarpThreads);
+    order_.resize(threads_);
+    std::iota(order_.begin(), order_.end(), std::size_t{0});
+    for (std::size_t i = 0; i < threads_; ++i) {
+      fibers_[i]->state = State::kReady;
+      fibers_[i]->exchanges = 0;
+    }
     scheduler_ = Watched::scheduler();
-    for (Fiber& fiber : fibers_) start(fiber);
+    Watched::arrive(&begin_);
     while (advance()) {
     }
-    for (const Fiber& fiber : fibers_) {
-      if (fiber.state != State::kEnded) {
-        throw std::logic_error("threads of a block wait for threads that wait elsewhere or ended");
-      }
+    Watched::depart(&end_);
+    if (!all_are(State::kEnded, 0, threads_)) {
+      throw std::logic_error("threads of a block wait for threads that wait elsewhere or ended");
     }
   }
 
   void wait(State state, char* meeting) {
-    Fiber& fiber = fibers_[current];
+    Fiber& fiber = *fibers_[current];
     fiber.state = state;
     Watched::arrive(meeting);
     leave(fiber);
@@ -107,118 +121,152 @@ class Block {
   }
 
   [[nodiscard]] Warp& warp() { return warps_[current / kWarpThreads]; }
-  [[nodiscard]] Fiber& fiber() { return fibers_[current]; }
+  [[nodiscard]] Fiber& fiber() { return *fibers_[current]; }
 
-  static thread_local Block* here;
+  static thread_local BlockRunner* here;
 
-  const Index grid;
-  const Index size;
-  const Index index;
+  Index grid = {};
+  Index size = {};
+  Index index = {};
   std::size_t current = 0;
   char barrier = 0;
 
  private:
-  static void enter() {
-    Block& block = *here;
-    block.body_();
-    block.fiber().state = State::kEnded;
-    block.leave(block.fiber());
+  // What a fiber does: its part of one block after the other. Nothing here asks for `here` after a
+  // wait, since the next block may run on another thread of the operating system.
+  static void live() {
+    BlockRunner& runner = *here;
+    Fiber& fiber = runner.fiber();
+    while (true) {
+      Watched::depart(&runner.begin_);
+      (*runner.body_)();
+      fiber.state = State::kEnded;
+      Watched::arrive(&runner.end_);
+      runner.leave(fiber);
+    }
   }
 
-  void start(Fiber& fiber) {
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, &Block::enter, 0);
-  }
-
-  void leave(Fiber& fiber) {
+  // None of these is looked into by its callers, which must expect every register to change.
+  [[gnu::noipa]] void leave(Fiber& fiber) {
     Watched::leave(scheduler_);
-    swapcontext(&fiber.context, &main_);
+    if (__builtin_setjmp(fiber.place.registers) == 0) go_to(main_);
+  }
+  [[gnu::noipa]] void enter(Fiber& fiber) {
+    fiber.watched.enter();
+    if (__builtin_setjmp(main_.registers) != 0) return;
+    if (fiber.is_started) go_to(fiber.place);
+    fiber.is_started = true;
+    start(fiber);
+  }
+  [[gnu::noipa, noreturn]] static void go_to(Place& place) {
+    __builtin_longjmp(place.registers, 1);
+  }
+  [[gnu::noipa, noreturn]] static void start(Fiber& fiber) {
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber.stack.get();
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;
+    makecontext(&context, &BlockRunner::live, 0);
+    setcontext(&context);
+    std::terminate();
   }
 
   // Runs every fiber that may go on, and releases those that have all met. Whether any went on.
   bool advance() {
-    std::vector<std::size_t> order(fibers_.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    std::shuffle(order.begin(), order.end(), random_);
+    std::shuffle(order_.begin(), order_.end(), random_);
     bool any = false;
-    for (const std::size_t i : order) {
-      if (fibers_[i].state != State::kReady) continue;
+    for (const std::size_t i : order_) {
+      if (fibers_[i]->state != State::kReady) continue;
       any = true;
       current = i;
-      fibers_[i].watched.enter();
-      swapcontext(&main_, &fibers_[i].context);
+      enter(*fibers_[i]);
     }
-    for (std::size_t w = 0; w < warps_.size(); ++w) {
-      const std::size_t begin = w * kWarpThreads;
-      release(State::kInWarp, begin, std::min(begin + kWarpThreads, fibers_.size()));
+    for (std::size_t begin = 0; begin < threads_; begin += kWarpThreads) {
+      release(State::kInWarp, begin, std::min(begin + kWarpThreads, threads_));
     }
-    release(State::kAtBarrier, 0, fibers_.size());
+    release(State::kAtBarrier, 0, threads_);
     return any;
+  }
+
+  [[nodiscard]] bool all_are(State state, std::size_t begin, std::size_t end) const {
+    for (std::size_t i = begin; i < end; ++i) {
+      if (fibers_[i]->state != state) return false;
+    }
+    return true;
   }
 
   // Lets the fibers go on if all of them wait there.
   void release(State state, std::size_t begin, std::size_t end) {
-    const auto first = fibers_.begin() + static_cast<std::ptrdiff_t>(begin);
-    const auto last = fibers_.begin() + static_cast<std::ptrdiff_t>(end);
-    if (!std::all_of(first, last, [&](const Fiber& f) { return f.state == state; })) return;
-    for (auto fiber = first; fiber != last; ++fiber) fiber->state = State::kReady;
+    if (!all_are(state, begin, end)) return;
+    for (std::size_t i = begin; i < end; ++i) fibers_[i]->state = State::kReady;
   }
 
-  const std::function<void()>& body_;
+  const std::function<void()>* body_ = nullptr;
   std::minstd_rand random_;
-  std::vector<Fiber> fibers_;
+  std::size_t threads_ = 0;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Warp> warps_;
-  ucontext_t main_ = {};
+  std::vector<std::size_t> order_;
+  Place main_ = {};
   void* scheduler_ = nullptr;
+  char begin_ = 0;
+  char end_ = 0;
 };
 
-thread_local Block* Block::here = nullptr;
+thread_local BlockRunner* BlockRunner::here = nullptr;
 
 }  // namespace
 
 Index ThisThread::thread() {
-  const auto i = static_cast<unsigned>(Block::here->current);
-  return {i % Block::here->size.x, i / Block::here->size.x};
+  const auto i = static_cast<unsigned>(BlockRunner::here->current);
+  return {i % BlockRunner::here->size.x, i / BlockRunner::here->size.x};
 }
-Index ThisThread::block() { return Block::here->index; }
-Index ThisThread::block_size() { return Block::here->size; }
-Index ThisThread::grid_size() { return Block::here->grid; }
-int ThisThread::lane() { return static_cast<int>(Block::here->current % kWarpThreads); }
+Index ThisThread::block() { return BlockRunner::here->index; }
+Index ThisThread::block_size() { return BlockRunner::here->size; }
+Index ThisThread::grid_size() { return BlockRunner::here->grid; }
+int ThisThread::lane() { return static_cast<int>(BlockRunner::here->current % kWarpThreads); }
 
-void ThisThread::wait_for_block() { Block::here->wait(State::kAtBarrier, &Block::here->barrier); }
+void ThisThread::wait_for_block() {
+  BlockRunner::here->wait(State::kAtBarrier, &BlockRunner::here->barrier);
+}
 
-std::uint64_t ThisThread::exchange_in_warp(std::uint64_t own, int source) {
-  Block& block = *Block::here;
-  Warp& warp = block.warp();
-  std::uint64_t* slots = warp.slots[block.fiber().exchanges++ % 2];
+const std::uint64_t* ThisThread::exchange_in_warp(std::uint64_t own) {
+  BlockRunner& runner = *BlockRunner::here;
+  Warp& warp = runner.warp();
+  std::uint64_t* slots = warp.slots[runner.fiber().exchanges++ % 2];
   slots[lane()] = own;
-  block.wait(State::kInWarp, &warp.meeting);
-  return slots[source];
+  runner.wait(State::kInWarp, &warp.meeting);
+  return slots;
 }
 
 void run_grid(Index grid, Index block, const std::function<void()>& body) {
   static std::atomic<unsigned> launches = 0;
+  static thread_local std::unique_ptr<BlockRunner> runners[kBlocksAtOnce];
   const unsigned launch = launches++;
   const std::size_t blocks = std::size_t{grid.x} * grid.y;
-  std::vector<std::exception_ptr> errors(blocks);
-  for (std::size_t begin = 0; begin < blocks; begin += kBlocksAtOnce) {
+  std::exception_ptr errors[kBlocksAtOnce];
+  {
+    // Blocks are dealt out beforehand: nothing orders what two of them do.
     std::vector<std::jthread> threads;
-    for (std::size_t i = begin; i < std::min(begin + kBlocksAtOnce, blocks); ++i) {
-      threads.emplace_back([&, i] {
+    for (std::size_t w = 0; w < std::min(kBlocksAtOnce, blocks); ++w) {
+      if (runners[w] == nullptr) runners[w] = std::make_unique<BlockRunner>();
+      threads.emplace_back([&, runner = runners[w].get(), w] {
         try {
-          const Index index{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x)};
-          Block(grid, block, index, launch * 7919U + static_cast<unsigned>(i), body).run();
+          for (std::size_t i = w; i < blocks; i += kBlocksAtOnce) {
+            const Index index{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x)};
+            runner->run(grid, block, index, launch * 7919U + static_cast<unsigned>(i), body);
+          }
         } catch (...) {
-          errors[i] = std::current_exception();
+          errors[w] = std::current_exception();
         }
       });
     }
   }
-  for (const std::exception_ptr& error : errors) {
-    if (error) std::rethrow_exception(error);
+  for (std::size_t w = 0; w < kBlocksAtOnce; ++w) {
+    if (errors[w] == nullptr) continue;
+    for (std::unique_ptr<BlockRunner>& runner : runners) runner.reset();  // fibers wait in there
+    std::rethrow_exception(errors[w]);
   }
 }
 

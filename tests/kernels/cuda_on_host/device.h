@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -34,10 +35,13 @@ class ThisThread {
 
   static void wait_for_block();
 
-  // Gives every thread of the warp the 8 bytes of its thread `source`.
-  static std::uint64_t exchange_in_warp(std::uint64_t own, int source);
+  // Gives every thread of the warp 8 bytes of each of its threads, valid until the next exchange
+  // but one.
+  static const std::uint64_t* exchange_in_warp(std::uint64_t own);
   static int lane();
 };
+
+inline constexpr int kWarpThreads = 32;
 
 // Runs body() as every thread of the grid, and returns when all have ended. Threads of a block take
 // turns in an order that differs from launch to launch. Throws std::logic_error where threads wait
@@ -64,7 +68,7 @@ template <class Value>
 Value exchange(Value value, int source) {
   std::uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(Value));
-  bits = cuda_on_host::ThisThread::exchange_in_warp(bits, source);
+  bits = cuda_on_host::ThisThread::exchange_in_warp(bits)[source];
   std::memcpy(&value, &bits, sizeof(Value));
   return value;
 }
@@ -83,9 +87,8 @@ Value __shfl_sync(unsigned /*mask*/, Value value, int source, int width) {
 }
 
 inline bool __any_sync(unsigned /*mask*/, bool here) {
-  bool any = false;
-  for (int source = 0; source < 32; ++source) any = exchange(int{here}, source) != 0 || any;
-  return any;
+  const std::uint64_t* all = cuda_on_host::ThisThread::exchange_in_warp(here ? 1 : 0);
+  return std::any_of(all, all + cuda_on_host::kWarpThreads, [](std::uint64_t b) { return b != 0; });
 }
 
 inline void atomicAdd(double* to, double value) {
