@@ -20,22 +20,24 @@ struct TileShape {
   std::int64_t pivot_samples;  // elements at most that the pivot is the mean of
 };
 
+// By value, since device code cannot refer to the host's objects.
+[[nodiscard]] constexpr TileShape tile_shape(Layout layout) noexcept {
+  if (layout == Layout::kChannelsFirst) return {2048, 64, 32, 64};
+  return {128, 4, 32, 8};
+}
+
 // Lane l takes the positions l, l + 64, l + 128, ... of its tile: neighbours in memory.
-inline constexpr TileShape kChannelsFirstTile{2048, 64, 32, 64};
+inline constexpr TileShape kChannelsFirstTile = tile_shape(Layout::kChannelsFirst);
 
 // Lane l takes the positions 32 l ... 32 l + 31 of its tile: neighbours in memory are channels.
-inline constexpr TileShape kChannelsLastTile{128, 4, 32, 8};
+inline constexpr TileShape kChannelsLastTile = tile_shape(Layout::kChannelsLast);
 
 inline constexpr std::int64_t kMaxLanes = 64;
 
-[[nodiscard]] constexpr const TileShape& tile_shape(Layout layout) noexcept {
-  return layout == Layout::kChannelsFirst ? kChannelsFirstTile : kChannelsLastTile;
-}
-
 // The lane that adds the tile's element at `position`.
 [[nodiscard]] constexpr std::int64_t lane_of(Layout layout, std::int64_t position) noexcept {
-  return layout == Layout::kChannelsFirst ? position % kChannelsFirstTile.lanes
-                                          : position / kChannelsLastTile.chain;
+  const TileShape shape = tile_shape(layout);
+  return layout == Layout::kChannelsFirst ? position % shape.lanes : position / shape.chain;
 }
 
 [[nodiscard]] constexpr std::int64_t tiles_per_sample(Layout layout,

@@ -12,7 +12,7 @@ namespace {
 class TilesTest : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(TilesTest, LanesShareAFullTileInChainsOfTheStatedLength) {
-  const TileShape& shape = tile_shape(GetParam());
+  const TileShape shape = tile_shape(GetParam());
   std::vector<std::int64_t> chains(static_cast<std::size_t>(shape.lanes));
 
   for (std::int64_t p = 0; p < shape.positions; ++p) {
@@ -33,7 +33,7 @@ TEST_P(TilesTest, TilesCoverThePositionsOfASample) {
 }
 
 TEST_P(TilesTest, PivotSamplesSpreadOverTheTileAndStayInside) {
-  const TileShape& shape = tile_shape(GetParam());
+  const TileShape shape = tile_shape(GetParam());
   for (std::int64_t n = 1; n <= shape.positions; ++n) {
     const PivotSamples samples = pivot_samples(GetParam(), n);
     const std::int64_t last = (samples.count - 1) * samples.stride;

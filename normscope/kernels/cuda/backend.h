@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "normscope/kernels/cuda/apply.cuh"
 #include "normscope/kernels/cuda/finalize.cuh"
@@ -132,13 +133,16 @@ struct Backend {
     }
   }
 
-  // Calls function<kAccess>(): packs where all the tensors have them.
+  template <Access kAccess>
+  using AccessConstant = std::integral_constant<Access, kAccess>;
+
+  // Calls function with packs as its constant where all the tensors have them.
   template <class Function, class... Views>
   static void with_access(const Function& function, const Views&... views) {
     if ((has_packs(views) && ...)) {
-      function.template operator()<Access::kPacks>();
+      function(AccessConstant<Access::kPacks>{});
     } else {
-      function.template operator()<Access::kElements>();
+      function(AccessConstant<Access::kElements>{});
     }
   }
 
@@ -147,7 +151,7 @@ struct Backend {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const MomentTerms<Element> terms{elements_of<Element>(x)};
       with_access(
-          [&]<Access kAccess>() { add_tiles<kAccess>(execution.stream, x.layout(), terms, limbs); },
+          [&](auto access) { add_tiles<access.value>(execution.stream, x.layout(), terms, limbs); },
           x);
     });
   }
@@ -166,8 +170,8 @@ struct Backend {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const NormalizeElements<Element> formula{elements_of<Element>(x), statistics, weight, bias};
       with_access(
-          [&]<Access kAccess>() {
-            apply<kAccess>(execution.stream, x.layout(), formula, elements_of<Element>(y));
+          [&](auto access) {
+            apply<access.value>(execution.stream, x.layout(), formula, elements_of<Element>(y));
           },
           x, y);
     });
@@ -180,7 +184,7 @@ struct Backend {
       const GradientTerms<Element> terms{elements_of<Element>(x), elements_of<Element>(dy),
                                          statistics.mean_hi};
       with_access(
-          [&]<Access kAccess>() { add_tiles<kAccess>(execution.stream, x.layout(), terms, limbs); },
+          [&](auto access) { add_tiles<access.value>(execution.stream, x.layout(), terms, limbs); },
           x, dy);
     });
   }
@@ -200,8 +204,8 @@ struct Backend {
       const InputGradientElements<Element> formula{
           elements_of<Element>(x), elements_of<Element>(dy), statistics, weight, sums, count};
       with_access(
-          [&]<Access kAccess>() {
-            apply<kAccess>(execution.stream, x.layout(), formula, elements_of<Element>(dx));
+          [&](auto access) {
+            apply<access.value>(execution.stream, x.layout(), formula, elements_of<Element>(dx));
           },
           x, dy, dx);
     });

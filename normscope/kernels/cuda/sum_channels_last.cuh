@@ -8,6 +8,7 @@ namespace normscope::cuda {
 // A block is kWarp packs of channels wide; each column of it has threads for the lanes of
 // kTilesPerBlock tiles.
 inline constexpr int kTileLanes = static_cast<int>(kChannelsLastTile.lanes);
+inline constexpr std::int64_t kTileChain = kChannelsLastTile.chain;
 inline constexpr int kTilesPerBlock = kBlockThreads / kWarp / kTileLanes;
 
 // One number a channel and lane, for the threads of a tile to exchange.
@@ -107,8 +108,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
     Real first[kPack] = {};
     Real second[kPack] = {};
-    const std::int64_t end = smaller((lane + 1) * kChannelsLastTile.chain, tile.size);
-    for (std::int64_t i = lane * kChannelsLastTile.chain; i < end; ++i) {
+    const std::int64_t end = smaller((lane + 1) * kTileChain, tile.size);
+    for (std::int64_t i = lane * kTileChain; i < end; ++i) {
       Terms<Real> of_pack[kPack];
       terms.run(tile.sample, c, tile.begin + i).template pack_at<kPack, 1>(0, centers, of_pack);
       for (int j = 0; j < kPack; ++j) {

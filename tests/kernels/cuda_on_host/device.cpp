@@ -12,15 +12,19 @@
 #include <thread>
 #include <vector>
 
-#include <sanitizer/tsan_interface.h>
 #include <ucontext.h>
 
-#pragma weak __tsan_create_fiber
-#pragma weak __tsan_destroy_fiber
-#pragma weak __tsan_get_current_fiber
-#pragma weak __tsan_switch_to_fiber
-#pragma weak __tsan_acquire
-#pragma weak __tsan_release
+// ThreadSanitizer's own interface, where it is linked in.
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming)
+extern "C" {
+[[gnu::weak]] void* __tsan_get_current_fiber();
+[[gnu::weak]] void* __tsan_create_fiber(unsigned flags);
+[[gnu::weak]] void __tsan_destroy_fiber(void* fiber);
+[[gnu::weak]] void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+[[gnu::weak]] void __tsan_acquire(void* address);
+[[gnu::weak]] void __tsan_release(void* address);
+}
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)
 
 namespace normscope::cuda_on_host {
 namespace {
@@ -52,7 +56,8 @@ class Watched {
  private:
   static bool is_linked() { return __tsan_create_fiber != nullptr; }
   static void switch_to(void* fiber) {
-    if (is_linked()) __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
+    constexpr unsigned kOrderNothing = 1;
+    if (is_linked()) __tsan_switch_to_fiber(fiber, kOrderNothing);
   }
 
   void* fiber_;
@@ -203,7 +208,7 @@ class BlockRunner {
   }
 
   const std::function<void()>* body_ = nullptr;
-  std::minstd_rand random_;
+  std::minstd_rand random_;  // NOLINT(bugprone-random-generator-seed): run() seeds it
   std::size_t threads_ = 0;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Warp> warps_;
@@ -263,10 +268,10 @@ void run_grid(Index grid, Index block, const std::function<void()>& body) {
       });
     }
   }
-  for (std::size_t w = 0; w < kBlocksAtOnce; ++w) {
-    if (errors[w] == nullptr) continue;
+  for (const std::exception_ptr& error : errors) {
+    if (error == nullptr) continue;
     for (std::unique_ptr<BlockRunner>& runner : runners) runner.reset();  // fibers wait in there
-    std::rethrow_exception(errors[w]);
+    std::rethrow_exception(error);
   }
 }
 

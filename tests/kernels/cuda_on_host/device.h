@@ -50,6 +50,8 @@ void run_grid(Index grid, Index block, const std::function<void()>& body);
 
 }  // namespace normscope::cuda_on_host
 
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming): CUDA names these.
+
 #define __global__
 #define __device__
 #define __shared__ static thread_local
@@ -96,3 +98,5 @@ inline void atomicAdd(double* to, double value) {
 }
 
 }  // namespace normscope::cuda
+
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)
