@@ -259,3 +259,24 @@ def step_under_two_scopes() -> list[float]:
 
 def test_statistics_follow_the_schedule_on_two_ranks(ranks: RankPool) -> None:
     assert ranks.run(2, step_under_two_scopes) == [[0.5, 1.0], [1.5, 1.0]]
+
+
+def train_with_doubling_scopes() -> list[float]:
+    layer = BatchNorm1d(1, momentum=1.0)
+    schedule = ProgressiveScope.doubling(layer, total_steps=3)
+    means = []
+    for _ in range(3):
+        layer(torch.full((2, 1), float(distributed.get_rank()))).sum().backward()
+        schedule.step()
+        means.append(layer.get_buffer("running_mean").item())
+    return means
+
+
+def test_doubling_scopes_share_statistics_among_ever_more_ranks(ranks: RankPool) -> None:
+    # Local, group:2 and world, of ranks that see their own number.
+    assert ranks.run(4, train_with_doubling_scopes) == [
+        [0.0, 0.5, 1.5],
+        [1.0, 0.5, 1.5],
+        [2.0, 2.5, 1.5],
+        [3.0, 2.5, 1.5],
+    ]

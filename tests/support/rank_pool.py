@@ -200,6 +200,8 @@ def _process_group(rank: int, task: Task) -> Iterator[None]:
         timeout=timedelta(seconds=task.group_seconds),
     )
     try:
+        # Else a task that sends nothing could end here while others still connect to this rank.
+        distributed.barrier()
         yield
     finally:
         if distributed.is_initialized():
