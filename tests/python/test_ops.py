@@ -103,37 +103,19 @@ def test_opcheck_passes_for_the_differentiable_op(training: bool, scope: str) ->
         )
 
 
-def network() -> torch.nn.Module:
+def network(scope: str) -> torch.nn.Module:
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)
     )
-    return normscope.convert(net)
+    return normscope.convert(net, scope=scope)
 
 
-def layer() -> torch.nn.Module:
-    return normscope.BatchNorm2d(3)
+def layer(scope: str) -> torch.nn.Module:
+    return normscope.BatchNorm2d(3, scope=scope)
 
 
-def layer_in_pairs() -> torch.nn.Module:
-    return normscope.BatchNorm2d(3, scope="group:2")
-
-
-def layer_of_larger_norm_batch() -> torch.nn.Module:
-    return normscope.BatchNorm2d(3, scope="norm_batch:8")
-
-
-def layer_of_smaller_norm_batch() -> torch.nn.Module:
-    return normscope.BatchNorm2d(3, scope="norm_batch:2")
-
-
-NETS = {
-    "network": network,
-    "layer": layer,
-    "pairs": layer_in_pairs,
-    "norm batch of two ranks": layer_of_larger_norm_batch,
-    "norm batch in slices": layer_of_smaller_norm_batch,
-}
+NETS = {"network": network, "layer": layer}
 
 
 def results_of(net: torch.nn.Module, *, compiled: bool, evaluates: bool) -> list[torch.Tensor]:
@@ -153,35 +135,46 @@ def results_of(net: torch.nn.Module, *, compiled: bool, evaluates: bool) -> list
 
 
 def compiled_and_eager(
-    name: str,
+    net: str,
+    scope: str,
     evaluates: bool,  # noqa: FBT001
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     torch.compiler.reset()  # the process's other graphs of this code count towards a limit
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's, about itself
         return (
-            results_of(NETS[name](), compiled=True, evaluates=evaluates),
-            results_of(NETS[name](), compiled=False, evaluates=evaluates),
+            results_of(NETS[net](scope), compiled=True, evaluates=evaluates),
+            results_of(NETS[net](scope), compiled=False, evaluates=evaluates),
         )
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("name", "size", "evaluates"),
+    ("net", "scope", "size", "evaluates"),
     [
-        ("layer", 2, False),
-        ("norm batch of two ranks", 3, False),
-        pytest.param("pairs", 3, False, marks=pytest.mark.slow),
-        pytest.param("norm batch in slices", 2, False, marks=pytest.mark.slow),
-        pytest.param("network", 2, True, marks=pytest.mark.slow),
+        ("layer", "world", 2, False),
+        ("layer", "norm_batch:8", 3, False),
+        pytest.param("layer", "norm_batch:2", 2, False, marks=SLOW),
+        pytest.param("layer", "group:2", 3, False, marks=SLOW),
+        pytest.param("layer", "ranks:0,2", 3, False, marks=SLOW),
+        pytest.param("layer", "node", 2, False, marks=SLOW),
+        pytest.param("layer", "slices:3", 2, False, marks=SLOW),
+        pytest.param("layer", "local", 2, False, marks=SLOW),
+        pytest.param("network", "world", 2, True, marks=SLOW),
     ],
 )
 def test_a_compiled_full_graph_equals_eager_on_all_ranks(
     ranks: RankPool,
-    name: str,
+    net: str,
+    scope: str,
     size: int,
     evaluates: bool,  # noqa: FBT001
 ) -> None:
-    for compiled, eager in ranks.run(size, compiled_and_eager, name, evaluates, hang_seconds=400):
+    answers = ranks.run(size, compiled_and_eager, net, scope, evaluates, hang_seconds=400)
+
+    for compiled, eager in answers:
         assert len(compiled) == len(eager)
         for got, expected in zip(compiled, eager, strict=True):
             # Convolutions and means of at most 4 * 49 * 8 products, in another order: at the very
