@@ -43,7 +43,7 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .DELETE_ON_ERROR:
 # Two pips must not write into one environment; compilers and tests use JOBS.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-slow \
+.PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-slow \
   check-without-torch check-wheel lint lint-formats lint-types lint-names \
   format bench clean
 
@@ -121,9 +121,9 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-slow check-without-torch check-wheel ## Run the slow tests: sanitizers, wheel
+check: check-asan check-tsan check-cuda check-slow check-without-torch check-wheel ## Run the slow tests: sanitizers, CUDA sources, wheel
 
-check-asan check-tsan: check-%: $(stamps)/googletest
+check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --preset $* > /dev/null
 	cmake --build --preset $*
 	ctest --preset $* --output-junit $(abspath $(results))/check-$*.xml

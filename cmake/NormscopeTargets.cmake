@@ -12,6 +12,10 @@ include(GoogleTest)
 # Seconds that one test case may take before ctest ends it; long enough for sanitizers on two cores.
 set(NORMSCOPE_TEST_TIMEOUT 120)
 
+# What nvcc is given for every architecture: as for the host, no contraction into FMA.
+set(NORMSCOPE_NVCC_OPTIONS -std=c++20 --fmad=false --expt-relaxed-constexpr)
+set(NORMSCOPE_CUDA_ARCHITECTURES 80 90 100)
+
 # What holds for every target. Multiplication and addition are rounded separately everywhere: equal
 # bits across instruction sets are part of the contract, so contraction into FMA is off.
 function(normscope_set_compile_rules target)

@@ -75,6 +75,7 @@ struct InputGradientElements {
 };
 
 // A warp a plane; gridDim.y warps share a plane's positions.
+// Limits: 24 to 80 registers; bytes: 16 stack, 48 spilled, 0 shared.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads)
     apply_channels_first(Apply apply, Elements<typename Apply::ElementType> y) {
@@ -100,6 +101,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // Threads are packs of channels in x; in y they share the rows, which are samples and positions.
+// Limits: 24 to 128 registers; bytes: 8 stack, 24 spilled, 0 shared.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads)
     apply_channels_last(Apply apply, Elements<typename Apply::ElementType> y) {

@@ -17,6 +17,7 @@ NORMSCOPE_INLINE DoubleDouble<double> canonical_total(const LimbsView& limbs, in
   return total(values);
 }
 
+// Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
 __global__ void finalize_moments(LimbsView limbs, const double* count, double eps, DType x_dtype,
                                  MutableStatistics statistics, RunningUpdate running) {
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -39,6 +40,7 @@ __global__ void finalize_moments(LimbsView limbs, const double* count, double ep
   statistics.mean_lo[c] = lo;
 }
 
+// Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
 __global__ void finalize_gradient_sums(LimbsView limbs, Statistics statistics, GradientSums sums) {
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (c >= limbs.channels) return;

@@ -57,6 +57,7 @@ class ThreadLimbs {
 };
 
 // One thread a channel.
+// Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
 __global__ void canonicalize_limbs(LimbsView limbs) {
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (c >= limbs.channels) return;

@@ -122,6 +122,7 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, const Tile& tile, s
 
 // Adds the tiles of all channels to their limbs. A channel has `groups` groups of a block (a power
 // of two), and gridDim.y blocks.
+// Limits: 56 to 128 registers; bytes: 32 stack, 80 spilled, 0 shared.
 template <Access kAccess, class AnyTerms>
 __global__ void __launch_bounds__(kBlockThreads)
     add_tiles_channels_first(AnyTerms terms, int groups, LimbsView limbs) {

@@ -59,6 +59,7 @@ __device__ CenteredSums sums_in_float64(const AnyTerms& terms, const Tile& tile,
 
 // Adds the tiles of all channels to their limbs. blockIdx.x tells the channels; the tiles are
 // shared by gridDim.y blocks. threadIdx.y tells tile and lane.
+// Limits: 56 to 128 registers; bytes: 288 stack, 16 spilled, 16384 shared.
 template <Access kAccess, class AnyTerms>
 __global__ void __launch_bounds__(kBlockThreads)
     add_tiles_channels_last(AnyTerms terms, LimbsView limbs) {
@@ -142,6 +143,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // The same where a channel has one position: each element is a tile, and its own pivot. Threads are
 // channels in x, rows in y.
+// Limits: 40 to 80 registers; bytes: 0 stack, 0 spilled, 0 shared.
 template <class AnyTerms>
 __global__ void __launch_bounds__(kBlockThreads) add_elements(AnyTerms terms, LimbsView limbs) {
   const std::int64_t c = std::int64_t{blockIdx.x} * kWarp + threadIdx.x;

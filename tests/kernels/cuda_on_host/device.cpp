@@ -88,7 +88,7 @@ struct Warp {
 
 // Runs one block after the other, each on the thread of the operating system that asks. Fibers
 // outlive their block, since it takes long to make one.
-class BlockRunner {
+class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
  public:
   void run(Index of_grid, Index of_block, Index place, unsigned seed,
            const std::function<void()>& body) {
@@ -208,7 +208,7 @@ class BlockRunner {
   }
 
   const std::function<void()>* body_ = nullptr;
-  std::minstd_rand random_;  // NOLINT(bugprone-random-generator-seed): run() seeds it
+  std::minstd_rand random_;
   std::size_t threads_ = 0;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Warp> warps_;

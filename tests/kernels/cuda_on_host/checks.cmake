@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# What can be said about the CUDA kernels where there is no GPU, and takes too long for every test run.
+# All of it has the label cuda.
+find_package(Python3 REQUIRED COMPONENTS Interpreter)
+find_program(NORMSCOPE_NVCC nvcc DOC "nvcc, which compiles the CUDA kernels")
+if(NOT NORMSCOPE_NVCC)
+  message(NOTICE "cuda: nvcc is missing, so that the kernels are not compiled for a device")
+endif()
+add_custom_target(cuda_checks)
+
+# They compile without warnings, and take what is written beside them.
+foreach(architecture IN LISTS NORMSCOPE_CUDA_ARCHITECTURES)
+  set(test cuda.CompilesWithinItsLimits/sm_${architecture})
+  add_test(
+    NAME ${test}
+    COMMAND
+      ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/check_kernel_resources.py
+      ${normscope_SOURCE_DIR}/normscope/kernels/cuda -- ${NORMSCOPE_NVCC} ${NORMSCOPE_NVCC_OPTIONS}
+      -O3 -Werror all-warnings -arch=sm_${architecture} -I ${normscope_SOURCE_DIR}
+      -c ${normscope_SOURCE_DIR}/normscope/kernels/cuda/cuda.cu -o ${test}.o
+  )
+  set_tests_properties(${test} PROPERTIES LABELS cuda SKIP_RETURN_CODE 77)
+endforeach()
+file(MAKE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/cuda.CompilesWithinItsLimits)
+
+# The suites under ThreadSanitizer: whatever two threads of a device do to one number must be ordered.
+add_library(cuda_on_host_suites OBJECT ${cuda_on_host_suites})
+normscope_set_compile_rules(cuda_on_host_suites)
+target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
+target_link_libraries(cuda_on_host_suites PRIVATE normscope::kernels GTest::gmock)
+target_compile_options(cuda_on_host_suites PRIVATE -fsanitize=thread)
+
+# An executable of the suites over the kernels in a copy of the tree, and its test of some cases.
+function(normscope_cuda_on_host_test test copy cases)
+  string(MAKE_C_IDENTIFIER ${test} target)
+  add_executable(${target} cuda_on_host/backend.cpp)
+  normscope_set_compile_rules(${target})
+  target_include_directories(${target} PRIVATE ${copy} ${normscope_SOURCE_DIR})
+  target_link_libraries(
+    ${target} PRIVATE cuda_on_host_suites normscope::kernels GTest::gmock GTest::gtest_main
+  )
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:cuda_on_host_suites>)
+  target_compile_options(${target} PRIVATE -fsanitize=thread -O1)
+  target_link_options(${target} PRIVATE -fsanitize=thread)
+  add_dependencies(cuda_checks ${target})
+  add_test(NAME ${test} COMMAND ${target} --gtest_fail_fast --gtest_filter=${cases})
+  set_tests_properties(
+    ${test} PROPERTIES LABELS cuda ENVIRONMENT TSAN_OPTIONS=halt_on_error=1 TIMEOUT 300
+  )
+endfunction()
+
+set(cases "*FollowTheSpecification/*_float32_channels_")
+normscope_cuda_on_host_test(cuda.ThreadsDoNotRace ${normscope_SOURCE_DIR} ${cases}*)
+
+# Whatever makes threads wait for each other is missed where it is taken away.
+set(mutants ${CMAKE_CURRENT_BINARY_DIR}/mutants)
+execute_process(
+  COMMAND ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/mutate_cuda_kernels.py
+          ${normscope_SOURCE_DIR} ${mutants}
+  OUTPUT_VARIABLE names
+  OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY
+)
+string(REPLACE "\n" ";" names "${names}")
+foreach(name IN LISTS names)
+  string(REGEX MATCH "^sum_channels_last" is_last ${name})
+  set(layout $<IF:$<BOOL:${is_last}>,last,first>)
+  normscope_cuda_on_host_test(cuda.Misses/${name} ${mutants}/${name} ${cases}${layout})
+  set_tests_properties(
+    cuda.Misses/${name}
+    PROPERTIES PASS_REGULAR_EXPRESSION "ThreadSanitizer: data race;\\[  FAILED  \\]"
+  )
+endforeach()
+file(GLOB kernels ${normscope_SOURCE_DIR}/normscope/kernels/cuda/*.cuh)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${kernels})
