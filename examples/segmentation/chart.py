@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Line charts as inline SVG, coloured by the page's style sheet."""
+"""Line charts as inline SVG, coloured by the page's style sheet; axes for other charts."""
 
 from __future__ import annotations
 
@@ -43,15 +43,17 @@ class Axis:
             >>> Axis(0.0, 0.23, 0, 100).ticks()
             [0.0, 0.05, 0.1, 0.15, 0.2]
         """
-        step = _round_step((self.high - self.low) / 5)
+        step = _round_step((self.high - self.low) / 6)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [round(i * step, 10) for i in range(first, last + 1)]
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `least`."""
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    return next(
+        factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least * (1 - 1e-9)
+    )
 
 
 def line_chart(x_label: str, y_label: str, series: list[Series]) -> str:
@@ -63,17 +65,28 @@ def line_chart(x_label: str, y_label: str, series: list[Series]) -> str:
     points = [point for line in series for point in line.points]
     x = _axis([point[0] for point in points], LEFT, WIDTH - RIGHT)
     y = _axis([point[1] for point in points], HEIGHT - BOTTOM, TOP)
-    parts = [
+    lines = [_line(line, i, x, y) for i, line in enumerate(series)]
+    return svg(y_label, [*frame(x, y, x_label), *lines])
+
+
+def svg(name: str, parts: list[str]) -> str:
+    """Joins the parts of a chart into an element that has a name for those who cannot see it."""
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">'
+    return "".join([head, *parts, "</svg>"])
+
+
+def frame(x: Axis, y: Axis, x_label: str) -> list[str]:
+    """Draws what every chart has: rules, the numbers of both axes, and the name of the x axis."""
+    return [
         *(_horizontal_rule(y.place(tick), f"{tick:g}") for tick in y.ticks()),
-        *(_text(x.place(tick), HEIGHT - BOTTOM + 18, "middle", f"{tick:g}") for tick in x.ticks()),
-        _text(LEFT, HEIGHT - 5, "start", x_label),
-        *(_line(line, i, x, y) for i, line in enumerate(series)),
+        *(text(x.place(tick), HEIGHT - BOTTOM + 18, "middle", f"{tick:g}") for tick in x.ticks()),
+        text(LEFT, HEIGHT - 5, "start", x_label),
     ]
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
+
+
+def text(x: float, y: float, anchor: str, content: str) -> str:
+    """Draws a line of text whose baseline is at y."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def _axis(values: list[float], start: float, end: float) -> Axis:
@@ -83,11 +96,7 @@ def _axis(values: list[float], start: float, end: float) -> Axis:
 
 def _horizontal_rule(y: float, label: str) -> str:
     rule = f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return rule + _text(LEFT - 6, y + 4, "end", label)
-
-
-def _text(x: float, y: float, anchor: str, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return rule + text(LEFT - 6, y + 4, "end", label)
 
 
 def _line(line: Series, index: int, x: Axis, y: Axis) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that a scope decides the training, and not the number of processes.
 
-Over the first steps, slices in one process train as local on as many ranks does, and world on all
-ranks as one process with the whole global batch. Started by torchrun, once a rank.
+Over the first steps, slices in one process train as local or groups on as many ranks do, and world
+on all ranks as one process with the whole global batch. Started by torchrun, once a rank.
 
 The check runs in float64 with the weights and scenes of the training. AdamW divides a gradient by
 its own size, so in float32 the rounding of a gradient near zero is enough to turn a parameter's
@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from rank import Rank, joined, parse_arguments
 from results import CHECK_FILE, Comparison, save_comparisons
 from scenes import SceneSource
-from settings import SIDE, Settings
+from settings import SIDE, Settings, norm_batch_size
 from training import LEARNING_RATE, Trainer
 
 STEPS = 5
@@ -37,7 +37,7 @@ class Trace:
 
 def trace(source: SceneSource, settings: Settings, scope: str, share: range) -> Trace:
     """Takes the first steps in float64."""
-    trainer = Trainer(source, settings, scope, share, torch.float64)
+    trainer = Trainer(source, settings, settings.seeds[0], scope, share, torch.float64)
     losses = torch.stack([trainer.step(step) for step in range(STEPS)])
     if len(share) < settings.global_batch:
         dist.all_reduce(losses)
@@ -64,12 +64,19 @@ def tolerance(settings: Settings) -> float:
     return STEPS * LEARNING_RATE / adam_eps * math.sqrt(pixels) * eps
 
 
+def in_one_process(scope: str, settings: Settings) -> str:
+    """The scope by which one process with the global batch does what all ranks do."""
+    images = norm_batch_size(scope, settings.ranks, settings.images_per_rank)
+    parts = settings.global_batch // images
+    return "local" if parts == 1 else f"slices:{parts}"
+
+
 def compare(source: SceneSource, settings: Settings, rank: Rank, scope: str) -> Comparison | None:
     """Trains `scope` on all ranks, and on rank 0 what should be the same in one process."""
     together = trace(source, settings, scope, rank.share(settings.global_batch))
     if rank.number != 0:
         return None
-    stand_in = {"local": f"slices:{rank.count}", "world": "local"}[scope]
+    stand_in = in_one_process(scope, settings)
     alone = trace(source, settings, stand_in, range(settings.global_batch))
     return Comparison(
         ranks=f"{scope} on {rank.count} ranks",
@@ -86,7 +93,7 @@ def main() -> None:
     settings, scopes, output = parse_arguments(__doc__)
     with joined() as rank:
         source = settings.source()
-        comparisons = [compare(source, settings, rank, scope) for scope in scopes.split(",")]
+        comparisons = [compare(source, settings, rank, scope) for scope in scopes]
         if rank.number == 0:
             save_comparisons([c for c in comparisons if c is not None], output / CHECK_FILE)
 

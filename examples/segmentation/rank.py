@@ -42,11 +42,11 @@ def joined() -> Iterator[Rank]:
     dist.destroy_process_group()
 
 
-def parse_arguments(description: str | None) -> tuple[Settings, str, Path]:
+def parse_arguments(description: str | None) -> tuple[Settings, list[str], Path]:
     """Reads what `run.py` passes to each rank: settings, scopes and output folder."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--settings", type=Path, required=True, help="JSON file of settings")
-    parser.add_argument("--scope", required=True, help="scope of the statistics")
+    parser.add_argument("--scopes", required=True, help="scopes of the statistics: A,B,...")
     parser.add_argument("--output", type=Path, required=True, help="folder for results")
     arguments = parser.parse_args()
-    return Settings.load(arguments.settings), arguments.scope, arguments.output
+    return Settings.load(arguments.settings), arguments.scopes.split(","), arguments.output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what the scopes did: a table, metrics.json, and report.html, one file without links."""
+"""Tells what the scopes did: metrics.json, and report.html, one file without links."""
 
 from __future__ import annotations
 
@@ -24,80 +24,62 @@ from PIL import Image
 
 import normscope
 from chart import Series, line_chart
-from results import Comparison, ScopeResult
+from outcome_table import HEADINGS, cells, schedules, summary
+from outcomes import Outcome, Spread
+from point_chart import Mark, point_chart
+from results import Comparison
 from scenes import VOID, Batch
-from settings import Settings
+from settings import PROGRESSIVE, Settings
+from training import ESTIMATION_BATCHES
 
 # Points of a loss curve; more would draw noise.
 LOSS_POINTS = 40
 
-HEADINGS = (
-    "scope",
-    "processes",
-    "images per norm batch",
-    "mean IoU",
-    "images/s",
-    "time in synchronization",
-    "bytes sent per step",
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one scope came to, and the classes it predicts for the shown scenes [n, side, side]."""
-
-    result: ScopeResult
-    predictions: npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class Report:
-    """Everything there is to tell; the runs predicted the first held-out scenes."""
+    """Everything there is to tell; every outcome predicted the first held-out scenes."""
 
     settings: Settings
     class_names: tuple[str, ...]
     held_out: Batch
     comparisons: list[Comparison]
-    runs: list[Run]
-
-
-def table(runs: list[Run]) -> str:
-    """Formats the comparison for a terminal."""
-    rows = [HEADINGS, *(_cells(run.result) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _cells(result: ScopeResult) -> tuple[str, ...]:
-    arrangement, speed = result.arrangement, result.speed
-    return (
-        arrangement.scope,
-        str(arrangement.processes),
-        str(arrangement.norm_batch_size),
-        f"{result.quality.mean_ious[-1]:.3f}",
-        f"{speed.images_per_second:.0f}",
-        f"{speed.synchronization_share:.1%}",
-        f"{speed.bytes_per_step:,.0f}",
-    )
+    outcomes: list[Outcome]
 
 
 def write_metrics(report: Report, path: Path) -> None:
     """Writes what a program may want to read. `quality` is the same for the same command."""
-    runs = {run.result.arrangement.scope: dataclasses.asdict(run.result) for run in report.runs}
     metrics = {
         "settings": dataclasses.asdict(report.settings),
         "versions": versions(),
         "check": [dataclasses.asdict(comparison) for comparison in report.comparisons],
-        "scopes": runs,
+        "scopes": {outcome.scope: _metrics(outcome) for outcome in report.outcomes},
     }
     path.write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def _metrics(outcome: Outcome) -> dict[str, object]:
+    """Mean and standard deviation over the seeds, and what each seed gave."""
+    spreads = {
+        "mean_iou": outcome.mean_iou,
+        "seconds": outcome.seconds,
+        "images_per_second": outcome.images_per_second,
+        "synchronization_share": outcome.synchronization_share,
+    }
+    return {
+        "processes": outcome.arrangement.processes,
+        **{name: dataclasses.asdict(spread) for name, spread in spreads.items()},
+        "bytes_per_step": outcome.bytes_per_step,
+        "trainings": [
+            {
+                "seed": training.seed,
+                "stages": [dataclasses.asdict(stage) for stage in training.stages],
+                "quality": dataclasses.asdict(training.quality),
+                "speed": dataclasses.asdict(training.speed),
+            }
+            for training in outcome.trainings
+        ],
+    }
 
 
 def versions() -> dict[str, str]:
@@ -114,15 +96,20 @@ def versions() -> dict[str, str]:
 def write_report(report: Report, path: Path) -> None:
     """Fills the page."""
     template = string.Template(Path(__file__).with_name("report.template.html").read_text())
-    settings = report.settings
+    settings, outcomes = report.settings, report.outcomes
     path.write_text(
         template.substitute(
-            summary=escape(summary([run.result for run in report.runs])),
-            table=_html_table(report.runs),
+            summary=escape(summary(outcomes)),
+            table=_html_table(outcomes),
+            schedules="".join(_schedule(schedule) for schedule in schedules(outcomes)),
             held_out=len(report.held_out.masks),
-            legend=_legend(report.runs),
-            iou_chart=line_chart("step", "mean IoU", [_iou_series(run) for run in report.runs]),
-            loss_chart=line_chart("step", "loss", [_loss_series(run) for run in report.runs]),
+            estimated_from=ESTIMATION_BATCHES * settings.global_batch,
+            seeds=escape(_about_seeds(settings.seeds)),
+            legend=_legend(outcomes),
+            bytes_chart=point_chart("kB sent per step", "mean IoU", _bytes_marks(outcomes)),
+            time_chart=point_chart("seconds of training", "mean IoU", _time_marks(outcomes)),
+            iou_chart=line_chart("step", "mean IoU", [_iou_series(each) for each in outcomes]),
+            loss_chart=line_chart("step", "loss", [_loss_series(each) for each in outcomes]),
             loss_point=_loss_point(_loss_window(settings.steps)),
             classes=_classes(report.class_names),
             pictures=_pictures(report),
@@ -130,62 +117,76 @@ def write_report(report: Report, path: Path) -> None:
             command=escape(shlex.join(["python", *sys.argv])),
             setting=escape(
                 f"{settings.ranks} ranks, {settings.images_per_rank} images per rank, "
-                f"{settings.steps} steps, seed {settings.seed}, {settings.device}"
+                f"{settings.steps} steps, {_seeds(settings.seeds)}, {settings.device}"
             ),
             versions=escape(", ".join(f"{name} {text}" for name, text in versions().items())),
         )
     )
 
 
-def summary(results: list[ScopeResult]) -> str:
-    """Says in words how well each scope segments and how fast, from best to worst."""
-    ranked = sorted(results, key=lambda result: result.quality.mean_ious[-1], reverse=True)
-    return f"Mean IoU on held-out scenes: {'; '.join(_in_words(result) for result in ranked)}."
-
-
-def _in_words(result: ScopeResult) -> str:
-    arrangement = result.arrangement
-    return (
-        f"{result.quality.mean_ious[-1]:.3f} with {arrangement.scope}, statistics over "
-        f"{arrangement.norm_batch_size} images, at {result.speed.images_per_second:.0f} images/s"
-    )
-
-
-def _html_table(runs: list[Run]) -> str:
+def _html_table(outcomes: list[Outcome]) -> str:
     """Turns the terminal's table on its side: a column a scope fits a phone."""
-    columns = [HEADINGS, *(_cells(run.result) for run in runs)]
+    columns = [HEADINGS, *(cells(outcome) for outcome in outcomes)]
     rows = [
         f"<tr><th>{escape(heading)}</th>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
         + "</tr>"
-        for heading, *cells in zip(*columns, strict=True)
+        for heading, *row in zip(*columns, strict=True)
     ]
     return f'<table class="figures">{"".join(rows)}</table>'
 
 
-def _legend(runs: list[Run]) -> str:
-    key = '<svg viewBox="0 0 24 10"><line class="series-{}" x1="0" x2="24" y1="5" y2="5"/></svg>'
-    return "".join(
-        f"<span>{key.format(i)}{escape(run.result.arrangement.scope)}, "
-        f"{run.result.arrangement.norm_batch_size} images per norm batch</span>"
-        for i, run in enumerate(runs)
+def _schedule(schedule: str) -> str:
+    return f'<p class="soft">{PROGRESSIVE.capitalize()}: {escape(schedule)}.</p>'
+
+
+def _seeds(seeds: tuple[int, ...]) -> str:
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
+
+
+def _about_seeds(seeds: tuple[int, ...]) -> str:
+    if len(seeds) == 1:
+        return "This is one seed; another gives other numbers."
+    return (
+        f"Figures and curves are means over {len(seeds)} seeds; after ± and as bars stands the "
+        "standard deviation of one seed. Predictions are those of the first."
     )
 
 
-def _iou_series(run: Run) -> Series:
-    quality = run.result.quality
-    steps = [float(step) for step in quality.evaluated_steps]
-    return Series(run.result.arrangement.scope, list(zip(steps, quality.mean_ious, strict=True)))
+def _bytes_marks(outcomes: list[Outcome]) -> list[Mark]:
+    return [
+        Mark(outcome.scope, Spread.of([outcome.bytes_per_step / 1000]), outcome.mean_iou)
+        for outcome in outcomes
+    ]
 
 
-def _loss_series(run: Run) -> Series:
-    losses = run.result.quality.losses
+def _time_marks(outcomes: list[Outcome]) -> list[Mark]:
+    return [Mark(outcome.scope, outcome.seconds, outcome.mean_iou) for outcome in outcomes]
+
+
+def _legend(outcomes: list[Outcome]) -> str:
+    key = '<svg viewBox="0 0 24 10"><line class="series-{}" x1="0" x2="24" y1="5" y2="5"/></svg>'
+    return "".join(
+        f"<span>{key.format(i)}{escape(outcome.scope)}, "
+        f"{outcome.norm_batch_sizes} images per norm batch</span>"
+        for i, outcome in enumerate(outcomes)
+    )
+
+
+def _iou_series(outcome: Outcome) -> Series:
+    steps = [float(step) for step in outcome.trainings[0].quality.evaluated_steps]
+    means = np.mean([training.quality.mean_ious for training in outcome.trainings], axis=0)
+    return Series(outcome.scope, list(zip(steps, means.tolist(), strict=True)))
+
+
+def _loss_series(outcome: Outcome) -> Series:
+    losses = np.mean([training.quality.losses for training in outcome.trainings], axis=0)
     window = _loss_window(len(losses))
     means = [
-        (float(start + window), float(np.mean(losses[start : start + window])))
+        (float(start + window), float(losses[start : start + window].mean()))
         for start in range(0, len(losses) - window + 1, window)
     ]
-    return Series(run.result.arrangement.scope, means)
+    return Series(outcome.scope, means)
 
 
 def _loss_window(steps: int) -> int:
@@ -206,12 +207,13 @@ def _comparisons(comparisons: list[Comparison]) -> str:
 
 
 def _pictures(report: Report) -> str:
-    names = ["input", "truth", *(run.result.arrangement.scope for run in report.runs)]
+    names = ["input", "truth", *(outcome.scope for outcome in report.outcomes)]
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     palette = _palette(len(report.class_names))
     rows = []
-    for i in range(len(report.runs[0].predictions)):
-        masks = [report.held_out.masks[i].numpy(), *(run.predictions[i] for run in report.runs)]
+    for i in range(len(report.outcomes[0].predictions)):
+        predictions = [outcome.predictions[i] for outcome in report.outcomes]
+        masks = [report.held_out.masks[i].numpy(), *predictions]
         pictures = [
             _photograph(report.held_out.images[i].numpy()),
             *(palette[mask] for mask in masks),

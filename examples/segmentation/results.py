@@ -35,22 +35,44 @@ class Speed:
     """What the training cost, evaluations left out.
 
     Args:
+        seconds: that all steps took.
         images_per_second: of all ranks together.
         synchronization_share: part of a rank's time spent in the collectives of batch
             normalization, waiting for other ranks included; mean over the ranks.
         bytes_per_step: payload that a rank sends for batch normalization in a step.
     """
 
+    seconds: float
     images_per_second: float
     synchronization_share: float
     bytes_per_step: float
 
 
 @dataclass(frozen=True)
-class ScopeResult:
-    """Everything that is told about one scope."""
+class Stage:
+    """A part of the training in which the scope stayed the same.
+
+    Args:
+        first_step: of the part.
+        scope: as normscope spells it.
+        norm_batch_size: images that one set of statistics was computed over.
+    """
+
+    first_step: int
+    scope: str
+    norm_batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.scope} from step {self.first_step}"
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that is told about one scope trained from one seed; one stage, or the schedule."""
 
     arrangement: Arrangement
+    seed: int
+    stages: list[Stage]
     quality: Quality
     speed: Speed
 
@@ -59,14 +81,21 @@ class ScopeResult:
         path.write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def load(cls, path: Path) -> ScopeResult:
+    def load(cls, path: Path) -> Training:
         """Reads what `save` wrote."""
         fields = json.loads(path.read_text())
         return cls(
             Arrangement(**fields["arrangement"]),
+            fields["seed"],
+            [Stage(**stage) for stage in fields["stages"]],
             Quality(**fields["quality"]),
             Speed(**fields["speed"]),
         )
+
+
+def training_folder(output: Path, arrangement: Arrangement, seed: int) -> Path:
+    """Where the ranks leave what came out of one training."""
+    return output / arrangement.name / f"seed-{seed}"
 
 
 @dataclass(frozen=True)

@@ -13,53 +13,69 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
-
 from launch import RanksFailedError, launch
-from report import Report, Run, table, write_metrics, write_report
-from results import (
-    CHECK_FILE,
-    PREDICTIONS_FILE,
-    RESULT_FILE,
-    Comparison,
-    ScopeResult,
-    load_comparisons,
-)
+from outcome_table import table
+from outcomes import Outcome
+from report import Report, write_metrics, write_report
+from results import CHECK_FILE, Comparison, load_comparisons
 from scenes import held_out_batch
-from settings import Arrangement, Settings, arrange
+from settings import PROGRESSIVE, Arrangement, Settings, arrange, default_scopes
 
 SETTINGS_FILE = "settings.json"
 
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--ranks", type=_positive, default=4, help="number of processes (default: %(default)s)"
     )
-    parser.add_argument("--ranks", type=_positive, default=4, help="number of processes")
     parser.add_argument(
         "--images-per-rank",
         type=_positive,
         default=2,
-        help="images that one rank trains on in a step; with 1, local cannot train",
+        help="images that one rank trains on in a step; with 1, local cannot train "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--scopes",
         nargs="+",
-        default=["local", "slices", "world"],
         metavar="SCOPE",
         help="scopes to compare: local, slices (one process, as many slices as ranks), slices:K, "
-        "world",
+        "group:K, world, progressive (local, group:2, group:4, ..., world, each for an equal part "
+        "of the steps) (default: local slices group:2 world progressive; group:2 where there are "
+        "more ranks than 2 and an even number)",
     )
-    parser.add_argument("--steps", type=_positive, default=700, help="optimizer steps a scope")
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the first weights and of the scenes"
+        "--steps",
+        type=_positive,
+        default=700,
+        help="optimizer steps a scope (default: %(default)s)",
     )
-    parser.add_argument("--device", choices=["cpu"], default="cpu", help="where to train")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the first weights and of the scenes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--thorough",
+        type=_positive,
+        nargs="?",
+        const=5,
+        default=1,
+        metavar="SEEDS",
+        help="train every scope from several seeds, --seed and those that follow it, and tell mean "
+        "and standard deviation (without a number: %(const)s seeds)",
+    )
+    parser.add_argument(
+        "--device", choices=["cpu"], default="cpu", help="where to train (default: %(default)s)"
+    )
     parser.add_argument(
         "--data",
         type=Path,
-        help="folder of your own pictures, DIR/images and DIR/masks with the same stems",
+        help="folder of your own pictures, DIR/images and DIR/masks with the same stems (default: "
+        "digits on photographs)",
         metavar="DIR",
     )
     parser.add_argument(
@@ -67,9 +83,9 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         default=Path(__file__).with_name("output"),
         metavar="DIR",
-        help="folder for report.html and metrics.json",
+        help="folder for report.html and metrics.json (default: %(default)s)",
     )
-    parser.add_argument("--port", type=_positive, help="where ranks meet; without it, a free one")
+    parser.add_argument("--port", type=_positive, help="where ranks meet (default: a free one)")
     return parser.parse_args()
 
 
@@ -90,18 +106,13 @@ def run(settings: Settings, arrangements: list[Arrangement], output: Path, port:
     settings.save(output / SETTINGS_FILE)
     passed_on = [f"--settings={output / SETTINGS_FILE}", f"--output={output}"]
     comparisons = check(settings, arrangements, passed_on, output, port)
-    runs = []
-    for arrangement in arrangements:
-        launch(
-            "train.py", arrangement.processes, [*passed_on, f"--scope={arrangement.scope}"], port
-        )
-        folder = output / arrangement.name
-        runs.append(Run(ScopeResult.load(folder / RESULT_FILE), np.load(folder / PREDICTIONS_FILE)))
+    train(arrangements, passed_on, port)
+    outcomes = [Outcome.load(output, each, settings.seeds) for each in arrangements]
     source = settings.source()
-    report = Report(settings, source.class_names, held_out_batch(source), comparisons, runs)
+    report = Report(settings, source.class_names, held_out_batch(source), comparisons, outcomes)
     write_metrics(report, output / "metrics.json")
     write_report(report, output / "report.html")
-    print(f"\n{table(runs)}\n\nPictures and curves: {output / 'report.html'}")
+    print(f"\n{table(outcomes)}\n\nPictures and curves: {output / 'report.html'}")
     if not all(comparison.passed for comparison in comparisons):
         print("run.py: the check failed, see above", file=sys.stderr)
         return 1
@@ -116,15 +127,26 @@ def check(
     port: int | None,
 ) -> list[Comparison]:
     """Compares ranks with one process, for the scopes that will be trained on several ranks."""
-    scopes = [arrangement.scope for arrangement in arrangements if arrangement.processes > 1]
+    scopes = [
+        arrangement.scope
+        for arrangement in arrangements
+        if arrangement.processes > 1 and arrangement.scope != PROGRESSIVE
+    ]
     if not scopes:
         return []
     print(f"Check: {settings.ranks} ranks against one process ...", flush=True)
-    launch("check.py", settings.ranks, [*passed_on, f"--scope={','.join(scopes)}"], port)
+    launch("check.py", settings.ranks, [*passed_on, f"--scopes={','.join(scopes)}"], port)
     comparisons = load_comparisons(output / CHECK_FILE)
     for comparison in comparisons:
         print(comparison, flush=True)
     return comparisons
+
+
+def train(arrangements: list[Arrangement], passed_on: list[str], port: int | None) -> None:
+    """Trains every scope from every seed, with one start for each number of processes."""
+    for processes in dict.fromkeys(arrangement.processes for arrangement in arrangements):
+        scopes = [each.scope for each in arrangements if each.processes == processes]
+        launch("train.py", processes, [*passed_on, f"--scopes={','.join(scopes)}"], port)
 
 
 def leave_on_signals() -> None:
@@ -151,16 +173,16 @@ def main() -> int:
             ranks=arguments.ranks,
             images_per_rank=arguments.images_per_rank,
             steps=arguments.steps,
-            seed=arguments.seed,
+            seeds=tuple(range(arguments.seed, arguments.seed + arguments.thorough)),
             device=arguments.device,
             data=None if arguments.data is None else str(arguments.data.resolve()),
         )
-        scopes = [
-            arrange(scope, settings.ranks, settings.images_per_rank) for scope in arguments.scopes
-        ]
-        arrangements = list(dict.fromkeys(scopes))
+        scopes = arguments.scopes or default_scopes(settings.ranks)
+        arrangements = dict.fromkeys(
+            arrange(scope, settings.ranks, settings.images_per_rank) for scope in scopes
+        )
         settings.source()  # A malformed folder ends the run here, before any rank starts.
-        return run(settings, arrangements, arguments.output, arguments.port)
+        return run(settings, list(arrangements), arguments.output, arguments.port)
     except (ValueError, RanksFailedError) as error:
         print(f"run.py: {error}", file=sys.stderr)
         return 2

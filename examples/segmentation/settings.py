@@ -15,6 +15,9 @@ from scenes import DigitScenes, SceneSource
 # Side of a scene in pixels; a user's images are scaled to it.
 SIDE = 48
 
+# Not a scope but a schedule of them: local, group:2, group:4, ..., world.
+PROGRESSIVE = "progressive"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -24,7 +27,8 @@ class Settings:
         ranks: number of processes.
         images_per_rank: images that one rank trains on in a step.
         steps: optimizer steps.
-        seed: of the network's first weights and of the scenes.
+        seeds: each trains every scope; a seed is that of the network's first weights and of the
+            scenes.
         device: where the network lives.
         data: folder of the user's images and masks; without it, digits on photographs.
     """
@@ -32,7 +36,7 @@ class Settings:
     ranks: int
     images_per_rank: int
     steps: int
-    seed: int
+    seeds: tuple[int, ...]
     device: str
     data: str | None
 
@@ -52,22 +56,21 @@ class Settings:
     @classmethod
     def load(cls, path: Path) -> Settings:
         """Reads what `save` wrote."""
-        return cls(**json.loads(path.read_text()))
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "seeds": tuple(fields["seeds"])})
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a scope is trained: by how many processes, and over how many images it normalizes.
+    """How a scope is trained.
 
     Args:
-        scope: as normscope spells it.
+        scope: as normscope spells it, or progressive.
         processes: that share the global batch.
-        norm_batch_size: images that one set of statistics is computed over.
     """
 
     scope: str
     processes: int
-    norm_batch_size: int
 
     @property
     def name(self) -> str:
@@ -82,25 +85,53 @@ def arrange(scope: str, ranks: int, images_per_rank: int) -> Arrangement:
     ranks; `slices` alone stands for as many as there are ranks.
 
     Raises:
-        ValueError: if the scope is none of local, slices, slices:K, world, or if K does not divide
-            the global batch.
+        ValueError: if the scope is none that the demo knows, or if its K does not divide the
+            global batch (slices) or the ranks (group).
 
     Example:
         >>> arrange("slices", ranks=4, images_per_rank=2)
-        Arrangement(scope='slices:4', processes=1, norm_batch_size=2)
+        Arrangement(scope='slices:4', processes=1)
     """
-    global_batch = ranks * images_per_rank
-    if scope == "local":
-        return Arrangement(scope, ranks, images_per_rank)
-    if scope == "world":
-        return Arrangement(scope, ranks, global_batch)
-    spelling = re.fullmatch("slices(?::([0-9]+))?", scope)
+    if scope in ("local", "world", PROGRESSIVE):
+        return Arrangement(scope, ranks)
+    spelling = re.fullmatch("slices|(slices|group):([0-9]+)", scope)
     if spelling is None:
-        raise ValueError(f"scope: expected local, slices, slices:K or world, got {scope!r}")
-    slices = int(spelling[1] or ranks)
-    if slices < 1 or global_batch % slices:
         raise ValueError(
-            f"scope: expected slices:K where K divides the global batch of {global_batch}, "
-            f"got {scope!r}"
+            f"scope: expected local, slices, slices:K, group:K, world or progressive, got {scope!r}"
         )
-    return Arrangement(f"slices:{slices}", 1, global_batch // slices)
+    kind, count = spelling[1] or "slices", int(spelling[2] or ranks)
+    divided = images_per_rank * ranks if kind == "slices" else ranks
+    if count < 1 or divided % count:
+        what = "global batch" if kind == "slices" else "number of ranks"
+        raise ValueError(
+            f"scope: expected {kind}:K where K divides the {what}, {divided}, got {scope!r}"
+        )
+    return Arrangement(f"{kind}:{count}", 1 if kind == "slices" else ranks)
+
+
+def default_scopes(ranks: int) -> list[str]:
+    """The scopes to compare where none are given: those that differ on so many ranks.
+
+    Example:
+        >>> default_scopes(4)
+        ['local', 'slices', 'group:2', 'world', 'progressive']
+    """
+    pairs = ["group:2"] if ranks > 2 and ranks % 2 == 0 else []
+    return ["local", "slices", *pairs, "world", PROGRESSIVE]
+
+
+def norm_batch_size(scope: str, ranks: int, images_per_rank: int) -> int:
+    """Images that one set of statistics is computed over; a last group may have fewer.
+
+    Example:
+        >>> norm_batch_size("group:2", ranks=4, images_per_rank=2)
+        4
+    """
+    kind, _, count = scope.partition(":")
+    if kind == "local":
+        return images_per_rank
+    if kind == "group":
+        return images_per_rank * int(count)
+    if kind == "slices":
+        return images_per_rank * ranks // int(count)
+    return images_per_rank * ranks

@@ -13,7 +13,7 @@ import normscope
 from metric import confusion, mean_iou
 from network import SegmentationNetwork
 from scenes import VOID, Batch, SceneSource, training_batch
-from settings import Settings
+from settings import PROGRESSIVE, Settings
 
 # Background fills most of a scene; with this weight it does not drown the other classes.
 BACKGROUND_WEIGHT = 0.15
@@ -24,6 +24,9 @@ DECAY_POWER = 0.9
 
 # Held-out scenes that go through the network at a time; memory only, results do not depend on it.
 EVALUATION_BATCH = 32
+
+# Global batches that the running statistics are estimated from before an evaluation.
+ESTIMATION_BATCHES = 16
 
 
 class Trainer:
@@ -36,7 +39,8 @@ class Trainer:
     Args:
         source: where scenes come from.
         settings: of the run.
-        scope: of the batch normalization.
+        seed: of the first weights and of the scenes.
+        scope: of the batch normalization, or progressive.
         share: indices in the global batch that this process trains on. If that is not all of it,
             the process group's ranks hold the others.
         dtype: of parameters and images.
@@ -46,18 +50,21 @@ class Trainer:
         self,
         source: SceneSource,
         settings: Settings,
+        seed: int,
         scope: str,
         share: range,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._source = source
         self._settings = settings
+        self._seed = seed
         self._share = share
         self._dtype = dtype
         self._class_count = len(source.class_names)
         self._class_weights = torch.ones(self._class_count, dtype=dtype, device=settings.device)
         self._class_weights[0] = BACKGROUND_WEIGHT
-        self.network = _network(self._class_count, scope, settings, dtype)
+        self.network = _network(self._class_count, settings, seed, dtype)
+        self._scopes = _scopes(self.network, scope, settings.steps)
         self._replicas = 1 if len(share) == settings.global_batch else dist.get_world_size()
         # Each rank keeps its own running statistics: a broadcast would hide what a scope does.
         self._model: nn.Module = (
@@ -68,9 +75,14 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY
         )
-        self._schedule = torch.optim.lr_scheduler.PolynomialLR(
+        self._learning_rates = torch.optim.lr_scheduler.PolynomialLR(
             self._optimizer, settings.steps, DECAY_POWER
         )
+
+    @property
+    def scope(self) -> str:
+        """The scope that the next step trains with."""
+        return str(self._scopes.scope)
 
     def step(self, step: int) -> torch.Tensor:
         """Takes optimizer step number `step`.
@@ -78,8 +90,7 @@ class Trainer:
         Returns:
             This share's part of the global batch's loss; the parts of all shares add up to it.
         """
-        batch = training_batch(self._source, self._settings.seed, step, self._share)
-        images, masks = self._to_device(batch)
+        images, masks = self._batch(step)
         self._model.train()
         weight = self._start_weighing(masks)
         loss = functional.cross_entropy(
@@ -90,11 +101,23 @@ class Trainer:
         # DistributedDataParallel averages gradients where parts of one sum must be added.
         torch.autograd.backward(loss * self._replicas)
         self._optimizer.step()
-        self._schedule.step()
+        self._learning_rates.step()
+        self._scopes.step()
         return loss.detach()
 
+    def estimate_running_stats(self) -> None:
+        """Computes the running statistics that every rank then has; all ranks take part.
+
+        Those of the training differ by rank where the scope is narrower than the world, and would
+        judge a scope by what its rank 0 happened to see. The scenes are those that would be trained
+        on next.
+        """
+        steps = self._settings.steps
+        batches = [self._batch(step)[0] for step in range(steps, steps + ESTIMATION_BATCHES)]
+        normscope.estimate_running_stats(self.network, batches)
+
     def predict(self, images: torch.Tensor) -> torch.Tensor:
-        """Predicts classes [n, side, side] with this process' running statistics."""
+        """Predicts classes [n, side, side] with the running statistics as they are."""
         self.network.eval()
         with torch.no_grad():
             return torch.cat(
@@ -109,7 +132,9 @@ class Trainer:
         predictions = self.predict(held_out.images)
         return mean_iou(confusion(predictions, held_out.masks, self._class_count))
 
-    def _to_device(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This share's images and masks of global batch number `step`."""
+        batch = training_batch(self._source, self._seed, step, self._share)
         device = self._settings.device
         return batch.images.to(device, self._dtype), batch.masks.to(device)
 
@@ -137,14 +162,21 @@ class _GlobalWeight:
 
 
 def _network(
-    class_count: int, scope: str, settings: Settings, dtype: torch.dtype
+    class_count: int, settings: Settings, seed: int, dtype: torch.dtype
 ) -> SegmentationNetwork:
     """Makes the network that every process starts from."""
-    torch.manual_seed(settings.seed)
+    torch.manual_seed(seed)
     network = SegmentationNetwork(class_count).to(settings.device, dtype)
-    normscope.convert(network, scope=scope)
+    normscope.convert(network)
     for layer in network.modules():
         if isinstance(layer, normscope.BatchNorm2d):
             # Of K slices only the first updates the running statistics, as rank 0's do of K ranks.
             layer.slice_stats = "first"
     return network
+
+
+def _scopes(network: SegmentationNetwork, scope: str, steps: int) -> normscope.ProgressiveScope:
+    """Gives the layers their scope, and says when it changes."""
+    if scope == PROGRESSIVE:
+        return normscope.ProgressiveScope.doubling(network, steps)
+    return normscope.ProgressiveScope(network, [scope], [0])

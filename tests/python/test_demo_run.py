@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,10 +44,40 @@ def test_the_same_command_gives_the_same_numbers_twice(tmp_path: Path) -> None:
 
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
     one, two = _metrics(tmp_path / "one"), _metrics(tmp_path / "two")
-    assert set(one["scopes"]) == {"local", "slices:2", "world"}
-    for scope, result in one["scopes"].items():
-        assert result["quality"] == two["scopes"][scope]["quality"]
+    assert set(one["scopes"]) == {"local", "slices:2", "world", "progressive"}
+    for scope in one["scopes"]:
+        assert _qualities(one, scope) == _qualities(two, scope)
     assert one["check"] == two["check"]
+
+
+def _qualities(metrics: dict[str, Any], scope: str) -> list[dict[str, Any]]:
+    return [training["quality"] for training in metrics["scopes"][scope]["trainings"]]
+
+
+@pytest.mark.slow
+def test_a_thorough_run_tells_mean_and_spread_of_every_scope(tmp_path: Path) -> None:
+    run = _run(tmp_path, "--thorough", "2", "--seed", "5", "--steps", "6")
+
+    assert run.returncode == 0, run.stderr
+    metrics = _metrics(tmp_path)
+    assert set(metrics["scopes"]) == {"local", "slices:4", "group:2", "world", "progressive"}
+    assert [comparison["ranks"] for comparison in metrics["check"]] == [
+        f"{scope} on 4 ranks" for scope in ("local", "group:2", "world")
+    ]
+    for scope, result in metrics["scopes"].items():
+        assert [training["seed"] for training in result["trainings"]] == [5, 6]
+        last = [quality["mean_ious"][-1] for quality in _qualities(metrics, scope)]
+        assert result["mean_iou"] == {
+            "mean": statistics.fmean(last),
+            "deviation": statistics.stdev(last),
+        }
+    stages = metrics["scopes"]["progressive"]["trainings"][0]["stages"]
+    assert [(stage["first_step"], stage["scope"]) for stage in stages] == [
+        (0, "local"),
+        (2, "group:2"),
+        (4, "world"),
+    ]
+    assert "progressive: local from step 0, group:2 from step 2, world from step 4" in run.stdout
 
 
 @pytest.mark.slow
@@ -108,10 +139,10 @@ def test_a_folder_of_images_and_masks_is_trained_on_and_reported(tmp_path: Path)
     metrics = _metrics(output)
     assert metrics["settings"]["data"] == str(data)
     assert len(metrics["check"]) == 2
-    for scope in ("local", "slices:2", "world"):
-        assert len(metrics["scopes"][scope]["quality"]["losses"]) == 8
+    for scope in ("local", "slices:2", "world", "progressive"):
+        assert [len(quality["losses"]) for quality in _qualities(metrics, scope)] == [8]
     page = (output / "report.html").read_text()
-    assert page.count("<img") == 2 * (2 + 3)  # Two held-out scenes: input, truth, three scopes.
+    assert page.count("<img") == 2 * (2 + 4)  # Two held-out scenes: input, truth, four scopes.
 
 
 def _write_squares(folder: Path, count: int) -> None:

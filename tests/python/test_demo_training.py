@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from check import difference, tolerance, trace
+from check import difference, in_one_process, tolerance, trace
 from metric import confusion, mean_iou
 from network import SegmentationNetwork
 from rank import Rank
 from scenes import VOID, DigitScenes
-from settings import Settings, arrange
+from settings import Settings, arrange, default_scopes, norm_batch_size
 from train import evaluation_steps
 
-SETTINGS = Settings(ranks=2, images_per_rank=2, steps=10, seed=0, device="cpu", data=None)
+SETTINGS = Settings(ranks=2, images_per_rank=2, steps=10, seeds=(0,), device="cpu", data=None)
 
 
 def test_mean_iou_of_a_hand_computed_example() -> None:
@@ -43,20 +45,47 @@ def test_the_network_cannot_train_on_one_image() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scope", "processes", "norm_batch_size"),
-    [("local", 4, 2), ("world", 4, 8), ("slices", 1, 2), ("slices:2", 1, 4)],
+    ("scope", "processes", "images"),
+    [("local", 4, 2), ("world", 4, 8), ("slices", 1, 2), ("slices:2", 1, 4), ("group:2", 4, 4)],
 )
-def test_a_scope_is_arranged(scope: str, processes: int, norm_batch_size: int) -> None:
+def test_a_scope_is_arranged(scope: str, processes: int, images: int) -> None:
     arrangement = arrange(scope, ranks=4, images_per_rank=2)
 
     assert arrangement.processes == processes
-    assert arrangement.norm_batch_size == norm_batch_size
+    assert norm_batch_size(arrangement.scope, ranks=4, images_per_rank=2) == images
 
 
-@pytest.mark.parametrize("scope", ["slices:3", "slices:0", "slices:", "slices:x", "group:2", ""])
+@pytest.mark.parametrize(
+    "scope",
+    ["slices:3", "slices:0", "slices:", "slices:x", "group", "group:0", "group:3", "group:8", ""],
+)
 def test_a_scope_that_cannot_be_arranged_is_refused(scope: str) -> None:
     with pytest.raises(ValueError, match=f"^scope: expected .*, got {re.escape(repr(scope))}$"):
         arrange(scope, ranks=4, images_per_rank=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_default_scopes_fit_any_number_of_ranks(ranks: int) -> None:
+    arrangements = [arrange(scope, ranks, images_per_rank=2) for scope in default_scopes(ranks)]
+
+    assert len(set(arrangements)) == len(arrangements)
+
+
+@pytest.mark.parametrize(
+    ("scope", "stand_in"), [("local", "slices:4"), ("group:2", "slices:2"), ("world", "local")]
+)
+def test_one_process_stands_in_for_the_ranks_of_a_scope(scope: str, stand_in: str) -> None:
+    settings = dataclasses.replace(SETTINGS, ranks=4)
+
+    assert in_one_process(scope, settings) == stand_in
+
+
+def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
+    settings = dataclasses.replace(SETTINGS, seeds=(3, 4))
+
+    settings.save(tmp_path / "settings.json")
+
+    assert Settings.load(tmp_path / "settings.json") == settings
 
 
 def test_shares_of_the_ranks_make_up_the_global_batch() -> None:

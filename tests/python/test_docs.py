@@ -19,7 +19,7 @@ import draw_scopes
 import normscope
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md")
+DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md", "docs/demo.md")
 
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
