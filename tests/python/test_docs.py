@@ -19,7 +19,7 @@ import draw_scopes
 import normscope
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md", "docs/demo.md")
+DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md")
 
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
@@ -55,7 +55,7 @@ def test_python_blocks_run(document: str) -> None:
     assert blocks
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", (*DOCUMENTS, "docs/demo.md", "examples/README.md"))
 def test_links_lead_to_files_and_headings(document: str) -> None:
     path = ROOT / document
 
