@@ -44,7 +44,7 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 # Two pips must not write into one environment; compilers and tests use JOBS.
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-slow \
-  check-without-torch check-wheel lint lint-formats lint-types lint-names \
+  check-without-torch check-install check-wheel lint lint-formats lint-types lint-names \
   format bench clean
 
 help: ## List the targets
@@ -121,7 +121,7 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-cuda check-slow check-without-torch check-wheel ## Run the slow tests: sanitizers, CUDA sources, wheel
+check: check-asan check-tsan check-cuda check-slow check-without-torch check-install check-wheel ## Run the slow tests: sanitizers, CUDA sources, packages
 
 check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --preset $* > /dev/null
@@ -133,6 +133,17 @@ check-slow: $(stamps)/normscope $(stamps)/test
 
 check-without-torch: $(stamps)/googletest
 	scripts/test_without_torch.sh $(results)/check-without-torch.xml
+
+# Every installed header compiles alone, and a project builds against what was installed.
+check-install: $(stamps)/normscope
+	cmake --build $(build)
+	cmake --build $(build) --target all_verify_interface_header_sets
+	rm -rf build/install
+	cmake --install $(build) --prefix build/install > /dev/null
+	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(CURDIR)/build/install
+	cmake --build build/consumer
+	ctest --test-dir build/consumer --no-tests=error --output-on-failure \
+	  --output-junit $(abspath $(results))/check-install.xml
 
 check-wheel: $(stamps)/normscope $(stamps)/test
 	scripts/test_wheel.sh $(python) $(build) $(results)/check-wheel.xml

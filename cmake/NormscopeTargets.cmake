@@ -3,10 +3,12 @@
 # One function per kind of target, so that every folder's CMakeLists.txt only says what is in it:
 #
 #   normscope_library(normscope_<folder> [SHARED] SOURCES ... DEPENDS ...)
+#   normscope_install(<shared library> NAME <name> COMPONENT <component> HEADERS ...)
 #   normscope_test(<name> SOURCES ... DEPENDS ... LABELS unit|ranks [TIMEOUT seconds])
 #   normscope_benchmark(<name> SOURCES ... DEPENDS ...)
 
 include_guard(GLOBAL)
+include(GNUInstallDirs)
 include(GoogleTest)
 
 # Seconds that one test case may take before ctest ends it; long enough for sanitizers on two cores.
@@ -57,6 +59,35 @@ function(normscope_library target)
   normscope_set_compile_rules(${target})
   target_include_directories(${target} PUBLIC $<BUILD_INTERFACE:${normscope_SOURCE_DIR}>)
   target_link_libraries(${target} PUBLIC ${arg_DEPENDS})
+endfunction()
+
+# Installs a shared library: find_package(normscope COMPONENTS <component>) gives programs the target
+# normscope::<name> and the headers that are named here, each of which must compile alone. Versions of 0.x
+# are compatible within a minor version only.
+function(normscope_install target)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "NAME;COMPONENT" "HEADERS")
+  target_sources(
+    ${target} PUBLIC FILE_SET HEADERS BASE_DIRS ${normscope_SOURCE_DIR} FILES ${arg_HEADERS}
+  )
+  set_target_properties(
+    ${target}
+    PROPERTIES EXPORT_NAME ${arg_NAME}
+               INSTALL_RPATH "$ORIGIN"
+               SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR}
+               VERIFY_INTERFACE_HEADER_SETS ON
+  )
+  install(
+    TARGETS ${target}
+    EXPORT normscope_${arg_COMPONENT}
+    LIBRARY COMPONENT ${arg_COMPONENT} NAMELINK_COMPONENT ${arg_COMPONENT}
+    FILE_SET HEADERS COMPONENT ${arg_COMPONENT}
+  )
+  install(
+    EXPORT normscope_${arg_COMPONENT}
+    NAMESPACE normscope::
+    DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/normscope
+    COMPONENT ${arg_COMPONENT}
+  )
 endfunction()
 
 # A GoogleTest executable, each of whose cases is one ctest case with the label. `unit` cases stay in

@@ -6,10 +6,11 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/execution.h"
+#include "normscope/core/export.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/kernels.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // How the slices of a batch update the running statistics: once with the moments of all of them,
 // with the first slice's, or one after the other.

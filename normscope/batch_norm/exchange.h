@@ -10,8 +10,9 @@
 #include <vector>
 
 #include "normscope/comm/communicator.h"
+#include "normscope/core/export.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // What the ranks of a group meet for; kAgreement: to find out who shares statistics.
 enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement };

@@ -8,9 +8,10 @@
 #include <vector>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/core/export.h"
 #include "normscope/core/scope.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // The ranks of a group find out together how a scope divides them. All that is here is collective
 // over the group's exchange, where ranks that do something else meanwhile all get its

@@ -5,9 +5,10 @@
 #include <span>
 #include <string_view>
 
+#include "normscope/core/export.h"
 #include "normscope/core/stream.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // A group of ranks that can add numbers together. Knows no mathematics beyond the sum.
 //

@@ -4,8 +4,9 @@
 #include <memory>
 
 #include "normscope/comm/communicator.h"
+#include "normscope/core/export.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // A group of one rank: its sums are the values themselves.
 [[nodiscard]] std::unique_ptr<Communicator> make_self_communicator();

@@ -5,8 +5,9 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
+#include "normscope/core/export.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // Joins the group of `segment` as `rank`. The ranks are processes of one host, or threads of some;
 // the segment need not outlive the call. Peers that wait for a rank whose communicator was

@@ -5,8 +5,9 @@
 #include <memory>
 
 #include "normscope/comm/exchange_options.h"
+#include "normscope/core/export.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // Where a process of this host finds the memory of a group. Three numbers, each exact as a float64,
 // that the ranks send each other by whatever means they have.

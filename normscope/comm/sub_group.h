@@ -4,8 +4,9 @@
 #include <vector>
 
 #include "normscope/comm/communicator.h"
+#include "normscope/core/export.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // One part of a group that splits.
 struct SubGroup {

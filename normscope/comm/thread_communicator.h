@@ -6,8 +6,9 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
+#include "normscope/core/export.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // A group whose ranks are threads of this process; [r] is for the thread that is rank r. A rank
 // whose communicator is destroyed has left: peers that still wait for it throw a

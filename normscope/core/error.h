@@ -3,7 +3,9 @@
 
 #include <stdexcept>
 
-namespace normscope {
+#include "normscope/core/export.h"
+
+namespace normscope NORMSCOPE_EXPORT {
 
 // What every exception of this library derives from. The text says which argument, what was
 // expected and what was given.

@@ -5,9 +5,10 @@
 #include <span>
 #include <vector>
 
+#include "normscope/core/export.h"
 #include "normscope/core/scope.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // What norm_batch:M stands for among `ranks` ranks with `samples` samples each; any other scope as
 // it is. Slices or this rank alone where its own batch has M samples, else the smallest group:K

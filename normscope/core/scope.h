@@ -6,7 +6,9 @@
 #include <string_view>
 #include <vector>
 
-namespace normscope {
+#include "normscope/core/export.h"
+
+namespace normscope NORMSCOPE_EXPORT {
 
 // Who shares statistics. A value: it parses, prints, compares, and knows no process group.
 //

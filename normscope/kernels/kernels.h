@@ -7,10 +7,11 @@
 #include <type_traits>
 
 #include "normscope/core/execution.h"
+#include "normscope/core/export.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
 
-namespace normscope {
+namespace normscope NORMSCOPE_EXPORT {
 
 // Per-channel numbers that somebody else owns: weight, bias, running statistics, their gradients.
 // [C]

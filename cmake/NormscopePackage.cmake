@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+
+# What find_package(normscope) and pkg-config read.
+
+include_guard(GLOBAL)
+include(CMakePackageConfigHelpers)
+include(GNUInstallDirs)
+
+set(normscope_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/normscope)
+
+configure_package_config_file(
+  ${CMAKE_CURRENT_LIST_DIR}/normscopeConfig.cmake.in normscopeConfig.cmake
+  INSTALL_DESTINATION ${normscope_package_dir}
+)
+write_basic_package_version_file(normscopeConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(
+  FILES ${CMAKE_CURRENT_BINARY_DIR}/normscopeConfig.cmake
+        ${CMAKE_CURRENT_BINARY_DIR}/normscopeConfigVersion.cmake
+  DESTINATION ${normscope_package_dir}
+  COMPONENT core
+)
+
+# Relative to the file itself, so that an installed tree can be moved.
+file(
+  RELATIVE_PATH normscope_prefix_from_pc /${CMAKE_INSTALL_LIBDIR}/pkgconfig /
+)
+configure_file(${CMAKE_CURRENT_LIST_DIR}/normscope.pc.in normscope.pc @ONLY)
+install(
+  FILES ${CMAKE_CURRENT_BINARY_DIR}/normscope.pc
+  DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig
+  COMPONENT core
+)
