@@ -29,7 +29,7 @@ struct ForwardOpArguments {
 
 // Both throw what Python shows as ValueError, naming the argument. The number of slices that a
 // scope wants in each rank's batch: 1 where the ranks of a group share statistics.
-[[nodiscard]] std::int64_t slices_wanted(std::string_view scope);
+[[nodiscard]] std::int64_t slices_wanted(std::string_view text);
 [[nodiscard]] SliceStats parse_slice_stats(std::string_view slice_stats);
 
 // Throws what Python shows as ValueError where torch's layers raise one, else as RuntimeError.
