@@ -27,7 +27,17 @@ struct CallContext {
   Exchange* exchange = nullptr;          // nullptr: this rank alone
   std::string_view layer;                // for errors
   std::string_view scope;                // for errors
+
+  // For kernels of a device only, which work on execution->stream. Nothing waits for them, so that
+  // what they find out is thrown by the next call with the same report.
+  double* workspace = nullptr;     // workspace_size() doubles of the device, for one call at a time
+  DeviceReport* report = nullptr;  // wanted where there is an exchange
 };
+
+// Doubles of CallContext::workspace.
+[[nodiscard]] constexpr std::int64_t workspace_size(std::int64_t channels) noexcept {
+  return 2 * (limbs_size(channels) + kHeaderSize);
+}
 
 // Doubles of ForwardArguments::statistics.
 [[nodiscard]] constexpr std::int64_t statistics_size(std::int64_t slices,
@@ -60,6 +70,10 @@ struct ForwardArguments {
 // Throws ArgumentError before anything is updated or sent (the exchange is then marked as failed),
 // and what Exchange::all_reduce throws. A norm batch of one element a channel is an ArgumentError,
 // an empty one updates nothing.
+//
+// With kernels of a device all pointers but the report are the device's. Where ranks turn out to
+// disagree there, or to have one element a channel together, all that comes out is NaN (counts
+// too), running statistics stay, and the next call throws MismatchError or OneValueError.
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context);
 
 struct ApplyArguments {

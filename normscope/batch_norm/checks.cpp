@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/batch_norm/checks.h"
 
+#include <atomic>
 #include <string>
 
+#include "normscope/batch_norm/norm_batch.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -61,6 +63,33 @@ void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x
   if (dtype != DType::kFloat32 && dtype != x.dtype) {
     throw ArgumentError(expected(
         name, "float32 or the dtype of x, " + std::string(name_of(x.dtype)), name_of(dtype)));
+  }
+}
+
+void check_device(const CallContext& context) {
+  const ResolvedContext resolved = resolve(context);
+  if (resolved.kernels.memory() == Memory::kHost) return;
+  if (context.workspace == nullptr) {
+    throw ArgumentError(expected("workspace", "memory of the device", "none"));
+  }
+  if (context.report == nullptr && resolved.exchange != nullptr) {
+    throw ArgumentError(expected("report", "memory of the host that the device can write", "none"));
+  }
+}
+
+void throw_reported(const CallContext& context) {
+  if (context.report == nullptr) return;
+  // The device may be writing at this moment.
+  const auto take = [](int& flag) { return std::atomic_ref(flag).exchange(0) != 0; };
+  if (take(context.report->mismatch)) {
+    throw MismatchError(
+        "the ranks of a scope met in different calls: an earlier one, whose results are NaN, found "
+        "that on its device. NORMSCOPE_CHECK=1 finds it before, and says what each rank was doing");
+  }
+  if (take(context.report->one_value)) {
+    throw OneValueError(
+        "x: expected more than 1 value per channel in the norm batch when training, got 1 in an "
+        "earlier call, whose results are NaN");
   }
 }
 

@@ -15,14 +15,21 @@ void check_like_input(std::string_view name, const TensorView& tensor, const Ten
 void check_own_memory(std::string_view name, const TensorView& output, std::string_view input_name,
                       const TensorView& input);
 void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x);
+void check_device(const CallContext& context);
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context);
 
-// Runs `check`; where it throws, tells the peers that this rank will not come, and throws on.
+// Throws what an earlier call found on its device.
+void throw_reported(const CallContext& context);
+
+// Runs `check`; where it throws, or an earlier call has an error to tell, tells the peers that this
+// rank will not come, and throws on.
 template <class Check>
 void check_or_fail(const CallContext& context, const Check& check) {
   try {
+    throw_reported(context);
+    check_device(context);
     check();
-  } catch (const ArgumentError& error) {
+  } catch (const Error& error) {
     if (context.exchange != nullptr) context.exchange->fail(error.what());
     throw;
   }

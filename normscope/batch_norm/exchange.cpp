@@ -15,12 +15,6 @@
 namespace normscope {
 namespace {
 
-// The header behind the sums. Its totals over R ranks say whether all came with the same call:
-// R * sum(h^2) == sum(h)^2 only where all h are equal. h has 20 bits, so that all of it is exact in
-// float64 for fewer than 2^13 ranks.
-enum HeaderField { kCount, kCallHash, kCallHashSquared, kBackwardNeeded };
-static_assert(kBackwardNeeded + 1 == Exchange::kHeaderSize);
-
 constexpr std::uint64_t kHashBits = 20;
 
 // FNV-1a: the same on every machine, unlike std::hash.
@@ -137,6 +131,29 @@ Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_al
     : communicator_(std::move(communicator)), when_alone_(when_alone), names_(std::move(names)) {}
 
 void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Stream stream) {
+  const std::span<double> header = message.last(kHeaderSize);
+  meet(label, header[kCount], message, [&](const Header& own) {
+    std::ranges::copy(own.fields, header.begin());
+    communicator_->all_reduce_sum(message, stream);
+    compare(header);
+  });
+}
+
+void Exchange::all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
+                                    Stream stream,
+                                    const std::function<void(const Header&)>& write_header) {
+  stream.memory = Memory::kDevice;
+  meet(label, count, message, [&](const Header& own) {
+    write_header(own);
+    communicator_->all_reduce_sum(message, stream);
+  });
+}
+
+// Calls sum(this rank's header), behind a comparison of the headers alone where that must go ahead,
+// and says in every error what was being done.
+template <class Sum>
+void Exchange::meet(const CallLabel& label, double count, std::span<const double> message,
+                    const Sum& sum) {
   Hash hash;
   hash.add(label.layer);
   hash.add(label.scope);
@@ -147,23 +164,19 @@ void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Str
   if (label.layer.empty()) hash.add(calls_);
   calls_ += 1;
 
-  const std::span<double> header = message.last(kHeaderSize);
   const auto h = static_cast<double>(hash.value() & ((1U << kHashBits) - 1U));
-  header[kCallHash] = h;
-  header[kCallHashSquared] = h * h;
-  header[kBackwardNeeded] = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
+  const double needs_backward = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
+  const Header header{{count, h, h * h, needs_backward}};
 
   const CountedExchange counted(message);
   try {
     const bool is_new = !seen_.contains(label_hash);
     if (!communicator_->compares_lengths() && (is_new || checks_every_call())) {
-      double ahead[kHeaderSize];
-      std::ranges::copy(header, ahead);
-      communicator_->all_reduce_sum(ahead, stream);
-      compare(label, ahead);
+      Header ahead = header;
+      communicator_->all_reduce_sum(ahead.fields);
+      compare(ahead.fields);
     }
-    communicator_->all_reduce_sum(message, stream);
-    compare(label, header);
+    sum(header);
     // Not before all have met: what is new to one rank must be new to all.
     seen_.insert(label_hash);
   } catch (const MismatchError&) {
@@ -176,14 +189,8 @@ void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Str
 }
 
 // Throws where the totals of the header show that the ranks came with different calls.
-void Exchange::compare(const CallLabel& label, std::span<const double> header) {
-  const auto ranks = static_cast<double>(communicator_->size());
-  const double h = header[kCallHash] / ranks;
-  const bool same_call = h == std::floor(h) && header[kCallHashSquared] == ranks * (h * h);
-  const double needing = header[kBackwardNeeded];
-  const bool same_need =
-      label.direction != Direction::kForward || needing == 0.0 || needing == ranks;
-  if (!same_call || !same_need) throw MismatchError("");
+void Exchange::compare(std::span<const double> totals) const {
+  if (!ranks_agree(totals.data(), communicator_->size())) throw MismatchError("");
 }
 
 int Exchange::name_of_rank(std::size_t rank) const noexcept {

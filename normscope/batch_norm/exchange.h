@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -11,6 +12,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/core/export.h"
+#include "normscope/core/header.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 
@@ -48,9 +50,6 @@ class Exchange {
     return communicator_->size() > 1 || when_alone_ == WhenAlone::kExchange;
   }
 
-  // Doubles that a message needs behind its sums.
-  static constexpr std::int64_t kHeaderSize = 4;
-
   // Replaces sums and count (message = sums, then kHeaderSize doubles of which the first is the
   // count) by their totals over the ranks: one all-reduce, behind a small one where the transport
   // cannot bear ranks that come with different lengths and this layer is new to the group.
@@ -60,11 +59,18 @@ class Exchange {
   // failed.
   void all_reduce(const CallLabel& label, std::span<double> message, Stream stream);
 
+  // The same for a message in a device's memory, whose header write_header() queues on the stream.
+  // Nothing waits for the device; whoever reads the totals asks ranks_agree().
+  void all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
+                            Stream stream, const std::function<void(const Header&)>& write_header);
+
   // Tells the peers that this rank will not come.
   void fail(std::string_view reason) noexcept { communicator_->fail(reason); }
 
  private:
-  void compare(const CallLabel& label, std::span<const double> header);
+  template <class Sum>
+  void meet(const CallLabel& label, double count, std::span<const double> message, const Sum& sum);
+  void compare(std::span<const double> totals) const;
   [[nodiscard]] int name_of_rank(std::size_t rank) const noexcept;
   [[nodiscard]] std::string describe_here(const CallLabel& label) const;
   [[noreturn]] void throw_mismatch(const CallLabel& label);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <optional>
 #include <string>
 
 #include "normscope/batch_norm/batch_norm.h"
@@ -23,7 +24,8 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   }
 }
 
-// A variance of one value is no variance. On several ranks all of them find this together.
+// A variance of one value is no variance. On several ranks all of them find this together, on a
+// device by Count::value().
 void check_count(double count) {
   if (count == 1.0) {
     throw OneValueError(
@@ -32,78 +34,85 @@ void check_count(double count) {
 }
 
 // One slice, this rank alone: nothing between the sums and their use but the sums themselves.
-void normalize_slice(const ForwardArguments& arguments, const ResolvedContext& context,
-                     std::int64_t slice, const RunningUpdate& running, Message& message) {
+void normalize_slice(const ForwardArguments& arguments, ResolvedContext& context,
+                     std::int64_t slice, const RunningUpdate& running, LimbsView pooled) {
   const Kernels& kernels = context.kernels;
   const auto [first, last] = samples_of_slice(arguments.x.samples, arguments.slices, slice);
   const TensorView x = arguments.x.sample_range(first, last);
   const MutableTensorView y = arguments.y.sample_range(first, last);
-  const MutableStatistics statistics = statistics_of_slice(arguments.statistics, slice, x.channels);
+  const Count count{.known = static_cast<double>(x.elements_per_channel())};
+  const MomentsResults results{
+      .statistics = statistics_of_slice(arguments.statistics, slice, x.channels),
+      .running = running,
+      .pooled = pooled,
+      .count = arguments.counts + slice};
+  const Message message(context, x.channels);
   for_channel_chunks(
       context, x, 1, [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
         const TensorView x_chunk = x.channel_range(begin, end);
         const LimbsView limbs = message.limbs().channel_range(begin, end);
-        const MutableStatistics chunk_statistics = statistics.channel_range(begin);
+        const MomentsResults chunk_results = results.channel_range(begin, end);
         kernels.add_moments(execution, x_chunk, limbs);
-        kernels.finalize_moments(execution, limbs, message.count(), arguments.eps, x.dtype,
-                                 chunk_statistics, running.channel_range(begin));
-        kernels.normalize(execution, x_chunk, chunk_statistics.read_only(),
+        kernels.finalize_moments(execution, limbs, count, arguments.eps, x.dtype, chunk_results);
+        kernels.normalize(execution, x_chunk, chunk_results.statistics.read_only(),
                           arguments.weight.channel_range(begin),
                           arguments.bias.channel_range(begin), y.channel_range(begin, end));
       });
-  arguments.counts[slice] = *message.count();
 }
 
 // The running statistics' update with the moments of all slices together.
-void update_running_with_all(const ForwardArguments& arguments, const ResolvedContext& context,
-                             Message& all) {
-  std::vector<double> unused(static_cast<std::size_t>(statistics_size(1, arguments.x.channels)));
+void update_running_with_all(const ForwardArguments& arguments, ResolvedContext& context,
+                             const Message& all) {
+  const TensorView& x = arguments.x;
+  const Numbers unused(context, statistics_size(1, x.channels), Contents::kAnything);
   context.kernels.finalize_moments(
-      context.execution, all.limbs(), all.count(), arguments.eps, arguments.x.dtype,
-      statistics_of_slice(unused.data(), 0, arguments.x.channels), arguments.running);
+      context.execution, all.limbs(), {.known = static_cast<double>(x.elements_per_channel())},
+      arguments.eps, x.dtype,
+      {.statistics = statistics_of_slice(unused.span().data(), 0, x.channels),
+       .running = arguments.running});
 }
 
-void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
+void normalize_slices(const ForwardArguments& arguments, ResolvedContext& context) {
   const TensorView& x = arguments.x;
   const bool pools = arguments.slice_stats == SliceStats::kPooled && arguments.slices > 1;
   RunningUpdate running = arguments.running;
-  Message all(x.channels, 0);
+  std::optional<Message> all;
+  if (pools) all.emplace(context, x.channels);
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
-    const auto [first, last] = samples_of_slice(x.samples, arguments.slices, slice);
-    Message message(x.channels, (last - first) * x.positions);
     const bool updates = !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
-    normalize_slice(arguments, context, slice, updates ? running : RunningUpdate{}, message);
+    normalize_slice(arguments, context, slice, updates ? running : RunningUpdate{},
+                    pools ? all->limbs() : LimbsView{});
     if (arguments.running_average == RunningAverage::kCumulative) {
       running.momentum /= 1.0 + running.momentum;  // from 1 / n to 1 / (n + 1)
     }
-    if (pools) all.add(message);
   }
-  if (pools) update_running_with_all(arguments, context, all);
+  if (pools) update_running_with_all(arguments, context, *all);
 }
 
 // Local sums, one all-reduce, finalize, apply.
 void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& label,
-                            const ResolvedContext& context) {
+                            ResolvedContext& context) {
   const Kernels& kernels = context.kernels;
   const Execution& execution = context.execution;
   const TensorView& x = arguments.x;
   const MutableStatistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
-  Message message(x.channels, x.elements_per_channel());
+  const Message message(context, x.channels);
   kernels.add_moments(execution, x, message.limbs());
-  context.exchange->all_reduce(label, message.numbers(), execution.stream);
-  check_count(*message.count());
-  kernels.finalize_moments(execution, message.limbs(), message.count(), arguments.eps, x.dtype,
-                           statistics, arguments.running);
+  const Count count =
+      message.all_reduce(label, static_cast<double>(x.elements_per_channel()), context);
+  check_count(count.known);
+  kernels.finalize_moments(
+      execution, message.limbs(), count, arguments.eps, x.dtype,
+      {.statistics = statistics, .running = arguments.running, .count = arguments.counts});
   kernels.normalize(execution, x, statistics.read_only(), arguments.weight, arguments.bias,
                     arguments.y);
-  arguments.counts[0] = *message.count();
 }
 
 }  // namespace
 
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context) {
   check_or_fail(context, [&] { check(arguments, context); });
-  const ResolvedContext resolved = resolve(context);
+  ResolvedContext resolved = resolve(context);
   if (resolved.exchange != nullptr) {
     const CallLabel label{.layer = context.layer,
                           .scope = context.scope,

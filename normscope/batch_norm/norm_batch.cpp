@@ -8,21 +8,48 @@
 
 namespace normscope {
 
-Message::Message(std::int64_t channels, std::int64_t count)
-    : channels_(channels),
-      numbers_(static_cast<std::size_t>(limbs_size(channels) + Exchange::kHeaderSize)) {
-  numbers_[static_cast<std::size_t>(limbs_size(channels))] = static_cast<double>(count);
+Numbers::Numbers(ResolvedContext& context, std::int64_t size, Contents contents)
+    : context_(context) {
+  if (context.kernels.memory() == Memory::kHost) {
+    of_host_.resize(static_cast<std::size_t>(size));
+    numbers_ = of_host_;
+  } else {
+    numbers_ = {context.workspace, static_cast<std::size_t>(size)};
+    context.workspace += size;
+    if (contents == Contents::kZeros) {
+      context.kernels.clear(context.execution, numbers_.data(), size);
+    }
+  }
 }
 
-void Message::add(const Message& other) noexcept {
-  for (std::size_t i = 0; i < numbers_.size(); ++i) numbers_[i] += other.numbers_[i];
+Numbers::~Numbers() {
+  if (context_.kernels.memory() == Memory::kDevice) context_.workspace = numbers_.data();
+}
+
+Count Message::all_reduce(const CallLabel& label, double count,
+                          const ResolvedContext& context) const {
+  const std::span<double> numbers = numbers_.span();
+  const std::span<double> header = numbers.last(kHeaderSize);
+  const Stream stream = context.execution.stream;
+  if (context.kernels.memory() == Memory::kHost) {
+    header[kCount] = count;
+    context.exchange->all_reduce(label, numbers, stream);
+    return {.known = header[kCount]};
+  }
+  context.exchange->all_reduce_on_device(label, count, numbers, stream, [&](const Header& own) {
+    context.kernels.seal(context.execution, limbs(), own, header.data());
+  });
+  return {.totals = header.data(),
+          .ranks = context.exchange->communicator().size(),
+          .report = context.report};
 }
 
 ResolvedContext resolve(const CallContext& context) {
   static const Execution kThisThread;
   return {context.kernels == nullptr ? default_kernels() : *context.kernels,
           context.execution == nullptr ? kThisThread : *context.execution,
-          context.exchange != nullptr && context.exchange->sends() ? context.exchange : nullptr};
+          context.exchange != nullptr && context.exchange->sends() ? context.exchange : nullptr,
+          context.workspace, context.report};
 }
 
 std::int64_t slice_count(std::int64_t samples, std::int64_t wanted) {

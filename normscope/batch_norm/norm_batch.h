@@ -9,33 +9,55 @@
 
 namespace normscope {
 
-// What a direction sends, for all channels: the limbs of its sums, then Exchange's header, which
-// begins with the count.
-class Message {
- public:
-  Message(std::int64_t channels, std::int64_t count);
-
-  [[nodiscard]] LimbsView limbs() noexcept { return {numbers_.data(), channels_, channels_}; }
-  [[nodiscard]] const double* count() const noexcept {
-    return numbers_.data() + limbs_size(channels_);
-  }
-  [[nodiscard]] std::span<double> numbers() noexcept { return numbers_; }
-
-  // Adds another message's sums and count, as the ranks' are added.
-  void add(const Message& other) noexcept;
-
- private:
-  std::int64_t channels_;
-  std::vector<double> numbers_;
-};
-
 // Where a call runs, with every default filled in.
 struct ResolvedContext {
   const Kernels& kernels;
   const Execution& execution;
   Exchange* exchange;  // nullptr where nothing is sent
+  double* workspace;   // what is left of it
+  DeviceReport* report;
 };
 [[nodiscard]] ResolvedContext resolve(const CallContext& context);
+
+// What is in memory at first.
+enum class Contents { kZeros, kAnything };
+
+// Numbers for kernels to work on: the host's, or taken from the workspace, and given back in
+// reverse.
+class Numbers {
+ public:
+  Numbers(ResolvedContext& context, std::int64_t size, Contents contents);
+  Numbers(const Numbers&) = delete;
+  Numbers& operator=(const Numbers&) = delete;
+  ~Numbers();
+
+  [[nodiscard]] std::span<double> span() const noexcept { return numbers_; }
+
+ private:
+  ResolvedContext& context_;
+  std::vector<double> of_host_;
+  std::span<double> numbers_;
+};
+
+// What a direction sends, for all channels: the limbs of its sums, then Exchange's header.
+class Message {
+ public:
+  Message(ResolvedContext& context, std::int64_t channels)
+      : channels_(channels),
+        numbers_(context, limbs_size(channels) + kHeaderSize, Contents::kZeros) {}
+
+  [[nodiscard]] LimbsView limbs() const noexcept {
+    return {numbers_.span().data(), channels_, channels_};
+  }
+
+  // Replaces limbs and count by their totals over the ranks.
+  [[nodiscard]] Count all_reduce(const CallLabel& label, double count,
+                                 const ResolvedContext& context) const;
+
+ private:
+  std::int64_t channels_;
+  Numbers numbers_;
+};
 
 // Calls work(begin, end, execution) for chunks of channels that fit a core's cache, so that what
 // one sweep has read is still there for the next. Chunks run at once, each on one thread; where one
@@ -43,7 +65,10 @@ struct ResolvedContext {
 template <class Work>
 void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int tensors,
                         const Work& work) {
-  if (x.channels == 0) return;
+  if (x.channels == 0) {
+    work(std::int64_t{0}, std::int64_t{0}, context.execution);
+    return;
+  }
   const std::int64_t chunk =
       context.kernels.channels_per_chunk(x, tensors, context.execution.threads);
   const std::int64_t chunks = (x.channels + chunk - 1) / chunk;
@@ -53,7 +78,10 @@ void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int
   }
   Execution alone;
   alone.stream = context.execution.stream;
-  context.execution.parallel_for(chunks, [&](std::int64_t i) {
+  // Work for a device is queued by this thread: for others another device may be the current one.
+  const bool is_host = context.kernels.memory() == Memory::kHost;
+  const Execution& over_chunks = is_host ? context.execution : alone;
+  over_chunks.parallel_for(chunks, [&](std::int64_t i) {
     const std::int64_t begin = i * chunk;
     const std::int64_t end = begin + chunk < x.channels ? begin + chunk : x.channels;
     work(begin, end, alone);

@@ -17,7 +17,7 @@ std::vector<double> gather(Exchange& group, const Scope& scope, std::string_view
                            std::int64_t own) {
   const std::string text = scope.str();
   const auto ranks = static_cast<std::size_t>(group.communicator().size());
-  std::vector<double> message(ranks + Exchange::kHeaderSize);
+  std::vector<double> message(ranks + kHeaderSize);
   message[static_cast<std::size_t>(group.communicator().rank())] = static_cast<double>(own);
   group.all_reduce({.layer = layer, .scope = text, .direction = Direction::kAgreement}, message,
                    {});

@@ -3,8 +3,10 @@
 
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 
+#include "normscope/core/error.h"
 #include "normscope/core/export.h"
 #include "normscope/core/stream.h"
 
@@ -29,8 +31,9 @@ class Communicator {
   // What carries the messages: "self", "threads", "shared memory", "gloo", ...
   [[nodiscard]] virtual std::string_view transport() const noexcept = 0;
 
-  // Replaces `values` by their sum over all ranks; every rank gets the same bits. Ordered after
-  // what is queued on `stream` (which the CPU ignores).
+  // Replaces `values` by their sum over all ranks; every rank gets the same bits. They lie in the
+  // memory that `stream` names. For a device's the sum is put on the stream and nothing waits for
+  // it; communicators that add on the CPU throw an ArgumentError.
   //
   // Where `compares_lengths()`, ranks that come with different lengths all get a MismatchError that
   // names each rank's length, and the group stays usable; elsewhere the lengths must agree.
@@ -46,5 +49,12 @@ class Communicator {
   // a CommunicationError with this rank and `reason`. Not collective.
   virtual void fail(std::string_view reason) noexcept = 0;
 };
+
+// For communicators that add on the CPU.
+inline void check_host_memory(const Communicator& communicator, Stream stream) {
+  if (stream.memory == Memory::kHost) return;
+  throw ArgumentError(std::string(communicator.transport()) +
+                      ": expected values in the host's memory, got a device's");
+}
 
 }  // namespace normscope

@@ -159,7 +159,8 @@ std::string SlotCommunicator::name_of(int rank) const {
   return "rank " + std::to_string(rank) + " of " + std::to_string(size_);
 }
 
-void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream /*stream*/) {
+void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
+  check_host_memory(*this, stream);
   throw_if_failed();
   std::size_t begin = 0;
   do {

@@ -26,6 +26,18 @@ NORMSCOPE_INLINE void set_channel_value(MutableChannelView view, std::int64_t c,
   });
 }
 
+// What becomes of the sums of channel c.
+NORMSCOPE_INLINE void use_gradient_sums(const GradientResults& results, std::int64_t c) {
+  double dy = results.sums.dy[c];
+  double dy_xhat = results.sums.dy_xhat[c];
+  if (results.all.dy != nullptr) {
+    results.all.dy[c] = dy += results.all.dy[c];
+    results.all.dy_xhat[c] = dy_xhat += results.all.dy_xhat[c];
+  }
+  set_channel_value(results.dweight, c, dy_xhat);
+  set_channel_value(results.dbias, c, dy);
+}
+
 // running[c] += momentum * (batch - running[c]), in float64, rounded once into the buffer's type.
 NORMSCOPE_INLINE void update_running(MutableChannelView running, std::int64_t c, double batch,
                                      double momentum) {

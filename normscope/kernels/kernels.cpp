@@ -8,6 +8,7 @@
 
 #include "normscope/core/error.h"
 #include "normscope/kernels/cpu/cpu.h"
+#include "normscope/kernels/cuda/cuda.h"
 #include "normscope/kernels/reference/reference.h"
 
 namespace normscope {
@@ -51,6 +52,14 @@ std::span<const Kernels* const> available_kernels() {
     return available;
   }();
   return kAvailable;
+}
+
+const Kernels* device_kernels() noexcept {
+#if defined(NORMSCOPE_BUILD_CUDA)
+  return &cuda::kKernels;
+#else
+  return nullptr;
+#endif
 }
 
 const Kernels& default_kernels() {

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string_view>
 #include <type_traits>
 
 #include "normscope/core/execution.h"
 #include "normscope/core/export.h"
+#include "normscope/core/header.h"
+#include "normscope/core/inline.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
 
@@ -71,6 +74,66 @@ struct GradientSums {
   }
 };
 
+// What a device finds out when nobody waits for it, in memory of the host that the device can write
+// (pinned and mapped). It stays until somebody clears it.
+struct DeviceReport {
+  int mismatch = 0;   // 1: ranks met in different calls
+  int one_value = 0;  // 1: a norm batch had one value a channel
+};
+
+// The number of elements a channel of a norm batch.
+struct Count {
+  double known = 0.0;
+  // Where the host does not know it: a message's header after the all-reduce, on the device.
+  const double* totals = nullptr;
+  int ranks = 1;
+  DeviceReport* report = nullptr;
+
+  // NaN where the ranks disagree or one value has no variance, for everything that follows.
+  [[nodiscard]] NORMSCOPE_INLINE double value() const noexcept {
+    if (totals == nullptr) return known;
+    const bool is_good = ranks_agree(totals, ranks) && totals[kCount] != 1.0;
+    return is_good ? totals[kCount] : std::numeric_limits<double>::quiet_NaN();
+  }
+
+  // Puts down why value() is NaN.
+  NORMSCOPE_INLINE void report_error() const noexcept {
+    if (totals == nullptr) return;
+    if (!ranks_agree(totals, ranks)) {
+      report->mismatch = 1;
+    } else if (totals[kCount] == 1.0) {
+      report->one_value = 1;
+    }
+  }
+};
+
+// What becomes of the moments of a norm batch. Where data is absent, nothing does.
+struct MomentsResults {
+  MutableStatistics statistics;
+  RunningUpdate running = {};
+  LimbsView pooled = {};    // += the limbs, for norm batches that update as one
+  double* count = nullptr;  // = the norm batch's
+
+  [[nodiscard]] MomentsResults channel_range(std::int64_t begin, std::int64_t end) const noexcept {
+    return {statistics.channel_range(begin), running.channel_range(begin),
+            pooled.data == nullptr ? pooled : pooled.channel_range(begin, end),
+            begin == 0 ? count : nullptr};
+  }
+};
+
+// What becomes of the gradient sums of a norm batch, or of one rank's part of it.
+struct GradientResults {
+  GradientSums sums;
+  GradientSums all = {};            // += sums, for a rank of several norm batches
+  MutableChannelView dweight = {};  // = all.dy_xhat where there is all, else sums.dy_xhat
+  MutableChannelView dbias = {};    // = all.dy, or sums.dy
+
+  [[nodiscard]] GradientResults channel_range(std::int64_t begin) const noexcept {
+    return {sums.channel_range(begin), all.dy == nullptr ? all : all.channel_range(begin),
+            dweight.channel_range(begin), dbias.channel_range(begin)};
+  }
+};
+
 // One backend. Tensors have a kernel layout (TensorView::has_kernel_layout), dy, y and dx that of
 // x; channel views hold x.channels entries. Nothing throws but what `execution.parallel_for`
 // throws.
@@ -84,29 +147,37 @@ struct Kernels {
   // sweep that sums and the sweep that applies; x.channels where there is nothing to gain.
   std::int64_t (*channels_per_chunk)(const TensorView& x, int tensors, int threads);
 
-  // limbs += sums of x and x^2, in canonical form.
+  // limbs += sums of x and x^2; in canonical form where there is no seal().
   void (*add_moments)(const Execution& execution, const TensorView& x, LimbsView limbs);
 
-  // Statistics of the norm batch of *count elements, and the running statistics' update.
-  void (*finalize_moments)(const Execution& execution, LimbsView limbs, const double* count,
-                           double eps, DType x_dtype, MutableStatistics statistics,
-                           const RunningUpdate& running);
+  void (*finalize_moments)(const Execution& execution, LimbsView limbs, const Count& count,
+                           double eps, DType x_dtype, const MomentsResults& results);
 
   // y = weight * xhat + bias.
   void (*normalize)(const Execution& execution, const TensorView& x, Statistics statistics,
                     ChannelView weight, ChannelView bias, const MutableTensorView& y);
 
-  // limbs += sums of dy and dy * (x - mean_hi), in canonical form.
+  // limbs += sums of dy and dy * (x - mean_hi); in canonical form where there is no seal().
   void (*add_gradient_sums)(const Execution& execution, const TensorView& x, const TensorView& dy,
                             Statistics statistics, LimbsView limbs);
 
-  void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs, Statistics statistics,
-                                 GradientSums sums);
+  void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs, const Count& count,
+                                 Statistics statistics, const GradientResults& results);
 
   // dx = weight * inv_std * (dy - g1 / n - xhat * g2 / n).
   void (*input_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,
                          Statistics statistics, ChannelView weight, GradientSums sums,
-                         const double* count, const MutableTensorView& dx);
+                         const Count& count, const MutableTensorView& dx);
+
+  // Of a device, whose memory the host cannot touch: numbers = 0; and what a message needs before
+  // it is sent, limbs in canonical form and *header_at = header. nullptr where the host can.
+  void (*clear)(const Execution& execution, double* numbers, std::int64_t size) = nullptr;
+  void (*seal)(const Execution& execution, LimbsView limbs, const Header& header,
+               double* header_at) = nullptr;
+
+  [[nodiscard]] Memory memory() const noexcept {
+    return seal == nullptr ? Memory::kHost : Memory::kDevice;
+  }
 };
 
 // Every backend that was built: the reference first, then from the plainest to the fastest.
@@ -118,6 +189,10 @@ struct Kernels {
 // The fastest available one, or the one that the environment variable NORMSCOPE_KERNELS names (read
 // once). Throws ArgumentError, with the names, where that one is not available.
 [[nodiscard]] const Kernels& default_kernels();
+
+// The kernels for a device's memory; nullptr where they were not built. They are none of those
+// above, which work in the host's.
+[[nodiscard]] const Kernels* device_kernels() noexcept;
 
 // The available backend called `name`. Throws ArgumentError, with the names.
 [[nodiscard]] const Kernels& kernels_named(std::string_view name);

@@ -329,7 +329,7 @@ std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardArgument
 at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Exchange* exchange) {
   const at::Tensor& sums = norm_batch.sums();
   if (exchange == nullptr) return sums.div(norm_batch.count());
-  const at::Tensor message = at::empty({sums.numel() + Exchange::kHeaderSize}, sums.options());
+  const at::Tensor message = at::empty({sums.numel() + kHeaderSize}, sums.options());
   const at::Tensor totals = message.narrow(0, 0, sums.numel()).view(sums.sizes()).copy_(sums);
   const at::Tensor count = message[sums.numel()].fill_(norm_batch.count());
   exchange->all_reduce(

@@ -54,7 +54,8 @@ C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part,
   options_ = options;
 }
 
-void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream) {
+void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
+  check_host_memory(*this, stream);
   const auto length = static_cast<double>(values.size());
   std::vector<double> frame(kFrameLength);
   const std::span content = std::span(frame).subspan(kLengthFields);

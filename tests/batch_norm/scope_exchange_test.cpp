@@ -89,7 +89,7 @@ TEST_P(ScopeExchange, ErrorsCallTheRanksOfAPartAsTheGroupDoes) {
     const int rank = group.communicator().rank();
     const std::unique_ptr<Exchange> part = make_part_of(group, {0, 0, 0, 3, 3});
     const std::string layer = "layer" + std::to_string(rank);
-    std::vector<double> message(Exchange::kHeaderSize);
+    std::vector<double> message(kHeaderSize);
 
     const std::string text = text_of<MismatchError>([&] {
       part->all_reduce({.layer = layer, .scope = "group:3", .channels = 2}, message, {});

@@ -224,6 +224,18 @@ TEST_P(PeersContract, DifferentLengthsAreNamedToEveryRankAndTheGroupStaysUsable)
   });
 }
 
+TEST_P(PeersContract, AddingOnTheCpuRefusesADevicesMemoryAndTheGroupStaysUsable) {
+  run([](Communicator& communicator) {
+    std::vector<double> value{1.0};
+
+    const std::string text = text_of<ArgumentError>(
+        [&] { communicator.all_reduce_sum(value, {.memory = Memory::kDevice}); });
+
+    EXPECT_THAT(text, EndsWith(": expected values in the host's memory, got a device's"));
+    EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+  });
+}
+
 TEST_P(PeersContract, AFailureEndsTheWaitOfPeers) {
   // The time limit is far beyond the limit of the whole test.
   run(

@@ -108,8 +108,8 @@ TEST_P(KernelBits, GradientsNearTheEndOfFloat32FollowTheSpecification) {
   OwnedStatistics statistics(9);  // of mean zero: the two sums are equal
   OwnedLimbs limbs(9);
 
-  kernels().add_gradient_sums({}, x.view().read_only(), dy.view().read_only(),
-                              statistics.view().read_only(), limbs.view());
+  add_gradient_sums(kernels(), {}, x.view().read_only(), dy.view().read_only(),
+                    statistics.view().read_only(), limbs.view());
 
   with_element_type(dtype(), [&]<class Element>(Element*) {
     expect_limbs(
@@ -153,7 +153,7 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
   const Shape shape{7, 5, 130};
   const Tensor whole = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kX);
   OwnedLimbs expected(shape.channels);
-  kernels().add_moments({}, whole.view(), expected.view());
+  add_moments(kernels(), {}, whole.view(), expected.view());
   const std::vector<std::vector<std::vector<std::int64_t>>> assignments = {
       {{6, 5, 4, 3, 2, 1, 0}},
       {{0, 1, 2}, {3, 4, 5, 6}},
@@ -167,7 +167,7 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
       Tensor part = tensor({static_cast<std::int64_t>(samples.size()), 5, 130});
       fill(part, Inputs::kMeanOf1e3Deviations, Role::kX, samples);
       OwnedLimbs own(shape.channels);
-      kernels().add_moments({}, part.view().read_only(), own.view());
+      add_moments(kernels(), {}, part.view().read_only(), own.view());
       for (std::size_t i = 0; i < total.size(); ++i) total[i] += own.numbers()[i];
     }
     std::copy(total.begin(), total.end(), sum.view().data);
@@ -175,7 +175,7 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
     // Adding nothing brings limbs into canonical form.
     Tensor one = tensor({1, 5, 130});
     one.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) { one.set(n, c, p, 0.0); });
-    kernels().add_moments({}, one.view().read_only(), sum.view());
+    add_moments(kernels(), {}, one.view().read_only(), sum.view());
 
     EXPECT_EQ(sum.numbers(), expected.numbers());
   }
@@ -197,14 +197,14 @@ TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
   std::vector<double> dy_sum = sums;
   std::vector<double> dy_xhat_sum = sums;
   const GradientSums gradient_sums{dy_sum.data(), dy_xhat_sum.data()};
-  const double count = 100.0;
+  const Count count{.known = 100.0};
   Tensor streamed_y = tensor(shape);
   Tensor streamed_dx = tensor(shape);
   Tensor y = tensor(shape);
   Tensor dx = tensor(shape);
 
   kernels().normalize({}, x.view(), read_only, ones.view(), ones.view(), streamed_y.view());
-  kernels().input_gradient({}, x.view(), x.view(), read_only, ones.view(), gradient_sums, &count,
+  kernels().input_gradient({}, x.view(), x.view(), read_only, ones.view(), gradient_sums, count,
                            streamed_dx.view());
   for (std::int64_t n = 0; n < shape.samples; ++n) {
     for (std::int64_t c = 0; c < shape.channels; c += 8) {
@@ -212,7 +212,7 @@ TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
       kernels().normalize({}, part, read_only.channel_range(c), {}, ones.view(),
                           y.view().sample_range(n, n + 1).channel_range(c, c + 8));
       kernels().input_gradient({}, part, part, read_only.channel_range(c), {},
-                               gradient_sums.channel_range(c), &count,
+                               gradient_sums.channel_range(c), count,
                                dx.view().sample_range(n, n + 1).channel_range(c, c + 8));
     }
   }
@@ -237,7 +237,7 @@ TEST_P(KernelBits, SumsOfSingleElementsAreExact) {
   });
   OwnedLimbs limbs(shape.channels);
 
-  kernels().add_moments({}, x.view().read_only(), limbs.view());
+  add_moments(kernels(), {}, x.view().read_only(), limbs.view());
 
   for (std::int64_t c = 0; c < shape.channels; ++c) {
     ExactSum sum;
@@ -292,7 +292,7 @@ TEST(GoldenBits, EveryBackendGivesTheRecordedLimbs) {
     fill(x, Inputs::kMeanOf1e3Deviations, Role::kX);
     for (const Kernels* kernels : kernels_with_equal_bits()) {
       OwnedLimbs limbs(1);
-      kernels->add_moments({}, x.view().read_only(), limbs.view());
+      add_moments(*kernels, {}, x.view().read_only(), limbs.view());
       for (int sum = 0; sum < kSums; ++sum) {
         for (int k = 0; k < kLimbs; ++k) {
           EXPECT_EQ(limbs.limb(sum, k, 0), golden.sums[sum][k])

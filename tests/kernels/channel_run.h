@@ -48,6 +48,21 @@ class OwnedStatistics {
   std::vector<double> numbers_;
 };
 
+// The sums of a tensor, ready to be sent.
+inline void add_moments(const Kernels& kernels, const Execution& execution, const TensorView& x,
+                        LimbsView limbs) {
+  Header unused;
+  kernels.add_moments(execution, x, limbs);
+  if (kernels.seal != nullptr) kernels.seal(execution, limbs, {}, unused.fields);
+}
+inline void add_gradient_sums(const Kernels& kernels, const Execution& execution,
+                              const TensorView& x, const TensorView& dy, Statistics statistics,
+                              LimbsView limbs) {
+  Header unused;
+  kernels.add_gradient_sums(execution, x, dy, statistics, limbs);
+  if (kernels.seal != nullptr) kernels.seal(execution, limbs, {}, unused.fields);
+}
+
 // Every kernel of a backend once, in the order of a training step of one rank.
 struct KernelRun {
   explicit KernelRun(const Tensor& x)
@@ -77,17 +92,18 @@ struct KernelRun {
                                            const ChannelArray& weight, const ChannelArray& bias) {
   KernelRun run(x);
   const TensorView view = x.view();
-  const auto count = static_cast<double>(view.elements_per_channel());
+  const Count count{.known = static_cast<double>(view.elements_per_channel())};
   const RunningUpdate running{run.running_mean.view(), run.running_var.view(), kMomentum};
   const GradientSums sums{run.dy_sum.data(), run.dy_xhat_sum.data()};
-  kernels.add_moments(execution, view, run.moments.view());
-  kernels.finalize_moments(execution, run.moments.view(), &count, kEps, x.dtype(),
-                           run.statistics.view(), running);
+  add_moments(kernels, execution, view, run.moments.view());
+  kernels.finalize_moments(execution, run.moments.view(), count, kEps, x.dtype(),
+                           {.statistics = run.statistics.view(), .running = running});
   const Statistics statistics = run.statistics.view().read_only();
   kernels.normalize(execution, view, statistics, weight.view(), bias.view(), run.y.view());
-  kernels.add_gradient_sums(execution, view, dy.view(), statistics, run.gradient_sums.view());
-  kernels.finalize_gradient_sums(execution, run.gradient_sums.view(), statistics, sums);
-  kernels.input_gradient(execution, view, dy.view(), statistics, weight.view(), sums, &count,
+  add_gradient_sums(kernels, execution, view, dy.view(), statistics, run.gradient_sums.view());
+  kernels.finalize_gradient_sums(execution, run.gradient_sums.view(), count, statistics,
+                                 {.sums = sums});
+  kernels.input_gradient(execution, view, dy.view(), statistics, weight.view(), sums, count,
                          run.dx.view());
   return run;
 }

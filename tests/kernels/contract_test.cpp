@@ -138,7 +138,7 @@ TEST_P(KernelContract, StridesAndPartsOfTensorsChangeNothingAndNothingElseIsWrit
   fill(packed_dy, Inputs::kCentred, Role::kDy);
   KernelRun expected = run_kernels(kernels(), Execution{}, packed_x, packed_dy, weight, bias);
   const Statistics statistics = expected.statistics.view().read_only();
-  const double count = static_cast<double>(shape.samples * shape.positions);
+  const Count count{.known = static_cast<double>(shape.samples * shape.positions)};
 
   for (const Gaps gaps : {Gaps{.before = 1, .row = 0, .sample = 0},
                           {.before = 3, .row = 5, .sample = 0},
@@ -166,15 +166,14 @@ TEST_P(KernelContract, StridesAndPartsOfTensorsChangeNothingAndNothingElseIsWrit
                           weight.view().channel_range(channel), bias.view().channel_range(channel),
                           y_part);
       kernels().input_gradient({}, x_part, dy_part, statistics.channel_range(channel),
-                               weight.view().channel_range(channel), sums, &count, dx_part);
+                               weight.view().channel_range(channel), sums, count, dx_part);
       OwnedLimbs gradient_sums(shape.channels);
-      kernels().add_gradient_sums({}, x_part, dy_part, statistics.channel_range(channel),
-                                  gradient_sums.view().channel_range(channel, shape.channels));
+      add_gradient_sums(kernels(), {}, x_part, dy_part, statistics.channel_range(channel),
+                        gradient_sums.view().channel_range(channel, shape.channels));
       OwnedLimbs packed_gradient_sums(shape.channels);
-      kernels().add_gradient_sums(
-          {}, part(std::as_const(packed_x).view()), part(std::as_const(packed_dy).view()),
-          statistics.channel_range(channel),
-          packed_gradient_sums.view().channel_range(channel, shape.channels));
+      add_gradient_sums(kernels(), {}, part(std::as_const(packed_x).view()),
+                        part(std::as_const(packed_dy).view()), statistics.channel_range(channel),
+                        packed_gradient_sums.view().channel_range(channel, shape.channels));
 
       EXPECT_EQ(gradient_sums.numbers(), packed_gradient_sums.numbers());
       EXPECT_TRUE(y.untouched_outside(y_part.read_only()));
@@ -260,14 +259,15 @@ TEST_P(HandComputed, ParametersAndBuffersOfEveryType) {
     OwnedLimbs limbs(1);
     OwnedStatistics statistics(1);
     Tensor y = x;
-    const double count = 4.0;
+    const Count count{.known = 4.0};
     // mean 1/4, sample variance 1/4: running becomes 1 - 3/4 momentum, a little below halfway
     // between 1 - 2^-8 and 1 to bfloat16, which float32 cannot tell from halfway.
     const double momentum = (0x1p-9 + 0x1p-40) / 0.75;
 
-    GetParam()->add_moments({}, x.view().read_only(), limbs.view());
-    GetParam()->finalize_moments({}, limbs.view(), &count, 0.0, DType::kFloat32, statistics.view(),
-                                 {running_mean.view(), running_var.view(), momentum});
+    add_moments(*GetParam(), {}, x.view().read_only(), limbs.view());
+    GetParam()->finalize_moments({}, limbs.view(), count, 0.0, DType::kFloat32,
+                                 {.statistics = statistics.view(),
+                                  .running = {running_mean.view(), running_var.view(), momentum}});
     GetParam()->normalize({}, x.view().read_only(), statistics.view().read_only(), weight.view(),
                           bias.view(), y.view());
 
@@ -300,10 +300,11 @@ TEST_P(HandComputed, ANormBatchOfNothingUpdatesNoBuffer) {
   OwnedStatistics statistics(1);
   ChannelArray running_mean(DType::kFloat32, 1, 7.0);
   ChannelArray running_var(DType::kFloat32, 1, 8.0);
-  const double count = 0.0;
+  const Count count{.known = 0.0};
 
-  GetParam()->finalize_moments({}, limbs.view(), &count, 0.25, DType::kFloat32, statistics.view(),
-                               {running_mean.view(), running_var.view(), 0.5});
+  GetParam()->finalize_moments(
+      {}, limbs.view(), count, 0.25, DType::kFloat32,
+      {.statistics = statistics.view(), .running = {running_mean.view(), running_var.view(), 0.5}});
 
   EXPECT_EQ(running_mean[0], 7.0);
   EXPECT_EQ(running_var[0], 8.0);

@@ -181,11 +181,13 @@ struct Backend {
     });
   }
 
-  static void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const double* count,
-                               double eps, DType x_dtype, MutableStatistics statistics,
-                               const RunningUpdate& running) {
+  static void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Count& count,
+                               double eps, DType x_dtype, const MomentsResults& results) {
+    const auto& [statistics, running, pooled, count_out] = results;
     const std::int64_t channels = limbs.channels;
-    const double n = *count;
+    const double n = count.value();
+    if (count_out != nullptr) *count_out = n;
+    if (pooled.data != nullptr) kPieces.merge_limbs(limbs, pooled);
     std::vector<double> variance(static_cast<std::size_t>(channels));
     double* mean = statistics.mean_hi;
     double* mean_rest = statistics.mean_lo;
@@ -255,14 +257,17 @@ struct Backend {
   }
 
   static void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs,
-                                     Statistics statistics, GradientSums sums) {
-    kPieces.gradient_sums(limbs, statistics, sums);
+                                     const Count& /*count*/, Statistics statistics,
+                                     const GradientResults& results) {
+    kPieces.gradient_sums(limbs, statistics, results.sums);
+    for (std::int64_t c = 0; c < limbs.channels; ++c) use_gradient_sums(results, c);
   }
 
   static void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
                              Statistics statistics, ChannelView weight, GradientSums sums,
-                             const double* count, const MutableTensorView& dx) {
+                             const Count& count, const MutableTensorView& dx) {
     if (x.empty()) return;
+    const double elements = count.value();
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       using Real = Arithmetic<Element>;
       const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
@@ -272,8 +277,8 @@ struct Backend {
         values.set(0, c, statistics.mean_hi[c]);
         values.set(1, c, statistics.mean_lo[c]);
         values.set(2, c, weights[static_cast<std::size_t>(c)] * inv_std);
-        values.set(3, c, sums.dy[c] / *count);
-        values.set(4, c, inv_std * (sums.dy_xhat[c] / *count));
+        values.set(3, c, sums.dy[c] / elements);
+        values.set(4, c, inv_std * (sums.dy_xhat[c] / elements));
       }
       const Stores stores = stores_for(dx);
       for_parts(execution, x, [&](TileRange channels, TileRange tiles) {

@@ -49,14 +49,15 @@ struct InputGradientElements {
   Statistics statistics;
   ChannelView weight;
   GradientSums sums;
-  const double* count;
+  Count count;
 
   NORMSCOPE_INLINE InputGradient<Real> formula(std::int64_t c) const {
     const double inv_std = statistics.inv_std[c];
+    const double elements = count.value();
     return {static_cast<Real>(statistics.mean_hi[c]), static_cast<Real>(statistics.mean_lo[c]),
             static_cast<Real>(channel_value(weight, c, 1.0) * inv_std),
-            static_cast<Real>(sums.dy[c] / *count),
-            static_cast<Real>(inv_std * (sums.dy_xhat[c] / *count))};
+            static_cast<Real>(sums.dy[c] / elements),
+            static_cast<Real>(inv_std * (sums.dy_xhat[c] / elements))};
   }
 
   template <int kPack>

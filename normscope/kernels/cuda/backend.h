@@ -17,6 +17,7 @@ namespace normscope::cuda {
 //   struct Device {
 //     static int multiprocessors();
 //     static std::int64_t cache_bytes();          // of L2
+//     static void clear(Stream stream, double* numbers, std::int64_t size);
 //     template <class Kernel, class... Arguments>
 //     static void launch(Stream stream, Grid grid, Kernel kernel, Arguments... arguments);
 //   };
@@ -104,15 +105,15 @@ struct Backend {
                           ceil_divide(tiles, kTilesPerBlock), kWarp, kBlockThreads / kWarp),
                      add_tiles_channels_last<kAccess, AnyTerms>, terms, limbs);
     }
-    per_channel(stream, limbs.channels, canonicalize_limbs, limbs);
   }
 
   template <class Kernel, class... Arguments>
   static void per_channel(Stream stream, std::int64_t channels, Kernel kernel,
                           Arguments... arguments) {
     constexpr int kThreads = 128;
-    Device::launch(stream, Grid{ceil_divide(channels, kThreads), 1, kThreads, 1}, kernel,
-                   arguments...);
+    // One thread is there for what belongs to no channel.
+    const std::int64_t blocks = std::max<std::int64_t>(1, ceil_divide(channels, kThreads));
+    Device::launch(stream, Grid{blocks, 1, kThreads, 1}, kernel, arguments...);
   }
 
   template <Access kAccess, class Apply>
@@ -156,12 +157,10 @@ struct Backend {
     });
   }
 
-  static void finalize_moments(const Execution& execution, LimbsView limbs, const double* count,
-                               double eps, DType x_dtype, MutableStatistics statistics,
-                               const RunningUpdate& running) {
-    if (limbs.channels == 0) return;
+  static void finalize_moments(const Execution& execution, LimbsView limbs, const Count& count,
+                               double eps, DType x_dtype, const MomentsResults& results) {
     per_channel(execution.stream, limbs.channels, cuda::finalize_moments, limbs, count, eps,
-                x_dtype, statistics, running);
+                x_dtype, results);
   }
 
   static void normalize(const Execution& execution, const TensorView& x, Statistics statistics,
@@ -190,15 +189,15 @@ struct Backend {
   }
 
   static void finalize_gradient_sums(const Execution& execution, LimbsView limbs,
-                                     Statistics statistics, GradientSums sums) {
-    if (limbs.channels == 0) return;
-    per_channel(execution.stream, limbs.channels, cuda::finalize_gradient_sums, limbs, statistics,
-                sums);
+                                     const Count& count, Statistics statistics,
+                                     const GradientResults& results) {
+    per_channel(execution.stream, limbs.channels, cuda::finalize_gradient_sums, limbs, count,
+                statistics, results);
   }
 
   static void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
                              Statistics statistics, ChannelView weight, GradientSums sums,
-                             const double* count, const MutableTensorView& dx) {
+                             const Count& count, const MutableTensorView& dx) {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const InputGradientElements<Element> formula{
@@ -209,6 +208,15 @@ struct Backend {
           },
           x, dy, dx);
     });
+  }
+
+  static void clear(const Execution& execution, double* numbers, std::int64_t size) {
+    Device::clear(execution.stream, numbers, size);
+  }
+
+  static void seal(const Execution& execution, LimbsView limbs, const Header& header,
+                   double* header_at) {
+    per_channel(execution.stream, limbs.channels, seal_message, limbs, header, header_at);
   }
 
   static constexpr Kernels kernels(std::string_view name, bool (*can_run)()) {
@@ -222,6 +230,8 @@ struct Backend {
         .add_gradient_sums = add_gradient_sums,
         .finalize_gradient_sums = finalize_gradient_sums,
         .input_gradient = input_gradient,
+        .clear = clear,
+        .seal = seal,
     };
   }
 };

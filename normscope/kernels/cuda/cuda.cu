@@ -25,6 +25,11 @@ struct CurrentDevice {
     return std::max(1, attribute_of_current_device(cudaDevAttrL2CacheSize));
   }
 
+  static void clear(Stream stream, double* numbers, std::int64_t size) {
+    cudaMemsetAsync(numbers, 0, static_cast<std::size_t>(size) * sizeof(double),
+                    static_cast<cudaStream_t>(stream.handle));
+  }
+
   // Errors of a launch stay with the runtime, where the next call that can fail finds them.
   template <class Kernel, class... Arguments>
   static void launch(Stream stream, Grid grid, Kernel kernel, Arguments... arguments) {

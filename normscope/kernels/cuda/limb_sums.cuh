@@ -56,17 +56,4 @@ class ThreadLimbs {
   std::int64_t tiles_ = 0;
 };
 
-// One thread a channel.
-// Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
-__global__ void canonicalize_limbs(LimbsView limbs) {
-  const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (c >= limbs.channels) return;
-  for (int sum = 0; sum < kSums; ++sum) {
-    double values[kLimbs];
-    for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
-    canonicalize(values);
-    for (int k = 0; k < kLimbs; ++k) limbs.limb(sum, k)[c] = values[k];
-  }
-}
-
 }  // namespace normscope::cuda

@@ -46,6 +46,15 @@ void canonicalize_channel(LimbsView limbs, int sum, std::int64_t c) {
   for (int k = 0; k < kLimbs; ++k) limbs.limb(sum, k)[c] = values[k];
 }
 
+void add_limbs(LimbsView from, LimbsView to) {
+  for (int sum = 0; sum < kSums; ++sum) {
+    for (std::int64_t c = 0; c < to.channels; ++c) {
+      for (int k = 0; k < kLimbs; ++k) to.limb(sum, k)[c] += from.limb(sum, k)[c];
+      canonicalize_channel(to, sum, c);
+    }
+  }
+}
+
 DoubleDouble<double> total_of(LimbsView limbs, int sum, std::int64_t c) {
   double values[kLimbs];
   for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
@@ -77,10 +86,12 @@ void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView 
   }
 }
 
-void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const double* count,
-                      double eps, DType x_dtype, MutableStatistics statistics,
-                      const RunningUpdate& running) {
-  const double n = *count;
+void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Count& count,
+                      double eps, DType x_dtype, const MomentsResults& results) {
+  const auto& [statistics, running, pooled, count_out] = results;
+  const double n = count.value();
+  if (count_out != nullptr) *count_out = n;
+  if (pooled.data != nullptr) add_limbs(limbs, pooled);
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
     if (n == 0.0) {
       statistics.mean_hi[c] = 0.0;
@@ -133,23 +144,25 @@ void add_gradient_sums(const Execution& /*execution*/, const TensorView& x, cons
   }
 }
 
-void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
-                            GradientSums sums) {
+void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, const Count& /*count*/,
+                            Statistics statistics, const GradientResults& results) {
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
     const DoubleDouble<double> dy = total_of(limbs, 0, c);
-    sums.dy[c] = dy.hi + dy.lo;
-    sums.dy_xhat[c] = gradient_sum_with_xhat(dy, total_of(limbs, 1, c), statistics.mean_lo[c],
-                                             statistics.inv_std[c]);
+    results.sums.dy[c] = dy.hi + dy.lo;
+    results.sums.dy_xhat[c] = gradient_sum_with_xhat(dy, total_of(limbs, 1, c),
+                                                     statistics.mean_lo[c], statistics.inv_std[c]);
+    use_gradient_sums(results, c);
   }
 }
 
 void input_gradient(const Execution& /*execution*/, const TensorView& x, const TensorView& dy,
                     Statistics statistics, ChannelView weight, GradientSums sums,
-                    const double* count, const MutableTensorView& dx) {
+                    const Count& count, const MutableTensorView& dx) {
+  const double elements = count.value();
   for (std::int64_t c = 0; c < x.channels; ++c) {
     const double inv_std = statistics.inv_std[c];
-    const double mean_dy = sums.dy[c] / *count;
-    const double mean_dy_xhat = sums.dy_xhat[c] / *count;
+    const double mean_dy = sums.dy[c] / elements;
+    const double mean_dy_xhat = sums.dy_xhat[c] / elements;
     const double scale = channel_value(weight, c, 1.0) * inv_std;
     for (std::int64_t n = 0; n < x.samples; ++n) {
       for (std::int64_t p = 0; p < x.positions; ++p) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/kernels/cuda_on_host/backend.h"
 
+#include <atomic>
+
 // clang-format off: the language comes before what is written in it
 #include "tests/kernels/cuda_on_host/device.h"
 #include "normscope/kernels/cuda/backend.h"
@@ -9,16 +11,23 @@
 namespace normscope::cuda_on_host {
 namespace {
 
+std::atomic<int> launched = 0;
+
 struct Device {
   // Few, so that small tensors have blocks that share channels, and tests stay quick.
   static int multiprocessors() { return 1; }
   static std::int64_t cache_bytes() { return std::int64_t{1} << 20; }
+
+  static void clear(Stream /*stream*/, double* numbers, std::int64_t size) {
+    std::fill_n(numbers, size, 0.0);
+  }
 
   template <class Kernel, class... Arguments>
   static void launch(Stream /*stream*/, cuda::Grid grid, Kernel kernel, Arguments... arguments) {
     run_grid({static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y)},
              {static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y)},
              [&] { kernel(arguments...); });
+    ++launched;
   }
 };
 
@@ -26,5 +35,7 @@ struct Device {
 
 constinit const Kernels kKernels =
     cuda::Backend<Device>::kernels("cuda_on_host", [] { return true; });
+
+int launches() noexcept { return launched; }
 
 }  // namespace normscope::cuda_on_host

@@ -24,8 +24,27 @@ foreach(architecture IN LISTS NORMSCOPE_CUDA_ARCHITECTURES)
 endforeach()
 file(MAKE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/cuda.CompilesWithinItsLimits)
 
+# The library has them where it is told to, for one architecture, without a device.
+set(build ${CMAKE_CURRENT_BINARY_DIR}/with_cuda)
+add_test(
+  NAME cuda.IsLinkedIntoTheLibrary
+  COMMAND
+    ${CMAKE_CTEST_COMMAND} --build-and-test ${normscope_SOURCE_DIR} ${build} --build-generator
+    ${CMAKE_GENERATOR} --build-target normscope --build-target kernel_selection_test
+    --build-options -DNORMSCOPE_BUILD_CUDA=ON -DNORMSCOPE_CUDA_ARCHITECTURES=90
+    -DNORMSCOPE_BUILD_TORCH=OFF -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_WERROR=ON
+    --test-command ${build}/tests/kernels/kernel_selection_test --gtest_filter=*Kernels.*
+)
+set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES LABELS cuda TIMEOUT 1200)
+if(NOT NORMSCOPE_NVCC)
+  set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES DISABLED ON)
+endif()
+
 # The suites under ThreadSanitizer: whatever two threads of a device do to one number must be ordered.
-add_library(cuda_on_host_suites OBJECT ${cuda_on_host_suites})
+add_library(
+  cuda_on_host_suites OBJECT bits_test.cpp contract_test.cpp cuda_on_host/device.cpp
+                             cuda_on_host/kernels_under_test.cpp
+)
 normscope_set_compile_rules(cuda_on_host_suites)
 target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
 target_link_libraries(cuda_on_host_suites PRIVATE normscope::kernels GTest::gmock)

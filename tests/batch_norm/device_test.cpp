@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Forward and backward where kernels work in a device's memory: the bits of the host, and errors
+// that nobody waits for. The source of the CUDA kernels, run on the host.
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/core/error.h"
+#include "tests/batch_norm/layer_run.h"
+#include "tests/comm/worlds.h"
+#include "tests/kernels/cuda_on_host/backend.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+using ::testing::IsNan;
+using ::testing::StartsWith;
+
+constexpr std::int64_t kSamples = 7;
+
+// The stand-in's device memory is the host's, where the communicators of tests can add.
+class HostedCommunicator : public BorrowedCommunicator {
+ public:
+  using BorrowedCommunicator::BorrowedCommunicator;
+
+  void all_reduce_sum(std::span<double> values, Stream /*stream*/) override {
+    BorrowedCommunicator::all_reduce_sum(values, {});
+  }
+};
+
+// The same over a transport that ranks with different lengths would crash.
+class FragileCommunicator final : public HostedCommunicator {
+ public:
+  using HostedCommunicator::HostedCommunicator;
+
+  [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
+};
+
+// What a rank needs for calls on its device; what was in the workspace before does not matter.
+class DeviceRank {
+ public:
+  explicit DeviceRank(Exchange* exchange, std::int64_t channels = 5)
+      : workspace_(static_cast<std::size_t>(workspace_size(channels)),
+                   std::numeric_limits<double>::quiet_NaN()),
+        exchange_(exchange) {}
+
+  [[nodiscard]] CallContext context() {
+    CallContext context = context_of(exchange_);
+    context.kernels = &cuda_on_host::kKernels;
+    context.workspace = workspace_.data();
+    context.report = &report_;
+    return context;
+  }
+
+ private:
+  std::vector<double> workspace_;
+  DeviceReport report_;
+  Exchange* exchange_;
+};
+
+void expect_same(const LayerRun& run, const LayerRun& expected) {
+  EXPECT_EQ(run.statistics, expected.statistics);
+  EXPECT_EQ(run.counts, expected.counts);
+  EXPECT_EQ(run.running_mean.values(), expected.running_mean.values());
+  EXPECT_EQ(run.running_var.values(), expected.running_var.values());
+  EXPECT_EQ(run.dweight.values(), expected.dweight.values());
+  EXPECT_EQ(run.dbias.values(), expected.dbias.values());
+  run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_PRED2(same_bits, run.y.at(n, c, p), expected.y.at(n, c, p));
+    ASSERT_PRED2(same_bits, run.dx.at(n, c, p), expected.dx.at(n, c, p));
+  });
+}
+
+std::vector<Layer> layers() {
+  std::vector<Layer> layers;
+  for (const DType dtype : kAllDTypes) {
+    for (const Layout layout : kAllLayouts) {
+      layers.push_back({.dtype = dtype, .layout = layout, .positions = 130});
+      layers.push_back({.dtype = dtype,
+                        .layout = layout,
+                        .positions = 1,
+                        .parameters = Parameters::kLikeInput,
+                        .buffers = dtype});
+    }
+  }
+  return layers;
+}
+
+class OnADevice : public ::testing::TestWithParam<World> {
+ protected:
+  template <class Body>
+  static void run(const Body& body) {
+    GetParam().run(GetParam().ranks, {}, [&](Communicator& communicator) {
+      Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
+      body(exchange);
+    });
+  }
+
+  static bool is_last(const Exchange& exchange) {
+    return exchange.communicator().rank() == exchange.communicator().size() - 1;
+  }
+
+  // All that came out of the forward is NaN, and nothing was updated.
+  static void expect_nan(const LayerRun& run) {
+    EXPECT_THAT(run.statistics, Each(IsNan()));
+    EXPECT_THAT(run.counts, Each(IsNan()));
+    EXPECT_EQ(run.running_mean.values(), std::vector<double>(5, 0.5));
+    EXPECT_EQ(run.running_var.values(), std::vector<double>(5, 2.0));
+    run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      ASSERT_THAT(run.y.at(n, c, p), IsNan());
+    });
+  }
+
+  // The next call throws Expected, whose text is returned; the group has failed.
+  template <class Expected>
+  static std::string error_of_next_call(DeviceRank& device) {
+    LayerRun next(Layer{}, first_samples(2));
+    const std::string text = text_of<Expected>([&] { next.step(device.context()); });
+    EXPECT_THROW(next.step(device.context()), CommunicationError);
+    return text;
+  }
+};
+
+TEST_P(OnADevice, TheBitsAreThoseOfTheHost) {
+  run([](Exchange& exchange) {
+    DeviceRank device(&exchange);
+    const auto rank = static_cast<std::size_t>(exchange.communicator().rank());
+    const int ranks = exchange.communicator().size();
+    for (const Layer& layer : layers()) {
+      for (const Assignment& assignment :
+           {in_order(kSamples, ranks), uneven_and_permuted(kSamples, ranks)}) {
+        LayerRun expected(layer, assignment[rank]);
+        expected.step(context_of(&exchange));
+        LayerRun run(layer, assignment[rank]);
+
+        run.step(device.context());
+
+        ASSERT_NO_FATAL_FAILURE(expect_same(run, expected));
+      }
+    }
+  });
+}
+
+TEST_P(OnADevice, NoValueOnAnyRankUpdatesNothing) {
+  run([](Exchange& exchange) {
+    for (const std::int64_t channels : {5, 0}) {
+      DeviceRank device(&exchange, channels);
+      LayerRun expected({.channels = channels}, {});
+      expected.step(context_of(&exchange));
+      LayerRun run({.channels = channels}, {});
+
+      run.step(device.context());
+
+      expect_same(run, expected);
+      EXPECT_EQ(run.running_mean.values(),
+                std::vector<double>(static_cast<std::size_t>(channels), 0.5));
+    }
+  });
+}
+
+TEST_P(OnADevice, OneValueOverAllRanksGivesNaNAndTheNextCallThrows) {
+  run([](Exchange& exchange) {
+    DeviceRank device(&exchange);
+    LayerRun run({.positions = 1}, first_samples(is_last(exchange) ? 1 : 0));
+
+    batch_norm_forward(run.forward_arguments(), device.context());
+
+    expect_nan(run);
+    EXPECT_THAT(error_of_next_call<OneValueError>(device),
+                AllOf(StartsWith("x: expected more than 1 value per channel"),
+                      HasSubstr("in an earlier call, whose results are NaN")));
+  });
+}
+
+class RanksOnADevice : public OnADevice {};
+
+TEST_P(RanksOnADevice, DifferentCallsGiveNaNAndTheNextCallThrows) {
+  run([](Exchange& exchange) {
+    DeviceRank device(&exchange);
+    CallContext context = device.context();
+    if (is_last(exchange)) context.layer = "head.bn";
+    LayerRun run(Layer{}, first_samples(2));
+
+    batch_norm_forward(run.forward_arguments(), context);
+
+    expect_nan(run);
+    EXPECT_THAT(error_of_next_call<MismatchError>(device),
+                AllOf(StartsWith("the ranks of a scope met in different calls"),
+                      HasSubstr("NORMSCOPE_CHECK=1")));
+  });
+}
+
+TEST_P(RanksOnADevice, DifferentNeedsForABackwardGiveNaNAndTheNextCallThrows) {
+  run([](Exchange& exchange) {
+    DeviceRank device(&exchange);
+    LayerRun run(Layer{}, first_samples(2));
+    ForwardArguments arguments = run.forward_arguments();
+    arguments.backward = is_last(exchange) ? BackwardNeeded::kNo : BackwardNeeded::kYes;
+
+    batch_norm_forward(arguments, device.context());
+
+    expect_nan(run);
+    (void)error_of_next_call<MismatchError>(device);
+  });
+}
+
+TEST_P(RanksOnADevice, DifferentBackwardsGiveNaNAndTheNextCallThrows) {
+  run([](Exchange& exchange) {
+    DeviceRank device(&exchange);
+    LayerRun run(Layer{}, first_samples(2));
+    batch_norm_forward(run.forward_arguments(), device.context());
+    CallContext context = device.context();
+    if (is_last(exchange)) context.layer = "head.bn";
+
+    batch_norm_backward(run.backward_arguments(), context);
+
+    run.dx.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      ASSERT_THAT(run.dx.at(n, c, p), IsNan());
+    });
+    (void)error_of_next_call<MismatchError>(device);
+  });
+}
+
+TEST_P(RanksOnADevice, ALayerThatIsNewIsComparedBeforeWhereTheTransportIsFragile) {
+  GetParam().run(GetParam().ranks, {}, [](Communicator& communicator) {
+    Exchange exchange(std::make_unique<FragileCommunicator>(communicator));
+    const Layer layer{.channels = is_last(exchange) ? 6 : 5};
+    DeviceRank device(&exchange, layer.channels);
+    LayerRun run(layer, first_samples(2));
+
+    const std::string text = text_of<MismatchError>(
+        [&] { batch_norm_forward(run.forward_arguments(), device.context()); });
+
+    EXPECT_THAT(text, AllOf(HasSubstr("rank 0: forward of block.bn (5 channels, scope world)"),
+                            HasSubstr("forward of block.bn (6 channels, scope world)")));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Alone, OnADevice, worlds({1}, run_alone), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Threads, OnADevice, worlds({2, 3}, run_as_threads), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Threads, RanksOnADevice, worlds({2, 3}, run_as_threads), ranks_of);
+
+TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
+  // 7 samples in slices of 3, 3 and 1.
+  for (const std::int64_t slices : {1, 3}) {
+    for (const Layout layout : kAllLayouts) {
+      for (const SliceStats slice_stats :
+           {SliceStats::kPooled, SliceStats::kFirst, SliceStats::kSequential}) {
+        for (const RunningAverage average :
+             {RunningAverage::kExponential, RunningAverage::kCumulative}) {
+          const Layer layer{.layout = layout};
+          const auto step = [&](const CallContext& context) {
+            LayerRun run(layer, first_samples(kSamples), slices);
+            ForwardArguments arguments = run.forward_arguments();
+            arguments.slice_stats = slice_stats;
+            arguments.running_average = average;
+            batch_norm_forward(arguments, context);
+            batch_norm_backward(run.backward_arguments(), context);
+            return run;
+          };
+          DeviceRank device(nullptr);
+
+          const LayerRun run = step(device.context());
+
+          ASSERT_NO_FATAL_FAILURE(expect_same(run, step({})));
+        }
+      }
+    }
+  }
+}
+
+TEST(AloneOnADevice, ChannelsThatDoNotFitTheCacheGoChunkByChunk) {
+  const Layer layer{.channels = 9, .positions = 30000};  // 1 MiB of cache holds two channels
+  LayerRun expected(layer, first_samples(2));
+  expected.step({});
+  DeviceRank device(nullptr, layer.channels);
+  LayerRun run(layer, first_samples(2));
+
+  run.step(device.context());
+
+  expect_same(run, expected);
+}
+
+TEST(AloneOnADevice, OneValueIsRefusedAtOnce) {
+  DeviceRank device(nullptr);
+  LayerRun run({.positions = 1}, first_samples(1));
+
+  EXPECT_THROW(batch_norm_forward(run.forward_arguments(), device.context()), OneValueError);
+}
+
+TEST(AloneOnADevice, WhatTheDeviceNeedsIsNamed) {
+  run_alone(1, {}, [](Communicator& communicator) {
+    Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
+    DeviceRank device(&exchange);
+    LayerRun run(Layer{}, first_samples(2));
+    const auto refusal = [&](const CallContext& context) {
+      return text_of<ArgumentError>([&] { batch_norm_forward(run.forward_arguments(), context); });
+    };
+    CallContext without_workspace = device.context();
+    without_workspace.workspace = nullptr;
+    CallContext without_report = device.context();
+    without_report.report = nullptr;
+
+    EXPECT_EQ(refusal(without_report),
+              "report: expected memory of the host that the device can write, got none");
+    EXPECT_EQ(refusal(without_workspace), "workspace: expected memory of the device, got none");
+  });
+}
+
+// Sum, finalize, apply; with other ranks a message is sealed too, and backward finalizes twice.
+TEST(LaunchesOnADevice, AreThreeADirectionAloneAndFourAndFiveWithAnExchange) {
+  LayerRun run(Layer{}, first_samples(2));
+  const auto launches_of = [](const auto& call) {
+    const int before = cuda_on_host::launches();
+    call();
+    return cuda_on_host::launches() - before;
+  };
+  const auto forward = [&](DeviceRank& device) {
+    return launches_of([&] { batch_norm_forward(run.forward_arguments(), device.context()); });
+  };
+  const auto backward = [&](DeviceRank& device) {
+    return launches_of([&] { batch_norm_backward(run.backward_arguments(), device.context()); });
+  };
+  DeviceRank alone(nullptr);
+
+  EXPECT_EQ(forward(alone), 3);
+  EXPECT_EQ(backward(alone), 3);
+
+  run_alone(1, {}, [&](Communicator& communicator) {
+    Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
+    DeviceRank device(&exchange);
+
+    EXPECT_EQ(forward(device), 4);
+    EXPECT_EQ(backward(device), 5);
+  });
+}
+
+}  // namespace
+}  // namespace normscope::testing
