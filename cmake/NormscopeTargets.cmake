@@ -16,7 +16,7 @@ set(NORMSCOPE_TEST_TIMEOUT 120)
 
 # What nvcc is given for every architecture: as for the host, no contraction into FMA.
 set(NORMSCOPE_NVCC_OPTIONS -std=c++20 --fmad=false --expt-relaxed-constexpr)
-set(NORMSCOPE_CUDA_ARCHITECTURES 80 90 100)
+set(NORMSCOPE_CUDA_ARCHITECTURES 80 90 100 CACHE STRING "What the CUDA kernels are compiled for")
 
 # What holds for every target. Multiplication and addition are rounded separately everywhere: equal
 # bits across instruction sets are part of the contract, so contraction into FMA is off.

@@ -29,6 +29,11 @@ std::string version() { return NORMSCOPE_VERSION; }
 
 std::string name_of_default_kernels() { return std::string(default_kernels().name); }
 
+std::string cuda_support() {
+  if (device_kernels() == nullptr) return "not built";
+  return device_kernels()->can_run() ? "built" : "built, but no device was found";
+}
+
 std::tuple<std::int64_t, std::int64_t, double> counters() {
   const auto [calls, bytes, seconds] = communication_counters();
   return {calls, bytes, seconds};
@@ -76,6 +81,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
+  m.def("cuda() -> str", &cuda_support);
   m.def("transport(str group_name) -> str", &transport_of);
   m.def("communication_counters() -> (int calls, int bytes, float seconds)", &counters);
 }

@@ -30,6 +30,7 @@ def main() -> None:
     print(f"torch          {torch.__version__}")
     print(f"python         {platform.python_version()}")
     print(f"kernels        {', '.join(kernels)}; in use: {chosen}")
+    print(f"cuda           {_library.cuda()}")
     print(f"communicators  shared memory (ranks of one host), {', '.join(_backends())}")
 
 

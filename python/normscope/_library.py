@@ -17,6 +17,7 @@ canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
 resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
 available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
 default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
+cuda = cast("Callable[[], str]", _ops.cuda.default)
 transport = cast("Callable[[str], str]", _ops.transport.default)
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ def test_it_prints_versions_kernels_and_communicators() -> None:
     assert all(name in output for name in _library.available_kernels())
     assert "shared memory" in output
     assert "gloo" in output
+
+
+def test_it_says_cuda_is_not_built_where_no_library_holds_a_kernel() -> None:
+    libraries = Path(_library.__file__).parent.glob("*.so*")
+    has_kernels = any(b"add_tiles_channels_first" in path.read_bytes() for path in libraries)
+
+    output = run_module().stdout
+
+    assert ("\ncuda           not built\n" in output) == (not has_kernels)
 
 
 @pytest.mark.parametrize("name", _library.available_kernels())
