@@ -140,7 +140,8 @@ check-install: $(stamps)/normscope
 	cmake --build $(build) --target all_verify_interface_header_sets
 	rm -rf build/install
 	cmake --install $(build) --prefix build/install > /dev/null
-	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(CURDIR)/build/install
+	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH="$(CURDIR)/build/install;$$( \
+	  $(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
 	cmake --build build/consumer
 	ctest --test-dir build/consumer --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-install.xml

@@ -82,6 +82,12 @@ function(normscope_install target)
     LIBRARY COMPONENT ${arg_COMPONENT} NAMELINK_COMPONENT ${arg_COMPONENT}
     FILE_SET HEADERS COMPONENT ${arg_COMPONENT}
   )
+  # Once a component, which may have several libraries.
+  get_property(components GLOBAL PROPERTY normscope_installed_components)
+  if(arg_COMPONENT IN_LIST components)
+    return()
+  endif()
+  set_property(GLOBAL APPEND PROPERTY normscope_installed_components ${arg_COMPONENT})
   install(
     EXPORT normscope_${arg_COMPONENT}
     NAMESPACE normscope::

@@ -38,6 +38,7 @@ std::string_view name_of(Direction direction) {
     case Direction::kForward: return "forward";
     case Direction::kBackward: return "backward";
     case Direction::kDoubleBackward: return "double backward";
+    case Direction::kParameters: return "parameters";
     case Direction::kAgreement: break;
   }
   return "agreement";
@@ -47,6 +48,9 @@ std::string describe(const CallLabel& label) {
   const std::string layer(label.layer.empty() ? "a layer without a name" : label.layer);
   if (label.direction == Direction::kAgreement) {
     return "first use of scope " + std::string(label.scope) + " by " + layer;
+  }
+  if (label.direction == Direction::kParameters) {
+    return layer + " of " + std::to_string(label.channels) + " numbers";
   }
   std::string text = std::string(name_of(label.direction)) + " of " + layer;
   text += " (" + std::to_string(label.channels) + " channels, scope " + std::string(label.scope);

@@ -16,8 +16,10 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// What the ranks of a group meet for; kAgreement: to find out who shares statistics.
-enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement };
+// What the ranks of a group meet for; kAgreement: to find out who shares statistics, kParameters:
+// for the numbers of a whole module, where layer says what is done with them and channels how many
+// they are.
+enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters };
 
 // Whether this rank's forward will be followed by a backward. Ranks that disagree would hang there,
 // so they all raise in forward.

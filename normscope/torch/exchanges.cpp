@@ -38,8 +38,9 @@ using Entry = std::shared_ptr<ExchangeEntry>;
 // A later group may have the name of one that was destroyed: the name is not enough to know it by.
 struct GroupEntry {
   explicit GroupEntry(const ProcessGroup& process_group) : group(process_group) {}
+  explicit GroupEntry(Entry exchange) : of_all(std::move(exchange)) {}
 
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group{ProcessGroup()};  // none: a communicator's
   std::mutex mutex;  // of what follows, held while an exchange is made
   Entry of_all;      // all ranks of the group
   std::map<std::string, Entry> of_scope;
@@ -176,9 +177,23 @@ ProcessGroup resolve(const std::string& name) {
   }
 }
 
+struct Groups {
+  std::mutex mutex;
+  std::unordered_map<std::string, std::shared_ptr<GroupEntry>> entries;
+};
+
+Groups& known_process_groups() {
+  static Groups groups;
+  return groups;
+}
+
+Groups& lent_communicators() {
+  static Groups groups;
+  return groups;
+}
+
 std::shared_ptr<GroupEntry> entry_of(const std::string& name, const ProcessGroup& group) {
-  static std::mutex mutex;
-  static std::unordered_map<std::string, std::shared_ptr<GroupEntry>> entries;
+  auto& [mutex, entries] = known_process_groups();
   const std::lock_guard lock(mutex);
   const auto found = entries.find(name);
   if (found != entries.end() && found->second->group.lock() == group) return found->second;
@@ -186,16 +201,41 @@ std::shared_ptr<GroupEntry> entry_of(const std::string& name, const ProcessGroup
   return entries[name] = std::make_shared<GroupEntry>(group);
 }
 
-// The process group called `name`; nullptr where this rank is alone.
+std::shared_ptr<GroupEntry> lent_communicator(const std::string& name) {
+  auto& [mutex, entries] = lent_communicators();
+  const std::lock_guard lock(mutex);
+  const auto found = entries.find(name);
+  return found == entries.end() ? nullptr : found->second;
+}
+
+bool sends(int ranks) { return ranks > 1 || environment("NORMSCOPE_FORCE_SYNC") == "1"; }
+
+// The group called `name`; nullptr where this rank is alone.
 std::shared_ptr<GroupEntry> group_named(std::string_view name) {
   if (name.empty()) return nullptr;
   const std::string text(name);
+  if (const std::shared_ptr<GroupEntry> lent = lent_communicator(text)) {
+    return sends(lent->of_all->exchange->communicator().size()) ? lent : nullptr;
+  }
   const ProcessGroup group = resolve(text);
-  const bool sends = group->getSize() > 1 || environment("NORMSCOPE_FORCE_SYNC") == "1";
-  return sends ? entry_of(text, group) : nullptr;
+  return sends(group->getSize()) ? entry_of(text, group) : nullptr;
 }
 
 }  // namespace
+
+void lend_communicator(const std::string& name, std::unique_ptr<Communicator> communicator) {
+  auto entry = std::make_shared<GroupEntry>(
+      entry_with(std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange)));
+  auto& [mutex, entries] = lent_communicators();
+  const std::lock_guard lock(mutex);
+  entries[name] = std::move(entry);
+}
+
+void take_communicator_back(const std::string& name) {
+  auto& [mutex, entries] = lent_communicators();
+  const std::lock_guard lock(mutex);
+  entries.erase(name);
+}
 
 ExchangeUse::ExchangeUse(std::string_view scope, std::string_view group_name,
                          std::string_view layer) {

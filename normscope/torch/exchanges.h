@@ -13,7 +13,12 @@ namespace normscope::binding {
 
 struct ExchangeEntry;
 
-// The exchange of the ranks of a process group that a scope lets share statistics, for one thread
+// Lets a name that no process group has stand for the ranks of a communicator, until it is taken
+// back.
+void lend_communicator(const std::string& name, std::unique_ptr<Communicator> communicator);
+void take_communicator_back(const std::string& name);
+
+// The exchange of the ranks of a group that a scope lets share statistics, for one thread
 // at a time and as long as this object lives.
 //
 // It is made at first use, which is collective over the group, and kept until the group is
@@ -24,7 +29,8 @@ struct ExchangeEntry;
 // NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
 class ExchangeUse {
  public:
-  // The process group called `group_name`; "": none. `layer` is named in errors.
+  // The process group, or lent communicator, called `group_name`; "": none. `layer` is named in
+  // errors.
   ExchangeUse(std::string_view scope, std::string_view group_name, std::string_view layer);
 
   // nullptr where this rank is alone.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -12,6 +13,17 @@ namespace normscope::binding {
 
 // The C++ types of the ops that operators.cpp declares.
 using OptionalTensor = std::optional<at::Tensor>;
+
+using BatchNormOp = at::Tensor(const at::Tensor& x, const OptionalTensor& weight,
+                               const OptionalTensor& bias, const OptionalTensor& running_mean,
+                               const OptionalTensor& running_var,
+                               const OptionalTensor& num_batches_tracked, bool training,
+                               std::optional<double> momentum, double eps, at::IntArrayRef dims,
+                               std::string_view scope, std::string_view slice_stats,
+                               std::string_view group_name, std::string_view layer);
+
+using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
+                                   std::int64_t samples);
 
 using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
     const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,

@@ -7,7 +7,9 @@ from typing import cast
 
 import torch
 
-torch.ops.load_library(str(Path(__file__).with_name("libnormscope_torch.so")))
+# The file's name ends with its version.
+[_path] = Path(__file__).parent.glob("libnormscope_torch.so.*")
+torch.ops.load_library(str(_path))
 _ops = torch.ops.normscope
 
 batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/nn/batch_norm.h"
+
+#include <string_view>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "normscope/torch/operators.h"
+
+namespace normscope::nn {
+namespace {
+
+using binding::OptionalTensor;
+
+template <class Op>
+c10::TypedOperatorHandle<Op> op_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
+}
+
+OptionalTensor if_defined(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+std::string_view name_of(SliceStats slice_stats) {
+  switch (slice_stats) {
+    case SliceStats::kPooled: return "pooled";
+    case SliceStats::kFirst: return "first";
+    case SliceStats::kSequential: break;
+  }
+  return "sequential";
+}
+
+// The scope that a batch is normalized with; the ranks agree on it at first use.
+std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
+  static const auto op = op_named<binding::ResolveScopeOp>("normscope::resolve_scope");
+  std::string scope = options.scope().str();
+  if (options.scope().kind() != Scope::Kind::kNormBatch || x.dim() == 0) return scope;
+  return op.call(scope, options.group(), x.size(0));
+}
+
+}  // namespace
+
+template <std::size_t D, class Derived, class Theirs>
+at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x) {
+  static const auto op = op_named<binding::BatchNormOp>("normscope::batch_norm");
+  const BatchNormOptions& chosen = this->options;
+  const bool training = this->is_training();
+  const std::string scope = training ? scope_in_use(chosen, x) : chosen.scope().str();
+  // torch::nn::Module::to(dtype) has cast the counter as well.
+  if (this->num_batches_tracked.defined() && this->num_batches_tracked.dtype() != at::kLong) {
+    this->num_batches_tracked.set_data(this->num_batches_tracked.to(at::kLong));
+  }
+  return op.call(x, if_defined(this->weight), if_defined(this->bias),
+                 if_defined(this->running_mean), if_defined(this->running_var),
+                 if_defined(this->num_batches_tracked), training, chosen.momentum(), chosen.eps(),
+                 Derived::kDims, scope, name_of(chosen.slice_stats()), chosen.group(),
+                 chosen.layer_name());
+}
+
+template <std::size_t D, class Derived, class Theirs>
+void BatchNormImplBase<D, Derived, Theirs>::adopt(const Theirs& layer) {
+  if (layer.weight.defined()) {
+    this->weight = this->parameters_["weight"] = layer.weight;
+    this->bias = this->parameters_["bias"] = layer.bias;
+  }
+  if (layer.running_mean.defined()) {
+    this->running_mean.set_data(layer.running_mean);
+    this->running_var.set_data(layer.running_var);
+    this->num_batches_tracked.set_data(layer.num_batches_tracked);
+  }
+  this->train(layer.is_training());
+}
+
+template <std::size_t D, class Derived, class Theirs>
+void BatchNormImplBase<D, Derived, Theirs>::pretty_print(std::ostream& stream) const {
+  const BatchNormOptions& chosen = this->options;
+  stream << std::boolalpha << Derived::kName << "(" << chosen.num_features()
+         << ", eps=" << chosen.eps() << ", momentum=";
+  if (chosen.momentum()) {
+    stream << *chosen.momentum();
+  } else {
+    stream << "None";
+  }
+  stream << ", affine=" << chosen.affine()
+         << ", track_running_stats=" << chosen.track_running_stats()
+         << ", scope=" << chosen.scope().str() << ")";
+}
+
+template <std::size_t D, class Derived, class Theirs>
+void BatchNormImplBase<D, Derived, Theirs>::_check_input_dim(const at::Tensor&) {}
+
+template class BatchNormImplBase<1, BatchNorm1dImpl, ::torch::nn::BatchNorm1dImpl>;
+template class BatchNormImplBase<2, BatchNorm2dImpl, ::torch::nn::BatchNorm2dImpl>;
+template class BatchNormImplBase<3, BatchNorm3dImpl, ::torch::nn::BatchNorm3dImpl>;
+
+}  // namespace normscope::nn

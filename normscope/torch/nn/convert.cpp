@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/nn/convert.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/nn/batch_norm.h"
+#include "normscope/torch/nn/layers.h"
+
+namespace normscope::nn {
+namespace {
+
+using ::torch::nn::AnyModule;
+using ::torch::nn::Module;
+
+// torch's layers may be in use by their registry, and by the map that lists children.
+constexpr long kOwnersOfRegistered = 2;
+
+template <class Ours>
+AnyModule converted_to(const Module& module) {
+  const auto& layer = dynamic_cast<const typename Ours::ContainedType::TorchImpl&>(module);
+  Ours ours(BatchNormOptions(layer.options.num_features())
+                .eps(layer.options.eps())
+                .momentum(layer.options.momentum())
+                .affine(layer.options.affine())
+                .track_running_stats(layer.options.track_running_stats()));
+  ours->adopt(layer);
+  return AnyModule(ours);
+}
+
+// normscope's layer with what torch's holds; empty for any other module.
+AnyModule converted(const Module& module) {
+  if (dynamic_cast<const ::torch::nn::BatchNorm1dImpl*>(&module) != nullptr) {
+    return converted_to<BatchNorm1d>(module);
+  }
+  if (dynamic_cast<const ::torch::nn::BatchNorm2dImpl*>(&module) != nullptr) {
+    return converted_to<BatchNorm2d>(module);
+  }
+  if (dynamic_cast<const ::torch::nn::BatchNorm3dImpl*>(&module) != nullptr) {
+    return converted_to<BatchNorm3d>(module);
+  }
+  return {};
+}
+
+[[noreturn]] void refuse(const std::string& layer, const std::string& why) {
+  throw ArgumentError("convert: " + layer + ": " + why);
+}
+
+// What convert() is going to do, found out before anything is changed.
+class Plan {
+ public:
+  void visit(Module& module, const std::string& prefix) {
+    auto* sequential = dynamic_cast<::torch::nn::SequentialImpl*>(&module);
+    std::size_t index = 0;
+    for (const auto& child : module.named_children()) {
+      const std::string name = prefix + child.key();
+      if (options_of(*child.value()) != nullptr) {
+        scoped_.emplace_back(name, child.value());
+      } else if (AnyModule layer = converted(*child.value()); !layer.is_empty()) {
+        if (sequential == nullptr && child.value().use_count() > kOwnersOfRegistered) {
+          refuse(name, "expected a layer that the registry alone holds, got one that a member of " +
+                           module.name() +
+                           " holds too and would go on using; declare it as normscope::nn's "
+                           "layer there");
+        }
+        scoped_.emplace_back(name, layer.ptr());
+        replace_.emplace_back([&module, sequential, index, key = child.key(), layer]() mutable {
+          module.replace_module(key, layer.ptr());
+          if (sequential != nullptr) *(sequential->begin() + static_cast<long>(index)) = layer;
+        });
+      } else {
+        visit(*child.value(), name + ".");
+      }
+      ++index;
+    }
+  }
+
+  // The number of layers that have the scope now.
+  std::size_t carry_out(const Scope& scope, const RankGroup& group) const {
+    for (const auto& replace : replace_) replace();
+    for (const auto& [name, layer] : scoped_) {
+      options_of(*layer)->scope(scope).group(group.name()).layer_name(name);
+    }
+    return scoped_.size();
+  }
+
+ private:
+  std::vector<std::function<void()>> replace_;
+  std::vector<std::pair<std::string, std::shared_ptr<Module>>> scoped_;
+};
+
+}  // namespace
+
+void convert(Module& module, const Scope& scope, const RankGroup& group) {
+  if (BatchNormOptions* options = options_of(module)) {
+    options->scope(scope).group(group.name());
+    return;
+  }
+  if (!converted(module).is_empty()) {
+    refuse(module.name(),
+           "expected a module that holds layers, got a layer, which cannot be "
+           "replaced in the variable that holds it");
+  }
+  Plan plan;
+  plan.visit(module, "");
+  if (plan.carry_out(scope, group) == 0) {
+    TORCH_WARN("normscope::nn::convert: expected batch normalization layers in ", module.name(),
+               ", got none");
+  }
+}
+
+void set_scope(Module& module, const Scope& scope) {
+  bool found = false;
+  module.apply([&](Module& each) {
+    if (BatchNormOptions* options = options_of(each)) {
+      options->scope(scope);
+      found = true;
+    }
+  });
+  if (!found) {
+    throw ArgumentError("set_scope: expected layers of normscope in " + module.name() +
+                        ", got none");
+  }
+}
+
+}  // namespace normscope::nn

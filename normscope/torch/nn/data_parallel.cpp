@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/nn/data_parallel.h"
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
+
+#include "normscope/core/header.h"
+
+namespace normscope::nn {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Numbers of a message: 512 KiB, which a core's cache holds.
+constexpr std::int64_t kBucketNumbers = std::int64_t{1} << 16;
+
+// Consecutive tensors whose numbers fit a message together; a larger one has a message of its own.
+std::vector<std::span<at::Tensor>> buckets_of(Tensors& tensors) {
+  std::vector<std::span<at::Tensor>> buckets;
+  std::size_t begin = 0;
+  std::int64_t numbers = 0;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (i > begin && numbers + tensors[i].numel() > kBucketNumbers) {
+      buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin), i - begin);
+      begin = i;
+      numbers = 0;
+    }
+    numbers += tensors[i].numel();
+  }
+  if (begin < tensors.size()) {
+    buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin),
+                         tensors.size() - begin);
+  }
+  return buckets;
+}
+
+// The numbers of some tensors, one after the other, with room for a header behind.
+class Message {
+ public:
+  explicit Message(std::int64_t numbers)
+      : numbers_(static_cast<std::size_t>(numbers + kHeaderSize)) {}
+
+  // The next of its numbers, in the shape of `like`.
+  at::Tensor next(const at::Tensor& like) {
+    const at::Tensor part =
+        at::from_blob(numbers_.data() + used_, like.sizes(), at::TensorOptions(at::kDouble));
+    used_ += like.numel();
+    return part;
+  }
+
+  void all_reduce(std::string_view what, const RankGroup& group) {
+    group.all_reduce(
+        {.layer = what, .scope = "world", .direction = Direction::kParameters, .channels = used_},
+        numbers_);
+    used_ = 0;
+  }
+
+ private:
+  std::vector<double> numbers_;
+  std::int64_t used_ = 0;
+};
+
+std::int64_t numbers_of(std::span<const at::Tensor> tensors) {
+  std::int64_t numbers = 0;
+  for (const at::Tensor& tensor : tensors) numbers += tensor.numel();
+  return numbers;
+}
+
+}  // namespace
+
+void broadcast_parameters(::torch::nn::Module& module, const RankGroup& group) {
+  const at::NoGradGuard no_grad;
+  Tensors tensors = module.parameters();
+  for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
+  for (const std::span<at::Tensor> bucket : buckets_of(tensors)) {
+    Message message(numbers_of(bucket));
+    // Zeros from all but one: the sum is what that one has.
+    for (const at::Tensor& tensor : bucket) {
+      const at::Tensor part = message.next(tensor);
+      if (group.rank() == 0) part.copy_(tensor);
+    }
+    message.all_reduce("broadcast_parameters", group);
+    for (const at::Tensor& tensor : bucket) tensor.copy_(message.next(tensor));
+  }
+}
+
+void average_gradients(::torch::nn::Module& module, const RankGroup& group) {
+  const at::NoGradGuard no_grad;
+  Tensors parameters;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.requires_grad()) parameters.push_back(parameter);
+  }
+  for (const std::span<at::Tensor> bucket : buckets_of(parameters)) {
+    const at::Tensor ranks_with_gradient =
+        at::zeros({static_cast<std::int64_t>(bucket.size())}, at::kDouble);
+    Message message(numbers_of(bucket) + ranks_with_gradient.numel());
+    for (std::size_t i = 0; i < bucket.size(); ++i) {
+      const at::Tensor part = message.next(bucket[i]);
+      if (!bucket[i].grad().defined()) continue;
+      part.copy_(bucket[i].grad());
+      ranks_with_gradient[static_cast<std::int64_t>(i)] = 1.0;
+    }
+    message.next(ranks_with_gradient).copy_(ranks_with_gradient);
+    message.all_reduce("average_gradients", group);
+    Tensors means;
+    for (const at::Tensor& parameter : bucket) means.push_back(message.next(parameter));
+    const at::Tensor present = message.next(ranks_with_gradient);
+    for (std::size_t i = 0; i < bucket.size(); ++i) {
+      if (present[static_cast<std::int64_t>(i)].item<double>() == 0.0) continue;
+      at::Tensor& gradient = bucket[i].mutable_grad();
+      if (!gradient.defined()) gradient = at::empty_like(bucket[i]);
+      gradient.copy_(means[i].div_(group.size()));
+    }
+  }
+}
+
+}  // namespace normscope::nn

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include "normscope/core/error.h"
+#include "normscope/core/header.h"
+#include "normscope/torch/nn/batch_norm.h"
+#include "tests/torch/groups.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Both sides compute in float64 (eps 2e-16) on data of condition one; sums have at most 200 terms.
+constexpr double kRounding = 1e-12;
+
+at::Tensor random(at::IntArrayRef shape, std::uint64_t seed) {
+  at::Generator generator = at::detail::createCPUGenerator(seed);
+  return torch::randn(shape, generator, torch::kDouble) * 3 + 7;
+}
+
+// What a training step leaves behind.
+struct Step {
+  at::Tensor y, dx, dweight, dbias, running_mean, running_var, tracked;
+};
+
+template <class Layer>
+Step step(Layer& layer, const at::Tensor& batch) {
+  layer->to(torch::kDouble);
+  const at::Tensor x = batch.detach().clone().requires_grad_();
+  const at::Tensor y = layer->forward(x);
+  y.backward(y.detach().sin());
+  return {y.detach(),          x.grad(),           layer->weight.grad(),      layer->bias.grad(),
+          layer->running_mean, layer->running_var, layer->num_batches_tracked};
+}
+
+void expect_near(const at::Tensor& got, const at::Tensor& expected, const char* what) {
+  EXPECT_TRUE(torch::allclose(got, expected, kRounding, kRounding)) << what;
+}
+
+struct Sharing {
+  const char* name;
+  int ranks;
+  Scope scope;
+  std::vector<int> leaders;  // of each rank, the first of those that it shares with
+};
+
+class ModuleOnRanks : public ::testing::TestWithParam<Sharing> {};
+
+TEST_P(ModuleOnRanks, TrainsAsTorchOnTheJoinedSamplesOfThoseThatShare) {
+  const auto& [name, ranks, scope, leaders] = GetParam();
+  std::vector<at::Tensor> batches;
+  for (int rank = 0; rank < ranks; ++rank) {
+    batches.push_back(random({1 + rank, 3, 4, 5}, static_cast<std::uint64_t>(rank)));
+  }
+
+  run_ranks(ranks, [&](const RankGroup& group) {
+    nn::BatchNorm2d layer(nn::BatchNormOptions(3).scope(scope).group(group.name()));
+    const auto self = static_cast<std::size_t>(group.rank());
+    const Step got = step(layer, batches[self]);
+
+    std::vector<at::Tensor> shared;
+    std::int64_t begin = 0;
+    for (std::size_t rank = 0; rank < batches.size(); ++rank) {
+      if (leaders[rank] != leaders[self]) continue;
+      if (rank < self) begin += batches[rank].size(0);
+      shared.push_back(batches[rank]);
+    }
+    torch::nn::BatchNorm2d theirs(3);
+    const Step expected = step(theirs, torch::cat(shared));
+    const std::int64_t end = begin + batches[self].size(0);
+    expect_near(got.y, expected.y.slice(0, begin, end), "y");
+    expect_near(got.dx, expected.dx.slice(0, begin, end), "dx");
+    expect_near(got.running_mean, expected.running_mean, "running_mean");
+    expect_near(got.running_var, expected.running_var, "running_var");
+    EXPECT_EQ(got.tracked.item<std::int64_t>(), 1);
+    std::vector<double> sums(3 + kHeaderSize);
+    std::copy_n(got.dbias.const_data_ptr<double>(), 3, sums.data());
+    group.all_reduce(
+        {.layer = "dbias", .scope = "world", .direction = Direction::kParameters, .channels = 3},
+        sums);
+    if (scope == Scope::world()) {
+      for (std::size_t c = 0; c < 3; ++c) {
+        EXPECT_NEAR(sums[c], expected.dbias[static_cast<std::int64_t>(c)].item<double>(),
+                    kRounding);
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(, ModuleOnRanks,
+                         ::testing::Values(Sharing{"World2", 2, Scope::world(), {0, 0}},
+                                           Sharing{"World3", 3, Scope::world(), {0, 0, 0}},
+                                           Sharing{"World4", 4, Scope::world(), {0, 0, 0, 0}},
+                                           Sharing{"Group2", 4, Scope::group(2), {0, 0, 2, 2}},
+                                           Sharing{"Ranks", 3, Scope::ranks({{0, 2}}), {0, 1, 0}},
+                                           Sharing{"Node", 2, Scope::node(), {0, 0}},
+                                           Sharing{"Local", 2, Scope::local(), {0, 1}},
+                                           Sharing{
+                                               "NormBatch", 4, Scope::norm_batch(8), {0, 0, 2, 2}}),
+                         [](const auto& sharing) { return std::string(sharing.param.name); });
+
+TEST(Module, SlicesFollowTheirRule) {
+  const RankGroup group = alone();
+  const at::Tensor x = random({5, 3, 2, 2}, 0);
+  nn::BatchNorm2d layer(nn::BatchNormOptions(3)
+                            .scope(Scope::slices(2))
+                            .slice_stats(SliceStats::kFirst)
+                            .group(group.name()));
+  const Step got = step(layer, x);
+
+  torch::nn::BatchNorm2d first(3), second(3);
+  const Step of_first = step(first, x.slice(0, 0, 3));
+  const Step of_second = step(second, x.slice(0, 3, 5));
+  expect_near(got.y, torch::cat({of_first.y, of_second.y}), "y");
+  expect_near(got.running_mean, of_first.running_mean, "running_mean");
+  expect_near(got.running_var, of_first.running_var, "running_var");
+}
+
+TEST(Module, EvaluatesAsTorchToTheBit) {
+  nn::BatchNorm1d ours(3);
+  torch::nn::BatchNorm1d theirs(3);
+  const at::Tensor x = torch::randn({4, 3});
+  theirs->forward(x);
+  torch::serialize::OutputArchive archive;
+  theirs->save(archive);
+  std::stringstream file;
+  archive.save_to(file);
+  torch::load(ours, file);
+
+  ours->eval();
+  theirs->eval();
+
+  EXPECT_TRUE(torch::equal(ours->forward(x), theirs->forward(x)));
+}
+
+TEST(Module, SavesClonesAndMovesBetweenTypes) {
+  nn::BatchNorm3d layer(nn::BatchNormOptions(2).momentum(std::nullopt));
+  layer->forward(torch::randn({4, 2, 2, 2, 2}));
+  std::stringstream file;
+  torch::save(layer, file);
+
+  nn::BatchNorm3d loaded(nn::BatchNormOptions(2).momentum(std::nullopt));
+  torch::load(loaded, file);
+  const auto clone = std::dynamic_pointer_cast<nn::BatchNorm3dImpl>(layer->clone());
+
+  for (const auto& [name, buffer] : layer->named_buffers().pairs()) {
+    EXPECT_TRUE(torch::equal(buffer, loaded->named_buffers()[name])) << name;
+    EXPECT_TRUE(torch::equal(buffer, clone->named_buffers()[name])) << name;
+    EXPECT_FALSE(buffer.is_alias_of(clone->named_buffers()[name])) << name;
+  }
+  layer->to(torch::kDouble);
+  EXPECT_EQ(layer->forward(torch::randn({4, 2, 2, 2, 2}, torch::kDouble)).dtype(), torch::kDouble);
+  EXPECT_EQ(layer->num_batches_tracked.item<std::int64_t>(), 2);
+  EXPECT_EQ(clone->num_batches_tracked.item<std::int64_t>(), 1);
+}
+
+TEST(Module, PrintsItsScope) {
+  std::stringstream text;
+  text << nn::BatchNorm2d(nn::BatchNormOptions(8).scope(Scope::group(4)).affine(false));
+
+  EXPECT_EQ(text.str(),
+            "normscope::nn::BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=false, "
+            "track_running_stats=true, scope=group:4)");
+}
+
+TEST(Module, StandsInASequentialWithoutAWrapper) {
+  torch::nn::Sequential net(torch::nn::BatchNorm1d(3), nn::BatchNorm1d(3));
+
+  EXPECT_EQ(net->forward(torch::randn({4, 3})).sizes(), (std::vector<std::int64_t>{4, 3}));
+}
+
+TEST(Module, RefusesAnInputOfOtherDimensionsAndAGroupThatIsGone) {
+  std::string name;
+  {
+    const RankGroup group = alone();
+    name = group.name();
+  }
+  try {
+    nn::BatchNorm2d(3)->forward(torch::randn({4, 3}));
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const c10::ValueError& error) {
+    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("x: expected 4 dimensions, got 2"));
+  }
+  try {
+    nn::BatchNorm2d(nn::BatchNormOptions(3).group(name))->forward(torch::randn({4, 3, 2, 2}));
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const c10::Error& error) {
+    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("got the name \"" + name + "\""));
+  }
+}
+
+TEST(Module, ANullGroupIsRefused) {
+  EXPECT_THROW(RankGroup(std::unique_ptr<Communicator>()), ArgumentError);
+}
+
+}  // namespace
+}  // namespace normscope::testing

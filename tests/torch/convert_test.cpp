@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/nn/convert.h"
+
+#include <memory>
+#include <sstream>
+#include <string>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/nn/batch_norm.h"
+#include "tests/torch/groups.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+template <class Call>
+std::string text_of_error(const Call& call) {
+  try {
+    call();
+  } catch (const ArgumentError& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+// torch::nn::Sequential cannot stand in another one.
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() { layers = register_module("layers", layers); }
+  at::Tensor forward(const at::Tensor& x) { return layers->forward(x); }
+  torch::nn::Sequential layers{
+      torch::nn::BatchNorm2d(torch::nn::BatchNorm2dOptions(4).affine(false))};
+};
+TORCH_MODULE(Block);
+
+template <class Impl>
+Impl& layer_at(const torch::nn::Sequential& net, std::size_t index) {
+  return dynamic_cast<Impl&>(*net->ptr(index));
+}
+
+torch::nn::Sequential network() {
+  return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)),
+                               torch::nn::BatchNorm2d(4), Block());
+}
+
+TEST(Convert, ReplacesTheLayersOfSequentialsAndKeepsWhatTheyHold) {
+  const RankGroup group = alone();
+  torch::nn::Sequential net = network();
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  const at::Tensor weight = layer_at<torch::nn::BatchNorm2dImpl>(net, 1).weight;
+  const at::Tensor running_mean = layer_at<torch::nn::BatchNorm2dImpl>(net, 1).running_mean;
+
+  nn::convert(*net, Scope::slices(2), group);
+
+  const auto& layer = layer_at<nn::BatchNorm2dImpl>(net, 1);
+  EXPECT_TRUE(layer.weight.is_same(weight));
+  EXPECT_EQ(layer.options.scope(), Scope::slices(2));
+  EXPECT_EQ(layer.options.group(), group.name());
+  EXPECT_EQ(layer.options.layer_name(), "1");
+  const auto& nested = layer_at<nn::BatchNorm2dImpl>(layer_at<BlockImpl>(net, 2).layers, 0);
+  EXPECT_EQ(nested.options.layer_name(), "2.layers.0");
+  EXPECT_FALSE(nested.weight.defined());
+  net->forward(torch::randn({4, 3, 5, 5})).square().sum().backward();
+  optimizer.step();
+  EXPECT_FALSE(torch::equal(layer.bias, torch::zeros({4})));
+  EXPECT_FALSE(torch::equal(running_mean, torch::zeros({4})));
+}
+
+TEST(Convert, KeepsTheModeAndTheCheckpoint) {
+  const RankGroup group = alone();
+  torch::nn::Sequential net = network(), theirs = network();
+  const at::Tensor x = torch::randn({4, 3, 5, 5});
+  net->forward(x);
+  net->eval();
+  const at::Tensor expected = net->forward(x);
+
+  nn::convert(*net, Scope::world(), group);
+
+  EXPECT_TRUE(torch::equal(net->forward(x), expected));
+  std::stringstream file;
+  torch::save(net, file);
+  torch::load(theirs, file);
+  theirs->eval();
+  EXPECT_TRUE(torch::equal(theirs->forward(x), expected));
+}
+
+struct HoldsALayer : torch::nn::Module {
+  HoldsALayer() { norm = register_module("norm", torch::nn::BatchNorm2d(4)); }
+  torch::nn::BatchNorm2d norm = nullptr;
+};
+
+struct LooksALayerUp : torch::nn::Module {
+  LooksALayerUp() { register_module("norm", torch::nn::BatchNorm2d(4)); }
+};
+
+TEST(Convert, RefusesALayerThatAMemberHoldsBeforeAnythingHasChanged) {
+  const RankGroup group = alone();
+  torch::nn::Sequential net(torch::nn::BatchNorm2d(4));
+  torch::nn::ModuleList whole;
+  whole->push_back(net.ptr());
+  whole->push_back(std::make_shared<HoldsALayer>());
+
+  EXPECT_THAT(text_of_error([&] { nn::convert(*whole, Scope::world(), group); }),
+              AllOf(HasSubstr("convert: 1.norm: expected a layer that the registry alone "
+                              "holds"),
+                    HasSubstr("HoldsALayer")));
+  EXPECT_NO_THROW(layer_at<torch::nn::BatchNorm2dImpl>(net, 0));
+}
+
+TEST(Convert, ReplacesALayerThatTheRegistryAloneHolds) {
+  const RankGroup group = alone();
+  LooksALayerUp module;
+
+  nn::convert(module, Scope::local(), group);
+
+  EXPECT_NE(module.named_children()["norm"]->as<nn::BatchNorm2dImpl>(), nullptr);
+}
+
+TEST(Convert, RefusesALayerItselfAndWarnsWhereThereIsNone) {
+  const RankGroup group = alone();
+  torch::nn::BatchNorm2d layer(4);
+  torch::nn::Sequential none(torch::nn::Linear(2, 2));
+
+  EXPECT_THAT(text_of_error([&] { nn::convert(*layer, Scope::world(), group); }),
+              HasSubstr("expected a module that holds layers, got a layer"));
+  EXPECT_NO_THROW(nn::convert(*none, Scope::world(), group));
+  EXPECT_THAT(text_of_error([&] { nn::set_scope(*none, Scope::world()); }),
+              HasSubstr("set_scope: expected layers of normscope"));
+}
+
+TEST(SetScope, ChangesEveryLayerOfNormscope) {
+  nn::BatchNorm1d first(4), second(4);
+  torch::nn::ModuleList net;
+  net->push_back(torch::nn::Sequential(first).ptr());
+  net->push_back(second.ptr());
+
+  nn::set_scope(*net, Scope::group(2));
+
+  EXPECT_EQ(first->options.scope(), Scope::group(2));
+  EXPECT_EQ(second->options.scope(), Scope::group(2));
+}
+
+}  // namespace
+}  // namespace normscope::testing
