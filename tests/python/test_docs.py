@@ -55,7 +55,9 @@ def test_python_blocks_run(document: str) -> None:
     assert blocks
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "docs/cpp.md", "docs/demo.md", "examples/README.md"])
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, "docs/cpp.md", "docs/demo.md", "examples/README.md"]
+)
 def test_links_lead_to_files_and_headings(document: str) -> None:
     path = ROOT / document
 
