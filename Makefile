@@ -33,6 +33,9 @@ endif
 python := $(environment)/bin/python
 results := build/results
 pytest := $(python) -m pytest
+# ON where there is an MPI to build with.
+mpi := $(if $(shell command -v mpicxx),ON,OFF)
+configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) > /dev/null
 
 export PATH := $(abspath $(environment)/bin):$(PATH)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
@@ -43,8 +46,8 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .DELETE_ON_ERROR:
 # Two pips must not write into one environment; compilers and tests use JOBS.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-slow \
-  check-without-torch check-install check-wheel lint lint-formats lint-types lint-names \
+.PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-mpi \
+  check-slow check-without-torch check-install check-wheel lint lint-formats lint-types lint-names \
   format bench clean
 
 help: ## List the targets
@@ -103,9 +106,9 @@ demo: $(stamps)/normscope $(stamps)/demo ## Train a segmentation network on four
 test: test-cpp test-python ## Run the tests of every layer
 
 test-cpp: $(stamps)/normscope $(stamps)/googletest
-	cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
+	$(configure)
 	cmake --build $(build)
-	ctest --test-dir $(build) --no-tests=error --output-on-failure --progress -j $(JOBS) \
+	ctest --test-dir $(build) --no-tests=error --output-on-failure --progress -j $(JOBS) -LE '^mpi$$' \
 	  --output-junit $(abspath $(results))/test-cpp.xml
 
 # The installed package's docstrings are tests too.
@@ -121,12 +124,24 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-cuda check-slow check-without-torch check-install check-wheel ## Run the slow tests: sanitizers, CUDA sources, packages
+check: check-asan check-tsan check-cuda check-mpi check-slow check-without-torch check-install check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
 
 check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --preset $* > /dev/null
 	cmake --build --preset $*
 	ctest --preset $* --output-junit $(abspath $(results))/check-$*.xml
+
+# Machines that build and test this need no MPI.
+ifeq ($(mpi),ON)
+check-mpi: $(stamps)/normscope $(stamps)/googletest
+	$(configure)
+	cmake --build $(build)
+	ctest --test-dir $(build) --no-tests=error --output-on-failure -L '^mpi$$' \
+	  --output-junit $(abspath $(results))/check-mpi.xml
+else
+check-mpi:
+	@echo "mpi: mpicxx is missing, so that nothing is built or tested with MPI"
+endif
 
 check-slow: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m slow --junitxml=$(results)/check-slow.xml
@@ -167,7 +182,7 @@ lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 
 # Without OpenMP, whose header comes with a compiler; clang-tidy is none.
 lint-names: $(stamps)/lint $(stamps)/normscope $(stamps)/googletest
-	cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
+	$(configure)
 	run-clang-tidy.py -quiet -hide-progress -p $(build) -j $(JOBS) \
 	  -extra-arg=-Wno-error -extra-arg=-fno-openmp \
 	  '$(CURDIR)/(normscope|tests|benchmarks)/'

@@ -4,7 +4,8 @@
 #
 #   normscope_library(normscope_<folder> [SHARED] SOURCES ... DEPENDS ...)
 #   normscope_install(<shared library> NAME <name> COMPONENT <component> HEADERS ...)
-#   normscope_test(<name> SOURCES ... DEPENDS ... LABELS unit|ranks [TIMEOUT seconds])
+#   normscope_test(<name> SOURCES ... DEPENDS ... LABELS unit|ranks|mpi [TIMEOUT seconds])
+#   normscope_mpi_test(<name> RANKS 1 2 ... SOURCES ... DEPENDS ...)
 #   normscope_benchmark(<name> SOURCES ... DEPENDS ...)
 
 include_guard(GLOBAL)
@@ -13,6 +14,14 @@ include(GoogleTest)
 
 # Seconds that one test case may take before ctest ends it; long enough for sanitizers on two cores.
 set(NORMSCOPE_TEST_TIMEOUT 120)
+
+# Open MPI reads here that there may be more ranks than cores, and that root may start them.
+set(NORMSCOPE_MPI_ENVIRONMENT
+    OMPI_ALLOW_RUN_AS_ROOT=1
+    OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    OMPI_MCA_rmaps_base_oversubscribe=1
+    OMPI_MCA_hwloc_base_binding_policy=none
+)
 
 # What nvcc is given for every architecture: as for the host, no contraction into FMA.
 set(NORMSCOPE_NVCC_OPTIONS -std=c++20 --fmad=false --expt-relaxed-constexpr)
@@ -97,11 +106,12 @@ function(normscope_install target)
 endfunction()
 
 # A GoogleTest executable, each of whose cases is one ctest case with the label. `unit` cases stay in
-# one thread of control; `ranks` cases start ranks (threads or processes) and wait for each other.
+# one thread of control; `ranks` cases start ranks (threads or processes) and wait for each other; `mpi`
+# cases are there where the library is built with MPI.
 function(normscope_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABELS;TIMEOUT" "SOURCES;DEPENDS")
-  if(NOT arg_LABELS MATCHES "^(unit|ranks)$")
-    message(FATAL_ERROR "normscope_test(${name}): LABELS: expected unit or ranks, got ${arg_LABELS}")
+  if(NOT arg_LABELS MATCHES "^(unit|ranks|mpi)$")
+    message(FATAL_ERROR "normscope_test(${name}): LABELS: expected unit, ranks or mpi, got ${arg_LABELS}")
   endif()
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT ${NORMSCOPE_TEST_TIMEOUT})
@@ -120,6 +130,28 @@ function(normscope_test name)
     DISCOVERY_MODE PRE_TEST
     PROPERTIES LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
   )
+endfunction()
+
+# A GoogleTest executable with a main() of its own, each of whose processes is a rank: one ctest case for
+# each number of ranks, labelled mpi.
+function(normscope_mpi_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "RANKS;SOURCES;DEPENDS")
+  add_executable(${name} ${arg_SOURCES})
+  normscope_set_compile_rules(${name})
+  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${arg_DEPENDS} GTest::gmock)
+  foreach(ranks IN LISTS arg_RANKS)
+    add_test(NAME ${name}.OnRanks/${ranks}
+             COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}>
+    )
+    set_tests_properties(
+      ${name}.OnRanks/${ranks}
+      PROPERTIES LABELS mpi
+                 ENVIRONMENT "${NORMSCOPE_MPI_ENVIRONMENT}"
+                 RUN_SERIAL ON
+                 TIMEOUT ${NORMSCOPE_TEST_TIMEOUT}
+    )
+  endforeach()
 endfunction()
 
 # A Google Benchmark executable.

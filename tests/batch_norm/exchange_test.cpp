@@ -203,7 +203,7 @@ INSTANTIATE_TEST_SUITE_P(Transports, Mismatch, ::testing::ValuesIn(meetings()),
                          [](const auto& meeting) { return meeting.param.name; });
 
 TEST(Timeouts, NameLayerDirectionScopeAndMissingRanks) {
-  Gate timed_out;
+  PipeGate timed_out;
   run_as_threads(3, {.time_limit = 50ms}, [&](Communicator& communicator) {
     Exchange exchange = exchange_over(communicator);
     if (communicator.rank() > 0) {

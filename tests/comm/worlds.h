@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
+#include "tests/support/ranks.h"
 
 namespace normscope::testing {
 
@@ -26,15 +28,21 @@ void run_as_processes(int ranks, const ExchangeOptions& options, const Communica
 void run_as_threads_in_shared_memory(int ranks, const ExchangeOptions& options,
                                      const CommunicatorBody& body);
 
+// What can hold some of its ranks.
+using MakeGate = std::unique_ptr<Gate> (*)();
+
+inline std::unique_ptr<Gate> make_pipe_gate() { return std::make_unique<PipeGate>(); }
+
 struct World {
   int ranks;
   RunRanks run;
+  MakeGate make_gate = make_pipe_gate;
 };
 
 // One test for each number of ranks.
 inline auto worlds(const std::vector<int>& sizes, RunRanks run) {
   std::vector<World> worlds;
-  for (const int ranks : sizes) worlds.push_back({ranks, run});
+  for (const int ranks : sizes) worlds.push_back({.ranks = ranks, .run = run});
   return ::testing::ValuesIn(worlds);
 }
 

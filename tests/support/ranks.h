@@ -117,28 +117,40 @@ inline void spawn_processes(int ranks, const RankBody& body) {
   throw std::runtime_error("rank " + std::to_string(failures[0].rank) + ": " + failures[0].reason);
 }
 
-// Holds ranks, be they threads or processes, without a call to the group under test.
+// Holds ranks without a call to the group under test.
 class Gate {
  public:
-  Gate() {
-    if (pipe(ends_) != 0) throw std::runtime_error("cannot make a pipe");
-  }
+  Gate() = default;
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;
-  ~Gate() {
+  virtual ~Gate() = default;
+
+  // Lets that many calls of wait() pass.
+  virtual void open_for(int ranks) = 0;
+  virtual void wait() = 0;
+};
+
+// For threads, and for processes that were forked after it was made.
+class PipeGate final : public Gate {
+ public:
+  PipeGate() {
+    if (pipe(ends_) != 0) throw std::runtime_error("cannot make a pipe");
+  }
+  PipeGate(const PipeGate&) = delete;
+  PipeGate& operator=(const PipeGate&) = delete;
+  ~PipeGate() override {
     close(ends_[0]);
     close(ends_[1]);
   }
 
-  // Lets that many calls of wait() pass.
-  void open_for(int ranks) {
+  void open_for(int ranks) override {
     const std::string tokens(static_cast<std::size_t>(ranks), '.');
     if (write(ends_[1], tokens.data(), tokens.size()) != ranks) {
       throw std::runtime_error("cannot open the gate");
     }
   }
 
-  void wait() {
+  void wait() override {
     char token;
     if (read(ends_[0], &token, 1) != 1) throw std::runtime_error("cannot wait at the gate");
   }

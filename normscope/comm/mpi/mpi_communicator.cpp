@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/mpi/mpi_communicator.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <list>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <sched.h>
+
+#include "normscope/comm/sub_group.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// A peer on another core comes within microseconds; a longer spin only keeps away the peers that
+// wait for this core.
+constexpr int kSpins = 16;
+
+// float64 numbers that one MPI_Iallreduce adds: 8 MiB, since MPI counts in int, and works on a
+// copy.
+constexpr std::size_t kPieceLength = std::size_t{1} << 20;
+
+constexpr std::size_t kReasonBytes = 1024;
+
+// Messages beside the sums. Who has waited for nearly as long as it may asks its peers whether they
+// have come to the same exchange, so that an error can name those that have not.
+enum Tag { kHaveYouCome, kHaveCome, kFailed };
+constexpr milliseconds kTimeForAnswers{500};
+
+bool is_finalized() noexcept {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  return finalized != 0;
+}
+
+std::string text_of_code(int code) {
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return {text, static_cast<std::size_t>(length)};
+}
+
+std::string seconds(Clock::duration duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f", std::chrono::duration<double>(duration).count());
+  return text;
+}
+
+// Until the process ends: what MPI may still use cannot be taken from it.
+void keep_for_mpi(std::shared_ptr<void> memory) {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<std::shared_ptr<void>>;
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(memory));
+}
+
+// Empty, or what forbids this thread to call MPI.
+std::string obstacle_of_thread() {
+  int level = MPI_THREAD_SINGLE;
+  MPI_Query_thread(&level);
+  if (level >= MPI_THREAD_SERIALIZED) return "";
+  if (level < MPI_THREAD_FUNNELED) {
+    return "expected MPI to be initialized with MPI_THREAD_FUNNELED or more, got "
+           "MPI_THREAD_SINGLE; call MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided) "
+           "in place of MPI_Init";
+  }
+  int is_main = 0;
+  MPI_Is_thread_main(&is_main);
+  return is_main != 0 ? ""
+                      : "expected a call from the thread that initialized MPI, with "
+                        "MPI_THREAD_FUNNELED, got one from another thread; initialize with "
+                        "MPI_THREAD_SERIALIZED to allow it";
+}
+
+void check_arguments(MPI_Comm ranks, milliseconds time_limit) {
+  const auto refuse = [](const std::string& why) {
+    throw ArgumentError("make_mpi_communicator: " + why);
+  };
+  int initialized = 0;
+  MPI_Initialized(&initialized);
+  if (initialized == 0) {
+    refuse("expected MPI to be initialized, by MPI_Init_thread with MPI_THREAD_FUNNELED or more");
+  }
+  if (is_finalized()) refuse("expected MPI to be in use, but it has been finalized");
+  if (const std::string obstacle = obstacle_of_thread(); !obstacle.empty()) refuse(obstacle);
+  if (ranks == MPI_COMM_NULL) refuse("ranks: expected a communicator of MPI, got MPI_COMM_NULL");
+  int is_inter = 0;
+  MPI_Comm_test_inter(ranks, &is_inter);
+  if (is_inter != 0) refuse("ranks: expected one group of ranks, got an inter-communicator");
+  if (time_limit <= milliseconds::zero()) {
+    refuse("time_limit: expected more than 0 ms, got " + std::to_string(time_limit.count()) +
+           " ms");
+  }
+}
+
+// Lets calls on the caller's communicator return their errors, as long as this object lives.
+class ReturnsErrors {
+ public:
+  explicit ReturnsErrors(MPI_Comm comm) : comm_(comm) {
+    MPI_Comm_get_errhandler(comm_, &before_);
+    MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
+  }
+  ReturnsErrors(const ReturnsErrors&) = delete;
+  ReturnsErrors& operator=(const ReturnsErrors&) = delete;
+  ~ReturnsErrors() {
+    MPI_Comm_set_errhandler(comm_, before_);
+    MPI_Errhandler_free(&before_);
+  }
+
+ private:
+  MPI_Comm comm_;
+  MPI_Errhandler before_ = MPI_ERRHANDLER_NULL;
+};
+
+// What MPI reads and writes on its own.
+struct Traffic {
+  std::vector<double> sum;
+  MPI_Request request = MPI_REQUEST_NULL;
+  std::list<std::string> letters;  // that have been sent to peers
+};
+
+class MpiCommunicator final : public Communicator {
+ public:
+  // Takes `own` over; MPI returns its errors there.
+  MpiCommunicator(MPI_Comm own, milliseconds time_limit)
+      : own_(own), time_limit_(time_limit), traffic_(std::make_unique<Traffic>()) {
+    MPI_Comm_rank(own_, &rank_);
+    MPI_Comm_size(own_, &size_);
+    arrivals_.resize(static_cast<std::size_t>(size_));
+  }
+
+  ~MpiCommunicator() override {
+    // An exchange that was given up cannot be cancelled, and a letter may still be on its way to a
+    // peer: MPI keeps what it needs for them. MPI_Comm_free waits for nobody in practice.
+    const bool is_quiet = failure_.empty() && !has_talked_;
+    if (!is_quiet) {
+      keep_for_mpi(std::move(traffic_));
+    } else if (!is_finalized() && obstacle_of_thread().empty()) {
+      MPI_Comm_free(&own_);
+    }
+  }
+
+  [[nodiscard]] int rank() const noexcept override { return rank_; }
+  [[nodiscard]] int size() const noexcept override { return size_; }
+  [[nodiscard]] std::string_view transport() const noexcept override { return "mpi"; }
+
+  // MPI leaves open what happens where ranks come with different counts.
+  [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
+
+  void all_reduce_sum(std::span<double> values, Stream stream) override {
+    check_host_memory(*this, stream);
+    throw_if_unusable();
+    std::size_t begin = 0;
+    do {
+      const auto piece = values.subspan(begin, std::min(values.size() - begin, kPieceLength));
+      add_piece(piece);
+      begin += piece.size();
+    } while (begin < values.size());
+  }
+
+  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
+    const SubGroup sub_group = agree_on_sub_group(*this, color, key);
+    // All have come, so that MPI_Comm_split, which knows no time limit, finds them there.
+    MPI_Comm part = MPI_COMM_NULL;
+    check(MPI_Comm_split(own_, sub_group.leader(), sub_group.rank, &part), "MPI_Comm_split");
+    check(MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    return std::make_unique<MpiCommunicator>(part, time_limit_);
+  }
+
+  void fail(std::string_view reason) noexcept override {
+    try {
+      fail_with(name_of(rank_) + " failed: " + std::string(reason.substr(0, kReasonBytes)));
+    } catch (const std::exception&) {
+      failure_ = "no memory";  // for the reason: the peers find out at their time limit
+    }
+  }
+
+ private:
+  void add_piece(std::span<double> values) {
+    // Of nothing MPI would make no exchange.
+    traffic_->sum.assign(std::max<std::size_t>(values.size(), 1), 0.0);
+    std::ranges::copy(values, traffic_->sum.begin());
+    ++exchanges_;
+    check(MPI_Iallreduce(MPI_IN_PLACE, traffic_->sum.data(), static_cast<int>(traffic_->sum.size()),
+                         MPI_DOUBLE, MPI_SUM, own_, &traffic_->request),
+          "MPI_Iallreduce");
+    wait();
+    std::copy_n(traffic_->sum.begin(), values.size(), values.begin());
+  }
+
+  // Until the exchange is done.
+  void wait() {
+    const Clock::time_point start = Clock::now();
+    bool has_asked = false;
+    for (int turn = 0;; ++turn) {
+      int done = 0;
+      check(MPI_Test(&traffic_->request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+      if (done != 0) return;
+      if (turn < kSpins) continue;
+      listen();
+      const Clock::duration waited = Clock::now() - start;
+      if (waited >= time_limit_) give_up(waited);
+      if (!has_asked && waited >= time_limit_ - std::min(kTimeForAnswers, time_limit_ / 2)) {
+        tell_peers(kHaveYouCome, std::to_string(exchanges_));
+        has_asked = true;
+      }
+      sched_yield();
+    }
+  }
+
+  // Takes what peers say beside the sums.
+  void listen() {
+    for (;;) {
+      int found = 0;
+      MPI_Status status;
+      check(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, own_, &found, &status), "MPI_Iprobe");
+      if (found == 0) return;
+      char text[kReasonBytes];
+      int length = 0;
+      check(
+          MPI_Recv(text, sizeof(text), MPI_CHAR, status.MPI_SOURCE, status.MPI_TAG, own_, &status),
+          "MPI_Recv");
+      check(MPI_Get_count(&status, MPI_CHAR, &length), "MPI_Get_count");
+      take(status, {text, static_cast<std::size_t>(length)});
+    }
+  }
+
+  void take(const MPI_Status& status, const std::string& text) {
+    has_talked_ = true;
+    if (status.MPI_TAG == kFailed) {
+      failure_ = text;
+      throw CommunicationError(describe(failure_));
+    }
+    const std::int64_t exchange = std::stoll(text);
+    if (status.MPI_TAG == kHaveCome) {
+      arrivals_[static_cast<std::size_t>(status.MPI_SOURCE)] = exchange;
+    } else if (exchange <= exchanges_) {
+      tell(status.MPI_SOURCE, kHaveCome, traffic_->letters.emplace_back(text));
+    }
+  }
+
+  [[noreturn]] void give_up(Clock::duration waited) {
+    std::string missing;
+    int count = 0;
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_ || arrivals_[static_cast<std::size_t>(peer)] == exchanges_) continue;
+      missing += (count == 0 ? "" : ", ") + std::to_string(peer);
+      ++count;
+    }
+    const std::string awaited = count == 0 ? "a sum that all ranks have come to"
+                                           : (count == 1 ? "rank " : "ranks ") + missing;
+    fail_with(name_of(rank_) + " waited " + seconds(waited) + " s for " + awaited);
+    throw TimeoutError(describe(failure_));
+  }
+
+  void throw_if_unusable() {
+    if (!failure_.empty()) throw CommunicationError(describe(failure_));
+    if (is_finalized()) throw CommunicationError(describe("MPI has been finalized"));
+    if (const std::string obstacle = obstacle_of_thread(); !obstacle.empty()) {
+      throw ArgumentError(describe(obstacle));
+    }
+    listen();
+  }
+
+  void check(int code, const char* call) {
+    if (code == MPI_SUCCESS) return;
+    fail_with(name_of(rank_) + " failed: " + call + ": " + text_of_code(code));
+    throw CommunicationError(describe(failure_));
+  }
+
+  // The first failure wins.
+  void fail_with(const std::string& text) {
+    if (!failure_.empty()) return;
+    failure_ = text.substr(0, kReasonBytes);
+    if (!is_finalized() && obstacle_of_thread().empty()) tell_peers(kFailed, failure_);
+  }
+
+  void tell_peers(Tag tag, std::string text) {
+    const std::string& letter = traffic_->letters.emplace_back(std::move(text));
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_) tell(peer, tag, letter);
+    }
+  }
+
+  // Whether it arrives is not known: the letter stays.
+  void tell(int peer, Tag tag, const std::string& letter) {
+    has_talked_ = true;
+    MPI_Request request = MPI_REQUEST_NULL;
+    const int code = MPI_Isend(letter.data(), static_cast<int>(letter.size()), MPI_CHAR, peer, tag,
+                               own_, &request);
+    if (code == MPI_SUCCESS) MPI_Request_free(&request);
+  }
+
+  [[nodiscard]] static std::string describe(std::string_view text) {
+    return "mpi: " + std::string(text);
+  }
+
+  [[nodiscard]] std::string name_of(int rank) const {
+    return "rank " + std::to_string(rank) + " of " + std::to_string(size_);
+  }
+
+  MPI_Comm own_;
+  milliseconds time_limit_;
+  std::unique_ptr<Traffic> traffic_;
+  int rank_ = 0;
+  int size_ = 0;
+  std::int64_t exchanges_ = 0;          // that this rank has come to
+  std::vector<std::int64_t> arrivals_;  // the last exchange that each peer said it has come to
+  bool has_talked_ = false;             // beside the sums
+  std::string failure_;                 // the first one; empty: none
+};
+
+// Within the time limit, unlike MPI_Comm_dup.
+MPI_Comm duplicate(MPI_Comm ranks, milliseconds time_limit) {
+  // MPI writes there when the others come, perhaps after this rank has given up.
+  auto own = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
+  const auto check = [](int code, const char* call) {
+    if (code == MPI_SUCCESS) return;
+    throw CommunicationError(std::string("mpi: ") + call + ": " + text_of_code(code));
+  };
+  const ReturnsErrors returns_errors(ranks);
+  MPI_Request request = MPI_REQUEST_NULL;
+  check(MPI_Comm_idup(ranks, own.get(), &request), "MPI_Comm_idup");
+  const Clock::time_point start = Clock::now();
+  for (;;) {
+    int done = 0;
+    check(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    if (done != 0) break;
+    const Clock::duration waited = Clock::now() - start;
+    if (waited >= time_limit) {
+      keep_for_mpi(std::move(own));
+      throw TimeoutError("mpi: this rank waited " + seconds(waited) +
+                         " s for the others to make the group");
+    }
+    sched_yield();
+  }
+  check(MPI_Comm_set_errhandler(*own, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  return *own;
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm ranks, milliseconds time_limit) {
+  check_arguments(ranks, time_limit);
+  return std::make_unique<MpiCommunicator>(duplicate(ranks, time_limit), time_limit);
+}
+
+}  // namespace normscope

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every communicator promises.
+#include "tests/comm/communicator_contract.h"
+
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/core/error.h"
+#include "tests/comm/worlds.h"
+#include "tests/support/ranks.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using namespace std::chrono_literals;
+
+double sum_of_ranks(const Communicator& communicator) {
+  return communicator.size() * (communicator.size() - 1) / 2.0;
+}
+
+// The sum of the ranks of the group, as exchanged.
+double exchanged_sum_of_ranks(Communicator& communicator) {
+  std::vector<double> value{static_cast<double>(communicator.rank())};
+  communicator.all_reduce_sum(value);
+  return value[0];
+}
+
+TEST_P(CommunicatorContract, RanksCountFromZeroToSize) {
+  run([](Communicator& communicator) {
+    EXPECT_EQ(communicator.size(), GetParam().ranks);
+    EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+  });
+}
+
+TEST_P(CommunicatorContract, SumsInPlaceAtLengthsAroundASlot) {
+  run([](Communicator& communicator) {
+    for (const std::int64_t length :
+         {std::int64_t{1}, std::int64_t{7}, kSlotLength - 1, kSlotLength, kSlotLength + 1,
+          2 * kSlotLength, 3 * kSlotLength + 5}) {
+      std::vector<double> values;
+      std::vector<double> expected;
+      for (std::int64_t i = 0; i < length; ++i) {
+        values.push_back(static_cast<double>(i + communicator.rank()));
+        expected.push_back(static_cast<double>(i * communicator.size()) +
+                           sum_of_ranks(communicator));
+      }
+
+      communicator.all_reduce_sum(values);
+
+      EXPECT_EQ(values, expected) << "length " << length;
+    }
+  });
+}
+
+TEST_P(CommunicatorContract, RanksAgreeBitwise) {
+  run([](Communicator& communicator) {
+    // Summands of very different size: another order of additions would show.
+    std::vector<double> values;
+    for (int i = 0; i < 3 * kSlotLength + 5; ++i) {
+      values.push_back(
+          std::ldexp(1.0 / (3 + i + 7 * communicator.rank()), (i + communicator.rank()) * 13 % 60));
+    }
+
+    communicator.all_reduce_sum(values);
+
+    for (const double value : values) {
+      const auto bits = std::bit_cast<std::uint64_t>(value);
+      const auto high = static_cast<double>(bits >> 32);
+      const auto low = static_cast<double>(bits & 0xFFFFFFFF);
+      EXPECT_THAT(gather(communicator, high), Each(high));
+      EXPECT_THAT(gather(communicator, low), Each(low));
+    }
+  });
+}
+
+TEST_P(CommunicatorContract, NoValuesAreASumToo) {
+  run([](Communicator& communicator) {
+    communicator.all_reduce_sum({});
+
+    EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+  });
+}
+
+TEST_P(CommunicatorContract, NonFiniteValuesPass) {
+  run([](Communicator& communicator) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+    const bool last = communicator.rank() == communicator.size() - 1;
+    std::vector<double> values{last ? kNaN : 1.0, last ? kInfinity : 1.0, 1.0};
+
+    communicator.all_reduce_sum(values);
+
+    EXPECT_TRUE(std::isnan(values[0]));
+    EXPECT_EQ(values[1], kInfinity);
+    EXPECT_EQ(values[2], communicator.size());
+  });
+}
+
+TEST_P(CommunicatorContract, AThousandSumsInARowAreRight) {
+  run([](Communicator& communicator) {
+    // Ranks that share memory count exchanges from 256 before the wrap-around of their counter.
+    for (int i = 0; i < 1000; ++i) {
+      std::vector<double> values{static_cast<double>(i), static_cast<double>(communicator.rank())};
+
+      communicator.all_reduce_sum(values);
+
+      ASSERT_THAT(values, ElementsAre(i * communicator.size(), sum_of_ranks(communicator)));
+    }
+  });
+}
+
+TEST_P(CommunicatorContract, SplitsIntoSingletons) {
+  run([](Communicator& communicator) {
+    const auto alone = communicator.split(/*color=*/communicator.rank(), /*key=*/0);
+
+    EXPECT_EQ(alone->size(), 1);
+    EXPECT_EQ(alone->rank(), 0);
+    EXPECT_THAT(gather(*alone, 5.0), ElementsAre(5.0));
+    EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+  });
+}
+
+TEST_P(CommunicatorContract, KeysReorderTheRanksOfASplit) {
+  run([](Communicator& communicator) {
+    const auto reversed = communicator.split(/*color=*/-3, /*key=*/-communicator.rank());
+
+    EXPECT_EQ(reversed->size(), communicator.size());
+    EXPECT_EQ(reversed->rank(), communicator.size() - 1 - communicator.rank());
+    EXPECT_EQ(exchanged_sum_of_ranks(*reversed), sum_of_ranks(*reversed));
+  });
+}
+
+TEST_P(CommunicatorContract, EqualKeysKeepTheOrderOfRanks) {
+  run([](Communicator& communicator) {
+    const auto same = communicator.split(/*color=*/0, /*key=*/7);
+
+    EXPECT_EQ(same->rank(), communicator.rank());
+  });
+}
+
+TEST_P(CommunicatorContract, PartsOfASplitAndTheirPartsSumAmongThemselves) {
+  run([](Communicator& communicator) {
+    const auto parity = communicator.split(communicator.rank() % 2, communicator.rank());
+    const auto pair = parity->split(parity->rank() / 2, parity->rank());
+
+    // Different numbers of exchanges in the parts do not matter to the whole.
+    for (int i = 0; i <= communicator.rank() % 2; ++i) {
+      std::vector<double> values{static_cast<double>(communicator.rank() % 2), 1.0};
+      parity->all_reduce_sum(values);
+      EXPECT_THAT(values, ElementsAre(communicator.rank() % 2 * parity->size(), parity->size()));
+    }
+    EXPECT_LE(pair->size(), 2);
+    EXPECT_EQ(exchanged_sum_of_ranks(*pair), sum_of_ranks(*pair));
+    EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+  });
+}
+
+TEST_P(CommunicatorContract, EveryCallAfterAFailureThrowsItsReason) {
+  run([](Communicator& communicator) {
+    if (communicator.rank() == 0) communicator.fail("the weights are missing");
+    const std::string first = text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); });
+    communicator.fail("another reason");
+
+    const std::string second =
+        text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); });
+    const std::string third = text_of<CommunicationError>([&] { (void)communicator.split(0, 0); });
+
+    EXPECT_EQ(first, std::string(communicator.transport()) + ": rank 0 of " +
+                         std::to_string(communicator.size()) + " failed: the weights are missing");
+    EXPECT_EQ(second, first);
+    EXPECT_EQ(third, first);
+  });
+}
+
+TEST_P(PeersContract, DifferentLengthsAreNamedToEveryRankAndTheGroupStaysUsable) {
+  run([](Communicator& communicator) {
+    if (!communicator.compares_lengths()) return;
+    const int last = communicator.size() - 1;
+    // A length of another number of pieces, an empty one, and lengths of one piece.
+    for (const std::size_t odd_length : {200, 0, 3}) {
+      std::vector<double> values(communicator.rank() == last ? odd_length : 2);
+      EXPECT_THAT(
+          text_of<MismatchError>([&] { communicator.all_reduce_sum(values); }),
+          AllOf(HasSubstr(" 2 from rank 0"),
+                EndsWith(std::to_string(odd_length) + " from rank " + std::to_string(last))));
+      EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+    }
+  });
+}
+
+TEST_P(PeersContract, AddingOnTheCpuRefusesADevicesMemoryAndTheGroupStaysUsable) {
+  run([](Communicator& communicator) {
+    std::vector<double> value{1.0};
+
+    const std::string text = text_of<ArgumentError>(
+        [&] { communicator.all_reduce_sum(value, {.memory = Memory::kDevice}); });
+
+    EXPECT_THAT(text, EndsWith(": expected values in the host's memory, got a device's"));
+    EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+  });
+}
+
+TEST_P(PeersContract, AFailureEndsTheWaitOfPeers) {
+  // The time limit is far beyond the limit of the whole test.
+  run(
+      [](Communicator& communicator) {
+        EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+        if (communicator.rank() == 1) {
+          std::this_thread::sleep_for(20ms);  // the peers are waiting by then, most likely asleep
+          communicator.fail("out of memory");
+        } else {
+          EXPECT_THAT(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),
+                      HasSubstr("rank 1 of " + std::to_string(communicator.size()) +
+                                " failed: out of memory"));
+        }
+      },
+      24h);
+}
+
+TEST_P(PeersContract, AWaitEndsAtItsTimeLimitAndNamesTheMissingRanks) {
+  const std::unique_ptr<Gate> timed_out = GetParam().make_gate();
+  run(
+      [&](Communicator& communicator) {
+        if (communicator.rank() != 0) {
+          timed_out->wait();
+          EXPECT_THAT(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),
+                      HasSubstr("rank 0 of"));
+          return;
+        }
+        std::string missing = communicator.size() == 2 ? " s for rank 1" : " s for ranks 1";
+        for (int rank = 2; rank < communicator.size(); ++rank) {
+          missing += ", " + std::to_string(rank);
+        }
+        EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum({}); }),
+                    AllOf(StartsWith(std::string(communicator.transport()) + ": rank 0 of " +
+                                     std::to_string(communicator.size()) + " waited "),
+                          EndsWith(missing)));
+        timed_out->open_for(communicator.size() - 1);
+      },
+      50ms);
+}
+
+}  // namespace
+}  // namespace normscope::testing

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every process that mpirun starts is one rank, and runs all tests beside the others.
+#include "normscope/comm/mpi/mpi_communicator.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/batch_norm/exchange.h"
+#include "normscope/core/error.h"
+#include "tests/comm/communicator_contract.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::SizeIs;
+using namespace std::chrono_literals;
+
+// More than ranks need to meet on a loaded machine.
+constexpr std::chrono::milliseconds kTimeToMeet = 5s;
+
+void run_under_mpi(int /*ranks*/, const ExchangeOptions& options, const CommunicatorBody& body) {
+  // Also where the limit shall be reached: making the group takes longer than no time.
+  body(*make_mpi_communicator(MPI_COMM_WORLD, std::max(options.time_limit, kTimeToMeet)));
+}
+
+// For processes that have nothing in common but MPI.
+class MpiGate final : public Gate {
+ public:
+  void open_for(int ranks) override {
+    for (int rank = 1; rank <= ranks; ++rank) {
+      MPI_Send(nullptr, 0, MPI_CHAR, rank, 0, MPI_COMM_WORLD);
+    }
+  }
+  void wait() override { MPI_Recv(nullptr, 0, MPI_CHAR, 0, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE); }
+};
+
+std::unique_ptr<Gate> make_mpi_gate() { return std::make_unique<MpiGate>(); }
+
+World world_of_mpi() {
+  int ranks = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+  return {.ranks = ranks, .run = run_under_mpi, .make_gate = make_mpi_gate};
+}
+
+// Where there are at least that many ranks.
+auto world_of_at_least(int ranks) {
+  std::vector<World> worlds = {world_of_mpi()};
+  if (worlds.front().ranks < ranks) worlds.clear();
+  return ::testing::ValuesIn(worlds);
+}
+
+INSTANTIATE_TEST_SUITE_P(Mpi, CommunicatorContract, world_of_at_least(1), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Mpi, PeersContract, world_of_at_least(2), ranks_of);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(PeersContract);
+
+TEST(MpiCommunicator, KeepsItsMessagesApartFromTheCallers) {
+  const auto communicator = make_mpi_communicator(MPI_COMM_WORLD);
+  MPI_Request callers = MPI_REQUEST_NULL;
+  char byte = 0;
+  MPI_Irecv(&byte, 1, MPI_CHAR, MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_WORLD, &callers);
+
+  EXPECT_THAT(gather(*communicator, communicator->rank()), SizeIs(communicator->size()));
+
+  const int next = (communicator->rank() + 1) % communicator->size();
+  MPI_Send("x", 1, MPI_CHAR, next, 7, MPI_COMM_WORLD);
+  MPI_Wait(&callers, MPI_STATUS_IGNORE);
+  EXPECT_EQ(byte, 'x');
+}
+
+TEST(MpiCommunicator, RefusesWhatIsNoGroupOfRanks) {
+  EXPECT_THAT(text_of<ArgumentError>([] { (void)make_mpi_communicator(MPI_COMM_NULL); }),
+              HasSubstr("ranks: expected a communicator of MPI, got MPI_COMM_NULL"));
+  EXPECT_THAT(text_of<ArgumentError>([] { (void)make_mpi_communicator(MPI_COMM_WORLD, 0ms); }),
+              HasSubstr("time_limit: expected more than 0 ms, got 0 ms"));
+}
+
+TEST(MpiCommunicator, LeavesTheCallersErrorHandlerAsItWas) {
+  (void)make_mpi_communicator(MPI_COMM_WORLD);
+
+  MPI_Errhandler handler = MPI_ERRHANDLER_NULL;
+  MPI_Comm_get_errhandler(MPI_COMM_WORLD, &handler);
+  EXPECT_EQ(handler, MPI_ERRORS_ARE_FATAL);
+}
+
+// What the groups of several ranks alone can show.
+class MpiPeers : public ::testing::TestWithParam<World> {};
+class MpiTriples : public ::testing::TestWithParam<World> {};
+
+INSTANTIATE_TEST_SUITE_P(Mpi, MpiPeers, world_of_at_least(2), ranks_of);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(MpiPeers);
+INSTANTIATE_TEST_SUITE_P(Mpi, MpiTriples, world_of_at_least(3), ranks_of);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(MpiTriples);
+
+TEST_P(MpiPeers, AnInterCommunicatorIsRefused) {
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm half = MPI_COMM_NULL, between = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, rank == 0 ? 0 : 1, rank, &half);
+  MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, rank == 0 ? 1 : 0, 0, &between);
+
+  EXPECT_THAT(text_of<ArgumentError>([&] { (void)make_mpi_communicator(between); }),
+              HasSubstr("ranks: expected one group of ranks, got an inter-communicator"));
+  MPI_Comm_free(&between);
+  MPI_Comm_free(&half);
+}
+
+TEST_P(MpiPeers, AGroupThatARankDoesNotJoinIsGivenUp) {
+  MpiGate gave_up;
+  int rank = 0, size = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  MPI_Comm once = MPI_COMM_NULL;  // which the abandoned call goes on using
+  MPI_Comm_dup(MPI_COMM_WORLD, &once);
+  if (rank != 0) {
+    gave_up.wait();
+    return;
+  }
+
+  EXPECT_THAT(text_of<TimeoutError>([&] { (void)make_mpi_communicator(once, 50ms); }),
+              EndsWith(" s for the others to make the group"));
+  gave_up.open_for(size - 1);
+}
+
+TEST_P(MpiTriples, AWaitNamesOnlyTheRanksThatHaveNotCome) {
+  MpiGate timed_out;
+  const auto communicator = make_mpi_communicator(MPI_COMM_WORLD, kTimeToMeet);
+  const int last = communicator->size() - 1;
+  if (communicator->rank() == last) {
+    timed_out.wait();
+    return;
+  }
+
+  const std::string text = text_of<CommunicationError>([&] { communicator->all_reduce_sum({}); });
+
+  EXPECT_THAT(text, EndsWith(" s for rank " + std::to_string(last)));
+  // The last rank is the one that must not wait any longer.
+  if (communicator->rank() == 0) MPI_Send(nullptr, 0, MPI_CHAR, last, 0, MPI_COMM_WORLD);
+}
+
+TEST_P(MpiPeers, RanksThatMeetWithOtherLayersAreToldBeforeLengthsCanDiffer) {
+  Exchange exchange(make_mpi_communicator(MPI_COMM_WORLD));
+  const int rank = exchange.communicator().rank();
+  std::vector<double> message(static_cast<std::size_t>(rank == 0 ? 10 : 100) + kHeaderSize);
+
+  const std::string text = text_of<MismatchError>([&] {
+    exchange.all_reduce({.layer = rank == 0 ? "stem" : "head", .scope = "world"}, message, {});
+  });
+
+  EXPECT_THAT(text,
+              AllOf(HasSubstr("rank 0: forward of stem"), HasSubstr("rank 1: forward of head")));
+  EXPECT_THAT(text, Not(HasSubstr("mpi")));
+  exchange.all_reduce({.layer = "stem", .scope = "world"}, std::span(message).first(kHeaderSize),
+                      {});
+}
+
+}  // namespace
+}  // namespace normscope::testing
+
+int main(int argc, char** argv) {
+  int level = MPI_THREAD_SINGLE;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
+  ::testing::InitGoogleTest(&argc, argv);
+  const int status = RUN_ALL_TESTS();
+  MPI_Finalize();
+  return status;
+}
