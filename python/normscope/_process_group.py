@@ -53,13 +53,20 @@ def name_in_use(name: str | None) -> str:
     return NONE if default is None else default.group_name
 
 
-def scope_in_use(scope: Scope, group_name: str, x: torch.Tensor) -> str:
-    """The scope to run with now, for ``x`` [N, ...]; the ranks agree on it at first use."""
+def scope_and_group_in_use(
+    scope: Scope, name: str | None, x: torch.Tensor, *, training: bool
+) -> tuple[str, str]:
+    """The scope and the group to run ``x`` [N, ...] with now; evaluation touches no group.
+
+    The ranks agree on the scope at first use.
+    """
+    if not training:
+        return scope.text, NONE
+    group_name: str = name_in_use(name)
     if not scope.depends_on_samples or x.dim() == 0:
-        return scope.text
+        return scope.text, group_name
     samples = len(range(x.shape[0]))  # a number also where a graph is traced for any batch
-    resolved: str = _scope_of_samples(scope.text, group_name, samples)
-    return resolved
+    return _scope_of_samples(scope.text, group_name, samples), group_name
 
 
 # Outside the graph too: how many slices there are is part of it.

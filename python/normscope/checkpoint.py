@@ -55,8 +55,8 @@ class _Call:
     statistics: torch.Tensor  # [slices, 3, C]
 
 
-class _Recording(TorchDispatchMode):
-    """Appends every training forward to ``calls``."""
+class _OverForwards(TorchDispatchMode):
+    """Hands every training forward to ``_forward``; everything else runs as it is."""
 
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,34 +69,34 @@ class _Recording(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        outputs = func(*args, **(kwargs or {}))
         if func is _library.batch_norm_forward:
-            x, layer = args[0], args[-1]
-            self._calls.append(_Call(layer, x.shape, outputs[1]))
+            return self._forward(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _forward(self, *args: Any) -> Any:  # noqa: ANN401 - the op's
+        raise NotImplementedError
+
+
+class _Recording(_OverForwards):
+    """Appends every training forward to ``calls``."""
+
+    def _forward(self, *args: Any) -> Any:  # noqa: ANN401
+        outputs = _library.batch_norm_forward(*args)
+        x, layer = args[0], args[-1]
+        self._calls.append(_Call(layer, x.shape, outputs[1]))
         return outputs
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(_OverForwards):
     """Answers training forwards from ``calls``, from the first on each time it is entered."""
 
-    def __init__(self, calls: list[_Call]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._calls = calls
-        self._remaining: Iterator[_Call] = iter(())
+    _remaining: Iterator[_Call] = iter(())
 
     def __enter__(self) -> _Replay:
         self._remaining = iter(self._calls)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401 - torch's signature
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
-        if func is not _library.batch_norm_forward:
-            return func(*args, **(kwargs or {}))
+    def _forward(self, *args: Any) -> Any:  # noqa: ANN401
         x, weight, bias, layer = *args[:3], args[-1]
         call = next(self._remaining, None)
         if call is None or (call.layer, call.shape) != (layer, x.shape):

@@ -66,9 +66,9 @@ def batch_norm(
                 [ 1.]])
     """
     given = _process_group.name_of(process_group)
-    group_name = _process_group.name_in_use(given) if training else _process_group.NONE
-    scope = Scope(str(scope))
-    text = _process_group.scope_in_use(scope, group_name, x) if training else scope.text
+    text, group_name = _process_group.scope_and_group_in_use(
+        Scope(str(scope)), given, x, training=training
+    )
     return _library.batch_norm(
         x,
         weight,

@@ -127,10 +127,9 @@ class BatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize ``input`` [N, C, *]."""
         has_statistics = self.track_running_stats or not self.training
-        scope, group_name = self.scope.text, _process_group.NONE
-        if self.training:
-            group_name = _process_group.name_in_use(self.group_name)
-            scope = _process_group.scope_in_use(self.scope, group_name, input)
+        scope, group_name = _process_group.scope_and_group_in_use(
+            self.scope, self.group_name, input, training=self.training
+        )
         y = _library.batch_norm(
             input,
             self.weight,
