@@ -11,27 +11,12 @@
 #include <vector>
 
 #include "normscope/core/error.h"
+#include "normscope/core/hash.h"
 
 namespace normscope {
 namespace {
 
-constexpr std::uint64_t kHashBits = 20;
-
-// FNV-1a: the same on every machine, unlike std::hash.
-class Hash {
- public:
-  void add(std::string_view bytes) noexcept {
-    for (const char byte : bytes) {
-      value_ = (value_ ^ static_cast<unsigned char>(byte)) * 1099511628211ULL;
-    }
-    value_ = (value_ ^ 0xFFU) * 1099511628211ULL;  // an end, so that "ab", "c" is not "a", "bc"
-  }
-  void add(std::int64_t number) noexcept { add(std::to_string(number)); }
-  [[nodiscard]] std::uint64_t value() const noexcept { return value_; }
-
- private:
-  std::uint64_t value_ = 14695981039346656037ULL;
-};
+constexpr int kHashBits = 20;
 
 std::string_view name_of(Direction direction) {
   switch (direction) {
@@ -162,13 +147,13 @@ void Exchange::meet(const CallLabel& label, double count, std::span<const double
   hash.add(label.layer);
   hash.add(label.scope);
   hash.add(name_of(label.direction));
-  hash.add(label.channels);
+  hash.add(std::to_string(label.channels));
   const std::uint64_t label_hash = hash.value();
   // A layer without a name is told from its like by its place in the sequence of calls.
-  if (label.layer.empty()) hash.add(calls_);
+  if (label.layer.empty()) hash.add(std::to_string(calls_));
   calls_ += 1;
 
-  const auto h = static_cast<double>(hash.value() & ((1U << kHashBits) - 1U));
+  const auto h = static_cast<double>(hash.low_bits(kHashBits));
   const double needs_backward = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
   const Header header{{count, h, h * h, needs_backward}};
 

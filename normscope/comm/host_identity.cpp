@@ -8,6 +8,8 @@
 
 #include <unistd.h>
 
+#include "normscope/core/hash.h"
+
 namespace normscope {
 namespace {
 
@@ -26,12 +28,9 @@ std::string name_of_host() {
 }  // namespace
 
 std::int64_t host_identity() {
-  // FNV-1a: the same in every process, unlike std::hash. Its low bits depend on every byte.
-  std::uint64_t hash = 14695981039346656037ULL;
-  for (const char byte : name_of_host()) {
-    hash = (hash ^ static_cast<unsigned char>(byte)) * 1099511628211ULL;
-  }
-  return static_cast<std::int64_t>(hash & ((std::uint64_t{1} << kIdentityBits) - 1));
+  Hash hash;
+  hash.add(name_of_host());
+  return static_cast<std::int64_t>(hash.low_bits(kIdentityBits));
 }
 
 }  // namespace normscope

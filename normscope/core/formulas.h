@@ -62,6 +62,12 @@ NORMSCOPE_INLINE Real updated_running(Real running, Real batch, double momentum)
   return running + (batch - running) * momentum;
 }
 
+// A mean as two float32 numbers, which float32 arithmetic subtracts one after the other.
+NORMSCOPE_INLINE DoubleDouble<double> float32_pair(DoubleDouble<double> mean) noexcept {
+  const double hi = static_cast<double>(static_cast<float>(mean.hi));
+  return {hi, static_cast<double>(static_cast<float>((mean.hi - hi) + mean.lo))};
+}
+
 // y = (x - mean) * scale + bias with scale = weight * inv_std. The mean is subtracted first, in two
 // parts: x * scale + (bias - mean * scale) would cancel. Value is float, double, or a vector of
 // them.

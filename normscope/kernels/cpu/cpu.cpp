@@ -207,9 +207,9 @@ struct Backend {
     }
     if (x_dtype == DType::kFloat64) return;
     for (std::int64_t c = 0; c < channels; ++c) {
-      const double hi = static_cast<float>(mean[c]);
-      mean_rest[c] = static_cast<float>((mean[c] - hi) + mean_rest[c]);
-      mean[c] = hi;
+      const DoubleDouble<double> pair = float32_pair({mean[c], mean_rest[c]});
+      mean[c] = pair.hi;
+      mean_rest[c] = pair.lo;
     }
   }
 

@@ -60,14 +60,10 @@ __global__ void finalize_moments(LimbsView limbs, Count count, double eps, DType
     update_running(running.mean, c, result.mean.hi, running.momentum);
     update_running(running.var, c, result.population_variance * (n / (n - 1.0)), running.momentum);
   }
-  double hi = result.mean.hi;
-  double lo = result.mean.lo;
-  if (x_dtype != DType::kFloat64) {
-    hi = static_cast<double>(static_cast<float>(result.mean.hi));
-    lo = static_cast<double>(static_cast<float>((result.mean.hi - hi) + result.mean.lo));
-  }
-  statistics.mean_hi[c] = hi;
-  statistics.mean_lo[c] = lo;
+  const DoubleDouble<double> mean =
+      x_dtype == DType::kFloat64 ? result.mean : float32_pair(result.mean);
+  statistics.mean_hi[c] = mean.hi;
+  statistics.mean_lo[c] = mean.lo;
 }
 
 // Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
@@ -78,8 +74,8 @@ __global__ void finalize_gradient_sums(LimbsView limbs, Count count, Statistics 
   if (c >= limbs.channels) return;
   const DoubleDouble<double> dy = canonical_total(limbs, 0, c);
   results.sums.dy[c] = dy.hi + dy.lo;
-  results.sums.dy_xhat[c] = gradient_sum_with_xhat(
-      dy, canonical_total(limbs, 1, c), statistics.mean_lo[c], statistics.inv_std[c]);
+  results.sums.dy_xhat[c] = gradient_sum_with_xhat(dy, canonical_total(limbs, 1, c),
+                                                   statistics.mean_lo[c], statistics.inv_std[c]);
   use_gradient_sums(results, c);
 }
 

@@ -100,10 +100,10 @@ void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Cou
       continue;
     }
     const Moments<double> batch = moments(total_of(limbs, 0, c), total_of(limbs, 1, c), n);
-    statistics.mean_hi[c] =
-        x_dtype == DType::kFloat64 ? batch.mean.hi : static_cast<float>(batch.mean.hi);
-    const double rest = (batch.mean.hi - statistics.mean_hi[c]) + batch.mean.lo;
-    statistics.mean_lo[c] = x_dtype == DType::kFloat64 ? rest : static_cast<float>(rest);
+    const DoubleDouble<double> mean =
+        x_dtype == DType::kFloat64 ? batch.mean : float32_pair(batch.mean);
+    statistics.mean_hi[c] = mean.hi;
+    statistics.mean_lo[c] = mean.lo;
     statistics.inv_std[c] = 1.0 / std::sqrt(batch.population_variance + eps);
     update_running(running.mean, c, batch.mean.hi, running.momentum);
     update_running(running.var, c, batch.population_variance * (n / (n - 1.0)), running.momentum);
