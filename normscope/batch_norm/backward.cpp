@@ -92,9 +92,10 @@ void input_gradient_synchronized(const BackwardArguments& arguments, const CallL
       execution, message.limbs(), {.known = own_count}, statistics,
       {.sums = sums.view(), .dweight = arguments.dweight, .dbias = arguments.dbias});
   const Count count = message.all_reduce(label, own_count, context);
-  if (arguments.dx.data == nullptr) return;
+  // Also where nobody wants the totals: on a device they say whether the ranks disagreed.
   kernels.finalize_gradient_sums(execution, message.limbs(), count, statistics,
                                  {.sums = sums.view()});
+  if (arguments.dx.data == nullptr) return;
   kernels.input_gradient(execution, x, arguments.dy, statistics, arguments.weight, sums.view(),
                          count, arguments.dx);
 }

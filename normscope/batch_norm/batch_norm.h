@@ -16,8 +16,8 @@ namespace normscope NORMSCOPE_EXPORT {
 // with the first slice's, or one after the other.
 enum class SliceStats { kPooled, kFirst, kSequential };
 
-// How running statistics weigh their updates: each by RunningUpdate::momentum, or all there ever
-// were the same, for which momentum is 1 / (updates before this call + 1).
+// How running statistics weigh their updates: each by RunningUpdate::momentum, or all that
+// RunningUpdate::updates has counted the same.
 enum class RunningAverage { kExponential, kCumulative };
 
 // Where a call runs and with whom it shares statistics.
@@ -36,7 +36,8 @@ struct CallContext {
 
 // Doubles of CallContext::workspace.
 [[nodiscard]] constexpr std::int64_t workspace_size(std::int64_t channels) noexcept {
-  return 2 * (limbs_size(channels) + kHeaderSize);
+  constexpr std::int64_t kMomentum = 1;
+  return 2 * (limbs_size(channels) + kHeaderSize) + kMomentum;
 }
 
 // Doubles of ForwardArguments::statistics.
@@ -61,7 +62,8 @@ struct ForwardArguments {
   SliceStats slice_stats = SliceStats::kPooled;
   BackwardNeeded backward = BackwardNeeded::kYes;
   double* statistics = nullptr;  // out [slices, 3, C]: mean_hi, mean_lo, inv_std
-  double* counts = nullptr;      // out [slices]: elements a channel of each norm batch
+  double* counts =
+      nullptr;  // out [slices]: elements a channel of each norm batch; none: not wanted
 };
 
 // Training forward: y = weight * (x - mean) * inv_std + bias over the norm batch, the running

@@ -19,6 +19,11 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   check_channel_dtype("running_mean", arguments.running.mean.dtype, arguments.x);
   check_channel_dtype("running_var", arguments.running.var.dtype, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
+  if (arguments.running_average == RunningAverage::kCumulative &&
+      arguments.running.updates == nullptr) {
+    throw ArgumentError(
+        "running.updates: expected the number so far for a cumulative average, got none");
+  }
   if (!(arguments.eps >= 0.0)) {
     throw ArgumentError("eps: expected at least 0, got " + std::to_string(arguments.eps));
   }
@@ -33,6 +38,35 @@ void check_count(double count) {
   }
 }
 
+// What the updates of the running statistics are, one after the other.
+class RunningUpdates {
+ public:
+  RunningUpdates(const ForwardArguments& arguments, ResolvedContext& context)
+      : update_(arguments.running),
+        is_cumulative_(arguments.running_average == RunningAverage::kCumulative),
+        context_(context),
+        momentum_(context, is_cumulative_ ? 1 : 0, Contents::kAnything) {}
+
+  [[nodiscard]] RunningUpdate next() const {
+    RunningUpdate update = update_;
+    if (!is_cumulative_) return update;
+    if (context_.kernels.memory() == Memory::kHost) {
+      update.momentum = cumulative_momentum(*update.updates);
+    } else {
+      double* momentum = momentum_.span().data();
+      context_.kernels.set_cumulative_momentum(context_.execution, update.updates, momentum);
+      update.momentum_at = momentum;
+    }
+    return update;
+  }
+
+ private:
+  RunningUpdate update_;
+  bool is_cumulative_;
+  const ResolvedContext& context_;
+  Numbers momentum_;  // on a device, where the host does not know it
+};
+
 // One slice, this rank alone: nothing between the sums and their use but the sums themselves.
 void normalize_slice(const ForwardArguments& arguments, ResolvedContext& context,
                      std::int64_t slice, const RunningUpdate& running, LimbsView pooled) {
@@ -45,7 +79,7 @@ void normalize_slice(const ForwardArguments& arguments, ResolvedContext& context
       .statistics = statistics_of_slice(arguments.statistics, slice, x.channels),
       .running = running,
       .pooled = pooled,
-      .count = arguments.counts + slice};
+      .count = arguments.counts == nullptr ? nullptr : arguments.counts + slice};
   const Message message(context, x.channels);
   for_channel_chunks(
       context, x, 1, [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
@@ -62,31 +96,27 @@ void normalize_slice(const ForwardArguments& arguments, ResolvedContext& context
 
 // The running statistics' update with the moments of all slices together.
 void update_running_with_all(const ForwardArguments& arguments, ResolvedContext& context,
-                             const Message& all) {
+                             const RunningUpdate& running, const Message& all) {
   const TensorView& x = arguments.x;
   const Numbers unused(context, statistics_size(1, x.channels), Contents::kAnything);
   context.kernels.finalize_moments(
       context.execution, all.limbs(), {.known = static_cast<double>(x.elements_per_channel())},
       arguments.eps, x.dtype,
-      {.statistics = statistics_of_slice(unused.span().data(), 0, x.channels),
-       .running = arguments.running});
+      {.statistics = statistics_of_slice(unused.span().data(), 0, x.channels), .running = running});
 }
 
 void normalize_slices(const ForwardArguments& arguments, ResolvedContext& context) {
   const TensorView& x = arguments.x;
   const bool pools = arguments.slice_stats == SliceStats::kPooled && arguments.slices > 1;
-  RunningUpdate running = arguments.running;
+  const RunningUpdates running(arguments, context);
   std::optional<Message> all;
   if (pools) all.emplace(context, x.channels);
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
     const bool updates = !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
-    normalize_slice(arguments, context, slice, updates ? running : RunningUpdate{},
+    normalize_slice(arguments, context, slice, updates ? running.next() : RunningUpdate{},
                     pools ? all->limbs() : LimbsView{});
-    if (arguments.running_average == RunningAverage::kCumulative) {
-      running.momentum /= 1.0 + running.momentum;  // from 1 / n to 1 / (n + 1)
-    }
   }
-  if (pools) update_running_with_all(arguments, context, *all);
+  if (pools) update_running_with_all(arguments, context, running.next(), *all);
 }
 
 // Local sums, one all-reduce, finalize, apply.
@@ -96,6 +126,7 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
   const Execution& execution = context.execution;
   const TensorView& x = arguments.x;
   const MutableStatistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
+  const RunningUpdates running(arguments, context);
   const Message message(context, x.channels);
   kernels.add_moments(execution, x, message.limbs());
   const Count count =
@@ -103,7 +134,7 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
   check_count(count.known);
   kernels.finalize_moments(
       execution, message.limbs(), count, arguments.eps, x.dtype,
-      {.statistics = statistics, .running = arguments.running, .count = arguments.counts});
+      {.statistics = statistics, .running = running.next(), .count = arguments.counts});
   kernels.normalize(execution, x, statistics.read_only(), arguments.weight, arguments.bias,
                     arguments.y);
 }

@@ -52,17 +52,33 @@ struct BasicStatistics {
 using Statistics = BasicStatistics<const double>;
 using MutableStatistics = BasicStatistics<double>;
 
-// running += momentum * (batch - running). Nothing happens where both views are empty or the norm
-// batch is.
+// running += momentum * (batch - running), and the update is counted. What is absent stays so;
+// nothing happens where the norm batch is empty.
 struct RunningUpdate {
   MutableChannelView mean;  // [C]
   MutableChannelView var;   // [C], of the sample variance (divides by n - 1)
   double momentum = 0.0;
+  std::int64_t* updates = nullptr;      // [1] += 1
+  const double* momentum_at = nullptr;  // [1] where the host does not know momentum: on the device
 
   [[nodiscard]] RunningUpdate channel_range(std::int64_t begin) const noexcept {
-    return {mean.channel_range(begin), var.channel_range(begin), momentum};
+    return {mean.channel_range(begin), var.channel_range(begin), momentum,
+            begin == 0 ? updates : nullptr, momentum_at};
+  }
+
+  [[nodiscard]] NORMSCOPE_INLINE double weight() const noexcept {
+    return momentum_at == nullptr ? momentum : *momentum_at;
+  }
+
+  NORMSCOPE_INLINE void count() const noexcept {
+    if (updates != nullptr) *updates += 1;
   }
 };
+
+// The momentum by which a cumulative average takes its next update.
+[[nodiscard]] NORMSCOPE_INLINE double cumulative_momentum(std::int64_t updates) noexcept {
+  return 1.0 / (static_cast<double>(updates) + 1.0);
+}
 
 // Sums of the gradients over a norm batch, or over one rank's part of it.
 struct GradientSums {
@@ -169,9 +185,12 @@ struct Kernels {
                          Statistics statistics, ChannelView weight, GradientSums sums,
                          const Count& count, const MutableTensorView& dx);
 
-  // Of a device, whose memory the host cannot touch: numbers = 0; and what a message needs before
-  // it is sent, limbs in canonical form and *header_at = header. nullptr where the host can.
+  // Of a device, whose memory the host cannot touch: numbers = 0; *momentum =
+  // cumulative_momentum(*updates); and what a message needs before it is sent, limbs in canonical
+  // form and *header_at = header. nullptr where the host can.
   void (*clear)(const Execution& execution, double* numbers, std::int64_t size) = nullptr;
+  void (*set_cumulative_momentum)(const Execution& execution, const std::int64_t* updates,
+                                  double* momentum) = nullptr;
   void (*seal)(const Execution& execution, LimbsView limbs, const Header& header,
                double* header_at) = nullptr;
 

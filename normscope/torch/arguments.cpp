@@ -58,6 +58,9 @@ void check_running_statistics(const ForwardOpArguments& arguments) {
   TORCH_CHECK(!tracked || tracked->scalar_type() == at::kLong,
               "num_batches_tracked: expected int64, got ",
               tracked ? c10::toString(tracked->scalar_type()) : "");
+  TORCH_CHECK(!tracked || tracked->device() == arguments.x.device(),
+              "num_batches_tracked: expected the device of x (", arguments.x.device(), "), got ",
+              tracked ? tracked->device() : arguments.x.device());
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <vector>
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -12,108 +12,62 @@
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/arguments.h"
+#include "normscope/torch/device.h"
 #include "normscope/torch/double_backward.h"
 #include "normscope/torch/exchanges.h"
 #include "normscope/torch/operators.h"
+#include "normscope/torch/results.h"
 #include "normscope/torch/tensor_view.h"
 
 namespace normscope::binding {
 namespace {
 
-using Outputs = std::tuple<at::Tensor, at::Tensor>;
 using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// What the backends share.
-
-at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
-
-struct Wanted {
-  bool dx;
-  bool dweight;
-  bool dbias;
-};
-
-// A parameter's gradient in float32, or float64 for float64 inputs; autograd rounds it to the
-// parameter's own type.
-at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& channels) {
-  const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::empty_symint({channels}, x.options().dtype(dtype));
-}
-
-// What backward returns; empty tensors where a gradient is not wanted.
-struct Gradients {
-  Gradients(const at::Tensor& x, const Wanted& wanted)
-      : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),
-        dweight(empty_parameter_gradient(x, wanted.dweight ? x.sym_size(1) : 0)),
-        dbias(empty_parameter_gradient(x, wanted.dbias ? x.sym_size(1) : 0)) {}
-
-  [[nodiscard]] GradientTensors tensors() const { return {dx, dweight, dbias}; }
-
-  at::Tensor dx;
-  at::Tensor dweight;
-  at::Tensor dbias;
-};
-
-// What double backward returns.
-SecondGradients empty_second_gradients(const at::Tensor& x) {
-  return {.dy = empty_output(x),
-          .x = empty_output(x),
-          .weight = empty_parameter_gradient(x, x.sym_size(1))};
-}
-
-// Meta.
-
-// slice_count() of symbolic numbers.
-c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted) {
-  if (wanted == 1) return 1;
-  const c10::SymInt slice_size = ((samples + wanted - 1) / wanted).max(1);
-  return ((samples + slice_size - 1) / slice_size).max(1);
-}
-
-Outputs forward_meta(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                     const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
-                     double eps, at::IntArrayRef dims, std::string_view scope,
-                     std::string_view slice_stats, bool, std::string_view, std::string_view) {
-  check_arguments({x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-                   dims, scope, slice_stats});
-  const c10::SymInt slices = symbolic_slice_count(x.sym_size(0), slices_wanted(scope));
-  return {empty_output(x), at::empty_symint({slices, 3, x.sym_size(1)}, wide(x))};
-}
-
-GradientTensors backward_meta(const at::Tensor&, const at::Tensor& x, const OptionalTensor&,
-                              const at::Tensor&, bool wants_dx, bool wants_dweight,
-                              bool wants_dbias, std::string_view, std::string_view,
-                              std::string_view) {
-  return Gradients(x, {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}).tensors();
-}
-
-GradientTensors double_backward_meta(const OptionalTensor&, const OptionalTensor&,
-                                     const OptionalTensor&, const at::Tensor&, const at::Tensor& x,
-                                     const OptionalTensor&, const at::Tensor&, std::string_view,
-                                     std::string_view, std::string_view) {
-  const auto [dy, dx, dweight] = empty_second_gradients(x);
-  return {dy, dx, dweight};
-}
-
-at::Tensor apply_meta(const at::Tensor& x, const OptionalTensor&, const OptionalTensor&,
-                      const at::Tensor&) {
-  return empty_output(x);
-}
-
-// CPU.
-
 // torch's threads, as many as torch.set_num_threads() allows here.
-Execution torch_threads() {
-  Execution execution;
-  execution.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  execution.parallel_for = [](std::int64_t tasks, const Task& task) {
-    at::parallel_for(0, tasks, 1, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) task(i);
-    });
-  };
-  return execution;
+void run_on_torch_threads(std::int64_t tasks, const Task& task) {
+  at::parallel_for(0, tasks, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) task(i);
+  });
 }
+
+// Where a call of batch_norm runs. A device of x's is the current one as long as this lives.
+class CallSite {
+ public:
+  explicit CallSite(const at::Tensor& x) {
+    context_.kernels = &kernels_for(x);
+    context_.execution = &execution_;
+    if (context_.kernels->memory() == Memory::kHost) {
+      execution_.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+      execution_.parallel_for = run_on_torch_threads;
+    } else {
+      device_.reset_device(x.device());
+      execution_.stream = current_stream(x);
+      workspace_ = at::empty({workspace_size(x.size(1))}, wide(x));
+      context_.workspace = workspace_.mutable_data_ptr<double>();
+    }
+  }
+  CallSite(const CallSite&) = delete;
+  CallSite& operator=(const CallSite&) = delete;
+
+  [[nodiscard]] const CallContext& alone() const noexcept { return context_; }
+
+  [[nodiscard]] CallContext with(const ExchangeUse& exchange, std::string_view scope,
+                                 std::string_view layer) const {
+    CallContext context = context_;
+    context.exchange = exchange.get();
+    if (context.kernels->memory() == Memory::kDevice) context.report = exchange.report();
+    context.scope = scope;
+    context.layer = layer;
+    return context;
+  }
+
+ private:
+  c10::OptionalDeviceGuard device_;
+  Execution execution_;
+  at::Tensor workspace_;
+  CallContext context_;
+};
 
 // Runs what comes before the exchange. The peers of a rank that fails there need not wait for it.
 template <class Prepare>
@@ -148,17 +102,19 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
 
-// The weight of the first update that this call makes; as torch, 0 where nothing counts the
-// updates.
-double momentum_of(std::optional<double> momentum, const OptionalTensor& num_batches_tracked) {
-  if (momentum) return *momentum;
-  if (!num_batches_tracked) return 0;
-  return 1.0 / static_cast<double>(*num_batches_tracked->const_data_ptr<std::int64_t>() + 1);
-}
-
 // Such a forward repeats one that was made before, as activation checkpointing does: its batch is
 // in the running statistics already.
 bool runs_inside_a_backward() { return ::torch::autograd::get_current_graph_task_id() >= 0; }
+
+// As torch, running statistics stay where nothing counts the updates of a cumulative average.
+RunningUpdate running_update(const ForwardOpArguments& op) {
+  return {.mean = mutable_channel_view(op.running_mean),
+          .var = mutable_channel_view(op.running_var),
+          .momentum = op.momentum.value_or(0.0),
+          .updates = op.num_batches_tracked
+                         ? op.num_batches_tracked->mutable_data_ptr<std::int64_t>()
+                         : nullptr};
+}
 
 // Tensors of one forward, whose storage the arguments point to.
 struct PreparedForward {
@@ -167,7 +123,6 @@ struct PreparedForward {
   OptionalTensor bias;
   at::Tensor y;
   at::Tensor statistics;
-  std::vector<double> counts;  // [slices]
   ForwardArguments arguments;
 };
 
@@ -175,13 +130,13 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backwar
   check_arguments(op);
   const std::int64_t slices = slice_count(op.x.size(0), slices_wanted(op.scope));
   const at::Tensor y = empty_output(op.x);
+  const bool is_cumulative = !op.momentum && op.num_batches_tracked;
   PreparedForward prepared{
       .x = in_layout_of(y, op.x),
       .weight = contiguous(op.weight),
       .bias = contiguous(op.bias),
       .y = y,
       .statistics = at::empty({slices, 3, op.x.size(1)}, wide(op.x)),
-      .counts = std::vector<double>(static_cast<std::size_t>(slices)),
       .arguments = {},
   };
   prepared.arguments = {
@@ -189,40 +144,31 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backwar
       .y = mutable_view(prepared.y),
       .weight = channel_view(prepared.weight),
       .bias = channel_view(prepared.bias),
-      .running = {.mean = mutable_channel_view(op.running_mean),
-                  .var = mutable_channel_view(op.running_var),
-                  .momentum = momentum_of(op.momentum, op.num_batches_tracked)},
-      .running_average = op.momentum ? RunningAverage::kExponential : RunningAverage::kCumulative,
+      .running = running_update(op),
+      .running_average = is_cumulative ? RunningAverage::kCumulative : RunningAverage::kExponential,
       .eps = op.eps,
       .slices = slices,
       .slice_stats = parse_slice_stats(op.slice_stats),
       .backward = needs_backward ? BackwardNeeded::kYes : BackwardNeeded::kNo,
       .statistics = prepared.statistics.mutable_data_ptr<double>(),
-      .counts = prepared.counts.data(),
   };
   return prepared;
 }
 
-// Counts the updates of a forward that has succeeded; an empty norm batch made none.
-void count_updates(const ForwardOpArguments& op, const PreparedForward& done) {
-  if (std::ranges::all_of(done.counts, [](double count) { return count == 0; })) return;
-  if (op.num_batches_tracked) {
-    const bool one_each = done.arguments.slice_stats == SliceStats::kSequential;
-    *op.num_batches_tracked->mutable_data_ptr<std::int64_t>() +=
-        one_each ? done.arguments.slices : 1;
-  }
+// Autograd has to know that they were written.
+void bump_versions(const ForwardOpArguments& op) {
   for (const OptionalTensor* buffer :
        {&op.running_mean, &op.running_var, &op.num_batches_tracked}) {
     if (*buffer && !(*buffer)->is_inference()) ::torch::autograd::impl::bump_version(**buffer);
   }
 }
 
-Outputs forward_cpu(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                    const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
-                    double eps, at::IntArrayRef dims, std::string_view scope,
-                    std::string_view slice_stats, bool needs_backward, std::string_view group_name,
-                    std::string_view layer) {
+std::tuple<at::Tensor, at::Tensor> forward(
+    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& running_mean, const OptionalTensor& running_var,
+    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
+    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats, bool needs_backward,
+    std::string_view group_name, std::string_view layer) {
   const bool updates = !runs_inside_a_backward();
   const OptionalTensor none;
   const ForwardOpArguments op{x,
@@ -236,17 +182,14 @@ Outputs forward_cpu(const at::Tensor& x, const OptionalTensor& weight, const Opt
                               dims,
                               scope,
                               slice_stats};
-  const ExchangeUse exchange(scope, group_name, layer);
+  const ExchangeUse exchange(scope, group_name, layer, placement_of(x));
   const PreparedForward prepared =
       prepare_or_fail(exchange, [&] { return prepare_forward(op, needs_backward); });
+  const CallSite site(x);
 
-  const Execution execution = torch_threads();
-  run_as_torch(x, exchange, [&] {
-    batch_norm_forward(
-        prepared.arguments,
-        {.execution = &execution, .exchange = exchange.get(), .layer = layer, .scope = scope});
-  });
-  count_updates(op, prepared);
+  run_as_torch(x, exchange,
+               [&] { batch_norm_forward(prepared.arguments, site.with(exchange, scope, layer)); });
+  bump_versions(op);
   return {prepared.y, prepared.statistics};
 }
 
@@ -286,23 +229,19 @@ PreparedBackward prepare_backward(const at::Tensor& dy, const at::Tensor& x,
   return prepared;
 }
 
-GradientTensors backward_cpu(const at::Tensor& dy, const at::Tensor& x,
-                             const OptionalTensor& weight, const at::Tensor& statistics,
-                             bool wants_dx, bool wants_dweight, bool wants_dbias,
-                             std::string_view scope, std::string_view group_name,
-                             std::string_view layer) {
-  const ExchangeUse exchange(scope, group_name, layer);
+GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
+                         const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
+                         bool wants_dbias, std::string_view scope, std::string_view group_name,
+                         std::string_view layer) {
+  const ExchangeUse exchange(scope, group_name, layer, placement_of(x));
   const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
     return prepare_backward(dy, x, weight, statistics,
                             {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias});
   });
+  const CallSite site(x);
 
-  const Execution execution = torch_threads();
-  run_as_torch(x, exchange, [&] {
-    batch_norm_backward(
-        prepared.arguments,
-        {.execution = &execution, .exchange = exchange.get(), .layer = layer, .scope = scope});
-  });
+  run_as_torch(x, exchange,
+               [&] { batch_norm_backward(prepared.arguments, site.with(exchange, scope, layer)); });
   return prepared.gradients.tensors();
 }
 
@@ -325,26 +264,27 @@ std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardArgument
   return norm_batches;
 }
 
-// The means of a norm batch from one rank's sums: one message, that of all sums and the count.
+// The means of a norm batch from one rank's sums: one message, that of all sums and the count. It
+// goes through the host's memory whatever the device: few networks differentiate twice.
 at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Exchange* exchange) {
   const at::Tensor& sums = norm_batch.sums();
   if (exchange == nullptr) return sums.div(norm_batch.count());
-  const at::Tensor message = at::empty({sums.numel() + kHeaderSize}, sums.options());
+  const at::Tensor message =
+      at::empty({sums.numel() + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
   const at::Tensor totals = message.narrow(0, 0, sums.numel()).view(sums.sizes()).copy_(sums);
   const at::Tensor count = message[sums.numel()].fill_(norm_batch.count());
   exchange->all_reduce(
       label, {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())},
       Stream{});
-  return totals.div(count);
+  return totals.div(count).to(sums.device());
 }
 
-GradientTensors double_backward_cpu(const OptionalTensor& grad_dx,
-                                    const OptionalTensor& grad_dweight,
-                                    const OptionalTensor& grad_dbias, const at::Tensor& dy,
-                                    const at::Tensor& x, const OptionalTensor& weight,
-                                    const at::Tensor& statistics, std::string_view scope,
-                                    std::string_view group_name, std::string_view layer) {
-  const ExchangeUse exchange(scope, group_name, layer);
+GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
+                                const OptionalTensor& grad_dbias, const at::Tensor& dy,
+                                const at::Tensor& x, const OptionalTensor& weight,
+                                const at::Tensor& statistics, std::string_view scope,
+                                std::string_view group_name, std::string_view layer) {
+  const ExchangeUse exchange(scope, group_name, layer, placement_of(x));
   const CallLabel label{.layer = layer,
                         .scope = scope,
                         .direction = Direction::kDoubleBackward,
@@ -369,8 +309,8 @@ GradientTensors double_backward_cpu(const OptionalTensor& grad_dx,
   return {all.dy, all.x, all.weight};
 }
 
-at::Tensor apply_cpu(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                     const at::Tensor& statistics) {
+at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                 const at::Tensor& statistics) {
   const at::Tensor y = empty_output(x);
   const at::Tensor x_in_layout = in_layout_of(y, x);
   const OptionalTensor own_weight = contiguous(weight);
@@ -383,27 +323,22 @@ at::Tensor apply_cpu(const at::Tensor& x, const OptionalTensor& weight, const Op
       .statistics = statistics.const_data_ptr<double>(),
       .slices = statistics.size(0),
   };
-  const Execution execution = torch_threads();
-  CallContext context;
-  context.execution = &execution;
-  batch_norm_apply(arguments, context);
+  const CallSite site(x);
+  batch_norm_apply(arguments, site.alone());
   return y;
+}
+
+void register_ops(::torch::Library& m) {
+  m.impl("batch_norm_forward", &forward);
+  m.impl("batch_norm_backward", &backward);
+  m.impl("batch_norm_double_backward", &double_backward);
+  m.impl("batch_norm_apply", &apply);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normscope, Meta, m) {
-  m.impl("batch_norm_forward", &forward_meta);
-  m.impl("batch_norm_backward", &backward_meta);
-  m.impl("batch_norm_double_backward", &double_backward_meta);
-  m.impl("batch_norm_apply", &apply_meta);
-}
-
-TORCH_LIBRARY_IMPL(normscope, CPU, m) {
-  m.impl("batch_norm_forward", &forward_cpu);
-  m.impl("batch_norm_backward", &backward_cpu);
-  m.impl("batch_norm_double_backward", &double_backward_cpu);
-  m.impl("batch_norm_apply", &apply_cpu);
-}
+// The same on both: x says where the kernels are.
+TORCH_LIBRARY_IMPL(normscope, CPU, m) { register_ops(m); }
+TORCH_LIBRARY_IMPL(normscope, CUDA, m) { register_ops(m); }
 
 }  // namespace normscope::binding

@@ -8,6 +8,8 @@
 #include <vector>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "normscope/comm/self_communicator.h"
@@ -36,26 +38,53 @@ std::string what_of(const std::exception& error) {
   return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
 
+at::Tensor tensor_of_current_device(c10::DeviceType type, std::span<double> values) {
+  const c10::Device device = c10::impl::VirtualGuardImpl(type).getDevice();
+  return at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
+                       at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
 }  // namespace
 
 C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                   const Placement& placement,
                                    std::optional<std::chrono::milliseconds> time_limit)
     : group_(group),
+      placement_(placement),
+      host_device_(group->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::DeviceType::CPU
+                                                                        : placement.device),
       rank_(group->getRank()),
       size_(group->getSize()),
-      transport_(group->getBackend(c10::DeviceType::CPU)->getBackendName()) {
+      transport_(group->getBackend(placement.device)->getBackendName()),
+      sums_on_device_(transport_ == "nccl") {
   if (time_limit) options_.timeout = *time_limit;
 }
 
 C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part,
+                                   const Placement& placement,
                                    const c10d::AllreduceOptions& options)
-    : C10dCommunicator(part) {
+    : C10dCommunicator(part, placement) {
   part_ = std::move(part);
   options_ = options;
 }
 
 void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
-  check_host_memory(*this, stream);
+  if (stream.memory == Memory::kHost) {
+    all_reduce_in_frame(values);
+    return;
+  }
+  const at::Tensor sum = tensor_of_current_device(placement_.device, values);
+  if (sums_on_device_) {
+    all_reduce(sum);
+  } else {
+    const at::Tensor of_host =
+        sum.to(c10::DeviceType::CPU, at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+    all_reduce_in_frame({of_host.mutable_data_ptr<double>(), values.size()});
+    sum.copy_(of_host);
+  }
+}
+
+void C10dCommunicator::all_reduce_in_frame(std::span<double> values) {
   const auto length = static_cast<double>(values.size());
   std::vector<double> frame(kFrameLength);
   const std::span content = std::span(frame).subspan(kLengthFields);
@@ -73,13 +102,19 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
 }
 
 void C10dCommunicator::all_reduce(std::span<double> values) {
+  // A tensor of its own, since a backend may hold on to it after an operation that failed.
+  const at::Tensor of_host = at::empty({static_cast<std::int64_t>(values.size())}, at::kDouble);
+  std::ranges::copy(values, of_host.mutable_data_ptr<double>());
+  const at::Tensor sum = of_host.to(host_device_);
+  all_reduce(sum);
+  const at::Tensor result = sum.cpu();
+  std::copy_n(result.const_data_ptr<double>(), values.size(), values.begin());
+}
+
+void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   if (!failure_.empty()) throw CommunicationError(failure_);
   const c10::intrusive_ptr<c10d::ProcessGroup> group = group_or_throw();
-  // A tensor of its own, since a backend may hold on to it after an operation that failed.
-  std::vector<at::Tensor> tensors = {at::empty({static_cast<std::int64_t>(values.size())},
-                                               at::TensorOptions().dtype(at::kDouble))};
-  const std::span sum(tensors.front().mutable_data_ptr<double>(), values.size());
-  std::ranges::copy(values, sum.begin());
+  std::vector<at::Tensor> tensors = {sum};
   try {
     group->allreduce(tensors, options_)->wait();
   } catch (const std::exception& error) {
@@ -88,7 +123,6 @@ void C10dCommunicator::all_reduce(std::span<double> values) {
     if (tells_of_time_out(what)) throw TimeoutError(failure_);
     throw CommunicationError(failure_);
   }
-  std::ranges::copy(sum, values.begin());
 }
 
 // All ranks have found the disagreement, and tell each other their lengths.
@@ -116,7 +150,8 @@ std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
   if (members.members.size() == 1) return make_self_communicator();
   const c10::intrusive_ptr<c10d::ProcessGroup> group = group_or_throw();
   try {
-    return std::unique_ptr<Communicator>(new C10dCommunicator(part_of(*group, members), options_));
+    return std::unique_ptr<Communicator>(
+        new C10dCommunicator(part_of(*group, members), placement_, options_));
   } catch (const std::exception& error) {
     throw CommunicationError(describe("split: " + what_of(error)));
   }
@@ -129,19 +164,34 @@ c10::intrusive_ptr<c10d::ProcessGroup> C10dCommunicator::part_of(c10d::ProcessGr
   const std::string prefix =
       "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
   const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group.getStore());
-  const auto backend = group.getBackend(c10::DeviceType::CPU);
-  const c10::intrusive_ptr<c10d::Backend::Options> options = backend->getBackendOptions();
+  auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
+                                                      static_cast<int>(members.members.size()));
+  const auto backend = group.getBackend(host_device_);
+  const auto backend_of_part = split_backend(*backend, store, members);
+  part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
+  if (placement_.device == host_device_) return part;
+
+  const auto device_backend = group.getBackend(placement_.device);
+  const bool is_one = device_backend == backend;
+  const auto device_store = c10::make_intrusive<c10d::PrefixStore>("device", store);
+  part->setBackend(
+      placement_.device,
+      is_one ? c10d::ProcessGroup::BackendType::CUSTOM : c10d::ProcessGroup::BackendType::NCCL,
+      is_one ? backend_of_part : split_backend(*device_backend, device_store, members));
+  return part;
+}
+
+c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
+    c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
+    const SubGroup& members) const {
+  const c10::intrusive_ptr<c10d::Backend::Options> options = backend.getBackendOptions();
   // Gloo looks a part's ranks up in the group's options, where a default group that is not the
   // process's first has none, and then replaces them there.
   const std::vector<std::uint64_t> ranks = options->global_ranks_in_group;
   options->global_ranks_in_group.resize(static_cast<std::size_t>(size_));
   std::iota(options->global_ranks_in_group.begin(), options->global_ranks_in_group.end(), 0U);
-  const auto backend_of_part = backend->split(store, members.members, options);
+  auto part = backend.split(store, members.members, options);
   options->global_ranks_in_group = ranks;
-
-  auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
-                                                      static_cast<int>(members.members.size()));
-  part->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
   return part;
 }
 

@@ -10,24 +10,30 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/sub_group.h"
+#include "normscope/torch/device.h"
 
 namespace normscope::binding {
 
 // The ranks of a process group of torch.distributed, whatever its backend. Does not keep the group
 // alive. The group's own time limit holds unless another is given.
 //
-// Some backends end the process where ranks come with different lengths (Gloo does). A message
-// therefore begins with a frame that is as long for every message and carries the length; what does
-// not fit into it follows once the lengths are known to agree.
+// Some backends end the process where ranks come with different lengths (Gloo does), or never end
+// (NCCL). A message of the host therefore begins with a frame that is as long for every message and
+// carries the length; what does not fit into it follows once the lengths are known to agree. Where
+// the group serves devices only, it goes by one of them.
+//
+// NCCL sums a message in a device's memory as it is, and nothing waits for it. Other backends would
+// bring it to the host themselves; here it goes as the host's messages do.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            const Placement& placement = {},
                             std::optional<std::chrono::milliseconds> time_limit = std::nullopt);
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
   [[nodiscard]] int size() const noexcept override { return size_; }
   [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
-  [[nodiscard]] bool compares_lengths() const noexcept override { return true; }
+  [[nodiscard]] bool compares_lengths() const noexcept override { return !sums_on_device_; }
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
@@ -39,22 +45,30 @@ class C10dCommunicator final : public Communicator {
 
  private:
   // Of a part, which it keeps alive.
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part,
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part, const Placement& placement,
                    const c10d::AllreduceOptions& options);
 
   [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> group_or_throw() const;
   [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> part_of(c10d::ProcessGroup& group,
                                                                const SubGroup& members) const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::Backend> split_backend(
+      c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
+      const SubGroup& members) const;
+  void all_reduce_in_frame(std::span<double> values);
   void all_reduce(std::span<double> values);
+  void all_reduce(const at::Tensor& sum);
   [[noreturn]] void throw_lengths_differ(std::size_t length);
   [[nodiscard]] std::string describe(std::string_view text) const;
 
   c10::intrusive_ptr<c10d::ProcessGroup> part_;  // none: somebody else's group
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
-  int parts_ = 0;  // made so far
+  int parts_ = 0;                // made so far
+  Placement placement_;          // of the messages that are on no host
+  c10::DeviceType host_device_;  // what messages of the host go by
   int rank_;
   int size_;
   std::string transport_;
+  bool sums_on_device_;
   c10d::AllreduceOptions options_;
   std::string failure_;  // the first one; empty: none
 };

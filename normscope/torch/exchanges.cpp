@@ -8,7 +8,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -29,6 +29,8 @@ using Milliseconds = std::chrono::milliseconds;
 struct ExchangeEntry {
   std::mutex mutex;                    // held while the exchange is used
   std::unique_ptr<Exchange> exchange;  // nullptr: this rank shares with none
+  at::Tensor report_memory;            // made at first use on a device
+  DeviceReport* report = nullptr;
 };
 
 namespace {
@@ -37,12 +39,14 @@ using Entry = std::shared_ptr<ExchangeEntry>;
 
 // A later group may have the name of one that was destroyed: the name is not enough to know it by.
 struct GroupEntry {
-  explicit GroupEntry(const ProcessGroup& process_group) : group(process_group) {}
+  GroupEntry(const ProcessGroup& process_group, const Placement& where)
+      : group(process_group), placement(where) {}
   explicit GroupEntry(Entry exchange) : of_all(std::move(exchange)) {}
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{ProcessGroup()};  // none: a communicator's
-  std::mutex mutex;  // of what follows, held while an exchange is made
-  Entry of_all;      // all ranks of the group
+  Placement placement;  // of the tensors that are normalized
+  std::mutex mutex;     // of what follows, held while an exchange is made
+  Entry of_all;         // all ranks of the group
   std::map<std::string, Entry> of_scope;
   std::map<std::vector<int>, Entry> of_leaders;
   std::map<std::string, std::string> norm_batches;  // and what they stand for
@@ -108,11 +112,13 @@ std::unique_ptr<Communicator> shared_memory_between(Communicator& group, Millise
   return votes[0] == group.size() ? std::move(joined) : nullptr;
 }
 
-std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group) {
+std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group, const Placement& placement) {
   const std::optional<Milliseconds> chosen = chosen_time_limit();
-  auto own = std::make_unique<C10dCommunicator>(group, chosen);
-  std::unique_ptr<Communicator> shared =
-      shared_memory_between(*own, chosen ? *chosen : time_limit_of(*group));
+  auto own = std::make_unique<C10dCommunicator>(group, placement, chosen);
+  std::unique_ptr<Communicator> shared;
+  if (placement.memory == Memory::kHost) {
+    shared = shared_memory_between(*own, chosen ? *chosen : time_limit_of(*group));
+  }
   // A group of one rank gets here only where that is forced.
   return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(own),
                                     WhenAlone::kExchange);
@@ -131,7 +137,7 @@ Entry exchange_of_all(GroupEntry& group) {
   const ProcessGroup process_group = group.group.lock();
   if (!process_group) throw CommunicationError("the process group was destroyed");
   try {
-    return group.of_all = entry_with(make_exchange(process_group));
+    return group.of_all = entry_with(make_exchange(process_group, group.placement));
   } catch (const CommunicationError& error) {
     throw CommunicationError(std::string("the group's first meeting: ") + error.what());
   }
@@ -177,28 +183,31 @@ ProcessGroup resolve(const std::string& name) {
   }
 }
 
+template <class Key>
 struct Groups {
   std::mutex mutex;
-  std::unordered_map<std::string, std::shared_ptr<GroupEntry>> entries;
+  std::map<Key, std::shared_ptr<GroupEntry>> entries;
 };
 
-Groups& known_process_groups() {
-  static Groups groups;
+auto& known_process_groups() {
+  static Groups<std::pair<std::string, Placement>> groups;
   return groups;
 }
 
-Groups& lent_communicators() {
-  static Groups groups;
+auto& lent_communicators() {
+  static Groups<std::string> groups;
   return groups;
 }
 
-std::shared_ptr<GroupEntry> entry_of(const std::string& name, const ProcessGroup& group) {
+std::shared_ptr<GroupEntry> entry_of(const std::string& name, const ProcessGroup& group,
+                                     const Placement& placement) {
   auto& [mutex, entries] = known_process_groups();
   const std::lock_guard lock(mutex);
-  const auto found = entries.find(name);
+  const std::pair key(name, placement);
+  const auto found = entries.find(key);
   if (found != entries.end() && found->second->group.lock() == group) return found->second;
   std::erase_if(entries, [](const auto& entry) { return entry.second->group.expired(); });
-  return entries[name] = std::make_shared<GroupEntry>(group);
+  return entries[key] = std::make_shared<GroupEntry>(group, placement);
 }
 
 std::shared_ptr<GroupEntry> lent_communicator(const std::string& name) {
@@ -210,15 +219,31 @@ std::shared_ptr<GroupEntry> lent_communicator(const std::string& name) {
 
 bool sends(int ranks) { return ranks > 1 || environment("NORMSCOPE_FORCE_SYNC") == "1"; }
 
-// The group called `name`; nullptr where this rank is alone.
-std::shared_ptr<GroupEntry> group_named(std::string_view name) {
+// Where a group meets for what no tensor takes part in: on the host, unless it serves devices only.
+Placement any_placement(const ProcessGroup& group) {
+  if (group->hasBackendForDeviceType(c10::DeviceType::CPU)) return {};
+  return {.memory = Memory::kDevice, .device = group->getDeviceTypes().front().type()};
+}
+
+// The group called `name`, for tensors of this placement; nullptr where this rank is alone.
+std::shared_ptr<GroupEntry> group_named(std::string_view name,
+                                        const std::optional<Placement>& placement = std::nullopt) {
   if (name.empty()) return nullptr;
   const std::string text(name);
   if (const std::shared_ptr<GroupEntry> lent = lent_communicator(text)) {
     return sends(lent->of_all->exchange->communicator().size()) ? lent : nullptr;
   }
   const ProcessGroup group = resolve(text);
-  return sends(group->getSize()) ? entry_of(text, group) : nullptr;
+  if (!sends(group->getSize())) return nullptr;
+  return entry_of(text, group, placement ? *placement : any_placement(group));
+}
+
+Entry entry_of_scope(const std::shared_ptr<GroupEntry>& group, const Scope& scope,
+                     std::string_view layer) {
+  return as_torch([&] {
+    const std::lock_guard lock(group->mutex);
+    return exchange_of_scope(*group, scope, layer);
+  });
 }
 
 }  // namespace
@@ -238,17 +263,24 @@ void take_communicator_back(const std::string& name) {
 }
 
 ExchangeUse::ExchangeUse(std::string_view scope, std::string_view group_name,
-                         std::string_view layer) {
+                         std::string_view layer, const std::optional<Placement>& placement) {
   const Scope parsed = as_torch([&] { return Scope::parse(scope); });
   if (parsed.kind() == Scope::Kind::kLocal || parsed.kind() == Scope::Kind::kSlices) return;
-  const std::shared_ptr<GroupEntry> group = group_named(group_name);
+  const std::shared_ptr<GroupEntry> group = group_named(group_name, placement);
   if (!group) return;
-  entry_ = as_torch([&] {
-    const std::lock_guard lock(group->mutex);
-    return exchange_of_scope(*group, parsed, layer);
-  });
+  entry_ = entry_of_scope(group, parsed, layer);
   lock_ = std::unique_lock(entry_->mutex);
   exchange_ = entry_->exchange.get();
+}
+
+DeviceReport* ExchangeUse::report() const {
+  if (exchange_ == nullptr) return nullptr;
+  if (entry_->report == nullptr) {
+    static_assert(sizeof(DeviceReport) % sizeof(std::int32_t) == 0);
+    entry_->report_memory = zeros_for_report(sizeof(DeviceReport) / sizeof(std::int32_t));
+    entry_->report = new (entry_->report_memory.mutable_data_ptr()) DeviceReport;
+  }
+  return entry_->report;
 }
 
 std::string resolve_scope(std::string_view scope, std::string_view group_name,
@@ -264,8 +296,11 @@ std::string resolve_scope(std::string_view scope, std::string_view group_name,
 }
 
 std::string transport_of(std::string_view group_name) {
-  const ExchangeUse use("world", group_name, "");
-  return use.get() == nullptr ? "none" : std::string(use.get()->communicator().transport());
+  const std::shared_ptr<GroupEntry> group = group_named(group_name);
+  if (!group) return "none";
+  const Entry all = entry_of_scope(group, Scope::world(), "");
+  const std::lock_guard lock(all->mutex);
+  return std::string(all->exchange->communicator().transport());
 }
 
 }  // namespace normscope::binding

@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/torch/device.h"
 
 namespace normscope::binding {
 
@@ -22,19 +24,23 @@ void take_communicator_back(const std::string& name);
 // at a time and as long as this object lives.
 //
 // It is made at first use, which is collective over the group, and kept until the group is
-// destroyed: shared memory between processes of one host, else the group's own backend. Scopes that
-// divide the ranks alike have one exchange. Environment
-// variables, read at first use: NORMSCOPE_SHARED_MEMORY=0 keeps to the group's backend (one rank
-// that sets it decides for all), NORMSCOPE_TIMEOUT=seconds replaces the group's time limit, and
+// destroyed: between tensors of one host shared memory, else the group's own backend for the device
+// that they are on. Scopes that divide the ranks alike have one exchange. Environment variables,
+// read at first use: NORMSCOPE_SHARED_MEMORY=0 keeps to the group's backend (one rank that sets it
+// decides for all), NORMSCOPE_TIMEOUT=seconds replaces the group's time limit, and
 // NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
 class ExchangeUse {
  public:
   // The process group, or lent communicator, called `group_name`; "": none. `layer` is named in
-  // errors.
-  ExchangeUse(std::string_view scope, std::string_view group_name, std::string_view layer);
+  // errors. `placement` is that of the messages; none: the host's memory.
+  ExchangeUse(std::string_view scope, std::string_view group_name, std::string_view layer,
+              const std::optional<Placement>& placement = std::nullopt);
 
   // nullptr where this rank is alone.
   [[nodiscard]] Exchange* get() const noexcept { return exchange_; }
+
+  // Where a device puts down what it finds out about this exchange; nullptr where there is none.
+  [[nodiscard]] DeviceReport* report() const;
 
   // Tells the peers, if there are any, that this rank will not come.
   void fail(std::string_view reason) const noexcept {

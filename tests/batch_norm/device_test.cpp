@@ -71,6 +71,7 @@ class DeviceRank {
 void expect_same(const LayerRun& run, const LayerRun& expected) {
   EXPECT_EQ(run.statistics, expected.statistics);
   EXPECT_EQ(run.counts, expected.counts);
+  EXPECT_EQ(run.updates, expected.updates);
   EXPECT_EQ(run.running_mean.values(), expected.running_mean.values());
   EXPECT_EQ(run.running_var.values(), expected.running_var.values());
   EXPECT_EQ(run.dweight.values(), expected.dweight.values());
@@ -317,7 +318,8 @@ TEST(AloneOnADevice, WhatTheDeviceNeedsIsNamed) {
   });
 }
 
-// Sum, finalize, apply; with other ranks a message is sealed too, and backward finalizes twice.
+// Sum, finalize, apply; with other ranks a message is sealed too, and backward finalizes twice. A
+// cumulative average computes its momentum.
 TEST(LaunchesOnADevice, AreThreeADirectionAloneAndFourAndFiveWithAnExchange) {
   LayerRun run(Layer{}, first_samples(2));
   const auto launches_of = [](const auto& call) {
@@ -325,8 +327,11 @@ TEST(LaunchesOnADevice, AreThreeADirectionAloneAndFourAndFiveWithAnExchange) {
     call();
     return cuda_on_host::launches() - before;
   };
+  RunningAverage average = RunningAverage::kExponential;
   const auto forward = [&](DeviceRank& device) {
-    return launches_of([&] { batch_norm_forward(run.forward_arguments(), device.context()); });
+    ForwardArguments arguments = run.forward_arguments();
+    arguments.running_average = average;
+    return launches_of([&] { batch_norm_forward(arguments, device.context()); });
   };
   const auto backward = [&](DeviceRank& device) {
     return launches_of([&] { batch_norm_backward(run.backward_arguments(), device.context()); });
@@ -335,6 +340,9 @@ TEST(LaunchesOnADevice, AreThreeADirectionAloneAndFourAndFiveWithAnExchange) {
 
   EXPECT_EQ(forward(alone), 3);
   EXPECT_EQ(backward(alone), 3);
+  average = RunningAverage::kCumulative;
+  EXPECT_EQ(forward(alone), 4);
+  average = RunningAverage::kExponential;
 
   run_alone(1, {}, [&](Communicator& communicator) {
     Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);

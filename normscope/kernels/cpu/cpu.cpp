@@ -199,12 +199,13 @@ struct Backend {
     }
     kPieces.inv_std(variance.data(), eps, channels, statistics.inv_std);
     for (std::int64_t c = 0; n > 0.0 && running.mean.data != nullptr && c < channels; ++c) {
-      update_running(running.mean, c, mean[c], running.momentum);
+      update_running(running.mean, c, mean[c], running.weight());
     }
     for (std::int64_t c = 0; n > 0.0 && running.var.data != nullptr && c < channels; ++c) {
       const double sample_variance = variance[static_cast<std::size_t>(c)] * (n / (n - 1.0));
-      update_running(running.var, c, sample_variance, running.momentum);
+      update_running(running.var, c, sample_variance, running.weight());
     }
+    if (n > 0.0) running.count();
     if (x_dtype == DType::kFloat64) return;
     for (std::int64_t c = 0; c < channels; ++c) {
       const DoubleDouble<double> pair = float32_pair({mean[c], mean_rest[c]});

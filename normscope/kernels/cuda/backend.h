@@ -214,6 +214,12 @@ struct Backend {
     Device::clear(execution.stream, numbers, size);
   }
 
+  static void set_cumulative_momentum(const Execution& execution, const std::int64_t* updates,
+                                      double* momentum) {
+    Device::launch(execution.stream, Grid{1, 1, 1, 1}, cuda::set_cumulative_momentum, updates,
+                   momentum);
+  }
+
   static void seal(const Execution& execution, LimbsView limbs, const Header& header,
                    double* header_at) {
     per_channel(execution.stream, limbs.channels, seal_message, limbs, header, header_at);
@@ -231,6 +237,7 @@ struct Backend {
         .finalize_gradient_sums = finalize_gradient_sums,
         .input_gradient = input_gradient,
         .clear = clear,
+        .set_cumulative_momentum = set_cumulative_momentum,
         .seal = seal,
     };
   }

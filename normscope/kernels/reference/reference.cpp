@@ -92,6 +92,7 @@ void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Cou
   const double n = count.value();
   if (count_out != nullptr) *count_out = n;
   if (pooled.data != nullptr) add_limbs(limbs, pooled);
+  if (n != 0.0) running.count();
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
     if (n == 0.0) {
       statistics.mean_hi[c] = 0.0;
@@ -105,8 +106,8 @@ void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Cou
     statistics.mean_hi[c] = mean.hi;
     statistics.mean_lo[c] = mean.lo;
     statistics.inv_std[c] = 1.0 / std::sqrt(batch.population_variance + eps);
-    update_running(running.mean, c, batch.mean.hi, running.momentum);
-    update_running(running.var, c, batch.population_variance * (n / (n - 1.0)), running.momentum);
+    update_running(running.mean, c, batch.mean.hi, running.weight());
+    update_running(running.var, c, batch.population_variance * (n / (n - 1.0)), running.weight());
   }
 }
 

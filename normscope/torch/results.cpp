@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/results.h"
+
+#include <ATen/ops/empty.h>
+
+#include "normscope/torch/tensor_view.h"
+
+namespace normscope::binding {
+namespace {
+
+at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& channels) {
+  const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::empty_symint({channels}, x.options().dtype(dtype));
+}
+
+}  // namespace
+
+at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
+
+Gradients::Gradients(const at::Tensor& x, const Wanted& wanted)
+    : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),
+      dweight(empty_parameter_gradient(x, wanted.dweight ? x.sym_size(1) : 0)),
+      dbias(empty_parameter_gradient(x, wanted.dbias ? x.sym_size(1) : 0)) {}
+
+SecondGradients empty_second_gradients(const at::Tensor& x) {
+  return {.dy = empty_output(x),
+          .x = empty_output(x),
+          .weight = empty_parameter_gradient(x, x.sym_size(1))};
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// In place of normscope/torch/device.cpp: tensors on the CPU count as a device's, whose kernels are
+// the CUDA ones run on the host. All that stands between Python and those kernels then runs without
+// a GPU.
+#include "normscope/torch/device.h"
+
+#include <ATen/ops/zeros.h>
+
+#include "tests/kernels/cuda_on_host/backend.h"
+
+namespace normscope::binding {
+
+Placement placement_of(const at::Tensor& x) {
+  return {.memory = Memory::kDevice, .device = x.device().type()};
+}
+
+const Kernels& kernels_for(const at::Tensor& /*x*/) { return cuda_on_host::kKernels; }
+
+Stream current_stream(const at::Tensor& /*x*/) { return {.memory = Memory::kDevice}; }
+
+at::Tensor zeros_for_report(std::int64_t size) { return at::zeros({size}, at::kInt); }
+
+}  // namespace normscope::binding
