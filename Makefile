@@ -46,9 +46,9 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .DELETE_ON_ERROR:
 # Two pips must not write into one environment; compilers and tests use JOBS.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-mpi \
-  check-slow check-without-torch check-install check-wheel lint lint-formats lint-types lint-names \
-  format bench clean
+.PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
+  check-mpi check-slow check-without-torch check-install check-wheel lint lint-formats lint-types \
+  lint-names format bench clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization whose statistics have a scope"
@@ -124,7 +124,7 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-cuda check-mpi check-slow check-without-torch check-install check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
+check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-without-torch check-install check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
 
 check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --preset $* > /dev/null
@@ -142,6 +142,17 @@ else
 check-mpi:
 	@echo "mpi: mpicxx is missing, so that nothing is built or tested with MPI"
 endif
+
+# What lies between Python and the kernels of a device: tensors on the CPU pass for a device's, and the
+# CUDA kernels run on the host. A rank learns of others' mistakes later there than these tests' own files
+# for that allow.
+on_device := accuracy bad_input checkpoint double_backward empty_batch equal_bits joined_batch ops \
+  running_stats slices
+check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
+	$(configure)
+	cmake --build $(build) --target normscope_torch_on_host
+	PYTHONPATH=$(abspath $(build))/tests/torch_on_host/site $(pytest) -m "not slow" \
+	  $(on_device:%=tests/python/test_%.py) --junitxml=$(results)/check-device.xml
 
 check-slow: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m slow --junitxml=$(results)/check-slow.xml
