@@ -47,8 +47,8 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 # Two pips must not write into one environment; compilers and tests use JOBS.
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
-  check-mpi check-slow check-without-torch check-install check-wheel lint lint-formats lint-types \
-  lint-names format bench clean
+  check-mpi check-slow check-without-torch install-tree check-install check-examples check-wheel lint \
+  lint-formats lint-types lint-names format bench clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization whose statistics have a scope"
@@ -124,7 +124,7 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-without-torch check-install check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
+check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-without-torch check-install check-examples check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
 
 check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --preset $* > /dev/null
@@ -160,17 +160,30 @@ check-slow: $(stamps)/normscope $(stamps)/test
 check-without-torch: $(stamps)/googletest
 	scripts/test_without_torch.sh $(results)/check-without-torch.xml
 
-# Every installed header compiles alone, and a project builds against what was installed.
-check-install: $(stamps)/normscope
+install-tree: $(stamps)/normscope
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_MPI=$(mpi) > /dev/null
 	cmake --build $(build)
-	cmake --build $(build) --target all_verify_interface_header_sets
 	rm -rf build/install
 	cmake --install $(build) --prefix build/install > /dev/null
-	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH="$(CURDIR)/build/install;$$( \
-	  $(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
+
+# Where a project finds what was installed, and torch.
+prefixes = "$(CURDIR)/build/install;$$($(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
+
+# Every installed header compiles alone, and a project builds against what was installed.
+check-install: install-tree
+	cmake --build $(build) --target all_verify_interface_header_sets
+	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(prefixes)
 	cmake --build build/consumer
 	ctest --test-dir build/consumer --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-install.xml
+
+# So do the programs of examples/cpp, which then train.
+check-examples: install-tree $(stamps)/demo
+	cmake -G Ninja -S tests/examples -B build/examples --fresh -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_PREFIX_PATH=$(prefixes) -DPython_EXECUTABLE=$(abspath $(python))
+	cmake --build build/examples
+	ctest --test-dir build/examples --no-tests=error --output-on-failure \
+	  --output-junit $(abspath $(results))/check-examples.xml
 
 check-wheel: $(stamps)/normscope $(stamps)/test
 	scripts/test_wheel.sh $(python) $(build) $(results)/check-wheel.xml

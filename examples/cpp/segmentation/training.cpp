@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "segmentation/training.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+#include <normscope/core/header.h>
+#include <normscope/torch/nn/convert.h>
+#include <normscope/torch/nn/data_parallel.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/utils.h>
+
+namespace {
+
+// Background fills most of a scene; with this weight it does not drown the other classes.
+constexpr double kBackgroundWeight = 0.15;
+
+constexpr double kLearningRate = 3e-3;
+constexpr double kWeightDecay = 1e-4;
+constexpr double kDecayPower = 0.9;
+
+// Held-out scenes that go through the network at a time.
+constexpr std::int64_t kEvaluationBatch = 32;
+
+// The network that every rank starts from. Ranks that are threads have torch's generator in common,
+// and take turns.
+SegmentationNetwork make_network(std::int64_t class_count, std::uint64_t seed) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  torch::manual_seed(seed);
+  return SegmentationNetwork(class_count);
+}
+
+normscope::nn::ProgressiveScope make_scopes(SegmentationNetwork& network, const std::string& scope,
+                                            std::int64_t steps, const normscope::RankGroup& group) {
+  if (scope == "progressive") {
+    normscope::nn::convert(*network, normscope::Scope::local(), group);
+    return normscope::nn::ProgressiveScope::doubling(*network, steps, group.size());
+  }
+  normscope::nn::convert(*network, normscope::Scope::parse(scope), group);
+  return {*network, {normscope::Scope::parse(scope)}, {0}};
+}
+
+at::Tensor make_class_weights(std::int64_t class_count) {
+  at::Tensor weights = torch::ones({class_count});
+  weights[0] = kBackgroundWeight;
+  return weights;
+}
+
+}  // namespace
+
+Trainer::Trainer(const std::string& scenes, const std::string& scope, std::uint64_t seed,
+                 std::int64_t steps, const normscope::RankGroup& group)
+    : scenes_(scenes),
+      group_(group),
+      steps_(steps),
+      share_begin_(group.rank() * scenes_.global_batch() / group.size()),
+      share_end_((group.rank() + 1) * scenes_.global_batch() / group.size()),
+      class_weights_(make_class_weights(scenes_.class_count())),
+      network_(make_network(scenes_.class_count(), seed)),
+      scopes_(make_scopes(network_, scope, steps, group)),
+      optimizer_(network_->parameters(),
+                 torch::optim::AdamWOptions(kLearningRate).weight_decay(kWeightDecay)) {
+  if (scenes_.global_batch() % group.size() != 0 || steps > scenes_.steps()) {
+    throw std::runtime_error(
+        scenes + ": expected a global batch that " + std::to_string(group.size()) +
+        " ranks divide and " + std::to_string(steps) + " steps, got one of " +
+        std::to_string(scenes_.global_batch()) + " and " + std::to_string(scenes_.steps()));
+  }
+  normscope::nn::broadcast_parameters(*network_, group_);
+}
+
+double Trainer::step(std::int64_t step) {
+  const auto [images, masks] = scenes_.training_batch(step, share_begin_, share_end_);
+  network_->train();
+  const at::Tensor loss =
+      torch::nn::functional::cross_entropy(network_->forward(images), masks,
+                                           torch::nn::functional::CrossEntropyFuncOptions()
+                                               .weight(class_weights_)
+                                               .ignore_index(kVoid)
+                                               .reduction(torch::kSum)) /
+      global_weight(masks);
+  optimizer_.zero_grad();
+  // Gradients will be averaged where parts of one sum must be added.
+  (loss * group_.size()).backward();
+  normscope::nn::average_gradients(*network_, group_);
+  const double left = 1.0 - static_cast<double>(step) / static_cast<double>(steps_);
+  optimizer_.param_groups().front().options().set_lr(kLearningRate * std::pow(left, kDecayPower));
+  optimizer_.step();
+  scopes_.step();
+  return loss.item<double>();
+}
+
+at::Tensor Trainer::global_weight(const at::Tensor& masks) {
+  const at::Tensor counts =
+      torch::bincount(masks.masked_select(masks != kVoid), {}, scenes_.class_count());
+  // Integers travel, so that the weight is the same for any split over ranks.
+  const auto classes = static_cast<std::size_t>(scenes_.class_count());
+  std::vector<double> message(classes + normscope::kHeaderSize);
+  for (std::size_t i = 0; i < classes; ++i) {
+    message[i] = static_cast<double>(counts.const_data_ptr<std::int64_t>()[i]);
+  }
+  group_.all_reduce({.layer = "pixels of each class",
+                     .scope = "world",
+                     .direction = normscope::Direction::kParameters,
+                     .channels = scenes_.class_count()},
+                    message);
+  message.resize(classes);
+  const at::Tensor all = torch::tensor(message, torch::kDouble).to(torch::kLong);
+  return (all * class_weights_).sum().clamp_min(kBackgroundWeight);
+}
+
+double Trainer::evaluate() {
+  const at::NoGradGuard no_grad;
+  network_->eval();
+  const std::int64_t classes = scenes_.class_count();
+  at::Tensor pairs = torch::zeros({classes * classes}, torch::kLong);  // true, predicted
+  for (std::int64_t begin = 0; begin < scenes_.held_out_count(); begin += kEvaluationBatch) {
+    const std::int64_t end = std::min(begin + kEvaluationBatch, scenes_.held_out_count());
+    const auto [images, masks] = scenes_.held_out_batch(begin, end);
+    const at::Tensor predictions = network_->forward(images).argmax(1);
+    const at::Tensor known = masks != kVoid;
+    pairs += torch::bincount((masks * classes + predictions).masked_select(known), {},
+                             classes * classes);
+  }
+  const at::Tensor counts = pairs.view({classes, classes});
+  const at::Tensor intersection = counts.diagonal().to(torch::kDouble);
+  const at::Tensor both = counts.sum(0) + counts.sum(1) - intersection;
+  const at::Tensor seen = both > 0;
+  return (intersection.masked_select(seen) / both.masked_select(seen)).mean().item<double>();
+}
+
+std::string Trainer::hash_of_statistics() const {
+  // FNV-1a, as python_run.py has it.
+  std::uint64_t hash = 14695981039346656037ULL;
+  for (const auto& buffer : network_->named_buffers()) {
+    if (buffer.key().ends_with("num_batches_tracked")) continue;
+    const auto* bytes = static_cast<const unsigned char*>(buffer.value().const_data_ptr());
+    for (std::size_t i = 0; i < buffer.value().nbytes(); ++i) {
+      hash = (hash ^ bytes[i]) * 1099511628211ULL;
+    }
+  }
+  char digits[17];
+  std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(hash));
+  return digits;
+}

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <normscope/torch/nn/progressive_scope.h>
+#include <normscope/torch/rank_group.h>
+#include <torch/optim/adamw.h>
+
+#include "segmentation/network.h"
+#include "segmentation/scenes.h"
+
+// One rank's part in training the segmentation network: its share of each global batch; together
+// the shares train as one process would. The same as examples/segmentation/training.py.
+class Trainer {
+ public:
+  // `scope` is spelled as a normscope::Scope, or "progressive". All ranks get the parameters that
+  // rank 0 draws from `seed`. Throws std::runtime_error where the ranks do not divide the global
+  // batch of the file.
+  Trainer(const std::string& scenes, const std::string& scope, std::uint64_t seed,
+          std::int64_t steps, const normscope::RankGroup& group);
+
+  // Takes optimizer step number `step`. This share's part of the global batch's loss; the parts of
+  // all shares add up to it.
+  double step(std::int64_t step);
+
+  // Mean intersection over union on the scenes that were held out, with the running statistics as
+  // they are.
+  [[nodiscard]] double evaluate();
+
+  // A hash of the bits of all running statistics, in hexadecimal digits.
+  [[nodiscard]] std::string hash_of_statistics() const;
+
+  [[nodiscard]] std::int64_t global_batch() const { return scenes_.global_batch(); }
+
+  // That the next step trains with.
+  [[nodiscard]] std::string scope() const { return scopes_.scope().str(); }
+
+ private:
+  // The weight of the global batch's pixels.
+  [[nodiscard]] at::Tensor global_weight(const at::Tensor& masks);
+
+  SceneFile scenes_;
+  const normscope::RankGroup& group_;
+  std::int64_t steps_;
+  std::int64_t share_begin_, share_end_;  // of each global batch
+  at::Tensor class_weights_;              // [classes]
+  SegmentationNetwork network_;
+  normscope::nn::ProgressiveScope scopes_;
+  torch::optim::AdamW optimizer_;
+};
