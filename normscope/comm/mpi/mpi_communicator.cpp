@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,11 @@ using std::chrono::milliseconds;
 // A peer on another core comes within microseconds; a longer spin only keeps away the peers that
 // wait for this core.
 constexpr int kSpins = 16;
+
+// Who waits for longer leaves the core to ranks that have work to do, but must look now and then:
+// MPI moves messages only while it is called.
+constexpr std::chrono::microseconds kYieldTime{200};
+constexpr std::chrono::microseconds kSleep{20};
 
 // float64 numbers that one MPI_Iallreduce adds: 8 MiB, since MPI counts in int, and works on a
 // copy.
@@ -216,7 +222,11 @@ class MpiCommunicator final : public Communicator {
         tell_peers(kHaveYouCome, std::to_string(exchanges_));
         has_asked = true;
       }
-      sched_yield();
+      if (waited < kYieldTime) {
+        sched_yield();
+      } else {
+        std::this_thread::sleep_for(kSleep);
+      }
     }
   }
 
