@@ -109,6 +109,30 @@ TEST_P(EqualBits, WithTwoThreadsARankAndEnoughElementsForThem) {
 INSTANTIATE_TEST_SUITE_P(Threads, EqualBits, worlds({1, 2, 3, 4, 8}, run_as_threads), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Processes, EqualBits, worlds({2, 4}, run_as_processes), ranks_of);
 
+// What a race would need is time: each rank steps as fast as its peers let it.
+class LongRun : public ::testing::TestWithParam<World> {};
+
+TEST_P(LongRun, AThousandStepsOfRanksThatAreThreadsKeepTheBits) {
+  const World& world = GetParam();
+  const Layer layer{.channels = 3, .positions = 7};
+  LayerRun expected(layer, first_samples(8));
+  expected.step({});
+
+  world.run(world.ranks, {}, [&](Communicator& communicator) {
+    Exchange exchange = exchange_over(communicator);
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    for (int i = 0; i < 1000; ++i) {
+      LayerRun run(layer, in_order(8, world.ranks)[rank]);
+
+      run.step(context_of(&exchange));
+
+      ASSERT_NO_FATAL_FAILURE(expect_equal_bits(run, expected)) << "step " << i;
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Threads, LongRun, worlds({2, 4}, run_as_threads), ranks_of);
+
 TEST(WhenAloneTest, AnExchangeOfOneRankGivesTheBitsOfNone) {
   const Layer layer;
   LayerRun expected(layer, first_samples(kSamples));
