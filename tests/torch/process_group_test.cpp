@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Process groups of torch that no Python has made: a TCPStore, and a backend of the program's own.
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <torch/types.h>
+
+#include "normscope/core/error.h"
+#include "normscope/core/header.h"
+#include "normscope/torch/nn/batch_norm.h"
+#include "normscope/torch/rank_group.h"
+#include "tests/support/ranks.h"
+
+namespace normscope::testing {
+namespace {
+
+// Has ended when it is made.
+class Done : public c10d::Work {
+ public:
+  Done() { finish(); }
+};
+
+// Adds over a store, where every rank leaves its numbers for the others.
+class StoreBackend : public c10d::Backend {
+ public:
+  StoreBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+      : Backend(rank, size), store_(std::move(store)) {}
+
+  const std::string getBackendName() const override { return "store"; }
+
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& /*options*/) override {
+    const at::Tensor& tensor = tensors.front();
+    const std::string meeting = std::to_string(meetings_++) + "/";
+    const auto* bytes = static_cast<const std::uint8_t*>(tensor.const_data_ptr());
+    store_->set(meeting + std::to_string(getRank()),
+                std::vector<std::uint8_t>(bytes, bytes + tensor.nbytes()));
+    const at::Tensor summand = at::empty_like(tensor);
+    at::Tensor sum = at::zeros_like(tensor);
+    for (int rank = 0; rank < getSize(); ++rank) {
+      const std::vector<std::uint8_t> theirs = store_->get(meeting + std::to_string(rank));
+      std::memcpy(summand.mutable_data_ptr(), theirs.data(), theirs.size());
+      sum += summand;
+    }
+    tensor.copy_(sum);
+    return c10::make_intrusive<Done>();
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<Options> options_ = c10::make_intrusive<Options>("store");
+  int meetings_ = 0;
+};
+
+c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                    c10::make_intrusive<StoreBackend>(store, rank, size));
+  return group;
+}
+
+// Ranks that are threads and meet in a store at a free port of this host.
+void run_over_a_store(int ranks, const std::function<void(const RankGroup& group)>& body) {
+  c10d::TCPStoreOptions options{.port = 0, .isServer = true, .waitWorkers = false};
+  const auto server = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  options.port = server->getPort();
+  options.isServer = false;
+  spawn_threads(ranks, [&](int rank) {
+    const auto store = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+    const auto process_group = make_process_group(store, rank, ranks);
+    body(RankGroup(process_group));
+  });
+}
+
+// Leaves ranks of one host to the backend, where shared memory would take over.
+class WithoutSharedMemory {
+ public:
+  WithoutSharedMemory() { setenv("NORMSCOPE_SHARED_MEMORY", "0", 1); }
+  WithoutSharedMemory(const WithoutSharedMemory&) = delete;
+  WithoutSharedMemory& operator=(const WithoutSharedMemory&) = delete;
+  ~WithoutSharedMemory() { unsetenv("NORMSCOPE_SHARED_MEMORY"); }
+};
+
+void expect_shared_statistics(const RankGroup& group) {
+  nn::BatchNorm1d layer(nn::BatchNormOptions(3).group(group.name()));
+  const at::Tensor x = torch::full({2, 3}, group.rank() * 2.0);
+  x[1] += 1;
+
+  layer->forward(x);
+
+  // 0, 1, 2, ... over all ranks.
+  const double mean = (2.0 * group.size() - 1) / 2;
+  EXPECT_TRUE(torch::allclose(layer->running_mean, torch::full({3}, 0.1 * mean)));
+}
+
+TEST(ProcessGroupOfTorch, LayersShareStatisticsOverABackendOfTheProgramsOwn) {
+  const WithoutSharedMemory without_shared_memory;
+
+  run_over_a_store(3, expect_shared_statistics);
+}
+
+TEST(ProcessGroupOfTorch, SharedMemoryTakesOverOnOneHost) {
+  run_over_a_store(3, expect_shared_statistics);
+}
+
+TEST(ProcessGroupOfTorch, ItsRankGroupKnowsRanksAndSums) {
+  run_over_a_store(2, [](const RankGroup& group) {
+    std::vector<double> message(1 + kHeaderSize);
+    message[0] = group.rank() + 1;
+
+    group.all_reduce({.layer = "ranks", .scope = "world", .channels = 1}, message);
+
+    EXPECT_EQ(group.size(), 2);
+    EXPECT_EQ(message[0], 3.0);
+  });
+}
+
+TEST(ProcessGroupOfTorch, ANullGroupIsRefused) {
+  EXPECT_THROW(RankGroup(c10::intrusive_ptr<c10d::ProcessGroup>()), ArgumentError);
+}
+
+}  // namespace
+}  // namespace normscope::testing
