@@ -109,6 +109,27 @@ INSTANTIATE_TEST_SUITE_P(, ModuleOnRanks,
                                                "NormBatch", 4, Scope::norm_batch(8), {0, 0, 2, 2}}),
                          [](const auto& sharing) { return std::string(sharing.param.name); });
 
+class ModuleOnThreads : public ::testing::TestWithParam<int> {};
+
+TEST_P(ModuleOnThreads, AThousandStepsKeepTheBits) {
+  run_ranks(GetParam(), [](const RankGroup& group) {
+    const at::Tensor batch = random({2, 3, 2, 2}, static_cast<std::uint64_t>(group.rank()));
+    nn::BatchNorm2d first(nn::BatchNormOptions(3).group(group.name()));
+    const Step expected = step(first, batch);
+    for (int i = 1; i < 1000; ++i) {
+      nn::BatchNorm2d layer(nn::BatchNormOptions(3).group(group.name()));
+
+      const Step got = step(layer, batch);
+
+      ASSERT_TRUE(torch::equal(got.y, expected.y)) << "step " << i;
+      ASSERT_TRUE(torch::equal(got.dx, expected.dx)) << "step " << i;
+      ASSERT_TRUE(torch::equal(got.running_var, expected.running_var)) << "step " << i;
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(, ModuleOnThreads, ::testing::Values(2, 4));
+
 TEST(Module, SlicesFollowTheirRule) {
   const RankGroup group = alone();
   const at::Tensor x = random({5, 3, 2, 2}, 0);
