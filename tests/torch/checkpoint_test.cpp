@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What C++ alone can see of checkpoints; compare_with_python.py sees the rest.
+#include "normscope/torch/nn/checkpoint.h"
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/nn/batch_norm.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+
+// A file of this test, as long as this object lives.
+class File {
+ public:
+  File()
+      : path_(std::filesystem::temp_directory_path() /
+              ("normscope_checkpoint_" + std::to_string(getpid()))) {}
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File() { std::remove(path_.c_str()); }
+
+  [[nodiscard]] const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+std::string refusal(torch::nn::Sequential& net, const std::string& path) {
+  try {
+    nn::load_state_dict(*net, path);
+  } catch (const ArgumentError& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+TEST(StateDict, ComesBackAsItWasSaved) {
+  const File file;
+  torch::nn::Sequential net(nn::BatchNorm1d(3)), other(nn::BatchNorm1d(3));
+  net->forward(torch::randn({4, 3}));
+  const at::Tensor parameter = other->parameters()[0];
+
+  nn::save_state_dict(*net, file.path());
+  nn::load_state_dict(*other, file.path());
+
+  for (const auto& [name, buffer] : net->named_buffers().pairs()) {
+    EXPECT_TRUE(torch::equal(buffer, other->named_buffers()[name])) << name;
+  }
+  EXPECT_TRUE(other->parameters()[0].is_same(parameter));
+  EXPECT_TRUE(parameter.requires_grad());
+}
+
+TEST(StateDict, RefusesFilesThatDoNotFitAndChangesNothing) {
+  const File file;
+  torch::nn::Sequential net(torch::nn::Linear(2, 3), nn::BatchNorm1d(3));
+  torch::nn::Sequential shorter(torch::nn::Linear(2, 3));
+  torch::nn::Sequential wider(torch::nn::Linear(2, 4));
+  const at::Tensor before = net->parameters()[0].clone();
+
+  nn::save_state_dict(*shorter, file.path());
+  EXPECT_THAT(refusal(net, file.path()), EndsWith(": expected 1.bias, which is missing"));
+  EXPECT_TRUE(torch::equal(net->parameters()[0], before));
+  EXPECT_THAT(refusal(wider, file.path()), EndsWith("0.bias: expected shape [4], got [3]"));
+  nn::save_state_dict(*net, file.path());
+  EXPECT_THAT(refusal(shorter, file.path()),
+              HasSubstr("1.bias: the module has no tensor of this name"));
+}
+
+TEST(StateDict, RefusesWhatIsNoCheckpoint) {
+  const File file;
+  torch::nn::Sequential net(nn::BatchNorm1d(3));
+
+  EXPECT_THAT(refusal(net, file.path()), EndsWith(": cannot be read"));
+  std::ofstream(file.path()) << "not a checkpoint";
+  EXPECT_THAT(refusal(net, file.path()),
+              HasSubstr("expected what torch.save(dict(model.state_dict()), file) writes"));
+  EXPECT_THROW(nn::save_state_dict(*net, "/nowhere/at/all"), ArgumentError);
+}
+
+}  // namespace
+}  // namespace normscope::testing
