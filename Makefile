@@ -47,8 +47,8 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 # Two pips must not write into one environment; compilers and tests use JOBS.
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
-  check-mpi check-slow check-without-torch install-tree check-install check-examples check-wheel lint \
-  lint-formats lint-types lint-names format bench clean
+  check-mpi check-slow check-without-torch install-tree check-install check-examples docs check-docs \
+  check-wheel lint lint-formats lint-types lint-names format bench clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization whose statistics have a scope"
@@ -124,7 +124,7 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-without-torch check-install check-examples check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
+check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-without-torch check-install check-examples check-docs check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
 
 check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --preset $* > /dev/null
@@ -184,6 +184,20 @@ check-examples: install-tree $(stamps)/demo
 	cmake --build build/examples
 	ctest --test-dir build/examples --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-examples.xml
+
+# Of the installed headers; a warning is an error.
+docs: install-tree ## Generate the documentation of the C++ API with Doxygen
+	@command -v doxygen > /dev/null || { echo "docs: expected doxygen, which is missing" >&2; exit 1; }
+	rm -rf build/docs && mkdir -p build/docs
+	doxygen docs/Doxyfile
+	@echo "build/docs/html/index.html"
+
+ifneq ($(shell command -v doxygen),)
+check-docs: docs
+else
+check-docs:
+	@echo "docs: doxygen is missing, so that no documentation of the C++ API is generated"
+endif
 
 check-wheel: $(stamps)/normscope $(stamps)/test
 	scripts/test_wheel.sh $(python) $(build) $(results)/check-wheel.xml
