@@ -172,7 +172,8 @@ prefixes = "$(CURDIR)/build/install;$$($(python) -c 'import torch; print(torch.u
 # Every installed header compiles alone, and a project builds against what was installed.
 check-install: install-tree
 	cmake --build $(build) --target all_verify_interface_header_sets
-	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(prefixes)
+	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(prefixes) \
+	  "-Dcomponents=core;torch$(if $(filter ON,$(mpi)),;mpi)"
 	cmake --build build/consumer
 	ctest --test-dir build/consumer --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-install.xml

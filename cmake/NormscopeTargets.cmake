@@ -11,17 +11,10 @@
 include_guard(GLOBAL)
 include(GNUInstallDirs)
 include(GoogleTest)
+include(NormscopeMpiTest)
 
 # Seconds that one test case may take before ctest ends it; long enough for sanitizers on two cores.
 set(NORMSCOPE_TEST_TIMEOUT 120)
-
-# Open MPI reads here that there may be more ranks than cores, and that root may start them.
-set(NORMSCOPE_MPI_ENVIRONMENT
-    OMPI_ALLOW_RUN_AS_ROOT=1
-    OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    OMPI_MCA_rmaps_base_oversubscribe=1
-    OMPI_MCA_hwloc_base_binding_policy=none
-)
 
 # What nvcc is given for every architecture: as for the host, no contraction into FMA.
 set(NORMSCOPE_NVCC_OPTIONS -std=c++20 --fmad=false --expt-relaxed-constexpr)
@@ -141,16 +134,7 @@ function(normscope_mpi_test name)
   target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${arg_DEPENDS} GTest::gmock)
   foreach(ranks IN LISTS arg_RANKS)
-    add_test(NAME ${name}.OnRanks/${ranks}
-             COMMAND ${MPIEXEC_EXECUTABLE} ${MPIEXEC_NUMPROC_FLAG} ${ranks} $<TARGET_FILE:${name}>
-    )
-    set_tests_properties(
-      ${name}.OnRanks/${ranks}
-      PROPERTIES LABELS mpi
-                 ENVIRONMENT "${NORMSCOPE_MPI_ENVIRONMENT}"
-                 RUN_SERIAL ON
-                 TIMEOUT ${NORMSCOPE_TEST_TIMEOUT}
-    )
+    normscope_add_mpi_test(${name}.OnRanks/${ranks} RANKS ${ranks} COMMAND $<TARGET_FILE:${name}>)
   endforeach()
 endfunction()
 

@@ -3,8 +3,8 @@
 #
 # usage: test_without_torch.sh <JUnit file>
 #
-# Proves that normscope/torch is a leaf: a copy of the tree without it, and without Python, builds and
-# passes its C++ tests.
+# Proves that normscope/torch is a leaf: a copy of the tree without it, and without Python, builds, passes
+# its C++ tests, and a program builds against what it installs.
 set -eu
 
 results=$(realpath -m "$1")
@@ -18,4 +18,9 @@ git ls-files -z --cached --others --exclude-standard -- \
 
 cmake -G Ninja -S "$copy/source" -B "$copy/build" -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
 cmake --build "$copy/build"
+cmake --install "$copy/build" --prefix "$copy/install" > /dev/null
+cmake -G Ninja -S tests/consumer -B "$copy/consumer" --fresh -DCMAKE_PREFIX_PATH="$PWD/$copy/install" \
+  -Dcomponents=core > /dev/null
+cmake --build "$copy/consumer"
+ctest --test-dir "$copy/consumer" --no-tests=error --output-on-failure
 ctest --test-dir "$copy/build" --no-tests=error --output-on-failure --output-junit "$results"
