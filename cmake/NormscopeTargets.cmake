@@ -4,7 +4,7 @@
 #
 #   normscope_library(normscope_<folder> [SHARED] SOURCES ... DEPENDS ...)
 #   normscope_install(<shared library> NAME <name> COMPONENT <component> HEADERS ...)
-#   normscope_test(<name> SOURCES ... DEPENDS ... LABELS unit|ranks|mpi [TIMEOUT seconds])
+#   normscope_test(<name> SOURCES ... DEPENDS ... LABELS unit|ranks|mpi|cuda [TIMEOUT seconds])
 #   normscope_mpi_test(<name> RANKS 1 2 ... SOURCES ... DEPENDS ...)
 #   normscope_benchmark(<name> SOURCES ... DEPENDS ...)
 
@@ -103,8 +103,8 @@ endfunction()
 # cases are there where the library is built with MPI.
 function(normscope_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABELS;TIMEOUT" "SOURCES;DEPENDS")
-  if(NOT arg_LABELS MATCHES "^(unit|ranks|mpi)$")
-    message(FATAL_ERROR "normscope_test(${name}): LABELS: expected unit, ranks or mpi, got ${arg_LABELS}")
+  if(NOT arg_LABELS MATCHES "^(unit|ranks|mpi|cuda)$")
+    message(FATAL_ERROR "normscope_test(${name}): LABELS: expected unit, ranks, mpi or cuda, got ${arg_LABELS}")
   endif()
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT ${NORMSCOPE_TEST_TIMEOUT})

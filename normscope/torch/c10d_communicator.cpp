@@ -46,13 +46,17 @@ at::Tensor tensor_of_current_device(c10::DeviceType type, std::span<double> valu
 
 }  // namespace
 
+bool serves(const c10d::ProcessGroup& group, c10::DeviceType device) {
+  return std::ranges::any_of(group.getDeviceTypes(),
+                             [&](const c10::Device& served) { return served.type() == device; });
+}
+
 C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                    const Placement& placement,
                                    std::optional<std::chrono::milliseconds> time_limit)
     : group_(group),
       placement_(placement),
-      host_device_(group->hasBackendForDeviceType(c10::DeviceType::CPU) ? c10::DeviceType::CPU
-                                                                        : placement.device),
+      host_device_(serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU : placement.device),
       rank_(group->getRank()),
       size_(group->getSize()),
       transport_(group->getBackend(placement.device)->getBackendName()),

@@ -14,6 +14,9 @@
 
 namespace normscope::binding {
 
+// Whether a process group has a backend for tensors on such a device.
+[[nodiscard]] bool serves(const c10d::ProcessGroup& group, c10::DeviceType device);
+
 // The ranks of a process group of torch.distributed, whatever its backend. Does not keep the group
 // alive. The group's own time limit holds unless another is given.
 //

@@ -221,7 +221,7 @@ bool sends(int ranks) { return ranks > 1 || environment("NORMSCOPE_FORCE_SYNC") 
 
 // Where a group meets for what no tensor takes part in: on the host, unless it serves devices only.
 Placement any_placement(const ProcessGroup& group) {
-  if (group->hasBackendForDeviceType(c10::DeviceType::CPU)) return {};
+  if (serves(*group, c10::DeviceType::CPU)) return {};
   return {.memory = Memory::kDevice, .device = group->getDeviceTypes().front().type()};
 }
 

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The communicator over NCCL, whose NCCL is one of the host: without a GPU.
+#include "normscope/comm/nccl/nccl_communicator.h"
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/comm/thread_communicator.h"
+#include "normscope/core/error.h"
+#include "tests/comm/nccl/nccl_on_host.h"
+#include "tests/comm/worlds.h"
+#include "tests/support/ranks.h"
+
+namespace normscope::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using namespace std::chrono_literals;
+
+constexpr std::chrono::milliseconds kAmple = 60s;
+
+class Nccl : public ::testing::TestWithParam<int> {
+ protected:
+  static void run(const CommunicatorBody& body, std::chrono::milliseconds time_limit = kAmple) {
+    auto meetings = make_thread_communicators(GetParam());
+    spawn_threads(GetParam(), [&](int rank) {
+      const auto communicator =
+          make_nccl_communicator(*meetings[static_cast<std::size_t>(rank)], time_limit);
+      body(*communicator);
+    });
+    EXPECT_EQ(nccl_on_host::living_communicators(), 0);
+  }
+};
+
+class NcclPeers : public Nccl {};
+
+double sum_of_ranks(const Communicator& communicator) {
+  return communicator.size() * (communicator.size() - 1) / 2.0;
+}
+
+double exchanged_sum_of_ranks(Communicator& communicator) {
+  std::vector<double> value{static_cast<double>(communicator.rank())};
+  communicator.all_reduce_sum(value);
+  return value[0];
+}
+
+TEST_P(Nccl, SumsMessagesOfTheHost) {
+  run([](Communicator& communicator) {
+    EXPECT_EQ(communicator.size(), GetParam());
+    EXPECT_EQ(communicator.transport(), "nccl");
+    for (const std::size_t length : {0, 1, 7, 1000}) {
+      std::vector<double> values(length, communicator.rank() + 1.0);
+
+      communicator.all_reduce_sum(values);
+
+      EXPECT_EQ(values, std::vector<double>(length, sum_of_ranks(communicator) + GetParam()));
+    }
+  });
+}
+
+TEST_P(Nccl, SumsMessagesOfADeviceInTheStreamsOrderAndDoesNotWait) {
+  PipeGate gate;
+  run([&](Communicator& communicator) {
+    nccl_on_host::Stream stream;
+    std::vector<double> values{communicator.rank() + 1.0};
+    stream.wait_at(gate);
+
+    // Were it to wait, the gate would never open.
+    for (int i = 0; i < 3; ++i) {
+      communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+    }
+    gate.open_for(1);
+    cudaStreamSynchronize(stream.get());
+
+    const double once = sum_of_ranks(communicator) + GetParam();
+    EXPECT_THAT(values, ElementsAre(once * GetParam() * GetParam()));
+  });
+}
+
+TEST_P(Nccl, SplitsIntoPartsThatSumAmongThemselves) {
+  run([](Communicator& communicator) {
+    const int color = communicator.rank() % 2 == 0 ? -3 : 5;
+
+    const auto part = communicator.split(color, /*key=*/-communicator.rank());
+    const auto alone = communicator.split(communicator.rank(), 0);
+
+    EXPECT_EQ(part->size(), (GetParam() + (color == -3 ? 1 : 0)) / 2);
+    EXPECT_EQ(part->rank(), part->size() - 1 - communicator.rank() / 2);
+    EXPECT_EQ(exchanged_sum_of_ranks(*part), sum_of_ranks(*part));
+    EXPECT_EQ(alone->size(), 1);
+    EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+  });
+}
+
+TEST_P(Nccl, TravelsOnADuplicateOfTheCallers) {
+  ncclUniqueId id;
+  ncclGetUniqueId(&id);
+  spawn_threads(GetParam(), [&](int rank) {
+    ncclComm_t given = nullptr;
+    ncclCommInitRankConfig(&given, GetParam(), id, rank, nullptr);
+    {
+      const auto communicator = make_nccl_communicator(given);
+
+      EXPECT_EQ(communicator->rank(), rank);
+      EXPECT_EQ(exchanged_sum_of_ranks(*communicator), sum_of_ranks(*communicator));
+    }
+    ncclCommDestroy(given);
+  });
+  EXPECT_EQ(nccl_on_host::living_communicators(), 0);
+}
+
+TEST_P(Nccl, RepeatsTheFirstFailure) {
+  run([](Communicator& communicator) {
+    communicator.fail("the weights are missing");
+    communicator.fail("another reason");
+
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),
+                "nccl: rank " + std::to_string(communicator.rank()) + " of " +
+                    std::to_string(GetParam()) + ": failed: the weights are missing");
+    }
+  });
+}
+
+TEST_P(Nccl, ThrowsWhatNcclReportsLater) {
+  run([](Communicator& communicator) {
+    PipeGate never;
+    nccl_on_host::Stream stream;
+    std::vector<double> values{1.0};
+    stream.wait_at(never);
+    communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+
+    nccl_on_host::report(ncclRemoteError);
+
+    std::string text;
+    while (text.empty()) {
+      try {
+        communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+      } catch (const CommunicationError& error) {
+        text = error.what();
+      }
+    }
+    EXPECT_THAT(text, HasSubstr(": ncclAllReduce: remote process exited"));
+    never.open_for(1);
+    cudaStreamSynchronize(stream.get());
+  });
+}
+
+TEST_P(Nccl, LeavesAGraphsTimeToTheGraph) {
+  run(
+      [](Communicator& communicator) {
+        nccl_on_host::Stream stream;
+        std::vector<double> values{1.0};
+        stream.capture();
+
+        communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+        std::this_thread::sleep_for(1200ms);  // beyond the limit
+
+        EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+      },
+      1s);
+}
+
+TEST_P(NcclPeers, AbortsASumOnADeviceAtItsTimeLimit) {
+  PipeGate done;
+  run(
+      [&](Communicator& communicator) {
+        if (communicator.rank() != 0) {
+          done.wait();
+          return;
+        }
+        nccl_on_host::Stream stream;
+        std::vector<double> values{1.0};
+        communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+
+        // Ends although no peer ever comes, as nobody but the watch can see to.
+        cudaStreamSynchronize(stream.get());
+
+        EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum(values); }),
+                    HasSubstr("rank 0 of " + std::to_string(GetParam()) +
+                              ": ncclAllReduce: waited 0.100 s for the other ranks"));
+        done.open_for(GetParam() - 1);
+      },
+      100ms);
+}
+
+TEST_P(NcclPeers, AWaitOfTheHostEndsAtItsTimeLimit) {
+  PipeGate done;
+  run(
+      [&](Communicator& communicator) {
+        if (communicator.rank() != 0) {
+          done.wait();
+          return;
+        }
+        std::vector<double> values{1.0};
+        for (int i = 0; i < 2; ++i) {
+          EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum(values); }),
+                      HasSubstr("waited 0.100 s for the other ranks"));
+        }
+        done.open_for(GetParam() - 1);
+      },
+      100ms);
+}
+
+TEST(NcclCommunicator, RefusesANullPointer) {
+  EXPECT_EQ(
+      text_of<ArgumentError>([] { (void)make_nccl_communicator(static_cast<ncclComm*>(nullptr)); }),
+      "ranks: expected a communicator of NCCL's, got a null pointer");
+}
+
+const auto kRanks = [](const ::testing::TestParamInfo<int>& ranks) {
+  return std::to_string(ranks.param);
+};
+INSTANTIATE_TEST_SUITE_P(OnHost, Nccl, ::testing::Values(1, 2, 3, 4), kRanks);
+INSTANTIATE_TEST_SUITE_P(OnHost, NcclPeers, ::testing::Values(2, 4), kRanks);
+
+}  // namespace
+}  // namespace normscope::testing

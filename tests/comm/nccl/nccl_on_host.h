@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cuda_runtime.h>
+#include <nccl.h>
+
+#include "tests/support/ranks.h"
+
+// What the communicator over NCCL calls of NCCL and of CUDA, on the host: a stream is a thread that
+// does its work in order, a device's memory is the host's, a rank is a thread. Sums are made and
+// errors come about as the documentation of both says; nothing is said about speed.
+namespace normscope::nccl_on_host {
+
+// A stream of its own, which ends with this object.
+class Stream {
+ public:
+  Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  ~Stream();
+
+  [[nodiscard]] cudaStream_t get() const noexcept { return stream_; }
+
+  // Work that ends when the gate opens.
+  void wait_at(testing::Gate& gate);
+
+  // What is put on the stream from now on is recorded by a graph, and does not run.
+  void capture();
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// What ncclCommGetAsyncError() says from now on, for every communicator of this thread.
+void report(ncclResult_t error);
+
+// Communicators of this process that were made and not destroyed, nor aborted.
+[[nodiscard]] int living_communicators();
+
+}  // namespace normscope::nccl_on_host
