@@ -48,11 +48,11 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
   check-mpi check-slow check-without-torch install-tree check-install check-examples docs check-docs \
-  check-wheel lint lint-formats lint-types lint-names format bench clean
+  check-wheel lint lint-formats lint-types lint-names format bench gpu-check carry clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization whose statistics have a scope"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- Environment -------------------------------------------------------------------------------
 
@@ -122,9 +122,26 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to
 	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/layers.py $(ARGS)
 
+# ---- On a machine with a GPU ---------------------------------------------------------------------
+#
+# Without .venv and without a network: PYTHON has a CUDA build of torch and pytest, nvcc is on the path.
+
+gpu-check: ## Build, test and measure on the GPU at hand, with $(PYTHON) as it is
+	$(PYTHON) scripts/gpu_check.py $(ARGS)
+
+# What such a machine may lack, into build/carry.
+carry: $(stamps)/googletest
+	mkdir -p build/carry
+	cp -R /usr/src/googletest build/carry/
+
 # ---- What is slow ------------------------------------------------------------------------------
 
 check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-without-torch check-install check-examples check-docs check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
+
+# NCCL's header is all that is wanted of it, where there is a compiler for what includes it.
+ifneq ($(shell command -v nvcc),)
+check-cuda: $(stamps)/nccl
+endif
 
 check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --preset $* > /dev/null
@@ -146,12 +163,13 @@ endif
 # What lies between Python and the kernels of a device: tensors on the CPU pass for a device's, and the
 # CUDA kernels run on the host. A rank learns of others' mistakes later there than these tests' own files
 # for that allow.
-on_device := accuracy bad_input checkpoint double_backward empty_batch equal_bits joined_batch ops \
+on_device := accuracy bad_input checkpoint cuda double_backward empty_batch equal_bits joined_batch ops \
   running_stats slices
 check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
 	$(configure)
 	cmake --build $(build) --target normscope_torch_on_host
-	PYTHONPATH=$(abspath $(build))/tests/torch_on_host/site $(pytest) -m "not slow" \
+	NORMSCOPE_TEST_DEVICE=cpu PYTHONPATH=$(abspath $(build))/tests/torch_on_host/site \
+	  $(pytest) -m "not slow" \
 	  $(on_device:%=tests/python/test_%.py) --junitxml=$(results)/check-device.xml
 
 check-slow: $(stamps)/normscope $(stamps)/test

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Forward and backward where kernels work in a device's memory: the bits of the host, and errors
-// that nobody waits for. The source of the CUDA kernels, run on the host.
+// that nobody waits for. Over the source of the CUDA kernels, run on the host, or over a GPU.
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -13,9 +13,10 @@
 #include <gtest/gtest.h>
 
 #include "normscope/core/error.h"
+#include "tests/batch_norm/device_rank.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
-#include "tests/kernels/cuda_on_host/backend.h"
+#include "tests/kernels/kernels_under_test.h"
 
 namespace normscope::testing {
 namespace {
@@ -28,44 +29,12 @@ using ::testing::StartsWith;
 
 constexpr std::int64_t kSamples = 7;
 
-// The stand-in's device memory is the host's, where the communicators of tests can add.
-class HostedCommunicator : public BorrowedCommunicator {
- public:
-  using BorrowedCommunicator::BorrowedCommunicator;
-
-  void all_reduce_sum(std::span<double> values, Stream /*stream*/) override {
-    BorrowedCommunicator::all_reduce_sum(values, {});
-  }
-};
-
 // The same over a transport that ranks with different lengths would crash.
 class FragileCommunicator final : public HostedCommunicator {
  public:
   using HostedCommunicator::HostedCommunicator;
 
   [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
-};
-
-// What a rank needs for calls on its device; what was in the workspace before does not matter.
-class DeviceRank {
- public:
-  explicit DeviceRank(Exchange* exchange, std::int64_t channels = 5)
-      : workspace_(static_cast<std::size_t>(workspace_size(channels)),
-                   std::numeric_limits<double>::quiet_NaN()),
-        exchange_(exchange) {}
-
-  [[nodiscard]] CallContext context() {
-    CallContext context = context_of(exchange_);
-    context.kernels = &cuda_on_host::kKernels;
-    context.workspace = workspace_.data();
-    context.report = &report_;
-    return context;
-  }
-
- private:
-  std::vector<double> workspace_;
-  DeviceReport report_;
-  Exchange* exchange_;
 };
 
 void expect_same(const LayerRun& run, const LayerRun& expected) {
@@ -315,41 +284,6 @@ TEST(AloneOnADevice, WhatTheDeviceNeedsIsNamed) {
     EXPECT_EQ(refusal(without_report),
               "report: expected memory of the host that the device can write, got none");
     EXPECT_EQ(refusal(without_workspace), "workspace: expected memory of the device, got none");
-  });
-}
-
-// Sum, finalize, apply; with other ranks a message is sealed too, and backward finalizes twice. A
-// cumulative average computes its momentum.
-TEST(LaunchesOnADevice, AreThreeADirectionAloneAndFourAndFiveWithAnExchange) {
-  LayerRun run(Layer{}, first_samples(2));
-  const auto launches_of = [](const auto& call) {
-    const int before = cuda_on_host::launches();
-    call();
-    return cuda_on_host::launches() - before;
-  };
-  RunningAverage average = RunningAverage::kExponential;
-  const auto forward = [&](DeviceRank& device) {
-    ForwardArguments arguments = run.forward_arguments();
-    arguments.running_average = average;
-    return launches_of([&] { batch_norm_forward(arguments, device.context()); });
-  };
-  const auto backward = [&](DeviceRank& device) {
-    return launches_of([&] { batch_norm_backward(run.backward_arguments(), device.context()); });
-  };
-  DeviceRank alone(nullptr);
-
-  EXPECT_EQ(forward(alone), 3);
-  EXPECT_EQ(backward(alone), 3);
-  average = RunningAverage::kCumulative;
-  EXPECT_EQ(forward(alone), 4);
-  average = RunningAverage::kExponential;
-
-  run_alone(1, {}, [&](Communicator& communicator) {
-    Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
-    DeviceRank device(&exchange);
-
-    EXPECT_EQ(forward(device), 4);
-    EXPECT_EQ(backward(device), 5);
   });
 }
 

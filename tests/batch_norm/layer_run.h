@@ -64,7 +64,7 @@ class LayerRun {
     arguments.y = y.view();
     if (affine) arguments.weight = std::as_const(weight).view();
     if (affine) arguments.bias = std::as_const(bias).view();
-    arguments.running = {running_mean.view(), running_var.view(), layer_.momentum, &updates};
+    arguments.running = {running_mean.view(), running_var.view(), layer_.momentum, updates.data()};
     arguments.eps = layer_.eps;
     arguments.slices = slices_;
     arguments.statistics = statistics.data();
@@ -102,7 +102,7 @@ class LayerRun {
   ChannelArray dbias;
   ChannelArray running_mean;
   ChannelArray running_var;
-  std::int64_t updates = 3;  // made by calls before
+  std::vector<std::int64_t> updates = {3};  // [1] made by calls before
   std::vector<double> statistics;
   std::vector<double> counts;
 

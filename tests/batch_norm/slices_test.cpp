@@ -99,7 +99,7 @@ TEST_P(Slices, UpdateRunningStatisticsByTheRuleAskedFor) {
       LayerRun next(layer, slices_of_seven()[slice]);
       ForwardArguments arguments = next.forward_arguments();
       arguments.running = {sequential.running_mean.view(), sequential.running_var.view(),
-                           layer.momentum, &sequential.updates};
+                           layer.momentum, sequential.updates.data()};
       batch_norm_forward(arguments, {});
     }
 
@@ -129,8 +129,8 @@ TEST_P(Slices, AverageAllUpdatesThereEverWereAlike) {
   forward(pooled, SliceStats::kPooled);
 
   // 0.5 after three updates; then the means of three slices, or that of all of them.
-  EXPECT_EQ(sequential.updates, 6);
-  EXPECT_EQ(pooled.updates, 4);
+  EXPECT_EQ(sequential.updates[0], 6);
+  EXPECT_EQ(pooled.updates[0], 4);
   for (std::int64_t c = 0; c < layer.channels; ++c) {
     const auto mean = [&](const LayerRun& run, std::size_t slice) {
       const double* at = run.statistics.data() +

@@ -48,19 +48,23 @@ class OwnedStatistics {
   std::vector<double> numbers_;
 };
 
+inline void seal(const Kernels& kernels, const Execution& execution, LimbsView limbs) {
+  if (kernels.seal == nullptr) return;
+  std::vector<double> unused(kHeaderSize);
+  kernels.seal(execution, limbs, {}, unused.data());
+}
+
 // The sums of a tensor, ready to be sent.
 inline void add_moments(const Kernels& kernels, const Execution& execution, const TensorView& x,
                         LimbsView limbs) {
-  Header unused;
   kernels.add_moments(execution, x, limbs);
-  if (kernels.seal != nullptr) kernels.seal(execution, limbs, {}, unused.fields);
+  seal(kernels, execution, limbs);
 }
 inline void add_gradient_sums(const Kernels& kernels, const Execution& execution,
                               const TensorView& x, const TensorView& dy, Statistics statistics,
                               LimbsView limbs) {
-  Header unused;
   kernels.add_gradient_sums(execution, x, dy, statistics, limbs);
-  if (kernels.seal != nullptr) kernels.seal(execution, limbs, {}, unused.fields);
+  seal(kernels, execution, limbs);
 }
 
 // Every kernel of a backend once, in the order of a training step of one rank.

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers on a GPU: the CPU's bits, torch's streams and graphs, and nothing that waits.
+
+With NORMSCOPE_TEST_DEVICE=cpu, over a library that takes tensors on the CPU for a device's, all
+runs but what needs a GPU itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+from normscope import _library
+from normscope.modules import SliceStats
+
+DEVICE = os.environ.get("NORMSCOPE_TEST_DEVICE", "cuda")
+HAS_GPU = torch.cuda.is_available() and _library.cuda() == "built"
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(DEVICE == "cuda" and not HAS_GPU, reason="cuda: no device, or not built"),
+]
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="cuda: no device, or not built")
+
+FORCED = {"NORMSCOPE_FORCE_SYNC": "1"}
+SHAPES = [(4, 5, 7, 7), (3, 64, 33, 33), (2, 16, 129, 129), (6, 37, 1, 1), (0, 5, 4, 4)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def inputs(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, off-centre, and dy, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 3 + 7
+    dy = torch.randn(shape, generator=generator)
+    return x.to(dtype, memory_format=layout), dy.to(dtype, memory_format=layout)
+
+
+def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
+    """A forward and a backward where the layer is; all that comes out, on the CPU."""
+    device = next(layer.parameters()).device
+    x = x.to(device).detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy.to(device))
+    assert x.grad is not None
+    assert x.numel() == 0 or y.stride() == x.stride() == x.grad.stride()
+    gradients = {f"d{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    out = {"y": y, "dx": x.grad, **gradients, **dict(layer.named_buffers())}
+    # Empty tensors are sent, too.
+    return {name: value.detach().cpu().clone() for name, value in out.items()}
+
+
+def same_bits(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bits_are_those_of_the_cpu(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    on_cpu = normscope.BatchNorm2d(shape[1], scope="local")
+    on_device = copy.deepcopy(on_cpu).to(DEVICE)
+
+    for seed in range(2):
+        x, dy = inputs(shape, dtype, layout, seed)
+
+        assert same_bits(step(on_device, x, dy), step(on_cpu, x, dy))
+
+
+@pytest.mark.parametrize("slice_stats", get_args(SliceStats))
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_slices_and_averages_are_those_of_the_cpu(
+    slice_stats: SliceStats, momentum: float | None
+) -> None:
+    on_cpu = normscope.BatchNorm2d(5, scope="slices:3", slice_stats=slice_stats, momentum=momentum)
+    on_device = copy.deepcopy(on_cpu).to(DEVICE)
+
+    for seed in range(3):
+        x, dy = inputs((7, 5, 6, 6), torch.float32, torch.contiguous_format, seed)
+
+        assert same_bits(step(on_device, x, dy), step(on_cpu, x, dy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_is_torch_s_layer_up_to_rounding(dtype: torch.dtype) -> None:
+    theirs = torch.nn.BatchNorm2d(16, dtype=dtype, device=DEVICE)
+    ours = normscope.convert(copy.deepcopy(theirs), "local")
+    x, dy = inputs((4, 16, 33, 33), dtype, torch.contiguous_format, seed=0)
+
+    torch.testing.assert_close(step(ours, x, dy), step(theirs, x, dy))
+
+
+def joined(sizes: list[int], layout: torch.memory_format) -> tuple[torch.Tensor, torch.Tensor]:
+    return inputs((sum(sizes), 6, 9, 9), torch.float32, layout, seed=0)
+
+
+def part_of_a_rank(
+    sizes: list[int], layout: torch.memory_format, group: distributed.ProcessGroup | None = None
+) -> Tensors:
+    """This rank's samples of the joined batch, twice; what came out the second time."""
+    torch.manual_seed(0)
+    layer = normscope.BatchNorm2d(6, process_group=group).to(DEVICE)
+    rank = distributed.get_rank()
+    x, dy = (whole.split(sizes)[rank] for whole in joined(sizes, layout))
+    step(layer, x, dy)
+    layer.zero_grad()
+    return step(layer, x, dy)
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [2, 0, 1, 4]])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_get_the_bits_of_one_cpu_with_the_joined_batch(
+    ranks: RankPool, sizes: list[int], layout: torch.memory_format
+) -> None:
+    alone = normscope.BatchNorm2d(6, scope="local")
+    x, dy = joined(sizes, layout)
+    step(alone, x, dy)
+    alone.zero_grad()
+    expected = step(alone, x, dy)
+
+    parts = ranks.run(len(sizes), part_of_a_rank, sizes, layout)
+
+    for name in ("y", "dx"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), expected[name])
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert all(torch.equal(part[name], expected[name]) for part in parts)
+
+
+def one_value_then_more() -> str:
+    layer = normscope.BatchNorm2d(3).to(DEVICE)
+    samples = 1 - distributed.get_rank()
+    y = layer(torch.randn(samples, 3, 1, 1, device=DEVICE))
+    assert bool(y.isnan().all())
+    assert layer.num_batches_tracked is not None
+    assert layer.num_batches_tracked.item() == 0
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(torch.randn(2, 3, 4, 4, device=DEVICE))
+    return "raised"
+
+
+def test_one_value_over_all_ranks_is_nan_and_the_next_call_raises(ranks: RankPool) -> None:
+    assert ranks.run(2, one_value_then_more) == ["raised", "raised"]
+
+
+def different_layers() -> str:
+    net = torch.nn.ModuleDict({"a": torch.nn.BatchNorm2d(3), "b": torch.nn.BatchNorm2d(3)})
+    net = normscope.convert(net, "world").to(DEVICE)
+    x = torch.randn(2, 3, 4, 4, device=DEVICE)
+    for name in ("a", "b"):
+        net[name](x)  # known to the group from now on
+    y = net["a" if distributed.get_rank() == 0 else "b"](x)
+    assert bool(y.isnan().all())
+    with pytest.raises(RuntimeError, match="NORMSCOPE_CHECK=1"):
+        net["a"](x)
+    return "raised"
+
+
+def test_ranks_in_different_layers_get_nan_and_the_next_call_raises(ranks: RankPool) -> None:
+    assert ranks.run(2, different_layers) == ["raised", "raised"]
+
+
+def test_a_second_derivative_is_that_of_the_cpu() -> None:
+    def penalty(device: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = normscope.BatchNorm2d(3, scope="local", dtype=torch.float64).to(device)
+        x = torch.randn(4, 3, 5, 5, dtype=torch.float64).to(device).requires_grad_()
+        (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    torch.testing.assert_close(penalty(DEVICE), penalty("cpu"))
+
+
+def test_a_recomputation_gives_the_bits_of_the_first_forward() -> None:
+    layer = normscope.BatchNorm2d(5, scope="local").to(DEVICE)
+    again = copy.deepcopy(layer)
+    x, dy = inputs((4, 5, 8, 8), torch.float32, torch.contiguous_format, seed=0)
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = again
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: Any = checkpoint(
+                self.inner, x, use_reentrant=False, context_fn=normscope.checkpoint_context
+            )
+            return y  # type: ignore[no-any-return]
+
+    plain, recomputed = step(layer, x, dy), step(Checkpointed(), x, dy)
+
+    assert all(
+        torch.equal(plain[name], recomputed[name if name in ("y", "dx") else f"inner.{name}"])
+        for name in ("y", "dx", "running_mean", "running_var")
+    )
+
+
+def test_autocast_normalizes_what_it_is_given() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8, scope="local")).to(
+        DEVICE
+    )
+
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = net(torch.randn(4, 3, 9, 9, device=DEVICE))
+
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+@needs_gpu
+def test_tensors_of_two_devices_are_refused() -> None:
+    layer = normscope.BatchNorm2d(3, scope="local")
+
+    with pytest.raises(RuntimeError, match="expected the device of x"):
+        layer(torch.randn(2, 3, 4, 4, device=DEVICE))
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_nothing_waits_for_the_device(momentum: float | None) -> None:
+    layer = normscope.BatchNorm2d(5, scope="local", momentum=momentum).to(DEVICE)
+    x = torch.randn(4, 5, 9, 9, device=DEVICE, requires_grad=True)
+    layer(x).sum().backward()
+
+    with waiting_is_an_error():
+        layer(x).sum().backward()
+
+
+@needs_gpu
+def test_work_goes_to_the_current_stream() -> None:
+    layer = normscope.BatchNorm2d(16, scope="local").to(DEVICE)
+    x, dy = inputs((8, 16, 65, 65), torch.float32, torch.contiguous_format, seed=0)
+    expected = step(copy.deepcopy(layer), x, dy)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)  # so that work on another stream would come too early
+        found = step(layer, x, dy)
+
+    assert same_bits(found, expected)
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of what `call` launches, and what it answers."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = call()
+    return graph, answer
+
+
+def replay_as_eager(samples: int, momentum: float | None, scope: str) -> None:
+    """Three replays with new inputs each, against a layer that ran them one by one."""
+    layer = normscope.BatchNorm2d(5, scope=scope, momentum=momentum).to(DEVICE)
+    eager = copy.deepcopy(layer)
+    x = torch.zeros(samples, 5, 9, 9, device=DEVICE, requires_grad=True)
+    dy = torch.zeros_like(x)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        y = layer(x)
+        return (y, *torch.autograd.grad(y, [x, *layer.parameters()], dy))
+
+    graph, answers = captured(call)
+    layer.load_state_dict(eager.state_dict())
+    for seed in range(3):
+        new_x, new_dy = inputs((samples, 5, 9, 9), torch.float32, torch.contiguous_format, seed)
+        with torch.no_grad():
+            x.copy_(new_x)
+            dy.copy_(new_dy)
+        graph.replay()
+        eager.zero_grad()
+        expected = step(eager, new_x, new_dy)
+        found = dict(zip(("y", "dx", "dweight", "dbias"), answers, strict=True))
+        for name, value in {**found, **dict(layer.named_buffers())}.items():
+            assert torch.equal(value.cpu(), expected[name]), name
+
+
+@needs_gpu
+@pytest.mark.parametrize("samples", [4, 0])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_replayed_graph_gives_the_bits_of_eager_calls(
+    samples: int, momentum: float | None
+) -> None:
+    replay_as_eager(samples, momentum, "local")
+
+
+def over_nccl() -> str:
+    """A world of one that exchanges all the same."""
+    torch.cuda.set_device(0)
+    group = distributed.new_group([0], backend="nccl")
+    assert isinstance(group, distributed.ProcessGroup)
+    for layout in LAYOUTS:
+        alone = normscope.BatchNorm2d(6, scope="local").to(DEVICE)
+        x, dy = joined([5], layout)
+        step(alone, x, dy)
+        alone.zero_grad()
+        assert same_bits(part_of_a_rank([5], layout, group), step(alone, x, dy))
+
+    layer = normscope.BatchNorm2d(6, process_group=group).to(DEVICE)
+    x = torch.randn(4, 6, 9, 9, device=DEVICE, requires_grad=True)
+    layer(x).sum().backward()
+    calls = normscope.communication_counters().calls
+    with waiting_is_an_error():
+        layer(x).sum().backward()
+    assert normscope.communication_counters().calls == calls + 2
+
+    distributed.barrier()
+    return "equal"
+
+
+@needs_gpu
+def test_a_forced_exchange_over_nccl_changes_no_bit_and_waits_for_nothing(
+    ranks: RankPool,
+) -> None:
+    assert ranks.run(1, over_nccl, environment=FORCED) == ["equal"]
+
+
+def replay_over_nccl(samples: int, momentum: float | None) -> str:
+    torch.cuda.set_device(0)
+    distributed.destroy_process_group()
+    distributed.init_process_group(
+        "nccl", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
+    replay_as_eager(samples, momentum, "world")
+    return "equal"
+
+
+@needs_gpu
+@pytest.mark.parametrize("samples", [4, 0])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_graph_holds_the_exchange_too(
+    ranks: RankPool, samples: int, momentum: float | None
+) -> None:
+    answers = ranks.run(1, replay_over_nccl, samples, momentum, environment=FORCED)
+
+    assert answers == ["equal"]
