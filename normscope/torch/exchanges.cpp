@@ -14,7 +14,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "normscope/batch_norm/scope_exchange.h"
-#include "normscope/comm/shared_memory_communicator.h"
+#include "normscope/comm/shared_memory_between.h"
 #include "normscope/core/error.h"
 #include "normscope/core/resolution.h"
 #include "normscope/core/scope.h"
@@ -73,43 +73,6 @@ std::optional<Milliseconds> chosen_time_limit() {
 
 Milliseconds time_limit_of(c10d::ProcessGroup& group) {
   return group.getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
-}
-
-std::unique_ptr<Communicator> join(const SharedMemoryAddress& address, int rank) {
-  try {
-    return make_shared_memory_communicator(SharedMemorySegment::open(address), rank);
-  } catch (const Error&) {
-    return nullptr;  // another host, or a process that may not look into rank 0's
-  }
-}
-
-// Shared memory between the ranks of `group` where all of them can reach it, else nullptr.
-// Collective: every rank makes the same two exchanges whatever it finds, so that no disagreement
-// about hosts, permissions or the environment can leave a peer waiting.
-std::unique_ptr<Communicator> shared_memory_between(Communicator& group, Milliseconds time_limit) {
-  const bool wanted = environment("NORMSCOPE_SHARED_MEMORY") != "0";
-  std::optional<SharedMemorySegment> segment;
-  SharedMemoryAddress address;
-  if (wanted && group.rank() == 0) {
-    try {
-      segment = SharedMemorySegment::create(group.size(), {.time_limit = time_limit});
-      address = segment->address();
-    } catch (const Error&) {
-      // No memory or descriptor is left: the address stays zero, and nobody joins.
-    }
-  }
-
-  double gathered[] = {static_cast<double>(address.process),
-                       static_cast<double>(address.descriptor), static_cast<double>(address.nonce)};
-  group.all_reduce_sum(gathered);
-  address = {static_cast<std::int64_t>(gathered[0]), static_cast<std::int64_t>(gathered[1]),
-             static_cast<std::int64_t>(gathered[2])};
-
-  std::unique_ptr<Communicator> joined;
-  if (wanted && address.process != 0) joined = join(address, group.rank());
-  double votes[] = {joined ? 1.0 : 0.0};
-  group.all_reduce_sum(votes);
-  return votes[0] == group.size() ? std::move(joined) : nullptr;
 }
 
 std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group, const Placement& placement) {

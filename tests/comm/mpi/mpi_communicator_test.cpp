@@ -15,6 +15,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/comm/shared_memory_between.h"
 #include "normscope/core/error.h"
 #include "tests/comm/communicator_contract.h"
 
@@ -78,6 +79,15 @@ TEST(MpiCommunicator, KeepsItsMessagesApartFromTheCallers) {
   MPI_Send("x", 1, MPI_CHAR, next, 7, MPI_COMM_WORLD);
   MPI_Wait(&callers, MPI_STATUS_IGNORE);
   EXPECT_EQ(byte, 'x');
+}
+
+TEST(MpiCommunicator, LetsSharedMemoryTakeOverBetweenTheRanksOfAHost) {
+  const auto communicator = make_mpi_communicator(MPI_COMM_WORLD);
+
+  const auto shared = shared_memory_between(*communicator, kAmple);
+
+  ASSERT_NE(shared, nullptr);
+  EXPECT_EQ(gather(*shared, shared->rank()), gather(*communicator, communicator->rank()));
 }
 
 TEST(MpiCommunicator, RefusesWhatIsNoGroupOfRanks) {
