@@ -78,18 +78,20 @@ void check_device(const CallContext& context) {
 }
 
 void throw_reported(const CallContext& context) {
-  if (context.report == nullptr) return;
+  if (context.report == nullptr || context.exchange == nullptr) return;
   // The device may be writing at this moment.
-  const auto take = [](int& flag) { return std::atomic_ref(flag).exchange(0) != 0; };
-  if (take(context.report->mismatch)) {
-    throw MismatchError(
-        "the ranks of a scope met in different calls: an earlier one, whose results are NaN, found "
-        "that on its device. NORMSCOPE_CHECK=1 finds it before, and says what each rank was doing");
+  const auto take = [](int& call) { return std::atomic_ref(call).exchange(0); };
+  if (const int call = take(context.report->mismatch)) {
+    throw MismatchError("the ranks of a scope met in different calls: this rank's " +
+                        context.exchange->reported_call(call) +
+                        ", whose results are NaN, found that on its device. NORMSCOPE_CHECK=1 "
+                        "finds it before, and says what each rank was doing");
   }
-  if (take(context.report->one_value)) {
+  if (const int call = take(context.report->one_value)) {
     throw OneValueError(
         "x: expected more than 1 value per channel in the norm batch when training, got 1 in an "
-        "earlier call, whose results are NaN");
+        "earlier call, " +
+        context.exchange->reported_call(call) + ", whose results are NaN");
   }
 }
 

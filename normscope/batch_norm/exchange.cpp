@@ -128,21 +128,21 @@ void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Str
   });
 }
 
-void Exchange::all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
-                                    Stream stream,
-                                    const std::function<void(const Header&)>& write_header) {
+int Exchange::all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
+                                   Stream stream,
+                                   const std::function<void(const Header&)>& write_header) {
   stream.memory = Memory::kDevice;
-  meet(label, count, message, [&](const Header& own) {
+  return meet(label, count, message, [&](const Header& own) {
     write_header(own);
     communicator_->all_reduce_sum(message, stream);
   });
 }
 
 // Calls sum(this rank's header), behind a comparison of the headers alone where that must go ahead,
-// and says in every error what was being done.
+// and says in every error what was being done. Returns the label's number.
 template <class Sum>
-void Exchange::meet(const CallLabel& label, double count, std::span<const double> message,
-                    const Sum& sum) {
+int Exchange::meet(const CallLabel& label, double count, std::span<const double> message,
+                   const Sum& sum) {
   Hash hash;
   hash.add(label.layer);
   hash.add(label.scope);
@@ -167,7 +167,11 @@ void Exchange::meet(const CallLabel& label, double count, std::span<const double
     }
     sum(header);
     // Not before all have met: what is new to one rank must be new to all.
-    seen_.insert(label_hash);
+    if (is_new) {
+      labels_.push_back(describe(label));
+      seen_.emplace(label_hash, static_cast<int>(labels_.size()));
+    }
+    return seen_.at(label_hash);
   } catch (const MismatchError&) {
     throw_mismatch(label);
   } catch (const TimeoutError& error) {
@@ -175,6 +179,10 @@ void Exchange::meet(const CallLabel& label, double count, std::span<const double
   } catch (const CommunicationError& error) {
     throw CommunicationError(describe_here(label) + ": " + error.what());
   }
+}
+
+const std::string& Exchange::reported_call(int number) const {
+  return labels_.at(static_cast<std::size_t>(number) - 1);
 }
 
 // Throws where the totals of the header show that the ranks came with different calls.

@@ -7,7 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "normscope/comm/communicator.h"
@@ -62,16 +62,20 @@ class Exchange {
   void all_reduce(const CallLabel& label, std::span<double> message, Stream stream);
 
   // The same for a message in a device's memory, whose header write_header() queues on the stream.
-  // Nothing waits for the device; whoever reads the totals asks ranks_agree().
-  void all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
-                            Stream stream, const std::function<void(const Header&)>& write_header);
+  // Nothing waits for the device; whoever reads the totals asks ranks_agree(), and reports the
+  // number that this returns where they do not.
+  int all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
+                           Stream stream, const std::function<void(const Header&)>& write_header);
+
+  // What this rank was doing in a call that a device has reported: "forward of block.bn (...)".
+  [[nodiscard]] const std::string& reported_call(int number) const;
 
   // Tells the peers that this rank will not come.
   void fail(std::string_view reason) noexcept { communicator_->fail(reason); }
 
  private:
   template <class Sum>
-  void meet(const CallLabel& label, double count, std::span<const double> message, const Sum& sum);
+  int meet(const CallLabel& label, double count, std::span<const double> message, const Sum& sum);
   void compare(std::span<const double> totals) const;
   [[nodiscard]] int name_of_rank(std::size_t rank) const noexcept;
   [[nodiscard]] std::string describe_here(const CallLabel& label) const;
@@ -80,7 +84,8 @@ class Exchange {
   std::unique_ptr<Communicator> communicator_;
   WhenAlone when_alone_;
   std::vector<int> names_;
-  std::unordered_set<std::uint64_t> seen_;  // labels that have met this group
+  std::unordered_map<std::uint64_t, int> seen_;  // numbers of the labels that have met this group
+  std::vector<std::string> labels_;              // [number - 1]
   std::int64_t calls_ = 0;
 };
 

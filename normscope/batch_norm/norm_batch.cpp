@@ -36,12 +36,14 @@ Count Message::all_reduce(const CallLabel& label, double count,
     context.exchange->all_reduce(label, numbers, stream);
     return {.known = header[kCount]};
   }
-  context.exchange->all_reduce_on_device(label, count, numbers, stream, [&](const Header& own) {
-    context.kernels.seal(context.execution, limbs(), own, header.data());
-  });
+  const int call =
+      context.exchange->all_reduce_on_device(label, count, numbers, stream, [&](const Header& own) {
+        context.kernels.seal(context.execution, limbs(), own, header.data());
+      });
   return {.totals = header.data(),
           .ranks = context.exchange->communicator().size(),
-          .report = context.report};
+          .report = context.report,
+          .call = call};
 }
 
 ResolvedContext resolve(const CallContext& context) {

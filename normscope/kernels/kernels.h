@@ -93,8 +93,8 @@ struct GradientSums {
 // What a device finds out when nobody waits for it, in memory of the host that the device can write
 // (pinned and mapped). It stays until somebody clears it.
 struct DeviceReport {
-  int mismatch = 0;   // 1: ranks met in different calls
-  int one_value = 0;  // 1: a norm batch had one value a channel
+  int mismatch = 0;   // not 0: the call in which ranks met that were in another
+  int one_value = 0;  // not 0: the call whose norm batch had one value a channel
 };
 
 // The number of elements a channel of a norm batch.
@@ -104,6 +104,7 @@ struct Count {
   const double* totals = nullptr;
   int ranks = 1;
   DeviceReport* report = nullptr;
+  int call = 0;  // what the report says
 
   // NaN where the ranks disagree or one value has no variance, for everything that follows.
   [[nodiscard]] NORMSCOPE_INLINE double value() const noexcept {
@@ -116,9 +117,9 @@ struct Count {
   NORMSCOPE_INLINE void report_error() const noexcept {
     if (totals == nullptr) return;
     if (!ranks_agree(totals, ranks)) {
-      report->mismatch = 1;
+      report->mismatch = call;
     } else if (totals[kCount] == 1.0) {
-      report->one_value = 1;
+      report->one_value = call;
     }
   }
 };

@@ -88,7 +88,11 @@ template <class Call>
 void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
   try {
     call();
-  } catch (const OneValueError&) {
+  } catch (const OneValueError& error) {
+    // On a device the ranks find it together, and this one is told at its next call, of another x.
+    const bool is_told_later =
+        exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice;
+    if (is_told_later) TORCH_CHECK_VALUE(false, error.what());
     throw_one_value_per_channel(x);
   } catch (const ArgumentError& error) {
     exchange.fail(error.what());
