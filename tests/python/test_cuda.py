@@ -149,7 +149,7 @@ def one_value_then_more() -> str:
     assert bool(y.isnan().all())
     assert layer.num_batches_tracked is not None
     assert layer.num_batches_tracked.item() == 0
-    with pytest.raises(ValueError, match="more than 1 value per channel .* in an earlier call"):
+    with pytest.raises(ValueError, match=r"more than 1 value per channel .* in an earlier call"):
         layer(torch.randn(2, 3, 4, 4, device=DEVICE))
     return "raised"
 
@@ -166,7 +166,7 @@ def different_layers() -> str:
         net[name](x)  # known to the group from now on
     y = net["a" if distributed.get_rank() == 0 else "b"](x)
     assert bool(y.isnan().all())
-    with pytest.raises(RuntimeError, match="forward of [ab] .*NORMSCOPE_CHECK=1"):
+    with pytest.raises(RuntimeError, match=r"forward of [ab] .*NORMSCOPE_CHECK=1"):
         net["a"](x)
     return "raised"
 
