@@ -193,7 +193,11 @@ def doubling_scopes(total_steps: int) -> tuple[Scopes, Scopes]:
             schedule.step()
         return seen
 
-    pair = distributed.new_group([0, 1]) if distributed.get_world_size() > 1 else None
+    pair = None
+    if distributed.get_world_size() > 1:
+        pair = distributed.new_group([0, 1])
+        # Else rank 1, which sends nothing, could end here while rank 0 still connects to it.
+        distributed.barrier()
     return run(None), run(pair) if distributed.get_rank() < 2 else []
 
 
