@@ -29,8 +29,8 @@ set(build ${CMAKE_CURRENT_BINARY_DIR}/with_cuda)
 add_test(
   NAME cuda.IsLinkedIntoTheLibrary
   COMMAND
-    ${CMAKE_CTEST_COMMAND} --build-and-test ${normscope_SOURCE_DIR} ${build} --build-generator
-    ${CMAKE_GENERATOR} --build-target normscope --build-target kernel_selection_test
+    ${CMAKE_CTEST_COMMAND} --build-and-test ${normscope_SOURCE_DIR} ${build}
+    --build-generator ${CMAKE_GENERATOR} --build-noclean --build-target normscope --build-target kernel_selection_test
     --build-target cuda_kernels_test --build-target cuda_batch_norm_test
     --build-options -DNORMSCOPE_BUILD_CUDA=ON -DNORMSCOPE_CUDA_ARCHITECTURES=90
     -DNORMSCOPE_BUILD_TORCH=OFF -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_WERROR=ON
