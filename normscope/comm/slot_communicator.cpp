@@ -15,6 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "normscope/comm/describe.h"
 #include "normscope/comm/futex.h"
 #include "normscope/core/error.h"
 
@@ -155,9 +156,7 @@ std::string SlotCommunicator::describe(std::string_view text) const {
   return std::string(transport_) + ": " + std::string(text);
 }
 
-std::string SlotCommunicator::name_of(int rank) const {
-  return "rank " + std::to_string(rank) + " of " + std::to_string(size_);
-}
+std::string SlotCommunicator::name_of(int rank) const { return name_of_rank(rank, size_); }
 
 void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
   check_host_memory(*this, stream);
@@ -271,11 +270,8 @@ milliseconds SlotCommunicator::time_left_or_throw(Clock::time_point start) {
     if (!has_come(peer)) missing.push_back(peer);
   }
   if (missing.empty()) return milliseconds::zero();
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.1f", std::chrono::duration<double>(waited).count());
-  std::string text = name_of(rank_) + " waited " + seconds + " s for " +
-                     (missing.size() == 1 ? "rank " : "ranks ") + std::to_string(missing[0]);
-  for (std::size_t i = 1; i < missing.size(); ++i) text += ", " + std::to_string(missing[i]);
+  const std::string text =
+      name_of(rank_) + " waited " + in_seconds(waited) + " for " + list_of_ranks(missing);
   record_failure(text);
   throw TimeoutError(describe(text));
 }

@@ -12,6 +12,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "normscope/comm/describe.h"
 #include "normscope/comm/self_communicator.h"
 #include "normscope/core/error.h"
 
@@ -204,8 +205,7 @@ void C10dCommunicator::fail(std::string_view reason) noexcept {
 }
 
 std::string C10dCommunicator::describe(std::string_view text) const {
-  return transport_ + ": rank " + std::to_string(rank_) + " of " + std::to_string(size_) + ": " +
-         std::string(text);
+  return transport_ + ": " + name_of_rank(rank_, size_) + ": " + std::string(text);
 }
 
 }  // namespace normscope::binding

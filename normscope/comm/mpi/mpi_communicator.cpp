@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <list>
 #include <mutex>
 #include <span>
@@ -16,6 +15,7 @@
 
 #include <sched.h>
 
+#include "normscope/comm/describe.h"
 #include "normscope/comm/sub_group.h"
 #include "normscope/core/error.h"
 
@@ -56,12 +56,6 @@ std::string text_of_code(int code) {
   int length = 0;
   MPI_Error_string(code, text, &length);
   return {text, static_cast<std::size_t>(length)};
-}
-
-std::string seconds(Clock::duration duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f", std::chrono::duration<double>(duration).count());
-  return text;
 }
 
 // Until the process ends: what MPI may still use cannot be taken from it.
@@ -187,7 +181,7 @@ class MpiCommunicator final : public Communicator {
 
   void fail(std::string_view reason) noexcept override {
     try {
-      fail_with(name_of(rank_) + " failed: " + std::string(reason.substr(0, kReasonBytes)));
+      fail_with(own_name() + " failed: " + std::string(reason.substr(0, kReasonBytes)));
     } catch (const std::exception&) {
       failure_ = "no memory";  // for the reason: the peers find out at their time limit
     }
@@ -262,16 +256,14 @@ class MpiCommunicator final : public Communicator {
   }
 
   [[noreturn]] void give_up(Clock::duration waited) {
-    std::string missing;
-    int count = 0;
+    std::vector<int> missing;
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer == rank_ || arrivals_[static_cast<std::size_t>(peer)] == exchanges_) continue;
-      missing += (count == 0 ? "" : ", ") + std::to_string(peer);
-      ++count;
+      const bool has_come = arrivals_[static_cast<std::size_t>(peer)] == exchanges_;
+      if (peer != rank_ && !has_come) missing.push_back(peer);
     }
-    const std::string awaited = count == 0 ? "a sum that all ranks have come to"
-                                           : (count == 1 ? "rank " : "ranks ") + missing;
-    fail_with(name_of(rank_) + " waited " + seconds(waited) + " s for " + awaited);
+    const std::string awaited =
+        missing.empty() ? "a sum that all ranks have come to" : list_of_ranks(missing);
+    fail_with(own_name() + " waited " + in_seconds(waited) + " for " + awaited);
     throw TimeoutError(describe(failure_));
   }
 
@@ -286,7 +278,7 @@ class MpiCommunicator final : public Communicator {
 
   void check(int code, const char* call) {
     if (code == MPI_SUCCESS) return;
-    fail_with(name_of(rank_) + " failed: " + call + ": " + text_of_code(code));
+    fail_with(own_name() + " failed: " + call + ": " + text_of_code(code));
     throw CommunicationError(describe(failure_));
   }
 
@@ -317,9 +309,7 @@ class MpiCommunicator final : public Communicator {
     return "mpi: " + std::string(text);
   }
 
-  [[nodiscard]] std::string name_of(int rank) const {
-    return "rank " + std::to_string(rank) + " of " + std::to_string(size_);
-  }
+  [[nodiscard]] std::string own_name() const { return name_of_rank(rank_, size_); }
 
   MPI_Comm own_;
   milliseconds time_limit_;
@@ -351,8 +341,8 @@ MPI_Comm duplicate(MPI_Comm ranks, milliseconds time_limit) {
     const Clock::duration waited = Clock::now() - start;
     if (waited >= time_limit) {
       keep_for_mpi(std::move(own));
-      throw TimeoutError("mpi: this rank waited " + seconds(waited) +
-                         " s for the others to make the group");
+      throw TimeoutError("mpi: this rank waited " + in_seconds(waited) +
+                         " for the others to make the group");
     }
     sched_yield();
   }

@@ -15,6 +15,7 @@
 
 #include <nccl.h>
 
+#include "normscope/comm/describe.h"
 #include "normscope/comm/nccl/cuda_calls.h"
 #include "normscope/comm/nccl/watch.h"
 #include "normscope/comm/self_communicator.h"
@@ -251,8 +252,7 @@ class NcclCommunicator final : public Communicator {
     failure_ = failure;
     constexpr std::string_view kPrefix = "nccl: ";
     if (reason.starts_with(kPrefix)) reason.remove_prefix(kPrefix.size());
-    reason_ = std::string(kPrefix) + "rank " + std::to_string(rank_) + " of " +
-              std::to_string(size_) + ": " + std::string(reason);
+    reason_ = std::string(kPrefix) + name_of_rank(rank_, size_) + ": " + std::string(reason);
   }
 
   std::mutex mutex_;  // of what follows, between the caller and the watch
