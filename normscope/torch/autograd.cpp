@@ -2,7 +2,6 @@
 #include <string>
 
 #include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -15,11 +14,6 @@ namespace {
 
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
-
-template <class Op>
-c10::TypedOperatorHandle<Op> op_named(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
-}
 
 const c10::TypedOperatorHandle<ForwardOp>& forward_op() {
   static const auto op = op_named<ForwardOp>("normscope::batch_norm_forward");
@@ -37,10 +31,6 @@ const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
 }
 
 bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
-
-OptionalTensor defined_or_none(const at::Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
 
 // The op's arguments that no gradient flows through.
 struct Constants {

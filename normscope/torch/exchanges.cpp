@@ -162,11 +162,11 @@ auto& lent_communicators() {
   return groups;
 }
 
-std::shared_ptr<GroupEntry> entry_of(const std::string& name, const ProcessGroup& group,
+std::shared_ptr<GroupEntry> entry_of(std::string name, const ProcessGroup& group,
                                      const Placement& placement) {
   auto& [mutex, entries] = known_process_groups();
   const std::lock_guard lock(mutex);
-  const std::pair key(name, placement);
+  const std::pair key(std::move(name), placement);
   const auto found = entries.find(key);
   if (found != entries.end() && found->second->group.lock() == group) return found->second;
   std::erase_if(entries, [](const auto& entry) { return entry.second->group.expired(); });
@@ -192,13 +192,13 @@ Placement any_placement(const ProcessGroup& group) {
 std::shared_ptr<GroupEntry> group_named(std::string_view name,
                                         const std::optional<Placement>& placement = std::nullopt) {
   if (name.empty()) return nullptr;
-  const std::string text(name);
+  std::string text(name);
   if (const std::shared_ptr<GroupEntry> lent = lent_communicator(text)) {
     return sends(lent->of_all->exchange->communicator().size()) ? lent : nullptr;
   }
   const ProcessGroup group = resolve(text);
   if (!sends(group->getSize())) return nullptr;
-  return entry_of(text, group, placement ? *placement : any_placement(group));
+  return entry_of(std::move(text), group, placement ? *placement : any_placement(group));
 }
 
 Entry entry_of_scope(const std::shared_ptr<GroupEntry>& group, const Scope& scope,

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 namespace normscope::binding {
 
@@ -42,5 +43,15 @@ using DoubleBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const OptionalTensor& grad_dbias, const at::Tensor& dy, const at::Tensor& x,
     const OptionalTensor& weight, const at::Tensor& statistics, std::string_view scope,
     std::string_view group_name, std::string_view layer);
+
+// The op that the dispatcher knows by this name, as operators.cpp declares it.
+template <class Op>
+[[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
+}
+
+[[nodiscard]] inline OptionalTensor defined_or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
 
 }  // namespace normscope::binding

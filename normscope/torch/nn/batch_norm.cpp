@@ -3,23 +3,13 @@
 
 #include <string_view>
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include "normscope/torch/operators.h"
 
 namespace normscope::nn {
 namespace {
 
-using binding::OptionalTensor;
-
-template <class Op>
-c10::TypedOperatorHandle<Op> op_named(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
-}
-
-OptionalTensor if_defined(const at::Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
+using binding::defined_or_none;
+using binding::op_named;
 
 std::string_view name_of(SliceStats slice_stats) {
   switch (slice_stats) {
@@ -50,10 +40,10 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x) {
   if (this->num_batches_tracked.defined() && this->num_batches_tracked.dtype() != at::kLong) {
     this->num_batches_tracked.set_data(this->num_batches_tracked.to(at::kLong));
   }
-  return op.call(x, if_defined(this->weight), if_defined(this->bias),
-                 if_defined(this->running_mean), if_defined(this->running_var),
-                 if_defined(this->num_batches_tracked), training, chosen.momentum(), chosen.eps(),
-                 Derived::kDims, scope, name_of(chosen.slice_stats()), chosen.group(),
+  return op.call(x, defined_or_none(this->weight), defined_or_none(this->bias),
+                 defined_or_none(this->running_mean), defined_or_none(this->running_var),
+                 defined_or_none(this->num_batches_tracked), training, chosen.momentum(),
+                 chosen.eps(), Derived::kDims, scope, name_of(chosen.slice_stats()), chosen.group(),
                  chosen.layer_name());
 }
 
