@@ -62,8 +62,7 @@ struct ForwardArguments {
   SliceStats slice_stats = SliceStats::kPooled;
   BackwardNeeded backward = BackwardNeeded::kYes;
   double* statistics = nullptr;  // out [slices, 3, C]: mean_hi, mean_lo, inv_std
-  double* counts =
-      nullptr;  // out [slices]: elements a channel of each norm batch; none: not wanted
+  double* counts = nullptr;      // out [slices]: elements a channel; none: not wanted
 };
 
 // Training forward: y = weight * (x - mean) * inv_std + bias over the norm batch, the running

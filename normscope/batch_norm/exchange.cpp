@@ -159,7 +159,8 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
 
   const CountedExchange counted(message);
   try {
-    const bool is_new = !seen_.contains(label_hash);
+    const auto seen = seen_.find(label_hash);
+    const bool is_new = seen == seen_.end();
     if (!communicator_->compares_lengths() && (is_new || checks_every_call())) {
       Header ahead = header;
       communicator_->all_reduce_sum(ahead.fields);
@@ -167,11 +168,9 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
     }
     sum(header);
     // Not before all have met: what is new to one rank must be new to all.
-    if (is_new) {
-      labels_.push_back(describe(label));
-      seen_.emplace(label_hash, static_cast<int>(labels_.size()));
-    }
-    return seen_.at(label_hash);
+    if (!is_new) return seen->second;
+    labels_.push_back(describe(label));
+    return seen_[label_hash] = static_cast<int>(labels_.size());
   } catch (const MismatchError&) {
     throw_mismatch(label);
   } catch (const TimeoutError& error) {
