@@ -98,6 +98,15 @@ function(normscope_install target)
   )
 endfunction()
 
+# What every executable of tests and benchmarks is.
+function(normscope_executable name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
+  add_executable(${name} ${arg_SOURCES})
+  normscope_set_compile_rules(${name})
+  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${arg_DEPENDS})
+endfunction()
+
 # A GoogleTest executable, each of whose cases is one ctest case with the label. `unit` cases stay in
 # one thread of control; `ranks` cases start ranks (threads or processes) and wait for each other; `mpi`
 # cases are there where the library is built with MPI.
@@ -110,10 +119,7 @@ function(normscope_test name)
     set(arg_TIMEOUT ${NORMSCOPE_TEST_TIMEOUT})
   endif()
 
-  add_executable(${name} ${arg_SOURCES})
-  normscope_set_compile_rules(${name})
-  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
-  target_link_libraries(${name} PRIVATE ${arg_DEPENDS} GTest::gmock GTest::gtest_main)
+  normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} GTest::gmock GTest::gtest_main)
   # The name leads, since suites of two folders may share a name. Values would be printed as bytes where
   # a type has no printer, so cases go by the names or numbers that the suite gives them.
   gtest_discover_tests(
@@ -129,10 +135,7 @@ endfunction()
 # each number of ranks, labelled mpi.
 function(normscope_mpi_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "RANKS;SOURCES;DEPENDS")
-  add_executable(${name} ${arg_SOURCES})
-  normscope_set_compile_rules(${name})
-  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
-  target_link_libraries(${name} PRIVATE ${arg_DEPENDS} GTest::gmock)
+  normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} GTest::gmock)
   foreach(ranks IN LISTS arg_RANKS)
     normscope_add_mpi_test(${name}.OnRanks/${ranks} RANKS ${ranks} COMMAND $<TARGET_FILE:${name}>)
   endforeach()
@@ -141,8 +144,5 @@ endfunction()
 # A Google Benchmark executable.
 function(normscope_benchmark name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
-  add_executable(${name} ${arg_SOURCES})
-  normscope_set_compile_rules(${name})
-  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
-  target_link_libraries(${name} PRIVATE ${arg_DEPENDS} benchmark::benchmark_main)
+  normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} benchmark::benchmark_main)
 endfunction()

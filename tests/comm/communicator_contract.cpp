@@ -32,17 +32,6 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 using namespace std::chrono_literals;
 
-double sum_of_ranks(const Communicator& communicator) {
-  return communicator.size() * (communicator.size() - 1) / 2.0;
-}
-
-// The sum of the ranks of the group, as exchanged.
-double exchanged_sum_of_ranks(Communicator& communicator) {
-  std::vector<double> value{static_cast<double>(communicator.rank())};
-  communicator.all_reduce_sum(value);
-  return value[0];
-}
-
 TEST_P(CommunicatorContract, RanksCountFromZeroToSize) {
   run([](Communicator& communicator) {
     EXPECT_EQ(communicator.size(), GetParam().ranks);

@@ -59,6 +59,17 @@ inline std::vector<double> gather(Communicator& communicator, double own) {
   return values;
 }
 
+inline double sum_of_ranks(const Communicator& communicator) {
+  return communicator.size() * (communicator.size() - 1) / 2.0;
+}
+
+// The same, as exchanged.
+inline double exchanged_sum_of_ranks(Communicator& communicator) {
+  std::vector<double> value{static_cast<double>(communicator.rank())};
+  communicator.all_reduce_sum(value);
+  return value[0];
+}
+
 // The text of the `Expected` that `call` must throw.
 template <class Expected, class Call>
 std::string text_of(const Call& call) {

@@ -14,6 +14,7 @@
 
 #include "normscope/comm/thread_communicator.h"
 #include "normscope/core/error.h"
+#include "tests/comm/communicator_contract.h"
 #include "tests/comm/nccl/nccl_on_host.h"
 #include "tests/comm/worlds.h"
 #include "tests/support/ranks.h"
@@ -24,8 +25,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using namespace std::chrono_literals;
-
-constexpr std::chrono::milliseconds kAmple = 60s;
 
 class Nccl : public ::testing::TestWithParam<int> {
  protected:
@@ -40,17 +39,23 @@ class Nccl : public ::testing::TestWithParam<int> {
   }
 };
 
-class NcclPeers : public Nccl {};
-
-double sum_of_ranks(const Communicator& communicator) {
-  return communicator.size() * (communicator.size() - 1) / 2.0;
-}
-
-double exchanged_sum_of_ranks(Communicator& communicator) {
-  std::vector<double> value{static_cast<double>(communicator.rank())};
-  communicator.all_reduce_sum(value);
-  return value[0];
-}
+class NcclPeers : public Nccl {
+ protected:
+  // Rank 0 alone does something; it waits for the others, who never come, for 100 ms.
+  static void run_without_peers(const CommunicatorBody& body) {
+    PipeGate done;
+    run(
+        [&](Communicator& communicator) {
+          if (communicator.rank() != 0) {
+            done.wait();
+            return;
+          }
+          body(communicator);
+          done.open_for(GetParam() - 1);
+        },
+        100ms);
+  }
+};
 
 TEST_P(Nccl, SumsMessagesOfTheHost) {
   run([](Communicator& communicator) {
@@ -170,44 +175,28 @@ TEST_P(Nccl, LeavesAGraphsTimeToTheGraph) {
 }
 
 TEST_P(NcclPeers, AbortsASumOnADeviceAtItsTimeLimit) {
-  PipeGate done;
-  run(
-      [&](Communicator& communicator) {
-        if (communicator.rank() != 0) {
-          done.wait();
-          return;
-        }
-        nccl_on_host::Stream stream;
-        std::vector<double> values{1.0};
-        communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+  run_without_peers([](Communicator& communicator) {
+    nccl_on_host::Stream stream;
+    std::vector<double> values{1.0};
+    communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
 
-        // Ends although no peer ever comes, as nobody but the watch can see to.
-        cudaStreamSynchronize(stream.get());
+    // Ends although no peer ever comes, as nobody but the watch can see to.
+    cudaStreamSynchronize(stream.get());
 
-        EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum(values); }),
-                    HasSubstr("rank 0 of " + std::to_string(GetParam()) +
-                              ": ncclAllReduce: waited 0.100 s for the other ranks"));
-        done.open_for(GetParam() - 1);
-      },
-      100ms);
+    EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum(values); }),
+                HasSubstr("rank 0 of " + std::to_string(GetParam()) +
+                          ": ncclAllReduce: waited 0.100 s for the other ranks"));
+  });
 }
 
 TEST_P(NcclPeers, AWaitOfTheHostEndsAtItsTimeLimit) {
-  PipeGate done;
-  run(
-      [&](Communicator& communicator) {
-        if (communicator.rank() != 0) {
-          done.wait();
-          return;
-        }
-        std::vector<double> values{1.0};
-        for (int i = 0; i < 2; ++i) {
-          EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum(values); }),
-                      HasSubstr("waited 0.100 s for the other ranks"));
-        }
-        done.open_for(GetParam() - 1);
-      },
-      100ms);
+  run_without_peers([](Communicator& communicator) {
+    std::vector<double> values{1.0};
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum(values); }),
+                  HasSubstr("waited 0.100 s for the other ranks"));
+    }
+  });
 }
 
 TEST(NcclCommunicator, RefusesANullPointer) {
