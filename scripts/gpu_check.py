@@ -17,11 +17,14 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+
+from count_tests import describe, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 480  # of all of it
@@ -92,12 +95,8 @@ class Check:
 
 def _count_tests(step: Step, junit: Path) -> None:
     cases = list(ElementTree.parse(junit).iter("testcase"))
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    failed = [
-        case for case in cases if case.find("failure") is not None or case.find("error") is not None
-    ]
-    step.tests = {"run": len(cases) - len(skipped), "failed": len(failed), "skipped": len(skipped)}
-    step.failed = [f"{case.get('classname')}.{case.get('name')}" for case in failed]
+    step.tests = dict(Counter(map(outcome, cases)))
+    step.failed = [describe(case) for case in cases if outcome(case) == "failed"]
 
 
 def _output_of(*command: str) -> str:
