@@ -64,13 +64,12 @@ $(python):
 	    "Choose another with: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(environment)
 
-# Python compiles what it imports, which is little of torch.
 $(stamps)/torch: requirements/torch.txt | $(python)
-	$(python) -m pip install --quiet --no-compile $$($(python) scripts/torch_pip_options.py) -r $<
+	$(python) -m pip install --quiet $$($(python) scripts/torch_pip_options.py) -r $<
 	@mkdir -p $(@D) && touch $@
 
 $(stamps)/%: requirements/%.txt | $(python)
-	$(python) -m pip install --quiet --no-compile -r $<
+	$(python) -m pip install --quiet -r $<
 	@mkdir -p $(@D) && touch $@
 
 else

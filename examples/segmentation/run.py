@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=_positive,
-        default=500,
+        default=700,
         help="optimizer steps a scope (default: %(default)s)",
     )
     parser.add_argument(
