@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 import torch
-from rank_pool import RankPool, split_of
+from rank_pool import RankPool, connected_group, split_of
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -126,7 +126,7 @@ def test_two_uneven_ranks_under_lightning_train_as_one_process(
 
 
 def copy_with_a_group() -> list[float]:
-    group = distributed.new_group([0, 1])
+    group = connected_group([0, 1])
     layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=group)
     means = []
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -142,7 +142,7 @@ def test_a_layer_with_a_group_copies_and_pickles(ranks: RankPool) -> None:
 
 
 def convert_with_a_group() -> bool:
-    group = distributed.new_group([0, 1])
+    group = connected_group([0, 1])
     layer = nn.SyncBatchNorm(3, process_group=group)
     normscope.convert(layer)
     was_named = layer.group_name == group.group_name
@@ -156,7 +156,7 @@ def test_a_synchronized_layer_of_torch_keeps_its_group(ranks: RankPool) -> None:
 
 
 def name_a_group_that_is_gone() -> str:
-    group = distributed.new_group([0, 1])
+    group = connected_group([0, 1])
     layer = normscope.BatchNorm1d(1, process_group=group)
     distributed.destroy_process_group(group)
     try:

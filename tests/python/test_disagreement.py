@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, connect_ranks, connected_group
 from torch import distributed
 
 import normscope
@@ -243,12 +243,7 @@ def group_anew(folder: str) -> list[float]:
         assert layer.running_mean is not None
         seen.append(layer.running_mean.item())
         distributed.destroy_process_group()
-        distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/{attempt}",
-            rank=rank,
-            world_size=size,
-        )
+        connect_ranks(f"{folder}/{attempt}", rank, size)
     return seen
 
 
@@ -257,7 +252,7 @@ def test_a_group_made_anew_is_not_taken_for_the_old_one(ranks: RankPool, tmp_pat
 
 
 def sub_group_means() -> float:
-    groups = [distributed.new_group(members) for members in ([0, 1], [2])]
+    groups = [connected_group(members) for members in ([0, 1], [2])]
     rank = distributed.get_rank()
     layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=groups[rank // 2])
     layer(torch.tensor([[float(rank)], [float(rank)]]))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from rank_pool import RankPool, split_of
+from rank_pool import RankPool, connected_group, split_of
 from torch import distributed, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -145,7 +145,7 @@ def weights_after(kind: str) -> float:
     elif kind == "without elements":
         layer.elements_seen = 0
     elif kind == "in a group":
-        normscope.sync_running_stats(layer, distributed.new_group([0, 1]))
+        normscope.sync_running_stats(layer, connected_group([0, 1]))
     normscope.sync_running_stats(layer)
     return layer.get_buffer("running_mean").item()
 

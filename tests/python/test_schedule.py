@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, connected_group
 from torch import distributed, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -193,11 +193,7 @@ def doubling_scopes(total_steps: int) -> tuple[Scopes, Scopes]:
             schedule.step()
         return seen
 
-    pair = None
-    if distributed.get_world_size() > 1:
-        pair = distributed.new_group([0, 1])
-        # Else rank 1, which sends nothing, could end here while rank 0 still connects to it.
-        distributed.barrier()
+    pair = connected_group([0, 1]) if distributed.get_world_size() > 1 else None
     return run(None), run(pair) if distributed.get_rank() < 2 else []
 
 

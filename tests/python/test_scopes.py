@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import RankPool, split_of
+from rank_pool import RankPool, connect_ranks, connected_group, split_of
 from torch import distributed
 
 import normscope
@@ -164,8 +164,8 @@ def test_the_largest_first_batch_is_what_a_norm_batch_counts_with(ranks: RankPoo
 def means_of_scopes_in_groups() -> list[float]:
     """Two models with scopes in different process groups, used in turn."""
     rank = distributed.get_rank()
-    pairs = [distributed.new_group(members) for members in ([0, 2, 4], [1, 3, 5])]
-    halves = [distributed.new_group(members) for members in ([0, 1, 2], [3, 4, 5])]
+    pairs = [connected_group(members) for members in ([0, 2, 4], [1, 3, 5])]
+    halves = [connected_group(members) for members in ([0, 1, 2], [3, 4, 5])]
     layers = [
         normscope.BatchNorm1d(1, momentum=1.0, scope=scope, process_group=group)
         for scope, group in [
@@ -223,9 +223,7 @@ def means_in_groups_made_anew(folder: str) -> list[float]:
         assert layer.running_mean is not None
         seen.append(layer.running_mean.item())
         distributed.destroy_process_group()
-        distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/{attempt}", rank=rank, world_size=size
-        )
+        connect_ranks(f"{folder}/{attempt}", rank, size)
     return seen
 
 

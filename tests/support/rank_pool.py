@@ -22,7 +22,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Far beyond what any task takes, on a machine that does other things besides.
 HANG_SECONDS = 120.0
@@ -144,6 +147,47 @@ class RankPool:
         return [answers[rank] for rank in range(size)]
 
 
+def connected_group(ranks: Sequence[int]) -> ProcessGroup:
+    """A process group over some ranks of the default one, whose ranks are connected to each other.
+
+    ``torch.distributed.new_group`` returns on a rank as soon as that rank has connected. It could
+    then destroy the group, or end, while others still connect to it, which fails.
+
+    Args:
+        ranks: Of the default group. Every rank of the default group calls this with the same ones.
+
+    Returns:
+        The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that is not in it.
+    """
+    from torch import distributed
+
+    group: ProcessGroup = distributed.new_group(list(ranks))
+    distributed.barrier()
+    return group
+
+
+def connect_ranks(store: str, rank: int, size: int, seconds: float = 60.0) -> None:
+    """Make the default process group, over Gloo, whose ranks are then connected to each other.
+
+    Args:
+        store: A file that does not exist yet, the same for every rank.
+        rank: This process.
+        size: The number of ranks.
+        seconds: The time limit of the group.
+    """
+    from torch import distributed
+
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+    )
+    # See connected_group().
+    distributed.barrier()
+
+
 def _start_rank(environment: Mapping[str, str]) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -192,16 +236,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _process_group(rank: int, task: Task) -> Iterator[None]:
     from torch import distributed
 
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{task.store}",
-        rank=rank,
-        world_size=task.size,
-        timeout=timedelta(seconds=task.group_seconds),
-    )
     try:
-        # Else a task that sends nothing could end here while others still connect to this rank.
-        distributed.barrier()
+        connect_ranks(task.store, rank, task.size, task.group_seconds)
         yield
     finally:
         if distributed.is_initialized():
