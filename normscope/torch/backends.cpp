@@ -15,6 +15,7 @@
 #include "normscope/torch/device.h"
 #include "normscope/torch/double_backward.h"
 #include "normscope/torch/exchanges.h"
+#include "normscope/torch/huge_pages.h"
 #include "normscope/torch/operators.h"
 #include "normscope/torch/results.h"
 #include "normscope/torch/tensor_view.h"
@@ -134,6 +135,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backwar
   check_arguments(op);
   const std::int64_t slices = slice_count(op.x.size(0), slices_wanted(op.scope));
   const at::Tensor y = empty_output(op.x);
+  prefer_huge_pages(y);
   const bool is_cumulative = !op.momentum && op.num_batches_tracked;
   PreparedForward prepared{
       .x = in_layout_of(y, op.x),
@@ -212,6 +214,7 @@ PreparedBackward prepare_backward(const at::Tensor& dy, const at::Tensor& x,
   TORCH_CHECK(dy.sizes() == x.sizes(), "dy: expected the shape of x, ", x.sizes(), ", got ",
               dy.sizes());
   const Gradients gradients(x, wanted);
+  prefer_huge_pages(gradients.dx);
   const at::Tensor layout = wanted.dx ? gradients.dx : empty_output(x);
   PreparedBackward prepared{
       .x = in_layout_of(layout, x),
@@ -316,6 +319,7 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
 at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                  const at::Tensor& statistics) {
   const at::Tensor y = empty_output(x);
+  prefer_huge_pages(y);
   const at::Tensor x_in_layout = in_layout_of(y, x);
   const OptionalTensor own_weight = contiguous(weight);
   const OptionalTensor own_bias = contiguous(bias);
