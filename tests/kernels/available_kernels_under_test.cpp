@@ -24,6 +24,8 @@ std::vector<Shape> shapes_under_test() {
     shapes.push_back({2, channels, 5});
     shapes.push_back({3, channels, 1});
   }
+  // Several channels' small planes at a time, and what is left of them.
+  for (const std::int64_t positions : {20, 49, 64}) shapes.push_back({2, 35, positions});
   return shapes;
 }
 

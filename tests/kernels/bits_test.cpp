@@ -182,9 +182,9 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
 }
 
 TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
-  // Above 2 MiB also of 16-bit elements, so that the output exceeds a core's cache; its samples do
-  // not. 32 channels fill whole cache lines, as rows must.
-  const Shape shape{48, 32, 1029};
+  // Above 2 MiB, so that the output exceeds a core's cache; its samples do not. 32 channels fill
+  // whole cache lines, as rows must; planes are long enough to need not.
+  const Shape shape{12, 32, 8192 / size_of(dtype()) + 5};
   const Tensor x = filled(shape, Inputs::kCentred, Role::kX);
   OwnedStatistics statistics(shape.channels);
   for (std::int64_t c = 0; c < shape.channels; ++c) {
@@ -243,6 +243,32 @@ TEST_P(KernelBits, SumsOfSingleElementsAreExact) {
     ExactSum sum;
     for (std::int64_t n = 0; n < shape.samples; ++n) sum.add(x.at(n, c, 0));
     for (int k = 0; k < kLimbs; ++k) ASSERT_EQ(limbs.limb(0, k, c), sum.limb(k)) << k;
+  }
+}
+
+// However far apart the elements lie: squares of few bits are added in other ways than those of
+// many.
+TEST_P(KernelBits, SumsOfSquaresOfSingleElementsAreExact) {
+  if (dtype() == DType::kFloat64) return;  // whose squares are pairs
+  const Shape shape{50, 9, 1};
+  for (const int span : {0, 7, 12, 13, 14, 15, 16, 17, 22, 23, 24, 40}) {
+    if (dtype() == DType::kFloat32 && span > 24) continue;  // bits below the finest grid
+    SCOPED_TRACE(span);
+    Tensor x = tensor(shape);
+    x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      // All bits of every significand set.
+      const double widest = dtype() == DType::kFloat32 ? 2.0 - 0x1p-23 : 2.0 - 0x1p-7;
+      x.set(n, c, p, std::ldexp(widest, n % 3 == 0 ? -span : 0) * (n % 2 == 0 ? 1.0 : -1.0));
+    });
+    OwnedLimbs limbs(shape.channels);
+
+    add_moments(kernels(), {}, x.view().read_only(), limbs.view());
+
+    for (std::int64_t c = 0; c < shape.channels; ++c) {
+      ExactSum sum;
+      for (std::int64_t n = 0; n < shape.samples; ++n) sum.add(x.at(n, c, 0) * x.at(n, c, 0));
+      for (int k = 0; k < kLimbs; ++k) ASSERT_EQ(limbs.limb(1, k, c), sum.limb(k)) << k;
+    }
   }
 }
 

@@ -42,6 +42,22 @@ struct TileBatch {
   alignas(kVectorBytes) double second[kBatchChannels];  // sum((x - pivot)^2), or sum(dy (x - mean))
 };
 
+// Puts sums [channels] of Real into the batch from `slot` on, as float64, and whether all are
+// finite. Channels are filled up to a vector's.
+template <class Real>
+NORMSCOPE_INLINE bool put_sums(const Real* first, const Real* second, std::int64_t channels,
+                               TileBatch& batch, std::int64_t slot) {
+  Doubles not_finite{};
+  for (std::int64_t c = 0; c < channels; c += kDoubles) {
+    const Doubles one = load_as_doubles(first + c);
+    const Doubles other = load_as_doubles(second + c);
+    store(batch.first + slot + c, one);
+    store(batch.second + slot + c, other);
+    not_finite += (one - one) + (other - other);
+  }
+  return !any_nonzero(not_finite);
+}
+
 NORMSCOPE_INLINE void add_moment_tiles(const TileBatch& batch, std::int64_t tile_size,
                                        const LimbsView& limbs) {
   for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real zero) {

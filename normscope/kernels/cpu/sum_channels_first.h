@@ -3,32 +3,100 @@
 // Sums of tensors whose positions are neighbours in memory. Included once by each target (vector.h
 // says why).
 
-// The moments of a tile whose elements all have lanes of their own.
+// Tiles of at most kMaxLanes elements, each of which has a lane of its own.
+
+// The terms of n elements; zero in the lanes beyond.
 template <class Element, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE Terms<Real> moments_of_few_neighbours(const Element* x, std::int64_t n,
-                                                       Real& pivot) {
-  constexpr int kWidth = kLanesOf<Real>;
-  const Lanes<Real> lanes = load_lanes(x, n);
-  pivot = fold(lanes) / static_cast<Real>(n);
+NORMSCOPE_INLINE Terms<Lanes<Real>> terms_of_few(const MomentTerms<Element>& terms, std::int64_t n,
+                                                 Real pivot) {
   const Vector<Real> pivots = broadcast(pivot);
-  Lanes<Real> first;
-  Lanes<Real> second;
+  const Lanes<Real> lanes = load_lanes(terms.x, n);
+  Terms<Lanes<Real>> result;
 #pragma GCC unroll 16
   for (int v = 0; v < kLaneVectors<Real>; ++v) {
-    const std::int64_t rest = n - v * kWidth;
+    const std::int64_t rest = n - v * kLanesOf<Real>;
     const auto term = MomentTerms<Element>::of(lanes.vectors[v], pivots, pivots);
-    if (rest >= kWidth) {
-      first.vectors[v] = term.first;
-      second.vectors[v] = term.second;
+    if (rest >= kLanesOf<Real>) {
+      result.first.vectors[v] = term.first;
+      result.second.vectors[v] = term.second;
     } else if (rest > 0) {
-      first.vectors[v] = first_elements<Real>(term.first, rest);
-      second.vectors[v] = first_elements<Real>(term.second, rest);
+      result.first.vectors[v] = first_elements<Real>(term.first, rest);
+      result.second.vectors[v] = first_elements<Real>(term.second, rest);
     } else {
-      first.vectors[v] = Vector<Real>{};
-      second.vectors[v] = Vector<Real>{};
+      result.first.vectors[v] = Vector<Real>{};
+      result.second.vectors[v] = Vector<Real>{};
     }
   }
-  return {fold(first), fold(second)};
+  return result;
+}
+
+template <class Element, class Real = Arithmetic<Element>>
+NORMSCOPE_INLINE Terms<Lanes<Real>> terms_of_few(const GradientTerms<Element>& terms,
+                                                 std::int64_t n, Real mean_hi) {
+  const Lanes<Real> x = load_lanes(terms.x, n);
+  const Lanes<Real> dy = load_lanes(terms.dy, n);
+  Terms<Lanes<Real>> result;
+#pragma GCC unroll 16
+  for (int v = 0; v < kLaneVectors<Real>; ++v) {  // where dy is zero, so is its term
+    const auto term = GradientTerms<Element>::of(x.vectors[v], dy.vectors[v], broadcast(mean_hi));
+    result.first.vectors[v] = term.first;
+    result.second.vectors[v] = term.second;
+  }
+  return result;
+}
+
+template <class AnyTerms, class Real = typename AnyTerms::Real>
+NORMSCOPE_INLINE Terms<Real> sums_of_few(const AnyTerms& terms, std::int64_t n, Real center) {
+  const Terms<Lanes<Real>> lanes = terms_of_few(terms, n, center);
+  return {fold(lanes.first), fold(lanes.second)};
+}
+
+template <class Element>
+NORMSCOPE_INLINE auto pivot_of_few(const Element* x, std::int64_t n) {
+  using Real = Arithmetic<Element>;
+  return fold(load_lanes(x, n)) / static_cast<Real>(n);
+}
+
+// As many channels at a time as a vector has elements, so that their lanes are folded together.
+// terms_of(i) are those of the i-th.
+
+template <class Element, class TermsOf>
+NORMSCOPE_INLINE auto pivots_of_channels(const TermsOf& terms_of, std::int64_t n) {
+  using Real = Arithmetic<Element>;
+  Vector<Real> lanes[kLanesOf<Real>];
+  for (int i = 0; i < kLanesOf<Real>; ++i) {
+    lanes[i] = fold_to_vector(load_lanes(terms_of(i).x, n));
+  }
+  return fold_across<Real>(lanes) / broadcast(static_cast<Real>(n));
+}
+
+// center [kLanesOf<Real>]. Whether all sums are finite.
+template <class Element, class TermsOf, class Real = Arithmetic<Element>>
+NORMSCOPE_INLINE bool put_sums_of_channels(const TermsOf& terms_of, std::int64_t n,
+                                           const Real* center, TileBatch& batch,
+                                           std::int64_t slot) {
+  Vector<Real> first[kLanesOf<Real>];
+  Vector<Real> second[kLanesOf<Real>];
+  for (int i = 0; i < kLanesOf<Real>; ++i) {
+    const Terms<Lanes<Real>> lanes = terms_of_few(terms_of(i), n, center[i]);
+    first[i] = fold_to_vector(lanes.first);
+    second[i] = fold_to_vector(lanes.second);
+  }
+  alignas(kVectorBytes) Real sums[2][kLanesOf<Real>];
+  store(sums[0], fold_across<Real>(first));
+  store(sums[1], fold_across<Real>(second));
+  return put_sums(sums[0], sums[1], kLanesOf<Real>, batch, slot);
+}
+
+// Calls together(i) for groups of a vector's width of the channels [begin, end) where tiles have
+// few elements, and alone(i) for all others.
+template <class Real, class Together, class Alone>
+NORMSCOPE_INLINE void for_channels_of_tile(std::int64_t begin, std::int64_t end,
+                                           std::int64_t tile_size, const Together& together,
+                                           const Alone& alone) {
+  std::int64_t i = begin;
+  for (; tile_size <= kMaxLanes && i + kLanesOf<Real> <= end; i += kLanesOf<Real>) together(i);
+  for (; i < end; ++i) alone(i);
 }
 
 template <class Element>
@@ -39,7 +107,8 @@ NORMSCOPE_INLINE void moments_of_neighbours(const Element* x, std::int64_t n, Ti
   Real pivot;
   Terms<Real> sums;
   if (n <= kMaxLanes) {
-    sums = moments_of_few_neighbours(x, n, pivot);
+    pivot = pivot_of_few(x, n);
+    sums = sums_of_few(terms, n, pivot);
   } else {
     pivot = pivot_of_neighbours(x, n);
     sums = sums_of_neighbours(terms, n, pivot);
@@ -58,46 +127,43 @@ NORMSCOPE_INLINE void moments_of_neighbours(const Element* x, std::int64_t n, Ti
 
 template <class Element>
 void add_moments_channels_first(const TensorView& x, TileRange tiles, LimbsView limbs) {
+  using Real = Arithmetic<Element>;
   const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsFirst, x.positions);
   TileBatch batch;
   for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
     const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
     for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
       const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      for (std::int64_t i = c; i < end; ++i) {
-        moments_of_neighbours(element_at<Element>(x, tile.sample, i, tile.begin), tile.size, batch,
-                              i - c);
-      }
+      const auto terms_of = [&](std::int64_t i) {
+        return MomentTerms<Element>{element_at<Element>(x, tile.sample, i, tile.begin)};
+      };
+      const auto alone = [&](std::int64_t i) {
+        moments_of_neighbours(terms_of(i).x, tile.size, batch, i - c);
+      };
+      const auto together = [&](std::int64_t first) {
+        const auto terms_from = [&](std::int64_t i) { return terms_of(first + i); };
+        alignas(kVectorBytes) Real pivots[kLanesOf<Real>];
+        store(pivots, pivots_of_channels<Element>(terms_from, tile.size));
+        for (int i = 0; i < kLanesOf<Real>; ++i) {
+          batch.pivot[first - c + i] = static_cast<double>(pivots[i]);
+        }
+        if (put_sums_of_channels<Element>(terms_from, tile.size, pivots, batch, first - c)) return;
+        for (int i = 0; i < kLanesOf<Real>; ++i) alone(first + i);
+      };
+      for_channels_of_tile<Real>(c, end, tile.size, together, alone);
       add_moment_tiles(batch, tile.size, limbs.channel_range(c, end));
     }
   }
   canonicalize_limbs(limbs);
 }
 
-// The gradient sums of a tile whose elements all have lanes of their own.
-template <class Element, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE Terms<Real> gradient_sums_of_few_neighbours(const Element* x, const Element* dy,
-                                                             std::int64_t n, Real mean_hi) {
-  const Lanes<Real> x_lanes = load_lanes(x, n);
-  const Lanes<Real> dy_lanes = load_lanes(dy, n);
-  Lanes<Real> second;
-#pragma GCC unroll 16
-  for (int v = 0; v < kLaneVectors<Real>; ++v) {  // where dy is zero, so is its term
-    second.vectors[v] =
-        GradientTerms<Element>::of(x_lanes.vectors[v], dy_lanes.vectors[v], broadcast(mean_hi))
-            .second;
-  }
-  return {fold(dy_lanes), fold(second)};
-}
-
 template <class Element>
-NORMSCOPE_INLINE void gradient_sums_of_neighbours(const Element* x, const Element* dy,
+NORMSCOPE_INLINE void gradient_sums_of_neighbours(const GradientTerms<Element>& terms,
                                                   std::int64_t n, Arithmetic<Element> mean_hi,
                                                   TileBatch& batch, std::int64_t slot) {
   using Real = Arithmetic<Element>;
-  const GradientTerms<Element> terms{x, dy};
-  const Terms<Real> sums = n <= kMaxLanes ? gradient_sums_of_few_neighbours(x, dy, n, mean_hi)
-                                          : sums_of_neighbours(terms, n, mean_hi);
+  const Terms<Real> sums =
+      n <= kMaxLanes ? sums_of_few(terms, n, mean_hi) : sums_of_neighbours(terms, n, mean_hi);
   batch.first[slot] = static_cast<double>(sums.first);
   batch.second[slot] = static_cast<double>(sums.second);
   if (sizeof(Real) < sizeof(double) && !(is_finite(sums.first) && is_finite(sums.second))) {
@@ -112,17 +178,29 @@ template <class Element>
 void add_gradient_sums_channels_first(const TensorView& x, const TensorView& dy,
                                       const Arithmetic<Element>* mean_hi, TileRange tiles,
                                       LimbsView limbs) {
+  using Real = Arithmetic<Element>;
   const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsFirst, x.positions);
   TileBatch batch;
   for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
     const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
     for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
       const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      for (std::int64_t i = c; i < end; ++i) {
-        gradient_sums_of_neighbours(element_at<Element>(x, tile.sample, i, tile.begin),
-                                    element_at<Element>(dy, tile.sample, i, tile.begin), tile.size,
-                                    mean_hi[i], batch, i - c);
-      }
+      const auto terms_of = [&](std::int64_t i) {
+        return GradientTerms<Element>{element_at<Element>(x, tile.sample, i, tile.begin),
+                                      element_at<Element>(dy, tile.sample, i, tile.begin)};
+      };
+      const auto alone = [&](std::int64_t i) {
+        gradient_sums_of_neighbours(terms_of(i), tile.size, mean_hi[i], batch, i - c);
+      };
+      const auto together = [&](std::int64_t first) {
+        const auto terms_from = [&](std::int64_t i) { return terms_of(first + i); };
+        if (put_sums_of_channels<Element>(terms_from, tile.size, mean_hi + first, batch,
+                                          first - c)) {
+          return;
+        }
+        for (int i = 0; i < kLanesOf<Real>; ++i) alone(first + i);
+      };
+      for_channels_of_tile<Real>(c, end, tile.size, together, alone);
       add_gradient_tiles(batch, limbs.channel_range(c, end));
     }
   }

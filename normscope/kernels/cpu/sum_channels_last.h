@@ -35,21 +35,6 @@ NORMSCOPE_INLINE void for_channel_blocks(std::int64_t channels, const Function& 
   if (c < channels) function.template operator()<1>(c, channels - c);
 }
 
-// Puts sums [channels] of Real into the batch as float64, and whether all are finite.
-template <class Real>
-NORMSCOPE_INLINE bool put_sums(const Real* first, const Real* second, std::int64_t channels,
-                               TileBatch& batch) {
-  Doubles not_finite{};
-  for (std::int64_t c = 0; c < channels; c += kDoubles) {
-    const Doubles one = load_as_doubles(first + c);
-    const Doubles other = load_as_doubles(second + c);
-    store(batch.first + c, one);
-    store(batch.second + c, other);
-    not_finite += (one - one) + (other - other);
-  }
-  return !any_nonzero(not_finite);
-}
-
 // The pivots of `channels` channels, which fill vectors.
 template <class Element>
 NORMSCOPE_INLINE void pivots_of_rows(const Element* x, std::int64_t row_stride, std::int64_t rows,
@@ -99,7 +84,7 @@ NORMSCOPE_INLINE void moments_of_rows(const Element* x, std::int64_t row_stride,
   for (std::int64_t c = 0; c < channels; ++c) {
     batch.pivot[c] = static_cast<double>(sums.center[c]);
   }
-  const bool all_finite = put_sums(sums.first, sums.second, channels, batch);
+  const bool all_finite = put_sums(sums.first, sums.second, channels, batch, 0);
   if (all_finite || sizeof(Real) == sizeof(double)) return;
   for (std::int64_t c = 0; c < channels; ++c) {
     if (is_finite(batch.first[c] + batch.second[c])) continue;
@@ -151,7 +136,7 @@ NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_str
       }
     }
   });
-  const bool all_finite = put_sums(sums.first, sums.second, channels, batch);
+  const bool all_finite = put_sums(sums.first, sums.second, channels, batch, 0);
   if (all_finite || sizeof(Real) == sizeof(double)) return;
   for (std::int64_t c = 0; c < channels; ++c) {
     if (is_finite(batch.first[c] + batch.second[c])) continue;

@@ -16,6 +16,19 @@ inline constexpr std::int64_t kBlockRows = 32;
 inline constexpr float kLeastOnGrid = 0x1p-77F;
 inline constexpr float kLeastWithSquareOnGrid = 0x1p-27F;
 
+// Significands of 24 bits whose magnitudes span at most this lie within 47 bits, and 32 of them add
+// up within the 53 of a float64.
+inline constexpr float kSpanOfSums = 0x1p23F;
+
+// Where the elements' significands have 8 or 11 bits, their squares within such a span lie within
+// 48, and 32 of them add up within 53, too.
+template <class Element>
+inline constexpr float kSpanOfSquares = 0.0F;
+template <>
+inline constexpr float kSpanOfSquares<BFloat16> = 0x1p16F;
+template <>
+inline constexpr float kSpanOfSquares<Float16> = 0x1p13F;
+
 // The largest and the smallest magnitude of each channel of a block, zeros apart. Magnitudes are
 // compared as integers, which order them alike.
 class MagnitudeSpan {
@@ -26,15 +39,15 @@ class MagnitudeSpan {
     smallest_ = min(smallest_, reinterpret_cast<Integers>(magnitude + kZeroIsLargest));
   }
 
-  // Whether all are finite, none is below `least`, and they span at most 2^23. The 24-bit
-  // significands then lie within 47 bits, and 32 of them add up within the 53 of a float64.
-  NORMSCOPE_INLINE bool is_narrow(float least) const {
+  // Whether all are finite, none is below `least`, and the largest is at most `span` times the
+  // smallest.
+  NORMSCOPE_INLINE bool is_narrow(float least, float span) const {
     const Floats largest = reinterpret_cast<Floats>(largest_);
     const Floats smallest =
         reinterpret_cast<Floats>(reinterpret_cast<Words>(smallest_) - kZeroIsLargest);
     const Integers narrow =
         (largest - largest == 0.0F) &
-        (((smallest >= least) & (smallest >= largest * 0x1p-23F)) | (largest == 0.0F));
+        (((smallest >= least) & (smallest * span >= largest)) | (largest == 0.0F));
     int all = -1;
     for (int i = 0; i < kFloats; ++i) all &= narrow[i];
     return all != 0;
@@ -129,6 +142,21 @@ NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std:
   return {{sum[0], sum[1]}, {upper[0] - base[0], upper[1] - base[1]}, {lower[0], lower[1]}};
 }
 
+// The same where every sum of squares is exact.
+template <int kVectors>
+NORMSCOPE_INLINE ExactMoments exact_moments_of_narrow(const Columns<kVectors>& terms,
+                                                      std::int64_t rows, int v) {
+  ExactMoments moments{};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (int half = 0; half < 2; ++half) {
+      const Doubles value = terms.at(row, v, half);
+      moments.sum[half] += value;
+      moments.upper_squares[half] += value * value;
+    }
+  }
+  return moments;
+}
+
 // Out of line: seldom needed, and large.
 template <class Element>
 [[gnu::noinline]] void add_moments_one_by_one(const Element* x, std::int64_t row_stride,
@@ -153,6 +181,7 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
   Columns<kVectors> columns;
   MagnitudeSpan spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
+    prefetch(x + (row + kBlockRows) * row_stride);
     for (int v = 0; v < kVectors; ++v) {
       columns.rows[row][v] = load(x + row * row_stride + v * kFloats);
       spans[v].add(columns.rows[row][v]);
@@ -160,11 +189,14 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
   }
   for (int v = 0; v < kVectors; ++v) {
     const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
-    if (!spans[v].is_narrow(kLeastWithSquareOnGrid)) {
+    if (!spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfSums)) {
       add_moments_one_by_one(x + v * kFloats, row_stride, rows, of_vector);
       continue;
     }
-    const ExactMoments moments = exact_moments(columns, rows, v, spans[v]);
+    const bool squares_add_up =
+        sizeof(Element) == 2 && spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfSquares<Element>);
+    const ExactMoments moments = squares_add_up ? exact_moments_of_narrow(columns, rows, v)
+                                                : exact_moments(columns, rows, v, spans[v]);
     for (int half = 0; half < 2; ++half) {
       const std::int64_t c = half * kDoubles;
       add_part(of_vector, 0, c, moments.sum[half]);
@@ -209,6 +241,8 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
   MagnitudeSpan first_spans[kVectors];
   MagnitudeSpan second_spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
+    prefetch(terms.x + (row + kBlockRows) * x_stride);
+    prefetch(terms.dy + (row + kBlockRows) * dy_stride);
     for (int v = 0; v < kVectors; ++v) {
       const std::int64_t c = v * kFloats;
       const auto term =
@@ -223,7 +257,8 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t begin = v * kFloats;
     const LimbsView of_vector = limbs.channel_range(begin, begin + kFloats);
-    if (!first_spans[v].is_narrow(kLeastOnGrid) || !second_spans[v].is_narrow(kLeastOnGrid)) {
+    if (!first_spans[v].is_narrow(kLeastOnGrid, kSpanOfSums) ||
+        !second_spans[v].is_narrow(kLeastOnGrid, kSpanOfSums)) {
       add_gradients_one_by_one(GradientTerms<Element>{terms.x + begin, terms.dy + begin}, x_stride,
                                dy_stride, rows, mean_hi + begin, of_vector);
       continue;

@@ -5,6 +5,11 @@
 //
 // What is added is told by the terms of an element: first and second.
 
+// How far ahead of the sums memory is fetched. The hardware's own prefetching ends with a page, and
+// does not follow rows that lie apart.
+inline constexpr std::int64_t kBytesAhead = 2048;  // where elements are neighbours
+inline constexpr std::int64_t kRowsAhead = 8;
+
 template <class Value>
 struct Terms {
   Value first;
@@ -37,6 +42,9 @@ struct MomentTerms {
                                              const Use& use) const {
     const auto block = load_partial_block(x + i, count);
     for (int v = 0; v < kBlockVectors<Element>; ++v) use(v, of(block.vectors[v], pivot, pivot));
+  }
+  NORMSCOPE_INLINE void prefetch_at(std::int64_t i, std::int64_t count) const {
+    for (std::int64_t j = i; j < i + count; j += kLineElements<Element>) prefetch(x + j);
   }
   template <class Value>
   NORMSCOPE_INLINE Terms<Value> scalar_at(std::int64_t i, Value pivot) const {
@@ -76,6 +84,12 @@ struct GradientTerms {
       use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
     }
   }
+  NORMSCOPE_INLINE void prefetch_at(std::int64_t i, std::int64_t count) const {
+    for (std::int64_t j = i; j < i + count; j += kLineElements<Element>) {
+      prefetch(x + j);
+      prefetch(dy + j);
+    }
+  }
   template <class Value>
   NORMSCOPE_INLINE Terms<Value> scalar_at(std::int64_t i, Value mean) const {
     return of(static_cast<Value>(widen(x[i])), static_cast<Value>(widen(dy[i])), mean);
@@ -96,18 +110,31 @@ struct Lanes {
   Vector<Real> vectors[kLaneVectors<Real>];
 };
 
-// Adds the upper half of the lanes to the lower, and so on. Element tells the order in which they
-// lie in the vectors: that of its blocks.
-template <class Element, class Real>
-NORMSCOPE_INLINE Real fold_blocks(const Lanes<Real>& lanes) {
-  constexpr int kLast = kBlockIsInterleaved<Element> ? 2 : 1;
-  Vector<Real> folded[kLaneVectors<Real>];
+// Adds the upper half of the lanes to the lower, and so on, until kVectors vectors are left, the
+// first ones. Vector by vector: GCC 12 copies a struct of them in halves, through memory.
+template <int kVectors, class Real>
+NORMSCOPE_INLINE void fold_to(const Lanes<Real>& lanes,
+                              Vector<Real> (&folded)[kLaneVectors<Real>]) {
   for (int v = 0; v < kLaneVectors<Real>; ++v) folded[v] = lanes.vectors[v];
-  for (int half = kLaneVectors<Real> / 2; half >= kLast; half /= 2) {
+  for (int half = kLaneVectors<Real> / 2; half >= kVectors; half /= 2) {
     for (int v = 0; v < half; ++v) folded[v] += folded[v + half];
   }
-  if constexpr (kLast == 2) return fold_vector<Real>(folded[0]) + fold_vector<Real>(folded[1]);
-  return fold_vector<Real>(folded[0]);
+}
+
+template <class Real>
+NORMSCOPE_INLINE Vector<Real> fold_to_vector(const Lanes<Real>& lanes) {
+  Vector<Real> folded[kLaneVectors<Real>];
+  fold_to<1>(lanes, folded);
+  return folded[0];
+}
+
+// To one number. Element tells the order in which the lanes lie in the vectors: that of its blocks.
+template <class Element, class Real>
+NORMSCOPE_INLINE Real fold_blocks(const Lanes<Real>& lanes) {
+  if constexpr (!kBlockIsInterleaved<Element>) return fold_vector<Real>(fold_to_vector(lanes));
+  Vector<Real> folded[kLaneVectors<Real>];
+  fold_to<2>(lanes, folded);
+  return fold_vector<Real>(folded[0]) + fold_vector<Real>(folded[1]);
 }
 
 // In order.
@@ -210,6 +237,7 @@ NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int6
   constexpr int kBlocks = kVectors / kBlockVectors<Element>;
   constexpr std::int64_t kBlockElements = kBlockVectors<Element> * kLanesOf<Real>;
   constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
+  constexpr std::int64_t kAhead = kBytesAhead / static_cast<std::int64_t>(sizeof(Element));
   const Vector<Real> centers = broadcast(center);
   const std::int64_t rows = n / kLanes;
   const std::int64_t rest = n % kLanes;
@@ -220,6 +248,7 @@ NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int6
     Vector<Real> first[kVectors] = {};
     Vector<Real> second[kVectors] = {};
     for (std::int64_t row = 0; row < rows; ++row) {
+      if (begin == 0) terms.prefetch_at(row * kLanes + kAhead, kLanes);
       for (int b = 0; b < kBlocks; ++b) {
         terms.for_block_at(row * kLanes + first_lane + b * kBlockElements, centers,
                            [&](int v, const Terms<Vector<Real>>& term) {
@@ -266,6 +295,7 @@ NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_strid
     Vector<Real> chain_second[kVectors] = {};
     for (int v = 0; v < kVectors; ++v) centers[v] = load(center + v * kWidth);
     for (std::int64_t row = lane * kChain; row < end; ++row) {
+      terms.prefetch_at((row + kRowsAhead) * row_stride, kVectors * kWidth);
       for (int v = 0; v < kVectors; ++v) {
         const auto term = terms.load_at(row * row_stride + v * kWidth, centers[v]);
         chain_first[v] += term.first;

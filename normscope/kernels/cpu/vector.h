@@ -77,14 +77,32 @@ NORMSCOPE_INLINE Words join_halves(__m256i low, __m256i high) {
 }
 #endif
 
+// Elements of a cache line.
+template <class Element>
+inline constexpr std::int64_t kLineElements = 64 / static_cast<std::int64_t>(sizeof(Element));
+
+// Fetches the cache line of `from`, which may lie beyond what can be read.
+NORMSCOPE_INLINE void prefetch(const void* from) { __builtin_prefetch(from); }
+
 // Loads, widened to the type that the arithmetic is done in.
 
 NORMSCOPE_INLINE Floats load(const float* from) { return load_bytes<Floats>(from); }
 NORMSCOPE_INLINE Doubles load(const double* from) { return load_bytes<Doubles>(from); }
 
+// GCC 12 takes five instructions for what one does, where a conversion doubles a vector's width.
+NORMSCOPE_INLINE Words widen_words(HalfWords halves) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Words>(
+      _mm512_maskz_cvtepu16_epi32(kAllFloats, reinterpret_cast<__m256i>(halves)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(halves)));
+#else
+  return __builtin_convertvector(halves, Words);
+#endif
+}
+
 NORMSCOPE_INLINE Floats load(const BFloat16* from) {
-  const Words words = __builtin_convertvector(load_bytes<HalfWords>(from), Words) << 16U;
-  return reinterpret_cast<Floats>(words);
+  return reinterpret_cast<Floats>(widen_words(load_bytes<HalfWords>(from)) << 16U);
 }
 
 NORMSCOPE_INLINE Floats load(const Float16* from) {
@@ -264,16 +282,24 @@ NORMSCOPE_INLINE Words narrow_pair(const Float16*, Floats low, Floats high) {
 #endif
 }
 
+// The bytes of a block whose vectors hold its elements in order.
+template <class Element>
+NORMSCOPE_INLINE Words narrow_in_order(const Block<Element>& block) {
+  if constexpr (kBlockVectors<Element> == 2) {
+    return narrow_pair(static_cast<const Element*>(nullptr), block.vectors[0], block.vectors[1]);
+  } else {
+    return reinterpret_cast<Words>(block.vectors[0]);
+  }
+}
+
 // A block's bytes.
 template <class Element>
 NORMSCOPE_INLINE Words narrow_block(const Block<Element>& block) {
   if constexpr (kBlockIsInterleaved<Element>) {
     return round_to_upper_half(block.vectors[0]) >> 16U |
            (round_to_upper_half(block.vectors[1]) & kUpperHalf);
-  } else if constexpr (kBlockVectors<Element> == 2) {
-    return narrow_pair(static_cast<const Element*>(nullptr), block.vectors[0], block.vectors[1]);
   } else {
-    return reinterpret_cast<Words>(block.vectors[0]);
+    return narrow_in_order(block);
   }
 }
 
@@ -294,6 +320,36 @@ NORMSCOPE_INLINE Real fold_vector(Vector<Real> value) {
   } else {
     constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
     return fold_vector<Real, kCount / 2>(value + rotate<kCount / 2>(value, kIndices));
+  }
+}
+
+// fold_vector() of as many vectors as each has elements, at once: element i is the fold of vector
+// i.
+//
+// Each step halves what is left of every vector, and puts two of them side by side: with x = (x0,
+// x1, ...) the groups of kGroup elements that stand for vectors, the sums of x's halves and of y's
+// make the vector (x0, y0, x1, y1, ...).
+template <int kGroup, int kHalf, class AnyVector, std::size_t... kIndices>
+NORMSCOPE_INLINE AnyVector halves_of(AnyVector x, AnyVector y, std::index_sequence<kIndices...>) {
+  constexpr std::size_t kSize = sizeof...(kIndices);
+  constexpr std::size_t kWidth = kGroup / 2;
+  return __builtin_shufflevector(x, y,
+                                 (kIndices / kWidth % 2 * kSize + kIndices / kGroup * kGroup +
+                                  kHalf * kWidth + kIndices % kWidth)...);
+}
+
+template <class Real, int kCount = kLanesOf<Real>>
+NORMSCOPE_INLINE Vector<Real> fold_across(const Vector<Real> (&vectors)[kCount]) {
+  if constexpr (kCount == 1) {
+    return vectors[0];
+  } else {
+    constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
+    Vector<Real> halved[kCount / 2];
+    for (int i = 0; i < kCount / 2; ++i) {
+      halved[i] = halves_of<kCount, 0>(vectors[i], vectors[i + kCount / 2], kIndices) +
+                  halves_of<kCount, 1>(vectors[i], vectors[i + kCount / 2], kIndices);
+    }
+    return fold_across<Real, kCount / 2>(halved);
   }
 }
 
