@@ -86,84 +86,163 @@ struct TwoInputs {
   }
 };
 
-// output[i] = formula_i(inputs[i]) for i from 0 to n. bytes_of(i) gives a vector's bytes of output
-// from i on, one_of(i) the formula for i alone. The ends that no whole aligned vector covers are
-// vectors that overlap it: the same numbers twice, which is why outputs may not be inputs.
-template <class Element, class Inputs, class BytesOf, class OneFormula>
-NORMSCOPE_INLINE void apply_to_run(const Inputs inputs, const BytesOf& bytes_of,
-                                   const OneFormula& one_of, std::int64_t n, Stores stores,
-                                   Element* output) {
+// write(i, store) for i from 0 to n, in steps of a vector's bytes of Element: aligned ones as
+// `stores` says, and what no whole aligned vector covers by vectors that overlap it. These write
+// the same numbers twice, which is why outputs may not be inputs. n is at least one vector.
+template <class Element, class Write>
+NORMSCOPE_INLINE void for_vectors(std::int64_t n, std::int64_t before_alignment, Stores stores,
+                                  const Write& write) {
   constexpr std::int64_t kWidth = kElementsOf<Element>;
-  if (n < kWidth) {
-    for (std::int64_t i = 0; i < n; ++i) {
-      output[i] = narrow<Element>(inputs.apply_to_one(one_of(i), i));
-    }
-    return;
-  }
-  std::int64_t i = elements_before_alignment(output);
-  if (i > 0) store_bytes(output, bytes_of(0));
+  const auto store_cached = [](Element* to, Words words) { store_bytes(to, words); };
+  const auto store_streaming = [](Element* to, Words words) { stream_words(to, words); };
+  std::int64_t i = before_alignment;
+  if (i > 0) write(0, store_cached);
   if (stores == Stores::kStreaming) {
-    for (; i + kWidth <= n; i += kWidth) stream_words(output + i, bytes_of(i));
+    for (; i + kWidth <= n; i += kWidth) write(i, store_streaming);
   } else {
-    for (; i + kWidth <= n; i += kWidth) store_bytes(output + i, bytes_of(i));
+    for (; i + kWidth <= n; i += kWidth) write(i, store_cached);
   }
-  if (i < n) store_bytes(output + n - kWidth, bytes_of(n - kWidth));
+  if (i < n) write(n - kWidth, store_cached);
 }
 
 // n neighbours of one channel.
 template <class Element, class Inputs, class Formula>
-NORMSCOPE_INLINE void apply_to_neighbours(const Inputs& inputs, const Formula& formula,
+NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula formula,
                                           std::int64_t n, Stores stores, Element* output) {
-  const auto vector_formula = broadcast_formula(formula);
-  apply_to_run(
-      inputs,
-      [=](std::int64_t i) { return narrow_block(inputs.apply_to_block(vector_formula, i)); },
-      [=](std::int64_t) { return formula; }, n, stores, output);
-}
-
-// The channels of one position.
-template <class Element, class Inputs, class Coefficients>
-NORMSCOPE_INLINE void apply_to_channels(const Inputs& inputs, const Coefficients coefficients,
-                                        std::int64_t channels, Stores stores, Element* output) {
-  using Real = Arithmetic<Element>;
-  const auto apply_from = [=](std::int64_t c) {
-    return inputs.apply(formula_at<Vector<Real>>(coefficients, c), c);
-  };
-  const auto bytes_of = [=](std::int64_t c) {
-    if constexpr (sizeof(Element) == 2) {
-      return narrow_pair(static_cast<const Element*>(nullptr), apply_from(c),
-                         apply_from(c + kFloats));
-    } else {
-      return reinterpret_cast<Words>(apply_from(c));
+  if (n < kElementsOf<Element>) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      output[i] = narrow<Element>(inputs.apply_to_one(formula, i));
     }
-  };
-  apply_to_run(
-      inputs, bytes_of, [=](std::int64_t c) { return formula_at<Real>(coefficients, c); }, channels,
-      stores, output);
+    return;
+  }
+  const auto vector_formula = broadcast_formula(formula);
+  for_vectors<Element>(
+      n, elements_before_alignment(output), stores, [=](std::int64_t i, const auto& store_words) {
+        store_words(output + i, narrow_block(inputs.apply_to_block(vector_formula, i)));
+      });
 }
 
-// Applies a formula to the tiles, last ones first; within a tile forwards, as the hardware expects
-// it. inputs_at(n, c, p) gives the inputs there.
+// All channels of kRows positions, whose outputs are aligned alike: a channel's coefficients are
+// loaded once for them.
+template <int kRows, class Element, class Inputs, class Coefficients>
+NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coefficients coefficients,
+                                    std::int64_t channels, Stores stores,
+                                    Element* const (&outputs)[kRows]) {
+  using Real = Arithmetic<Element>;
+  if (channels < kElementsOf<Element>) {
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const auto formula = formula_at<Real>(coefficients, c);
+      for (int row = 0; row < kRows; ++row) {
+        outputs[row][c] = narrow<Element>(inputs[row].apply_to_one(formula, c));
+      }
+    }
+    return;
+  }
+  for_vectors<Element>(channels, elements_before_alignment(outputs[0]), stores,
+                       [&](std::int64_t c, const auto& store_words) {
+                         Block<Element> results[kRows];
+                         for (int v = 0; v < kBlockVectors<Element>; ++v) {
+                           const std::int64_t begin = c + v * kLanesOf<Real>;
+                           const auto formula = formula_at<Vector<Real>>(coefficients, begin);
+                           for (int row = 0; row < kRows; ++row) {
+                             results[row].vectors[v] = inputs[row].apply(formula, begin);
+                           }
+                         }
+                         for (int row = 0; row < kRows; ++row) {
+                           store_words(outputs[row] + c, narrow_in_order<Element>(results[row]));
+                         }
+                       });
+}
+
+// Positions that are gone through forwards, as the hardware's prefetching expects it.
+inline constexpr std::int64_t kForwardRun = 128;
+// Bytes of a row below which two of them are written at once: what a row costs beside its vectors
+// then shows, while longer ones are streamed faster one by one.
+inline constexpr std::int64_t kPairedRow = 1024;
+
+// Positions [begin, end) of one sample, all channels; the last ones first.
+template <class Element, class InputsAt, class Coefficients>
+NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
+                                         const Coefficients& coefficients, std::int64_t sample,
+                                         std::int64_t begin, std::int64_t end, Stores stores,
+                                         const MutableTensorView& y) {
+  const auto apply_to = [&]<class... Positions>(Positions... positions) {
+    apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, coefficients,
+                                                 y.channels, stores,
+                                                 {element_at<Element>(y, sample, 0, positions)...});
+  };
+  const std::int64_t row = y.position_stride * static_cast<std::int64_t>(sizeof(Element));
+  const bool in_pairs = row < kPairedRow && row % kVectorBytes == 0;
+  while (end > begin) {
+    const std::int64_t first = larger(begin, end - kForwardRun);
+    std::int64_t p = first;
+    if (in_pairs) {
+      for (; p + 2 <= end; p += 2) apply_to(p, p + 1);
+    }
+    for (; p < end; ++p) apply_to(p);
+    end = first;
+  }
+}
+
+// Applies a formula to the tiles, those of the last samples first. inputs_at(n, c, p) gives the
+// inputs there.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_tiles(const InputsAt& inputs_at, const Coefficients& coefficients,
                                      Layout layout, TileRange tiles, Stores stores,
                                      const MutableTensorView& y) {
   using Real = Arithmetic<Element>;
+  const std::int64_t tile_size = tile_shape(layout).positions;
   const std::int64_t per_sample = tiles_per_sample(layout, y.positions);
-  for (std::int64_t index = tiles.end; index-- > tiles.begin;) {
-    const Tile tile = tile_at(index, y.positions, tile_shape(layout), per_sample);
-    const std::int64_t n = tile.sample;
-    if (layout == Layout::kChannelsFirst) {
-      for (std::int64_t c = 0; c < y.channels; ++c) {
-        apply_to_neighbours(inputs_at(n, c, tile.begin), formula_at<Real>(coefficients, c),
-                            tile.size, stores, element_at<Element>(y, n, c, tile.begin));
-      }
+  for (std::int64_t tile = tiles.end; tile > tiles.begin;) {
+    const std::int64_t n = (tile - 1) / per_sample;
+    const std::int64_t first = larger(tiles.begin, n * per_sample);
+    const std::int64_t begin = (first - n * per_sample) * tile_size;
+    const std::int64_t end = smaller((tile - n * per_sample) * tile_size, y.positions);
+    if (layout == Layout::kChannelsLast) {
+      apply_to_positions<Element>(inputs_at, coefficients, n, begin, end, stores, y);
     } else {
-      for (std::int64_t p = tile.begin; p < tile.begin + tile.size; ++p) {
-        apply_to_channels(inputs_at(n, 0, p), coefficients, y.channels, stores,
-                          element_at<Element>(y, n, 0, p));
+      for (std::int64_t c = 0; c < y.channels; ++c) {
+        apply_to_neighbours(inputs_at(n, c, begin), formula_at<Real>(coefficients, c), end - begin,
+                            stores, element_at<Element>(y, n, c, begin));
       }
     }
+    tile = first;
+  }
+}
+
+// Every tensor with one position a sample is also one of a single sample, whose positions they are.
+template <class View>
+NORMSCOPE_INLINE View samples_as_positions(View x) {
+  x.positions = x.samples;
+  x.position_stride = x.sample_stride;
+  x.samples = 1;
+  return x;
+}
+
+template <class Element>
+NORMSCOPE_INLINE auto inputs_of(const TensorView& x) {
+  return [x](std::int64_t n, std::int64_t c, std::int64_t p) {
+    return OneInput<Element>{element_at<Element>(x, n, c, p)};
+  };
+}
+template <class Element>
+NORMSCOPE_INLINE auto inputs_of(const TensorView& x, const TensorView& dy) {
+  return [x, dy](std::int64_t n, std::int64_t c, std::int64_t p) {
+    return TwoInputs<Element>{element_at<Element>(x, n, c, p), element_at<Element>(dy, n, c, p)};
+  };
+}
+
+// `inputs` are the tensors that the formula is of.
+template <class Element, class Coefficients, class... Inputs>
+NORMSCOPE_INLINE void apply_to_tensors(const Coefficients& coefficients, TileRange tiles,
+                                       Stores stores, const MutableTensorView& y,
+                                       const Inputs&... inputs) {
+  if (y.layout() == Layout::kChannelsLast && y.positions == 1) {
+    apply_to_positions<Element>(inputs_of<Element>(samples_as_positions(inputs)...), coefficients,
+                                0, tiles.begin, tiles.end, stores, samples_as_positions(y));
+  } else {
+    apply_to_tiles<Element>(inputs_of<Element>(inputs...), coefficients, y.layout(), tiles, stores,
+                            y);
   }
   if (stores == Stores::kStreaming) finish_streaming();
 }

@@ -31,3 +31,4 @@ NORMSCOPE_INLINE Element* element_at(const MutableTensorView& x, std::int64_t n,
 }
 
 NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+NORMSCOPE_INLINE std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
