@@ -116,11 +116,12 @@ test-python: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m "not slow" --doctest-modules --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
 
-bench: $(stamps)/normscope $(stamps)/googlebenchmark ## Print speed as ratios to torch and to a copy
+bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/bench ## Print speed as ratios to torch and to a copy
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
 	cmake --build $(build)
 	$(build)/benchmarks/all_reduce
-	$(python) benchmarks/layers.py $(ARGS)
+	$(python) benchmarks/layers.py --kernels $(build)/benchmarks/kernels.so \
+	  --json $(results)/bench.json --plot $(results)/bench.svg $(ARGS)
 
 # ---- On a machine with a GPU ---------------------------------------------------------------------
 #

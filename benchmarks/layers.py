@@ -13,23 +13,30 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from statistics import geometric_mean
 from time import monotonic
 
-from cases import ARRANGEMENTS, Arrangement, all_cases, few_cases
-from ranks import Result, measure
-from table import HEADER
+import torch
+
+import comparisons
+from cases import ARRANGEMENTS, SMALLEST, Arrangement, all_cases, few_cases
+from comparisons import Comparison
+from ranks import Plan, Result, measure
+from table import COMPARISON_HEADER, HEADER, comparison_row
 
 ROUNDS = 9
 QUICK_ROUNDS = 5
 
 LEGEND = """\
-ms       normscope's layer, median of {rounds} rounds
-x torch  torch.nn's time divided by normscope's: above 1, normscope is faster; quartiles over the
+ms       normscope's layer, median of {rounds} rounds, outputs freshly allocated
+ratio    torch.nn's time divided by normscope's: above 1, normscope is faster; quartiles over the
          rounds. Under world torch.nn still normalizes each rank alone, and has no exchange to make
-copies   normscope's time in copies of the input into touched memory; a kernel that is as fast as
-         memory takes 1 forward and 1.5 backward, not counting page faults of its fresh output
+copies   normscope's time in copies of the input into memory that is in use already
+alone    the kernels without torch, into such memory, in the same copies: as fast as memory is 1
+         forward and 1.5 backward
 ranks    have an input of this shape each, and one thread; figures are means over them"""
 
 
@@ -40,6 +47,10 @@ def parse_arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="measure a few shapes, in fewer rounds"
     )
     parser.add_argument("--json", type=Path, help="also write every figure to FILE", metavar="FILE")
+    parser.add_argument("--plot", type=Path, help="also draw the ratios into FILE", metavar="FILE")
+    parser.add_argument(
+        "--kernels", type=Path, help="kernels.cpp as it was built; else they are left out"
+    )
     return parser.parse_args()
 
 
@@ -92,13 +103,77 @@ def slower_than_torch(results: list[Result]) -> list[str]:
     ]
 
 
-def save(path: Path, machine: str, rounds: int, results: list[Result]) -> None:
+def summary(results: list[Result]) -> list[str]:
+    """Of every arrangement and type, the geometric mean and the smallest ratio of both directions.
+
+    Without the smallest input, whose time is that of a call.
+    """
+    lines = []
+    for arrangement in ARRANGEMENTS:
+        for dtype in ("float32", "bfloat16"):
+            timings = [
+                result.timing
+                for result in results
+                if result.arrangement == arrangement
+                and result.case.dtype == dtype
+                and result.case.shape != SMALLEST
+            ]
+            forward = [timing.forward.ratio.median for timing in timings]
+            backward = [timing.backward.ratio.median for timing in timings]
+            lines.append(
+                f"{arrangement!s:28}{dtype:10}"
+                f"forward {geometric_mean(forward):.2f} (least {min(forward):.2f})   "
+                f"backward {geometric_mean(backward):.2f} (least {min(backward):.2f})"
+            )
+    return lines
+
+
+def print_comparisons(title: str, made: Iterable[Comparison]) -> list[Comparison]:
+    """Print a table of comparisons, each as soon as it is made."""
+    print(f"\n{title}\n{COMPARISON_HEADER}", flush=True)
+    kept = []
+    for one in made:
+        kept.append(one)
+        print(comparison_row(one.case, one.name, one.forward, one.backward), flush=True)
+    return kept
+
+
+def compare() -> tuple[list[Comparison], dict[str, float]]:
+    """Measure what is no layer of torch in training."""
+    torch.set_num_threads(comparisons.THREADS)
+    missing = [
+        name
+        for name, is_there in (("oneDNN", comparisons.has_onednn()), ("jax", comparisons.has_xla()))
+        if not is_there
+    ]
+    made = print_comparisons("slices, 2 threads", comparisons.compare_slices())
+    made += print_comparisons("eval, 2 threads", comparisons.compare_eval())
+    made += print_comparisons(
+        "others, 2 threads: their time / that of normscope's better layout"
+        + (f" (left out, not installed: {', '.join(missing)})" if missing else ""),
+        comparisons.compare_peers(),
+    )
+    memory = comparisons.peak_memory()
+    print("\npeak memory of a training step, 8x256x129x129 float32, beside input and its gradient")
+    print("".join(f"{name:12}{mebibytes:7.1f} MiB\n" for name, mebibytes in memory.items()))
+    return made, memory
+
+
+def save(
+    path: Path,
+    machine: str,
+    results: list[Result],
+    compared: list[Comparison],
+    memory: dict[str, float],
+) -> None:
     """Write every figure as JSON."""
     content = {
         "machine": machine.splitlines(),
-        "rounds": rounds,
         "results": [asdict(result) for result in results],
+        "comparisons": [asdict(one) for one in compared],
+        "peak_memory_mebibytes": memory,
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -113,16 +188,20 @@ def main() -> None:
     results = []
     for arrangement in ARRANGEMENTS:
         print_section(arrangement)
-        results += measure(arrangement, cases, rounds)
+        results += measure(Plan(arrangement, cases, rounds, arguments.kernels))
+    compared, memory = compare()
 
     slower = slower_than_torch(results)
-    print(
-        f"\n{len(slower)} of {2 * len(results)} ratios to torch.nn are below 1", *slower, sep="\n"
-    )
+    print(f"{len(slower)} of {2 * len(results)} ratios to torch.nn are below 1", *slower, sep="\n")
+    print("\nratios to torch.nn, in the geometric mean", *summary(results), sep="\n")
     seconds, others = monotonic() - start, busy_seconds() - own_seconds() - others_before
     print(f"Measured in {seconds:.0f} s, of which other programs kept a core for {others:.0f} s")
     if arguments.json is not None:
-        save(arguments.json, machine, rounds, results)
+        save(arguments.json, machine, results, compared, memory)
+    if arguments.plot is not None:
+        from plot import draw
+
+        draw(arguments.plot, results)
 
 
 if __name__ == "__main__":

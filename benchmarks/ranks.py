@@ -16,11 +16,29 @@ import torch
 from torch import distributed
 
 from cases import Arrangement, Case
+from kernels import Kernels
 from table import row
-from timing import Timing, passes, sample, timing_of
+from timing import Samples, Timing, passes, sample, timing_of
 
 # When a rank stops waiting for one that has failed.
 GROUP_LIMIT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every process does.
+
+    Args:
+        arrangement: Who computes.
+        cases: The inputs.
+        rounds: How often each is timed.
+        library: ``kernels.cpp`` as it was built; None leaves the kernels out.
+    """
+
+    arrangement: Arrangement
+    cases: list[Case]
+    rounds: int
+    library: Path | None
 
 
 @dataclass(frozen=True)
@@ -32,32 +50,30 @@ class Result:
     timing: Timing
 
 
-def measure(arrangement: Arrangement, cases: list[Case], rounds: int) -> list[Result]:
+def measure(plan: Plan) -> list[Result]:
     """Start the processes, measure every case and print its row as soon as it is known."""
+    number = plan.arrangement.processes
     with (
         tempfile.TemporaryDirectory(prefix="normscope-bench-") as folder,
-        ProcessPoolExecutor(
-            arrangement.processes, multiprocessing.get_context("spawn")
-        ) as processes,
+        ProcessPoolExecutor(number, multiprocessing.get_context("spawn")) as processes,
     ):
         futures = [
-            processes.submit(_rank, rank, arrangement, cases, rounds, Path(folder, "store"))
-            for rank in range(arrangement.processes)
+            processes.submit(_rank, rank, plan, Path(folder, "store")) for rank in range(number)
         ]
         results, *_ = [future.result() for future in futures]
         return results
 
 
-def _rank(
-    rank: int, arrangement: Arrangement, cases: list[Case], rounds: int, store: Path
-) -> list[Result]:
+def _rank(rank: int, plan: Plan, store: Path) -> list[Result]:
     """What one process does."""
+    arrangement = plan.arrangement
     torch.set_num_threads(arrangement.threads)
     torch.manual_seed(rank)
+    kernels = None if plan.library is None else Kernels(plan.library, arrangement.threads)
     results = []
     with _joined(rank, arrangement.processes, store) as align:
-        for case in cases:
-            samples = sample(case, passes(case, arrangement.scope), rounds, align)
+        for case in plan.cases:
+            samples = sample(case, passes(case, arrangement.scope, kernels), plan.rounds, align)
             timing = timing_of(_mean_over_ranks(samples))
             results.append(Result(arrangement, case, timing))
             if rank == 0:
@@ -82,9 +98,11 @@ def _joined(rank: int, processes: int, store: Path) -> Iterator[Callable[[], Non
     distributed.destroy_process_group()
 
 
-def _mean_over_ranks(samples: torch.Tensor) -> torch.Tensor:
+def _mean_over_ranks(samples: Samples) -> Samples:
     """The mean, since ranks that share a core do not get equal shares of it."""
     if not distributed.is_initialized():
         return samples
-    distributed.all_reduce(samples)
-    return samples / distributed.get_world_size()
+    for seconds in samples.values():
+        distributed.all_reduce(seconds)
+        seconds /= distributed.get_world_size()
+    return samples

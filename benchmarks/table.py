@@ -4,22 +4,44 @@
 from __future__ import annotations
 
 from cases import Case
-from timing import Direction, Timing
+from timing import Direction, Quartiles, Timing
 
-_DIRECTION = f"{'ms':>8}{'x torch':>8} {'(quartiles)':<12}{'copies':>6}"
+_SHORT = {"float32": "f32", "bfloat16": "bf16"}
+
+_INPUT = f"{'input':14}{'layout':7}{'type':5}"
+_DIRECTION = f"{'ms':>7}{'ratio':>6} {'(quartiles)':<11}{'copies':>7}{'alone':>6}"
 
 HEADER = (
-    f"{'':29}{'forward':^{len(_DIRECTION)}}{'backward':^{len(_DIRECTION)}}".rstrip()
-    + f"\n{'input':14}{'layout':7}{'dtype':8}{2 * _DIRECTION}"
+    f"{'':{len(_INPUT)}}{'forward':^{len(_DIRECTION)}}{'backward':^{len(_DIRECTION)}}".rstrip()
+    + f"\n{_INPUT}{2 * _DIRECTION}"
 )
+
+COMPARISON_HEADER = f"{_INPUT}{'':26}{'forward':>18}{'backward':>20}"
 
 
 def row(case: Case, timing: Timing) -> str:
     """One case, forward and backward."""
+    return f"{_input(case)}{_columns(timing.forward)}{_columns(timing.backward)}".rstrip()
+
+
+def comparison_row(case: Case, name: str, forward: Quartiles, backward: Quartiles | None) -> str:
+    """One case and what it was compared with."""
+    columns = _ratio(forward) + "  " + ("" if backward is None else _ratio(backward))
+    return f"{_input(case)}{name:26}{columns}".rstrip()
+
+
+def _input(case: Case) -> str:
     shape, layout, dtype = str(case).split()
-    return f"{shape:14}{layout:7}{dtype:8}{_columns(timing.forward)}{_columns(timing.backward)}"
+    return f"{shape:14}{layout:7}{_SHORT[dtype]:5}"
+
+
+def _ratio(ratio: Quartiles) -> str:
+    median, quartiles = str(ratio).split()
+    return f"{median:>6} {quartiles:<11}"
 
 
 def _columns(direction: Direction) -> str:
-    median, quartiles = str(direction.ratio).split()
-    return f"{direction.milliseconds:8.3f}{median:>8} {quartiles:<12}{direction.copies:6.1f}"
+    alone = "" if direction.kernel_copies is None else f"{direction.kernel_copies:.1f}"
+    return (
+        f"{direction.milliseconds:7.3f}{_ratio(direction.ratio)}{direction.copies:7.1f}{alone:>6}"
+    )

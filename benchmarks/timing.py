@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times torch's layer, normscope's and a copy in turn, so that all of them meet the same noise."""
+"""Times layers, kernels and copies in turn, so that all of them meet the same noise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import ctypes
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -15,14 +15,17 @@ import torch
 
 import normscope
 from cases import Case
+from kernels import Kernels, Pass
 
 # Calls that make up one sample: as many as take a few milliseconds, since a shorter sample would
 # show the scheduler's time slices more than the layer.
 ELEMENTS_PER_SAMPLE = 4_000_000
 MOST_CALLS_PER_SAMPLE = 200
 
-# Does some work once and returns how long its parts took, in seconds.
-Pass = Callable[[], list[float]]
+# By the name of a pass: [rounds, parts] seconds a call.
+Samples = dict[str, torch.Tensor]
+
+FORWARD, BACKWARD = 0, 1  # parts of a layer's pass
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,9 @@ class Quartiles:
     upper: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Quartiles:
+    def of(cls, values: torch.Tensor) -> Quartiles:
         """The quartiles of ``values``, which include the extremes."""
-        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+        return cls(*statistics.quantiles(values.tolist(), n=4, method="inclusive"))
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.lower:.2f}-{self.upper:.2f})"
@@ -51,12 +54,14 @@ class Direction:
         torch_milliseconds: of torch's layer, the median.
         ratio: torch's time divided by normscope's in the same round; above 1, normscope is faster.
         copies: normscope's time divided by that of a copy of the input.
+        kernel_copies: the same of the kernels alone; None where they were not measured.
     """
 
     milliseconds: float
     torch_milliseconds: float
     ratio: Quartiles
     copies: float
+    kernel_copies: float | None
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,49 @@ class Timing:
     copy_milliseconds: float
 
 
-def passes(case: Case, scope: str) -> list[Pass]:
-    """The layer of torch.nn, that of normscope and two ways to copy."""
-    x, dy = case.tensor().requires_grad_(), case.tensor()
+def layers_of(case: Case, scope: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return torch's layer and normscope's."""
     theirs = (torch.nn.BatchNorm1d if case.layout == "NC" else torch.nn.BatchNorm2d)(case.shape[1])
-    ours = normscope.convert(copy.deepcopy(theirs), scope)
-    return [_layer_pass(theirs, x, dy), _layer_pass(ours, x, dy), *_copy_passes(x.detach())]
+    return theirs, normscope.convert(copy.deepcopy(theirs), scope)
 
 
-def _layer_pass(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Pass:
-    inputs = [x, *layer.parameters()]
+def passes(case: Case, scope: str, kernels: Kernels | None) -> dict[str, Pass]:
+    """Return what is timed for a row: the layers, the kernels alone and ways to copy."""
+    x, dy = case.tensor().requires_grad_(), case.tensor()
+    theirs, ours = layers_of(case, scope)
+    detached = x.detach()
+    result = {
+        "torch": module_pass(theirs, x, dy),
+        "normscope": module_pass(ours, x, dy),
+        **copy_passes(detached),
+    }
+    if kernels is not None:
+        result["copy streamed"] = kernels.copy_pass(detached)
+        if scope == "local":
+            result["kernels"] = kernels.layer_pass(case, detached, dy)
+    return result
+
+
+def module_pass(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Pass:
+    """:func:`layer_pass` of a module."""
+    return layer_pass(layer, x, dy, list(layer.parameters()))
+
+
+def layer_pass(
+    layer: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    parameters: Sequence[torch.Tensor],
+) -> Pass:
+    """Time forward and backward of a layer, whose outputs are freshly allocated.
+
+    Args:
+        layer: What is called.
+        x: Its input, which requires a gradient.
+        dy: The gradient of what it returns.
+        parameters: What else a gradient is wanted of.
+    """
+    inputs = [x, *parameters]
 
     def forward_and_backward() -> list[float]:
         start = perf_counter()
@@ -97,7 +135,8 @@ def _layer_pass(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Pa
     return forward_and_backward
 
 
-def _copy_passes(x: torch.Tensor) -> list[Pass]:
+def copy_passes(x: torch.Tensor) -> dict[str, Pass]:
+    """Return two ways to copy into memory that is in use already."""
     y = x.clone()
 
     def by_torch() -> list[float]:
@@ -110,10 +149,12 @@ def _copy_passes(x: torch.Tensor) -> list[Pass]:
         ctypes.memmove(y.data_ptr(), x.data_ptr(), x.nbytes)
         return [perf_counter() - start]
 
-    return [by_torch, by_c_library]
+    return {"copy torch": by_torch, "copy C": by_c_library}
 
 
-def sample(case: Case, passes: list[Pass], rounds: int, align: Callable[[], None]) -> torch.Tensor:
+def sample(
+    case: Case, passes: Mapping[str, Pass], rounds: int, align: Callable[[], None] = lambda: None
+) -> Samples:
     """Run every pass once a round, each round beginning with another one.
 
     Args:
@@ -121,20 +162,18 @@ def sample(case: Case, passes: list[Pass], rounds: int, align: Callable[[], None
         passes: What to time.
         rounds: How often; one more goes before, untimed.
         align: Called before each sample, so that the ranks start together.
-
-    Shape:
-        - Result: [rounds, parts of all passes], seconds a call
     """
     calls = min(MOST_CALLS_PER_SAMPLE, math.ceil(ELEMENTS_PER_SAMPLE / case.elements))
-    samples = []
+    names = list(passes)
+    samples: dict[str, list[list[float]]] = {name: [] for name in names}
     for turn in range(rounds + 1):
-        parts: dict[int, list[float]] = {}
-        for offset in range(len(passes)):
-            index = (turn + offset) % len(passes)
+        for offset in range(len(names)):
+            name = names[(turn + offset) % len(names)]
             align()
-            parts[index] = _mean_parts(passes[index], calls)
-        samples.append([seconds for index in range(len(passes)) for seconds in parts[index]])
-    return torch.tensor(samples[1:], dtype=torch.float64)
+            parts = _mean_parts(passes[name], calls)
+            if turn > 0:
+                samples[name].append(parts)
+    return {name: torch.tensor(parts, dtype=torch.float64) for name, parts in samples.items()}
 
 
 def _mean_parts(one_pass: Pass, calls: int) -> list[float]:
@@ -142,21 +181,36 @@ def _mean_parts(one_pass: Pass, calls: int) -> list[float]:
     return [statistics.fmean(part) for part in parts]
 
 
-def timing_of(samples: torch.Tensor) -> Timing:
+def timing_of(samples: Samples) -> Timing:
     """Sum up what :func:`sample` gave for :func:`passes`."""
-    torch_forward, torch_backward, forward, backward, *copies = samples.T.tolist()
-    copy_seconds = min(statistics.median(seconds) for seconds in copies)
+    copy_seconds = min(
+        _median(seconds[:, 0]) for name, seconds in samples.items() if name.startswith("copy")
+    )
     return Timing(
-        forward=_direction(forward, torch_forward, copy_seconds),
-        backward=_direction(backward, torch_backward, copy_seconds),
+        forward=_direction(samples, FORWARD, copy_seconds),
+        backward=_direction(samples, BACKWARD, copy_seconds),
         copy_milliseconds=1e3 * copy_seconds,
     )
 
 
-def _direction(ours: list[float], theirs: list[float], copy_seconds: float) -> Direction:
+def ratio(samples: Samples, part: int, theirs: str, ours: str) -> Quartiles:
+    """The time of one pass divided by that of another in the same round."""
+    return Quartiles.of(samples[theirs][:, part] / samples[ours][:, part])
+
+
+def _median(values: torch.Tensor) -> float:
+    return float(statistics.median(values.tolist()))
+
+
+def _direction(samples: Samples, part: int, copy_seconds: float) -> Direction:
+    seconds = {
+        name: _median(values[:, part]) for name, values in samples.items() if values.shape[1] > 1
+    }
+    kernels = seconds.get("kernels")
     return Direction(
-        milliseconds=1e3 * statistics.median(ours),
-        torch_milliseconds=1e3 * statistics.median(theirs),
-        ratio=Quartiles.of([t / o for t, o in zip(theirs, ours, strict=True)]),
-        copies=statistics.median(ours) / copy_seconds,
+        milliseconds=1e3 * seconds["normscope"],
+        torch_milliseconds=1e3 * seconds["torch"],
+        ratio=ratio(samples, part, "torch", "normscope"),
+        copies=seconds["normscope"] / copy_seconds,
+        kernel_copies=None if kernels is None else kernels / copy_seconds,
     )

@@ -146,3 +146,13 @@ function(normscope_benchmark name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
   normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} benchmark::benchmark_main)
 endfunction()
+
+# A shared library for the benchmarks in Python, loaded from the build directory.
+function(normscope_benchmark_library name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
+  add_library(${name} MODULE ${arg_SOURCES})
+  normscope_set_compile_rules(${name})
+  target_include_directories(${name} PRIVATE ${normscope_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${arg_DEPENDS})
+  set_target_properties(${name} PROPERTIES PREFIX "")
+endfunction()

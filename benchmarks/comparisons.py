@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not a layer of torch in training: slices, eval, oneDNN, XLA and peak memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from cases import Case
+from kernels import Pass
+from timing import (
+    BACKWARD,
+    FORWARD,
+    Quartiles,
+    layer_pass,
+    layers_of,
+    module_pass,
+    ratio,
+    sample,
+)
+
+THREADS = 2
+ROUNDS = 5
+
+LAYOUTS = ("NCHW", "NHWC")
+BATCHES_OF_8 = ((8, 64, 56, 56), (32, 64, 56, 56), (8, 2048, 7, 7))
+PEER_SHAPES = ((8, 64, 56, 56), (8, 2048, 7, 7), (2, 256, 129, 129))
+MEMORY_SHAPE = (8, 256, 129, 129)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How long something took, divided by what it is compared with.
+
+    Args:
+        case: The input.
+        name: What was compared with what.
+        forward: The ratio of forward.
+        backward: The ratio of backward; None where there is none.
+    """
+
+    case: Case
+    name: str
+    forward: Quartiles
+    backward: Quartiles | None
+
+
+def compare_slices() -> Iterator[Comparison]:
+    """``slices:8`` against one norm batch of everything."""
+    for case in _cases(BATCHES_OF_8):
+        x, dy = case.tensor().requires_grad_(), case.tensor()
+        passes = {
+            scope: module_pass(layers_of(case, scope)[1], x, dy) for scope in ("local", "slices:8")
+        }
+        yield _compared(case, "slices:8 / local", passes, "slices:8", "local")
+
+
+def compare_eval() -> Iterator[Comparison]:
+    """A forward in eval mode against torch's."""
+    for case in _cases(BATCHES_OF_8):
+        x = case.tensor()
+        theirs, ours = (layer.eval() for layer in layers_of(case, "local"))
+        passes = {"torch": _eval_pass(theirs, x), "normscope": _eval_pass(ours, x)}
+        samples = sample(case, passes, ROUNDS)
+        yield Comparison(
+            case, "torch / normscope, eval", ratio(samples, FORWARD, "torch", "normscope"), None
+        )
+
+
+def compare_peers() -> Iterator[Comparison]:
+    """Compare normscope's better layout with oneDNN, through torch, and XLA, if they are there."""
+    for shape in PEER_SHAPES:
+        plain = Case(shape, "NCHW", "float32")
+        x, dy = plain.tensor(), plain.tensor()
+        for name, make in (("oneDNN", _onednn_pass), ("XLA", _xla_pass)):
+            peer = make(x, dy)
+            if peer is None:
+                continue
+            passes = {name: peer}
+            for layout in LAYOUTS:
+                case = Case(shape, layout, "float32")
+                ours = layers_of(case, "local")[1]
+                passes[layout] = module_pass(ours, case.tensor().requires_grad_(), case.tensor())
+            yield _against_the_better(plain, f"{name} / normscope", passes, name)
+
+
+def peak_memory() -> dict[str, float]:
+    """MiB that a training step adds to a process at its peak, in processes of their own."""
+    return {kind: _peak_of_a_step(kind) for kind in ("torch", "normscope")}
+
+
+def has_xla() -> bool:
+    """Whether jax is installed."""
+    return importlib.util.find_spec("jax") is not None
+
+
+def has_onednn() -> bool:
+    """Whether this torch was built with oneDNN."""
+    return bool(torch.backends.mkldnn.is_available())
+
+
+def _cases(shapes: tuple[tuple[int, ...], ...]) -> Iterator[Case]:
+    for shape in shapes:
+        for layout in LAYOUTS:
+            yield Case(shape, layout, "float32")
+
+
+def _compared(case: Case, name: str, passes: dict[str, Pass], above: str, below: str) -> Comparison:
+    samples = sample(case, passes, ROUNDS)
+    return Comparison(
+        case, name, ratio(samples, FORWARD, above, below), ratio(samples, BACKWARD, above, below)
+    )
+
+
+def _against_the_better(case: Case, name: str, passes: dict[str, Pass], peer: str) -> Comparison:
+    samples = sample(case, passes, ROUNDS)
+
+    def better(part: int) -> Quartiles:
+        ratios = [ratio(samples, part, peer, layout) for layout in LAYOUTS]
+        return max(ratios, key=lambda one: one.median)
+
+    has_backward = samples[peer].shape[1] > BACKWARD
+    return Comparison(case, name, better(FORWARD), better(BACKWARD) if has_backward else None)
+
+
+def _eval_pass(layer: torch.nn.Module, x: torch.Tensor) -> Pass:
+    def forward() -> list[float]:
+        with torch.no_grad():
+            start = perf_counter()
+            layer(x)
+            return [perf_counter() - start]
+
+    return forward
+
+
+def _onednn_pass(x: torch.Tensor, dy: torch.Tensor) -> Pass | None:
+    """Run oneDNN on tensors of its own, in the layout that torch gives it."""
+    if not has_onednn():
+        return None
+    channels = x.shape[1]
+    mean, variance = torch.zeros(channels), torch.ones(channels)
+    weight = torch.ones(channels, requires_grad=True)
+    bias = torch.zeros(channels, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(x, mean, variance, weight, bias, training=True)
+
+    opaque = x.to_mkldnn().requires_grad_()
+    return layer_pass(layer, opaque, dy.to_mkldnn(), [weight, bias])
+
+
+def _xla_pass(x: torch.Tensor, _: torch.Tensor) -> Pass | None:
+    """What XLA makes of the forward formula, channels last, which suits it best on CPU.
+
+    Without a backward: compiled alone it would compute the forward once more.
+    """
+    if not has_xla():
+        return None
+    import jax
+
+    numpy = jax.numpy
+
+    def layer(x: Any, weight: Any, bias: Any) -> Any:  # noqa: ANN401 - arrays of jax
+        mean = x.mean(axis=(0, 1, 2))
+        variance = numpy.maximum(numpy.mean(x * x, axis=(0, 1, 2)) - mean * mean, 0.0)
+        return (x - mean) * (weight / numpy.sqrt(variance + 1e-5)) + bias
+
+    channels = x.shape[1]
+    channels_last = numpy.asarray(x.permute(0, 2, 3, 1).contiguous().numpy())
+    weight, bias = numpy.ones(channels), numpy.zeros(channels)
+    compiled = jax.jit(layer)
+
+    def forward() -> list[float]:
+        start = perf_counter()
+        compiled(channels_last, weight, bias).block_until_ready()
+        return [perf_counter() - start]
+
+    return forward
+
+
+_STEP = """
+import re, sys, torch, normscope
+from pathlib import Path
+layer = torch.nn.BatchNorm2d({channels})
+if sys.argv[1] == "normscope":
+    layer = normscope.convert(layer, "local")
+status = Path("/proc/self/status")
+peak = lambda: int(re.search(r"VmHWM:\\s+([0-9]+)", status.read_text())[1])
+small = torch.randn(2, {channels}, 2, 2, requires_grad=True)
+layer(small).sum().backward()
+x, dy = torch.randn({shape}, requires_grad=True), torch.randn({shape})
+before = peak()
+for _ in range(3):
+    layer(x).backward(dy)
+    x.grad = None
+print((peak() - before) / 1024)
+"""
+
+
+def _peak_of_a_step(kind: str) -> float:
+    script = _STEP.format(channels=MEMORY_SHAPE[1], shape=MEMORY_SHAPE)
+    command: list[str] = [sys.executable, "-c", script, kind]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the ratios to torch's layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+from cases import ARRANGEMENTS, SMALLEST
+from ranks import Result
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+# Told apart by form as well as by colour.
+_MARKS = {"float32": ("o", "#0b5fa5"), "bfloat16": ("s", "#c8571b")}
+_TICKS = [0.25, 0.5, 1, 2, 4, 8]
+
+
+def draw(path: Path, results: list[Result]) -> None:
+    """Write a picture with one row of dots an input, one column a direction and arrangement.
+
+    Args:
+        path: A file whose ending says which kind: .svg or .png.
+        results: The rows of the table.
+    """
+    results = [result for result in results if result.case.shape != SMALLEST]
+    names = list(dict.fromkeys(_name(result) for result in results))
+    figure, columns = pyplot.subplots(
+        2, len(ARRANGEMENTS), figsize=(15, 10), sharex=True, sharey=True, layout="constrained"
+    )
+    for direction, axes_row in zip(("forward", "backward"), columns, strict=True):
+        for arrangement, axes in zip(ARRANGEMENTS, axes_row, strict=True):
+            axes.set_title(f"{direction}, {arrangement}", fontsize=10)
+            of_arrangement = [one for one in results if one.arrangement == arrangement]
+            _draw_dots(axes, names, of_arrangement, direction)
+    columns[0][0].legend(loc="lower right", fontsize=8)
+    figure.supxlabel("torch.nn's time / normscope's: right of 1, normscope is faster; quartiles")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _name(result: Result) -> str:
+    shape, layout, _ = str(result.case).split()
+    return f"{shape} {layout}"
+
+
+def _draw_dots(axes: Axes, names: list[str], results: list[Result], direction: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.grid(axis="both", color="#dddddd", linewidth=0.5)
+    for offset, (dtype, (marker, color)) in zip((-0.15, 0.15), _MARKS.items(), strict=True):
+        of_dtype = [one for one in results if one.case.dtype == dtype]
+        ratios = [getattr(one.timing, direction).ratio for one in of_dtype]
+        axes.errorbar(
+            [ratio.median for ratio in ratios],
+            [names.index(_name(one)) + offset for one in of_dtype],
+            xerr=[
+                [ratio.median - ratio.lower for ratio in ratios],
+                [ratio.upper - ratio.median for ratio in ratios],
+            ],
+            fmt=marker,
+            color=color,
+            markersize=4,
+            linewidth=1,
+            label=dtype,
+        )
