@@ -118,7 +118,7 @@ test-python: $(stamps)/normscope $(stamps)/test
 
 bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/bench ## Print speed as ratios to torch and to a copy
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
-	cmake --build $(build)
+	cmake --build $(build) --target all_reduce kernels
 	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/layers.py --kernels $(build)/benchmarks/kernels.so \
 	  --json $(results)/bench.json --plot $(results)/bench.svg $(ARGS)
