@@ -235,7 +235,7 @@ lint-formats: $(stamps)/lint
 	ruff check .
 
 # In the environment that has what the checked files import.
-lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
+lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test $(stamps)/bench
 	mypy $(python_files)
 
 # Without OpenMP, whose header comes with a compiler; clang-tidy is none.
