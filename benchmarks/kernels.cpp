@@ -29,6 +29,12 @@ normscope::Execution execution_on(int threads) {
           }};
 }
 
+normscope::CallContext context_with(const normscope::Execution& execution) {
+  normscope::CallContext context;
+  context.execution = &execution;
+  return context;
+}
+
 // Copies whole vectors past the cache, and the ragged ends through it.
 void copy_part(const char* from, char* to, std::int64_t size) {
   std::int64_t i = 0;
@@ -84,7 +90,7 @@ NORMSCOPE_BENCHMARK_API int forward(const Layer* layer) {
                                    .weight = {layer->weight},
                                    .bias = {layer->bias},
                                    .statistics = layer->statistics},
-                                  {.execution = &execution});
+                                  context_with(execution));
   } catch (const std::exception&) {
     return 1;
   }
@@ -101,7 +107,7 @@ NORMSCOPE_BENCHMARK_API int backward(const Layer* layer) {
                                     .statistics = layer->statistics,
                                     .dweight = {layer->dweight},
                                     .dbias = {layer->dbias}},
-                                   {.execution = &execution});
+                                   context_with(execution));
   } catch (const std::exception&) {
     return 1;
   }

@@ -25,8 +25,8 @@ struct CallContext {
   const Kernels* kernels = nullptr;      // nullptr: default_kernels()
   const Execution* execution = nullptr;  // nullptr: this thread
   Exchange* exchange = nullptr;          // nullptr: this rank alone
-  std::string_view layer = {};           // for errors
-  std::string_view scope = {};           // for errors
+  std::string_view layer;                // for errors
+  std::string_view scope;                // for errors
 
   // For kernels of a device only, which work on execution->stream. Nothing waits for them, so that
   // what they find out is thrown by the next call with the same report.

@@ -159,8 +159,7 @@ bool has_whole_lines(const MutableTensorView& y) {
 // tensor: its samples' distance tells the size of all of it.
 Stores stores_for(const MutableTensorView& y) {
   const std::int64_t extent = y.samples * y.sample_stride * size_of(y.dtype);
-  static const std::int64_t kT = getenv("ST") ? atol(getenv("ST")) : cache_per_core();
-  return extent > kT && has_whole_lines(y) ? Stores::kStreaming : Stores::kCached;
+  return extent > cache_per_core() && has_whole_lines(y) ? Stores::kStreaming : Stores::kCached;
 }
 
 template <const Pieces& kPieces>
