@@ -133,8 +133,9 @@ void expect_equal_runs(KernelRun& got, KernelRun& expected) {
 }
 
 TEST_P(KernelBits, DoNotDependOnThreads) {
-  // Enough elements for three threads; more and fewer channels than threads.
-  for (const Shape& shape : {Shape{5, 12, 1000}, {3, 2, 10000}, {400, 150, 1}}) {
+  // Enough elements for three threads; more and fewer channels than threads; rows of channels that
+  // are long enough to be cut in two.
+  for (const Shape& shape : {Shape{5, 12, 1000}, {3, 2, 10000}, {400, 150, 1}, {3, 2048, 9}}) {
     SCOPED_TRACE(describe(shape, Inputs::kMeanOf1e3Deviations));
     const Tensor x = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kX);
     const Tensor dy = filled(shape, Inputs::kCentred, Role::kDy);
