@@ -58,9 +58,9 @@ def compare_slices() -> Iterator[Comparison]:
     for case in _cases(BATCHES_OF_8):
         x, dy = case.tensor().requires_grad_(), case.tensor()
         passes = {
-            scope: module_pass(layers_of(case, scope)[1], x, dy) for scope in ("local", "slices:8")
+            scope: module_pass(layers_of(case, scope)[1], x, dy) for scope in ("slices:8", "local")
         }
-        yield _compared(case, "slices:8 / local", passes, "slices:8", "local")
+        yield _compared(case, "slices:8 / local", passes)
 
 
 def compare_eval() -> Iterator[Comparison]:
@@ -69,10 +69,7 @@ def compare_eval() -> Iterator[Comparison]:
         x = case.tensor()
         theirs, ours = (layer.eval() for layer in layers_of(case, "local"))
         passes = {"torch": _eval_pass(theirs, x), "normscope": _eval_pass(ours, x)}
-        samples = sample(case, passes, ROUNDS)
-        yield Comparison(
-            case, "torch / normscope, eval", ratio(samples, FORWARD, "torch", "normscope"), None
-        )
+        yield _compared(case, "torch / normscope, eval", passes)
 
 
 def compare_peers() -> Iterator[Comparison]:
@@ -89,7 +86,7 @@ def compare_peers() -> Iterator[Comparison]:
                 case = Case(shape, layout, "float32")
                 ours = layers_of(case, "local")[1]
                 passes[layout] = module_pass(ours, case.tensor().requires_grad_(), case.tensor())
-            yield _against_the_better(plain, f"{name} / normscope", passes, name)
+            yield _compared(plain, f"{name} / normscope", passes)
 
 
 def peak_memory() -> dict[str, float]:
@@ -113,22 +110,18 @@ def _cases(shapes: tuple[tuple[int, ...], ...]) -> Iterator[Case]:
             yield Case(shape, layout, "float32")
 
 
-def _compared(case: Case, name: str, passes: dict[str, Pass], above: str, below: str) -> Comparison:
+def _compared(case: Case, name: str, passes: dict[str, Pass]) -> Comparison:
+    """The first pass's time divided by that of the fastest other one."""
     samples = sample(case, passes, ROUNDS)
-    return Comparison(
-        case, name, ratio(samples, FORWARD, above, below), ratio(samples, BACKWARD, above, below)
-    )
+    above, *others = samples
 
+    def best(part: int) -> Quartiles:
+        return max(
+            (ratio(samples, part, above, other) for other in others), key=lambda one: one.median
+        )
 
-def _against_the_better(case: Case, name: str, passes: dict[str, Pass], peer: str) -> Comparison:
-    samples = sample(case, passes, ROUNDS)
-
-    def better(part: int) -> Quartiles:
-        ratios = [ratio(samples, part, peer, layout) for layout in LAYOUTS]
-        return max(ratios, key=lambda one: one.median)
-
-    has_backward = samples[peer].shape[1] > BACKWARD
-    return Comparison(case, name, better(FORWARD), better(BACKWARD) if has_backward else None)
+    has_backward = samples[above].shape[1] > BACKWARD
+    return Comparison(case, name, best(FORWARD), best(BACKWARD) if has_backward else None)
 
 
 def _eval_pass(layer: torch.nn.Module, x: torch.Tensor) -> Pass:

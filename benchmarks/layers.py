@@ -154,7 +154,8 @@ def compare() -> tuple[list[Comparison], dict[str, float]]:
         comparisons.compare_peers(),
     )
     memory = comparisons.peak_memory()
-    print("\npeak memory of a training step, 8x256x129x129 float32, beside input and its gradient")
+    shape = "x".join(map(str, comparisons.MEMORY_SHAPE))
+    print(f"\npeak memory of a training step, {shape} float32, beside input and its gradient")
     print("".join(f"{name:12}{mebibytes:7.1f} MiB\n" for name, mebibytes in memory.items()))
     return made, memory
 
