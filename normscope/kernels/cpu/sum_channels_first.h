@@ -60,14 +60,76 @@ NORMSCOPE_INLINE auto pivot_of_few(const Element* x, std::int64_t n) {
 // As many channels at a time as a vector has elements, so that their lanes are folded together.
 // terms_of(i) are those of the i-th.
 
+// Vector v of the terms of n elements; zero in the lanes beyond. At least one is to be had.
+template <class Element>
+NORMSCOPE_INLINE auto terms_of_lanes(const MomentTerms<Element>& terms, std::int64_t v,
+                                     std::int64_t n, Arithmetic<Element> pivot) {
+  using Real = Arithmetic<Element>;
+  const Vector<Real> pivots = broadcast(pivot);
+  const auto term = MomentTerms<Element>::of(load_vector_of_lanes(terms.x, v, n), pivots, pivots);
+  const std::int64_t valid = n - v * kLanesOf<Real>;
+  return Terms<Vector<Real>>{first_elements<Real>(term.first, valid),
+                             first_elements<Real>(term.second, valid)};
+}
+
+template <class Element>
+NORMSCOPE_INLINE auto terms_of_lanes(const GradientTerms<Element>& terms, std::int64_t v,
+                                     std::int64_t n, Arithmetic<Element> mean_hi) {
+  return GradientTerms<Element>::of(load_vector_of_lanes(terms.x, v, n),
+                                    load_vector_of_lanes(terms.dy, v, n), broadcast(mean_hi));
+}
+
+// Lanes that have been folded once, of a vector's width of channels.
+template <class Real>
+struct HalvedLanes {
+  static constexpr int kWidth = kLanesOf<Real>;
+  static constexpr int kHalf = kLaneVectors<Real> / 2;
+  Vector<Real> vectors[kHalf][kWidth];
+
+  NORMSCOPE_INLINE Vector<Real> fold() {
+    for (int half = kHalf / 2; half >= 1; half /= 2) {
+      for (int v = 0; v < half; ++v) {
+        for (int i = 0; i < kWidth; ++i) vectors[v][i] += vectors[v + half][i];
+      }
+    }
+    return fold_across<Real>(vectors[0]);
+  }
+};
+
+// Calls set(v, i, at) for every vector v of HalvedLanes and every channel i. The vector is the sum
+// of at(w) for one or two w, or zero where there is none; how many of them hold n elements, and
+// whether they hold `full` vectors, is looked at once for all channels.
+template <class Real, class Full, class Partial, class Set>
+NORMSCOPE_INLINE void halve_lanes(std::int64_t n, const Full& full, const Partial& partial,
+                                  const Set& set) {
+  constexpr int kWidth = kLanesOf<Real>;
+  constexpr int kHalf = HalvedLanes<Real>::kHalf;
+  for (int v = 0; v < kHalf; ++v) {
+    const std::int64_t low = n - v * kWidth;
+    const std::int64_t high = low - kHalf * kWidth;
+    if (high >= kWidth) {
+      for (int i = 0; i < kWidth; ++i) set(v, i, full(i, v) + full(i, v + kHalf));
+    } else if (high > 0) {
+      for (int i = 0; i < kWidth; ++i) set(v, i, full(i, v) + partial(i, v + kHalf));
+    } else if (low >= kWidth) {
+      for (int i = 0; i < kWidth; ++i) set(v, i, full(i, v));
+    } else if (low > 0) {
+      for (int i = 0; i < kWidth; ++i) set(v, i, partial(i, v));
+    } else {
+      for (int i = 0; i < kWidth; ++i) set(v, i, decltype(full(i, v)){});
+    }
+  }
+}
+
 template <class Element, class TermsOf>
 NORMSCOPE_INLINE auto pivots_of_channels(const TermsOf& terms_of, std::int64_t n) {
   using Real = Arithmetic<Element>;
-  Vector<Real> lanes[kLanesOf<Real>];
-  for (int i = 0; i < kLanesOf<Real>; ++i) {
-    lanes[i] = fold_to_vector(load_lanes(terms_of(i).x, n));
-  }
-  return fold_across<Real>(lanes) / broadcast(static_cast<Real>(n));
+  HalvedLanes<Real> lanes;
+  halve_lanes<Real>(
+      n, [&](int i, int v) { return load(terms_of(i).x + v * kLanesOf<Real>); },
+      [&](int i, int v) { return load_vector_of_lanes(terms_of(i).x, v, n); },
+      [&](int v, int i, Vector<Real> value) { lanes.vectors[v][i] = value; });
+  return lanes.fold() / broadcast(static_cast<Real>(n));
 }
 
 // center [kLanesOf<Real>]. Whether all sums are finite.
@@ -75,16 +137,19 @@ template <class Element, class TermsOf, class Real = Arithmetic<Element>>
 NORMSCOPE_INLINE bool put_sums_of_channels(const TermsOf& terms_of, std::int64_t n,
                                            const Real* center, TileBatch& batch,
                                            std::int64_t slot) {
-  Vector<Real> first[kLanesOf<Real>];
-  Vector<Real> second[kLanesOf<Real>];
-  for (int i = 0; i < kLanesOf<Real>; ++i) {
-    const Terms<Lanes<Real>> lanes = terms_of_few(terms_of(i), n, center[i]);
-    first[i] = fold_to_vector(lanes.first);
-    second[i] = fold_to_vector(lanes.second);
-  }
+  HalvedLanes<Real> first;
+  HalvedLanes<Real> second;
+  halve_lanes<Real>(
+      n,
+      [&](int i, int v) { return terms_of(i).load_at(v * kLanesOf<Real>, broadcast(center[i])); },
+      [&](int i, int v) { return terms_of_lanes(terms_of(i), v, n, center[i]); },
+      [&](int v, int i, const Terms<Vector<Real>>& terms) {
+        first.vectors[v][i] = terms.first;
+        second.vectors[v][i] = terms.second;
+      });
   alignas(kVectorBytes) Real sums[2][kLanesOf<Real>];
-  store(sums[0], fold_across<Real>(first));
-  store(sums[1], fold_across<Real>(second));
+  store(sums[0], first.fold());
+  store(sums[1], second.fold());
   return put_sums(sums[0], sums[1], kLanesOf<Real>, batch, slot);
 }
 

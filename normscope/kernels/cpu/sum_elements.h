@@ -177,11 +177,13 @@ template <class Element>
 // kVectors vectors of channels.
 template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_stride,
-                                           std::int64_t rows, const LimbsView& limbs) {
+                                           std::int64_t rows,
+                                           RowsAhead<MomentTerms<Element>>& ahead,
+                                           const LimbsView& limbs) {
   Columns<kVectors> columns;
   MagnitudeSpan spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
-    prefetch(x + (row + kBlockRows) * row_stride);
+    ahead.fetch(kVectors * kFloats);
     for (int v = 0; v < kVectors; ++v) {
       columns.rows[row][v] = load(x + row * row_stride + v * kFloats);
       spans[v].add(columns.rows[row][v]);
@@ -235,14 +237,14 @@ template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms,
                                              std::int64_t x_stride, std::int64_t dy_stride,
                                              std::int64_t rows, const float* mean_hi,
+                                             RowsAhead<GradientTerms<Element>>& ahead,
                                              const LimbsView& limbs) {
   Columns<kVectors> first;
   Columns<kVectors> second;
   MagnitudeSpan first_spans[kVectors];
   MagnitudeSpan second_spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
-    prefetch(terms.x + (row + kBlockRows) * x_stride);
-    prefetch(terms.dy + (row + kBlockRows) * dy_stride);
+    ahead.fetch(kVectors * kFloats);
     for (int v = 0; v < kVectors; ++v) {
       const std::int64_t c = v * kFloats;
       const auto term =
@@ -300,12 +302,18 @@ NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& lim
 
 template <class Element>
 void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView limbs) {
+  const auto ahead_of = [&](std::int64_t n) {
+    const MomentTerms<Element> next{element_at<Element>(x, n + kBlockRows, 0, 0)};
+    return RowsAhead(next, x.sample_stride, x.channels);
+  };
+  auto ahead = ahead_of(samples.begin);  // the next rows, anew for every kBlockRows
   const auto add = [&]<int kVectors>(std::int64_t n, std::int64_t rows, std::int64_t c,
                                      const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
     const Element* from = element_at<Element>(x, n, c, 0);
+    if (c == 0) ahead = ahead_of(n);
     if constexpr (kVectors > 0) {
-      add_moments_of_block<kVectors>(from, x.sample_stride, rows, block);
+      add_moments_of_block<kVectors>(from, x.sample_stride, rows, ahead, block);
     } else {
       add_moments_one_by_one(from, x.sample_stride, rows, block);
     }
@@ -318,14 +326,22 @@ template <class Element>
 void add_gradient_sums_of_elements(const TensorView& x, const TensorView& dy,
                                    const Arithmetic<Element>* mean_hi, TileRange samples,
                                    LimbsView limbs) {
+  const auto terms_at = [&](std::int64_t n, std::int64_t c) {
+    return GradientTerms<Element>{element_at<Element>(x, n, c, 0),
+                                  element_at<Element>(dy, n, c, 0)};
+  };
+  const auto ahead_of = [&](std::int64_t n) {
+    return RowsAhead(terms_at(n + kBlockRows, 0), x.sample_stride, x.channels);
+  };
+  auto ahead = ahead_of(samples.begin);
   const auto add = [&]<int kVectors>(std::int64_t n, std::int64_t rows, std::int64_t c,
                                      const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
-    const GradientTerms<Element> terms{element_at<Element>(x, n, c, 0),
-                                       element_at<Element>(dy, n, c, 0)};
+    const GradientTerms<Element> terms = terms_at(n, c);
+    if (c == 0) ahead = ahead_of(n);
     if constexpr (kVectors > 0) {
       add_gradients_of_block<kVectors>(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c,
-                                       block);
+                                       ahead, block);
     } else {
       add_gradients_one_by_one(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c, block);
     }

@@ -5,15 +5,18 @@
 //
 // What is added is told by the terms of an element: first and second.
 
-// How far ahead of the sums memory is fetched. The hardware's own prefetching ends with a page, and
-// does not follow rows that lie apart.
-inline constexpr std::int64_t kBytesAhead = 2048;  // where elements are neighbours
-inline constexpr std::int64_t kRowsAhead = 8;
+// How far ahead of the sums memory is fetched where elements are neighbours: the hardware's own
+// prefetching ends with a page.
+inline constexpr std::int64_t kBytesAhead = 2048;
 
 template <class Value>
 struct Terms {
   Value first;
   Value second;
+
+  NORMSCOPE_INLINE Terms operator+(const Terms& other) const {
+    return {first + other.first, second + other.second};
+  }
 };
 
 // sum(x - a) and sum((x - a)^2)
@@ -151,23 +154,24 @@ template <class Element, class Real = Arithmetic<Element>>
   return load(few);
 }
 
+// Vector v of n elements, of which it holds at least one; then zeros.
+template <class Element>
+NORMSCOPE_INLINE auto load_vector_of_lanes(const Element* x, std::int64_t v, std::int64_t n) {
+  using Real = Arithmetic<Element>;
+  constexpr int kWidth = kLanesOf<Real>;
+  const std::int64_t valid = n - v * kWidth;
+  if (valid >= kWidth) return load(x + v * kWidth);
+  if (v == 0) return load_few(x, n);
+  return first_elements<Real>(load_partial(x + v * kWidth, valid), valid);
+}
+
 // n <= kMaxLanes elements, one a lane, then zeros.
 template <class Element, class Real = Arithmetic<Element>>
 NORMSCOPE_INLINE Lanes<Real> load_lanes(const Element* x, std::int64_t n) {
-  constexpr int kWidth = kLanesOf<Real>;
   Lanes<Real> lanes;
 #pragma GCC unroll 16
   for (int v = 0; v < kLaneVectors<Real>; ++v) {
-    const std::int64_t rest = n - v * kWidth;
-    if (rest >= kWidth) {
-      lanes.vectors[v] = load(x + v * kWidth);
-    } else if (rest <= 0) {
-      lanes.vectors[v] = Vector<Real>{};
-    } else if (v > 0) {
-      lanes.vectors[v] = first_elements<Real>(load_partial(x + v * kWidth, rest), rest);
-    } else {
-      lanes.vectors[v] = load_few(x, n);
-    }
+    lanes.vectors[v] = v * kLanesOf<Real> < n ? load_vector_of_lanes(x, v, n) : Vector<Real>{};
   }
   return lanes;
 }
@@ -277,12 +281,37 @@ NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int6
   return {fold_blocks<Element>(first_lanes), fold_blocks<Element>(second_lanes)};
 }
 
+// Fetches the rows of what is summed next, `channels` of each: some with every row that is summed
+// now, in the order in which they lie in memory. The sums take a few channels of all rows first,
+// which the hardware's prefetching does not follow.
+template <class AnyTerms>
+class RowsAhead {
+ public:
+  RowsAhead(const AnyTerms& terms, std::int64_t row_stride, std::int64_t channels)
+      : terms_(terms), row_stride_(row_stride), channels_(channels) {}
+
+  NORMSCOPE_INLINE void fetch(std::int64_t count) {
+    terms_.prefetch_at(row_ + channel_, count);
+    channel_ += count;
+    if (channel_ < channels_) return;
+    channel_ = 0;
+    row_ += row_stride_;
+  }
+
+ private:
+  AnyTerms terms_;
+  std::int64_t row_stride_;
+  std::int64_t channels_;
+  std::int64_t row_ = 0;
+  std::int64_t channel_ = 0;
+};
+
 // Sums kVectors vectors of channels over n rows, `row_stride` elements apart: lane l takes the rows
-// 32 l
-// ... 32 l + 31. center, first, second [kVectors * width].
+// 32 l to 32 l + 31. center, first, second [kVectors * width].
 template <int kVectors, class AnyTerms, class Real = typename AnyTerms::Real>
 NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_stride, std::int64_t n,
-                                   const Real* center, Real* first, Real* second) {
+                                   const Real* center, RowsAhead<AnyTerms>& ahead, Real* first,
+                                   Real* second) {
   constexpr int kWidth = kLanesOf<Real>;
   constexpr std::int64_t kLanes = kChannelsLastTile.lanes;
   constexpr std::int64_t kChain = kChannelsLastTile.chain;
@@ -295,7 +324,7 @@ NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_strid
     Vector<Real> chain_second[kVectors] = {};
     for (int v = 0; v < kVectors; ++v) centers[v] = load(center + v * kWidth);
     for (std::int64_t row = lane * kChain; row < end; ++row) {
-      terms.prefetch_at((row + kRowsAhead) * row_stride, kVectors * kWidth);
+      ahead.fetch(kVectors * kWidth);
       for (int v = 0; v < kVectors; ++v) {
         const auto term = terms.load_at(row * row_stride + v * kWidth, centers[v]);
         chain_first[v] += term.first;
