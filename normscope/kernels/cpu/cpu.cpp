@@ -49,9 +49,9 @@ TileRange part_of(std::int64_t n, std::int64_t parts, std::int64_t i) {
   return {n * i / parts, n * (i + 1) / parts};
 }
 
-std::int64_t useful_threads(const Execution& execution, const TensorView& x) {
+std::int64_t useful_threads(std::int64_t threads, const TensorView& x) {
   const std::int64_t elements = x.channels * x.elements_per_channel();
-  return std::clamp<std::int64_t>(elements / kElementsPerThread, 1, execution.threads);
+  return std::clamp<std::int64_t>(elements / kElementsPerThread, 1, threads);
 }
 
 // Work is cut by channels where each thread's lie apart from the others' in memory, else by tiles:
@@ -65,7 +65,7 @@ bool splits_by_channel(const TensorView& x, std::int64_t threads) {
 // Calls sweep(channels, tiles) for parts of the tensor that together are all of it.
 template <class Sweep>
 void for_parts(const Execution& execution, const TensorView& x, const Sweep& sweep) {
-  const std::int64_t threads = useful_threads(execution, x);
+  const std::int64_t threads = useful_threads(execution.threads, x);
   const TileRange all_channels{0, x.channels};
   const TileRange all_tiles{0, tile_count(x)};
   if (threads == 1) {
@@ -89,7 +89,7 @@ void sum_parts(const Execution& execution, const TensorView& x, const Pieces& pi
       sum(channels, TileRange{begin, std::min(begin + kTilesBetweenCarries, tiles.end)}, into);
     }
   };
-  const std::int64_t threads = useful_threads(execution, x);
+  const std::int64_t threads = useful_threads(execution.threads, x);
   if (threads == 1 || splits_by_channel(x, threads)) {
     for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
       sum_into(channels, tiles, limbs.channel_range(channels.begin, channels.end));
@@ -168,7 +168,10 @@ struct Backend {
   // sweep before has read; whole vectors of them where planes are small, so that neighbouring
   // channels share no cache line.
   static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
-    if (x.layout() == Layout::kChannelsLast) return x.channels;
+    if (x.layout() == Layout::kChannelsLast) {
+      const std::int64_t parts = useful_threads(threads, x);
+      return splits_by_channel(x, parts) ? x.channels / parts : x.channels;
+    }
     const std::int64_t bytes_per_channel =
         std::max<std::int64_t>(1, tensors * x.elements_per_channel() * size_of(x.dtype));
     const std::int64_t fitting = cache_per_core() / 2 / bytes_per_channel;
