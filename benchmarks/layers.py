@@ -25,7 +25,7 @@ import comparisons
 from cases import ARRANGEMENTS, SMALLEST, Arrangement, all_cases, few_cases
 from comparisons import Comparison
 from ranks import Plan, Result, measure
-from table import COMPARISON_HEADER, HEADER, comparison_row
+from table import COMPARISON_HEADER, comparison_row, header
 
 ROUNDS = 9
 QUICK_ROUNDS = 5
@@ -37,6 +37,7 @@ ratio    torch.nn's time divided by normscope's: above 1, normscope is faster; q
 copies   normscope's time in copies of the input into memory that is in use already
 alone    the kernels without torch, into such memory, in the same copies: as fast as memory is 1
          forward and 1.5 backward
+local    normscope's time divided by that of its layer with scope local, in as many processes
 ranks    have an input of this shape each, and one thread; figures are means over them"""
 
 
@@ -86,7 +87,7 @@ def own_seconds() -> float:
 
 def print_section(arrangement: Arrangement) -> None:
     """Print the head of one table."""
-    print(f"\n{arrangement}\n{HEADER}", flush=True)
+    print(f"\n{arrangement}\n{header(arrangement.scope)}", flush=True)
 
 
 def slower_than_torch(results: list[Result]) -> list[str]:
@@ -124,6 +125,22 @@ def summary(results: list[Result]) -> list[str]:
                 f"{arrangement!s:28}{dtype:10}"
                 f"forward {geometric_mean(forward):.2f} (least {min(forward):.2f})   "
                 f"backward {geometric_mean(backward):.2f} (least {min(backward):.2f})"
+            )
+    return lines
+
+
+def summary_of_local(results: list[Result]) -> list[str]:
+    """Of every arrangement of several ranks, how much longer its scope takes than local."""
+    lines = []
+    for arrangement in ARRANGEMENTS:
+        timings = [result.timing for result in results if result.arrangement == arrangement]
+        forward = [one.forward.of_local.median for one in timings if one.forward.of_local]
+        backward = [one.backward.of_local.median for one in timings if one.backward.of_local]
+        if forward:
+            lines.append(
+                f"{arrangement!s:28}"
+                f"forward {geometric_mean(forward):.2f} (most {max(forward):.2f})   "
+                f"backward {geometric_mean(backward):.2f} (most {max(backward):.2f})"
             )
     return lines
 
@@ -195,6 +212,7 @@ def main() -> None:
     slower = slower_than_torch(results)
     print(f"{len(slower)} of {2 * len(results)} ratios to torch.nn are below 1", *slower, sep="\n")
     print("\nratios to torch.nn, in the geometric mean", *summary(results), sep="\n")
+    print("\ntime divided by that of scope local", *summary_of_local(results), sep="\n")
     seconds, others = monotonic() - start, busy_seconds() - own_seconds() - others_before
     print(f"Measured in {seconds:.0f} s, of which other programs kept a core for {others:.0f} s")
     if arguments.json is not None:

@@ -9,14 +9,17 @@ from timing import Direction, Quartiles, Timing
 _SHORT = {"float32": "f32", "bfloat16": "bf16"}
 
 _INPUT = f"{'input':14}{'layout':7}{'type':5}"
-_DIRECTION = f"{'ms':>7}{'ratio':>6} {'(quartiles)':<11}{'copies':>7}{'alone':>6}"
-
-HEADER = (
-    f"{'':{len(_INPUT)}}{'forward':^{len(_DIRECTION)}}{'backward':^{len(_DIRECTION)}}".rstrip()
-    + f"\n{_INPUT}{2 * _DIRECTION}"
-)
+_DIRECTION = f"{'ms':>7}{'ratio':>6} {'(quartiles)':<11}{'copies':>7}"
+_WIDTH = len(_DIRECTION) + 6
 
 COMPARISON_HEADER = f"{_INPUT}{'':26}{'forward':>18}{'backward':>20}"
+
+
+def header(scope: str) -> str:
+    """The two lines above the rows of a scope."""
+    columns = 2 * (_DIRECTION + f"{'alone' if scope == 'local' else 'local':>6}")
+    directions = f"{'':{len(_INPUT)}}{'forward':^{_WIDTH}}{'backward':^{_WIDTH}}".rstrip()
+    return f"{directions}\n{_INPUT}{columns}"
 
 
 def row(case: Case, timing: Timing) -> str:
@@ -41,7 +44,9 @@ def _ratio(ratio: Quartiles) -> str:
 
 
 def _columns(direction: Direction) -> str:
-    alone = "" if direction.kernel_copies is None else f"{direction.kernel_copies:.1f}"
-    return (
-        f"{direction.milliseconds:7.3f}{_ratio(direction.ratio)}{direction.copies:7.1f}{alone:>6}"
-    )
+    last = ""
+    if direction.kernel_copies is not None:
+        last = f"{direction.kernel_copies:.1f}"
+    if direction.of_local is not None:
+        last = f"{direction.of_local.median:.2f}"
+    return f"{direction.milliseconds:7.3f}{_ratio(direction.ratio)}{direction.copies:7.1f}{last:>6}"

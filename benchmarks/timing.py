@@ -55,6 +55,8 @@ class Direction:
         ratio: torch's time divided by normscope's in the same round; above 1, normscope is faster.
         copies: normscope's time divided by that of a copy of the input.
         kernel_copies: the same of the kernels alone; None where they were not measured.
+        of_local: normscope's time divided by that of its layer with scope local in the same round;
+            None for that layer itself.
     """
 
     milliseconds: float
@@ -62,6 +64,7 @@ class Direction:
     ratio: Quartiles
     copies: float
     kernel_copies: float | None
+    of_local: Quartiles | None
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def layers_of(case: Case, scope: str) -> tuple[torch.nn.Module, torch.nn.Module]
 
 
 def passes(case: Case, scope: str, kernels: Kernels | None) -> dict[str, Pass]:
-    """Return what is timed for a row: the layers, the kernels alone and ways to copy."""
+    """Return what is timed for a row: layers, the kernels alone and ways to copy."""
     x, dy = case.tensor().requires_grad_(), case.tensor()
     theirs, ours = layers_of(case, scope)
     detached = x.detach()
@@ -95,6 +98,8 @@ def passes(case: Case, scope: str, kernels: Kernels | None) -> dict[str, Pass]:
         "normscope": module_pass(ours, x, dy),
         **copy_passes(detached),
     }
+    if scope != "local":
+        result["local"] = module_pass(layers_of(case, "local")[1], x, dy)
     if kernels is not None:
         result["copy streamed"] = kernels.copy_pass(detached)
         if scope == "local":
@@ -213,4 +218,5 @@ def _direction(samples: Samples, part: int, copy_seconds: float) -> Direction:
         ratio=ratio(samples, part, "torch", "normscope"),
         copies=seconds["normscope"] / copy_seconds,
         kernel_copies=None if kernels is None else kernels / copy_seconds,
+        of_local=ratio(samples, part, "normscope", "local") if "local" in seconds else None,
     )
