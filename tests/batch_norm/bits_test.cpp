@@ -109,6 +109,27 @@ TEST_P(EqualBits, WithTwoThreadsARankAndEnoughElementsForThem) {
 INSTANTIATE_TEST_SUITE_P(Threads, EqualBits, worlds({1, 2, 3, 4, 8}, run_as_threads), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Processes, EqualBits, worlds({2, 4}, run_as_processes), ranks_of);
 
+// Where threads share the channels, each goes from the sums of its own to their outputs.
+TEST(ThreadsOfARankAlone, KeepTheBits) {
+  const Execution two_threads = on_threads(2);
+  CallContext context;
+  context.execution = &two_threads;
+  for (const Layout layout : kAllLayouts) {
+    for (const std::int64_t slices : {1, 3}) {
+      const Layer wide{.layout = layout, .channels = 1024, .positions = 9};
+      LayerRun expected(wide, first_samples(kSamples), slices);
+      expected.step({});
+      LayerRun run(wide, first_samples(kSamples), slices);
+
+      run.step(context);
+
+      ASSERT_NO_FATAL_FAILURE(expect_equal_bits(run, expected)) << slices << " slices";
+      EXPECT_EQ(run.dweight.values(), expected.dweight.values());
+      EXPECT_EQ(run.dbias.values(), expected.dbias.values());
+    }
+  }
+}
+
 // What a race would need is time: each rank steps as fast as its peers let it.
 class LongRun : public ::testing::TestWithParam<World> {};
 

@@ -25,7 +25,7 @@ std::vector<Shape> shapes_under_test() {
     shapes.push_back({3, channels, 1});
   }
   // Several channels' small planes at a time, and what is left of them.
-  for (const std::int64_t positions : {20, 49, 64}) shapes.push_back({2, 35, positions});
+  for (const std::int64_t positions : {20, 33, 49, 64}) shapes.push_back({2, 35, positions});
   return shapes;
 }
 
