@@ -21,7 +21,8 @@ constexpr std::int64_t kElementsPerThread = 16384;
 constexpr std::int64_t kCacheLine = 64;
 
 // Bytes of a run from which on streamed stores pay although its ends share their cache lines with
-// cached ones: at 34 lines they take 2.5 times as long as cached ones, at 68 1.5 times, at 128 0.8.
+// cached ones, and wait for them: between float32 planes of 33x33, which `make bench` with another
+// number here shows to be written faster through the cache, and those of 129x129.
 constexpr std::int64_t kStreamedRun = 128 * kCacheLine;
 
 // Bytes of a thread's part of a row from which on it is worth having: the hardware follows shorter
