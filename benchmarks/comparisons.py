@@ -94,6 +94,17 @@ def peak_memory() -> dict[str, float]:
     return {kind: _peak_of_a_step(kind) for kind in ("torch", "normscope")}
 
 
+def statistics_kept() -> dict[str, float]:
+    """Bytes a channel that a forward keeps beside its input, parameters and buffers."""
+    case = Case(MEMORY_SHAPE, "NCHW", "float32")
+    x = case.tensor().requires_grad_()
+    theirs, ours = layers_of(case, "local")
+    return {
+        kind: _bytes_kept(layer, x) / case.shape[1]
+        for kind, layer in (("torch", theirs), ("normscope", ours))
+    }
+
+
 def has_xla() -> bool:
     """Whether jax is installed."""
     return importlib.util.find_spec("jax") is not None
@@ -132,6 +143,20 @@ def _eval_pass(layer: torch.nn.Module, x: torch.Tensor) -> Pass:
             return [perf_counter() - start]
 
     return forward
+
+
+def _bytes_kept(layer: torch.nn.Module, x: torch.Tensor) -> int:
+    known = {tensor.data_ptr() for tensor in (x, *layer.parameters(), *layer.buffers())}
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in known:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x)
+    return sum(kept.values())
 
 
 def _onednn_pass(x: torch.Tensor, dy: torch.Tensor) -> Pass | None:
