@@ -34,8 +34,8 @@ class KernelBits : public ::testing::TestWithParam<Combination> {
   [[nodiscard]] static DType dtype() { return std::get<1>(GetParam()); }
   [[nodiscard]] static Layout layout() { return std::get<2>(GetParam()); }
 
-  [[nodiscard]] static Tensor tensor(const Shape& shape) {
-    return {dtype(), layout(), shape.samples, shape.channels, shape.positions};
+  [[nodiscard]] static Tensor tensor(const Shape& shape, Gaps gaps = {}) {
+    return {dtype(), layout(), shape.samples, shape.channels, shape.positions, gaps};
   }
   [[nodiscard]] static Tensor filled(const Shape& shape, Inputs inputs, Role role) {
     Tensor x = tensor(shape);
@@ -200,7 +200,7 @@ TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
   const GradientSums gradient_sums{dy_sum.data(), dy_xhat_sum.data()};
   const Count count{.known = 100.0};
   Tensor streamed_y = tensor(shape);
-  Tensor streamed_dx = tensor(shape);
+  Tensor streamed_dx = tensor(shape, {.before = 3});  // rows that begin between two vectors
   Tensor y = tensor(shape);
   Tensor dx = tensor(shape);
 

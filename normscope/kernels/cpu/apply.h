@@ -37,7 +37,8 @@ NORMSCOPE_INLINE InputGradient<Vector<Real>> broadcast_formula(const InputGradie
           broadcast(one.mean_dy), broadcast(one.slope)};
 }
 
-// Inputs of a formula at one place: x, or x and dy.
+// Inputs of a formula at one place: x, or x and dy. A block's vectors may each have a formula of
+// their own: formula_of(v).
 template <class Element>
 struct OneInput {
   const Element* x;
@@ -46,10 +47,13 @@ struct OneInput {
   NORMSCOPE_INLINE auto apply(const Formula& formula, std::int64_t i) const {
     return formula(load(x + i));
   }
-  template <class Formula>
-  NORMSCOPE_INLINE Block<Element> apply_to_block(const Formula& formula, std::int64_t i) const {
+  template <class FormulaOf>
+  NORMSCOPE_INLINE Block<Element> apply_to_block(const FormulaOf& formula_of,
+                                                 std::int64_t i) const {
     auto block = load_block(x + i);
-    for (auto& value : block.vectors) value = formula(value);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      block.vectors[v] = formula_of(v)(block.vectors[v]);
+    }
     return block;
   }
   template <class Formula>
@@ -68,12 +72,13 @@ struct TwoInputs {
   NORMSCOPE_INLINE auto apply(const Formula& formula, std::int64_t i) const {
     return formula(load(x + i), load(dy + i));
   }
-  template <class Formula>
-  NORMSCOPE_INLINE Block<Element> apply_to_block(const Formula& formula, std::int64_t i) const {
+  template <class FormulaOf>
+  NORMSCOPE_INLINE Block<Element> apply_to_block(const FormulaOf& formula_of,
+                                                 std::int64_t i) const {
     auto block = load_block(x + i);
     const auto dy_block = load_block(dy + i);
     for (int v = 0; v < kBlockVectors<Element>; ++v) {
-      block.vectors[v] = formula(block.vectors[v], dy_block.vectors[v]);
+      block.vectors[v] = formula_of(v)(block.vectors[v], dy_block.vectors[v]);
     }
     return block;
   }
@@ -118,7 +123,8 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
   const auto vector_formula = broadcast_formula(formula);
   for_vectors<Element>(
       n, elements_before_alignment(output), stores, [=](std::int64_t i, const auto& store_words) {
-        store_words(output + i, narrow_block(inputs.apply_to_block(vector_formula, i)));
+        const auto result = inputs.apply_to_block([&](int) { return vector_formula; }, i);
+        store_words(output + i, narrow_block(result));
       });
 }
 
@@ -154,6 +160,23 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coeffic
                        });
 }
 
+// The same where the rows consist of blocks, and the coefficients have their order.
+template <int kRows, class Element, class Inputs, class Coefficients>
+NORMSCOPE_INLINE void apply_to_rows_of_blocks(const Inputs (&inputs)[kRows],
+                                              const Coefficients coefficients,
+                                              std::int64_t channels, Stores stores,
+                                              Element* const (&outputs)[kRows]) {
+  using Real = Arithmetic<Element>;
+  for_vectors<Element>(channels, 0, stores, [&](std::int64_t c, const auto& store_words) {
+    const auto formula_of = [&](int v) {
+      return formula_at<Vector<Real>>(coefficients, c + v * kLanesOf<Real>);
+    };
+    for (int row = 0; row < kRows; ++row) {
+      store_words(outputs[row] + c, narrow_block(inputs[row].apply_to_block(formula_of, c)));
+    }
+  });
+}
+
 // Positions that are gone through forwards, as the hardware's prefetching expects it.
 inline constexpr std::int64_t kForwardRun = 128;
 // Bytes of a row below which two of them are written at once: what a row costs beside its vectors
@@ -167,6 +190,14 @@ NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
                                          std::int64_t begin, std::int64_t end, Stores stores,
                                          const MutableTensorView& y) {
   const auto apply_to = [&]<class... Positions>(Positions... positions) {
+    if constexpr (kBlockIsInterleaved<Element>) {
+      if (coefficients.order == Order::kOfBlocks) {
+        apply_to_rows_of_blocks<sizeof...(positions), Element>(
+            {inputs_at(sample, 0, positions)...}, coefficients, y.channels, stores,
+            {element_at<Element>(y, sample, 0, positions)...});
+        return;
+      }
+    }
     apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, coefficients,
                                                  y.channels, stores,
                                                  {element_at<Element>(y, sample, 0, positions)...});

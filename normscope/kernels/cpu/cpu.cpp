@@ -130,24 +130,45 @@ std::vector<double> channel_values(ChannelView view, double otherwise, std::int6
 template <class Real, int kArrays>
 class Coefficients {
  public:
-  explicit Coefficients(std::int64_t channels)
-      : channels_(channels), values_(static_cast<std::size_t>(kArrays * channels)) {}
+  // In the order of interleaved blocks of so many channels, a power of two; 0: in that of the
+  // channels.
+  explicit Coefficients(std::int64_t channels, std::int64_t block = 0)
+      : channels_(channels), block_(block), values_(static_cast<std::size_t>(kArrays * channels)) {}
+
+  [[nodiscard]] Order order() const { return block_ > 0 ? Order::kOfBlocks : Order::kOfChannels; }
 
   // Any NaN becomes the plain one: narrowing to 16 bits counts on it.
   void set(int array, std::int64_t c, double value) {
-    values_[static_cast<std::size_t>(array * channels_ + c)] =
+    values_[static_cast<std::size_t>(array * channels_ + place_of(c))] =
         value == value ? static_cast<Real>(value) : std::numeric_limits<Real>::quiet_NaN();
   }
 
-  // From channel c on.
+  // From channel c on, which begins a block.
   [[nodiscard]] const Real* at(int array, std::int64_t c) const {
     return values_.data() + array * channels_ + c;
   }
 
  private:
+  [[nodiscard]] std::int64_t place_of(std::int64_t c) const {
+    if (block_ == 0) return c;
+    const std::int64_t in_block = c & (block_ - 1);
+    return c - in_block + in_block % 2 * (block_ / 2) + in_block / 2;
+  }
+
   std::int64_t channels_;
+  std::int64_t block_;
   std::vector<Real> values_;
 };
+
+// The block if the rows of y consist of such, at addresses that are multiples of its size; else 0.
+std::int64_t block_of_rows(const MutableTensorView& y, std::int64_t block) {
+  if (block == 0 || y.layout() != Layout::kChannelsLast) return 0;
+  const auto address = reinterpret_cast<std::uintptr_t>(y.data);
+  const bool fits = address % static_cast<std::uintptr_t>(block * size_of(y.dtype)) == 0 &&
+                    y.channels % block == 0 && y.position_stride % block == 0 &&
+                    y.sample_stride % block == 0;
+  return fits ? block : 0;
+}
 
 // Whether y lies in runs of whole cache lines, or in such long ones that their ends do not matter.
 bool has_whole_lines(const MutableTensorView& y) {
@@ -235,7 +256,8 @@ struct Backend {
       using Real = Arithmetic<Element>;
       const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
       const std::vector<double> biases = channel_values(bias, 0.0, x.channels);
-      Coefficients<Real, 4> values(x.channels);
+      const std::int64_t block = block_of_rows(y, kPieces.of<Element>().interleaved_block);
+      Coefficients<Real, 4> values(x.channels, block);
       for (std::int64_t c = 0; c < x.channels; ++c) {
         values.set(0, c, statistics.mean_hi[c]);
         values.set(1, c, statistics.mean_lo[c]);
@@ -247,8 +269,8 @@ struct Backend {
         const std::int64_t c = channels.begin;
         kPieces.of<Element>().normalize(
             x.channel_range(c, channels.end),
-            {values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c)}, tiles, stores,
-            y.channel_range(c, channels.end));
+            {values.order(), values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c)},
+            tiles, stores, y.channel_range(c, channels.end));
       });
     });
   }
@@ -286,7 +308,8 @@ struct Backend {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       using Real = Arithmetic<Element>;
       const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
-      Coefficients<Real, 5> values(x.channels);
+      const std::int64_t block = block_of_rows(dx, kPieces.of<Element>().interleaved_block);
+      Coefficients<Real, 5> values(x.channels, block);
       for (std::int64_t c = 0; c < x.channels; ++c) {
         const double inv_std = statistics.inv_std[c];
         values.set(0, c, statistics.mean_hi[c]);
@@ -298,10 +321,11 @@ struct Backend {
       const Stores stores = stores_for(dx);
       for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
         const std::int64_t c = channels.begin;
-        kPieces.of<Element>().input_gradient(
-            x.channel_range(c, channels.end), dy.channel_range(c, channels.end),
-            {values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c), values.at(4, c)},
-            tiles, stores, dx.channel_range(c, channels.end));
+        kPieces.of<Element>().input_gradient(x.channel_range(c, channels.end),
+                                             dy.channel_range(c, channels.end),
+                                             {values.order(), values.at(0, c), values.at(1, c),
+                                              values.at(2, c), values.at(3, c), values.at(4, c)},
+                                             tiles, stores, dx.channel_range(c, channels.end));
       });
     });
   }

@@ -18,10 +18,15 @@ struct TileRange {
   std::int64_t end;
 };
 
+// How the coefficients of neighbouring channels lie: as the channels do, or as the vectors of a
+// block hold elements (vector.h), which saves sorting the elements of rows that are whole blocks.
+enum class Order { kOfChannels, kOfBlocks };
+
 // Per-channel coefficients of the formulas Normalize and InputGradient, in the type of the
 // arithmetic.
 template <class Real>
 struct NormalizeCoefficients {
+  Order order;
   const Real* mean_hi;  // [C]
   const Real* mean_lo;  // [C]
   const Real* scale;    // [C]
@@ -29,6 +34,7 @@ struct NormalizeCoefficients {
 };
 template <class Real>
 struct InputGradientCoefficients {
+  Order order;
   const Real* mean_hi;  // [C]
   const Real* mean_lo;  // [C]
   const Real* scale;    // [C]
@@ -44,6 +50,10 @@ enum class Stores { kCached, kStreaming };
 template <class Element>
 struct ElementPieces {
   using Real = Arithmetic<Element>;
+
+  // Elements of a block whose first vector holds those of even index, its second one the others; 0
+  // where blocks are in order.
+  std::int64_t interleaved_block;
 
   void (*add_moments)(const TensorView& x, TileRange tiles, LimbsView limbs);
   void (*add_gradient_sums)(const TensorView& x, const TensorView& dy, const Real* mean_hi,
