@@ -5,40 +5,36 @@
 
 // Tiles of at most kMaxLanes elements, each of which has a lane of its own.
 
-// The terms of n elements; zero in the lanes beyond.
-template <class Element, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE Terms<Lanes<Real>> terms_of_few(const MomentTerms<Element>& terms, std::int64_t n,
-                                                 Real pivot) {
+// Vector v of the terms of n elements; zero in the lanes beyond. At least one is to be had.
+template <class Element>
+NORMSCOPE_INLINE auto terms_of_lanes(const MomentTerms<Element>& terms, std::int64_t v,
+                                     std::int64_t n, Arithmetic<Element> pivot) {
+  using Real = Arithmetic<Element>;
   const Vector<Real> pivots = broadcast(pivot);
-  const Lanes<Real> lanes = load_lanes(terms.x, n);
+  const auto term = MomentTerms<Element>::of(load_vector_of_lanes(terms.x, v, n), pivots, pivots);
+  const std::int64_t valid = n - v * kLanesOf<Real>;
+  if (valid >= kLanesOf<Real>) return term;
+  return Terms<Vector<Real>>{first_elements<Real>(term.first, valid),
+                             first_elements<Real>(term.second, valid)};
+}
+
+// Where dy is zero, so is its term.
+template <class Element>
+NORMSCOPE_INLINE auto terms_of_lanes(const GradientTerms<Element>& terms, std::int64_t v,
+                                     std::int64_t n, Arithmetic<Element> mean_hi) {
+  return GradientTerms<Element>::of(load_vector_of_lanes(terms.x, v, n),
+                                    load_vector_of_lanes(terms.dy, v, n), broadcast(mean_hi));
+}
+
+// The terms of n elements; zero in the lanes beyond.
+template <class AnyTerms, class Real = typename AnyTerms::Real>
+NORMSCOPE_INLINE Terms<Lanes<Real>> terms_of_few(const AnyTerms& terms, std::int64_t n,
+                                                 Real center) {
   Terms<Lanes<Real>> result;
 #pragma GCC unroll 16
   for (int v = 0; v < kLaneVectors<Real>; ++v) {
-    const std::int64_t rest = n - v * kLanesOf<Real>;
-    const auto term = MomentTerms<Element>::of(lanes.vectors[v], pivots, pivots);
-    if (rest >= kLanesOf<Real>) {
-      result.first.vectors[v] = term.first;
-      result.second.vectors[v] = term.second;
-    } else if (rest > 0) {
-      result.first.vectors[v] = first_elements<Real>(term.first, rest);
-      result.second.vectors[v] = first_elements<Real>(term.second, rest);
-    } else {
-      result.first.vectors[v] = Vector<Real>{};
-      result.second.vectors[v] = Vector<Real>{};
-    }
-  }
-  return result;
-}
-
-template <class Element, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE Terms<Lanes<Real>> terms_of_few(const GradientTerms<Element>& terms,
-                                                 std::int64_t n, Real mean_hi) {
-  const Lanes<Real> x = load_lanes(terms.x, n);
-  const Lanes<Real> dy = load_lanes(terms.dy, n);
-  Terms<Lanes<Real>> result;
-#pragma GCC unroll 16
-  for (int v = 0; v < kLaneVectors<Real>; ++v) {  // where dy is zero, so is its term
-    const auto term = GradientTerms<Element>::of(x.vectors[v], dy.vectors[v], broadcast(mean_hi));
+    Terms<Vector<Real>> term{};
+    if (v * kLanesOf<Real> < n) term = terms_of_lanes(terms, v, n, center);
     result.first.vectors[v] = term.first;
     result.second.vectors[v] = term.second;
   }
@@ -59,25 +55,6 @@ NORMSCOPE_INLINE auto pivot_of_few(const Element* x, std::int64_t n) {
 
 // As many channels at a time as a vector has elements, so that their lanes are folded together.
 // terms_of(i) are those of the i-th.
-
-// Vector v of the terms of n elements; zero in the lanes beyond. At least one is to be had.
-template <class Element>
-NORMSCOPE_INLINE auto terms_of_lanes(const MomentTerms<Element>& terms, std::int64_t v,
-                                     std::int64_t n, Arithmetic<Element> pivot) {
-  using Real = Arithmetic<Element>;
-  const Vector<Real> pivots = broadcast(pivot);
-  const auto term = MomentTerms<Element>::of(load_vector_of_lanes(terms.x, v, n), pivots, pivots);
-  const std::int64_t valid = n - v * kLanesOf<Real>;
-  return Terms<Vector<Real>>{first_elements<Real>(term.first, valid),
-                             first_elements<Real>(term.second, valid)};
-}
-
-template <class Element>
-NORMSCOPE_INLINE auto terms_of_lanes(const GradientTerms<Element>& terms, std::int64_t v,
-                                     std::int64_t n, Arithmetic<Element> mean_hi) {
-  return GradientTerms<Element>::of(load_vector_of_lanes(terms.x, v, n),
-                                    load_vector_of_lanes(terms.dy, v, n), broadcast(mean_hi));
-}
 
 // Lanes that have been folded once, of a vector's width of channels.
 template <class Real>

@@ -274,13 +274,17 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
   }
 }
 
-// Calls add(n, rows, c, limbs of the channels from c on, vectors) for blocks of rows and channels.
-// `vectors` is a constant: how many vectors of channels the block has, or 0 for fewer than one.
-template <class Element, class Add>
-NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& limbs,
+// Calls add(terms, rows, c, ahead, limbs of the channels from c on, vectors) for blocks of rows and
+// channels. terms_at(n, c) are the terms from sample n and channel c on, `ahead` the rows that come
+// after the block's. `vectors` is a constant: how many vectors of channels the block has, or 0 for
+// fewer than one.
+template <class Element, class TermsAt, class Add>
+NORMSCOPE_INLINE void for_element_blocks(TileRange samples, std::int64_t row_stride,
+                                         const LimbsView& limbs, const TermsAt& terms_at,
                                          const Add& add) {
   for (std::int64_t n = samples.begin; n < samples.end; n += kBlockRows) {
     const std::int64_t rows = smaller(kBlockRows, samples.end - n);
+    RowsAhead ahead(terms_at(n + kBlockRows, 0), row_stride, limbs.channels);
     std::int64_t c = 0;
     const auto add_while_fitting =
         [&]<int kVectors>(std::integral_constant<int, kVectors> vectors) {
@@ -288,7 +292,7 @@ NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& lim
           const std::int64_t least = kVectors > 0 ? kChannels : 1;
           while (c + least <= limbs.channels) {
             const std::int64_t end = smaller(c + kChannels, limbs.channels);
-            add(n, rows, c, limbs.channel_range(c, end), vectors);
+            add(terms_at(n, c), rows, c, ahead, limbs.channel_range(c, end), vectors);
             c = end;
           }
         };
@@ -302,23 +306,20 @@ NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& lim
 
 template <class Element>
 void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView limbs) {
-  const auto ahead_of = [&](std::int64_t n) {
-    const MomentTerms<Element> next{element_at<Element>(x, n + kBlockRows, 0, 0)};
-    return RowsAhead(next, x.sample_stride, x.channels);
+  using TheTerms = MomentTerms<Element>;
+  const auto terms_at = [&](std::int64_t n, std::int64_t c) {
+    return TheTerms{element_at<Element>(x, n, c, 0)};
   };
-  auto ahead = ahead_of(samples.begin);  // the next rows, anew for every kBlockRows
-  const auto add = [&]<int kVectors>(std::int64_t n, std::int64_t rows, std::int64_t c,
-                                     const LimbsView& block,
+  const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t,
+                                     RowsAhead<TheTerms>& ahead, const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
-    const Element* from = element_at<Element>(x, n, c, 0);
-    if (c == 0) ahead = ahead_of(n);
     if constexpr (kVectors > 0) {
-      add_moments_of_block<kVectors>(from, x.sample_stride, rows, ahead, block);
+      add_moments_of_block<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
     } else {
-      add_moments_one_by_one(from, x.sample_stride, rows, block);
+      add_moments_one_by_one(terms.x, x.sample_stride, rows, block);
     }
   };
-  for_element_blocks<Element>(samples, limbs, add);
+  for_element_blocks<Element>(samples, x.sample_stride, limbs, terms_at, add);
   canonicalize_limbs(limbs);
 }
 
@@ -326,19 +327,13 @@ template <class Element>
 void add_gradient_sums_of_elements(const TensorView& x, const TensorView& dy,
                                    const Arithmetic<Element>* mean_hi, TileRange samples,
                                    LimbsView limbs) {
+  using TheTerms = GradientTerms<Element>;
   const auto terms_at = [&](std::int64_t n, std::int64_t c) {
-    return GradientTerms<Element>{element_at<Element>(x, n, c, 0),
-                                  element_at<Element>(dy, n, c, 0)};
+    return TheTerms{element_at<Element>(x, n, c, 0), element_at<Element>(dy, n, c, 0)};
   };
-  const auto ahead_of = [&](std::int64_t n) {
-    return RowsAhead(terms_at(n + kBlockRows, 0), x.sample_stride, x.channels);
-  };
-  auto ahead = ahead_of(samples.begin);
-  const auto add = [&]<int kVectors>(std::int64_t n, std::int64_t rows, std::int64_t c,
-                                     const LimbsView& block,
+  const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t c,
+                                     RowsAhead<TheTerms>& ahead, const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
-    const GradientTerms<Element> terms = terms_at(n, c);
-    if (c == 0) ahead = ahead_of(n);
     if constexpr (kVectors > 0) {
       add_gradients_of_block<kVectors>(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c,
                                        ahead, block);
@@ -346,6 +341,6 @@ void add_gradient_sums_of_elements(const TensorView& x, const TensorView& dy,
       add_gradients_one_by_one(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c, block);
     }
   };
-  for_element_blocks<Element>(samples, limbs, add);
+  for_element_blocks<Element>(samples, x.sample_stride, limbs, terms_at, add);
   canonicalize_limbs(limbs);
 }
