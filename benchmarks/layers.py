@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import geometric_mean
@@ -121,11 +121,8 @@ def summary(results: list[Result]) -> list[str]:
             ]
             forward = [timing.forward.ratio.median for timing in timings]
             backward = [timing.backward.ratio.median for timing in timings]
-            lines.append(
-                f"{arrangement!s:28}{dtype:10}"
-                f"forward {geometric_mean(forward):.2f} (least {min(forward):.2f})   "
-                f"backward {geometric_mean(backward):.2f} (least {min(backward):.2f})"
-            )
+            means = _means(forward, backward, "least", min)
+            lines.append(f"{arrangement!s:28}{dtype:10}{means}")
     return lines
 
 
@@ -137,12 +134,20 @@ def summary_of_local(results: list[Result]) -> list[str]:
         forward = [one.forward.of_local.median for one in timings if one.forward.of_local]
         backward = [one.backward.of_local.median for one in timings if one.backward.of_local]
         if forward:
-            lines.append(
-                f"{arrangement!s:28}"
-                f"forward {geometric_mean(forward):.2f} (most {max(forward):.2f})   "
-                f"backward {geometric_mean(backward):.2f} (most {max(backward):.2f})"
-            )
+            lines.append(f"{arrangement!s:28}{_means(forward, backward, 'most', max)}")
     return lines
+
+
+def _means(
+    forward: list[float],
+    backward: list[float],
+    name: str,
+    extreme: Callable[[list[float]], float],
+) -> str:
+    return "   ".join(
+        f"{direction} {geometric_mean(ratios):.2f} ({name} {extreme(ratios):.2f})"
+        for direction, ratios in (("forward", forward), ("backward", backward))
+    )
 
 
 def print_comparisons(title: str, made: Iterable[Comparison]) -> list[Comparison]:
@@ -155,7 +160,7 @@ def print_comparisons(title: str, made: Iterable[Comparison]) -> list[Comparison
     return kept
 
 
-def compare() -> tuple[list[Comparison], dict[str, float]]:
+def compare() -> tuple[list[Comparison], dict[str, float], dict[str, float]]:
     """Measure what is no layer of torch in training."""
     torch.set_num_threads(comparisons.THREADS)
     missing = [
@@ -179,7 +184,7 @@ def compare() -> tuple[list[Comparison], dict[str, float]]:
             f"{name:12}{mebibytes:7.1f} MiB, of which statistics {kept[name]:.0f} bytes a channel"
         )
     print()
-    return made, memory
+    return made, memory, kept
 
 
 def save(
@@ -188,6 +193,7 @@ def save(
     results: list[Result],
     compared: list[Comparison],
     memory: dict[str, float],
+    kept: dict[str, float],
 ) -> None:
     """Write every figure as JSON."""
     content = {
@@ -195,6 +201,7 @@ def save(
         "results": [asdict(result) for result in results],
         "comparisons": [asdict(one) for one in compared],
         "peak_memory_mebibytes": memory,
+        "statistics_bytes_a_channel": kept,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -212,7 +219,7 @@ def main() -> None:
     for arrangement in ARRANGEMENTS:
         print_section(arrangement)
         results += measure(Plan(arrangement, cases, rounds, arguments.kernels))
-    compared, memory = compare()
+    compared, memory, kept = compare()
 
     slower = slower_than_torch(results)
     print(f"{len(slower)} of {2 * len(results)} ratios to torch.nn are below 1", *slower, sep="\n")
@@ -221,7 +228,7 @@ def main() -> None:
     seconds, others = monotonic() - start, busy_seconds() - own_seconds() - others_before
     print(f"Measured in {seconds:.0f} s, of which other programs kept a core for {others:.0f} s")
     if arguments.json is not None:
-        save(arguments.json, machine, results, compared, memory)
+        save(arguments.json, machine, results, compared, memory, kept)
     if arguments.plot is not None:
         from plot import draw
 
