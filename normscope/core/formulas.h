@@ -23,6 +23,19 @@ NORMSCOPE_INLINE TileMoments<Real> moments_about_zero(Real n, Real pivot, Real s
   return {add(base, s), add(multiply(add(base, s + s), pivot), q)};
 }
 
+// The same bits in fewer operations for a pivot that float32 can hold and an n below 2^27: their
+// product is exact, and the pivot's lower half zero.
+template <class Real>
+NORMSCOPE_INLINE TileMoments<Real> moments_about_narrow_pivot(Real n, Real pivot, Real s,
+                                                              Real q) noexcept {
+  const Real base = n * pivot;
+  const DoubleDouble<Real> twice = two_sum(base, s + s);
+  const Real product = twice.hi * pivot;
+  const DoubleDouble<Real> halves = split_in_halves(twice.hi);
+  const Real rest = (halves.hi * pivot - product) + halves.lo * pivot;
+  return {two_sum(base, s), add(fast_two_sum(product, rest + twice.lo * pivot), q)};
+}
+
 // The total that canonical limbs stand for.
 template <class Real>
 NORMSCOPE_INLINE DoubleDouble<Real> total(const Real (&limbs)[kLimbs]) noexcept {

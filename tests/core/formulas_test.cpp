@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -68,6 +69,41 @@ TEST(FormulasTest, MomentsAboutZeroAreExactWhereverThePivotLies) {
     ASSERT_EQ(tile.sum_of_squares.hi, static_cast<double>(sum_of_squares));
     ASSERT_EQ(tile.sum_of_squares.lo, 0.0);
   }
+}
+
+TEST(FormulasTest, MomentsAboutANarrowPivotHaveTheSameBits) {
+  Random random(5);
+  for (int trial = 0; trial < 100000; ++trial) {
+    const auto n = static_cast<double>(random.integer(1, 2048));
+    const auto float32 = [&] {
+      return static_cast<double>(static_cast<float>(random.of_any_size(-140, 127)));
+    };
+    // As a tile's sums are: float32, or float64 where that has overflowed.
+    const bool has_overflown = trial % 4 == 0;
+    const double pivot = trial % 100 == 0 ? 0.0 : float32();
+    const double s = has_overflown ? random.of_any_size(-140, 140) : float32();
+    const double q = has_overflown ? random.of_any_size(-140, 280) : std::abs(float32());
+
+    const TileMoments<double> narrow = moments_about_narrow_pivot(n, pivot, s, q);
+
+    const TileMoments<double> any = moments_about_zero(n, pivot, s, q);
+    ASSERT_EQ(narrow.sum.hi, any.sum.hi) << n << ' ' << pivot << ' ' << s;
+    ASSERT_EQ(narrow.sum.lo, any.sum.lo) << n << ' ' << pivot << ' ' << s;
+    ASSERT_EQ(narrow.sum_of_squares.hi, any.sum_of_squares.hi) << n << ' ' << pivot << ' ' << s;
+    ASSERT_EQ(narrow.sum_of_squares.lo, any.sum_of_squares.lo) << n << ' ' << pivot << ' ' << s;
+  }
+}
+
+TEST(FormulasTest, MomentsAboutANarrowPivotShowWhatIsNotFinite) {
+  const auto is_nan_in_all = [](const TileMoments<double>& tile) {
+    return std::isnan(tile.sum.hi + tile.sum.lo) &&
+           std::isnan(tile.sum_of_squares.hi + tile.sum_of_squares.lo);
+  };
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, kInfinity, kNaN, kNaN)));
+  EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, 1.0, kNaN, kNaN)));
+  EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, 1.0, kInfinity, kInfinity)));
 }
 
 TEST(FormulasTest, TotalAddsTheLimbsFromTheFinest) {

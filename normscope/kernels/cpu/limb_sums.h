@@ -2,25 +2,54 @@
 //
 // Tile sums into limbs, many channels at a time. Included once by each target (vector.h says why).
 
-// Adds the parts [kDoubles channels, or 1] to limb(sum, .)[c]. A double has bits on at most three
-// of the grids; the others are passed over.
+// Adds what of the parts [kDoubles channels, or 1] lies on grid k to limb(sum, k)[c], and returns
+// the rest.
 template <class Real>
-NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c, Real part) {
-  for (int k = 0; k < kLimbs; ++k) {
-    if (!any_nonzero(part)) return;
-    const Real on_grid = round_to_grid(part, grid(k));
-    if (!any_nonzero(on_grid)) continue;
-    double* limb = limbs.limb(sum, k) + c;
-    store_bytes(limb, load_bytes<Real>(limb) + on_grid);
-    part = part - on_grid;
+NORMSCOPE_INLINE Real add_on_grid(const LimbsView& limbs, int sum, int k, std::int64_t c,
+                                  Real part) {
+  const Real on_grid = round_to_grid(part, grid(k));
+  double* limb = limbs.limb(sum, k) + c;
+  store_bytes(limb, load_bytes<Real>(limb) + on_grid);
+  return part - on_grid;
+}
+
+// On the grids from kFirst on, which the parts do not reach beyond. A double has bits on at most
+// three grids, and parts of like size mostly begin on the first one: looking at it, and at the
+// next, whether there are any would take longer.
+template <int kFirst, class Real>
+NORMSCOPE_INLINE void add_from_grid(const LimbsView& limbs, int sum, std::int64_t c, Real part) {
+  constexpr int kUsual = kFirst + 2 < kLimbs ? kFirst + 2 : kLimbs;
+  for (int k = kFirst; k < kUsual; ++k) part = add_on_grid(limbs, sum, k, c, part);
+  for (int k = kUsual; k < kLimbs && any_nonzero(part); ++k) {
+    part = add_on_grid(limbs, sum, k, c, part);
   }
 }
 
 template <class Real>
+NORMSCOPE_INLINE bool is_below_first_grid(Real part) {
+  return !any_nonzero(round_to_grid(part, grid(0)));
+}
+
+template <class Real>
+NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c, Real part) {
+  if (is_below_first_grid(part)) {
+    add_from_grid<1>(limbs, sum, c, part);
+  } else {
+    add_from_grid<0>(limbs, sum, c, part);
+  }
+}
+
+// lo is at most 2^-53 of hi: where hi begins on the second grid, lo begins on the third or below.
+template <class Real>
 NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c,
                                DoubleDouble<Real> part) {
-  add_part(limbs, sum, c, part.hi);
-  add_part(limbs, sum, c, part.lo);
+  if (is_below_first_grid(part.hi)) {
+    add_from_grid<1>(limbs, sum, c, part.hi);
+    if (any_nonzero(part.lo)) add_from_grid<2>(limbs, sum, c, part.lo);
+  } else {
+    add_from_grid<0>(limbs, sum, c, part.hi);
+    add_from_grid<0>(limbs, sum, c, part.lo);
+  }
 }
 
 // Calls function(c, Real) for all channels: vectors first, then single ones, with a Real to tell
@@ -42,29 +71,55 @@ struct TileBatch {
   alignas(kVectorBytes) double second[kBatchChannels];  // sum((x - pivot)^2), or sum(dy (x - mean))
 };
 
-// Puts sums [channels] of Real into the batch from `slot` on, as float64, and whether all are
-// finite. Channels are filled up to a vector's.
-template <class Real>
-NORMSCOPE_INLINE bool put_sums(const Real* first, const Real* second, std::int64_t channels,
-                               TileBatch& batch, std::int64_t slot) {
-  Doubles not_finite{};
-  for (std::int64_t c = 0; c < channels; c += kDoubles) {
-    const Doubles one = load_as_doubles(first + c);
-    const Doubles other = load_as_doubles(second + c);
-    store(batch.first + slot + c, one);
-    store(batch.second + slot + c, other);
-    not_finite += (one - one) + (other - other);
-  }
-  return !any_nonzero(not_finite);
+template <class Value>
+NORMSCOPE_INLINE bool is_finite(Value value) {
+  return value - value == 0;
 }
 
+// Puts the sums of a vector of channels into the batch from `slot` on.
+template <class AnyVector>
+NORMSCOPE_INLINE void put_sums(AnyVector first, AnyVector second, TileBatch& batch,
+                               std::int64_t slot) {
+  store_wide(batch.first + slot, first);
+  store_wide(batch.second + slot, second);
+}
+
+// Calls sum_again(c) for the channels whose sums in float32 are not finite: in float64 they may be.
+template <class Element, class SumAgain>
+NORMSCOPE_INLINE void for_overflown(const TileBatch& batch, std::int64_t channels,
+                                    const SumAgain& sum_again) {
+  if constexpr (sizeof(Arithmetic<Element>) == sizeof(double)) return;
+  Doubles all_zero{};
+  bool some = false;
+  for_channels(channels, [&]<class Real>(std::int64_t c, Real) {
+    const Real sum = load_bytes<Real>(batch.first + c) + load_bytes<Real>(batch.second + c);
+    if constexpr (std::is_same_v<Real, Doubles>) {
+      all_zero += sum - sum;
+    } else {
+      some = some || !is_finite(sum);
+    }
+  });
+  if (!some && !any_nonzero(all_zero)) return;
+  for (std::int64_t c = 0; c < channels; ++c) {
+    if (!is_finite(batch.first[c] + batch.second[c])) sum_again(c);
+  }
+}
+
+// Tiles of Element.
+template <class Element>
 NORMSCOPE_INLINE void add_moment_tiles(const TileBatch& batch, std::int64_t tile_size,
                                        const LimbsView& limbs) {
   for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real zero) {
     const Real n = zero + static_cast<double>(tile_size);
-    const TileMoments<Real> tile =
-        moments_about_zero(n, load_bytes<Real>(batch.pivot + c), load_bytes<Real>(batch.first + c),
-                           load_bytes<Real>(batch.second + c));
+    const Real pivot = load_bytes<Real>(batch.pivot + c);
+    const Real first = load_bytes<Real>(batch.first + c);
+    const Real second = load_bytes<Real>(batch.second + c);
+    TileMoments<Real> tile;
+    if constexpr (sizeof(Arithmetic<Element>) < sizeof(double)) {
+      tile = moments_about_narrow_pivot(n, pivot, first, second);
+    } else {
+      tile = moments_about_zero(n, pivot, first, second);
+    }
     add_part(limbs, 0, c, tile.sum);
     add_part(limbs, 1, c, tile.sum_of_squares);
   });

@@ -2,8 +2,11 @@
 //
 // Sums of tensors whose positions are neighbours in memory. Included once by each target (vector.h
 // says why).
+//
+// As many channels at a time as a vector has elements, so that their lanes are folded together. In
+// what follows terms_of(i) are those of the i-th.
 
-// Tiles of at most kMaxLanes elements, each of which has a lane of its own.
+// Short tiles: at most kMaxLanes elements, each of which has a lane of its own.
 
 // Vector v of the terms of n elements; zero in the lanes beyond. At least one is to be had.
 template <class Element>
@@ -25,36 +28,6 @@ NORMSCOPE_INLINE auto terms_of_lanes(const GradientTerms<Element>& terms, std::i
   return GradientTerms<Element>::of(load_vector_of_lanes(terms.x, v, n),
                                     load_vector_of_lanes(terms.dy, v, n), broadcast(mean_hi));
 }
-
-// The terms of n elements; zero in the lanes beyond.
-template <class AnyTerms, class Real = typename AnyTerms::Real>
-NORMSCOPE_INLINE Terms<Lanes<Real>> terms_of_few(const AnyTerms& terms, std::int64_t n,
-                                                 Real center) {
-  Terms<Lanes<Real>> result;
-#pragma GCC unroll 16
-  for (int v = 0; v < kLaneVectors<Real>; ++v) {
-    Terms<Vector<Real>> term{};
-    if (v * kLanesOf<Real> < n) term = terms_of_lanes(terms, v, n, center);
-    result.first.vectors[v] = term.first;
-    result.second.vectors[v] = term.second;
-  }
-  return result;
-}
-
-template <class AnyTerms, class Real = typename AnyTerms::Real>
-NORMSCOPE_INLINE Terms<Real> sums_of_few(const AnyTerms& terms, std::int64_t n, Real center) {
-  const Terms<Lanes<Real>> lanes = terms_of_few(terms, n, center);
-  return {fold(lanes.first), fold(lanes.second)};
-}
-
-template <class Element>
-NORMSCOPE_INLINE auto pivot_of_few(const Element* x, std::int64_t n) {
-  using Real = Arithmetic<Element>;
-  return fold(load_lanes(x, n)) / static_cast<Real>(n);
-}
-
-// As many channels at a time as a vector has elements, so that their lanes are folded together.
-// terms_of(i) are those of the i-th.
 
 // Lanes that have been folded once, of a vector's width of channels.
 template <class Real>
@@ -99,7 +72,7 @@ NORMSCOPE_INLINE void halve_lanes(std::int64_t n, const Full& full, const Partia
 }
 
 template <class Element, class TermsOf>
-NORMSCOPE_INLINE auto pivots_of_channels(const TermsOf& terms_of, std::int64_t n) {
+NORMSCOPE_INLINE auto pivots_of_short_tiles(const TermsOf& terms_of, std::int64_t n) {
   using Real = Arithmetic<Element>;
   HalvedLanes<Real> lanes;
   halve_lanes<Real>(
@@ -109,142 +82,147 @@ NORMSCOPE_INLINE auto pivots_of_channels(const TermsOf& terms_of, std::int64_t n
   return lanes.fold() / broadcast(static_cast<Real>(n));
 }
 
-// center [kLanesOf<Real>]. Whether all sums are finite.
-template <class Element, class TermsOf, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE bool put_sums_of_channels(const TermsOf& terms_of, std::int64_t n,
-                                           const Real* center, TileBatch& batch,
-                                           std::int64_t slot) {
+// center_of(i) is what the i-th channel's sums are about.
+template <class Element, class TermsOf, class CenterOf, class Real = Arithmetic<Element>>
+NORMSCOPE_INLINE void put_sums_of_short_tiles(const TermsOf& terms_of, std::int64_t n,
+                                              const CenterOf& center_of, TileBatch& batch,
+                                              std::int64_t slot) {
   HalvedLanes<Real> first;
   HalvedLanes<Real> second;
   halve_lanes<Real>(
       n,
-      [&](int i, int v) { return terms_of(i).load_at(v * kLanesOf<Real>, broadcast(center[i])); },
-      [&](int i, int v) { return terms_of_lanes(terms_of(i), v, n, center[i]); },
+      [&](int i, int v) {
+        return terms_of(i).load_at(v * kLanesOf<Real>, broadcast(center_of(i)));
+      },
+      [&](int i, int v) { return terms_of_lanes(terms_of(i), v, n, center_of(i)); },
       [&](int v, int i, const Terms<Vector<Real>>& terms) {
         first.vectors[v][i] = terms.first;
         second.vectors[v][i] = terms.second;
       });
-  alignas(kVectorBytes) Real sums[2][kLanesOf<Real>];
-  store(sums[0], first.fold());
-  store(sums[1], second.fold());
-  return put_sums(sums[0], sums[1], kLanesOf<Real>, batch, slot);
+  put_sums(first.fold(), second.fold(), batch, slot);
 }
 
-// Calls together(i) for groups of a vector's width of the channels [begin, end) where tiles have
-// few elements, and alone(i) for all others.
-template <class Real, class Together, class Alone>
-NORMSCOPE_INLINE void for_channels_of_tile(std::int64_t begin, std::int64_t end,
-                                           std::int64_t tile_size, const Together& together,
-                                           const Alone& alone) {
-  std::int64_t i = begin;
-  for (; tile_size <= kMaxLanes && i + kLanesOf<Real> <= end; i += kLanesOf<Real>) together(i);
-  for (; i < end; ++i) alone(i);
-}
+// Long tiles: more elements than lanes. Only the first `count` channels are looked at.
 
-template <class Element>
-NORMSCOPE_INLINE void moments_of_neighbours(const Element* x, std::int64_t n, TileBatch& batch,
-                                            std::int64_t slot) {
+template <class Element, class TermsOf>
+NORMSCOPE_INLINE auto pivots_of_long_tiles(const TermsOf& terms_of, std::int64_t n, int count) {
   using Real = Arithmetic<Element>;
-  const MomentTerms<Element> terms{x};
-  Real pivot;
-  Terms<Real> sums;
-  if (n <= kMaxLanes) {
-    pivot = pivot_of_few(x, n);
-    sums = sums_of_few(terms, n, pivot);
-  } else {
-    pivot = pivot_of_neighbours(x, n);
-    sums = sums_of_neighbours(terms, n, pivot);
+  const PivotSamples samples = pivot_samples(Layout::kChannelsFirst, n);
+  Vector<Real> lanes[kLanesOf<Real>];
+  for (int i = 0; i < kLanesOf<Real>; ++i) {
+    lanes[i] = i < count ? fold_elements(terms_of(i).x, samples.stride) : Vector<Real>{};
   }
-  batch.pivot[slot] = static_cast<double>(pivot);
-  batch.first[slot] = static_cast<double>(sums.first);
-  batch.second[slot] = static_cast<double>(sums.second);
-  if (sizeof(Real) < sizeof(double) && !(is_finite(sums.first) && is_finite(sums.second))) {
-    batch.pivot[slot] = pivot_in_float64(Layout::kChannelsFirst, x, 1, n);
-    const Terms<double> again =
-        sums_in_float64(Layout::kChannelsFirst, terms, 1, n, batch.pivot[slot]);
-    batch.first[slot] = again.first;
-    batch.second[slot] = again.second;
+  return fold_across<Real>(lanes) / broadcast(static_cast<Real>(samples.count));
+}
+
+template <class Element, class TermsOf, class CenterOf>
+NORMSCOPE_INLINE void put_sums_of_long_tiles(const TermsOf& terms_of, std::int64_t n,
+                                             const CenterOf& center_of, int count, TileBatch& batch,
+                                             std::int64_t slot) {
+  using Real = Arithmetic<Element>;
+  FoldedLanes<Element> first;
+  FoldedLanes<Element> second;
+  for (int i = 0; i < count; ++i) sum_neighbours(terms_of(i), n, center_of(i), i, first, second);
+  for (int i = count; i < kLanesOf<Real>; ++i) {
+    for (int v = 0; v < FoldedLanes<Element>::kVectors; ++v) {
+      first.vectors[v][i] = Vector<Real>{};
+      second.vectors[v][i] = Vector<Real>{};
+    }
+  }
+  put_sums(first.fold(), second.fold(), batch, slot);
+}
+
+// Calls put(tile, c, channel, count, batch, slot) for every tile and `count` channels from c on at
+// a time, at most a vector's width: c + channel(i) is the i-th, or the last one for an i beyond.
+// Then finish(tile, begin, end, batch) for the channels of the batch, whose room beyond them may be
+// written to as well.
+template <class Element, class Put, class Finish>
+NORMSCOPE_INLINE void for_tiles_channels_first(const TensorView& x, TileRange tiles, const Put& put,
+                                               const Finish& finish) {
+  constexpr int kWidth = kLanesOf<Arithmetic<Element>>;
+  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsFirst, x.positions);
+  TileBatch batch;
+  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
+    const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
+    for (std::int64_t begin = 0; begin < x.channels; begin += kBatchChannels) {
+      const std::int64_t end = smaller(begin + kBatchChannels, x.channels);
+      std::int64_t c = begin;
+      for (; c + kWidth <= end; c += kWidth) {
+        put(tile, c, [](std::int64_t i) { return i; }, kWidth, batch, c - begin);
+      }
+      if (c < end) {
+        const auto channel = [=](std::int64_t i) { return smaller(i, end - c - 1); };
+        put(tile, c, channel, static_cast<int>(end - c), batch, c - begin);
+      }
+      finish(tile, begin, end, batch);
+    }
   }
 }
 
 template <class Element>
 void add_moments_channels_first(const TensorView& x, TileRange tiles, LimbsView limbs) {
   using Real = Arithmetic<Element>;
-  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsFirst, x.positions);
-  TileBatch batch;
-  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
-    const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
-    for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
-      const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      const auto terms_of = [&](std::int64_t i) {
-        return MomentTerms<Element>{element_at<Element>(x, tile.sample, i, tile.begin)};
-      };
-      const auto alone = [&](std::int64_t i) {
-        moments_of_neighbours(terms_of(i).x, tile.size, batch, i - c);
-      };
-      const auto together = [&](std::int64_t first) {
-        const auto terms_from = [&](std::int64_t i) { return terms_of(first + i); };
-        alignas(kVectorBytes) Real pivots[kLanesOf<Real>];
-        store(pivots, pivots_of_channels<Element>(terms_from, tile.size));
-        for (int i = 0; i < kLanesOf<Real>; ++i) {
-          batch.pivot[first - c + i] = static_cast<double>(pivots[i]);
-        }
-        if (put_sums_of_channels<Element>(terms_from, tile.size, pivots, batch, first - c)) return;
-        for (int i = 0; i < kLanesOf<Real>; ++i) alone(first + i);
-      };
-      for_channels_of_tile<Real>(c, end, tile.size, together, alone);
-      add_moment_tiles(batch, tile.size, limbs.channel_range(c, end));
+  const auto terms_at = [&](const Tile& tile, std::int64_t c) {
+    return MomentTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin)};
+  };
+  const auto put = [&](const Tile& tile, std::int64_t c, const auto& channel, int count,
+                       TileBatch& batch, std::int64_t slot) {
+    const auto terms_of = [=, terms = terms_at(tile, c),
+                           stride = x.channel_stride](std::int64_t i) {
+      return MomentTerms<Element>{terms.x + channel(i) * stride};
+    };
+    const bool is_short = tile.size <= kMaxLanes;
+    const Vector<Real> pivots = is_short
+                                    ? pivots_of_short_tiles<Element>(terms_of, tile.size)
+                                    : pivots_of_long_tiles<Element>(terms_of, tile.size, count);
+    store_wide(batch.pivot + slot, pivots);
+    alignas(kVectorBytes) Real centers[kLanesOf<Real>];
+    store(centers, pivots);
+    const auto pivot_of = [&](std::int64_t i) { return centers[i]; };
+    if (is_short) {
+      put_sums_of_short_tiles<Element>(terms_of, tile.size, pivot_of, batch, slot);
+    } else {
+      put_sums_of_long_tiles<Element>(terms_of, tile.size, pivot_of, count, batch, slot);
     }
-  }
+  };
+  const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
+                          TileBatch& batch) {
+    for_overflown<Element>(batch, end - begin, [&](std::int64_t i) {
+      const MomentTerms<Element> terms = terms_at(tile, begin + i);
+      put_moments_in_float64(Layout::kChannelsFirst, terms, 1, tile.size, batch, i);
+    });
+    add_moment_tiles<Element>(batch, tile.size, limbs.channel_range(begin, end));
+  };
+  for_tiles_channels_first<Element>(x, tiles, put, finish);
   canonicalize_limbs(limbs);
-}
-
-template <class Element>
-NORMSCOPE_INLINE void gradient_sums_of_neighbours(const GradientTerms<Element>& terms,
-                                                  std::int64_t n, Arithmetic<Element> mean_hi,
-                                                  TileBatch& batch, std::int64_t slot) {
-  using Real = Arithmetic<Element>;
-  const Terms<Real> sums =
-      n <= kMaxLanes ? sums_of_few(terms, n, mean_hi) : sums_of_neighbours(terms, n, mean_hi);
-  batch.first[slot] = static_cast<double>(sums.first);
-  batch.second[slot] = static_cast<double>(sums.second);
-  if (sizeof(Real) < sizeof(double) && !(is_finite(sums.first) && is_finite(sums.second))) {
-    const Terms<double> again =
-        sums_in_float64(Layout::kChannelsFirst, terms, 1, n, static_cast<double>(mean_hi));
-    batch.first[slot] = again.first;
-    batch.second[slot] = again.second;
-  }
 }
 
 template <class Element>
 void add_gradient_sums_channels_first(const TensorView& x, const TensorView& dy,
                                       const Arithmetic<Element>* mean_hi, TileRange tiles,
                                       LimbsView limbs) {
-  using Real = Arithmetic<Element>;
-  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsFirst, x.positions);
-  TileBatch batch;
-  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
-    const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
-    for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
-      const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      const auto terms_of = [&](std::int64_t i) {
-        return GradientTerms<Element>{element_at<Element>(x, tile.sample, i, tile.begin),
-                                      element_at<Element>(dy, tile.sample, i, tile.begin)};
-      };
-      const auto alone = [&](std::int64_t i) {
-        gradient_sums_of_neighbours(terms_of(i), tile.size, mean_hi[i], batch, i - c);
-      };
-      const auto together = [&](std::int64_t first) {
-        const auto terms_from = [&](std::int64_t i) { return terms_of(first + i); };
-        if (put_sums_of_channels<Element>(terms_from, tile.size, mean_hi + first, batch,
-                                          first - c)) {
-          return;
-        }
-        for (int i = 0; i < kLanesOf<Real>; ++i) alone(first + i);
-      };
-      for_channels_of_tile<Real>(c, end, tile.size, together, alone);
-      add_gradient_tiles(batch, limbs.channel_range(c, end));
+  const auto terms_at = [&](const Tile& tile, std::int64_t c) {
+    return GradientTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin),
+                                  element_at<Element>(dy, tile.sample, c, tile.begin)};
+  };
+  const auto put = [&](const Tile& tile, std::int64_t c, const auto& channel, int count,
+                       TileBatch& batch, std::int64_t slot) {
+    const auto terms_of = [&](std::int64_t i) { return terms_at(tile, c + channel(i)); };
+    const auto mean_of = [&](std::int64_t i) { return mean_hi[c + channel(i)]; };
+    if (tile.size <= kMaxLanes) {
+      put_sums_of_short_tiles<Element>(terms_of, tile.size, mean_of, batch, slot);
+    } else {
+      put_sums_of_long_tiles<Element>(terms_of, tile.size, mean_of, count, batch, slot);
     }
-  }
+  };
+  const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
+                          TileBatch& batch) {
+    for_overflown<Element>(batch, end - begin, [&](std::int64_t i) {
+      put_sums_in_float64(Layout::kChannelsFirst, terms_at(tile, begin + i), 1, tile.size,
+                          static_cast<double>(mean_hi[begin + i]), batch, i);
+    });
+    add_gradient_tiles(batch, limbs.channel_range(begin, end));
+  };
+  for_tiles_channels_first<Element>(x, tiles, put, finish);
   canonicalize_limbs(limbs);
 }

@@ -44,9 +44,9 @@ NORMSCOPE_INLINE void pivots_of_rows(const Element* x, std::int64_t row_stride, 
   const PivotSamples samples = pivot_samples(Layout::kChannelsLast, rows);
   const auto count = broadcast(static_cast<Real>(samples.count));
   for (std::int64_t c = 0; c < channels; c += kLanesOf<Real>) {
-    Vector<Real> lanes[kSamples] = {};
-    for (std::int64_t j = 0; j < samples.count; ++j) {
-      lanes[j] = load(x + j * samples.stride * row_stride + c);
+    Vector<Real> lanes[kSamples];
+    for (std::int64_t j = 0; j < kSamples; ++j) {
+      lanes[j] = j < samples.count ? load(x + j * samples.stride * row_stride + c) : Vector<Real>{};
     }
     for (std::int64_t half = kSamples / 2; half >= 1; half /= 2) {
       for (std::int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
@@ -55,12 +55,13 @@ NORMSCOPE_INLINE void pivots_of_rows(const Element* x, std::int64_t row_stride, 
   }
 }
 
-// Room for the sums of a batch before they are widened; what lies beyond the last channel is zero.
+// Room for the sums of a batch before they are widened. Whole vectors are set, as far as channels
+// reach.
 template <class Real>
 struct BatchSums {
-  alignas(kVectorBytes) Real center[kBatchChannels] = {};
-  alignas(kVectorBytes) Real first[kBatchChannels] = {};
-  alignas(kVectorBytes) Real second[kBatchChannels] = {};
+  alignas(kVectorBytes) Real center[kBatchChannels];
+  alignas(kVectorBytes) Real first[kBatchChannels];
+  alignas(kVectorBytes) Real second[kBatchChannels];
 };
 
 // Where the rows begin that are summed after those of tile `index` and the channels before `end`.
@@ -102,19 +103,15 @@ NORMSCOPE_INLINE void moments_of_rows(const Element* x, std::int64_t row_stride,
                       ahead, sums.first + c, sums.second + c);
     }
   });
-  for (std::int64_t c = 0; c < channels; ++c) {
-    batch.pivot[c] = static_cast<double>(sums.center[c]);
+  for (std::int64_t c = 0; c < channels; c += kLanesOf<Real>) {
+    store_wide(batch.pivot + c, load(sums.center + c));
+    store_wide(batch.first + c, load(sums.first + c));
+    store_wide(batch.second + c, load(sums.second + c));
   }
-  const bool all_finite = put_sums(sums.first, sums.second, channels, batch, 0);
-  if (all_finite || sizeof(Real) == sizeof(double)) return;
-  for (std::int64_t c = 0; c < channels; ++c) {
-    if (is_finite(batch.first[c] + batch.second[c])) continue;
-    batch.pivot[c] = pivot_in_float64(Layout::kChannelsLast, x + c, row_stride, rows);
-    const Terms<double> again = sums_in_float64(Layout::kChannelsLast, MomentTerms<Element>{x + c},
-                                                row_stride, rows, batch.pivot[c]);
-    batch.first[c] = again.first;
-    batch.second[c] = again.second;
-  }
+  for_overflown<Element>(batch, channels, [&](std::int64_t c) {
+    put_moments_in_float64(Layout::kChannelsLast, MomentTerms<Element>{x + c}, row_stride, rows,
+                           batch, c);
+  });
 }
 
 template <class Element>
@@ -128,7 +125,7 @@ void add_moments_channels_last(const TensorView& x, TileRange tiles, LimbsView l
       const Place next = place_after(index, end, x.channels, x.positions);
       moments_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
                       tile.size, end - c, element_at<Element>(x, next), batch);
-      add_moment_tiles(batch, tile.size, limbs.channel_range(c, end));
+      add_moment_tiles<Element>(batch, tile.size, limbs.channel_range(c, end));
     }
   }
   canonicalize_limbs(limbs);
@@ -143,7 +140,9 @@ NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_str
   using Real = Arithmetic<Element>;
   RowsAhead ahead(next, x_stride, channels);
   BatchSums<Real> sums;
-  for (std::int64_t c = 0; c < channels; ++c) sums.center[c] = mean_hi[c];
+  for (std::int64_t c = 0; c < channels || c % kLanesOf<Real> != 0; ++c) {
+    sums.center[c] = c < channels ? mean_hi[c] : Real{0};
+  }
   for_channel_blocks<Real>(channels, [&]<int kVectors>(std::int64_t c, std::int64_t count) {
     if (count >= kLanesOf<Real> && x_stride == dy_stride) {
       sums_of_rows<kVectors>(GradientTerms<Element>{x + c, dy + c}, x_stride, rows, sums.center + c,
@@ -160,20 +159,19 @@ NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_str
       }
     }
   });
-  const bool all_finite = put_sums(sums.first, sums.second, channels, batch, 0);
-  if (all_finite || sizeof(Real) == sizeof(double)) return;
-  for (std::int64_t c = 0; c < channels; ++c) {
-    if (is_finite(batch.first[c] + batch.second[c])) continue;
+  for (std::int64_t c = 0; c < channels; c += kLanesOf<Real>) {
+    store_wide(batch.first + c, load(sums.first + c));
+    store_wide(batch.second + c, load(sums.second + c));
+  }
+  for_overflown<Element>(batch, channels, [&](std::int64_t c) {
     NarrowTile<Element> narrow_x;
     NarrowTile<Element> narrow_dy;
     narrow_x.copy(x + c, x_stride, rows, 1);
     narrow_dy.copy(dy + c, dy_stride, rows, 1);
-    const Terms<double> again = sums_in_float64(
-        Layout::kChannelsLast, GradientTerms<Element>{narrow_x.elements, narrow_dy.elements},
-        narrow_x.kWidth, rows, static_cast<double>(mean_hi[c]));
-    batch.first[c] = again.first;
-    batch.second[c] = again.second;
-  }
+    put_sums_in_float64(Layout::kChannelsLast,
+                        GradientTerms<Element>{narrow_x.elements, narrow_dy.elements},
+                        narrow_x.kWidth, rows, static_cast<double>(mean_hi[c]), batch, c);
+  });
 }
 
 template <class Element>

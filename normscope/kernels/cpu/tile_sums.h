@@ -99,11 +99,6 @@ struct GradientTerms {
   }
 };
 
-template <class Value>
-NORMSCOPE_INLINE bool is_finite(Value value) {
-  return value - value == 0;
-}
-
 // The lanes of a tile, in registers: whoever makes them sets every vector (zeroing all of them
 // first would go through memory).
 template <class Real>
@@ -114,37 +109,38 @@ struct Lanes {
 };
 
 // Adds the upper half of the lanes to the lower, and so on, until kVectors vectors are left, the
-// first ones. Vector by vector: GCC 12 copies a struct of them in halves, through memory.
-template <int kVectors, class Real>
-NORMSCOPE_INLINE void fold_to(const Lanes<Real>& lanes,
-                              Vector<Real> (&folded)[kLaneVectors<Real>]) {
-  for (int v = 0; v < kLaneVectors<Real>; ++v) folded[v] = lanes.vectors[v];
-  for (int half = kLaneVectors<Real> / 2; half >= kVectors; half /= 2) {
-    for (int v = 0; v < half; ++v) folded[v] += folded[v + half];
+// first ones.
+template <int kVectors, class AnyVector, std::size_t kSize>
+NORMSCOPE_INLINE void fold_halves(AnyVector (&lanes)[kSize]) {
+  for (int half = static_cast<int>(kSize) / 2; half >= kVectors; half /= 2) {
+    for (int v = 0; v < half; ++v) lanes[v] += lanes[v + half];
   }
 }
 
-template <class Real>
-NORMSCOPE_INLINE Vector<Real> fold_to_vector(const Lanes<Real>& lanes) {
-  Vector<Real> folded[kLaneVectors<Real>];
-  fold_to<1>(lanes, folded);
-  return folded[0];
-}
-
-// To one number. Element tells the order in which the lanes lie in the vectors: that of its blocks.
-template <class Element, class Real>
-NORMSCOPE_INLINE Real fold_blocks(const Lanes<Real>& lanes) {
-  if constexpr (!kBlockIsInterleaved<Element>) return fold_vector<Real>(fold_to_vector(lanes));
-  Vector<Real> folded[kLaneVectors<Real>];
-  fold_to<2>(lanes, folded);
-  return fold_vector<Real>(folded[0]) + fold_vector<Real>(folded[1]);
-}
-
-// In order.
+// To one number.
 template <class Real>
 NORMSCOPE_INLINE Real fold(const Lanes<Real>& lanes) {
-  return fold_blocks<Real>(lanes);
+  // Vector by vector: GCC 12 copies a struct of them in halves, through memory.
+  Vector<Real> folded[kLaneVectors<Real>];
+  for (int v = 0; v < kLaneVectors<Real>; ++v) folded[v] = lanes.vectors[v];
+  fold_halves<1>(folded);
+  return fold_vector<Real>(folded[0]);
 }
+
+// The lanes of as many channels as a vector has elements, folded to a vector a channel; to two
+// where the lanes lie in the order of interleaved blocks.
+template <class Element>
+struct FoldedLanes {
+  using Real = Arithmetic<Element>;
+  static constexpr int kVectors = kBlockIsInterleaved<Element> ? 2 : 1;
+  Vector<Real> vectors[kVectors][kLanesOf<Real>];
+
+  // To one number a channel.
+  NORMSCOPE_INLINE Vector<Real> fold() const {
+    if constexpr (kVectors == 1) return fold_across<Real>(vectors[0]);
+    return fold_across<Real>(vectors[0]) + fold_across<Real>(vectors[kVectors - 1]);
+  }
+};
 
 // n elements, fewer than a vector, then zeros.
 template <class Element, class Real = Arithmetic<Element>>
@@ -183,17 +179,18 @@ NORMSCOPE_INLINE auto gather(const Element* x, std::int64_t stride,
   return Vector<Real>{widen(x[static_cast<std::int64_t>(kIndices) * stride])...};
 }
 
-// The pivot of more elements than lanes.
+// As many elements as there are lanes, `stride` apart, one a lane: the lanes folded to a vector.
 template <class Element, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE Real pivot_of_neighbours(const Element* x, std::int64_t n) {
+NORMSCOPE_INLINE Vector<Real> fold_elements(const Element* x, std::int64_t stride) {
   constexpr int kWidth = kLanesOf<Real>;
-  const PivotSamples samples = pivot_samples(Layout::kChannelsFirst, n);
-  Lanes<Real> lanes;
+  Vector<Real> lanes[kLaneVectors<Real>];
+#pragma GCC unroll 1  // else GCC 12 keeps 64 addresses, in memory
   for (int v = 0; v < kLaneVectors<Real>; ++v) {
-    lanes.vectors[v] =
-        gather(x + v * kWidth * samples.stride, samples.stride, std::make_index_sequence<kWidth>{});
+    lanes[v] = gather(x, stride, std::make_index_sequence<kWidth>{});
+    x += kWidth * stride;
   }
-  return fold(lanes) / static_cast<Real>(samples.count);
+  fold_halves<1>(lanes);
+  return lanes[0];
 }
 
 // Lanes in memory: where elements come one at a time.
@@ -231,11 +228,29 @@ template <class AnyTerms>
   return {first.fold_all(), second.fold_all()};
 }
 
-// Sums n neighbouring elements, at least as many as there are lanes: lane l takes l, l + 64, ...
-template <class AnyTerms, class Real = typename AnyTerms::Real>
-NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int64_t n,
-                                                Real center) {
-  using Element = typename AnyTerms::ElementType;
+template <class AnyTerms>
+NORMSCOPE_INLINE void put_sums_in_float64(Layout layout, const AnyTerms& terms, std::int64_t stride,
+                                          std::int64_t n, double center, TileBatch& batch,
+                                          std::int64_t slot) {
+  const Terms<double> sums = sums_in_float64(layout, terms, stride, n, center);
+  batch.first[slot] = sums.first;
+  batch.second[slot] = sums.second;
+}
+
+template <class Element>
+NORMSCOPE_INLINE void put_moments_in_float64(Layout layout, const MomentTerms<Element>& terms,
+                                             std::int64_t stride, std::int64_t n, TileBatch& batch,
+                                             std::int64_t slot) {
+  batch.pivot[slot] = pivot_in_float64(layout, terms.x, stride, n);
+  put_sums_in_float64(layout, terms, stride, n, batch.pivot[slot], batch, slot);
+}
+
+// Sums n neighbouring elements, at least as many as there are lanes, as channel i of the two: lane
+// l takes l, l + 64, ...
+template <class AnyTerms, class Element = typename AnyTerms::ElementType,
+          class Real = typename AnyTerms::Real>
+NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, std::int64_t n, Real center, int i,
+                                     FoldedLanes<Element>& first, FoldedLanes<Element>& second) {
   // As many vectors at a time as leave room in 16 registers.
   constexpr int kVectors = 4;
   constexpr int kBlocks = kVectors / kBlockVectors<Element>;
@@ -245,19 +260,20 @@ NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int6
   const Vector<Real> centers = broadcast(center);
   const std::int64_t rows = n / kLanes;
   const std::int64_t rest = n % kLanes;
-  Lanes<Real> first_lanes;
-  Lanes<Real> second_lanes;
+  Vector<Real> lane_first[kLaneVectors<Real>];
+  Vector<Real> lane_second[kLaneVectors<Real>];
+#pragma GCC unroll 8
   for (int begin = 0; begin < kLaneVectors<Real>; begin += kVectors) {
     const std::int64_t first_lane = begin * kLanesOf<Real>;
-    Vector<Real> first[kVectors] = {};
-    Vector<Real> second[kVectors] = {};
+    Vector<Real> chain_first[kVectors] = {};
+    Vector<Real> chain_second[kVectors] = {};
     for (std::int64_t row = 0; row < rows; ++row) {
       if (begin == 0) terms.prefetch_at(row * kLanes + kAhead, kLanes);
       for (int b = 0; b < kBlocks; ++b) {
         terms.for_block_at(row * kLanes + first_lane + b * kBlockElements, centers,
                            [&](int v, const Terms<Vector<Real>>& term) {
-                             first[b * kBlockVectors<Element> + v] += term.first;
-                             second[b * kBlockVectors<Element> + v] += term.second;
+                             chain_first[b * kBlockVectors<Element> + v] += term.first;
+                             chain_second[b * kBlockVectors<Element> + v] += term.second;
                            });
       }
     }
@@ -265,20 +281,26 @@ NORMSCOPE_INLINE Terms<Real> sums_of_neighbours(const AnyTerms& terms, std::int6
       const std::int64_t left = rest - first_lane - b * kBlockElements;
       if (left <= 0) break;
       const std::int64_t count = smaller(left, kBlockElements);
-      terms.for_partial_block_at(
-          rows * kLanes + first_lane + b * kBlockElements, count, centers,
-          [&](int v, const Terms<Vector<Real>>& term) {
-            const std::int64_t valid = count_in_vector<Element>(count, v);
-            first[b * kBlockVectors<Element> + v] += first_elements<Real>(term.first, valid);
-            second[b * kBlockVectors<Element> + v] += first_elements<Real>(term.second, valid);
-          });
+      terms.for_partial_block_at(rows * kLanes + first_lane + b * kBlockElements, count, centers,
+                                 [&](int v, const Terms<Vector<Real>>& term) {
+                                   const std::int64_t valid = count_in_vector<Element>(count, v);
+                                   chain_first[b * kBlockVectors<Element> + v] +=
+                                       first_elements<Real>(term.first, valid);
+                                   chain_second[b * kBlockVectors<Element> + v] +=
+                                       first_elements<Real>(term.second, valid);
+                                 });
     }
     for (int v = 0; v < kVectors; ++v) {
-      first_lanes.vectors[begin + v] = first[v];
-      second_lanes.vectors[begin + v] = second[v];
+      lane_first[begin + v] = chain_first[v];
+      lane_second[begin + v] = chain_second[v];
     }
   }
-  return {fold_blocks<Element>(first_lanes), fold_blocks<Element>(second_lanes)};
+  fold_halves<FoldedLanes<Element>::kVectors>(lane_first);
+  fold_halves<FoldedLanes<Element>::kVectors>(lane_second);
+  for (int v = 0; v < FoldedLanes<Element>::kVectors; ++v) {
+    first.vectors[v][i] = lane_first[v];
+    second.vectors[v][i] = lane_second[v];
+  }
 }
 
 // Fetches the rows of what is summed next, `channels` of each: some with every row that is summed
@@ -315,9 +337,9 @@ NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_strid
   constexpr int kWidth = kLanesOf<Real>;
   constexpr std::int64_t kLanes = kChannelsLastTile.lanes;
   constexpr std::int64_t kChain = kChannelsLastTile.chain;
-  Vector<Real> lane_first[kLanes][kVectors] = {};
-  Vector<Real> lane_second[kLanes][kVectors] = {};
-  for (std::int64_t lane = 0; lane * kChain < n; ++lane) {
+  Vector<Real> lane_first[kLanes][kVectors];
+  Vector<Real> lane_second[kLanes][kVectors];
+  for (std::int64_t lane = 0; lane < kLanes; ++lane) {
     const std::int64_t end = n < (lane + 1) * kChain ? n : (lane + 1) * kChain;
     Vector<Real> centers[kVectors];
     Vector<Real> chain_first[kVectors] = {};

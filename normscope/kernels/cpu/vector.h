@@ -117,6 +117,20 @@ NORMSCOPE_INLINE Floats load(const Float16* from) {
 #endif
 }
 
+// a * b + c for products that float64 holds exactly. Fused or not, that is rounded once; fused, it
+// leaves the units that only add to others.
+NORMSCOPE_INLINE Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Doubles>(_mm512_fmadd_pd(
+      reinterpret_cast<__m512d>(a), reinterpret_cast<__m512d>(b), reinterpret_cast<__m512d>(c)));
+#elif defined(__FMA__)
+  return reinterpret_cast<Doubles>(_mm256_fmadd_pd(
+      reinterpret_cast<__m256d>(a), reinterpret_cast<__m256d>(b), reinterpret_cast<__m256d>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
 // The `count` elements from `from` on, fewer than a vector; what follows them is unspecified. A
 // vector's width of elements up to the last one must be readable.
 template <class Element>
@@ -206,11 +220,37 @@ NORMSCOPE_INLINE Vector<Real> first_elements(Vector<Real> value, std::int64_t co
   return indices < broadcast(static_cast<Real>(count)) ? value : Vector<Real>{};
 }
 
-// kDoubles floats, widened.
+// GCC 12 widens halves of what one instruction takes whole.
+NORMSCOPE_INLINE Doubles widen_floats(FloatsOfDoubles floats) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Doubles>(
+      _mm512_maskz_cvtps_pd(kAllDoubles, reinterpret_cast<__m256>(floats)));
+#elif defined(__AVX__)
+  return reinterpret_cast<Doubles>(_mm256_cvtps_pd(reinterpret_cast<__m128>(floats)));
+#else
+  return __builtin_convertvector(floats, Doubles);
+#endif
+}
+
+// kDoubles elements from `from` on.
 NORMSCOPE_INLINE Doubles load_as_doubles(const float* from) {
-  return __builtin_convertvector(load_bytes<FloatsOfDoubles>(from), Doubles);
+  return widen_floats(load_bytes<FloatsOfDoubles>(from));
 }
 NORMSCOPE_INLINE Doubles load_as_doubles(const double* from) { return load(from); }
+
+// kDoubles elements from `kFirst` on.
+template <int kFirst, std::size_t... kIndices>
+NORMSCOPE_INLINE FloatsOfDoubles part_of(Floats values, std::index_sequence<kIndices...>) {
+  return __builtin_shufflevector(values, values, (kIndices + kFirst)...);
+}
+
+// Stores a vector of float32 or float64 as float64.
+NORMSCOPE_INLINE void store_wide(double* to, Floats values) {
+  constexpr auto kIndices = std::make_index_sequence<kDoubles>{};
+  store_bytes(to, widen_floats(part_of<0>(values, kIndices)));
+  store_bytes(to + kDoubles, widen_floats(part_of<kDoubles>(values, kIndices)));
+}
+NORMSCOPE_INLINE void store_wide(double* to, Doubles values) { store_bytes(to, values); }
 
 // Narrowed to 16 bits, to nearest, ties to even: two vectors into one.
 
@@ -351,6 +391,22 @@ NORMSCOPE_INLINE Vector<Real> fold_across(const Vector<Real> (&vectors)[kCount])
     }
     return fold_across<Real, kCount / 2>(halved);
   }
+}
+
+// Whether a comparison holds for all elements: all their bits are set, or none of one's.
+NORMSCOPE_INLINE bool all_set(Words words) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(words),
+                                reinterpret_cast<__m512i>(words)) == kAllFloats;
+#elif defined(__AVX__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(words)) == 0xFF;
+#elif defined(__SSE2__)
+  return _mm_movemask_ps(reinterpret_cast<__m128>(words)) == 0xF;
+#else
+  bool all = true;
+  for (int i = 0; i < kFloats; ++i) all = all && words[i] != 0U;
+  return all;
+#endif
 }
 
 // Whether some element is not zero; NaN is not.
