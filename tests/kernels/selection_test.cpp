@@ -50,7 +50,7 @@ std::vector<std::string> promised_kernels() {
     return std::ranges::all_of(wanted, [&](const auto& flag) { return flags.contains(flag); });
   };
   const bool has_avx512 = has({"avx512f", "avx512bw", "avx512vl", "avx512dq"});
-  if (has({"avx2", "f16c"})) names.emplace_back("avx2");
+  if (has({"avx2", "f16c", "fma"})) names.emplace_back("avx2");
   if (has_avx512) names.emplace_back("avx512");
   if (has_avx512 && has({"avx512_bf16"})) names.emplace_back("avx512_bf16");
 #endif

@@ -5,10 +5,12 @@
 //
 // Such an element is its own pivot: x and x^2 go into the limbs as they are, dy and dy (x - mean)
 // as the arithmetic's type holds them. One by one they would cost some twenty instructions an
-// element; so up to 32 rows are added in float64 first, where a look at the largest and the
+// element; so the rows of a block are added in float64 first, where a look at the largest and the
 // smallest magnitude shows that these additions are exact as well.
 
-inline constexpr std::int64_t kBlockRows = 32;
+// More rows share the limbs' cost, but are exact less often: above all products, which span more.
+inline constexpr int kMomentRows = 64;
+inline constexpr int kGradientRows = 32;
 
 // Bits below the finest grid, 2^-100, are rounded away element by element, so that an element which
 // has any may not be added to others first. The last bit of these numbers, and of their squares, is
@@ -16,18 +18,19 @@ inline constexpr std::int64_t kBlockRows = 32;
 inline constexpr float kLeastOnGrid = 0x1p-77F;
 inline constexpr float kLeastWithSquareOnGrid = 0x1p-27F;
 
-// Significands of 24 bits whose magnitudes span at most this lie within 47 bits, and 32 of them add
-// up within the 53 of a float64.
-inline constexpr float kSpanOfSums = 0x1p23F;
+// Significands of 24 bits whose magnitudes span at most this lie within 46 bits, or 47, and as many
+// of them as a block has rows add up within the 53 of a float64.
+inline constexpr float kSpanOfMoments = 0x1p22F;
+inline constexpr float kSpanOfGradients = 0x1p23F;
 
 // Where the elements' significands have 8 or 11 bits, their squares within such a span lie within
-// 48, and 32 of them add up within 53, too.
+// 46, and add up within 53, too.
 template <class Element>
 inline constexpr float kSpanOfSquares = 0.0F;
 template <>
-inline constexpr float kSpanOfSquares<BFloat16> = 0x1p16F;
+inline constexpr float kSpanOfSquares<BFloat16> = 0x1p15F;
 template <>
-inline constexpr float kSpanOfSquares<Float16> = 0x1p13F;
+inline constexpr float kSpanOfSquares<Float16> = 0x1p12F;
 
 // The largest and the smallest magnitude of each channel of a block, zeros apart. Magnitudes are
 // compared as integers, which order them alike.
@@ -48,9 +51,7 @@ class MagnitudeSpan {
     const Integers narrow =
         (largest - largest == 0.0F) &
         (((smallest >= least) & (smallest * span >= largest)) | (largest == 0.0F));
-    int all = -1;
-    for (int i = 0; i < kFloats; ++i) all &= narrow[i];
-    return all != 0;
+    return all_set(reinterpret_cast<Words>(narrow));
   }
 
   // The largest magnitudes of half the channels.
@@ -78,9 +79,9 @@ inline constexpr int kLineVectors =
     kVectorBytes < 64 ? 64 / static_cast<int>(sizeof(Element)) / kFloats : 1;
 
 // Terms by row and vector of channels.
-template <int kVectors>
+template <int kVectors, int kRows>
 struct Columns {
-  Floats rows[kBlockRows][kVectors];
+  Floats rows[kRows][kVectors];
 
   // Widened to float64 half a vector at a time.
   NORMSCOPE_INLINE Doubles at(std::int64_t row, int v, int half) const {
@@ -92,8 +93,8 @@ struct Columns {
 struct ExactSums {
   Doubles halves[2];
 };
-template <int kVectors>
-NORMSCOPE_INLINE ExactSums exact_sums(const Columns<kVectors>& terms, std::int64_t rows, int v) {
+template <class AnyColumns>
+NORMSCOPE_INLINE ExactSums exact_sums(const AnyColumns& terms, std::int64_t rows, int v) {
   Doubles low{};
   Doubles high{};
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -103,28 +104,28 @@ NORMSCOPE_INLINE ExactSums exact_sums(const Columns<kVectors>& terms, std::int64
   return {{low, high}};
 }
 
-// The least power of two that is more than the sum of 32 squares of numbers up to `largest` and
-// that a float64 sum which begins with it stays below the double of.
+// A power of two that is more than the sum of a block's squares of numbers up to `largest`, so that
+// a float64 sum which begins with it stays below its double.
 NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
   typedef std::uint64_t LongWords __attribute__((vector_size(kVectorBytes)));
   constexpr std::uint64_t kExponent = 0x7FF0000000000000U;
   const Doubles square = largest * largest;
-  return reinterpret_cast<Doubles>(reinterpret_cast<LongWords>(square) & kExponent) * 0x1p7;
+  return reinterpret_cast<Doubles>(reinterpret_cast<LongWords>(square) & kExponent) * 0x1p8;
 }
 
-// A square has 48 bits, and all of them lie within 94, which is more than a float64 holds. A sum
+// A square has 48 bits, and all of them lie within 92, which is more than a float64 holds. A sum
 // that begins with a base keeps of every square the same upper bits; the lower ones, exact in a
 // float64 themselves, have a sum of their own. With k the exponent of the largest square: the base
-// is 2^(k+7), its last bit 2^(k-45), what it leaves of 32 squares less than 2^(k-41), and their
-// last bit 2^(k-94) or above.
+// is 2^(k+8), its last bit 2^(k-44), what it leaves of 64 squares at most 2^(k-39), and their last
+// bit 2^(k-91) or above.
 struct ExactMoments {
   Doubles sum[2];
   Doubles upper_squares[2];
   Doubles lower_squares[2];
 };
-template <int kVectors>
-NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std::int64_t rows,
-                                            int v, const MagnitudeSpan& span) {
+template <class AnyColumns>
+NORMSCOPE_INLINE ExactMoments exact_moments(const AnyColumns& terms, std::int64_t rows, int v,
+                                            const MagnitudeSpan& span) {
   const Doubles base[2] = {base_of_squares(span.largest(0)), base_of_squares(span.largest(1))};
   Doubles sum[2] = {base[0] - base[0], base[1] - base[1]};
   Doubles upper[2] = {base[0], base[1]};
@@ -132,10 +133,9 @@ NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std:
   for (std::int64_t row = 0; row < rows; ++row) {
     for (int half = 0; half < 2; ++half) {
       const Doubles value = terms.at(row, v, half);
-      const Doubles square = value * value;
-      const Doubles next = upper[half] + square;
+      const Doubles next = add_exact_product(value, value, upper[half]);
       sum[half] += value;
-      lower[half] += square - (next - upper[half]);
+      lower[half] += add_exact_product(value, value, upper[half] - next);
       upper[half] = next;
     }
   }
@@ -143,15 +143,15 @@ NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std:
 }
 
 // The same where every sum of squares is exact.
-template <int kVectors>
-NORMSCOPE_INLINE ExactMoments exact_moments_of_narrow(const Columns<kVectors>& terms,
-                                                      std::int64_t rows, int v) {
+template <class AnyColumns>
+NORMSCOPE_INLINE ExactMoments exact_moments_of_narrow(const AnyColumns& terms, std::int64_t rows,
+                                                      int v) {
   ExactMoments moments{};
   for (std::int64_t row = 0; row < rows; ++row) {
     for (int half = 0; half < 2; ++half) {
       const Doubles value = terms.at(row, v, half);
       moments.sum[half] += value;
-      moments.upper_squares[half] += value * value;
+      moments.upper_squares[half] = add_exact_product(value, value, moments.upper_squares[half]);
     }
   }
   return moments;
@@ -180,7 +180,7 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
                                            std::int64_t rows,
                                            RowsAhead<MomentTerms<Element>>& ahead,
                                            const LimbsView& limbs) {
-  Columns<kVectors> columns;
+  Columns<kVectors, kMomentRows> columns;
   MagnitudeSpan spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
     ahead.fetch(kVectors * kFloats);
@@ -191,7 +191,7 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
   }
   for (int v = 0; v < kVectors; ++v) {
     const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
-    if (!spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfSums)) {
+    if (!spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfMoments)) {
       add_moments_one_by_one(x + v * kFloats, row_stride, rows, of_vector);
       continue;
     }
@@ -239,8 +239,8 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
                                              std::int64_t rows, const float* mean_hi,
                                              RowsAhead<GradientTerms<Element>>& ahead,
                                              const LimbsView& limbs) {
-  Columns<kVectors> first;
-  Columns<kVectors> second;
+  Columns<kVectors, kGradientRows> first;
+  Columns<kVectors, kGradientRows> second;
   MagnitudeSpan first_spans[kVectors];
   MagnitudeSpan second_spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -259,8 +259,8 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t begin = v * kFloats;
     const LimbsView of_vector = limbs.channel_range(begin, begin + kFloats);
-    if (!first_spans[v].is_narrow(kLeastOnGrid, kSpanOfSums) ||
-        !second_spans[v].is_narrow(kLeastOnGrid, kSpanOfSums)) {
+    if (!first_spans[v].is_narrow(kLeastOnGrid, kSpanOfGradients) ||
+        !second_spans[v].is_narrow(kLeastOnGrid, kSpanOfGradients)) {
       add_gradients_one_by_one(GradientTerms<Element>{terms.x + begin, terms.dy + begin}, x_stride,
                                dy_stride, rows, mean_hi + begin, of_vector);
       continue;
@@ -278,13 +278,13 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
 // channels. terms_at(n, c) are the terms from sample n and channel c on, `ahead` the rows that come
 // after the block's. `vectors` is a constant: how many vectors of channels the block has, or 0 for
 // fewer than one.
-template <class Element, class TermsAt, class Add>
+template <class Element, int kRows, class TermsAt, class Add>
 NORMSCOPE_INLINE void for_element_blocks(TileRange samples, std::int64_t row_stride,
                                          const LimbsView& limbs, const TermsAt& terms_at,
                                          const Add& add) {
-  for (std::int64_t n = samples.begin; n < samples.end; n += kBlockRows) {
-    const std::int64_t rows = smaller(kBlockRows, samples.end - n);
-    RowsAhead ahead(terms_at(n + kBlockRows, 0), row_stride, limbs.channels);
+  for (std::int64_t n = samples.begin; n < samples.end; n += kRows) {
+    const std::int64_t rows = smaller(kRows, samples.end - n);
+    RowsAhead ahead(terms_at(n + kRows, 0), row_stride, limbs.channels);
     std::int64_t c = 0;
     const auto add_while_fitting =
         [&]<int kVectors>(std::integral_constant<int, kVectors> vectors) {
@@ -319,7 +319,7 @@ void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView l
       add_moments_one_by_one(terms.x, x.sample_stride, rows, block);
     }
   };
-  for_element_blocks<Element>(samples, x.sample_stride, limbs, terms_at, add);
+  for_element_blocks<Element, kMomentRows>(samples, x.sample_stride, limbs, terms_at, add);
   canonicalize_limbs(limbs);
 }
 
@@ -341,6 +341,6 @@ void add_gradient_sums_of_elements(const TensorView& x, const TensorView& dy,
       add_gradients_one_by_one(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c, block);
     }
   };
-  for_element_blocks<Element>(samples, x.sample_stride, limbs, terms_at, add);
+  for_element_blocks<Element, kGradientRows>(samples, x.sample_stride, limbs, terms_at, add);
   canonicalize_limbs(limbs);
 }
