@@ -99,14 +99,9 @@ struct GradientTerms {
   }
 };
 
-// The lanes of a tile, in registers: whoever makes them sets every vector (zeroing all of them
-// first would go through memory).
+// Vectors that hold a tile's lanes.
 template <class Real>
 inline constexpr int kLaneVectors = kMaxLanes / kLanesOf<Real>;
-template <class Real>
-struct Lanes {
-  Vector<Real> vectors[kLaneVectors<Real>];
-};
 
 // Adds the upper half of the lanes to the lower, and so on, until kVectors vectors are left, the
 // first ones.
@@ -115,16 +110,6 @@ NORMSCOPE_INLINE void fold_halves(AnyVector (&lanes)[kSize]) {
   for (int half = static_cast<int>(kSize) / 2; half >= kVectors; half /= 2) {
     for (int v = 0; v < half; ++v) lanes[v] += lanes[v + half];
   }
-}
-
-// To one number.
-template <class Real>
-NORMSCOPE_INLINE Real fold(const Lanes<Real>& lanes) {
-  // Vector by vector: GCC 12 copies a struct of them in halves, through memory.
-  Vector<Real> folded[kLaneVectors<Real>];
-  for (int v = 0; v < kLaneVectors<Real>; ++v) folded[v] = lanes.vectors[v];
-  fold_halves<1>(folded);
-  return fold_vector<Real>(folded[0]);
 }
 
 // The lanes of as many channels as a vector has elements, folded to a vector a channel; to two
@@ -161,17 +146,6 @@ NORMSCOPE_INLINE auto load_vector_of_lanes(const Element* x, std::int64_t v, std
   return first_elements<Real>(load_partial(x + v * kWidth, valid), valid);
 }
 
-// n <= kMaxLanes elements, one a lane, then zeros.
-template <class Element, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE Lanes<Real> load_lanes(const Element* x, std::int64_t n) {
-  Lanes<Real> lanes;
-#pragma GCC unroll 16
-  for (int v = 0; v < kLaneVectors<Real>; ++v) {
-    lanes.vectors[v] = v * kLanesOf<Real> < n ? load_vector_of_lanes(x, v, n) : Vector<Real>{};
-  }
-  return lanes;
-}
-
 template <class Element, std::size_t... kIndices>
 NORMSCOPE_INLINE auto gather(const Element* x, std::int64_t stride,
                              std::index_sequence<kIndices...>) {
@@ -197,7 +171,12 @@ NORMSCOPE_INLINE Vector<Real> fold_elements(const Element* x, std::int64_t strid
 struct LanesInFloat64 {
   alignas(kVectorBytes) double values[kMaxLanes] = {};
 
-  NORMSCOPE_INLINE double fold_all() const { return fold(load_lanes(values, kMaxLanes)); }
+  NORMSCOPE_INLINE double fold() const {
+    Doubles lanes[kLaneVectors<double>];
+    for (int v = 0; v < kLaneVectors<double>; ++v) lanes[v] = load(values + v * kDoubles);
+    fold_halves<1>(lanes);
+    return fold_vector<double>(lanes[0]);
+  }
 };
 
 // The pivot of a tile whose elements are `stride` apart, in float64 but for its last rounding.
@@ -210,7 +189,7 @@ template <class Element>
     lanes.values[j] = static_cast<double>(widen(x[j * samples.stride * stride]));
   }
   return static_cast<double>(
-      static_cast<Arithmetic<Element>>(lanes.fold_all() / static_cast<double>(samples.count)));
+      static_cast<Arithmetic<Element>>(lanes.fold() / static_cast<double>(samples.count)));
 }
 
 // The sums again, in float64: where float32 has overflowed, or shows what is not finite.
@@ -225,7 +204,7 @@ template <class AnyTerms>
     first.values[lane_of(layout, i)] += term.first;
     second.values[lane_of(layout, i)] += term.second;
   }
-  return {first.fold_all(), second.fold_all()};
+  return {first.fold(), second.fold()};
 }
 
 template <class AnyTerms>
