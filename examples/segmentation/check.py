@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from rank import Rank, joined, parse_arguments
+from rank import Rank, parse_arguments, run_as_rank
 from results import CHECK_FILE, Comparison, save_comparisons
 from scenes import SceneSource
 from settings import SIDE, Settings, norm_batch_size
@@ -91,11 +91,14 @@ def compare(source: SceneSource, settings: Settings, rank: Rank, scope: str) -> 
 def main() -> None:
     """Compares; rank 0 writes the outcome."""
     settings, scopes, output = parse_arguments(__doc__)
-    with joined() as rank:
+
+    def check(rank: Rank) -> None:
         source = settings.source()
         comparisons = [compare(source, settings, rank, scope) for scope in scopes]
         if rank.number == 0:
             save_comparisons([c for c in comparisons if c is not None], output / CHECK_FILE)
+
+    run_as_rank(check)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ have as many ranks, the same scope and the same scenes.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from launch import launch
-from rank import joined
+from rank import Rank, run_as_rank
 from settings import Settings
 from training import Trainer
 
@@ -52,27 +53,25 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@record
-def take_first_step(given: argparse.Namespace) -> None:
+def take_first_step(given: argparse.Namespace, rank: Rank) -> None:
     """One rank's part."""
-    with joined() as rank:
-        images = given.global_batch // rank.count
-        settings = Settings(rank.count, images, 1, (given.seed,), "cpu", given.data)
-        share = rank.share(settings.global_batch)
-        trainer = Trainer(settings.source(), settings, given.seed, given.scope, share)
-        trainer.step(0)
-        if rank.number == 0:
-            print(
-                f"running statistics after the first step: {hash_of_statistics(trainer.network)}",
-                flush=True,
-            )
+    images = given.global_batch // rank.count
+    settings = Settings(rank.count, images, 1, (given.seed,), "cpu", given.data)
+    share = rank.share(settings.global_batch)
+    trainer = Trainer(settings.source(), settings, given.seed, given.scope, share)
+    trainer.step(0)
+    if rank.number == 0:
+        print(
+            f"running statistics after the first step: {hash_of_statistics(trainer.network)}",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Starts the ranks."""
     given = parse_arguments()
     if given.is_rank:
-        take_first_step(given)
+        record(run_as_rank)(functools.partial(take_first_step, given))
     else:
         launch(Path(__file__).name, given.ranks, [*sys.argv[1:], "--is-rank"], port=None)
 

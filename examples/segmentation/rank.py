@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,14 +28,18 @@ class Rank:
         return range(self.number * images, (self.number + 1) * images)
 
 
-@contextlib.contextmanager
-def joined() -> Iterator[Rank]:
-    """Joins the process group for the length of a `with` block, reproducibly and on its cores."""
+def run_as_rank(work: Callable[[Rank], None]) -> None:
+    """Joins the process group while `work` runs, reproducibly and on its share of the cores.
+
+    A function, not a `with` block, so that what `work` has made is gone before the group is: a
+    DistributedDataParallel that held the group's last reference would end it holding the
+    interpreter's lock, which Gloo's thread may need to end.
+    """
     dist.init_process_group("gloo")
     rank = Rank(dist.get_rank(), dist.get_world_size())
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.count))
     torch.use_deterministic_algorithms(mode=True)
-    yield rank
+    work(rank)
     # Reached only without an error: leaving in step with a failed rank would mean to wait for it.
     dist.barrier()
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 import normscope
-from rank import Rank, joined, parse_arguments
+from rank import Rank, parse_arguments, run_as_rank
 from results import (
     PREDICTIONS_FILE,
     RESULT_FILE,
@@ -167,13 +167,16 @@ def main() -> None:
     """
     settings, scopes, output = parse_arguments(__doc__)
     arrangements = [arrange(scope, settings.ranks, settings.images_per_rank) for scope in scopes]
-    with joined() as rank:
+
+    def train(rank: Rank) -> None:
         source = settings.source()
         for seed, arrangement in itertools.product(settings.seeds, arrangements):
             course = Course(source, settings, seed, arrangement, rank)
             training = course.run()
             if rank.number == 0:
                 _save(course, training, training_folder(output, arrangement, seed))
+
+    run_as_rank(train)
 
 
 if __name__ == "__main__":

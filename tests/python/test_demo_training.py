@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +19,45 @@ from scenes import VOID, DigitScenes
 from settings import Settings, arrange, default_scopes, norm_batch_size
 from train import evaluation_steps
 
+SEGMENTATION = Path(__file__).parents[2] / "examples" / "segmentation"
 SETTINGS = Settings(ranks=2, images_per_rank=2, steps=10, seeds=(0,), device="cpu", data=None)
+
+
+# A rank that says whether its model is still there when its group ends.
+RANK_WITH_A_MODEL = """
+import weakref
+import torch
+import torch.distributed as dist
+from rank import run_as_rank
+
+models = []
+
+def work(rank):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    models.append(weakref.ref(model))
+
+def end_group():
+    print("still there" if models[0]() else "gone")
+    end()
+
+end, dist.destroy_process_group = dist.destroy_process_group, end_group
+run_as_rank(work)
+"""
+
+
+def test_a_ranks_model_is_gone_before_its_group_is() -> None:
+    of_one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+    run = subprocess.run(
+        [sys.executable, "-c", RANK_WITH_A_MODEL],
+        env={**os.environ, **of_one_rank, "PYTHONPATH": str(SEGMENTATION)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert run.stdout.strip() == "gone", run.stderr
 
 
 def test_mean_iou_of_a_hand_computed_example() -> None:
