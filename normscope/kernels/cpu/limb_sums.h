@@ -85,21 +85,17 @@ NORMSCOPE_INLINE void put_sums(AnyVector first, AnyVector second, TileBatch& bat
 }
 
 // Calls sum_again(c) for the channels whose sums in float32 are not finite: in float64 they may be.
+// The batch is filled by whole vectors.
 template <class Element, class SumAgain>
 NORMSCOPE_INLINE void for_overflown(const TileBatch& batch, std::int64_t channels,
                                     const SumAgain& sum_again) {
   if constexpr (sizeof(Arithmetic<Element>) == sizeof(double)) return;
-  Doubles all_zero{};
-  bool some = false;
-  for_channels(channels, [&]<class Real>(std::int64_t c, Real) {
-    const Real sum = load_bytes<Real>(batch.first + c) + load_bytes<Real>(batch.second + c);
-    if constexpr (std::is_same_v<Real, Doubles>) {
-      all_zero += sum - sum;
-    } else {
-      some = some || !is_finite(sum);
-    }
-  });
-  if (!some && !any_nonzero(all_zero)) return;
+  Doubles zero_if_finite{};
+  for (std::int64_t c = 0; c < channels; c += kDoubles) {
+    const Doubles sum = load(batch.first + c) + load(batch.second + c);
+    zero_if_finite += sum - sum;
+  }
+  if (!any_nonzero(zero_if_finite)) return;
   for (std::int64_t c = 0; c < channels; ++c) {
     if (!is_finite(batch.first[c] + batch.second[c])) sum_again(c);
   }

@@ -236,7 +236,6 @@ NORMSCOPE_INLINE Doubles widen_floats(FloatsOfDoubles floats) {
 NORMSCOPE_INLINE Doubles load_as_doubles(const float* from) {
   return widen_floats(load_bytes<FloatsOfDoubles>(from));
 }
-NORMSCOPE_INLINE Doubles load_as_doubles(const double* from) { return load(from); }
 
 // kDoubles elements from `kFirst` on.
 template <int kFirst, std::size_t... kIndices>
@@ -393,7 +392,7 @@ NORMSCOPE_INLINE Vector<Real> fold_across(const Vector<Real> (&vectors)[kCount])
   }
 }
 
-// Whether a comparison holds for all elements: all their bits are set, or none of one's.
+// Whether a comparison holds for all elements: it sets all bits of an element, or none.
 NORMSCOPE_INLINE bool all_set(Words words) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(words),
