@@ -132,6 +132,25 @@ NORMSCOPE_INLINE void put_sums_of_long_tiles(const TermsOf& terms_of, std::int64
   put_sums(first.fold(), second.fold(), batch, slot);
 }
 
+// Tiles of any size.
+
+template <class Element, class TermsOf>
+NORMSCOPE_INLINE auto pivots_of_tiles(const TermsOf& terms_of, std::int64_t n, int count) {
+  if (n <= kMaxLanes) return pivots_of_short_tiles<Element>(terms_of, n);
+  return pivots_of_long_tiles<Element>(terms_of, n, count);
+}
+
+template <class Element, class TermsOf, class CenterOf>
+NORMSCOPE_INLINE void put_sums_of_tiles(const TermsOf& terms_of, std::int64_t n,
+                                        const CenterOf& center_of, int count, TileBatch& batch,
+                                        std::int64_t slot) {
+  if (n <= kMaxLanes) {
+    put_sums_of_short_tiles<Element>(terms_of, n, center_of, batch, slot);
+  } else {
+    put_sums_of_long_tiles<Element>(terms_of, n, center_of, count, batch, slot);
+  }
+}
+
 // Calls put(tile, c, channel, count, batch, slot) for every tile and `count` channels from c on at
 // a time, at most a vector's width: c + channel(i) is the i-th, or the last one for an i beyond.
 // Then finish(tile, begin, end, batch) for the channels of the batch, whose room beyond them may be
@@ -171,19 +190,12 @@ void add_moments_channels_first(const TensorView& x, TileRange tiles, LimbsView 
                            stride = x.channel_stride](std::int64_t i) {
       return MomentTerms<Element>{terms.x + channel(i) * stride};
     };
-    const bool is_short = tile.size <= kMaxLanes;
-    const Vector<Real> pivots = is_short
-                                    ? pivots_of_short_tiles<Element>(terms_of, tile.size)
-                                    : pivots_of_long_tiles<Element>(terms_of, tile.size, count);
+    const auto pivots = pivots_of_tiles<Element>(terms_of, tile.size, count);
     store_wide(batch.pivot + slot, pivots);
     alignas(kVectorBytes) Real centers[kLanesOf<Real>];
     store(centers, pivots);
     const auto pivot_of = [&](std::int64_t i) { return centers[i]; };
-    if (is_short) {
-      put_sums_of_short_tiles<Element>(terms_of, tile.size, pivot_of, batch, slot);
-    } else {
-      put_sums_of_long_tiles<Element>(terms_of, tile.size, pivot_of, count, batch, slot);
-    }
+    put_sums_of_tiles<Element>(terms_of, tile.size, pivot_of, count, batch, slot);
   };
   const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
                           TileBatch& batch) {
@@ -209,11 +221,7 @@ void add_gradient_sums_channels_first(const TensorView& x, const TensorView& dy,
                        TileBatch& batch, std::int64_t slot) {
     const auto terms_of = [&](std::int64_t i) { return terms_at(tile, c + channel(i)); };
     const auto mean_of = [&](std::int64_t i) { return mean_hi[c + channel(i)]; };
-    if (tile.size <= kMaxLanes) {
-      put_sums_of_short_tiles<Element>(terms_of, tile.size, mean_of, batch, slot);
-    } else {
-      put_sums_of_long_tiles<Element>(terms_of, tile.size, mean_of, count, batch, slot);
-    }
+    put_sums_of_tiles<Element>(terms_of, tile.size, mean_of, count, batch, slot);
   };
   const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
                           TileBatch& batch) {
