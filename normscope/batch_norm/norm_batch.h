@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "normscope/batch_norm/batch_norm.h"
+#include "normscope/core/aligned_vector.h"
 
 namespace normscope {
 
@@ -35,7 +35,7 @@ class Numbers {
 
  private:
   ResolvedContext& context_;
-  std::vector<double> of_host_;
+  AlignedVector<double> of_host_;
   std::span<double> numbers_;
 };
 

@@ -7,6 +7,7 @@
 
 #include <unistd.h>
 
+#include "normscope/core/aligned_vector.h"
 #include "normscope/core/tiles.h"
 #include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/cpu/pieces.h"
@@ -17,8 +18,6 @@ namespace {
 // Below this many elements a second thread costs more than it saves: waking one takes about 5 us,
 // in which a core sums some ten thousand elements.
 constexpr std::int64_t kElementsPerThread = 16384;
-
-constexpr std::int64_t kCacheLine = 64;
 
 // Bytes of a run from which on streamed stores pay although its ends share their cache lines with
 // cached ones, and wait for them: between float32 planes of 33x33, which `make bench` with another
@@ -97,7 +96,7 @@ void sum_parts(const Execution& execution, const TensorView& x, const Pieces& pi
     });
     return;
   }
-  std::vector<double> storage(static_cast<std::size_t>(threads * limbs_size(x.channels)));
+  AlignedVector<double> storage(static_cast<std::size_t>(threads * limbs_size(x.channels)));
   const auto own_limbs = [&](std::int64_t i) {
     return LimbsView{storage.data() + i * limbs_size(x.channels), x.channels, x.channels};
   };
@@ -133,19 +132,21 @@ class Coefficients {
   // In the order of interleaved blocks of so many channels, a power of two; 0: in that of the
   // channels.
   explicit Coefficients(std::int64_t channels, std::int64_t block = 0)
-      : channels_(channels), block_(block), values_(static_cast<std::size_t>(kArrays * channels)) {}
+      : stride_(ceil_divide(channels, kLine) * kLine),
+        block_(block),
+        values_(static_cast<std::size_t>(kArrays * stride_)) {}
 
   [[nodiscard]] Order order() const { return block_ > 0 ? Order::kOfBlocks : Order::kOfChannels; }
 
   // Any NaN becomes the plain one: narrowing to 16 bits counts on it.
   void set(int array, std::int64_t c, double value) {
-    values_[static_cast<std::size_t>(array * channels_ + place_of(c))] =
+    values_[static_cast<std::size_t>(array * stride_ + place_of(c))] =
         value == value ? static_cast<Real>(value) : std::numeric_limits<Real>::quiet_NaN();
   }
 
   // From channel c on, which begins a block.
   [[nodiscard]] const Real* at(int array, std::int64_t c) const {
-    return values_.data() + array * channels_ + c;
+    return values_.data() + array * stride_ + c;
   }
 
  private:
@@ -155,9 +156,11 @@ class Coefficients {
     return c - in_block + in_block % 2 * (block_ / 2) + in_block / 2;
   }
 
-  std::int64_t channels_;
+  static constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(Real));
+
+  std::int64_t stride_;  // from array to array: each begins with a cache line
   std::int64_t block_;
-  std::vector<Real> values_;
+  AlignedVector<Real> values_;
 };
 
 // The block if the rows of y consist of such, at addresses that are multiples of its size; else 0.

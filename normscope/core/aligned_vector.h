@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+#include <vector>
+
+namespace normscope {
+
+inline constexpr std::int64_t kCacheLine = 64;
+
+// Memory that begins with a cache line.
+template <class T>
+struct CacheLineAllocator {
+  using value_type = T;  // NOLINT(readability-identifier-naming): the standard's name
+
+  CacheLineAllocator() = default;
+  template <class Other>
+  explicit CacheLineAllocator(const CacheLineAllocator<Other>& /*other*/) noexcept {}
+
+  [[nodiscard]] T* allocate(std::size_t n) {
+    return static_cast<T*>(::operator new(n * sizeof(T), kAlignment));
+  }
+  void deallocate(T* memory, std::size_t /*n*/) noexcept { ::operator delete(memory, kAlignment); }
+
+  bool operator==(const CacheLineAllocator&) const = default;
+
+ private:
+  static constexpr std::align_val_t kAlignment{static_cast<std::size_t>(kCacheLine)};
+};
+
+// For what vectors are loaded from and stored to: a vector that lies in two cache lines takes twice
+// as long.
+template <class T>
+using AlignedVector = std::vector<T, CacheLineAllocator<T>>;
+
+}  // namespace normscope
