@@ -178,10 +178,11 @@ template <class Element>
 template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_stride,
                                            std::int64_t rows,
-                                           RowsAhead<MomentTerms<Element>>& ahead,
+                                           RowsAhead<MomentTerms<Element>>& rows_ahead,
                                            const LimbsView& limbs) {
   Columns<kVectors, kMomentRows> columns;
   MagnitudeSpan spans[kVectors];
+  RowsAhead ahead = rows_ahead;  // for the loop's registers
   for (std::int64_t row = 0; row < rows; ++row) {
     ahead.fetch(kVectors * kFloats);
     for (int v = 0; v < kVectors; ++v) {
@@ -189,6 +190,7 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
       spans[v].add(columns.rows[row][v]);
     }
   }
+  rows_ahead = ahead;
   for (int v = 0; v < kVectors; ++v) {
     const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
     if (!spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfMoments)) {
@@ -237,12 +239,13 @@ template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms,
                                              std::int64_t x_stride, std::int64_t dy_stride,
                                              std::int64_t rows, const float* mean_hi,
-                                             RowsAhead<GradientTerms<Element>>& ahead,
+                                             RowsAhead<GradientTerms<Element>>& rows_ahead,
                                              const LimbsView& limbs) {
   Columns<kVectors, kGradientRows> first;
   Columns<kVectors, kGradientRows> second;
   MagnitudeSpan first_spans[kVectors];
   MagnitudeSpan second_spans[kVectors];
+  RowsAhead ahead = rows_ahead;  // for the loop's registers
   for (std::int64_t row = 0; row < rows; ++row) {
     ahead.fetch(kVectors * kFloats);
     for (int v = 0; v < kVectors; ++v) {
@@ -256,6 +259,7 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
       second_spans[v].add(term.second);
     }
   }
+  rows_ahead = ahead;
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t begin = v * kFloats;
     const LimbsView of_vector = limbs.channel_range(begin, begin + kFloats);
