@@ -37,6 +37,19 @@ NORMSCOPE_INLINE InputGradient<Vector<Real>> broadcast_formula(const InputGradie
           broadcast(one.mean_dy), broadcast(one.slope)};
 }
 
+// For several rows at once, whose formula would else be loaded for each of them.
+template <class AnyVector>
+NORMSCOPE_INLINE Normalize<AnyVector> in_registers(const Normalize<AnyVector>& formula) {
+  return {in_register(formula.mean_hi), in_register(formula.mean_lo), in_register(formula.scale),
+          in_register(formula.bias)};
+}
+
+template <class AnyVector>
+NORMSCOPE_INLINE InputGradient<AnyVector> in_registers(const InputGradient<AnyVector>& formula) {
+  return {in_register(formula.mean_hi), in_register(formula.mean_lo), in_register(formula.scale),
+          in_register(formula.mean_dy), in_register(formula.slope)};
+}
+
 // Inputs of a formula at one place: x, or x and dy. A block's vectors may each have a formula of
 // their own: formula_of(v).
 template <class Element>
@@ -60,6 +73,7 @@ struct OneInput {
   NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
     return formula(widen(x[i]));
   }
+  NORMSCOPE_INLINE void prefetch_at(std::int64_t i) const { prefetch(x + i); }
   NORMSCOPE_INLINE OneInput operator+(std::int64_t offset) const { return {x + offset}; }
 };
 
@@ -86,10 +100,17 @@ struct TwoInputs {
   NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
     return formula(widen(x[i]), widen(dy[i]));
   }
+  NORMSCOPE_INLINE void prefetch_at(std::int64_t i) const {
+    prefetch(x + i);
+    prefetch(dy + i);
+  }
   NORMSCOPE_INLINE TwoInputs operator+(std::int64_t offset) const {
     return {x + offset, dy + offset};
   }
 };
+
+inline constexpr auto kStoreCached = [](void* to, Words words) { store_bytes(to, words); };
+inline constexpr auto kStoreStreaming = [](void* to, Words words) { stream_words(to, words); };
 
 // write(i, store) for i from 0 to n, in steps of a vector's bytes of Element: aligned ones as
 // `stores` says, and what no whole aligned vector covers by vectors that overlap it. These write
@@ -98,16 +119,14 @@ template <class Element, class Write>
 NORMSCOPE_INLINE void for_vectors(std::int64_t n, std::int64_t before_alignment, Stores stores,
                                   const Write& write) {
   constexpr std::int64_t kWidth = kElementsOf<Element>;
-  const auto store_cached = [](Element* to, Words words) { store_bytes(to, words); };
-  const auto store_streaming = [](Element* to, Words words) { stream_words(to, words); };
   std::int64_t i = before_alignment;
-  if (i > 0) write(0, store_cached);
+  if (i > 0) write(0, kStoreCached);
   if (stores == Stores::kStreaming) {
-    for (; i + kWidth <= n; i += kWidth) write(i, store_streaming);
+    for (; i + kWidth <= n; i += kWidth) write(i, kStoreStreaming);
   } else {
-    for (; i + kWidth <= n; i += kWidth) write(i, store_cached);
+    for (; i + kWidth <= n; i += kWidth) write(i, kStoreCached);
   }
-  if (i < n) write(n - kWidth, store_cached);
+  if (i < n) write(n - kWidth, kStoreCached);
 }
 
 // n neighbours of one channel.
@@ -129,7 +148,7 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
 }
 
 // All channels of kRows positions, whose outputs are aligned alike: a channel's coefficients are
-// loaded once for them.
+// loaded once for them. They lie as the channels do.
 template <int kRows, class Element, class Inputs, class Coefficients>
 NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coefficients coefficients,
                                     std::int64_t channels, Stores stores,
@@ -149,7 +168,8 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coeffic
                          Block<Element> results[kRows];
                          for (int v = 0; v < kBlockVectors<Element>; ++v) {
                            const std::int64_t begin = c + v * kLanesOf<Real>;
-                           const auto formula = formula_at<Vector<Real>>(coefficients, begin);
+                           auto formula = formula_at<Vector<Real>>(coefficients, begin);
+                           if constexpr (kRows > 1) formula = in_registers(formula);
                            for (int row = 0; row < kRows; ++row) {
                              results[row].vectors[v] = inputs[row].apply(formula, begin);
                            }
@@ -160,57 +180,96 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coeffic
                        });
 }
 
-// The same where the rows consist of blocks, and the coefficients have their order.
-template <int kRows, class Element, class Inputs, class Coefficients>
-NORMSCOPE_INLINE void apply_to_rows_of_blocks(const Inputs (&inputs)[kRows],
-                                              const Coefficients coefficients,
-                                              std::int64_t channels, Stores stores,
-                                              Element* const (&outputs)[kRows]) {
-  using Real = Arithmetic<Element>;
+// All channels of one position, where rows are whole lines.
+template <class Element, class Inputs, class Coefficients>
+NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, const Coefficients coefficients,
+                                            std::int64_t channels, Stores stores, Element* output) {
   for_vectors<Element>(channels, 0, stores, [&](std::int64_t c, const auto& store_words) {
     const auto formula_of = [&](int v) {
-      return formula_at<Vector<Real>>(coefficients, c + v * kLanesOf<Real>);
+      return formula_at<Vector<Arithmetic<Element>>>(coefficients,
+                                                     c + v * kLanesOf<Arithmetic<Element>>);
     };
-    for (int row = 0; row < kRows; ++row) {
-      store_words(outputs[row] + c, narrow_block(inputs[row].apply_to_block(formula_of, c)));
-    }
+    store_words(output + c, narrow_block(inputs.apply_to_block(formula_of, c)));
   });
+}
+
+// All channels of positions [begin, end) of a sample, where rows are whole lines: a line of
+// channels after the other, whose coefficients stay in registers for all positions. What follows is
+// fetched in the same order, which the hardware's prefetching does not follow well.
+template <class Element, class InputsAt, class Coefficients, class StoreWords>
+NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coefficients coefficients,
+                                         std::int64_t sample, std::int64_t begin, std::int64_t end,
+                                         const MutableTensorView y, const StoreWords store_words) {
+  using Formula = decltype(formula_at<Vector<Arithmetic<Element>>>(coefficients, 0));
+  constexpr int kVectors = kBlockVectors<Element>;
+  constexpr std::int64_t kLanes = kLanesOf<Arithmetic<Element>>;
+  constexpr int kBlocks = 64 / kVectorBytes;
+  for (std::int64_t line = 0; line < y.channels; line += kLineElements<Element>) {
+    Formula formulas[kBlocks][kVectors];
+    for (int b = 0; b < kBlocks; ++b) {
+      for (int v = 0; v < kVectors; ++v) {
+        formulas[b][v] = formula_at<Vector<Arithmetic<Element>>>(
+            coefficients, line + (b * kVectors + v) * kLanes);
+      }
+    }
+    for (std::int64_t p = begin; p < end; ++p) {
+      const auto inputs = inputs_at(sample, line, p);
+      Element* const output = element_at<Element>(y, sample, line, p);
+      inputs.prefetch_at(kBytesAhead / static_cast<std::int64_t>(sizeof(Element)));
+      for (int b = 0; b < kBlocks; ++b) {
+        const auto formula_of = [&](int v) { return formulas[b][v]; };
+        const std::int64_t c = b * kVectors * kLanes;
+        store_words(output + c, narrow_block(inputs.apply_to_block(formula_of, c)));
+      }
+    }
+  }
 }
 
 // Positions that are gone through forwards, as the hardware's prefetching expects it.
 inline constexpr std::int64_t kForwardRun = 128;
-// Bytes of a row below which two of them are written at once: what a row costs beside its vectors
-// then shows, while longer ones are streamed faster one by one.
-inline constexpr std::int64_t kPairedRow = 1024;
+// Bytes below which rows are short: what a row costs beside its vectors then shows, and some of
+// them share their coefficients. Longer ones are streamed faster one by one.
+inline constexpr std::int64_t kShortRow = 1024;
 
-// Positions [begin, end) of one sample, all channels; the last ones first.
+// Positions [begin, end) of one sample, all channels; the last ones first. Short rows are taken
+// line by line where elements have 16 bits, as many as make up one that is not short; else, since
+// memory is the bound sooner, in pairs, which are closer to the order in which they lie.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
                                          const Coefficients& coefficients, std::int64_t sample,
                                          std::int64_t begin, std::int64_t end, Stores stores,
                                          const MutableTensorView& y) {
-  const auto apply_to = [&]<class... Positions>(Positions... positions) {
-    if constexpr (kBlockIsInterleaved<Element>) {
-      if (coefficients.order == Order::kOfBlocks) {
-        apply_to_rows_of_blocks<sizeof...(positions), Element>(
-            {inputs_at(sample, 0, positions)...}, coefficients, y.channels, stores,
-            {element_at<Element>(y, sample, 0, positions)...});
-        return;
-      }
-    }
-    apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, coefficients,
-                                                 y.channels, stores,
-                                                 {element_at<Element>(y, sample, 0, positions)...});
-  };
   const std::int64_t row = y.position_stride * static_cast<std::int64_t>(sizeof(Element));
-  const bool in_pairs = row < kPairedRow && row % kVectorBytes == 0;
+  const bool is_short = row < kShortRow;
+  const auto output_at = [&](std::int64_t p) { return element_at<Element>(y, sample, 0, p); };
+  const auto apply_to = [&](auto... positions) {
+    apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, coefficients,
+                                                 y.channels, stores, {output_at(positions)...});
+  };
+  const auto apply_to_lines = [&](std::int64_t first, std::int64_t last) {
+    if (!is_short) {
+      for (std::int64_t p = first; p < last; ++p) {
+        apply_to_row_of_lines(inputs_at(sample, 0, p), coefficients, y.channels, stores,
+                              output_at(p));
+      }
+    } else if (stores == Stores::kStreaming) {
+      apply_line_by_line<Element>(inputs_at, coefficients, sample, first, last, y, kStoreStreaming);
+    } else {
+      apply_line_by_line<Element>(inputs_at, coefficients, sample, first, last, y, kStoreCached);
+    }
+  };
   while (end > begin) {
     const std::int64_t first = larger(begin, end - kForwardRun);
     std::int64_t p = first;
-    if (in_pairs) {
-      for (; p + 2 <= end; p += 2) apply_to(p, p + 1);
+    if (sizeof(Element) == 2 && coefficients.rows == Rows::kWholeLines) {
+      const std::int64_t rows = is_short ? kShortRow / row : kForwardRun;
+      for (; p < end; p += rows) apply_to_lines(p, smaller(p + rows, end));
+    } else {
+      if (is_short && row % kVectorBytes == 0) {
+        for (; p + 2 <= end; p += 2) apply_to(p, p + 1);
+      }
+      for (; p < end; ++p) apply_to(p);
     }
-    for (; p < end; ++p) apply_to(p);
     end = first;
   }
 }

@@ -129,14 +129,12 @@ std::vector<double> channel_values(ChannelView view, double otherwise, std::int6
 template <class Real, int kArrays>
 class Coefficients {
  public:
-  // In the order of interleaved blocks of so many channels, a power of two; 0: in that of the
-  // channels.
-  explicit Coefficients(std::int64_t channels, std::int64_t block = 0)
+  // In the order of interleaved blocks of so many channels, a power of two, where rows are whole
+  // lines; 0: in that of the channels.
+  explicit Coefficients(std::int64_t channels, Rows rows = Rows::kAny, std::int64_t block = 0)
       : stride_(ceil_divide(channels, kLine) * kLine),
-        block_(block),
+        block_(rows == Rows::kWholeLines ? block : 0),
         values_(static_cast<std::size_t>(kArrays * stride_)) {}
-
-  [[nodiscard]] Order order() const { return block_ > 0 ? Order::kOfBlocks : Order::kOfChannels; }
 
   // Any NaN becomes the plain one: narrowing to 16 bits counts on it.
   void set(int array, std::int64_t c, double value) {
@@ -163,14 +161,17 @@ class Coefficients {
   AlignedVector<Real> values_;
 };
 
-// The block if the rows of y consist of such, at addresses that are multiples of its size; else 0.
-std::int64_t block_of_rows(const MutableTensorView& y, std::int64_t block) {
-  if (block == 0 || y.layout() != Layout::kChannelsLast) return 0;
+// Both the lengths and the addresses have to be whole lines.
+Rows rows_of(const MutableTensorView& y) {
+  const auto is_whole = [&](std::int64_t elements) {
+    return elements * size_of(y.dtype) % kCacheLine == 0;
+  };
   const auto address = reinterpret_cast<std::uintptr_t>(y.data);
-  const bool fits = address % static_cast<std::uintptr_t>(block * size_of(y.dtype)) == 0 &&
-                    y.channels % block == 0 && y.position_stride % block == 0 &&
-                    y.sample_stride % block == 0;
-  return fits ? block : 0;
+  const bool fits = y.layout() == Layout::kChannelsLast &&
+                    address % static_cast<std::uintptr_t>(kCacheLine) == 0 &&
+                    is_whole(y.channels) && is_whole(y.position_stride) &&
+                    is_whole(y.sample_stride);
+  return fits ? Rows::kWholeLines : Rows::kAny;
 }
 
 // Whether y lies in runs of whole cache lines, or in such long ones that their ends do not matter.
@@ -259,8 +260,8 @@ struct Backend {
       using Real = Arithmetic<Element>;
       const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
       const std::vector<double> biases = channel_values(bias, 0.0, x.channels);
-      const std::int64_t block = block_of_rows(y, kPieces.of<Element>().interleaved_block);
-      Coefficients<Real, 4> values(x.channels, block);
+      const Rows rows = rows_of(y);
+      Coefficients<Real, 4> values(x.channels, rows, kPieces.of<Element>().interleaved_block);
       for (std::int64_t c = 0; c < x.channels; ++c) {
         values.set(0, c, statistics.mean_hi[c]);
         values.set(1, c, statistics.mean_lo[c]);
@@ -272,8 +273,8 @@ struct Backend {
         const std::int64_t c = channels.begin;
         kPieces.of<Element>().normalize(
             x.channel_range(c, channels.end),
-            {values.order(), values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c)},
-            tiles, stores, y.channel_range(c, channels.end));
+            {rows, values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c)}, tiles,
+            stores, y.channel_range(c, channels.end));
       });
     });
   }
@@ -311,8 +312,8 @@ struct Backend {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       using Real = Arithmetic<Element>;
       const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
-      const std::int64_t block = block_of_rows(dx, kPieces.of<Element>().interleaved_block);
-      Coefficients<Real, 5> values(x.channels, block);
+      const Rows rows = rows_of(dx);
+      Coefficients<Real, 5> values(x.channels, rows, kPieces.of<Element>().interleaved_block);
       for (std::int64_t c = 0; c < x.channels; ++c) {
         const double inv_std = statistics.inv_std[c];
         values.set(0, c, statistics.mean_hi[c]);
@@ -326,7 +327,7 @@ struct Backend {
         const std::int64_t c = channels.begin;
         kPieces.of<Element>().input_gradient(x.channel_range(c, channels.end),
                                              dy.channel_range(c, channels.end),
-                                             {values.order(), values.at(0, c), values.at(1, c),
+                                             {rows, values.at(0, c), values.at(1, c),
                                               values.at(2, c), values.at(3, c), values.at(4, c)},
                                              tiles, stores, dx.channel_range(c, channels.end));
       });

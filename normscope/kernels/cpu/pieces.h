@@ -18,15 +18,16 @@ struct TileRange {
   std::int64_t end;
 };
 
-// How the coefficients of neighbouring channels lie: as the channels do, or as the vectors of a
-// block hold elements (vector.h), which saves sorting the elements of rows that are whole blocks.
-enum class Order { kOfChannels, kOfBlocks };
+// The rows of an output, a position's channels each. Where they are whole cache lines, coefficients
+// lie as the vectors of a block hold elements (vector.h), which saves sorting the elements; else as
+// the channels do.
+enum class Rows { kAny, kWholeLines };
 
 // Per-channel coefficients of the formulas Normalize and InputGradient, in the type of the
 // arithmetic.
 template <class Real>
 struct NormalizeCoefficients {
-  Order order;
+  Rows rows;
   const Real* mean_hi;  // [C]
   const Real* mean_lo;  // [C]
   const Real* scale;    // [C]
@@ -34,7 +35,7 @@ struct NormalizeCoefficients {
 };
 template <class Real>
 struct InputGradientCoefficients {
-  Order order;
+  Rows rows;
   const Real* mean_hi;  // [C]
   const Real* mean_lo;  // [C]
   const Real* scale;    // [C]

@@ -55,6 +55,17 @@ NORMSCOPE_INLINE Any load_bytes(const void* from) {
   return value;
 }
 
+// The value, as something that cannot be loaded again: GCC 12 would do that for each of its uses.
+template <class AnyVector>
+NORMSCOPE_INLINE AnyVector in_register(AnyVector value) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(value));
+#elif defined(__SSE2__)
+  asm("" : "+x"(value));
+#endif
+  return value;
+}
+
 template <class Any>
 NORMSCOPE_INLINE void store_bytes(void* to, Any value) {
   __builtin_memcpy(to, &value, sizeof(Any));
