@@ -36,9 +36,11 @@ const Kernels& named(std::string_view argument, std::string_view name) {
 
 std::span<const Kernels* const> built_kernels() {
   static const Kernels* const kBuilt[] = {
-      &reference::kKernels, &cpu::kBaselineKernels,
+      &reference::kKernels,
+      &cpu::kBaselineKernels,
 #if defined(__x86_64__)
-      &cpu::kAvx2Kernels,   &cpu::kAvx512Kernels,   &cpu::kAvx512Bf16Kernels,
+      &cpu::kAvx2Kernels,
+      &cpu::kAvx512Kernels,
 #endif
   };
   return kBuilt;

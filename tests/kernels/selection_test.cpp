@@ -49,10 +49,8 @@ std::vector<std::string> promised_kernels() {
   const auto has = [&](const std::vector<std::string>& wanted) {
     return std::ranges::all_of(wanted, [&](const auto& flag) { return flags.contains(flag); });
   };
-  const bool has_avx512 = has({"avx512f", "avx512bw", "avx512vl", "avx512dq"});
   if (has({"avx2", "f16c", "fma"})) names.emplace_back("avx2");
-  if (has_avx512) names.emplace_back("avx512");
-  if (has_avx512 && has({"avx512_bf16"})) names.emplace_back("avx512_bf16");
+  if (has({"avx512f", "avx512bw", "avx512vl", "avx512dq"})) names.emplace_back("avx512");
 #endif
   return names;
 }

@@ -358,8 +358,6 @@ constinit const Kernels kAvx2Kernels =
     Backend<kAvx2>::kernels("avx2", [] { return kAvx2.can_run(); });
 constinit const Kernels kAvx512Kernels =
     Backend<kAvx512>::kernels("avx512", [] { return kAvx512.can_run(); });
-constinit const Kernels kAvx512Bf16Kernels =
-    Backend<kAvx512Bf16>::kernels("avx512_bf16", [] { return kAvx512Bf16.can_run(); });
 #endif
 
 }  // namespace normscope::cpu

@@ -10,6 +10,5 @@ namespace normscope::cpu {
 extern const Kernels kBaselineKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
-extern const Kernels kAvx512Bf16Kernels;
 
 }  // namespace normscope::cpu

@@ -106,6 +106,5 @@ struct Pieces {
 extern const Pieces kBaseline;
 extern const Pieces kAvx2;
 extern const Pieces kAvx512;
-extern const Pieces kAvx512Bf16;
 
 }  // namespace normscope::cpu

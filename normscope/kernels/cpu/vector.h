@@ -293,22 +293,7 @@ NORMSCOPE_INLINE Words round_to_upper_half(Floats value) {
   return bits + 0x7FFFU + ((bits >> 16U) & 1U);
 }
 
-#if defined(__AVX512BF16__)
-// The conversion instruction flushes denormals, which the contract keeps.
-NORMSCOPE_INLINE bool has_denormal(Floats value) {
-  const Words magnitude = reinterpret_cast<Words>(value) & 0x7FFFFFFFU;
-  const auto denormal = reinterpret_cast<__m512i>((magnitude < 0x00800000U) & (magnitude != 0U));
-  return _mm512_test_epi32_mask(denormal, denormal) != 0;
-}
-#endif
-
 NORMSCOPE_INLINE Words narrow_pair(const BFloat16*, Floats low, Floats high) {
-#if defined(__AVX512BF16__)
-  if (!has_denormal(low) && !has_denormal(high)) {
-    return reinterpret_cast<Words>(
-        _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low)));
-  }
-#endif
   return upper_halves(round_to_upper_half(low), round_to_upper_half(high));
 }
 
