@@ -72,11 +72,36 @@ class MagnitudeSpan {
   Integers smallest_ = Integers{} + 0x7FFFFFFF;
 };
 
-// A block is a cache line of channels wide: rows lie far apart, and all of what is fetched should
-// be used. Where so many channels are not left, it is one vector wide.
+// A vector of floats, widened.
+struct Halves {
+  Doubles of[2] = {};
+};
+NORMSCOPE_INLINE Halves halves_of(Floats value) {
+  constexpr auto kIndices = std::make_index_sequence<kDoubles>{};
+  return {{widen_floats(part_of<0>(value, kIndices)),
+           widen_floats(part_of<kDoubles>(value, kIndices))}};
+}
+
+// A sum in float64, and the span that tells afterwards whether it is exact.
+struct SumWithSpan {
+  Halves halves;
+  MagnitudeSpan span;
+
+  // Returns the term widened.
+  NORMSCOPE_INLINE Halves add(Floats term) {
+    const Halves widened = halves_of(term);
+    span.add(term);
+    for (int half = 0; half < 2; ++half) halves.of[half] += widened.of[half];
+    return widened;
+  }
+};
+
+// A block is a cache line of channels wide, since rows lie far apart, and all of what is fetched
+// should be used; but two vectors at most, so that sums stay in registers. Where so many channels
+// are not left, it is one vector wide.
 template <class Element>
-inline constexpr int kLineVectors =
-    kVectorBytes < 64 ? 64 / static_cast<int>(sizeof(Element)) / kFloats : 1;
+inline constexpr int kVectorsOfBlock =
+    kElementsOf<Element> * 64 / kVectorBytes < 2 * kFloats ? 1 : 2;
 
 // Terms by row and vector of channels.
 template <int kVectors, int kRows>
@@ -88,21 +113,6 @@ struct Columns {
     return load_as_doubles(reinterpret_cast<const float*>(&rows[row][v]) + half * kDoubles);
   }
 };
-
-// Sums of vector v, in halves.
-struct ExactSums {
-  Doubles halves[2];
-};
-template <class AnyColumns>
-NORMSCOPE_INLINE ExactSums exact_sums(const AnyColumns& terms, std::int64_t rows, int v) {
-  Doubles low{};
-  Doubles high{};
-  for (std::int64_t row = 0; row < rows; ++row) {
-    low += terms.at(row, v, 0);
-    high += terms.at(row, v, 1);
-  }
-  return {{low, high}};
-}
 
 // A power of two that is more than the sum of a block's squares of numbers up to `largest`, so that
 // a float64 sum which begins with it stays below its double.
@@ -140,21 +150,6 @@ NORMSCOPE_INLINE ExactMoments exact_moments(const AnyColumns& terms, std::int64_
     }
   }
   return {{sum[0], sum[1]}, {upper[0] - base[0], upper[1] - base[1]}, {lower[0], lower[1]}};
-}
-
-// The same where every sum of squares is exact.
-template <class AnyColumns>
-NORMSCOPE_INLINE ExactMoments exact_moments_of_narrow(const AnyColumns& terms, std::int64_t rows,
-                                                      int v) {
-  ExactMoments moments{};
-  for (std::int64_t row = 0; row < rows; ++row) {
-    for (int half = 0; half < 2; ++half) {
-      const Doubles value = terms.at(row, v, half);
-      moments.sum[half] += value;
-      moments.upper_squares[half] = add_exact_product(value, value, moments.upper_squares[half]);
-    }
-  }
-  return moments;
 }
 
 // Out of line: seldom needed, and large.
@@ -197,15 +192,53 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
       add_moments_one_by_one(x + v * kFloats, row_stride, rows, of_vector);
       continue;
     }
-    const bool squares_add_up =
-        sizeof(Element) == 2 && spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfSquares<Element>);
-    const ExactMoments moments = squares_add_up ? exact_moments_of_narrow(columns, rows, v)
-                                                : exact_moments(columns, rows, v, spans[v]);
+    const ExactMoments moments = exact_moments(columns, rows, v, spans[v]);
     for (int half = 0; half < 2; ++half) {
       const std::int64_t c = half * kDoubles;
       add_part(of_vector, 0, c, moments.sum[half]);
       add_part(of_vector, 1, c, moments.upper_squares[half]);
       add_part(of_vector, 1, c, moments.lower_squares[half]);
+    }
+  }
+}
+
+// A vector of channels. Out of line: seldom needed.
+template <class Element>
+[[gnu::noinline]] void add_moments_of_vector(const Element* x, std::int64_t row_stride,
+                                             std::int64_t rows,
+                                             RowsAhead<MomentTerms<Element>> ahead,
+                                             const LimbsView& limbs) {
+  add_moments_of_block<1>(x, row_stride, rows, ahead, limbs);
+}
+
+// For elements of 16 bits, whose squares mostly add up in float64 as they are.
+template <int kVectors, class Element>
+NORMSCOPE_INLINE void add_moments_of_small_block(const Element* x, std::int64_t row_stride,
+                                                 std::int64_t rows,
+                                                 RowsAhead<MomentTerms<Element>>& rows_ahead,
+                                                 const LimbsView& limbs) {
+  SumWithSpan sums[kVectors];
+  Doubles squares[kVectors][2] = {};
+  RowsAhead ahead = rows_ahead;  // for the loop's registers
+  for (std::int64_t row = 0; row < rows; ++row) {
+    ahead.fetch(kVectors * kFloats);
+    for (int v = 0; v < kVectors; ++v) {
+      const auto halves = sums[v].add(load(x + row * row_stride + v * kFloats));
+      for (int half = 0; half < 2; ++half) {
+        squares[v][half] = add_exact_product(halves.of[half], halves.of[half], squares[v][half]);
+      }
+    }
+  }
+  rows_ahead = ahead;
+  for (int v = 0; v < kVectors; ++v) {
+    const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
+    if (!sums[v].span.is_narrow(kLeastWithSquareOnGrid, kSpanOfSquares<Element>)) {
+      add_moments_of_vector(x + v * kFloats, row_stride, rows, ahead, of_vector);
+      continue;
+    }
+    for (int half = 0; half < 2; ++half) {
+      add_part(of_vector, 0, half * kDoubles, sums[v].halves.of[half]);
+      add_part(of_vector, 1, half * kDoubles, squares[v][half]);
     }
   }
 }
@@ -241,10 +274,8 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
                                              std::int64_t rows, const float* mean_hi,
                                              RowsAhead<GradientTerms<Element>>& rows_ahead,
                                              const LimbsView& limbs) {
-  Columns<kVectors, kGradientRows> first;
-  Columns<kVectors, kGradientRows> second;
-  MagnitudeSpan first_spans[kVectors];
-  MagnitudeSpan second_spans[kVectors];
+  SumWithSpan first[kVectors];
+  SumWithSpan second[kVectors];
   RowsAhead ahead = rows_ahead;  // for the loop's registers
   for (std::int64_t row = 0; row < rows; ++row) {
     ahead.fetch(kVectors * kFloats);
@@ -253,27 +284,23 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
       const auto term =
           GradientTerms<Element>::of(load(terms.x + row * x_stride + c),
                                      load(terms.dy + row * dy_stride + c), load(mean_hi + c));
-      first.rows[row][v] = term.first;
-      second.rows[row][v] = term.second;
-      first_spans[v].add(term.first);
-      second_spans[v].add(term.second);
+      first[v].add(term.first);
+      second[v].add(term.second);
     }
   }
   rows_ahead = ahead;
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t begin = v * kFloats;
     const LimbsView of_vector = limbs.channel_range(begin, begin + kFloats);
-    if (!first_spans[v].is_narrow(kLeastOnGrid, kSpanOfGradients) ||
-        !second_spans[v].is_narrow(kLeastOnGrid, kSpanOfGradients)) {
+    if (!first[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients) ||
+        !second[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients)) {
       add_gradients_one_by_one(GradientTerms<Element>{terms.x + begin, terms.dy + begin}, x_stride,
                                dy_stride, rows, mean_hi + begin, of_vector);
       continue;
     }
-    const ExactSums first_sums = exact_sums(first, rows, v);
-    const ExactSums second_sums = exact_sums(second, rows, v);
     for (int half = 0; half < 2; ++half) {
-      add_part(of_vector, 0, half * kDoubles, first_sums.halves[half]);
-      add_part(of_vector, 1, half * kDoubles, second_sums.halves[half]);
+      add_part(of_vector, 0, half * kDoubles, first[v].halves.of[half]);
+      add_part(of_vector, 1, half * kDoubles, second[v].halves.of[half]);
     }
   }
 }
@@ -301,7 +328,7 @@ NORMSCOPE_INLINE void for_element_blocks(TileRange samples, std::int64_t row_str
           }
         };
     if constexpr (sizeof(Element) < sizeof(double)) {
-      add_while_fitting(std::integral_constant<int, kLineVectors<Element>>{});
+      add_while_fitting(std::integral_constant<int, kVectorsOfBlock<Element>>{});
       add_while_fitting(std::integral_constant<int, 1>{});
     }
     add_while_fitting(std::integral_constant<int, 0>{});
@@ -317,7 +344,9 @@ void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView l
   const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t,
                                      RowsAhead<TheTerms>& ahead, const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
-    if constexpr (kVectors > 0) {
+    if constexpr (kVectors > 0 && sizeof(Element) == 2) {
+      add_moments_of_small_block<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
+    } else if constexpr (kVectors > 0) {
       add_moments_of_block<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
     } else {
       add_moments_one_by_one(terms.x, x.sample_stride, rows, block);
