@@ -26,6 +26,9 @@ std::vector<Shape> shapes_under_test() {
   }
   // Several channels' small planes at a time, and what is left of them.
   for (const std::int64_t positions : {20, 33, 49, 64}) shapes.push_back({2, 35, positions});
+  // Rows of 16-bit elements that are taken one at a time, and a few at a time.
+  shapes.push_back({2, 512, 5});
+  shapes.push_back({2, 192, 133});
   return shapes;
 }
 

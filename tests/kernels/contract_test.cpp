@@ -197,6 +197,30 @@ TEST_P(KernelContract, StridesAndPartsOfTensorsChangeNothingAndNothingElseIsWrit
   }
 }
 
+TEST_P(KernelContract, StridesAlongOneElementMayBeAnything) {
+  for (const Shape& shape : {Shape{1, 64, 1}, {5, 64, 1}, {1, 64, 9}}) {
+    Tensor x = tensor(shape);
+    fill(x, Inputs::kCentred, Role::kX);
+    OwnedStatistics statistics(shape.channels);
+    for (std::int64_t c = 0; c < shape.channels; ++c) statistics.view().inv_std[c] = 1.5;
+    Tensor expected = tensor(shape);
+    kernels().normalize({}, x.view().read_only(), statistics.view().read_only(), {}, {},
+                        expected.view());
+    for (const std::int64_t stride : {0, 1, -128}) {
+      Tensor y = tensor(shape);
+      MutableTensorView view = y.view();
+      if (shape.samples == 1) view.sample_stride = stride;
+      if (shape.positions == 1) view.position_stride = stride;
+
+      kernels().normalize({}, x.view().read_only(), statistics.view().read_only(), {}, {}, view);
+
+      y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+        ASSERT_EQ(y.at(n, c, p), expected.at(n, c, p)) << describe(shape, Inputs::kCentred);
+      });
+    }
+  }
+}
+
 TEST_P(KernelContract, EmptyTensorsAddNothingAndWriteNothing) {
   for (const Shape& shape : {Shape{0, 3, 5}, {2, 0, 5}, {2, 3, 0}}) {
     SCOPED_TRACE(describe(shape, Inputs::kCentred));

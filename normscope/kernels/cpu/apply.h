@@ -148,7 +148,7 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
 }
 
 // All channels of kRows positions, whose outputs are aligned alike: a channel's coefficients are
-// loaded once for them. They lie as the channels do.
+// loaded once for them. The coefficients lie as the channels do.
 template <int kRows, class Element, class Inputs, class Coefficients>
 NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coefficients coefficients,
                                     std::int64_t channels, Stores stores,
@@ -194,7 +194,7 @@ NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, const Coefficie
 }
 
 // All channels of positions [begin, end) of a sample, where rows are whole lines: a line of
-// channels after the other, whose coefficients stay in registers for all positions. What follows is
+// channels after the other, whose coefficients are loaded once for all positions. What follows is
 // fetched in the same order, which the hardware's prefetching does not follow well.
 template <class Element, class InputsAt, class Coefficients, class StoreWords>
 NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coefficients coefficients,
@@ -203,7 +203,7 @@ NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coeffic
   using Formula = decltype(formula_at<Vector<Arithmetic<Element>>>(coefficients, 0));
   constexpr int kVectors = kBlockVectors<Element>;
   constexpr std::int64_t kLanes = kLanesOf<Arithmetic<Element>>;
-  constexpr int kBlocks = 64 / kVectorBytes;
+  constexpr int kBlocks = kLineElements<Element> / kElementsOf<Element>;
   for (std::int64_t line = 0; line < y.channels; line += kLineElements<Element>) {
     Formula formulas[kBlocks][kVectors];
     for (int b = 0; b < kBlocks; ++b) {
@@ -231,45 +231,59 @@ inline constexpr std::int64_t kForwardRun = 128;
 // them share their coefficients. Longer ones are streamed faster one by one.
 inline constexpr std::int64_t kShortRow = 1024;
 
-// Positions [begin, end) of one sample, all channels; the last ones first. Short rows are taken
-// line by line where elements have 16 bits, as many as make up one that is not short; else, since
-// memory is the bound sooner, in pairs, which are closer to the order in which they lie.
+// Positions [first, last) of one sample, all channels, where rows are whole lines of elements of 16
+// bits: short ones line by line, as many at a time as fit into kShortRow.
+template <class Element, class InputsAt, class Coefficients>
+NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const Coefficients& coefficients,
+                                     std::int64_t sample, std::int64_t first, std::int64_t last,
+                                     Stores stores, const MutableTensorView& y) {
+  const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
+  if (row >= kShortRow) {
+    for (std::int64_t p = first; p < last; ++p) {
+      apply_to_row_of_lines(inputs_at(sample, 0, p), coefficients, y.channels, stores,
+                            element_at<Element>(y, sample, 0, p));
+    }
+    return;
+  }
+  const std::int64_t rows = kShortRow / row;
+  for (std::int64_t p = first; p < last; p += rows) {
+    const std::int64_t end = smaller(p + rows, last);
+    if (stores == Stores::kStreaming) {
+      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, end, y, kStoreStreaming);
+    } else {
+      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, end, y, kStoreCached);
+    }
+  }
+}
+
+// Positions [begin, end) of one sample, all channels; the last ones first. Short rows of elements
+// of more bits are taken in pairs, if they are aligned alike: memory is their bound sooner, and
+// pairs are closer to the order in which they lie.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
                                          const Coefficients& coefficients, std::int64_t sample,
                                          std::int64_t begin, std::int64_t end, Stores stores,
                                          const MutableTensorView& y) {
-  const std::int64_t row = y.position_stride * static_cast<std::int64_t>(sizeof(Element));
-  const bool is_short = row < kShortRow;
-  const auto output_at = [&](std::int64_t p) { return element_at<Element>(y, sample, 0, p); };
   const auto apply_to = [&](auto... positions) {
     apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, coefficients,
-                                                 y.channels, stores, {output_at(positions)...});
+                                                 y.channels, stores,
+                                                 {element_at<Element>(y, sample, 0, positions)...});
   };
-  const auto apply_to_lines = [&](std::int64_t first, std::int64_t last) {
-    if (!is_short) {
-      for (std::int64_t p = first; p < last; ++p) {
-        apply_to_row_of_lines(inputs_at(sample, 0, p), coefficients, y.channels, stores,
-                              output_at(p));
-      }
-    } else if (stores == Stores::kStreaming) {
-      apply_line_by_line<Element>(inputs_at, coefficients, sample, first, last, y, kStoreStreaming);
-    } else {
-      apply_line_by_line<Element>(inputs_at, coefficients, sample, first, last, y, kStoreCached);
-    }
-  };
+  const std::int64_t row = y.position_stride * static_cast<std::int64_t>(sizeof(Element));
+  const bool in_pairs = row < kShortRow && row % kVectorBytes == 0;
   while (end > begin) {
     const std::int64_t first = larger(begin, end - kForwardRun);
     std::int64_t p = first;
-    if (sizeof(Element) == 2 && coefficients.rows == Rows::kWholeLines) {
-      const std::int64_t rows = is_short ? kShortRow / row : kForwardRun;
-      for (; p < end; p += rows) apply_to_lines(p, smaller(p + rows, end));
-    } else {
-      if (is_short && row % kVectorBytes == 0) {
-        for (; p + 2 <= end; p += 2) apply_to(p, p + 1);
+    if constexpr (sizeof(Element) == 2) {
+      if (coefficients.rows == Rows::kWholeLines) {
+        apply_to_lines<Element>(inputs_at, coefficients, sample, first, end, stores, y);
+        p = end;
       }
-      for (; p < end; ++p) apply_to(p);
     }
+    if (in_pairs) {
+      for (; p + 2 <= end; p += 2) apply_to(p, p + 1);
+    }
+    for (; p < end; ++p) apply_to(p);
     end = first;
   }
 }

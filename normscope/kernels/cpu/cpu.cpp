@@ -96,9 +96,12 @@ void sum_parts(const Execution& execution, const TensorView& x, const Pieces& pi
     });
     return;
   }
-  AlignedVector<double> storage(static_cast<std::size_t>(threads * limbs_size(x.channels)));
+  // From the limbs of one thread to those of the next, which share no cache line.
+  constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(double));
+  const std::int64_t stride = ceil_divide(limbs_size(x.channels), kLine) * kLine;
+  AlignedVector<double> storage(static_cast<std::size_t>(threads * stride));
   const auto own_limbs = [&](std::int64_t i) {
-    return LimbsView{storage.data() + i * limbs_size(x.channels), x.channels, x.channels};
+    return LimbsView{storage.data() + i * stride, x.channels, x.channels};
   };
   execution.parallel_for(threads, [&](std::int64_t i) {
     sum_into({0, x.channels}, part_of(tile_count(x), threads, i), own_limbs(i));
@@ -161,7 +164,7 @@ class Coefficients {
   AlignedVector<Real> values_;
 };
 
-// Both the lengths and the addresses have to be whole lines.
+// Both the lengths and the addresses have to be whole lines; a stride along one element is none.
 Rows rows_of(const MutableTensorView& y) {
   const auto is_whole = [&](std::int64_t elements) {
     return elements * size_of(y.dtype) % kCacheLine == 0;
@@ -169,8 +172,8 @@ Rows rows_of(const MutableTensorView& y) {
   const auto address = reinterpret_cast<std::uintptr_t>(y.data);
   const bool fits = y.layout() == Layout::kChannelsLast &&
                     address % static_cast<std::uintptr_t>(kCacheLine) == 0 &&
-                    is_whole(y.channels) && is_whole(y.position_stride) &&
-                    is_whole(y.sample_stride);
+                    is_whole(y.channels) && (y.positions == 1 || is_whole(y.position_stride)) &&
+                    (y.samples == 1 || is_whole(y.sample_stride));
   return fits ? Rows::kWholeLines : Rows::kAny;
 }
 

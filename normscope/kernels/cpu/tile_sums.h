@@ -5,8 +5,8 @@
 //
 // What is added is told by the terms of an element: first and second.
 
-// How far ahead of the sums memory is fetched where elements are neighbours: the hardware's own
-// prefetching ends with a page.
+// How far ahead memory is fetched where what comes next lies behind: the hardware's own prefetching
+// ends with a page.
 inline constexpr std::int64_t kBytesAhead = 2048;
 
 template <class Value>
