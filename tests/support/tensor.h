@@ -6,10 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <string>
 #include <vector>
 
+#include "normscope/core/aligned_vector.h"
 #include "normscope/core/element.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/kernels.h"
@@ -27,24 +27,6 @@ inline constexpr Layout kAllLayouts[] = {Layout::kChannelsFirst, Layout::kChanne
 [[nodiscard]] inline std::string name_of(Layout layout) {
   return layout == Layout::kChannelsFirst ? "channels_first" : "channels_last";
 }
-
-// Memory that begins with a cache line, as torch's does.
-template <class T>
-struct LineAllocator {
-  using value_type = T;  // NOLINT(readability-identifier-naming): the standard's name
-  static constexpr std::align_val_t kLine{64};
-
-  LineAllocator() = default;
-  template <class Other>
-  explicit LineAllocator(const LineAllocator<Other>&) noexcept {}
-
-  [[nodiscard]] T* allocate(std::size_t n) {
-    return static_cast<T*>(::operator new(n * sizeof(T), kLine));
-  }
-  void deallocate(T* memory, std::size_t) noexcept { ::operator delete(memory, kLine); }
-
-  bool operator==(const LineAllocator&) const = default;
-};
 
 // Elements that belong to nobody: before the first row, behind each row, behind each sample.
 struct Gaps {
@@ -147,7 +129,7 @@ class Tensor {
 
   MutableTensorView view_;
   std::int64_t first_;
-  std::vector<std::byte, LineAllocator<std::byte>> bytes_;
+  AlignedVector<std::byte> bytes_;  // as torch aligns it
 };
 
 // Per-channel numbers [C] of any type: a tensor of one sample and position.

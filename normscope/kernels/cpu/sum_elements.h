@@ -5,8 +5,8 @@
 //
 // Such an element is its own pivot: x and x^2 go into the limbs as they are, dy and dy (x - mean)
 // as the arithmetic's type holds them. One by one they would cost some twenty instructions an
-// element; so the rows of a block are added in float64 first, where a look at the largest and the
-// smallest magnitude shows that these additions are exact as well.
+// element; so the rows of a block are added in float64 first, where the largest and the smallest
+// magnitude show that these additions are exact as well.
 
 // More rows share the limbs' cost, but are exact less often: above all products, which span more.
 inline constexpr int kMomentRows = 64;
@@ -23,14 +23,11 @@ inline constexpr float kLeastWithSquareOnGrid = 0x1p-27F;
 inline constexpr float kSpanOfMoments = 0x1p22F;
 inline constexpr float kSpanOfGradients = 0x1p23F;
 
-// Where the elements' significands have 8 or 11 bits, their squares within such a span lie within
-// 46, and add up within 53, too.
+// The squares of bfloat16 have 16 bits: within this span they lie within 46, and add up within 53,
+// too. Those of float16 would within 2^12, which is less than most blocks span.
+inline constexpr float kSpanOfSquares = 0x1p15F;
 template <class Element>
-inline constexpr float kSpanOfSquares = 0.0F;
-template <>
-inline constexpr float kSpanOfSquares<BFloat16> = 0x1p15F;
-template <>
-inline constexpr float kSpanOfSquares<Float16> = 0x1p12F;
+inline constexpr bool kSquaresMayAddUp = std::is_same_v<Element, BFloat16>;
 
 // The largest and the smallest magnitude of each channel of a block, zeros apart. Magnitudes are
 // compared as integers, which order them alike.
@@ -72,24 +69,14 @@ class MagnitudeSpan {
   Integers smallest_ = Integers{} + 0x7FFFFFFF;
 };
 
-// A vector of floats, widened.
-struct Halves {
-  Doubles of[2] = {};
-};
-NORMSCOPE_INLINE Halves halves_of(Floats value) {
-  constexpr auto kIndices = std::make_index_sequence<kDoubles>{};
-  return {{widen_floats(part_of<0>(value, kIndices)),
-           widen_floats(part_of<kDoubles>(value, kIndices))}};
-}
-
 // A sum in float64, and the span that tells afterwards whether it is exact.
 struct SumWithSpan {
-  Halves halves;
+  WideHalves halves;
   MagnitudeSpan span;
 
   // Returns the term widened.
-  NORMSCOPE_INLINE Halves add(Floats term) {
-    const Halves widened = halves_of(term);
+  NORMSCOPE_INLINE WideHalves add(Floats term) {
+    const WideHalves widened = wide_halves(term);
     span.add(term);
     for (int half = 0; half < 2; ++half) halves.of[half] += widened.of[half];
     return widened;
@@ -97,11 +84,10 @@ struct SumWithSpan {
 };
 
 // A block is a cache line of channels wide, since rows lie far apart, and all of what is fetched
-// should be used; but two vectors at most, so that sums stay in registers. Where so many channels
-// are not left, it is one vector wide.
+// should be used; but two vectors at most, as many as have sums in registers. Where so many
+// channels are not left, it is one vector wide.
 template <class Element>
-inline constexpr int kVectorsOfBlock =
-    kElementsOf<Element> * 64 / kVectorBytes < 2 * kFloats ? 1 : 2;
+inline constexpr int kVectorsOfBlock = kLineElements<Element> < 2 * kFloats ? 1 : 2;
 
 // Terms by row and vector of channels.
 template <int kVectors, int kRows>
@@ -211,12 +197,11 @@ template <class Element>
   add_moments_of_block<1>(x, row_stride, rows, ahead, limbs);
 }
 
-// For elements of 16 bits, whose squares mostly add up in float64 as they are.
+// Where squares mostly add up in float64 as they are.
 template <int kVectors, class Element>
-NORMSCOPE_INLINE void add_moments_of_small_block(const Element* x, std::int64_t row_stride,
-                                                 std::int64_t rows,
-                                                 RowsAhead<MomentTerms<Element>>& rows_ahead,
-                                                 const LimbsView& limbs) {
+NORMSCOPE_INLINE void add_moments_with_squares_as_they_are(
+    const Element* x, std::int64_t row_stride, std::int64_t rows,
+    RowsAhead<MomentTerms<Element>>& rows_ahead, const LimbsView& limbs) {
   SumWithSpan sums[kVectors];
   Doubles squares[kVectors][2] = {};
   RowsAhead ahead = rows_ahead;  // for the loop's registers
@@ -232,7 +217,7 @@ NORMSCOPE_INLINE void add_moments_of_small_block(const Element* x, std::int64_t 
   rows_ahead = ahead;
   for (int v = 0; v < kVectors; ++v) {
     const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
-    if (!sums[v].span.is_narrow(kLeastWithSquareOnGrid, kSpanOfSquares<Element>)) {
+    if (!sums[v].span.is_narrow(kLeastWithSquareOnGrid, kSpanOfSquares)) {
       add_moments_of_vector(x + v * kFloats, row_stride, rows, ahead, of_vector);
       continue;
     }
@@ -344,8 +329,8 @@ void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView l
   const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t,
                                      RowsAhead<TheTerms>& ahead, const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
-    if constexpr (kVectors > 0 && sizeof(Element) == 2) {
-      add_moments_of_small_block<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
+    if constexpr (kVectors > 0 && kSquaresMayAddUp<Element>) {
+      add_moments_with_squares_as_they_are<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
     } else if constexpr (kVectors > 0) {
       add_moments_of_block<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
     } else {

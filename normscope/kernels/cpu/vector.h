@@ -254,11 +254,20 @@ NORMSCOPE_INLINE FloatsOfDoubles part_of(Floats values, std::index_sequence<kInd
   return __builtin_shufflevector(values, values, (kIndices + kFirst)...);
 }
 
+// A vector of float32 as two of float64.
+struct WideHalves {
+  Doubles of[2] = {};
+};
+NORMSCOPE_INLINE WideHalves wide_halves(Floats values) {
+  constexpr auto kIndices = std::make_index_sequence<kDoubles>{};
+  return {{widen_floats(part_of<0>(values, kIndices)),
+           widen_floats(part_of<kDoubles>(values, kIndices))}};
+}
+
 // Stores a vector of float32 or float64 as float64.
 NORMSCOPE_INLINE void store_wide(double* to, Floats values) {
-  constexpr auto kIndices = std::make_index_sequence<kDoubles>{};
-  store_bytes(to, widen_floats(part_of<0>(values, kIndices)));
-  store_bytes(to + kDoubles, widen_floats(part_of<kDoubles>(values, kIndices)));
+  const WideHalves wide = wide_halves(values);
+  for (int half = 0; half < 2; ++half) store_bytes(to + half * kDoubles, wide.of[half]);
 }
 NORMSCOPE_INLINE void store_wide(double* to, Doubles values) { store_bytes(to, values); }
 
