@@ -8,6 +8,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include <poll.h>
@@ -40,7 +41,15 @@ constexpr std::uint32_t kFirstEpoch = 0U - 256U;
 // that wait for this core (8 ranks on 2 cores: half the time with 16 turns of that with 256). Who
 // waits beyond the yields sleeps, and looks now and then whether the peer's process is alive.
 constexpr int kSpins = 16;
-constexpr microseconds kYieldTime{200};
+
+// Ranks that touch fresh memory come some hundred microseconds apart, and a core that has gone to
+// sleep takes long to wake in a virtual machine; but where ranks share cores, one that yields still
+// takes turns from those that work.
+microseconds yield_time(int ranks) {
+  static const unsigned kCores = std::thread::hardware_concurrency();
+  return static_cast<unsigned>(ranks) <= kCores ? microseconds{2000} : microseconds{200};
+}
+
 constexpr milliseconds kLongestSleep{100};
 
 // Member::process, where it is not a process id.
@@ -129,6 +138,7 @@ SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
     : memory_(std::move(memory)),
       rank_(rank),
       size_(group().ranks),
+      yield_time_(yield_time(size_)),
       transport_(transport),
       slot_length_(group().slot_length),
       epoch_(kFirstEpoch) {
@@ -211,7 +221,7 @@ void SlotCommunicator::wait_for_all() {
     pause_core();
   }
   const Clock::time_point start = Clock::now();
-  while (Clock::now() - start < kYieldTime) {
+  while (Clock::now() - start < yield_time_) {
     if (all_have_come()) return;
     sched_yield();
   }

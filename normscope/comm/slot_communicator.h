@@ -78,6 +78,7 @@ class SlotCommunicator : public Communicator {
   std::shared_ptr<void> memory_;
   int rank_;
   int size_;
+  std::chrono::microseconds yield_time_;  // of a rank that waits, before it sleeps
   std::string_view transport_;
   std::int64_t slot_length_;
   std::uint32_t epoch_;
