@@ -15,13 +15,14 @@
 #include <unistd.h>
 
 #include "normscope/comm/slot_communicator.h"
+#include "normscope/core/cache_line.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
 namespace {
 
 // The first cache line of a segment; the group's memory follows.
-struct alignas(64) Label {
+struct alignas(kCacheLine) Label {
   std::uint64_t magic;
   std::int64_t version;
   std::int64_t nonce;

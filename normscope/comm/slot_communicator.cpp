@@ -18,6 +18,7 @@
 
 #include "normscope/comm/describe.h"
 #include "normscope/comm/futex.h"
+#include "normscope/core/cache_line.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -26,7 +27,6 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-constexpr std::size_t kCacheLine = 64;  // bytes
 constexpr std::size_t kReasonBytes = 1024;
 
 // Their product, times two slots of 8 bytes, is far from the end of an int64.
@@ -60,7 +60,8 @@ constexpr std::int32_t kLeft = -1;
 enum Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
 
 constexpr std::size_t round_up(std::size_t bytes) {
-  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+  constexpr std::size_t kLine{kCacheLine};
+  return (bytes + kLine - 1) / kLine * kLine;
 }
 
 std::size_t slot_bytes(std::int64_t slot_length) {

@@ -8,12 +8,13 @@
 
 #include "normscope/comm/slot_communicator.h"
 #include "normscope/comm/sub_group.h"
+#include "normscope/core/cache_line.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
 namespace {
 
-constexpr std::align_val_t kAlignment{64};  // bytes
+constexpr std::align_val_t kAlignment{kCacheLine};
 
 // What the threads of a group share.
 struct ThreadGroup {

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <new>
 #include <vector>
 
-namespace normscope {
+#include "normscope/core/cache_line.h"
 
-inline constexpr std::int64_t kCacheLine = 64;
+namespace normscope {
 
 // Memory that begins with a cache line.
 template <class T>

@@ -6,6 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "normscope/core/cache_line.h"
+
 namespace normscope {
 namespace {
 

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_line.h"
 #include "normscope/core/tiles.h"
 #include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/cpu/pieces.h"
@@ -39,6 +40,13 @@ std::int64_t cache_per_core() {
 }
 
 std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// The numbers that fill the cache lines which `count` numbers take.
+template <class Number>
+std::int64_t whole_lines(std::int64_t count) {
+  constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(Number));
+  return ceil_divide(count, kLine) * kLine;
+}
 
 std::int64_t tile_count(const TensorView& x) {
   return x.samples * tiles_per_sample(x.layout(), x.positions);
@@ -97,8 +105,7 @@ void sum_parts(const Execution& execution, const TensorView& x, const Pieces& pi
     return;
   }
   // From the limbs of one thread to those of the next, which share no cache line.
-  constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(double));
-  const std::int64_t stride = ceil_divide(limbs_size(x.channels), kLine) * kLine;
+  const std::int64_t stride = whole_lines<double>(limbs_size(x.channels));
   AlignedVector<double> storage(static_cast<std::size_t>(threads * stride));
   const auto own_limbs = [&](std::int64_t i) {
     return LimbsView{storage.data() + i * stride, x.channels, x.channels};
@@ -135,7 +142,7 @@ class Coefficients {
   // In the order of interleaved blocks of so many channels, a power of two, where rows are whole
   // lines; 0: in that of the channels.
   explicit Coefficients(std::int64_t channels, Rows rows = Rows::kAny, std::int64_t block = 0)
-      : stride_(ceil_divide(channels, kLine) * kLine),
+      : stride_(whole_lines<Real>(channels)),
         block_(rows == Rows::kWholeLines ? block : 0),
         values_(static_cast<std::size_t>(kArrays * stride_)) {}
 
@@ -156,8 +163,6 @@ class Coefficients {
     const std::int64_t in_block = c & (block_ - 1);
     return c - in_block + in_block % 2 * (block_ / 2) + in_block / 2;
   }
-
-  static constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(Real));
 
   std::int64_t stride_;  // from array to array: each begins with a cache line
   std::int64_t block_;

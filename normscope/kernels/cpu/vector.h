@@ -90,7 +90,8 @@ NORMSCOPE_INLINE Words join_halves(__m256i low, __m256i high) {
 
 // Elements of a cache line.
 template <class Element>
-inline constexpr std::int64_t kLineElements = 64 / static_cast<std::int64_t>(sizeof(Element));
+inline constexpr std::int64_t kLineElements =
+    kCacheLine / static_cast<std::int64_t>(sizeof(Element));
 
 // Fetches the cache line of `from`, which may lie beyond what can be read.
 NORMSCOPE_INLINE void prefetch(const void* from) { __builtin_prefetch(from); }
