@@ -112,6 +112,16 @@ struct TwoInputs {
 inline constexpr auto kStoreCached = [](void* to, Words words) { store_bytes(to, words); };
 inline constexpr auto kStoreStreaming = [](void* to, Words words) { stream_words(to, words); };
 
+// use(how to store), so that a loop within it need not ask each time.
+template <class Use>
+NORMSCOPE_INLINE void with_store(Stores stores, const Use& use) {
+  if (stores == Stores::kStreaming) {
+    use(kStoreStreaming);
+  } else {
+    use(kStoreCached);
+  }
+}
+
 // write(i, store) for i from 0 to n, in steps of a vector's bytes of Element: aligned ones as
 // `stores` says, and what no whole aligned vector covers by vectors that overlap it. These write
 // the same numbers twice, which is why outputs may not be inputs. n is at least one vector.
@@ -121,11 +131,9 @@ NORMSCOPE_INLINE void for_vectors(std::int64_t n, std::int64_t before_alignment,
   constexpr std::int64_t kWidth = kElementsOf<Element>;
   std::int64_t i = before_alignment;
   if (i > 0) write(0, kStoreCached);
-  if (stores == Stores::kStreaming) {
-    for (; i + kWidth <= n; i += kWidth) write(i, kStoreStreaming);
-  } else {
-    for (; i + kWidth <= n; i += kWidth) write(i, kStoreCached);
-  }
+  with_store(stores, [&](const auto& store) {
+    for (; i + kWidth <= n; i += kWidth) write(i, store);
+  });
   if (i < n) write(n - kWidth, kStoreCached);
 }
 
@@ -248,11 +256,9 @@ NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const Coefficien
   const std::int64_t rows = kShortRow / row;
   for (std::int64_t p = first; p < last; p += rows) {
     const std::int64_t end = smaller(p + rows, last);
-    if (stores == Stores::kStreaming) {
-      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, end, y, kStoreStreaming);
-    } else {
-      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, end, y, kStoreCached);
-    }
+    with_store(stores, [&](const auto& store) {
+      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, end, y, store);
+    });
   }
 }
 

@@ -69,6 +69,11 @@ class MagnitudeSpan {
   Integers smallest_ = Integers{} + 0x7FFFFFFF;
 };
 
+// A vector's channels.
+NORMSCOPE_INLINE void add_halves(const LimbsView& limbs, int sum, const WideHalves& parts) {
+  for (int half = 0; half < 2; ++half) add_part(limbs, sum, half * kDoubles, parts.of[half]);
+}
+
 // A sum in float64, and the span that tells afterwards whether it is exact.
 struct SumWithSpan {
   WideHalves halves;
@@ -90,9 +95,9 @@ template <class Element>
 inline constexpr int kVectorsOfBlock = kLineElements<Element> < 2 * kFloats ? 1 : 2;
 
 // Terms by row and vector of channels.
-template <int kVectors, int kRows>
+template <int kVectors>
 struct Columns {
-  Floats rows[kRows][kVectors];
+  Floats rows[kMomentRows][kVectors];
 
   // Widened to float64 half a vector at a time.
   NORMSCOPE_INLINE Doubles at(std::int64_t row, int v, int half) const {
@@ -115,17 +120,17 @@ NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
 // is 2^(k+8), its last bit 2^(k-44), what it leaves of 64 squares at most 2^(k-39), and their last
 // bit 2^(k-91) or above.
 struct ExactMoments {
-  Doubles sum[2];
-  Doubles upper_squares[2];
-  Doubles lower_squares[2];
+  WideHalves sum;
+  WideHalves upper_squares;
+  WideHalves lower_squares;
 };
-template <class AnyColumns>
-NORMSCOPE_INLINE ExactMoments exact_moments(const AnyColumns& terms, std::int64_t rows, int v,
-                                            const MagnitudeSpan& span) {
+template <int kVectors>
+NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std::int64_t rows,
+                                            int v, const MagnitudeSpan& span) {
   const Doubles base[2] = {base_of_squares(span.largest(0)), base_of_squares(span.largest(1))};
-  Doubles sum[2] = {base[0] - base[0], base[1] - base[1]};
+  Doubles sum[2] = {};
   Doubles upper[2] = {base[0], base[1]};
-  Doubles lower[2] = {sum[0], sum[1]};
+  Doubles lower[2] = {};
   for (std::int64_t row = 0; row < rows; ++row) {
     for (int half = 0; half < 2; ++half) {
       const Doubles value = terms.at(row, v, half);
@@ -161,7 +166,7 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
                                            std::int64_t rows,
                                            RowsAhead<MomentTerms<Element>>& rows_ahead,
                                            const LimbsView& limbs) {
-  Columns<kVectors, kMomentRows> columns;
+  Columns<kVectors> columns;
   MagnitudeSpan spans[kVectors];
   RowsAhead ahead = rows_ahead;  // for the loop's registers
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -179,12 +184,9 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
       continue;
     }
     const ExactMoments moments = exact_moments(columns, rows, v, spans[v]);
-    for (int half = 0; half < 2; ++half) {
-      const std::int64_t c = half * kDoubles;
-      add_part(of_vector, 0, c, moments.sum[half]);
-      add_part(of_vector, 1, c, moments.upper_squares[half]);
-      add_part(of_vector, 1, c, moments.lower_squares[half]);
-    }
+    add_halves(of_vector, 0, moments.sum);
+    add_halves(of_vector, 1, moments.upper_squares);
+    add_halves(of_vector, 1, moments.lower_squares);
   }
 }
 
@@ -203,14 +205,15 @@ NORMSCOPE_INLINE void add_moments_with_squares_as_they_are(
     const Element* x, std::int64_t row_stride, std::int64_t rows,
     RowsAhead<MomentTerms<Element>>& rows_ahead, const LimbsView& limbs) {
   SumWithSpan sums[kVectors];
-  Doubles squares[kVectors][2] = {};
+  WideHalves squares[kVectors];
   RowsAhead ahead = rows_ahead;  // for the loop's registers
   for (std::int64_t row = 0; row < rows; ++row) {
     ahead.fetch(kVectors * kFloats);
     for (int v = 0; v < kVectors; ++v) {
       const auto halves = sums[v].add(load(x + row * row_stride + v * kFloats));
       for (int half = 0; half < 2; ++half) {
-        squares[v][half] = add_exact_product(halves.of[half], halves.of[half], squares[v][half]);
+        squares[v].of[half] =
+            add_exact_product(halves.of[half], halves.of[half], squares[v].of[half]);
       }
     }
   }
@@ -221,10 +224,8 @@ NORMSCOPE_INLINE void add_moments_with_squares_as_they_are(
       add_moments_of_vector(x + v * kFloats, row_stride, rows, ahead, of_vector);
       continue;
     }
-    for (int half = 0; half < 2; ++half) {
-      add_part(of_vector, 0, half * kDoubles, sums[v].halves.of[half]);
-      add_part(of_vector, 1, half * kDoubles, squares[v][half]);
-    }
+    add_halves(of_vector, 0, sums[v].halves);
+    add_halves(of_vector, 1, squares[v]);
   }
 }
 
@@ -283,10 +284,8 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
                                dy_stride, rows, mean_hi + begin, of_vector);
       continue;
     }
-    for (int half = 0; half < 2; ++half) {
-      add_part(of_vector, 0, half * kDoubles, first[v].halves.of[half]);
-      add_part(of_vector, 1, half * kDoubles, second[v].halves.of[half]);
-    }
+    add_halves(of_vector, 0, first[v].halves);
+    add_halves(of_vector, 1, second[v].halves);
   }
 }
 
