@@ -93,8 +93,13 @@ template <class Element>
 inline constexpr std::int64_t kLineElements =
     kCacheLine / static_cast<std::int64_t>(sizeof(Element));
 
-// Fetches the cache line of `from`, which may lie beyond what can be read.
-NORMSCOPE_INLINE void prefetch(const void* from) { __builtin_prefetch(from); }
+// Fetches the cache line of `from`, which may lie beyond what can be read. Into L2, since L1 has
+// too few lines on their way at a time for memory's latency.
+NORMSCOPE_INLINE void prefetch(const void* from) {
+  constexpr int kForReading = 0;
+  constexpr int kIntoL2 = 2;
+  __builtin_prefetch(from, kForReading, kIntoL2);
+}
 
 // Loads, widened to the type that the arithmetic is done in.
 
