@@ -4,7 +4,7 @@
 // says why).
 //
 // As many channels at a time as a vector has elements, so that their lanes are folded together. In
-// what follows terms_of(i) are those of the i-th.
+// what follows terms_of(i) are those of the i-th, and next_of(i) what is fetched meanwhile.
 
 // Short tiles: at most kMaxLanes elements, each of which has a lane of its own.
 
@@ -115,14 +115,16 @@ NORMSCOPE_INLINE auto pivots_of_long_tiles(const TermsOf& terms_of, std::int64_t
   return fold_across<Real>(lanes) / broadcast(static_cast<Real>(samples.count));
 }
 
-template <class Element, class TermsOf, class CenterOf>
-NORMSCOPE_INLINE void put_sums_of_long_tiles(const TermsOf& terms_of, std::int64_t n,
-                                             const CenterOf& center_of, int count, TileBatch& batch,
-                                             std::int64_t slot) {
+template <class Element, class TermsOf, class NextOf, class CenterOf>
+NORMSCOPE_INLINE void put_sums_of_long_tiles(const TermsOf& terms_of, const NextOf& next_of,
+                                             std::int64_t n, const CenterOf& center_of, int count,
+                                             TileBatch& batch, std::int64_t slot) {
   using Real = Arithmetic<Element>;
   FoldedLanes<Element> first;
   FoldedLanes<Element> second;
-  for (int i = 0; i < count; ++i) sum_neighbours(terms_of(i), n, center_of(i), i, first, second);
+  for (int i = 0; i < count; ++i) {
+    sum_neighbours(terms_of(i), next_of(i), n, center_of(i), i, first, second);
+  }
   for (int i = count; i < kLanesOf<Real>; ++i) {
     for (int v = 0; v < FoldedLanes<Element>::kVectors; ++v) {
       first.vectors[v][i] = Vector<Real>{};
@@ -140,19 +142,25 @@ NORMSCOPE_INLINE auto pivots_of_tiles(const TermsOf& terms_of, std::int64_t n, i
   return pivots_of_long_tiles<Element>(terms_of, n, count);
 }
 
-template <class Element, class TermsOf, class CenterOf>
-NORMSCOPE_INLINE void put_sums_of_tiles(const TermsOf& terms_of, std::int64_t n,
-                                        const CenterOf& center_of, int count, TileBatch& batch,
-                                        std::int64_t slot) {
+template <class Element, class TermsOf, class NextOf, class CenterOf>
+NORMSCOPE_INLINE void put_sums_of_tiles(const TermsOf& terms_of, const NextOf& next_of,
+                                        std::int64_t n, const CenterOf& center_of, int count,
+                                        TileBatch& batch, std::int64_t slot) {
   if (n <= kMaxLanes) {
     put_sums_of_short_tiles<Element>(terms_of, n, center_of, batch, slot);
   } else {
-    put_sums_of_long_tiles<Element>(terms_of, n, center_of, count, batch, slot);
+    put_sums_of_long_tiles<Element>(terms_of, next_of, n, center_of, count, batch, slot);
   }
 }
 
-// Calls put(tile, c, channel, count, batch, slot) for every tile and `count` channels from c on at
-// a time, at most a vector's width: c + channel(i) is the i-th, or the last one for an i beyond.
+// Channels of a tile, from `channel` on.
+struct TileChannels {
+  Tile tile;
+  std::int64_t channel;
+};
+
+// Calls put(now, channel, count, next, batch, slot) for every tile and `count` channels at a time,
+// at most a vector's width: now.channel + channel(i) is the i-th, or the last one for an i beyond.
 // Then finish(tile, begin, end, batch) for the channels of the batch, whose room beyond them may be
 // written to as well.
 template <class Element, class Put, class Finish>
@@ -163,15 +171,21 @@ NORMSCOPE_INLINE void for_tiles_channels_first(const TensorView& x, TileRange ti
   TileBatch batch;
   for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
     const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
+    const Tile next_tile = tile_at(index + 1, x.positions, kChannelsFirstTile, per_sample);
     for (std::int64_t begin = 0; begin < x.channels; begin += kBatchChannels) {
       const std::int64_t end = smaller(begin + kBatchChannels, x.channels);
       std::int64_t c = begin;
+      const auto put_channels = [&](const auto& channel, int count) {
+        const TileChannels next =
+            c + count < x.channels ? TileChannels{tile, c + count} : TileChannels{next_tile, 0};
+        put(TileChannels{tile, c}, channel, count, next, batch, c - begin);
+      };
       for (; c + kWidth <= end; c += kWidth) {
-        put(tile, c, [](std::int64_t i) { return i; }, kWidth, batch, c - begin);
+        put_channels([](std::int64_t i) { return i; }, kWidth);
       }
       if (c < end) {
-        const auto channel = [=](std::int64_t i) { return smaller(i, end - c - 1); };
-        put(tile, c, channel, static_cast<int>(end - c), batch, c - begin);
+        put_channels([=](std::int64_t i) { return smaller(i, end - c - 1); },
+                     static_cast<int>(end - c));
       }
       finish(tile, begin, end, batch);
     }
@@ -184,18 +198,21 @@ void add_moments_channels_first(const TensorView& x, TileRange tiles, LimbsView 
   const auto terms_at = [&](const Tile& tile, std::int64_t c) {
     return MomentTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin)};
   };
-  const auto put = [&](const Tile& tile, std::int64_t c, const auto& channel, int count,
-                       TileBatch& batch, std::int64_t slot) {
-    const auto terms_of = [=, terms = terms_at(tile, c),
-                           stride = x.channel_stride](std::int64_t i) {
-      return MomentTerms<Element>{terms.x + channel(i) * stride};
+  const auto put = [&](const TileChannels& now, const auto& channel, int count,
+                       const TileChannels& next, TileBatch& batch, std::int64_t slot) {
+    const auto terms_from = [&](const TileChannels& from) {
+      return [=, terms = terms_at(from.tile, from.channel), stride = x.channel_stride](
+                 std::int64_t i) { return MomentTerms<Element>{terms.x + channel(i) * stride}; };
     };
-    const auto pivots = pivots_of_tiles<Element>(terms_of, tile.size, count);
+    const auto terms_of = terms_from(now);
+    const auto pivots = pivots_of_tiles<Element>(terms_of, now.tile.size, count);
     store_wide(batch.pivot + slot, pivots);
     alignas(kVectorBytes) Real centers[kLanesOf<Real>];
     store(centers, pivots);
     const auto pivot_of = [&](std::int64_t i) { return centers[i]; };
-    put_sums_of_tiles<Element>(terms_of, tile.size, pivot_of, count, batch, slot);
+    // All channels' pivots come before their sums: they are fetched while those before are summed.
+    put_sums_of_tiles<Element>(terms_of, terms_from(next), now.tile.size, pivot_of, count, batch,
+                               slot);
   };
   const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
                           TileBatch& batch) {
@@ -217,11 +234,16 @@ void add_gradient_sums_channels_first(const TensorView& x, const TensorView& dy,
     return GradientTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin),
                                   element_at<Element>(dy, tile.sample, c, tile.begin)};
   };
-  const auto put = [&](const Tile& tile, std::int64_t c, const auto& channel, int count,
-                       TileBatch& batch, std::int64_t slot) {
-    const auto terms_of = [&](std::int64_t i) { return terms_at(tile, c + channel(i)); };
-    const auto mean_of = [&](std::int64_t i) { return mean_hi[c + channel(i)]; };
-    put_sums_of_tiles<Element>(terms_of, tile.size, mean_of, count, batch, slot);
+  const auto put = [&](const TileChannels& now, const auto& channel, int count,
+                       const TileChannels& next, TileBatch& batch, std::int64_t slot) {
+    const auto terms_of = [&](std::int64_t i) {
+      return terms_at(now.tile, now.channel + channel(i));
+    };
+    const auto next_of = [&](std::int64_t i) {
+      return i + 1 < count ? terms_of(i + 1) : terms_at(next.tile, next.channel);
+    };
+    const auto mean_of = [&](std::int64_t i) { return mean_hi[now.channel + channel(i)]; };
+    put_sums_of_tiles<Element>(terms_of, next_of, now.tile.size, mean_of, count, batch, slot);
   };
   const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
                           TileBatch& batch) {

@@ -225,17 +225,17 @@ NORMSCOPE_INLINE void put_moments_in_float64(Layout layout, const MomentTerms<El
 }
 
 // Sums n neighbouring elements, at least as many as there are lanes, as channel i of the two: lane
-// l takes l, l + 64, ...
+// l takes l, l + 64, ... As many of `next` are fetched meanwhile.
 template <class AnyTerms, class Element = typename AnyTerms::ElementType,
           class Real = typename AnyTerms::Real>
-NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, std::int64_t n, Real center, int i,
-                                     FoldedLanes<Element>& first, FoldedLanes<Element>& second) {
+NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, const AnyTerms& next, std::int64_t n,
+                                     Real center, int i, FoldedLanes<Element>& first,
+                                     FoldedLanes<Element>& second) {
   // As many vectors at a time as leave room in 16 registers.
   constexpr int kVectors = 4;
   constexpr int kBlocks = kVectors / kBlockVectors<Element>;
   constexpr std::int64_t kBlockElements = kBlockVectors<Element> * kLanesOf<Real>;
   constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
-  constexpr std::int64_t kAhead = kBytesAhead / static_cast<std::int64_t>(sizeof(Element));
   const Vector<Real> centers = broadcast(center);
   const std::int64_t rows = n / kLanes;
   const std::int64_t rest = n % kLanes;
@@ -247,7 +247,7 @@ NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, std::int64_t n, Real
     Vector<Real> chain_first[kVectors] = {};
     Vector<Real> chain_second[kVectors] = {};
     for (std::int64_t row = 0; row < rows; ++row) {
-      if (begin == 0) terms.prefetch_at(row * kLanes + kAhead, kLanes);
+      next.prefetch_at(row * kLanes + first_lane, kVectors * kLanesOf<Real>);
       for (int b = 0; b < kBlocks; ++b) {
         terms.for_block_at(row * kLanes + first_lane + b * kBlockElements, centers,
                            [&](int v, const Terms<Vector<Real>>& term) {
@@ -274,6 +274,7 @@ NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, std::int64_t n, Real
       lane_second[begin + v] = chain_second[v];
     }
   }
+  next.prefetch_at(rows * kLanes, rest);
   fold_halves<FoldedLanes<Element>::kVectors>(lane_first);
   fold_halves<FoldedLanes<Element>::kVectors>(lane_second);
   for (int v = 0; v < FoldedLanes<Element>::kVectors; ++v) {
