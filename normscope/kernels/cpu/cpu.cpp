@@ -198,9 +198,10 @@ Stores stores_for(const MutableTensorView& y) {
 
 template <const Pieces& kPieces>
 struct Backend {
-  // As many channels as fill about half of a core's cache, so that a sweep finds there what the
-  // sweep before has read; whole vectors of them where planes are small, so that neighbouring
-  // channels share no cache line.
+  // As many channels as fill a core's L2 twice, so that a sweep finds there, or in its share of L3,
+  // what the sweep before has read; whole vectors of them where planes are small, so that
+  // neighbouring channels share no cache line. With fewer channels, memory is read in runs so short
+  // that `make bench` shows feature maps to take up to half as long again.
   static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
     if (x.layout() == Layout::kChannelsLast) {
       const std::int64_t parts = useful_threads(threads, x);
@@ -208,7 +209,7 @@ struct Backend {
     }
     const std::int64_t bytes_per_channel =
         std::max<std::int64_t>(1, tensors * x.elements_per_channel() * size_of(x.dtype));
-    const std::int64_t fitting = cache_per_core() / 2 / bytes_per_channel;
+    const std::int64_t fitting = 2 * cache_per_core() / bytes_per_channel;
     const std::int64_t fair_share = ceil_divide(x.channels, threads);
     const std::int64_t most = std::clamp<std::int64_t>(fitting, 1, fair_share);
     // As many for each thread.
