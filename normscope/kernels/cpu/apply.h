@@ -124,14 +124,20 @@ NORMSCOPE_INLINE void with_store(Stores stores, const Use& use) {
 
 // write(i, store) for i from 0 to n, in steps of a vector's bytes of Element: aligned ones as
 // `stores` says, and what no whole aligned vector covers by vectors that overlap it. These write
-// the same numbers twice, which is why outputs may not be inputs. n is at least one vector.
-template <class Element, class Write>
+// the same numbers twice, which is why outputs may not be inputs. n is at least one vector. What
+// the inputs hold at i is fetched some time before, by fetch(i).
+template <class Element, class Fetch, class Write>
 NORMSCOPE_INLINE void for_vectors(std::int64_t n, std::int64_t before_alignment, Stores stores,
-                                  const Write& write) {
+                                  const Fetch& fetch, const Write& write) {
   constexpr std::int64_t kWidth = kElementsOf<Element>;
+  constexpr std::int64_t kLine = kLineElements<Element>;
   std::int64_t i = before_alignment;
   if (i > 0) write(0, kStoreCached);
   with_store(stores, [&](const auto& store) {
+    for (; i + kLine <= n; i += kLine) {
+      fetch(i + kElementsAhead<Element>);
+      for (std::int64_t v = 0; v < kLine; v += kWidth) write(i + v, store);
+    }
     for (; i + kWidth <= n; i += kWidth) write(i, store);
   });
   if (i < n) write(n - kWidth, kStoreCached);
@@ -149,7 +155,8 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
   }
   const auto vector_formula = broadcast_formula(formula);
   for_vectors<Element>(
-      n, elements_before_alignment(output), stores, [=](std::int64_t i, const auto& store_words) {
+      n, elements_before_alignment(output), stores, [](std::int64_t) {},
+      [=](std::int64_t i, const auto& store_words) {
         const auto result = inputs.apply_to_block([&](int) { return vector_formula; }, i);
         store_words(output + i, narrow_block(result));
       });
@@ -171,34 +178,40 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coeffic
     }
     return;
   }
-  for_vectors<Element>(channels, elements_before_alignment(outputs[0]), stores,
-                       [&](std::int64_t c, const auto& store_words) {
-                         Block<Element> results[kRows];
-                         for (int v = 0; v < kBlockVectors<Element>; ++v) {
-                           const std::int64_t begin = c + v * kLanesOf<Real>;
-                           auto formula = formula_at<Vector<Real>>(coefficients, begin);
-                           if constexpr (kRows > 1) formula = in_registers(formula);
-                           for (int row = 0; row < kRows; ++row) {
-                             results[row].vectors[v] = inputs[row].apply(formula, begin);
-                           }
-                         }
-                         for (int row = 0; row < kRows; ++row) {
-                           store_words(outputs[row] + c, narrow_in_order<Element>(results[row]));
-                         }
-                       });
+  for_vectors<Element>(
+      channels, elements_before_alignment(outputs[0]), stores,
+      [&](std::int64_t c) {
+        for (int row = 0; row < kRows; ++row) inputs[row].prefetch_at(c);
+      },
+      [&](std::int64_t c, const auto& store_words) {
+        Block<Element> results[kRows];
+        for (int v = 0; v < kBlockVectors<Element>; ++v) {
+          const std::int64_t begin = c + v * kLanesOf<Real>;
+          auto formula = formula_at<Vector<Real>>(coefficients, begin);
+          if constexpr (kRows > 1) formula = in_registers(formula);
+          for (int row = 0; row < kRows; ++row) {
+            results[row].vectors[v] = inputs[row].apply(formula, begin);
+          }
+        }
+        for (int row = 0; row < kRows; ++row) {
+          store_words(outputs[row] + c, narrow_in_order<Element>(results[row]));
+        }
+      });
 }
 
 // All channels of one position, where rows are whole lines.
 template <class Element, class Inputs, class Coefficients>
 NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, const Coefficients coefficients,
                                             std::int64_t channels, Stores stores, Element* output) {
-  for_vectors<Element>(channels, 0, stores, [&](std::int64_t c, const auto& store_words) {
-    const auto formula_of = [&](int v) {
-      return formula_at<Vector<Arithmetic<Element>>>(coefficients,
-                                                     c + v * kLanesOf<Arithmetic<Element>>);
-    };
-    store_words(output + c, narrow_block(inputs.apply_to_block(formula_of, c)));
-  });
+  for_vectors<Element>(
+      channels, 0, stores, [=](std::int64_t c) { inputs.prefetch_at(c); },
+      [&](std::int64_t c, const auto& store_words) {
+        const auto formula_of = [&](int v) {
+          return formula_at<Vector<Arithmetic<Element>>>(coefficients,
+                                                         c + v * kLanesOf<Arithmetic<Element>>);
+        };
+        store_words(output + c, narrow_block(inputs.apply_to_block(formula_of, c)));
+      });
 }
 
 // All channels of positions [begin, end) of a sample, where rows are whole lines: a line of
@@ -223,7 +236,7 @@ NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coeffic
     for (std::int64_t p = begin; p < end; ++p) {
       const auto inputs = inputs_at(sample, line, p);
       Element* const output = element_at<Element>(y, sample, line, p);
-      inputs.prefetch_at(kBytesAhead / static_cast<std::int64_t>(sizeof(Element)));
+      inputs.prefetch_at(kElementsAhead<Element>);
       for (int b = 0; b < kBlocks; ++b) {
         const auto formula_of = [&](int v) { return formulas[b][v]; };
         const std::int64_t c = b * kVectors * kLanes;
@@ -233,8 +246,9 @@ NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coeffic
   }
 }
 
-// Positions that are gone through forwards, as the hardware's prefetching expects it.
-inline constexpr std::int64_t kForwardRun = 128;
+// Bytes of rows that are gone through forwards, as prefetching expects it: half of an L2, so that
+// what was summed last is still at hand.
+inline constexpr std::int64_t kForwardRun = std::int64_t{1} << 19;
 // Bytes below which rows are short: what a row costs beside its vectors then shows, and some of
 // them share their coefficients. Longer ones are streamed faster one by one.
 inline constexpr std::int64_t kShortRow = 1024;
@@ -277,8 +291,9 @@ NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
   };
   const std::int64_t row = y.position_stride * static_cast<std::int64_t>(sizeof(Element));
   const bool in_pairs = row < kShortRow && row % kVectorBytes == 0;
+  const std::int64_t rows_of_run = larger(1, kForwardRun / larger(1, row));
   while (end > begin) {
-    const std::int64_t first = larger(begin, end - kForwardRun);
+    const std::int64_t first = larger(begin, end - rows_of_run);
     std::int64_t p = first;
     if constexpr (sizeof(Element) == 2) {
       if (coefficients.rows == Rows::kWholeLines) {

@@ -5,10 +5,6 @@
 //
 // What is added is told by the terms of an element: first and second.
 
-// How far ahead memory is fetched where what comes next lies behind: the hardware's own prefetching
-// ends with a page.
-inline constexpr std::int64_t kBytesAhead = 2048;
-
 template <class Value>
 struct Terms {
   Value first;

@@ -101,6 +101,11 @@ NORMSCOPE_INLINE void prefetch(const void* from) {
   __builtin_prefetch(from, kForReading, kIntoL2);
 }
 
+// How far ahead that is done where what comes next lies behind: the hardware's own prefetching ends
+// with a page.
+template <class Element>
+inline constexpr std::int64_t kElementsAhead = 4096 / static_cast<std::int64_t>(sizeof(Element));
+
 // Loads, widened to the type that the arithmetic is done in.
 
 NORMSCOPE_INLINE Floats load(const float* from) { return load_bytes<Floats>(from); }
