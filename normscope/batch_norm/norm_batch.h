@@ -59,8 +59,8 @@ class Message {
   Numbers numbers_;
 };
 
-// Calls work(begin, end, execution) for chunks of channels that fit a core's cache, so that what
-// one sweep has read is still there for the next. Chunks run at once, each on one thread; where one
+// Calls work(begin, end, execution) for chunks of channels that fit the caches, so that what one
+// sweep has read is still there for the next. Chunks run at once, each on one thread; where one
 // chunk is all there is, it gets all threads.
 template <class Work>
 void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int tensors,

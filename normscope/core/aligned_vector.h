@@ -26,7 +26,7 @@ struct CacheLineAllocator {
   bool operator==(const CacheLineAllocator&) const = default;
 
  private:
-  static constexpr std::align_val_t kAlignment{static_cast<std::size_t>(kCacheLine)};
+  static constexpr std::align_val_t kAlignment{kCacheLine};
 };
 
 // For what vectors are loaded from and stored to: a vector that lies in two cache lines takes twice

@@ -160,8 +160,8 @@ struct Kernels {
   // Whether this machine can run it.
   bool (*can_run)();
 
-  // How many channels at a time keep `tensors` tensors of x's size in a core's cache between the
-  // sweep that sums and the sweep that applies; x.channels where there is nothing to gain.
+  // How many channels at a time keep `tensors` tensors of x's size in the caches between the sweep
+  // that sums and the sweep that applies; x.channels where there is nothing to gain.
   std::int64_t (*channels_per_chunk)(const TensorView& x, int tensors, int threads);
 
   // limbs += sums of x and x^2; in canonical form where there is no seal().

@@ -2,6 +2,7 @@
 //
 // Equal bits: every CPU backend follows the specification, and neither threads nor the way samples
 // are split change a result. The reference promises accuracy only.
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <string>
@@ -182,48 +183,69 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
   }
 }
 
-TEST_P(KernelBits, StoresThatPassTheCacheByWriteTheSame) {
-  // Above 2 MiB, so that the output exceeds a core's cache; its samples do not. 32 channels fill
-  // whole cache lines, as rows must; planes are long enough to need not.
-  const Shape shape{12, 32, 8192 / size_of(dtype()) + 5};
-  const Tensor x = filled(shape, Inputs::kCentred, Role::kX);
-  OwnedStatistics statistics(shape.channels);
-  for (std::int64_t c = 0; c < shape.channels; ++c) {
+// Writes the outputs at once, and again a sample and some channels at a time.
+void expect_outputs_of_parts(const Kernels& kernels, const Tensor& x, Tensor y, Tensor dx) {
+  const std::int64_t channels = x.channels();
+  OwnedStatistics statistics(channels);
+  for (std::int64_t c = 0; c < channels; ++c) {
     statistics.view().mean_hi[c] = 0.25;
     statistics.view().inv_std[c] = 1.5;
   }
   const Statistics read_only = statistics.view().read_only();
-  const ChannelArray ones(DType::kFloat32, shape.channels, 1.0);
-  const std::vector<double> sums(static_cast<std::size_t>(shape.channels), 3.0);
-  std::vector<double> dy_sum = sums;
-  std::vector<double> dy_xhat_sum = sums;
-  const GradientSums gradient_sums{dy_sum.data(), dy_xhat_sum.data()};
+  const ChannelArray ones(DType::kFloat32, channels, 1.0);
+  std::vector<double> dy_sum(static_cast<std::size_t>(channels), 3.0);
+  std::vector<double> dy_xhat_sum = dy_sum;
+  const GradientSums sums{dy_sum.data(), dy_xhat_sum.data()};
   const Count count{.known = 100.0};
-  Tensor streamed_y = tensor(shape);
-  Tensor streamed_dx = tensor(shape, {.before = 3});  // rows that begin between two vectors
-  Tensor y = tensor(shape);
-  Tensor dx = tensor(shape);
+  const auto like_x = [&] {
+    return Tensor(x.dtype(), x.view().layout(), x.samples(), channels, x.positions());
+  };
+  Tensor y_of_parts = like_x();
+  Tensor dx_of_parts = like_x();
 
-  kernels().normalize({}, x.view(), read_only, ones.view(), ones.view(), streamed_y.view());
-  kernels().input_gradient({}, x.view(), x.view(), read_only, ones.view(), gradient_sums, count,
-                           streamed_dx.view());
-  for (std::int64_t n = 0; n < shape.samples; ++n) {
-    for (std::int64_t c = 0; c < shape.channels; c += 8) {
-      const TensorView part = x.view().sample_range(n, n + 1).channel_range(c, c + 8);
-      kernels().normalize({}, part, read_only.channel_range(c), {}, ones.view(),
-                          y.view().sample_range(n, n + 1).channel_range(c, c + 8));
-      kernels().input_gradient({}, part, part, read_only.channel_range(c), {},
-                               gradient_sums.channel_range(c), count,
-                               dx.view().sample_range(n, n + 1).channel_range(c, c + 8));
+  kernels.normalize({}, x.view(), read_only, ones.view(), ones.view(), y.view());
+  kernels.input_gradient({}, x.view(), x.view(), read_only, ones.view(), sums, count, dx.view());
+  const std::int64_t width = std::max<std::int64_t>(channels / 64, 8);
+  for (std::int64_t n = 0; n < x.samples(); ++n) {
+    for (std::int64_t c = 0; c < channels; c += width) {
+      const std::int64_t end = std::min(c + width, channels);
+      const TensorView part = x.view().sample_range(n, n + 1).channel_range(c, end);
+      kernels.normalize({}, part, read_only.channel_range(c), {}, ones.view(),
+                        y_of_parts.view().sample_range(n, n + 1).channel_range(c, end));
+      kernels.input_gradient({}, part, part, read_only.channel_range(c), {}, sums.channel_range(c),
+                             count,
+                             dx_of_parts.view().sample_range(n, n + 1).channel_range(c, end));
     }
   }
 
-  EXPECT_TRUE(streamed_y.untouched_outside(streamed_y.view().read_only()));
-  EXPECT_TRUE(streamed_dx.untouched_outside(streamed_dx.view().read_only()));
+  EXPECT_TRUE(y.untouched_outside(y.view().read_only()));
+  EXPECT_TRUE(dx.untouched_outside(dx.view().read_only()));
   y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-    ASSERT_EQ(streamed_y.at(n, c, p), y.at(n, c, p));
-    ASSERT_EQ(streamed_dx.at(n, c, p), dx.at(n, c, p));
+    ASSERT_EQ(y.at(n, c, p), y_of_parts.at(n, c, p));
+    ASSERT_EQ(dx.at(n, c, p), dx_of_parts.at(n, c, p));
   });
+}
+
+TEST_P(KernelBits, LargeOutputsAreThoseOfTheirParts) {
+  for (const Shape& shape : {
+           // Above 2 MiB, so that the output exceeds a core's cache; its samples do not. 32
+           // channels
+           // fill whole cache lines, as rows must; planes are long enough to need not.
+           Shape{12, 32, 8192 / size_of(dtype()) + 5},
+           // Rows of more than 512 KiB, so that they are gone through in several runs: odd ones,
+           // short ones of whole cache lines, long ones, one of a run's length.
+           Shape{1, 24, 12001},
+           Shape{1, 96, 3001},
+           Shape{3001, 96, 1},
+           Shape{1, 640, 451},
+           Shape{1, 270000, 2},
+       }) {
+    SCOPED_TRACE(describe(shape, Inputs::kCentred));
+    const Tensor x = filled(shape, Inputs::kCentred, Role::kX);
+    const Gaps between_vectors{.before = 3};
+
+    expect_outputs_of_parts(kernels(), x, tensor(shape), tensor(shape, between_vectors));
+  }
 }
 
 // Independent of every formula: the limbs of the sum of single elements are those of an integer

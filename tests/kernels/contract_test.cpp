@@ -4,6 +4,7 @@
 // oracle, and nothing written but the outputs. A backend joins by being available.
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -206,14 +207,31 @@ TEST_P(KernelContract, StridesAlongOneElementMayBeAnything) {
     Tensor expected = tensor(shape);
     kernels().normalize({}, x.view().read_only(), statistics.view().read_only(), {}, {},
                         expected.view());
-    for (const std::int64_t stride : {0, 1, -128}) {
+    OwnedLimbs expected_moments(shape.channels);
+    add_moments(kernels(), {}, x.view().read_only(), expected_moments.view());
+    OwnedLimbs expected_gradient_sums(shape.channels);
+    add_gradient_sums(kernels(), {}, x.view().read_only(), x.view().read_only(),
+                      statistics.view().read_only(), expected_gradient_sums.view());
+    for (const std::int64_t stride : {std::int64_t{0}, std::int64_t{1}, std::int64_t{-128},
+                                      std::numeric_limits<std::int64_t>::max()}) {
+      const auto with_stride = [&](MutableTensorView view) {
+        if (shape.samples == 1) view.sample_stride = stride;
+        if (shape.positions == 1) view.position_stride = stride;
+        return view;
+      };
       Tensor y = tensor(shape);
-      MutableTensorView view = y.view();
-      if (shape.samples == 1) view.sample_stride = stride;
-      if (shape.positions == 1) view.position_stride = stride;
+      OwnedLimbs moments(shape.channels);
+      OwnedLimbs gradient_sums(shape.channels);
+      const TensorView strided_x = with_stride(x.view()).read_only();
 
-      kernels().normalize({}, x.view().read_only(), statistics.view().read_only(), {}, {}, view);
+      kernels().normalize({}, strided_x, statistics.view().read_only(), {}, {},
+                          with_stride(y.view()));
+      add_moments(kernels(), {}, strided_x, moments.view());
+      add_gradient_sums(kernels(), {}, strided_x, strided_x, statistics.view().read_only(),
+                        gradient_sums.view());
 
+      EXPECT_EQ(moments.numbers(), expected_moments.numbers());
+      EXPECT_EQ(gradient_sums.numbers(), expected_gradient_sums.numbers());
       y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
         ASSERT_EQ(y.at(n, c, p), expected.at(n, c, p)) << describe(shape, Inputs::kCentred);
       });

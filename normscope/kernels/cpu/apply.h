@@ -124,8 +124,8 @@ NORMSCOPE_INLINE void with_store(Stores stores, const Use& use) {
 
 // write(i, store) for i from 0 to n, in steps of a vector's bytes of Element: aligned ones as
 // `stores` says, and what no whole aligned vector covers by vectors that overlap it. These write
-// the same numbers twice, which is why outputs may not be inputs. n is at least one vector. What
-// the inputs hold at i is fetched some time before, by fetch(i).
+// the same numbers twice, which is why outputs may not be inputs. n is at least one vector.
+// fetch(i) comes once a line, for what is written later.
 template <class Element, class Fetch, class Write>
 NORMSCOPE_INLINE void for_vectors(std::int64_t n, std::int64_t before_alignment, Stores stores,
                                   const Fetch& fetch, const Write& write) {
@@ -135,9 +135,10 @@ NORMSCOPE_INLINE void for_vectors(std::int64_t n, std::int64_t before_alignment,
   if (i > 0) write(0, kStoreCached);
   with_store(stores, [&](const auto& store) {
     for (; i + kLine <= n; i += kLine) {
-      fetch(i + kElementsAhead<Element>);
+      fetch(i);
       for (std::int64_t v = 0; v < kLine; v += kWidth) write(i + v, store);
     }
+    if (i < n) fetch(i);
     for (; i + kWidth <= n; i += kWidth) write(i, store);
   });
   if (i < n) write(n - kWidth, kStoreCached);
@@ -163,11 +164,12 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
 }
 
 // All channels of kRows positions, whose outputs are aligned alike: a channel's coefficients are
-// loaded once for them. The coefficients lie as the channels do.
+// loaded once for them. The coefficients lie as the channels do. Inputs that lie `ahead` elements
+// from these are fetched meanwhile, here and below.
 template <int kRows, class Element, class Inputs, class Coefficients>
-NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coefficients coefficients,
-                                    std::int64_t channels, Stores stores,
-                                    Element* const (&outputs)[kRows]) {
+NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], std::int64_t ahead,
+                                    const Coefficients coefficients, std::int64_t channels,
+                                    Stores stores, Element* const (&outputs)[kRows]) {
   using Real = Arithmetic<Element>;
   if (channels < kElementsOf<Element>) {
     for (std::int64_t c = 0; c < channels; ++c) {
@@ -181,7 +183,7 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coeffic
   for_vectors<Element>(
       channels, elements_before_alignment(outputs[0]), stores,
       [&](std::int64_t c) {
-        for (int row = 0; row < kRows; ++row) inputs[row].prefetch_at(c);
+        for (int row = 0; row < kRows; ++row) inputs[row].prefetch_at(c + ahead);
       },
       [&](std::int64_t c, const auto& store_words) {
         Block<Element> results[kRows];
@@ -201,10 +203,11 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Coeffic
 
 // All channels of one position, where rows are whole lines.
 template <class Element, class Inputs, class Coefficients>
-NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, const Coefficients coefficients,
-                                            std::int64_t channels, Stores stores, Element* output) {
+NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, std::int64_t ahead,
+                                            const Coefficients coefficients, std::int64_t channels,
+                                            Stores stores, Element* output) {
   for_vectors<Element>(
-      channels, 0, stores, [=](std::int64_t c) { inputs.prefetch_at(c); },
+      channels, 0, stores, [=](std::int64_t c) { inputs.prefetch_at(c + ahead); },
       [&](std::int64_t c, const auto& store_words) {
         const auto formula_of = [&](int v) {
           return formula_at<Vector<Arithmetic<Element>>>(coefficients,
@@ -214,13 +217,32 @@ NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, const Coefficie
       });
 }
 
+// Rows that are gone through forwards, as prefetching expects it, and the run of them that comes
+// next, which lies before them.
+struct Run {
+  std::int64_t begin;
+  std::int64_t end;
+  std::int64_t next;   // where the next run begins
+  std::int64_t ahead;  // rows from a row to the one that is fetched meanwhile
+
+  // From row p to that one, in elements; at the last rows of all, to some that were read before.
+  template <class InputsAt>
+  NORMSCOPE_INLINE std::int64_t elements_ahead(const InputsAt& inputs_at, std::int64_t sample,
+                                               std::int64_t p) const {
+    const std::int64_t later = p + ahead;
+    const std::int64_t to_come = later < end ? later : smaller(next + (later - end), end - 1);
+    return inputs_at(sample, 0, to_come).x - inputs_at(sample, 0, p).x;
+  }
+};
+
 // All channels of positions [begin, end) of a sample, where rows are whole lines: a line of
-// channels after the other, whose coefficients are loaded once for all positions. What follows is
-// fetched in the same order, which the hardware's prefetching does not follow well.
+// channels after the other, whose coefficients are loaded once for all positions, and in an order
+// that the hardware's prefetching does not follow well.
 template <class Element, class InputsAt, class Coefficients, class StoreWords>
 NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coefficients coefficients,
                                          std::int64_t sample, std::int64_t begin, std::int64_t end,
-                                         const MutableTensorView y, const StoreWords store_words) {
+                                         std::int64_t ahead, const MutableTensorView y,
+                                         const StoreWords store_words) {
   using Formula = decltype(formula_at<Vector<Arithmetic<Element>>>(coefficients, 0));
   constexpr int kVectors = kBlockVectors<Element>;
   constexpr std::int64_t kLanes = kLanesOf<Arithmetic<Element>>;
@@ -236,7 +258,7 @@ NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coeffic
     for (std::int64_t p = begin; p < end; ++p) {
       const auto inputs = inputs_at(sample, line, p);
       Element* const output = element_at<Element>(y, sample, line, p);
-      inputs.prefetch_at(kElementsAhead<Element>);
+      inputs.prefetch_at(ahead);
       for (int b = 0; b < kBlocks; ++b) {
         const auto formula_of = [&](int v) { return formulas[b][v]; };
         const std::int64_t c = b * kVectors * kLanes;
@@ -246,34 +268,37 @@ NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coeffic
   }
 }
 
-// Bytes of rows that are gone through forwards, as prefetching expects it: half of an L2, so that
-// what was summed last is still at hand.
-inline constexpr std::int64_t kForwardRun = std::int64_t{1} << 19;
+// Bytes of a run, of one input: as many as an L2 holds, so that what was summed last is still at
+// hand.
+inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
+// Bytes from a row to the one that is fetched meanwhile: the hardware's own prefetching ends with a
+// page. On a Zen 4 a quarter as many were slower, and four times as many where rows are short.
+inline constexpr std::int64_t kBytesAhead = 4096;
 // Bytes below which rows are short: what a row costs beside its vectors then shows, and some of
 // them share their coefficients. Longer ones are streamed faster one by one.
 inline constexpr std::int64_t kShortRow = 1024;
 
-// Positions [first, last) of one sample, all channels, where rows are whole lines of elements of 16
-// bits: short ones line by line, as many at a time as fit into kShortRow.
+// A run of one sample's positions, all channels, where rows are whole lines of elements of 16 bits:
+// short ones line by line, as many at a time as fit into kShortRow.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const Coefficients& coefficients,
-                                     std::int64_t sample, std::int64_t first, std::int64_t last,
-                                     Stores stores, const MutableTensorView& y) {
+                                     std::int64_t sample, const Run& run, Stores stores,
+                                     const MutableTensorView& y) {
   const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
   if (row >= kShortRow) {
-    for (std::int64_t p = first; p < last; ++p) {
-      apply_to_row_of_lines(inputs_at(sample, 0, p), coefficients, y.channels, stores,
-                            element_at<Element>(y, sample, 0, p));
+    for (std::int64_t p = run.begin; p < run.end; ++p) {
+      apply_to_row_of_lines(inputs_at(sample, 0, p), run.elements_ahead(inputs_at, sample, p),
+                            coefficients, y.channels, stores, element_at<Element>(y, sample, 0, p));
     }
     return;
   }
   const std::int64_t rows = kShortRow / row;
-  for (std::int64_t p = first; p < last; p += rows) {
-    const std::int64_t end = smaller(p + rows, last);
-    with_store(stores, [&](const auto& store) {
-      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, end, y, store);
-    });
-  }
+  with_store(stores, [&](const auto& store) {
+    for (std::int64_t p = run.begin; p < run.end; p += rows) {
+      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, smaller(p + rows, run.end),
+                                  run.elements_ahead(inputs_at, sample, p), y, store);
+    }
+  });
 }
 
 // Positions [begin, end) of one sample, all channels; the last ones first. Short rows of elements
@@ -284,28 +309,32 @@ NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
                                          const Coefficients& coefficients, std::int64_t sample,
                                          std::int64_t begin, std::int64_t end, Stores stores,
                                          const MutableTensorView& y) {
-  const auto apply_to = [&](auto... positions) {
-    apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, coefficients,
-                                                 y.channels, stores,
-                                                 {element_at<Element>(y, sample, 0, positions)...});
-  };
-  const std::int64_t row = y.position_stride * static_cast<std::int64_t>(sizeof(Element));
-  const bool in_pairs = row < kShortRow && row % kVectorBytes == 0;
-  const std::int64_t rows_of_run = larger(1, kForwardRun / larger(1, row));
+  const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
+  const std::int64_t rows_of_run = larger(1, kRun / row);
+  const std::int64_t rows_ahead = larger(1, kBytesAhead / row);
+  const bool in_pairs = row < kShortRow && y.position_stride % kElementsOf<Element> == 0;
   while (end > begin) {
     const std::int64_t first = larger(begin, end - rows_of_run);
-    std::int64_t p = first;
+    const Run run{first, end, larger(begin, first - rows_of_run), rows_ahead};
+    const auto apply_to = [&](std::int64_t ahead, auto... positions) {
+      apply_to_rows<sizeof...(positions), Element>(
+          {inputs_at(sample, 0, positions)...}, ahead, coefficients, y.channels, stores,
+          {element_at<Element>(y, sample, 0, positions)...});
+    };
+    std::int64_t p = run.begin;
     if constexpr (sizeof(Element) == 2) {
       if (coefficients.rows == Rows::kWholeLines) {
-        apply_to_lines<Element>(inputs_at, coefficients, sample, first, end, stores, y);
-        p = end;
+        apply_to_lines<Element>(inputs_at, coefficients, sample, run, stores, y);
+        p = run.end;
       }
     }
     if (in_pairs) {
-      for (; p + 2 <= end; p += 2) apply_to(p, p + 1);
+      for (; p + 2 <= run.end; p += 2) {
+        apply_to(run.elements_ahead(inputs_at, sample, p), p, p + 1);
+      }
     }
-    for (; p < end; ++p) apply_to(p);
-    end = first;
+    for (; p < run.end; ++p) apply_to(run.elements_ahead(inputs_at, sample, p), p);
+    end = run.begin;
   }
 }
 

@@ -29,8 +29,8 @@ constexpr std::int64_t kStreamedRun = 128 * kCacheLine;
 // ones badly.
 constexpr std::int64_t kRowOfThread = 2048;
 
-// Bytes of a core's cache that a sweep may count on finding again, and above which an output's
-// stores pass the cache by. What the system does not tell is taken to be 1 MiB.
+// Bytes of a core's L2, above which an output's stores pass the caches by. What the system does not
+// tell is taken to be 1 MiB.
 std::int64_t cache_per_core() {
   static const std::int64_t kBytes = [] {
     const long told = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -192,16 +192,18 @@ bool has_whole_lines(const MutableTensorView& y) {
 // Outputs pass the cache by where they would not stay in it anyway. y may be some channels of a
 // tensor: its samples' distance tells the size of all of it.
 Stores stores_for(const MutableTensorView& y) {
-  const std::int64_t extent = y.samples * y.sample_stride * size_of(y.dtype);
-  return extent > cache_per_core() && has_whole_lines(y) ? Stores::kStreaming : Stores::kCached;
+  const double extent = static_cast<double>(y.samples) * static_cast<double>(y.sample_stride) *
+                        static_cast<double>(size_of(y.dtype));  // one sample's may be anything
+  return extent > static_cast<double>(cache_per_core()) && has_whole_lines(y) ? Stores::kStreaming
+                                                                              : Stores::kCached;
 }
 
 template <const Pieces& kPieces>
 struct Backend {
-  // As many channels as fill a core's L2 twice, so that a sweep finds there, or in its share of L3,
-  // what the sweep before has read; whole vectors of them where planes are small, so that
-  // neighbouring channels share no cache line. With fewer channels, memory is read in runs so short
-  // that `make bench` shows feature maps to take up to half as long again.
+  // As many channels as fill a core's L2 twice: a sweep finds there, or in an L3, most of what the
+  // sweep before has read, and fewer channels would be read in shorter runs, which memory is slower
+  // at (docs/performance.md). Whole vectors of channels where planes are small, so that
+  // neighbouring ones share no cache line.
   static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
     if (x.layout() == Layout::kChannelsLast) {
       const std::int64_t parts = useful_threads(threads, x);

@@ -52,6 +52,11 @@ NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c,
   }
 }
 
+// The parts of as many channels as a vector of float32 has elements.
+NORMSCOPE_INLINE void add_halves(const LimbsView& limbs, int sum, const WideHalves& parts) {
+  for (int half = 0; half < 2; ++half) add_part(limbs, sum, half * kDoubles, parts.of[half]);
+}
+
 // Calls function(c, Real) for all channels: vectors first, then single ones, with a Real to tell
 // by.
 template <class Function>

@@ -16,6 +16,9 @@ NORMSCOPE_INLINE Tile tile_at(std::int64_t index, std::int64_t positions, const 
   return {index / tiles_per_sample, begin, rest < shape.positions ? rest : shape.positions};
 }
 
+NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+NORMSCOPE_INLINE std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+
 template <class Element>
 NORMSCOPE_INLINE const Element* element_at(const TensorView& x, std::int64_t n, std::int64_t c,
                                            std::int64_t p) {
@@ -29,6 +32,3 @@ NORMSCOPE_INLINE Element* element_at(const MutableTensorView& x, std::int64_t n,
   return static_cast<Element*>(x.data) + n * x.sample_stride + c * x.channel_stride +
          p * x.position_stride;
 }
-
-NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-NORMSCOPE_INLINE std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }

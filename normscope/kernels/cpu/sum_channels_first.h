@@ -4,7 +4,7 @@
 // says why).
 //
 // As many channels at a time as a vector has elements, so that their lanes are folded together. In
-// what follows terms_of(i) are those of the i-th, and next_of(i) what is fetched meanwhile.
+// what follows terms_of(i) are those of the i-th.
 
 // Short tiles: at most kMaxLanes elements, each of which has a lane of its own.
 
@@ -102,7 +102,8 @@ NORMSCOPE_INLINE void put_sums_of_short_tiles(const TermsOf& terms_of, std::int6
   put_sums(first.fold(), second.fold(), batch, slot);
 }
 
-// Long tiles: more elements than lanes. Only the first `count` channels are looked at.
+// Long tiles: more elements than lanes. Only the first `count` channels are looked at. next_of(i)
+// is fetched while the i-th is summed.
 
 template <class Element, class TermsOf>
 NORMSCOPE_INLINE auto pivots_of_long_tiles(const TermsOf& terms_of, std::int64_t n, int count) {
@@ -171,7 +172,8 @@ NORMSCOPE_INLINE void for_tiles_channels_first(const TensorView& x, TileRange ti
   TileBatch batch;
   for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
     const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
-    const Tile next_tile = tile_at(index + 1, x.positions, kChannelsFirstTile, per_sample);
+    const Tile next_tile =
+        tile_at(smaller(index + 1, tiles.end - 1), x.positions, kChannelsFirstTile, per_sample);
     for (std::int64_t begin = 0; begin < x.channels; begin += kBatchChannels) {
       const std::int64_t end = smaller(begin + kBatchChannels, x.channels);
       std::int64_t c = begin;
@@ -210,7 +212,8 @@ void add_moments_channels_first(const TensorView& x, TileRange tiles, LimbsView 
     alignas(kVectorBytes) Real centers[kLanesOf<Real>];
     store(centers, pivots);
     const auto pivot_of = [&](std::int64_t i) { return centers[i]; };
-    // All channels' pivots come before their sums: they are fetched while those before are summed.
+    // The next channels' pivots look at all of them before any is summed, so that they are fetched
+    // while these are summed; gradients have no pivots, and fetch one channel ahead.
     put_sums_of_tiles<Element>(terms_of, terms_from(next), now.tile.size, pivot_of, count, batch,
                                slot);
   };

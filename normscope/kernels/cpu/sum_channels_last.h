@@ -64,17 +64,18 @@ struct BatchSums {
   alignas(kVectorBytes) Real second[kBatchChannels];
 };
 
-// Where the rows begin that are summed after those of tile `index` and the channels before `end`.
+// Where the rows begin that are summed after those of tile `index` and the channels before `end`;
+// after the last ones, those of the last tile.
 struct Place {
   std::int64_t sample;
   std::int64_t channel;
   std::int64_t position;
 };
-NORMSCOPE_INLINE Place place_after(std::int64_t index, std::int64_t end, std::int64_t channels,
-                                   std::int64_t positions) {
+NORMSCOPE_INLINE Place place_after(std::int64_t index, std::int64_t last, std::int64_t end,
+                                   std::int64_t channels, std::int64_t positions) {
   const bool is_same_tile = end < channels;
-  const Tile tile = tile_at(is_same_tile ? index : index + 1, positions, kChannelsLastTile,
-                            tiles_per_sample(Layout::kChannelsLast, positions));
+  const Tile tile = tile_at(is_same_tile ? index : smaller(index + 1, last), positions,
+                            kChannelsLastTile, tiles_per_sample(Layout::kChannelsLast, positions));
   return {tile.sample, is_same_tile ? end : 0, tile.begin};
 }
 template <class Element>
@@ -122,7 +123,7 @@ void add_moments_channels_last(const TensorView& x, TileRange tiles, LimbsView l
     const Tile tile = tile_at(index, x.positions, kChannelsLastTile, per_sample);
     for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
       const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      const Place next = place_after(index, end, x.channels, x.positions);
+      const Place next = place_after(index, tiles.end - 1, end, x.channels, x.positions);
       moments_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
                       tile.size, end - c, element_at<Element>(x, next), batch);
       add_moment_tiles<Element>(batch, tile.size, limbs.channel_range(c, end));
@@ -184,7 +185,7 @@ void add_gradient_sums_channels_last(const TensorView& x, const TensorView& dy,
     const Tile tile = tile_at(index, x.positions, kChannelsLastTile, per_sample);
     for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
       const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      const Place next = place_after(index, end, x.channels, x.positions);
+      const Place next = place_after(index, tiles.end - 1, end, x.channels, x.positions);
       gradient_sums_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
                             element_at<Element>(dy, tile.sample, c, tile.begin), dy.position_stride,
                             tile.size, end - c, mean_hi + c,

@@ -69,11 +69,6 @@ class MagnitudeSpan {
   Integers smallest_ = Integers{} + 0x7FFFFFFF;
 };
 
-// A vector's channels.
-NORMSCOPE_INLINE void add_halves(const LimbsView& limbs, int sum, const WideHalves& parts) {
-  for (int half = 0; half < 2; ++half) add_part(limbs, sum, half * kDoubles, parts.of[half]);
-}
-
 // A sum in float64, and the span that tells afterwards whether it is exact.
 struct SumWithSpan {
   WideHalves halves;
@@ -128,19 +123,19 @@ template <int kVectors>
 NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std::int64_t rows,
                                             int v, const MagnitudeSpan& span) {
   const Doubles base[2] = {base_of_squares(span.largest(0)), base_of_squares(span.largest(1))};
-  Doubles sum[2] = {};
+  WideHalves sum;
   Doubles upper[2] = {base[0], base[1]};
-  Doubles lower[2] = {};
+  WideHalves lower;
   for (std::int64_t row = 0; row < rows; ++row) {
     for (int half = 0; half < 2; ++half) {
       const Doubles value = terms.at(row, v, half);
       const Doubles next = add_exact_product(value, value, upper[half]);
-      sum[half] += value;
-      lower[half] += add_exact_product(value, value, upper[half] - next);
+      sum.of[half] += value;
+      lower.of[half] += add_exact_product(value, value, upper[half] - next);
       upper[half] = next;
     }
   }
-  return {{sum[0], sum[1]}, {upper[0] - base[0], upper[1] - base[1]}, {lower[0], lower[1]}};
+  return {sum, {upper[0] - base[0], upper[1] - base[1]}, lower};
 }
 
 // Out of line: seldom needed, and large.
@@ -299,7 +294,7 @@ NORMSCOPE_INLINE void for_element_blocks(TileRange samples, std::int64_t row_str
                                          const Add& add) {
   for (std::int64_t n = samples.begin; n < samples.end; n += kRows) {
     const std::int64_t rows = smaller(kRows, samples.end - n);
-    RowsAhead ahead(terms_at(n + kRows, 0), row_stride, limbs.channels);
+    RowsAhead ahead(terms_at(smaller(n + kRows, samples.end - 1), 0), row_stride, limbs.channels);
     std::int64_t c = 0;
     const auto add_while_fitting =
         [&]<int kVectors>(std::integral_constant<int, kVectors> vectors) {

@@ -93,18 +93,13 @@ template <class Element>
 inline constexpr std::int64_t kLineElements =
     kCacheLine / static_cast<std::int64_t>(sizeof(Element));
 
-// Fetches the cache line of `from`, which may lie beyond what can be read. Into L2, since L1 has
-// too few lines on their way at a time for memory's latency.
+// Fetches the cache line of `from`, which may lie beyond what can be read. Into L2: what is fetched
+// into L1 took twice as long on a Zen 4, and kept others from being read (docs/performance.md).
 NORMSCOPE_INLINE void prefetch(const void* from) {
   constexpr int kForReading = 0;
   constexpr int kIntoL2 = 2;
   __builtin_prefetch(from, kForReading, kIntoL2);
 }
-
-// How far ahead that is done where what comes next lies behind: the hardware's own prefetching ends
-// with a page.
-template <class Element>
-inline constexpr std::int64_t kElementsAhead = 4096 / static_cast<std::int64_t>(sizeof(Element));
 
 // Loads, widened to the type that the arithmetic is done in.
 
