@@ -93,8 +93,8 @@ template <class Element>
 inline constexpr std::int64_t kLineElements =
     kCacheLine / static_cast<std::int64_t>(sizeof(Element));
 
-// Fetches the cache line of `from`, which may lie beyond what can be read. Into L2: what is fetched
-// into L1 took twice as long on a Zen 4, and kept others from being read (docs/performance.md).
+// Fetches the cache line of `from`, which may lie beyond what can be read. Into L2: inputs beyond
+// the caches are read faster so than by way of L1 (docs/performance.md).
 NORMSCOPE_INLINE void prefetch(const void* from) {
   constexpr int kForReading = 0;
   constexpr int kIntoL2 = 2;
