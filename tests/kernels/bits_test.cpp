@@ -232,12 +232,15 @@ TEST_P(KernelBits, LargeOutputsAreThoseOfTheirParts) {
            // channels
            // fill whole cache lines, as rows must; planes are long enough to need not.
            Shape{12, 32, 8192 / size_of(dtype()) + 5},
-           // Rows of more than 512 KiB, so that they are gone through in several runs: odd ones,
-           // short ones of whole cache lines, long ones, one of a run's length.
+           // More than 512 KiB, so that rows are gone through in several runs: odd ones, short ones
+           // of whole cache lines, long ones, some of which are cut, one of more than a run's
+           // length.
            Shape{1, 24, 12001},
            Shape{1, 96, 3001},
            Shape{3001, 96, 1},
            Shape{1, 640, 451},
+           Shape{1, 1100, 241},
+           Shape{1, 2048, 131},
            Shape{1, 270000, 2},
        }) {
     SCOPED_TRACE(describe(shape, Inputs::kCentred));

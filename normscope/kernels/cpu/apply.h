@@ -217,21 +217,24 @@ NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, std::int64_t ah
       });
 }
 
-// Rows that are gone through forwards, as prefetching expects it, and the run of them that comes
-// next, which lies before them.
+// Rows that are gone through forwards, as prefetching expects it, and what comes next: the same
+// rows of other channels, or a run that lies before this one.
 struct Run {
   std::int64_t begin;
   std::int64_t end;
-  std::int64_t next;   // where the next run begins
-  std::int64_t ahead;  // rows from a row to the one that is fetched meanwhile
+  std::int64_t next;          // where the next run begins
+  std::int64_t next_channel;  // counted from this run's first
+  std::int64_t ahead;         // rows from a row to the one that is fetched meanwhile
 
   // From row p to that one, in elements; at the last rows of all, to some that were read before.
   template <class InputsAt>
   NORMSCOPE_INLINE std::int64_t elements_ahead(const InputsAt& inputs_at, std::int64_t sample,
                                                std::int64_t p) const {
     const std::int64_t later = p + ahead;
-    const std::int64_t to_come = later < end ? later : smaller(next + (later - end), end - 1);
-    return inputs_at(sample, 0, to_come).x - inputs_at(sample, 0, p).x;
+    const auto to_come =
+        later < end ? inputs_at(sample, 0, later)
+                    : inputs_at(sample, next_channel, smaller(next + (later - end), end - 1));
+    return to_come.x - inputs_at(sample, 0, p).x;
   }
 };
 
@@ -274,6 +277,9 @@ inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
 // Bytes from a row to the one that is fetched meanwhile: the hardware's own prefetching ends with a
 // page. On a Zen 4 a quarter as many were slower, and four times as many where rows are short.
 inline constexpr std::int64_t kBytesAhead = 4096;
+// Channels of a row, or up to twice as many, that are gone through at a time in a run: few enough
+// for their coefficients to stay in L1.
+inline constexpr std::int64_t kPartOfRow = 512;
 // Bytes below which rows are short: what a row costs beside its vectors then shows, and some of
 // them share their coefficients. Longer ones are streamed faster one by one.
 inline constexpr std::int64_t kShortRow = 1024;
@@ -301,40 +307,60 @@ NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const Coefficien
   });
 }
 
-// Positions [begin, end) of one sample, all channels; the last ones first. Short rows of elements
-// of more bits are taken in pairs, if they are aligned alike: memory is their bound sooner, and
-// pairs are closer to the order in which they lie.
+// A run of one sample's positions, all channels. Short rows of elements of more bits than 16 are
+// taken in pairs, if they are aligned alike: memory is their bound sooner, and pairs are closer to
+// the order in which they lie.
+template <class Element, class InputsAt, class Coefficients>
+NORMSCOPE_INLINE void apply_to_run(const InputsAt& inputs_at, const Coefficients& coefficients,
+                                   std::int64_t sample, const Run& run, Stores stores,
+                                   const MutableTensorView& y) {
+  if constexpr (sizeof(Element) == 2) {
+    if (coefficients.rows == Rows::kWholeLines) {
+      apply_to_lines<Element>(inputs_at, coefficients, sample, run, stores, y);
+      return;
+    }
+  }
+  const auto apply_to = [&](std::int64_t ahead, auto... positions) {
+    apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, ahead,
+                                                 coefficients, y.channels, stores,
+                                                 {element_at<Element>(y, sample, 0, positions)...});
+  };
+  std::int64_t p = run.begin;
+  if (y.channels * static_cast<std::int64_t>(sizeof(Element)) < kShortRow &&
+      y.position_stride % kElementsOf<Element> == 0) {
+    for (; p + 2 <= run.end; p += 2) {
+      apply_to(run.elements_ahead(inputs_at, sample, p), p, p + 1);
+    }
+  }
+  for (; p < run.end; ++p) apply_to(run.elements_ahead(inputs_at, sample, p), p);
+}
+
+// Positions [begin, end) of one sample, all channels: run by run, the last ones first, each in
+// parts of channels.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
                                          const Coefficients& coefficients, std::int64_t sample,
                                          std::int64_t begin, std::int64_t end, Stores stores,
                                          const MutableTensorView& y) {
-  const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
-  const std::int64_t rows_of_run = larger(1, kRun / row);
-  const std::int64_t rows_ahead = larger(1, kBytesAhead / row);
-  const bool in_pairs = row < kShortRow && y.position_stride % kElementsOf<Element> == 0;
+  constexpr std::int64_t kSize = sizeof(Element);
+  const std::int64_t rows_of_run = larger(1, kRun / (y.channels * kSize));
   while (end > begin) {
     const std::int64_t first = larger(begin, end - rows_of_run);
-    const Run run{first, end, larger(begin, first - rows_of_run), rows_ahead};
-    const auto apply_to = [&](std::int64_t ahead, auto... positions) {
-      apply_to_rows<sizeof...(positions), Element>(
-          {inputs_at(sample, 0, positions)...}, ahead, coefficients, y.channels, stores,
-          {element_at<Element>(y, sample, 0, positions)...});
-    };
-    std::int64_t p = run.begin;
-    if constexpr (sizeof(Element) == 2) {
-      if (coefficients.rows == Rows::kWholeLines) {
-        apply_to_lines<Element>(inputs_at, coefficients, sample, run, stores, y);
-        p = run.end;
-      }
+    const std::int64_t next = larger(begin, first - rows_of_run);
+    for (std::int64_t c = 0; c < y.channels;) {
+      const std::int64_t left = y.channels - c;
+      const std::int64_t channels = left < 2 * kPartOfRow ? left : kPartOfRow;
+      const std::int64_t ahead = larger(1, kBytesAhead / (channels * kSize));
+      const Run run = channels < left ? Run{first, end, first, channels, ahead}
+                                      : Run{first, end, next, -c, ahead};
+      const auto part_at = [&](std::int64_t n, std::int64_t i, std::int64_t p) {
+        return inputs_at(n, c + i, p);
+      };
+      apply_to_run<Element>(part_at, coefficients.from(c), sample, run, stores,
+                            y.channel_range(c, c + channels));
+      c += channels;
     }
-    if (in_pairs) {
-      for (; p + 2 <= run.end; p += 2) {
-        apply_to(run.elements_ahead(inputs_at, sample, p), p, p + 1);
-      }
-    }
-    for (; p < run.end; ++p) apply_to(run.elements_ahead(inputs_at, sample, p), p);
-    end = run.begin;
+    end = first;
   }
 }
 

@@ -32,6 +32,11 @@ struct NormalizeCoefficients {
   const Real* mean_lo;  // [C]
   const Real* scale;    // [C]
   const Real* bias;     // [C]
+
+  // From channel c on, which begins a block.
+  [[nodiscard]] constexpr NormalizeCoefficients from(std::int64_t c) const noexcept {
+    return {rows, mean_hi + c, mean_lo + c, scale + c, bias + c};
+  }
 };
 template <class Real>
 struct InputGradientCoefficients {
@@ -41,6 +46,11 @@ struct InputGradientCoefficients {
   const Real* scale;    // [C]
   const Real* mean_dy;  // [C]
   const Real* slope;    // [C]
+
+  // From channel c on, which begins a block.
+  [[nodiscard]] constexpr InputGradientCoefficients from(std::int64_t c) const noexcept {
+    return {rows, mean_hi + c, mean_lo + c, scale + c, mean_dy + c, slope + c};
+  }
 };
 
 // Whether an output is read soon, or better passes the cache by.
