@@ -279,7 +279,7 @@ inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
 inline constexpr std::int64_t kBytesAhead = 4096;
 // Channels of a row, or up to twice as many, that are gone through at a time in a run: few enough
 // for their coefficients to stay in L1.
-inline constexpr std::int64_t kPartOfRow = 512;
+inline constexpr std::int64_t kPartOfRow = 1024;
 // Bytes below which rows are short: what a row costs beside its vectors then shows, and some of
 // them share their coefficients. Longer ones are streamed faster one by one.
 inline constexpr std::int64_t kShortRow = 1024;
