@@ -228,13 +228,11 @@ void expect_outputs_of_parts(const Kernels& kernels, const Tensor& x, Tensor y, 
 
 TEST_P(KernelBits, LargeOutputsAreThoseOfTheirParts) {
   for (const Shape& shape : {
-           // Above 2 MiB, so that the output exceeds a core's cache; its samples do not. 32
-           // channels
-           // fill whole cache lines, as rows must; planes are long enough to need not.
+           // Above 2 MiB, so that the output exceeds a core's cache; its samples do not. Rows of 32
+           // channels fill whole cache lines; planes are long enough to need not.
            Shape{12, 32, 8192 / size_of(dtype()) + 5},
            // More than 512 KiB, so that rows are gone through in several runs: odd ones, short ones
-           // of whole cache lines, long ones, some of which are cut, one of more than a run's
-           // length.
+           // of whole cache lines, long ones, one that is cut, one of more than a run's length.
            Shape{1, 24, 12001},
            Shape{1, 96, 3001},
            Shape{3001, 96, 1},

@@ -226,7 +226,8 @@ struct Run {
   std::int64_t next_channel;  // counted from this run's first
   std::int64_t ahead;         // rows from a row to the one that is fetched meanwhile
 
-  // From row p to that one, in elements; at the last rows of all, to some that were read before.
+  // From row p to that one, in elements of x; from a sample's last rows, to some that were read
+  // before.
   template <class InputsAt>
   NORMSCOPE_INLINE std::int64_t elements_ahead(const InputsAt& inputs_at, std::int64_t sample,
                                                std::int64_t p) const {
@@ -271,14 +272,14 @@ NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coeffic
   }
 }
 
-// Bytes of a run, of one input: as many as an L2 holds, so that what was summed last is still at
+// Bytes of a run, of one input: no more than an L2 holds, so that what was summed last is still at
 // hand.
 inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
 // Bytes from a row to the one that is fetched meanwhile: the hardware's own prefetching ends with a
 // page. On a Zen 4 a quarter as many were slower, and four times as many where rows are short.
 inline constexpr std::int64_t kBytesAhead = 4096;
-// Channels of a row, or up to twice as many, that are gone through at a time in a run: few enough
-// for their coefficients to stay in L1.
+// Channels of a row, or up to twice as many, that are gone through at a time in a run where rows
+// are whole lines. The coefficients of more would be read from L2 for each row.
 inline constexpr std::int64_t kPartOfRow = 1024;
 // Bytes below which rows are short: what a row costs beside its vectors then shows, and some of
 // them share their coefficients. Longer ones are streamed faster one by one.
@@ -307,9 +308,9 @@ NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const Coefficien
   });
 }
 
-// A run of one sample's positions, all channels. Short rows of elements of more bits than 16 are
-// taken in pairs, if they are aligned alike: memory is their bound sooner, and pairs are closer to
-// the order in which they lie.
+// A run of one sample's positions, all channels. Other short rows than those of 16-bit elements in
+// whole lines are taken in pairs, if they are aligned alike: memory is their bound sooner, and
+// pairs are closer to the order in which they lie.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_run(const InputsAt& inputs_at, const Coefficients& coefficients,
                                    std::int64_t sample, const Run& run, Stores stores,
@@ -349,10 +350,10 @@ NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
     const std::int64_t next = larger(begin, first - rows_of_run);
     for (std::int64_t c = 0; c < y.channels;) {
       const std::int64_t left = y.channels - c;
-      const std::int64_t channels = left < 2 * kPartOfRow ? left : kPartOfRow;
+      const bool is_cut = coefficients.rows == Rows::kWholeLines && left >= 2 * kPartOfRow;
+      const std::int64_t channels = is_cut ? kPartOfRow : left;
       const std::int64_t ahead = larger(1, kBytesAhead / (channels * kSize));
-      const Run run = channels < left ? Run{first, end, first, channels, ahead}
-                                      : Run{first, end, next, -c, ahead};
+      const Run run{first, end, is_cut ? first : next, is_cut ? channels : -c, ahead};
       const auto part_at = [&](std::int64_t n, std::int64_t i, std::int64_t p) {
         return inputs_at(n, c + i, p);
       };
