@@ -59,13 +59,8 @@ constexpr std::int32_t kLeft = -1;
 // Group::failure.
 enum Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
 
-constexpr std::size_t round_up(std::size_t bytes) {
-  constexpr std::size_t kLine{kCacheLine};
-  return (bytes + kLine - 1) / kLine * kLine;
-}
-
 std::size_t slot_bytes(std::int64_t slot_length) {
-  return round_up(static_cast<std::size_t>(slot_length) * sizeof(double));
+  return whole_cache_lines(static_cast<std::size_t>(slot_length) * sizeof(double));
 }
 
 void pause_core() noexcept {
@@ -121,14 +116,14 @@ std::int64_t SlotCommunicator::memory_bytes(int ranks, const ExchangeOptions& op
                         std::to_string(options.time_limit.count()) + " ms");
   }
   const std::size_t per_rank = sizeof(Member) + 2 * slot_bytes(options.slot_length);
-  return static_cast<std::int64_t>(round_up(sizeof(Group)) +
+  return static_cast<std::int64_t>(whole_cache_lines(sizeof(Group)) +
                                    static_cast<std::size_t>(ranks) * per_rank);
 }
 
 void SlotCommunicator::initialize(void* memory, int ranks, const ExchangeOptions& options) {
   new (memory)
       Group{.ranks = ranks, .slot_length = options.slot_length, .time_limit = options.time_limit};
-  std::byte* members = static_cast<std::byte*>(memory) + round_up(sizeof(Group));
+  std::byte* members = static_cast<std::byte*>(memory) + whole_cache_lines(sizeof(Group));
   for (int rank = 0; rank < ranks; ++rank) {
     new (members + static_cast<std::size_t>(rank) * sizeof(Member)) Member;
   }
@@ -199,7 +194,7 @@ SlotCommunicator::Group& SlotCommunicator::group() const noexcept {
 }
 
 SlotCommunicator::Member& SlotCommunicator::member(int rank) const noexcept {
-  std::byte* members = static_cast<std::byte*>(memory_.get()) + round_up(sizeof(Group));
+  std::byte* members = static_cast<std::byte*>(memory_.get()) + whole_cache_lines(sizeof(Group));
   return reinterpret_cast<Member*>(members)[rank];
 }
 

@@ -1,11 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace normscope {
 
 // Bytes.
 inline constexpr std::int64_t kCacheLine = 64;
+
+// The bytes of the cache lines that so many bytes take, from a line's begin on.
+[[nodiscard]] constexpr std::size_t whole_cache_lines(std::size_t bytes) noexcept {
+  constexpr std::size_t kLine{kCacheLine};
+  return (bytes + kLine - 1) / kLine * kLine;
+}
 
 }  // namespace normscope

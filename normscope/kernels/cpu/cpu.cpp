@@ -44,8 +44,8 @@ std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / 
 // The numbers that fill the cache lines which `count` numbers take.
 template <class Number>
 std::int64_t whole_lines(std::int64_t count) {
-  constexpr std::int64_t kLine = kCacheLine / static_cast<std::int64_t>(sizeof(Number));
-  return ceil_divide(count, kLine) * kLine;
+  const std::size_t bytes = whole_cache_lines(static_cast<std::size_t>(count) * sizeof(Number));
+  return static_cast<std::int64_t>(bytes / sizeof(Number));
 }
 
 std::int64_t tile_count(const TensorView& x) {
