@@ -122,6 +122,20 @@ NORMSCOPE_INLINE void with_store(Stores stores, const Use& use) {
   }
 }
 
+// What is fetched while inputs are read at i: those so many elements ahead, or nothing.
+struct FetchAhead {
+  std::int64_t elements;
+
+  template <class Inputs>
+  NORMSCOPE_INLINE void operator()(const Inputs& inputs, std::int64_t i) const {
+    inputs.prefetch_at(i + elements);
+  }
+};
+struct FetchNothing {
+  template <class Inputs>
+  NORMSCOPE_INLINE void operator()(const Inputs& /*inputs*/, std::int64_t /*i*/) const {}
+};
+
 // write(i, store) for i from 0 to n, in steps of a vector's bytes of Element: aligned ones as
 // `stores` says, and what no whole aligned vector covers by vectors that overlap it. These write
 // the same numbers twice, which is why outputs may not be inputs. n is at least one vector.
@@ -164,10 +178,10 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
 }
 
 // All channels of kRows positions, whose outputs are aligned alike: a channel's coefficients are
-// loaded once for them. The coefficients lie as the channels do. Inputs that lie `ahead` elements
-// from these are fetched meanwhile, here and below.
-template <int kRows, class Element, class Inputs, class Coefficients>
-NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], std::int64_t ahead,
+// loaded once for them. The coefficients lie as the channels do. `fetch` is one of the above, here
+// and below.
+template <int kRows, class Element, class Inputs, class Fetch, class Coefficients>
+NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], const Fetch fetch,
                                     const Coefficients coefficients, std::int64_t channels,
                                     Stores stores, Element* const (&outputs)[kRows]) {
   using Real = Arithmetic<Element>;
@@ -183,7 +197,7 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], std::int64_t 
   for_vectors<Element>(
       channels, elements_before_alignment(outputs[0]), stores,
       [&](std::int64_t c) {
-        for (int row = 0; row < kRows; ++row) inputs[row].prefetch_at(c + ahead);
+        for (int row = 0; row < kRows; ++row) fetch(inputs[row], c);
       },
       [&](std::int64_t c, const auto& store_words) {
         Block<Element> results[kRows];
@@ -202,12 +216,12 @@ NORMSCOPE_INLINE void apply_to_rows(const Inputs (&inputs)[kRows], std::int64_t 
 }
 
 // All channels of one position, where rows are whole lines.
-template <class Element, class Inputs, class Coefficients>
-NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, std::int64_t ahead,
+template <class Element, class Inputs, class Fetch, class Coefficients>
+NORMSCOPE_INLINE void apply_to_row_of_lines(const Inputs inputs, const Fetch fetch,
                                             const Coefficients coefficients, std::int64_t channels,
                                             Stores stores, Element* output) {
   for_vectors<Element>(
-      channels, 0, stores, [=](std::int64_t c) { inputs.prefetch_at(c + ahead); },
+      channels, 0, stores, [=](std::int64_t c) { fetch(inputs, c); },
       [&](std::int64_t c, const auto& store_words) {
         const auto formula_of = [&](int v) {
           return formula_at<Vector<Arithmetic<Element>>>(coefficients,
@@ -224,29 +238,28 @@ struct Run {
   std::int64_t end;
   std::int64_t next;          // where the next run begins
   std::int64_t next_channel;  // counted from this run's first
-  std::int64_t ahead;         // rows from a row to the one that is fetched meanwhile
+  std::int64_t ahead;         // rows from a row to the one that may be fetched meanwhile
 
-  // From row p to that one, in elements of x; from a sample's last rows, to some that were read
-  // before.
+  // From row p to that one; from a sample's last rows, to some that were read before.
   template <class InputsAt>
-  NORMSCOPE_INLINE std::int64_t elements_ahead(const InputsAt& inputs_at, std::int64_t sample,
-                                               std::int64_t p) const {
+  NORMSCOPE_INLINE FetchAhead fetch_at(const InputsAt& inputs_at, std::int64_t sample,
+                                       std::int64_t p) const {
     const std::int64_t later = p + ahead;
     const auto to_come =
         later < end ? inputs_at(sample, 0, later)
                     : inputs_at(sample, next_channel, smaller(next + (later - end), end - 1));
-    return to_come.x - inputs_at(sample, 0, p).x;
+    return {to_come.x - inputs_at(sample, 0, p).x};
   }
 };
 
 // All channels of positions [begin, end) of a sample, where rows are whole lines: a line of
 // channels after the other, whose coefficients are loaded once for all positions, and in an order
 // that the hardware's prefetching does not follow well.
-template <class Element, class InputsAt, class Coefficients, class StoreWords>
-NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coefficients coefficients,
-                                         std::int64_t sample, std::int64_t begin, std::int64_t end,
-                                         std::int64_t ahead, const MutableTensorView y,
-                                         const StoreWords store_words) {
+template <class Element, class InputsAt, class Fetch, class Coefficients, class StoreWords>
+NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Fetch fetch,
+                                         const Coefficients coefficients, std::int64_t sample,
+                                         std::int64_t begin, std::int64_t end,
+                                         const MutableTensorView y, const StoreWords store_words) {
   using Formula = decltype(formula_at<Vector<Arithmetic<Element>>>(coefficients, 0));
   constexpr int kVectors = kBlockVectors<Element>;
   constexpr std::int64_t kLanes = kLanesOf<Arithmetic<Element>>;
@@ -262,7 +275,7 @@ NORMSCOPE_INLINE void apply_line_by_line(const InputsAt inputs_at, const Coeffic
     for (std::int64_t p = begin; p < end; ++p) {
       const auto inputs = inputs_at(sample, line, p);
       Element* const output = element_at<Element>(y, sample, line, p);
-      inputs.prefetch_at(ahead);
+      fetch(inputs, 0);
       for (int b = 0; b < kBlocks; ++b) {
         const auto formula_of = [&](int v) { return formulas[b][v]; };
         const std::int64_t c = b * kVectors * kLanes;
@@ -278,6 +291,10 @@ inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
 // Bytes from a row to the one that is fetched meanwhile: the hardware's own prefetching ends with a
 // page. On a Zen 4 a quarter as many were slower, and four times as many where rows are short.
 inline constexpr std::int64_t kBytesAhead = 4096;
+// Bytes of a row, or of its part, up to which the hardware follows what is read of it and of those
+// beside it. On a Zen 4, beyond the caches, fetching rows of 64 float32 took up to a third longer
+// than leaving it; not fetching those of 128, twice as long.
+inline constexpr std::int64_t kFollowedRow = 4 * kCacheLine;
 // Channels of a row, or up to twice as many, that are gone through at a time in a run where rows
 // are whole lines. The coefficients of more would be read from L2 for each row.
 inline constexpr std::int64_t kPartOfRow = 1024;
@@ -286,24 +303,25 @@ inline constexpr std::int64_t kPartOfRow = 1024;
 inline constexpr std::int64_t kShortRow = 1024;
 
 // A run of one sample's positions, all channels, where rows are whole lines of elements of 16 bits:
-// short ones line by line, as many at a time as fit into kShortRow.
-template <class Element, class InputsAt, class Coefficients>
-NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const Coefficients& coefficients,
-                                     std::int64_t sample, const Run& run, Stores stores,
-                                     const MutableTensorView& y) {
+// short ones line by line, as many at a time as fit into kShortRow. fetch_at(p) is what is fetched
+// with row p, here and below.
+template <class Element, class InputsAt, class FetchAt, class Coefficients>
+NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const FetchAt& fetch_at,
+                                     const Coefficients& coefficients, std::int64_t sample,
+                                     const Run& run, Stores stores, const MutableTensorView& y) {
   const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
   if (row >= kShortRow) {
     for (std::int64_t p = run.begin; p < run.end; ++p) {
-      apply_to_row_of_lines(inputs_at(sample, 0, p), run.elements_ahead(inputs_at, sample, p),
-                            coefficients, y.channels, stores, element_at<Element>(y, sample, 0, p));
+      apply_to_row_of_lines(inputs_at(sample, 0, p), fetch_at(p), coefficients, y.channels, stores,
+                            element_at<Element>(y, sample, 0, p));
     }
     return;
   }
   const std::int64_t rows = kShortRow / row;
   with_store(stores, [&](const auto& store) {
     for (std::int64_t p = run.begin; p < run.end; p += rows) {
-      apply_line_by_line<Element>(inputs_at, coefficients, sample, p, smaller(p + rows, run.end),
-                                  run.elements_ahead(inputs_at, sample, p), y, store);
+      apply_line_by_line<Element>(inputs_at, fetch_at(p), coefficients, sample, p,
+                                  smaller(p + rows, run.end), y, store);
     }
   });
 }
@@ -311,29 +329,27 @@ NORMSCOPE_INLINE void apply_to_lines(const InputsAt& inputs_at, const Coefficien
 // A run of one sample's positions, all channels. Other short rows than those of 16-bit elements in
 // whole lines are taken in pairs, if they are aligned alike: memory is their bound sooner, and
 // pairs are closer to the order in which they lie.
-template <class Element, class InputsAt, class Coefficients>
-NORMSCOPE_INLINE void apply_to_run(const InputsAt& inputs_at, const Coefficients& coefficients,
-                                   std::int64_t sample, const Run& run, Stores stores,
-                                   const MutableTensorView& y) {
+template <class Element, class InputsAt, class FetchAt, class Coefficients>
+NORMSCOPE_INLINE void apply_to_run(const InputsAt& inputs_at, const FetchAt& fetch_at,
+                                   const Coefficients& coefficients, std::int64_t sample,
+                                   const Run& run, Stores stores, const MutableTensorView& y) {
   if constexpr (sizeof(Element) == 2) {
     if (coefficients.rows == Rows::kWholeLines) {
-      apply_to_lines<Element>(inputs_at, coefficients, sample, run, stores, y);
+      apply_to_lines<Element>(inputs_at, fetch_at, coefficients, sample, run, stores, y);
       return;
     }
   }
-  const auto apply_to = [&](std::int64_t ahead, auto... positions) {
-    apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, ahead,
+  const auto apply_to = [&](const auto fetch, auto... positions) {
+    apply_to_rows<sizeof...(positions), Element>({inputs_at(sample, 0, positions)...}, fetch,
                                                  coefficients, y.channels, stores,
                                                  {element_at<Element>(y, sample, 0, positions)...});
   };
   std::int64_t p = run.begin;
   if (y.channels * static_cast<std::int64_t>(sizeof(Element)) < kShortRow &&
       y.position_stride % kElementsOf<Element> == 0) {
-    for (; p + 2 <= run.end; p += 2) {
-      apply_to(run.elements_ahead(inputs_at, sample, p), p, p + 1);
-    }
+    for (; p + 2 <= run.end; p += 2) apply_to(fetch_at(p), p, p + 1);
   }
-  for (; p < run.end; ++p) apply_to(run.elements_ahead(inputs_at, sample, p), p);
+  for (; p < run.end; ++p) apply_to(fetch_at(p), p);
 }
 
 // Positions [begin, end) of one sample, all channels: run by run, the last ones first, each in
@@ -341,7 +357,7 @@ NORMSCOPE_INLINE void apply_to_run(const InputsAt& inputs_at, const Coefficients
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
                                          const Coefficients& coefficients, std::int64_t sample,
-                                         std::int64_t begin, std::int64_t end, Stores stores,
+                                         std::int64_t begin, std::int64_t end, Access access,
                                          const MutableTensorView& y) {
   constexpr std::int64_t kSize = sizeof(Element);
   const std::int64_t rows_of_run = larger(1, kRun / (y.channels * kSize));
@@ -357,8 +373,16 @@ NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
       const auto part_at = [&](std::int64_t n, std::int64_t i, std::int64_t p) {
         return inputs_at(n, c + i, p);
       };
-      apply_to_run<Element>(part_at, coefficients.from(c), sample, run, stores,
-                            y.channel_range(c, c + channels));
+      const auto apply = [&](const auto& fetch_at) {
+        apply_to_run<Element>(part_at, fetch_at, coefficients.from(c), sample, run, access.stores,
+                              y.channel_range(c, c + channels));
+      };
+      const bool is_long = channels * kSize > kFollowedRow;
+      if (channels < y.channels || (access.loads == Loads::kFetched && is_long)) {
+        apply([&](std::int64_t p) { return run.fetch_at(part_at, sample, p); });
+      } else {
+        apply([](std::int64_t) { return FetchNothing{}; });
+      }
       c += channels;
     }
     end = first;
@@ -369,7 +393,7 @@ NORMSCOPE_INLINE void apply_to_positions(const InputsAt& inputs_at,
 // inputs there.
 template <class Element, class InputsAt, class Coefficients>
 NORMSCOPE_INLINE void apply_to_tiles(const InputsAt& inputs_at, const Coefficients& coefficients,
-                                     Layout layout, TileRange tiles, Stores stores,
+                                     Layout layout, TileRange tiles, Access access,
                                      const MutableTensorView& y) {
   using Real = Arithmetic<Element>;
   const std::int64_t tile_size = tile_shape(layout).positions;
@@ -380,11 +404,11 @@ NORMSCOPE_INLINE void apply_to_tiles(const InputsAt& inputs_at, const Coefficien
     const std::int64_t begin = (first - n * per_sample) * tile_size;
     const std::int64_t end = smaller((tile - n * per_sample) * tile_size, y.positions);
     if (layout == Layout::kChannelsLast) {
-      apply_to_positions<Element>(inputs_at, coefficients, n, begin, end, stores, y);
+      apply_to_positions<Element>(inputs_at, coefficients, n, begin, end, access, y);
     } else {
       for (std::int64_t c = 0; c < y.channels; ++c) {
         apply_to_neighbours(inputs_at(n, c, begin), formula_at<Real>(coefficients, c), end - begin,
-                            stores, element_at<Element>(y, n, c, begin));
+                            access.stores, element_at<Element>(y, n, c, begin));
       }
     }
     tile = first;
@@ -416,14 +440,14 @@ NORMSCOPE_INLINE auto inputs_of(const TensorView& x, const TensorView& dy) {
 // `inputs` are the tensors that the formula is of.
 template <class Element, class Coefficients, class... Inputs>
 NORMSCOPE_INLINE void apply_to_tensors(const Coefficients& coefficients, TileRange tiles,
-                                       Stores stores, const MutableTensorView& y,
+                                       Access access, const MutableTensorView& y,
                                        const Inputs&... inputs) {
   if (y.layout() == Layout::kChannelsLast && y.positions == 1) {
     apply_to_positions<Element>(inputs_of<Element>(samples_as_positions(inputs)...), coefficients,
-                                0, tiles.begin, tiles.end, stores, samples_as_positions(y));
+                                0, tiles.begin, tiles.end, access, samples_as_positions(y));
   } else {
-    apply_to_tiles<Element>(inputs_of<Element>(inputs...), coefficients, y.layout(), tiles, stores,
+    apply_to_tiles<Element>(inputs_of<Element>(inputs...), coefficients, y.layout(), tiles, access,
                             y);
   }
-  if (stores == Stores::kStreaming) finish_streaming();
+  if (access.stores == Stores::kStreaming) finish_streaming();
 }

@@ -39,6 +39,11 @@ std::int64_t cache_per_core() {
   return kBytes;
 }
 
+// Tensors of up to so many L2s together are taken to lie in an L3, where fetching rows ahead takes
+// longer than it saves. The L3's own size is not to be had: a virtual machine may be told that of
+// its whole host.
+constexpr std::int64_t kCachesInL3 = 20;
+
 std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 // The numbers that fill the cache lines which `count` numbers take.
@@ -189,13 +194,22 @@ bool has_whole_lines(const MutableTensorView& y) {
   return run >= kStreamedRun || run % kCacheLine == 0;
 }
 
-// Outputs pass the cache by where they would not stay in it anyway. y may be some channels of a
-// tensor: its samples' distance tells the size of all of it.
-Stores stores_for(const MutableTensorView& y) {
-  const double extent = static_cast<double>(y.samples) * static_cast<double>(y.sample_stride) *
-                        static_cast<double>(size_of(y.dtype));  // one sample's may be anything
-  return extent > static_cast<double>(cache_per_core()) && has_whole_lines(y) ? Stores::kStreaming
-                                                                              : Stores::kCached;
+// Bytes of y, or of the tensor that y is some channels of: its samples' distance tells.
+double extent(const MutableTensorView& y) {
+  const double elements =
+      y.samples > 1 ? static_cast<double>(y.samples) * static_cast<double>(y.sample_stride)
+                    : static_cast<double>(y.channels) * static_cast<double>(y.positions);
+  return elements * static_cast<double>(size_of(y.dtype));
+}
+
+// How to go through `tensors` tensors, of which y is the output. Outputs pass the cache by where
+// they would not stay in it anyway.
+Access access_for(const MutableTensorView& y, int tensors) {
+  const double bytes = extent(y);
+  const bool streams = bytes > static_cast<double>(cache_per_core()) && has_whole_lines(y);
+  return {tensors * bytes > static_cast<double>(kCachesInL3 * cache_per_core()) ? Loads::kFetched
+                                                                                : Loads::kCached,
+          streams ? Stores::kStreaming : Stores::kCached};
 }
 
 template <const Pieces& kPieces>
@@ -279,13 +293,13 @@ struct Backend {
         values.set(2, c, weights[static_cast<std::size_t>(c)] * statistics.inv_std[c]);
         values.set(3, c, biases[static_cast<std::size_t>(c)]);
       }
-      const Stores stores = stores_for(y);
+      const Access access = access_for(y, 2);
       for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
         const std::int64_t c = channels.begin;
         kPieces.of<Element>().normalize(
             x.channel_range(c, channels.end),
             {rows, values.at(0, c), values.at(1, c), values.at(2, c), values.at(3, c)}, tiles,
-            stores, y.channel_range(c, channels.end));
+            access, y.channel_range(c, channels.end));
       });
     });
   }
@@ -333,14 +347,14 @@ struct Backend {
         values.set(3, c, sums.dy[c] / elements);
         values.set(4, c, inv_std * (sums.dy_xhat[c] / elements));
       }
-      const Stores stores = stores_for(dx);
+      const Access access = access_for(dx, 3);
       for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
         const std::int64_t c = channels.begin;
         kPieces.of<Element>().input_gradient(x.channel_range(c, channels.end),
                                              dy.channel_range(c, channels.end),
                                              {rows, values.at(0, c), values.at(1, c),
                                               values.at(2, c), values.at(3, c), values.at(4, c)},
-                                             tiles, stores, dx.channel_range(c, channels.end));
+                                             tiles, access, dx.channel_range(c, channels.end));
       });
     });
   }

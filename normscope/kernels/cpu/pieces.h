@@ -56,6 +56,15 @@ struct InputGradientCoefficients {
 // Whether an output is read soon, or better passes the cache by.
 enum class Stores { kCached, kStreaming };
 
+// Whether inputs lie in a cache, or have to be fetched from memory.
+enum class Loads { kCached, kFetched };
+
+// How a sweep that applies meets the caches.
+struct Access {
+  Loads loads;
+  Stores stores;
+};
+
 // The work of one thread for one element type. At most kTilesBetweenCarries tiles a call for sums;
 // limbs are added to and left in canonical form.
 template <class Element>
@@ -72,10 +81,10 @@ struct ElementPieces {
   // Both go through the tiles backwards, since the sweep before has left the last ones in the
   // cache.
   void (*normalize)(const TensorView& x, const NormalizeCoefficients<Real>& coefficients,
-                    TileRange tiles, Stores stores, const MutableTensorView& y);
+                    TileRange tiles, Access access, const MutableTensorView& y);
   void (*input_gradient)(const TensorView& x, const TensorView& dy,
                          const InputGradientCoefficients<Real>& coefficients, TileRange tiles,
-                         Stores stores, const MutableTensorView& dx);
+                         Access access, const MutableTensorView& dx);
 };
 
 // What is compiled once for each instruction set: serial, and free of everything (containers,

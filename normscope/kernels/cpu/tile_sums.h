@@ -24,7 +24,7 @@ struct MomentTerms {
 
   template <class Value>
   static NORMSCOPE_INLINE Terms<Value> of(Value x, Value /*dy*/, Value pivot) {
-    const Value centered = x - pivot;
+    const Value centered = subtract(x, pivot);
     return {centered, centered * centered};
   }
   NORMSCOPE_INLINE Terms<Vector<Real>> load_at(std::int64_t i, Vector<Real> pivot) const {
@@ -61,7 +61,7 @@ struct GradientTerms {
 
   template <class Value>
   static NORMSCOPE_INLINE Terms<Value> of(Value x, Value dy, Value mean) {
-    return {dy, dy * (x - mean)};
+    return {dy, dy * subtract(x, mean)};
   }
   NORMSCOPE_INLINE Terms<Vector<Real>> load_at(std::int64_t i, Vector<Real> mean) const {
     return of(load(x + i), load(dy + i), mean);

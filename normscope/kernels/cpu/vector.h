@@ -148,6 +148,24 @@ NORMSCOPE_INLINE Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
 #endif
 }
 
+// a - b. Fused with a product by 1 it is rounded as ever, but leaves the units that only add to the
+// sums that follow, which would else wait for them.
+template <class Value>
+NORMSCOPE_INLINE Value subtract(Value a, Value b) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<Value, Floats>) {
+    return reinterpret_cast<Floats>(_mm512_fmsub_ps(
+        reinterpret_cast<__m512>(a), _mm512_set1_ps(1.0F), reinterpret_cast<__m512>(b)));
+  }
+#elif defined(__FMA__)
+  if constexpr (std::is_same_v<Value, Floats>) {
+    return reinterpret_cast<Floats>(_mm256_fmsub_ps(
+        reinterpret_cast<__m256>(a), _mm256_set1_ps(1.0F), reinterpret_cast<__m256>(b)));
+  }
+#endif
+  return a - b;
+}
+
 // The `count` elements from `from` on, fewer than a vector; what follows them is unspecified. A
 // vector's width of elements up to the last one must be readable.
 template <class Element>
