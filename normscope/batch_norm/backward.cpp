@@ -37,31 +37,23 @@ class OwnedGradientSums {
   Numbers numbers_;
 };
 
-// One slice, this rank alone: nothing between the sums and their use but the sums themselves.
-void input_gradient_of_slice(const BackwardArguments& arguments, ResolvedContext& context,
-                             std::int64_t slice, const GradientResults& results) {
-  const Kernels& kernels = context.kernels;
-  const auto [first, last] = samples_of_slice(arguments.x.samples, arguments.slices, slice);
-  const TensorView x = arguments.x.sample_range(first, last);
-  const TensorView dy = arguments.dy.sample_range(first, last);
-  const MutableTensorView dx = arguments.dx.sample_range(first, last);
+// Channels of a slice, this rank alone: nothing between the sums and their use but the sums
+// themselves.
+void input_gradient_of_part(const BackwardArguments& arguments, const Kernels& kernels,
+                            const SlicePart& part, const Execution& execution,
+                            const GradientResults& of_slice) {
+  const TensorView x = part.of(arguments.x);
+  const TensorView dy = part.of(arguments.dy);
   const Count count{.known = static_cast<double>(x.elements_per_channel())};
-  const Statistics statistics = statistics_of_slice(arguments.statistics, slice, x.channels);
-  const Message message(context, x.channels);
-  for_channel_chunks(
-      context, x, 2, [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
-        const TensorView x_chunk = x.channel_range(begin, end);
-        const TensorView dy_chunk = dy.channel_range(begin, end);
-        const LimbsView limbs = message.limbs().channel_range(begin, end);
-        const Statistics chunk_statistics = statistics.channel_range(begin);
-        const GradientResults chunk_results = results.channel_range(begin);
-        kernels.add_gradient_sums(execution, x_chunk, dy_chunk, chunk_statistics, limbs);
-        kernels.finalize_gradient_sums(execution, limbs, count, chunk_statistics, chunk_results);
-        if (dx.data == nullptr) return;
-        kernels.input_gradient(execution, x_chunk, dy_chunk, chunk_statistics,
-                               arguments.weight.channel_range(begin), chunk_results.sums, count,
-                               dx.channel_range(begin, end));
-      });
+  const Statistics statistics =
+      statistics_of_slice(arguments.statistics, part.slice, arguments.x.channels)
+          .channel_range(part.begin);
+  const GradientResults results = of_slice.channel_range(part.begin);
+  kernels.add_gradient_sums(execution, x, dy, statistics, part.limbs);
+  kernels.finalize_gradient_sums(execution, part.limbs, count, statistics, results);
+  if (arguments.dx.data == nullptr) return;
+  kernels.input_gradient(execution, x, dy, statistics, arguments.weight.channel_range(part.begin),
+                         results.sums, count, part.of(arguments.dx));
 }
 
 void input_gradient_of_slices(const BackwardArguments& arguments, ResolvedContext& context) {
@@ -72,9 +64,12 @@ void input_gradient_of_slices(const BackwardArguments& arguments, ResolvedContex
                                 .all = all ? all->view() : GradientSums{},
                                 .dweight = arguments.dweight,
                                 .dbias = arguments.dbias};
-  for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
-    input_gradient_of_slice(arguments, context, slice, results);
-  }
+  struct Nothing {};
+  for_slice_parts(
+      context, arguments.x, arguments.slices, 2, [](std::int64_t) { return Nothing{}; },
+      [&](const SlicePart& part, const Execution& execution, Nothing) {
+        input_gradient_of_part(arguments, context.kernels, part, execution, results);
+      });
 }
 
 // Local sums, one all-reduce, finalize, apply.

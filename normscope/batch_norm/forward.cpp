@@ -45,13 +45,17 @@ class RunningUpdates {
       : update_(arguments.running),
         is_cumulative_(arguments.running_average == RunningAverage::kCumulative),
         context_(context),
-        momentum_(context, is_cumulative_ ? 1 : 0, Contents::kAnything) {}
+        momentum_(context, is_cumulative_ ? 1 : 0, Contents::kAnything) {
+    if (is_cumulative_ && is_host()) updates_before_ = *update_.updates;
+  }
 
-  [[nodiscard]] RunningUpdate next() const {
+  // The one that comes after `earlier` others of this call. On a device the others have to be
+  // queued, since the momentum is found there.
+  [[nodiscard]] RunningUpdate after(std::int64_t earlier) const {
     RunningUpdate update = update_;
     if (!is_cumulative_) return update;
-    if (context_.kernels.memory() == Memory::kHost) {
-      update.momentum = cumulative_momentum(*update.updates);
+    if (is_host()) {
+      update.momentum = cumulative_momentum(updates_before_ + earlier);
     } else {
       double* momentum = momentum_.span().data();
       context_.kernels.set_cumulative_momentum(context_.execution, update.updates, momentum);
@@ -61,37 +65,33 @@ class RunningUpdates {
   }
 
  private:
+  [[nodiscard]] bool is_host() const noexcept { return context_.kernels.memory() == Memory::kHost; }
+
   RunningUpdate update_;
   bool is_cumulative_;
   const ResolvedContext& context_;
-  Numbers momentum_;  // on a device, where the host does not know it
+  std::int64_t updates_before_ = 0;  // this call, where the host knows
+  Numbers momentum_;                 // on a device, where it does not
 };
 
-// One slice, this rank alone: nothing between the sums and their use but the sums themselves.
-void normalize_slice(const ForwardArguments& arguments, ResolvedContext& context,
-                     std::int64_t slice, const RunningUpdate& running, LimbsView pooled) {
-  const Kernels& kernels = context.kernels;
-  const auto [first, last] = samples_of_slice(arguments.x.samples, arguments.slices, slice);
-  const TensorView x = arguments.x.sample_range(first, last);
-  const MutableTensorView y = arguments.y.sample_range(first, last);
-  const Count count{.known = static_cast<double>(x.elements_per_channel())};
-  const MomentsResults results{
-      .statistics = statistics_of_slice(arguments.statistics, slice, x.channels),
+// Channels of a slice, this rank alone: nothing between the sums and their use but the sums
+// themselves.
+void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
+                    const SlicePart& part, const Execution& execution, const RunningUpdate& running,
+                    LimbsView pooled) {
+  const TensorView x = part.of(arguments.x);
+  const MomentsResults of_slice{
+      .statistics = statistics_of_slice(arguments.statistics, part.slice, arguments.x.channels),
       .running = running,
       .pooled = pooled,
-      .count = arguments.counts == nullptr ? nullptr : arguments.counts + slice};
-  const Message message(context, x.channels);
-  for_channel_chunks(
-      context, x, 1, [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
-        const TensorView x_chunk = x.channel_range(begin, end);
-        const LimbsView limbs = message.limbs().channel_range(begin, end);
-        const MomentsResults chunk_results = results.channel_range(begin, end);
-        kernels.add_moments(execution, x_chunk, limbs);
-        kernels.finalize_moments(execution, limbs, count, arguments.eps, x.dtype, chunk_results);
-        kernels.normalize(execution, x_chunk, chunk_results.statistics.read_only(),
-                          arguments.weight.channel_range(begin),
-                          arguments.bias.channel_range(begin), y.channel_range(begin, end));
-      });
+      .count = arguments.counts == nullptr ? nullptr : arguments.counts + part.slice};
+  const MomentsResults results = of_slice.channel_range(part.begin, part.end);
+  const Count count{.known = static_cast<double>(x.elements_per_channel())};
+  kernels.add_moments(execution, x, part.limbs);
+  kernels.finalize_moments(execution, part.limbs, count, arguments.eps, x.dtype, results);
+  kernels.normalize(execution, x, results.statistics.read_only(),
+                    arguments.weight.channel_range(part.begin),
+                    arguments.bias.channel_range(part.begin), part.of(arguments.y));
 }
 
 // The running statistics' update with the moments of all slices together.
@@ -111,12 +111,17 @@ void normalize_slices(const ForwardArguments& arguments, ResolvedContext& contex
   const RunningUpdates running(arguments, context);
   std::optional<Message> all;
   if (pools) all.emplace(context, x.channels);
-  for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
+  const auto running_of = [&](std::int64_t slice) {
     const bool updates = !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
-    normalize_slice(arguments, context, slice, updates ? running.next() : RunningUpdate{},
-                    pools ? all->limbs() : LimbsView{});
-  }
-  if (pools) update_running_with_all(arguments, context, running.next(), *all);
+    return updates ? running.after(slice) : RunningUpdate{};
+  };
+  for_slice_parts(
+      context, x, arguments.slices, 1, running_of,
+      [&](const SlicePart& part, const Execution& execution, const RunningUpdate& update) {
+        normalize_part(arguments, context.kernels, part, execution, update,
+                       pools ? all->limbs() : LimbsView{});
+      });
+  if (pools) update_running_with_all(arguments, context, running.after(0), *all);
 }
 
 // Local sums, one all-reduce, finalize, apply.
@@ -134,7 +139,7 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
   check_count(count.known);
   kernels.finalize_moments(
       execution, message.limbs(), count, arguments.eps, x.dtype,
-      {.statistics = statistics, .running = running.next(), .count = arguments.counts});
+      {.statistics = statistics, .running = running.after(0), .count = arguments.counts});
   kernels.normalize(execution, x, statistics.read_only(), arguments.weight, arguments.bias,
                     arguments.y);
 }

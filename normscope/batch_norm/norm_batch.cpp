@@ -46,6 +46,12 @@ Count Message::all_reduce(const CallLabel& label, double count,
           .call = call};
 }
 
+void clear(LimbsView limbs) noexcept {
+  for (int sum = 0; sum < kSums; ++sum) {
+    for (int k = 0; k < kLimbs; ++k) std::fill_n(limbs.limb(sum, k), limbs.channels, 0.0);
+  }
+}
+
 ResolvedContext resolve(const CallContext& context) {
   static const Execution kThisThread;
   return {context.kernels == nullptr ? default_kernels() : *context.kernels,

@@ -88,6 +88,9 @@ void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int
   });
 }
 
+// Sets limbs of the host to zero.
+void clear(LimbsView limbs) noexcept;
+
 // The statistics of slice `slice` in an array [slices, 3, C].
 template <class Number>
 [[nodiscard]] BasicStatistics<Number> statistics_of_slice(Number* statistics, std::int64_t slice,
@@ -103,5 +106,56 @@ struct SampleRange {
 };
 [[nodiscard]] SampleRange samples_of_slice(std::int64_t samples, std::int64_t slices,
                                            std::int64_t slice) noexcept;
+
+// Channels [begin, end) of a slice, and zeros for their sums.
+struct SlicePart {
+  std::int64_t slice;
+  SampleRange samples;
+  std::int64_t begin;
+  std::int64_t end;
+  LimbsView limbs;
+
+  template <class View>
+  [[nodiscard]] View of(const View& tensor) const noexcept {
+    return tensor.sample_range(samples.begin, samples.end).channel_range(begin, end);
+  }
+};
+
+// Calls work(part, execution, prepare(slice)) for chunks of channels of all slices, of a channel's
+// slices one after the other. On the host a thread takes all slices of a chunk, so that threads
+// wait for each other once; on a device they come slice by slice, and prepare(slice) once between
+// them.
+template <class Prepare, class Work>
+void for_slice_parts(ResolvedContext& context, const TensorView& x, std::int64_t slices,
+                     int tensors, const Prepare& prepare, const Work& work) {
+  const auto samples_of = [&](std::int64_t slice) {
+    return samples_of_slice(x.samples, slices, slice);
+  };
+  const SampleRange largest = samples_of(0);
+  const TensorView one_slice = x.sample_range(largest.begin, largest.end);
+  if (context.kernels.memory() == Memory::kHost) {
+    const Message message(context, x.channels);
+    for_channel_chunks(context, one_slice, tensors,
+                       [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
+                         const LimbsView limbs = message.limbs().channel_range(begin, end);
+                         for (std::int64_t slice = 0; slice < slices; ++slice) {
+                           if (slice > 0) clear(limbs);
+                           work(SlicePart{slice, samples_of(slice), begin, end, limbs}, execution,
+                                prepare(slice));
+                         }
+                       });
+    return;
+  }
+  for (std::int64_t slice = 0; slice < slices; ++slice) {
+    const Message message(context, x.channels);
+    const auto prepared = prepare(slice);
+    for_channel_chunks(context, one_slice, tensors,
+                       [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
+                         const LimbsView limbs = message.limbs().channel_range(begin, end);
+                         work(SlicePart{slice, samples_of(slice), begin, end, limbs}, execution,
+                              prepared);
+                       });
+  }
+}
 
 }  // namespace normscope

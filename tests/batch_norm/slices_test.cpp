@@ -144,6 +144,35 @@ TEST_P(Slices, AverageAllUpdatesThereEverWereAlike) {
   }
 }
 
+// Enough channels for two threads, each of which takes all slices of its own.
+TEST_P(Slices, UpdateRunningStatisticsAlikeWithMoreThreads) {
+  const Layer wide{.layout = GetParam(), .channels = 1024, .positions = 20};
+  const Execution two_threads = on_threads(2);
+  CallContext context;
+  context.execution = &two_threads;
+  for (const SliceStats slice_stats :
+       {SliceStats::kPooled, SliceStats::kFirst, SliceStats::kSequential}) {
+    for (const RunningAverage average :
+         {RunningAverage::kExponential, RunningAverage::kCumulative}) {
+      const auto forward = [&](const CallContext& where) {
+        LayerRun run(wide, first_samples(kSamples), kSlices);
+        ForwardArguments arguments = run.forward_arguments();
+        arguments.slice_stats = slice_stats;
+        arguments.running_average = average;
+        batch_norm_forward(arguments, where);
+        return run;
+      };
+
+      const LayerRun expected = forward({});
+      const LayerRun run = forward(context);
+
+      EXPECT_EQ(run.running_mean.values(), expected.running_mean.values());
+      EXPECT_EQ(run.running_var.values(), expected.running_var.values());
+      EXPECT_EQ(run.updates, expected.updates);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Layouts, Slices, ::testing::ValuesIn(kAllLayouts),
                          [](const auto& layout) { return name_of(layout.param); });
 
