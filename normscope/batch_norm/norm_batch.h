@@ -121,10 +121,10 @@ struct SlicePart {
   }
 };
 
-// Calls work(part, execution, prepare(slice)) for chunks of channels of all slices, of a channel's
-// slices one after the other. On the host a thread takes all slices of a chunk, so that threads
-// wait for each other once; on a device they come slice by slice, and prepare(slice) once between
-// them.
+// Calls work(part, execution, prepare(slice)) for chunks of channels of all slices; a channel's
+// slices come one after the other. On the host a chunk's thread takes all slices of it, so that
+// threads with chunks of their own wait for each other once; several may be in prepare() at a time.
+// On a device they come slice by slice, and prepare(slice) once between them.
 template <class Prepare, class Work>
 void for_slice_parts(ResolvedContext& context, const TensorView& x, std::int64_t slices,
                      int tensors, const Prepare& prepare, const Work& work) {

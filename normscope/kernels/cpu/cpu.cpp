@@ -39,9 +39,9 @@ std::int64_t cache_per_core() {
   return kBytes;
 }
 
-// Tensors of up to so many L2s together are taken to lie in an L3, where fetching rows ahead takes
-// longer than it saves. The L3's own size is not to be had: a virtual machine may be told that of
-// its whole host.
+// Tensors of up to so many L2s together are taken to lie in an L3 after the sweep that sums, where
+// fetching rows ahead takes longer than it saves. The L3's own size is not to be had: a virtual
+// machine may be told that of its whole host.
 constexpr std::int64_t kCachesInL3 = 20;
 
 std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -194,12 +194,14 @@ bool has_whole_lines(const MutableTensorView& y) {
   return run >= kStreamedRun || run % kCacheLine == 0;
 }
 
-// Bytes of y, or of the tensor that y is some channels of: its samples' distance tells.
+// Bytes of y, or of the tensor that y is some channels of: its samples' distance tells. Of one
+// sample that may be anything, and so may then be how it is gone through.
 double extent(const MutableTensorView& y) {
-  const double elements =
-      y.samples > 1 ? static_cast<double>(y.samples) * static_cast<double>(y.sample_stride)
-                    : static_cast<double>(y.channels) * static_cast<double>(y.positions);
-  return elements * static_cast<double>(size_of(y.dtype));
+  const double samples_apart =
+      static_cast<double>(y.samples) * static_cast<double>(y.sample_stride);
+  const double own =
+      static_cast<double>(y.channels) * static_cast<double>(y.elements_per_channel());
+  return std::max(samples_apart, own) * static_cast<double>(size_of(y.dtype));
 }
 
 // How to go through `tensors` tensors, of which y is the output. Outputs pass the cache by where
