@@ -292,9 +292,9 @@ inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
 // page. On a Zen 4 a quarter as many were slower, and four times as many where rows are short.
 inline constexpr std::int64_t kBytesAhead = 4096;
 // Bytes of a row up to which the hardware follows what is read of it and of those beside it. On a
-// Zen 4, beyond the caches, fetching rows of 64 float32 took up to a third longer than leaving it,
-// of 64 bfloat16 a tenth; not fetching rows of 128 float32 took twice as long.
-inline constexpr std::int64_t kFollowedRow = 4 * kCacheLine;
+// Zen 4, beyond the caches, fetching rows of 64 bfloat16 took a tenth longer than leaving it;
+// leaving rows of 128 float32, twice as long.
+inline constexpr std::int64_t kFollowedRow = 2 * kCacheLine;
 // Channels of a row, or up to twice as many, that are gone through at a time in a run where rows
 // are whole lines. The coefficients of more would be read from L2 for each row.
 inline constexpr std::int64_t kPartOfRow = 1024;
