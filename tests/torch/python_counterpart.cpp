@@ -21,7 +21,8 @@ using normscope::nn::save_state_dict;
 
 // Tensors under names.
 struct Tensors : torch::nn::Module {
-  at::Tensor& add(const char* name, const at::Tensor& tensor) {
+  // By value: the module moves the tensors that it holds when it gets another.
+  at::Tensor add(const char* name, const at::Tensor& tensor) {
     return register_buffer(name, tensor);
   }
 };
@@ -32,8 +33,8 @@ void step(std::span<char*> arguments) {
       normscope::nn::BatchNorm2d(normscope::nn::BatchNormOptions(3).scope(scope)));
   load_state_dict(*net, arguments[1]);
   Tensors inputs, outputs;
-  at::Tensor& x = inputs.add("x", torch::empty({4, 3, 5, 6}));
-  const at::Tensor& dy = inputs.add("dy", torch::empty({4, 3, 5, 6}));
+  const at::Tensor x = inputs.add("x", torch::empty({4, 3, 5, 6}));
+  const at::Tensor dy = inputs.add("dy", torch::empty({4, 3, 5, 6}));
   load_state_dict(inputs, arguments[2]);
 
   x.requires_grad_();
