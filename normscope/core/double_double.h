@@ -6,8 +6,9 @@
 namespace normscope {
 
 // An unevaluated sum hi + lo of two doubles with |lo| <= ulp(hi) / 2: about 106 bits (Dekker 1971).
-// Real is double, or a vector of doubles. No fused multiply-add: its results differ from two
-// roundings, and not every instruction set has it.
+// Real is double, or a vector of doubles. Products and sums are rounded separately: a fused
+// multiply-add rounds once, and not every instruction set has it. Only the error of a product,
+// which is exact either way, is a fused multiply-add on devices.
 template <class Real>
 struct DoubleDouble {
   Real hi;
@@ -37,13 +38,35 @@ NORMSCOPE_INLINE DoubleDouble<Real> split_in_halves(Real a) noexcept {
   return {hi, a - hi};
 }
 
+// a * b - product for product = a * b rounded: exact, unless something overflows (from 2^996 on) or
+// underflows.
+template <class Real>
+NORMSCOPE_INLINE Real product_error(Real a, Real b, Real product) noexcept {
+#if defined(__CUDA_ARCH__)
+  return __fma_rn(a, b, -product);
+#else
+  const DoubleDouble<Real> x = split_in_halves(a);
+  const DoubleDouble<Real> y = split_in_halves(b);
+  return ((x.hi * y.hi - product) + x.hi * y.lo + x.lo * y.hi) + x.lo * y.lo;
+#endif
+}
+
+// The same for a b whose lower half is zero, as that of every float32.
+template <class Real>
+NORMSCOPE_INLINE Real narrow_product_error(Real a, Real b, Real product) noexcept {
+#if defined(__CUDA_ARCH__)
+  return __fma_rn(a, b, -product);
+#else
+  const DoubleDouble<Real> halves = split_in_halves(a);
+  return (halves.hi * b - product) + halves.lo * b;
+#endif
+}
+
 // a * b exactly, unless it overflows or underflows.
 template <class Real>
 NORMSCOPE_INLINE DoubleDouble<Real> two_product(Real a, Real b) noexcept {
   const Real product = a * b;
-  const DoubleDouble<Real> x = split_in_halves(a);
-  const DoubleDouble<Real> y = split_in_halves(b);
-  return {product, ((x.hi * y.hi - product) + x.hi * y.lo + x.lo * y.hi) + x.lo * y.lo};
+  return {product, product_error(a, b, product)};
 }
 
 template <class Real>

@@ -31,8 +31,7 @@ NORMSCOPE_INLINE TileMoments<Real> moments_about_narrow_pivot(Real n, Real pivot
   const Real base = n * pivot;
   const DoubleDouble<Real> twice = two_sum(base, s + s);
   const Real product = twice.hi * pivot;
-  const DoubleDouble<Real> halves = split_in_halves(twice.hi);
-  const Real rest = (halves.hi * pivot - product) + halves.lo * pivot;
+  const Real rest = narrow_product_error(twice.hi, pivot, product);
   return {two_sum(base, s), add(fast_two_sum(product, rest + twice.lo * pivot), q)};
 }
 

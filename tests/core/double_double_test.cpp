@@ -84,6 +84,24 @@ TEST(DoubleDoubleTest, TwoProductIsExact) {
 
 // The bounds are those of Joldes, Muller and Popescu (2017) for the same algorithms; cancellation
 // is allowed, as in sums of both signs.
+// Devices compute it in another way: by one fused multiply-add.
+TEST(DoubleDoubleTest, TheErrorOfAProductIsThatOfAFusedMultiplyAdd) {
+  Random random(8);
+  for (int i = 0; i < kPairs; ++i) {
+    const double a = random.of_any_size(-100, 100);
+    const double b = random.of_any_size(-100, 100);
+    const double narrow = static_cast<float>(random.of_any_size(-30, 30));
+
+    ASSERT_EQ(product_error(a, b, a * b), std::fma(a, b, -(a * b))) << a << " * " << b;
+    ASSERT_EQ(narrow_product_error(a, narrow, a * narrow), std::fma(a, narrow, -(a * narrow)))
+        << a << " * " << narrow;
+  }
+  for (const double a : {0.0, -0.0, 3.0}) {
+    EXPECT_EQ(product_error(a, -2.0, a * -2.0), 0.0);
+    EXPECT_EQ(narrow_product_error(a, -2.0, a * -2.0), 0.0);
+  }
+}
+
 TEST(DoubleDoubleTest, SumsAreWithinThreeUnits) {
   Random random(3);
   for (int i = 0; i < kPairs; ++i) {
