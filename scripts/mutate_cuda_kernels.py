@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write copies of the CUDA kernels' source, each of which lacks one thing that threads need.
 
-For every barrier, shuffle, vote and atomic addition in ``normscope/kernels/cuda/*.cuh`` a folder
-is made in which that one is replaced by what a thread could do alone; the other files there are as
-they are. The folders' names are printed, one a line. A suite that passes on such a copy does not
-test what was taken away.
+For every barrier, fence, shuffle, vote and atomic operation in ``normscope/kernels/cuda/*.cuh`` a
+folder is made in which that one is replaced by what a thread could do alone; the other files there
+are as they are. The folders' names are printed, one a line. A suite that passes on such a copy does
+not test what was taken away.
 """
 
 import argparse
@@ -24,6 +24,11 @@ MUTATIONS = {
     "shuffle_down": (rf"__shfl_down_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "shuffle": (rf"__shfl_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "vote": (rf"__any_sync\({ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
+    "fence": (r"__threadfence\(\);", ";"),
+    "ticket": (
+        rf"atomicInc\({ARGUMENT}, {ARGUMENT}\)",
+        r"(*(\1) == (\2) ? (*(\1) = 0, (\2)) : (*(\1))++)",
+    ),
     "atomic": (rf"atomicAdd\({ARGUMENT}, {ARGUMENT}\);", r"*(\1) += \2;"),
 }
 

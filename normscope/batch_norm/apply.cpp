@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/norm_batch.h"
 
 namespace normscope {
 namespace {
 
 void check(const ApplyArguments& arguments, const CallContext& context) {
+  check_device(context);
   check_input(arguments.x);
   check_like_input("y", arguments.y.read_only(), arguments.x);
   check_own_memory("y", arguments.y.read_only(), "x", arguments.x);
@@ -15,10 +17,23 @@ void check(const ApplyArguments& arguments, const CallContext& context) {
   check_slices(arguments.slices, arguments.x, context);
 }
 
+void apply_on_device(const ApplyArguments& arguments, const DeviceContext& device) {
+  const TensorView& x = arguments.x;
+  const DeviceStep step(device, x, arguments.slices);
+  device.kernels->use_statistics(device.stream, x.dtype, x.channels, arguments.slices,
+                                 arguments.statistics, arguments.weight, arguments.bias,
+                                 step.coefficients);
+  device.kernels->normalize(device.stream, x, step.batches, step.coefficients, arguments.y);
+}
+
 }  // namespace
 
 void batch_norm_apply(const ApplyArguments& arguments, const CallContext& context) {
   check(arguments, context);
+  if (context.device != nullptr) {
+    apply_on_device(arguments, *context.device);
+    return;
+  }
   const ResolvedContext resolved = resolve(context);
   const TensorView& x = arguments.x;
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {

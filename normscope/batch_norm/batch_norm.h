@@ -8,36 +8,42 @@
 #include "normscope/core/execution.h"
 #include "normscope/core/export.h"
 #include "normscope/core/tensor_view.h"
+#include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// How the slices of a batch update the running statistics: once with the moments of all of them,
-// with the first slice's, or one after the other.
-enum class SliceStats { kPooled, kFirst, kSequential };
-
-// How running statistics weigh their updates: each by RunningUpdate::momentum, or all that
-// RunningUpdate::updates has counted the same.
-enum class RunningAverage { kExponential, kCumulative };
+// A device that a call runs on. Work is put on the stream, and nothing waits for it, so what the
+// device finds out is thrown by the next call with the same report.
+struct DeviceContext {
+  const DeviceKernels* kernels = nullptr;
+  Stream stream = {};
+  // workspace_size() doubles of the device, aligned to 64 bytes, for one call at a time.
+  double* workspace = nullptr;
+  // device_scratch_size() doubles of the device: zeros before a call, and again after it. Calls on
+  // one stream can share them; a graph's need their own.
+  double* scratch = nullptr;
+  DeviceReport* report = nullptr;  // wanted if there is an exchange
+};
 
 // Where a call runs and with whom it shares statistics.
 struct CallContext {
-  const Kernels* kernels = nullptr;      // nullptr: default_kernels()
-  const Execution* execution = nullptr;  // nullptr: this thread
-  Exchange* exchange = nullptr;          // nullptr: this rank alone
-  std::string_view layer;                // for errors
-  std::string_view scope;                // for errors
-
-  // For kernels of a device only, which work on execution->stream. Nothing waits for them, so that
-  // what they find out is thrown by the next call with the same report.
-  double* workspace = nullptr;     // workspace_size() doubles of the device, for one call at a time
-  DeviceReport* report = nullptr;  // wanted where there is an exchange
+  const DeviceContext* device = nullptr;  // nullptr: the host, as the next two say
+  const Kernels* kernels = nullptr;       // nullptr: default_kernels()
+  const Execution* execution = nullptr;   // nullptr: this thread
+  Exchange* exchange = nullptr;           // nullptr: this rank alone
+  std::string_view layer;                 // for errors
+  std::string_view scope;                 // for errors
 };
 
-// Doubles of CallContext::workspace.
-[[nodiscard]] constexpr std::int64_t workspace_size(std::int64_t channels) noexcept {
-  constexpr std::int64_t kMomentum = 1;
-  return 2 * (limbs_size(channels) + kHeaderSize) + kMomentum;
+// Doubles of DeviceContext::workspace: a message, and the coefficients of a direction.
+[[nodiscard]] constexpr std::int64_t message_size(std::int64_t channels) noexcept {
+  constexpr std::int64_t kAligned = 8;  // doubles of 64 bytes
+  return (limbs_size(channels) + kHeaderSize + kAligned - 1) / kAligned * kAligned;
+}
+[[nodiscard]] constexpr std::int64_t workspace_size(std::int64_t channels,
+                                                    std::int64_t slices) noexcept {
+  return message_size(channels) + slices * Coefficients::kInputGradient * channels;
 }
 
 // Doubles of ForwardArguments::statistics.
@@ -72,9 +78,10 @@ struct ForwardArguments {
 // and what Exchange::all_reduce throws. A norm batch of one element a channel is an ArgumentError,
 // an empty one updates nothing.
 //
-// With kernels of a device all pointers but the report are the device's. Where ranks turn out to
-// disagree there, or to have one element a channel together, all that comes out is NaN (counts
-// too), running statistics stay, and the next call throws MismatchError or OneValueError.
+// On a device all pointers but the report are the device's. If the ranks turn out to disagree
+// there, or to have one element per channel together, all that comes out is NaN (counts too),
+// running statistics stay, and the next call throws MismatchError or OneValueError. DeviceError if
+// the device refuses a launch.
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context);
 
 struct ApplyArguments {

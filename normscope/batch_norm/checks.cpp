@@ -67,27 +67,37 @@ void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x
 }
 
 void check_device(const CallContext& context) {
-  const ResolvedContext resolved = resolve(context);
-  if (resolved.kernels.memory() == Memory::kHost) return;
-  if (context.workspace == nullptr) {
+  if (context.device == nullptr) return;
+  const DeviceContext& device = *context.device;
+  if (device.kernels == nullptr) {
+    throw ArgumentError(expected("device", "kernels", "none"));
+  }
+  if (device.workspace == nullptr) {
     throw ArgumentError(expected("workspace", "memory of the device", "none"));
   }
-  if (context.report == nullptr && resolved.exchange != nullptr) {
+  if (device.scratch == nullptr) {
+    throw ArgumentError(expected("scratch", "zeros of the device", "none"));
+  }
+  if (device.report == nullptr && exchange_of(context) != nullptr) {
     throw ArgumentError(expected("report", "memory of the host that the device can write", "none"));
   }
 }
 
 void throw_reported(const CallContext& context) {
-  if (context.report == nullptr || context.exchange == nullptr) return;
+  if (context.device == nullptr || context.device->report == nullptr ||
+      context.exchange == nullptr) {
+    return;
+  }
+  DeviceReport& report = *context.device->report;
   // The device may be writing at this moment.
   const auto take = [](int& call) { return std::atomic_ref(call).exchange(0); };
-  if (const int call = take(context.report->mismatch)) {
+  if (const int call = take(report.mismatch)) {
     throw MismatchError("the ranks of a scope met in different calls: this rank's " +
                         context.exchange->reported_call(call) +
                         ", whose results are NaN, found that on its device. NORMSCOPE_CHECK=1 "
                         "finds it before, and says what each rank was doing");
   }
-  if (const int call = take(context.report->one_value)) {
+  if (const int call = take(report.one_value)) {
     throw OneValueError(
         "x: expected more than 1 value per channel in the norm batch when training, got 1 in an "
         "earlier call, " +

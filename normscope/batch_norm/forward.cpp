@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/norm_batch.h"
 #include "normscope/core/error.h"
 
@@ -30,7 +32,7 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
 }
 
 // A variance of one value is no variance. On several ranks all of them find this together, on a
-// device by Count::value().
+// device by NormBatches::count().
 void check_count(double count) {
   if (count == 1.0) {
     throw OneValueError(
@@ -38,44 +40,28 @@ void check_count(double count) {
   }
 }
 
-// What the updates of the running statistics are, one after the other.
+// The updates of the running statistics, one after the other.
 class RunningUpdates {
  public:
-  RunningUpdates(const ForwardArguments& arguments, ResolvedContext& context)
+  explicit RunningUpdates(const ForwardArguments& arguments)
       : update_(arguments.running),
         is_cumulative_(arguments.running_average == RunningAverage::kCumulative),
-        context_(context),
-        momentum_(context, is_cumulative_ ? 1 : 0, Contents::kAnything) {
-    if (is_cumulative_ && is_host()) updates_before_ = *update_.updates;
-  }
+        updates_before_(is_cumulative_ ? *update_.updates : 0) {}
 
-  // The one that comes after `earlier` others of this call. On a device the others have to be
-  // queued, since the momentum is found there.
+  // The one that comes after `earlier` others of this call.
   [[nodiscard]] RunningUpdate after(std::int64_t earlier) const {
     RunningUpdate update = update_;
-    if (!is_cumulative_) return update;
-    if (is_host()) {
-      update.momentum = cumulative_momentum(updates_before_ + earlier);
-    } else {
-      double* momentum = momentum_.span().data();
-      context_.kernels.set_cumulative_momentum(context_.execution, update.updates, momentum);
-      update.momentum_at = momentum;
-    }
+    if (is_cumulative_) update.momentum = cumulative_momentum(updates_before_ + earlier);
     return update;
   }
 
  private:
-  [[nodiscard]] bool is_host() const noexcept { return context_.kernels.memory() == Memory::kHost; }
-
   RunningUpdate update_;
   bool is_cumulative_;
-  const ResolvedContext& context_;
-  std::int64_t updates_before_ = 0;  // this call, where the host knows
-  Numbers momentum_;                 // on a device, where it does not
+  std::int64_t updates_before_;  // this call
 };
 
-// Channels of a slice, this rank alone: nothing between the sums and their use but the sums
-// themselves.
+// Single-rank path: sums, finalizes and applies some channels of a slice while they are in cache.
 void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
                     const SlicePart& part, const Execution& execution, const RunningUpdate& running,
                     LimbsView pooled) {
@@ -86,57 +72,55 @@ void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
       .pooled = pooled,
       .count = arguments.counts == nullptr ? nullptr : arguments.counts + part.slice};
   const MomentsResults results = of_slice.channel_range(part.begin, part.end);
-  const Count count{.known = static_cast<double>(x.elements_per_channel())};
   kernels.add_moments(execution, x, part.limbs);
-  kernels.finalize_moments(execution, part.limbs, count, arguments.eps, x.dtype, results);
+  kernels.finalize_moments(execution, part.limbs, static_cast<double>(x.elements_per_channel()),
+                           arguments.eps, x.dtype, results);
   kernels.normalize(execution, x, results.statistics.read_only(),
                     arguments.weight.channel_range(part.begin),
                     arguments.bias.channel_range(part.begin), part.of(arguments.y));
 }
 
 // The running statistics' update with the moments of all slices together.
-void update_running_with_all(const ForwardArguments& arguments, ResolvedContext& context,
-                             const RunningUpdate& running, const Message& all) {
+void update_running_with_all(const ForwardArguments& arguments, const ResolvedContext& context,
+                             const RunningUpdate& running, LimbsView all) {
   const TensorView& x = arguments.x;
-  const Numbers unused(context, statistics_size(1, x.channels), Contents::kAnything);
+  std::vector<double> unused(static_cast<std::size_t>(statistics_size(1, x.channels)));
   context.kernels.finalize_moments(
-      context.execution, all.limbs(), {.known = static_cast<double>(x.elements_per_channel())},
-      arguments.eps, x.dtype,
-      {.statistics = statistics_of_slice(unused.span().data(), 0, x.channels), .running = running});
+      context.execution, all, static_cast<double>(x.elements_per_channel()), arguments.eps, x.dtype,
+      {.statistics = statistics_of_slice(unused.data(), 0, x.channels), .running = running});
 }
 
-void normalize_slices(const ForwardArguments& arguments, ResolvedContext& context) {
+void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
   const TensorView& x = arguments.x;
   const bool pools = arguments.slice_stats == SliceStats::kPooled && arguments.slices > 1;
-  const RunningUpdates running(arguments, context);
+  const RunningUpdates running(arguments);
   std::optional<Message> all;
-  if (pools) all.emplace(context, x.channels);
+  if (pools) all.emplace(x.channels);
   const auto running_of = [&](std::int64_t slice) {
     const bool updates = !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
     return updates ? running.after(slice) : RunningUpdate{};
   };
-  for_slice_parts(
-      context, x, arguments.slices, 1, running_of,
-      [&](const SlicePart& part, const Execution& execution, const RunningUpdate& update) {
-        normalize_part(arguments, context.kernels, part, execution, update,
-                       pools ? all->limbs() : LimbsView{});
-      });
-  if (pools) update_running_with_all(arguments, context, running.after(0), *all);
+  for_slice_parts(context, x, arguments.slices, 1,
+                  [&](const SlicePart& part, const Execution& execution) {
+                    normalize_part(arguments, context.kernels, part, execution,
+                                   running_of(part.slice), pools ? all->limbs() : LimbsView{});
+                  });
+  if (pools) update_running_with_all(arguments, context, running.after(0), all->limbs());
 }
 
 // Local sums, one all-reduce, finalize, apply.
 void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& label,
-                            ResolvedContext& context) {
+                            const ResolvedContext& context) {
   const Kernels& kernels = context.kernels;
   const Execution& execution = context.execution;
   const TensorView& x = arguments.x;
   const MutableStatistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
-  const RunningUpdates running(arguments, context);
-  const Message message(context, x.channels);
+  const RunningUpdates running(arguments);
+  Message message(x.channels);
   kernels.add_moments(execution, x, message.limbs());
-  const Count count =
-      message.all_reduce(label, static_cast<double>(x.elements_per_channel()), context);
-  check_count(count.known);
+  const double count =
+      message.all_reduce(label, static_cast<double>(x.elements_per_channel()), *context.exchange);
+  check_count(count);
   kernels.finalize_moments(
       execution, message.limbs(), count, arguments.eps, x.dtype,
       {.statistics = statistics, .running = running.after(0), .count = arguments.counts});
@@ -144,24 +128,55 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
                     arguments.y);
 }
 
+// The same two on a device: the kernel of the sums uses them, or makes a message of them.
+void normalize_on_device(const ForwardArguments& arguments, const CallLabel& label,
+                         const DeviceContext& device, Exchange* exchange) {
+  const DeviceKernels& kernels = *device.kernels;
+  const TensorView& x = arguments.x;
+  DeviceStep step(device, x, arguments.slices);
+  UseOfMoments use{.batches = step.batches,
+                   .eps = arguments.eps,
+                   .weight = arguments.weight,
+                   .bias = arguments.bias,
+                   .running = arguments.running,
+                   .running_average = arguments.running_average,
+                   .slice_stats = arguments.slice_stats,
+                   .statistics = arguments.statistics,
+                   .counts = arguments.counts,
+                   .coefficients = step.coefficients};
+  if (exchange == nullptr) {
+    kernels.moments(device.stream, x, step.scratch, use);
+  } else {
+    use.batches = step.all_reduce(*exchange, label, [&](const Header& header) {
+      kernels.send_moments(device.stream, x, step.scratch, step.message, header);
+    });
+    kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
+  }
+  kernels.normalize(device.stream, x, step.batches, step.coefficients, arguments.y);
+}
+
 }  // namespace
 
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context) {
   check_or_fail(context, [&] { check(arguments, context); });
-  ResolvedContext resolved = resolve(context);
-  if (resolved.exchange != nullptr) {
-    const CallLabel label{.layer = context.layer,
-                          .scope = context.scope,
-                          .direction = Direction::kForward,
-                          .channels = arguments.x.channels,
-                          .backward = arguments.backward};
-    normalize_synchronized(arguments, label, resolved);
-    return;
+  const CallLabel label{.layer = context.layer,
+                        .scope = context.scope,
+                        .direction = Direction::kForward,
+                        .channels = arguments.x.channels,
+                        .backward = arguments.backward};
+  Exchange* exchange = exchange_of(context);
+  if (exchange == nullptr) {
+    const auto [first, last] =
+        samples_of_slice(arguments.x.samples, arguments.slices, arguments.slices - 1);
+    check_count(static_cast<double>((last - first) * arguments.x.positions));
   }
-  const auto [first, last] =
-      samples_of_slice(arguments.x.samples, arguments.slices, arguments.slices - 1);
-  check_count(static_cast<double>((last - first) * arguments.x.positions));
-  normalize_slices(arguments, resolved);
+  if (context.device != nullptr) {
+    normalize_on_device(arguments, label, *context.device, exchange);
+  } else if (exchange != nullptr) {
+    normalize_synchronized(arguments, label, resolve(context));
+  } else {
+    normalize_slices(arguments, resolve(context));
+  }
 }
 
 }  // namespace normscope

@@ -8,42 +8,11 @@
 
 namespace normscope {
 
-Numbers::Numbers(ResolvedContext& context, std::int64_t size, Contents contents)
-    : context_(context) {
-  if (context.kernels.memory() == Memory::kHost) {
-    of_host_.resize(static_cast<std::size_t>(size));
-    numbers_ = of_host_;
-  } else {
-    numbers_ = {context.workspace, static_cast<std::size_t>(size)};
-    context.workspace += size;
-    if (contents == Contents::kZeros) {
-      context.kernels.clear(context.execution, numbers_.data(), size);
-    }
-  }
-}
-
-Numbers::~Numbers() {
-  if (context_.kernels.memory() == Memory::kDevice) context_.workspace = numbers_.data();
-}
-
-Count Message::all_reduce(const CallLabel& label, double count,
-                          const ResolvedContext& context) const {
-  const std::span<double> numbers = numbers_.span();
-  const std::span<double> header = numbers.last(kHeaderSize);
-  const Stream stream = context.execution.stream;
-  if (context.kernels.memory() == Memory::kHost) {
-    header[kCount] = count;
-    context.exchange->all_reduce(label, numbers, stream);
-    return {.known = header[kCount]};
-  }
-  const int call =
-      context.exchange->all_reduce_on_device(label, count, numbers, stream, [&](const Header& own) {
-        context.kernels.seal(context.execution, limbs(), own, header.data());
-      });
-  return {.totals = header.data(),
-          .ranks = context.exchange->communicator().size(),
-          .report = context.report,
-          .call = call};
+double Message::all_reduce(const CallLabel& label, double count, Exchange& exchange) {
+  const std::span<double> header = std::span(numbers_).last(kHeaderSize);
+  header[kCount] = count;
+  exchange.all_reduce(label, numbers_, Stream{});
+  return header[kCount];
 }
 
 void clear(LimbsView limbs) noexcept {
@@ -55,9 +24,11 @@ void clear(LimbsView limbs) noexcept {
 ResolvedContext resolve(const CallContext& context) {
   static const Execution kThisThread;
   return {context.kernels == nullptr ? default_kernels() : *context.kernels,
-          context.execution == nullptr ? kThisThread : *context.execution,
-          context.exchange != nullptr && context.exchange->sends() ? context.exchange : nullptr,
-          context.workspace, context.report};
+          context.execution == nullptr ? kThisThread : *context.execution, exchange_of(context)};
+}
+
+Exchange* exchange_of(const CallContext& context) {
+  return context.exchange != nullptr && context.exchange->sends() ? context.exchange : nullptr;
 }
 
 std::int64_t slice_count(std::int64_t samples, std::int64_t wanted) {

@@ -9,54 +9,32 @@
 
 namespace normscope {
 
-// Where a call runs, with every default filled in.
+// Where a call runs on the host, with every default filled in.
 struct ResolvedContext {
   const Kernels& kernels;
   const Execution& execution;
-  Exchange* exchange;  // nullptr where nothing is sent
-  double* workspace;   // what is left of it
-  DeviceReport* report;
+  Exchange* exchange;  // nullptr if nothing is sent
 };
 [[nodiscard]] ResolvedContext resolve(const CallContext& context);
 
-// What is in memory at first.
-enum class Contents { kZeros, kAnything };
-
-// Numbers for kernels to work on: the host's, or taken from the workspace, and given back in
-// reverse.
-class Numbers {
- public:
-  Numbers(ResolvedContext& context, std::int64_t size, Contents contents);
-  Numbers(const Numbers&) = delete;
-  Numbers& operator=(const Numbers&) = delete;
-  ~Numbers();
-
-  [[nodiscard]] std::span<double> span() const noexcept { return numbers_; }
-
- private:
-  ResolvedContext& context_;
-  AlignedVector<double> of_host_;
-  std::span<double> numbers_;
-};
+// The exchange to send with; nullptr if nothing is sent.
+[[nodiscard]] Exchange* exchange_of(const CallContext& context);
 
 // What a direction sends, for all channels: the limbs of its sums, then Exchange's header.
 class Message {
  public:
-  Message(ResolvedContext& context, std::int64_t channels)
+  explicit Message(std::int64_t channels)
       : channels_(channels),
-        numbers_(context, limbs_size(channels) + kHeaderSize, Contents::kZeros) {}
+        numbers_(static_cast<std::size_t>(limbs_size(channels) + kHeaderSize)) {}
 
-  [[nodiscard]] LimbsView limbs() const noexcept {
-    return {numbers_.span().data(), channels_, channels_};
-  }
+  [[nodiscard]] LimbsView limbs() noexcept { return {numbers_.data(), channels_, channels_}; }
 
-  // Replaces limbs and count by their totals over the ranks.
-  [[nodiscard]] Count all_reduce(const CallLabel& label, double count,
-                                 const ResolvedContext& context) const;
+  // Replaces the limbs by their totals over the ranks; returns that of the count.
+  [[nodiscard]] double all_reduce(const CallLabel& label, double count, Exchange& exchange);
 
  private:
   std::int64_t channels_;
-  Numbers numbers_;
+  AlignedVector<double> numbers_;
 };
 
 // Calls work(begin, end, execution) for chunks of channels that fit the caches, so that what one
@@ -76,19 +54,15 @@ void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int
     work(std::int64_t{0}, x.channels, context.execution);
     return;
   }
-  Execution alone;
-  alone.stream = context.execution.stream;
-  // Work for a device is queued by this thread: for others another device may be the current one.
-  const bool is_host = context.kernels.memory() == Memory::kHost;
-  const Execution& over_chunks = is_host ? context.execution : alone;
-  over_chunks.parallel_for(chunks, [&](std::int64_t i) {
+  const Execution alone;
+  context.execution.parallel_for(chunks, [&](std::int64_t i) {
     const std::int64_t begin = i * chunk;
     const std::int64_t end = begin + chunk < x.channels ? begin + chunk : x.channels;
     work(begin, end, alone);
   });
 }
 
-// Sets limbs of the host to zero.
+// Sets limbs to zero.
 void clear(LimbsView limbs) noexcept;
 
 // The statistics of slice `slice` in an array [slices, 3, C].
@@ -121,41 +95,26 @@ struct SlicePart {
   }
 };
 
-// Calls work(part, execution, prepare(slice)) for chunks of channels of all slices; a channel's
-// slices come one after the other. On the host a chunk's thread takes all slices of it, so that
-// threads with chunks of their own wait for each other once; several may be in prepare() at a time.
-// On a device they come slice by slice, and prepare(slice) once between them.
-template <class Prepare, class Work>
-void for_slice_parts(ResolvedContext& context, const TensorView& x, std::int64_t slices,
-                     int tensors, const Prepare& prepare, const Work& work) {
+// Calls work(part, execution) for chunks of channels of all slices; a channel's slices come one
+// after the other. A chunk's thread takes all slices of it, so that threads with chunks of their
+// own wait for each other once.
+template <class Work>
+void for_slice_parts(const ResolvedContext& context, const TensorView& x, std::int64_t slices,
+                     int tensors, const Work& work) {
   const auto samples_of = [&](std::int64_t slice) {
     return samples_of_slice(x.samples, slices, slice);
   };
   const SampleRange largest = samples_of(0);
   const TensorView one_slice = x.sample_range(largest.begin, largest.end);
-  if (context.kernels.memory() == Memory::kHost) {
-    const Message message(context, x.channels);
-    for_channel_chunks(context, one_slice, tensors,
-                       [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
-                         const LimbsView limbs = message.limbs().channel_range(begin, end);
-                         for (std::int64_t slice = 0; slice < slices; ++slice) {
-                           if (slice > 0) clear(limbs);
-                           work(SlicePart{slice, samples_of(slice), begin, end, limbs}, execution,
-                                prepare(slice));
-                         }
-                       });
-    return;
-  }
-  for (std::int64_t slice = 0; slice < slices; ++slice) {
-    const Message message(context, x.channels);
-    const auto prepared = prepare(slice);
-    for_channel_chunks(context, one_slice, tensors,
-                       [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
-                         const LimbsView limbs = message.limbs().channel_range(begin, end);
-                         work(SlicePart{slice, samples_of(slice), begin, end, limbs}, execution,
-                              prepared);
-                       });
-  }
+  Message message(x.channels);
+  for_channel_chunks(context, one_slice, tensors,
+                     [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
+                       const LimbsView limbs = message.limbs().channel_range(begin, end);
+                       for (std::int64_t slice = 0; slice < slices; ++slice) {
+                         if (slice > 0) clear(limbs);
+                         work(SlicePart{slice, samples_of(slice), begin, end, limbs}, execution);
+                       }
+                     });
 }
 
 }  // namespace normscope

@@ -41,6 +41,12 @@ class TimeoutError : public CommunicationError {
   using CommunicationError::CommunicationError;
 };
 
+// A device refused what it was asked for: the text says what, and the device's own reason.
+class DeviceError : public Error {
+ public:
+  using Error::Error;
+};
+
 // The ranks met in one exchange with different calls (another layer, direction, number of channels
 // or scope). Every rank gets this error; the group stays usable.
 class MismatchError : public Error {

@@ -26,6 +26,26 @@ NORMSCOPE_INLINE void set_channel_value(MutableChannelView view, std::int64_t c,
   });
 }
 
+// The coefficients of a channel's formulas: computed in float64, rounded once.
+template <class Real>
+[[nodiscard]] NORMSCOPE_INLINE Normalize<Real> normalize_coefficients(double mean_hi,
+                                                                      double mean_lo,
+                                                                      double inv_std, double weight,
+                                                                      double bias) {
+  return {static_cast<Real>(mean_hi), static_cast<Real>(mean_lo),
+          static_cast<Real>(weight * inv_std), static_cast<Real>(bias)};
+}
+
+// dy and dy_xhat are sums over the n elements of the norm batch.
+template <class Real>
+[[nodiscard]] NORMSCOPE_INLINE InputGradient<Real> input_gradient_coefficients(
+    double mean_hi, double mean_lo, double inv_std, double weight, double dy, double dy_xhat,
+    double n) {
+  return {static_cast<Real>(mean_hi), static_cast<Real>(mean_lo),
+          static_cast<Real>(weight * inv_std), static_cast<Real>(dy / n),
+          static_cast<Real>(inv_std * (dy_xhat / n))};
+}
+
 // What becomes of the sums of channel c.
 NORMSCOPE_INLINE void use_gradient_sums(const GradientResults& results, std::int64_t c) {
   double dy = results.sums.dy[c];

@@ -9,6 +9,7 @@
 #include "normscope/core/error.h"
 #include "normscope/kernels/cpu/cpu.h"
 #include "normscope/kernels/cuda/cuda.h"
+#include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/reference/reference.h"
 
 namespace normscope {
@@ -56,7 +57,7 @@ std::span<const Kernels* const> available_kernels() {
   return kAvailable;
 }
 
-const Kernels* device_kernels() noexcept {
+const DeviceKernels* device_kernels() noexcept {
 #if defined(NORMSCOPE_BUILD_CUDA)
   return &cuda::kKernels;
 #else

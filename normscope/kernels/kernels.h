@@ -2,14 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <string_view>
 #include <type_traits>
 
 #include "normscope/core/execution.h"
 #include "normscope/core/export.h"
-#include "normscope/core/header.h"
 #include "normscope/core/inline.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
@@ -58,16 +56,11 @@ struct RunningUpdate {
   MutableChannelView mean;  // [C]
   MutableChannelView var;   // [C], of the sample variance (divides by n - 1)
   double momentum = 0.0;
-  std::int64_t* updates = nullptr;      // [1] += 1
-  const double* momentum_at = nullptr;  // [1] where the host does not know momentum: on the device
+  std::int64_t* updates = nullptr;  // [1] += 1
 
   [[nodiscard]] RunningUpdate channel_range(std::int64_t begin) const noexcept {
     return {mean.channel_range(begin), var.channel_range(begin), momentum,
-            begin == 0 ? updates : nullptr, momentum_at};
-  }
-
-  [[nodiscard]] NORMSCOPE_INLINE double weight() const noexcept {
-    return momentum_at == nullptr ? momentum : *momentum_at;
+            begin == 0 ? updates : nullptr};
   }
 
   NORMSCOPE_INLINE void count() const noexcept {
@@ -75,10 +68,18 @@ struct RunningUpdate {
   }
 };
 
+// How running statistics weigh their updates: each by RunningUpdate::momentum, or all that
+// RunningUpdate::updates has counted the same.
+enum class RunningAverage { kExponential, kCumulative };
+
 // The momentum by which a cumulative average takes its next update.
 [[nodiscard]] NORMSCOPE_INLINE double cumulative_momentum(std::int64_t updates) noexcept {
   return 1.0 / (static_cast<double>(updates) + 1.0);
 }
+
+// How the slices of a batch update the running statistics: once with the moments of all of them,
+// with the first slice's, or one after the other.
+enum class SliceStats { kPooled, kFirst, kSequential };
 
 // Sums of the gradients over a norm batch, or over one rank's part of it.
 struct GradientSums {
@@ -87,40 +88,6 @@ struct GradientSums {
 
   [[nodiscard]] constexpr GradientSums channel_range(std::int64_t begin) const noexcept {
     return {dy + begin, dy_xhat + begin};
-  }
-};
-
-// What a device finds out when nobody waits for it, in memory of the host that the device can write
-// (pinned and mapped). It stays until somebody clears it.
-struct DeviceReport {
-  int mismatch = 0;   // not 0: the call in which ranks met that were in another
-  int one_value = 0;  // not 0: the call whose norm batch had one value a channel
-};
-
-// The number of elements a channel of a norm batch.
-struct Count {
-  double known = 0.0;
-  // Where the host does not know it: a message's header after the all-reduce, on the device.
-  const double* totals = nullptr;
-  int ranks = 1;
-  DeviceReport* report = nullptr;
-  int call = 0;  // what the report says
-
-  // NaN where the ranks disagree or one value has no variance, for everything that follows.
-  [[nodiscard]] NORMSCOPE_INLINE double value() const noexcept {
-    if (totals == nullptr) return known;
-    const bool is_good = ranks_agree(totals, ranks) && totals[kCount] != 1.0;
-    return is_good ? totals[kCount] : std::numeric_limits<double>::quiet_NaN();
-  }
-
-  // Puts down why value() is NaN.
-  NORMSCOPE_INLINE void report_error() const noexcept {
-    if (totals == nullptr) return;
-    if (!ranks_agree(totals, ranks)) {
-      report->mismatch = call;
-    } else if (totals[kCount] == 1.0) {
-      report->one_value = call;
-    }
   }
 };
 
@@ -151,9 +118,9 @@ struct GradientResults {
   }
 };
 
-// One backend. Tensors have a kernel layout (TensorView::has_kernel_layout), dy, y and dx that of
-// x; channel views hold x.channels entries. Nothing throws but what `execution.parallel_for`
-// throws.
+// One backend for the host's memory. Tensors have a kernel layout (TensorView::has_kernel_layout),
+// dy, y and dx that of x; channel views hold x.channels entries. Nothing throws but what
+// `execution.parallel_for` throws.
 struct Kernels {
   std::string_view name;
 
@@ -164,40 +131,27 @@ struct Kernels {
   // that sums and the sweep that applies; x.channels where there is nothing to gain.
   std::int64_t (*channels_per_chunk)(const TensorView& x, int tensors, int threads);
 
-  // limbs += sums of x and x^2; in canonical form where there is no seal().
+  // limbs += sums of x and x^2, in canonical form.
   void (*add_moments)(const Execution& execution, const TensorView& x, LimbsView limbs);
 
-  void (*finalize_moments)(const Execution& execution, LimbsView limbs, const Count& count,
-                           double eps, DType x_dtype, const MomentsResults& results);
+  void (*finalize_moments)(const Execution& execution, LimbsView limbs, double count, double eps,
+                           DType x_dtype, const MomentsResults& results);
 
   // y = weight * xhat + bias.
   void (*normalize)(const Execution& execution, const TensorView& x, Statistics statistics,
                     ChannelView weight, ChannelView bias, const MutableTensorView& y);
 
-  // limbs += sums of dy and dy * (x - mean_hi); in canonical form where there is no seal().
+  // limbs += sums of dy and dy * (x - mean_hi), in canonical form.
   void (*add_gradient_sums)(const Execution& execution, const TensorView& x, const TensorView& dy,
                             Statistics statistics, LimbsView limbs);
 
-  void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs, const Count& count,
-                                 Statistics statistics, const GradientResults& results);
+  void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs, Statistics statistics,
+                                 const GradientResults& results);
 
   // dx = weight * inv_std * (dy - g1 / n - xhat * g2 / n).
   void (*input_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,
-                         Statistics statistics, ChannelView weight, GradientSums sums,
-                         const Count& count, const MutableTensorView& dx);
-
-  // Of a device, whose memory the host cannot touch: numbers = 0; *momentum =
-  // cumulative_momentum(*updates); and what a message needs before it is sent, limbs in canonical
-  // form and *header_at = header. nullptr where the host can.
-  void (*clear)(const Execution& execution, double* numbers, std::int64_t size) = nullptr;
-  void (*set_cumulative_momentum)(const Execution& execution, const std::int64_t* updates,
-                                  double* momentum) = nullptr;
-  void (*seal)(const Execution& execution, LimbsView limbs, const Header& header,
-               double* header_at) = nullptr;
-
-  [[nodiscard]] Memory memory() const noexcept {
-    return seal == nullptr ? Memory::kHost : Memory::kDevice;
-  }
+                         Statistics statistics, ChannelView weight, GradientSums sums, double count,
+                         const MutableTensorView& dx);
 };
 
 // Every backend that was built: the reference first, then from the plainest to the fastest.
@@ -209,10 +163,6 @@ struct Kernels {
 // The fastest available one, or the one that the environment variable NORMSCOPE_KERNELS names (read
 // once). Throws ArgumentError, with the names, where that one is not available.
 [[nodiscard]] const Kernels& default_kernels();
-
-// The kernels for a device's memory; nullptr where they were not built. They are none of those
-// above, which work in the host's.
-[[nodiscard]] const Kernels* device_kernels() noexcept;
 
 // The available backend called `name`. Throws ArgumentError, with the names.
 [[nodiscard]] const Kernels& kernels_named(std::string_view name);

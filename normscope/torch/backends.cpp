@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <vector>
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -12,6 +10,7 @@
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/arguments.h"
+#include "normscope/torch/call_site.h"
 #include "normscope/torch/device.h"
 #include "normscope/torch/double_backward.h"
 #include "normscope/torch/exchanges.h"
@@ -24,51 +23,6 @@ namespace normscope::binding {
 namespace {
 
 using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
-// torch's threads, as many as torch.set_num_threads() allows here.
-void run_on_torch_threads(std::int64_t tasks, const Task& task) {
-  at::parallel_for(0, tasks, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) task(i);
-  });
-}
-
-// Where a call of batch_norm runs. A device of x's is the current one as long as this lives.
-class CallSite {
- public:
-  explicit CallSite(const at::Tensor& x) {
-    context_.kernels = &kernels_for(x);
-    context_.execution = &execution_;
-    if (context_.kernels->memory() == Memory::kHost) {
-      execution_.threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-      execution_.parallel_for = run_on_torch_threads;
-    } else {
-      device_.reset_device(x.device());
-      execution_.stream = current_stream(x);
-      workspace_ = at::empty({workspace_size(x.size(1))}, wide(x));
-      context_.workspace = workspace_.mutable_data_ptr<double>();
-    }
-  }
-  CallSite(const CallSite&) = delete;
-  CallSite& operator=(const CallSite&) = delete;
-
-  [[nodiscard]] const CallContext& alone() const noexcept { return context_; }
-
-  [[nodiscard]] CallContext with(const ExchangeUse& exchange, std::string_view scope,
-                                 std::string_view layer) const {
-    CallContext context = context_;
-    context.exchange = exchange.get();
-    if (context.kernels->memory() == Memory::kDevice) context.report = exchange.report();
-    context.scope = scope;
-    context.layer = layer;
-    return context;
-  }
-
- private:
-  c10::OptionalDeviceGuard device_;
-  Execution execution_;
-  at::Tensor workspace_;
-  CallContext context_;
-};
 
 // Runs what comes before the exchange. The peers of a rank that fails there need not wait for it.
 template <class Prepare>
@@ -131,9 +85,10 @@ struct PreparedForward {
   ForwardArguments arguments;
 };
 
-PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backward) {
+PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backward, CallSite& site) {
   check_arguments(op);
   const std::int64_t slices = slice_count(op.x.size(0), slices_wanted(op.scope));
+  site.prepare(op.x, slices);
   const at::Tensor y = empty_output(op.x);
   prefer_huge_pages(y);
   const bool is_cumulative = !op.momentum && op.num_batches_tracked;
@@ -188,10 +143,10 @@ std::tuple<at::Tensor, at::Tensor> forward(
                               dims,
                               scope,
                               slice_stats};
-  const ExchangeUse exchange(scope, group_name, layer, placement_of(x));
+  CallSite site(x);
+  const ExchangeUse exchange(scope, group_name, layer, site.placement());
   const PreparedForward prepared =
-      prepare_or_fail(exchange, [&] { return prepare_forward(op, needs_backward); });
-  const CallSite site(x);
+      prepare_or_fail(exchange, [&] { return prepare_forward(op, needs_backward, site); });
 
   run_as_torch(x, exchange,
                [&] { batch_norm_forward(prepared.arguments, site.with(exchange, scope, layer)); });
@@ -210,9 +165,10 @@ struct PreparedBackward {
 
 PreparedBackward prepare_backward(const at::Tensor& dy, const at::Tensor& x,
                                   const OptionalTensor& weight, const at::Tensor& statistics,
-                                  const Wanted& wanted) {
+                                  const Wanted& wanted, CallSite& site) {
   TORCH_CHECK(dy.sizes() == x.sizes(), "dy: expected the shape of x, ", x.sizes(), ", got ",
               dy.sizes());
+  site.prepare(x, statistics.size(0));
   const Gradients gradients(x, wanted);
   prefer_huge_pages(gradients.dx);
   const at::Tensor layout = wanted.dx ? gradients.dx : empty_output(x);
@@ -240,12 +196,12 @@ GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const Option
                          const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
                          bool wants_dbias, std::string_view scope, std::string_view group_name,
                          std::string_view layer) {
-  const ExchangeUse exchange(scope, group_name, layer, placement_of(x));
+  CallSite site(x);
+  const ExchangeUse exchange(scope, group_name, layer, site.placement());
   const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
     return prepare_backward(dy, x, weight, statistics,
-                            {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias});
+                            {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}, site);
   });
-  const CallSite site(x);
 
   run_as_torch(x, exchange,
                [&] { batch_norm_backward(prepared.arguments, site.with(exchange, scope, layer)); });
@@ -291,7 +247,8 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
                                 const at::Tensor& x, const OptionalTensor& weight,
                                 const at::Tensor& statistics, std::string_view scope,
                                 std::string_view group_name, std::string_view layer) {
-  const ExchangeUse exchange(scope, group_name, layer, placement_of(x));
+  const CallSite site(x);
+  const ExchangeUse exchange(scope, group_name, layer, site.placement());
   const CallLabel label{.layer = layer,
                         .scope = scope,
                         .direction = Direction::kDoubleBackward,
@@ -318,6 +275,8 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
 
 at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                  const at::Tensor& statistics) {
+  CallSite site(x);
+  site.prepare(x, statistics.size(0));
   const at::Tensor y = empty_output(x);
   prefer_huge_pages(y);
   const at::Tensor x_in_layout = in_layout_of(y, x);
@@ -331,7 +290,6 @@ at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const Option
       .statistics = statistics.const_data_ptr<double>(),
       .slices = statistics.size(0),
   };
-  const CallSite site(x);
   batch_norm_apply(arguments, site.alone());
   return y;
 }

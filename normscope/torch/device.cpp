@@ -13,8 +13,7 @@ Placement placement_of(const at::Tensor& x) {
   return {.memory = x.is_cpu() ? Memory::kHost : Memory::kDevice, .device = x.device().type()};
 }
 
-const Kernels& kernels_for(const at::Tensor& x) {
-  if (x.is_cpu()) return default_kernels();
+const DeviceKernels& device_kernels_for(const at::Tensor& x) {
   TORCH_CHECK(device_kernels() != nullptr,
               "x: expected a tensor on the CPU, since this normscope was built without CUDA "
               "(NORMSCOPE_BUILD_CUDA), got one on ",
@@ -23,7 +22,6 @@ const Kernels& kernels_for(const at::Tensor& x) {
 }
 
 Stream current_stream(const at::Tensor& x) {
-  if (x.is_cpu()) return {};
   const c10::impl::VirtualGuardImpl device(x.device().type());
   return {device.getStream(x.device()).native_handle(), Memory::kDevice};
 }

@@ -7,7 +7,7 @@
 #include <c10/core/Device.h>
 
 #include "normscope/core/stream.h"
-#include "normscope/kernels/kernels.h"
+#include "normscope/kernels/device_kernels.h"
 
 namespace normscope::binding {
 
@@ -21,11 +21,11 @@ struct Placement {
 
 [[nodiscard]] Placement placement_of(const at::Tensor& x);
 
-// The kernels for tensors where x is. Throws what Python shows as RuntimeError where this build has
-// none.
-[[nodiscard]] const Kernels& kernels_for(const at::Tensor& x);
+// The kernels for x's device, which is not the host. Throws what Python shows as RuntimeError if
+// this build has none.
+[[nodiscard]] const DeviceKernels& device_kernels_for(const at::Tensor& x);
 
-// What torch queues work for x on at present.
+// What torch queues work for x's device on at present.
 [[nodiscard]] Stream current_stream(const at::Tensor& x);
 
 // Zeros [size] int32 in memory of the host that devices can write.

@@ -8,6 +8,7 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/scope.h"
+#include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/exchanges.h"
@@ -31,7 +32,7 @@ std::string name_of_default_kernels() { return std::string(default_kernels().nam
 
 std::string cuda_support() {
   if (device_kernels() == nullptr) return "not built";
-  return device_kernels()->can_run() ? "built" : "built, but no device was found";
+  return device_kernels()->can_run() ? "built" : "built, but no device can run it";
 }
 
 std::tuple<std::int64_t, std::int64_t, double> counters() {

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "normscope/core/aligned_vector.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/kernels/kernels_under_test.h"
 
@@ -25,22 +26,33 @@ class HostedCommunicator : public BorrowedCommunicator {
 // What a rank needs for calls on its device; what was in the workspace before does not matter.
 class DeviceRank {
  public:
-  explicit DeviceRank(Exchange* exchange, std::int64_t channels = 5)
-      : workspace_(static_cast<std::size_t>(workspace_size(channels)),
+  explicit DeviceRank(Exchange* exchange, std::int64_t channels = 5, std::int64_t slices = 1)
+      : workspace_(static_cast<std::size_t>(workspace_size(channels, slices)),
                    std::numeric_limits<double>::quiet_NaN()),
-        exchange_(exchange) {}
+        scratch_(static_cast<std::size_t>(device_scratch_size(channels, slices))),
+        exchange_(exchange) {
+    device_ = {.kernels = &device_kernels_under_test(),
+               .workspace = workspace_.data(),
+               .scratch = scratch_.data(),
+               .report = report_.get()};
+  }
+  DeviceRank(const DeviceRank&) = delete;
+  DeviceRank& operator=(const DeviceRank&) = delete;
 
   [[nodiscard]] CallContext context() {
     CallContext context = context_of(exchange_);
-    context.kernels = kernels_under_test().front();
-    context.workspace = workspace_.data();
-    context.report = report_.get();
+    context.device = &device_;
     return context;
   }
+  [[nodiscard]] DeviceContext& device() { return device_; }
+
+  [[nodiscard]] const std::vector<double>& scratch() const { return scratch_; }
 
  private:
-  std::vector<double> workspace_;
+  AlignedVector<double> workspace_;
+  std::vector<double> scratch_;
   std::unique_ptr<DeviceReport> report_ = std::make_unique<DeviceReport>();
+  DeviceContext device_;
   Exchange* exchange_;
 };
 

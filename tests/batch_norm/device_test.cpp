@@ -224,14 +224,16 @@ INSTANTIATE_TEST_SUITE_P(Threads, OnADevice, worlds({2, 3}, run_as_threads), ran
 INSTANTIATE_TEST_SUITE_P(Threads, RanksOnADevice, worlds({2, 3}, run_as_threads), ranks_of);
 
 TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
-  // 7 samples in slices of 3, 3 and 1.
-  for (const std::int64_t slices : {1, 3}) {
+  // 7 samples in slices of 3, 3 and 1; of 2, 2, 2 and 1.
+  for (const std::int64_t slices : {1, 3, 4}) {
     for (const Layout layout : kAllLayouts) {
       for (const SliceStats slice_stats :
            {SliceStats::kPooled, SliceStats::kFirst, SliceStats::kSequential}) {
         for (const RunningAverage average :
              {RunningAverage::kExponential, RunningAverage::kCumulative}) {
-          const Layer layer{.layout = layout};
+          const Layer layer{
+              .layout = layout,
+          };
           const auto step = [&](const CallContext& context) {
             LayerRun run(layer, first_samples(kSamples), slices);
             ForwardArguments arguments = run.forward_arguments();
@@ -241,27 +243,86 @@ TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
             batch_norm_backward(run.backward_arguments(), context);
             return run;
           };
-          DeviceRank device(nullptr);
+          DeviceRank device(nullptr, layer.channels, slices);
 
           const LayerRun run = step(device.context());
 
           ASSERT_NO_FATAL_FAILURE(expect_same(run, step({})));
+          EXPECT_THAT(device.scratch(), Each(0.0));
         }
       }
     }
   }
 }
 
-TEST(AloneOnADevice, ChannelsThatDoNotFitTheCacheGoChunkByChunk) {
-  const Layer layer{.channels = 9, .positions = 30000};  // 1 MiB of cache holds two channels
-  LayerRun expected(layer, first_samples(2));
-  expected.step({});
-  DeviceRank device(nullptr, layer.channels);
-  LayerRun run(layer, first_samples(2));
+TEST(AloneOnADevice, SlicesOfSingleElementsHaveTheBitsOfTheHost) {
+  for (const std::int64_t channels : {5, 64}) {
+    const Layer layer{.layout = Layout::kChannelsLast, .channels = channels, .positions = 1};
+    LayerRun expected(layer, first_samples(40), /*slices=*/10);
+    expected.step({});
+    DeviceRank device(nullptr, channels, 10);
+    LayerRun run(layer, first_samples(40), 10);
 
-  run.step(device.context());
+    run.step(device.context());
 
-  expect_same(run, expected);
+    expect_same(run, expected);
+  }
+}
+
+TEST(AloneOnADevice, AScratchMemoryServesLayersOfAnySize) {
+  DeviceRank device(nullptr, 64, 4);
+  for (const std::int64_t channels : {64, 5, 33}) {
+    for (const std::int64_t slices : {4, 1}) {
+      LayerRun expected({.channels = channels}, first_samples(8), slices);
+      expected.step({});
+      LayerRun run({.channels = channels}, first_samples(8), slices);
+
+      run.step(device.context());
+
+      expect_same(run, expected);
+    }
+  }
+}
+
+TEST(AloneOnADevice, ARepeatedApplyGivesTheBitsOfForward) {
+  for (const std::int64_t slices : {1, 3}) {
+    DeviceRank device(nullptr, 5, slices);
+    LayerRun run(Layer{}, first_samples(kSamples), slices);
+    batch_norm_forward(run.forward_arguments(), device.context());
+    const ForwardArguments forward = run.forward_arguments();
+    Tensor y = run.x;
+
+    batch_norm_apply({.x = forward.x,
+                      .y = y.view(),
+                      .weight = forward.weight,
+                      .bias = forward.bias,
+                      .statistics = run.statistics.data(),
+                      .slices = slices},
+                     device.context());
+
+    y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      ASSERT_PRED2(same_bits, y.at(n, c, p), run.y.at(n, c, p));
+    });
+  }
+}
+
+// A device that refuses to launch: what it says is thrown, and peers need not wait.
+TEST(AloneOnADevice, ADevicesErrorIsThrownAndFailsTheGroup) {
+  run_alone(1, {}, [](Communicator& communicator) {
+    Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
+    DeviceRank device(&exchange);
+    DeviceKernels broken = device_kernels_under_test();
+    broken.send_moments = [](Stream, const TensorView&, DeviceScratch, const DeviceMessage&,
+                             const Header&) { throw DeviceError("cuda: out of memory"); };
+    device.device().kernels = &broken;
+    LayerRun run(Layer{}, first_samples(2));
+
+    EXPECT_EQ(text_of<DeviceError>(
+                  [&] { batch_norm_forward(run.forward_arguments(), device.context()); }),
+              "cuda: out of memory");
+    device.device().kernels = &device_kernels_under_test();
+    EXPECT_THROW(run.step(device.context()), CommunicationError);
+  });
 }
 
 TEST(AloneOnADevice, OneValueIsRefusedAtOnce) {
@@ -279,14 +340,21 @@ TEST(AloneOnADevice, WhatTheDeviceNeedsIsNamed) {
     const auto refusal = [&](const CallContext& context) {
       return text_of<ArgumentError>([&] { batch_norm_forward(run.forward_arguments(), context); });
     };
-    CallContext without_workspace = device.context();
-    without_workspace.workspace = nullptr;
-    CallContext without_report = device.context();
-    without_report.report = nullptr;
+    const CallContext context = device.context();
+    const DeviceContext complete = device.device();
 
-    EXPECT_EQ(refusal(without_report),
+    device.device().report = nullptr;
+    EXPECT_EQ(refusal(context),
               "report: expected memory of the host that the device can write, got none");
-    EXPECT_EQ(refusal(without_workspace), "workspace: expected memory of the device, got none");
+    device.device() = complete;
+    device.device().scratch = nullptr;
+    EXPECT_EQ(refusal(context), "scratch: expected zeros of the device, got none");
+    device.device() = complete;
+    device.device().workspace = nullptr;
+    EXPECT_EQ(refusal(context), "workspace: expected memory of the device, got none");
+    device.device() = complete;
+    device.device().kernels = nullptr;
+    EXPECT_EQ(refusal(context), "device: expected kernels, got none");
   });
 }
 

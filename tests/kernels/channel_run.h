@@ -48,25 +48,6 @@ class OwnedStatistics {
   std::vector<double> numbers_;
 };
 
-inline void seal(const Kernels& kernels, const Execution& execution, LimbsView limbs) {
-  if (kernels.seal == nullptr) return;
-  std::vector<double> unused(kHeaderSize);
-  kernels.seal(execution, limbs, {}, unused.data());
-}
-
-// The sums of a tensor, ready to be sent.
-inline void add_moments(const Kernels& kernels, const Execution& execution, const TensorView& x,
-                        LimbsView limbs) {
-  kernels.add_moments(execution, x, limbs);
-  seal(kernels, execution, limbs);
-}
-inline void add_gradient_sums(const Kernels& kernels, const Execution& execution,
-                              const TensorView& x, const TensorView& dy, Statistics statistics,
-                              LimbsView limbs) {
-  kernels.add_gradient_sums(execution, x, dy, statistics, limbs);
-  seal(kernels, execution, limbs);
-}
-
 // Every kernel of a backend once, in the order of a training step of one rank.
 struct KernelRun {
   explicit KernelRun(const Tensor& x)
@@ -96,17 +77,16 @@ struct KernelRun {
                                            const ChannelArray& weight, const ChannelArray& bias) {
   KernelRun run(x);
   const TensorView view = x.view();
-  const Count count{.known = static_cast<double>(view.elements_per_channel())};
+  const auto count = static_cast<double>(view.elements_per_channel());
   const RunningUpdate running{run.running_mean.view(), run.running_var.view(), kMomentum};
   const GradientSums sums{run.dy_sum.data(), run.dy_xhat_sum.data()};
-  add_moments(kernels, execution, view, run.moments.view());
+  kernels.add_moments(execution, view, run.moments.view());
   kernels.finalize_moments(execution, run.moments.view(), count, kEps, x.dtype(),
                            {.statistics = run.statistics.view(), .running = running});
   const Statistics statistics = run.statistics.view().read_only();
   kernels.normalize(execution, view, statistics, weight.view(), bias.view(), run.y.view());
-  add_gradient_sums(kernels, execution, view, dy.view(), statistics, run.gradient_sums.view());
-  kernels.finalize_gradient_sums(execution, run.gradient_sums.view(), count, statistics,
-                                 {.sums = sums});
+  kernels.add_gradient_sums(execution, view, dy.view(), statistics, run.gradient_sums.view());
+  kernels.finalize_gradient_sums(execution, run.gradient_sums.view(), statistics, {.sums = sums});
   kernels.input_gradient(execution, view, dy.view(), statistics, weight.view(), sums, count,
                          run.dx.view());
   return run;

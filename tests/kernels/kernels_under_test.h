@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
 
@@ -13,6 +14,9 @@ namespace normscope::testing {
 
 // Those of them that promise equal bits; the reference promises accuracy only.
 [[nodiscard]] std::vector<const Kernels*> kernels_with_equal_bits();
+
+// A device's, in executables for one. They have ended when they return, as those of the host have.
+[[nodiscard]] const DeviceKernels& device_kernels_under_test();
 
 // Lengths around vectors, lanes and tiles; numbers of channels around vectors and blocks of them.
 [[nodiscard]] std::vector<Shape> shapes_under_test();

@@ -76,15 +76,6 @@ TEST(AvailableKernels, AreFoundByName) {
   }
 }
 
-// No machine may choose them by itself: its own memory is not theirs.
-TEST(DeviceKernels, AreNeverAmongThoseForTheHostsMemory) {
-  for (const Kernels* kernels : built_kernels()) {
-    EXPECT_EQ(kernels->memory(), Memory::kHost) << kernels->name;
-  }
-  if (device_kernels() == nullptr) return;  // not built
-  EXPECT_EQ(device_kernels()->memory(), Memory::kDevice);
-}
-
 // Runs `body` in a process whose environment forces `name`; nullptr forces nothing.
 template <class Body>
 void with_forced(const char* name, const Body& body) {

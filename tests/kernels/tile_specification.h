@@ -3,8 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <span>
 
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
@@ -20,51 +21,53 @@ namespace normscope::testing {
 
 // Elements of one tile, one sample and channel, in the order of their positions.
 template <class Element>
-using Tile = std::vector<Element>;
-
-template <class Element>
-std::vector<Tile<Element>> tiles_of(const TensorView& x, std::int64_t n, std::int64_t c) {
-  std::vector<Tile<Element>> tiles;
-  for (std::int64_t p = 0; p < x.positions; ++p) {
-    if (p % tile_shape(x.layout()).positions == 0) tiles.emplace_back();
-    const auto* data = static_cast<const Element*>(x.data);
-    tiles.back().push_back(
-        data[n * x.sample_stride + c * x.channel_stride + p * x.position_stride]);
+class Tile {
+ public:
+  // Tile `index` of sample n and channel c.
+  Tile(const TensorView& x, std::int64_t n, std::int64_t c, std::int64_t index)
+      : stride_(x.position_stride) {
+    const std::int64_t begin = index * tile_shape(x.layout()).positions;
+    size_ = std::min(x.positions - begin, tile_shape(x.layout()).positions);
+    first_ = static_cast<const Element*>(x.data) + n * x.sample_stride + c * x.channel_stride +
+             begin * stride_;
   }
-  return tiles;
-}
+
+  [[nodiscard]] std::int64_t size() const { return size_; }
+  [[nodiscard]] Element operator[](std::int64_t i) const { return first_[i * stride_]; }
+
+ private:
+  const Element* first_;
+  std::int64_t stride_;
+  std::int64_t size_;
+};
 
 // The upper half of the lanes is added to the lower half until one is left.
 template <class Real>
-Real fold(std::vector<Real> lanes) {
-  while (lanes.size() > 1) {
-    const std::size_t half = lanes.size() / 2;
-    for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    lanes.resize(half);
+Real fold(std::span<Real> lanes) {
+  for (; lanes.size() > 1; lanes = lanes.first(lanes.size() / 2)) {
+    for (std::size_t i = 0; i < lanes.size() / 2; ++i) lanes[i] += lanes[i + lanes.size() / 2];
   }
   return lanes[0];
 }
 
-// Every lane adds its terms in the order of their positions, beginning with zero.
-template <class Real>
-Real sum_in_lanes(Layout layout, const std::vector<Real>& terms) {
-  std::vector<Real> lanes(static_cast<std::size_t>(tile_shape(layout).lanes));
-  for (std::size_t i = 0; i < terms.size(); ++i) {
-    lanes[static_cast<std::size_t>(lane_of(layout, static_cast<std::int64_t>(i)))] += terms[i];
-  }
-  return fold(lanes);
+// Every lane adds its terms, term(position), in the order of their positions, beginning with zero.
+template <class Real, class Term>
+Real sum_in_lanes(Layout layout, std::int64_t size, const Term& term) {
+  Real lanes[kMaxLanes] = {};
+  for (std::int64_t i = 0; i < size; ++i) lanes[lane_of(layout, i)] += term(i);
+  return fold(std::span(lanes).first(static_cast<std::size_t>(tile_shape(layout).lanes)));
 }
 
 // The mean of spread elements, added in lanes of one element each.
 template <class Real, class Element>
 Real pivot_of(Layout layout, const Tile<Element>& tile) {
-  const PivotSamples samples = pivot_samples(layout, static_cast<std::int64_t>(tile.size()));
-  std::vector<Real> lanes(static_cast<std::size_t>(tile_shape(layout).pivot_samples));
+  const PivotSamples samples = pivot_samples(layout, tile.size());
+  Real lanes[kMaxLanes] = {};
   for (std::int64_t j = 0; j < samples.count; ++j) {
-    lanes[static_cast<std::size_t>(j)] =
-        static_cast<Real>(widen(tile[static_cast<std::size_t>(j * samples.stride)]));
+    lanes[j] = static_cast<Real>(widen(tile[j * samples.stride]));
   }
-  return fold(lanes) / static_cast<Real>(samples.count);
+  const auto all = static_cast<std::size_t>(tile_shape(layout).pivot_samples);
+  return fold(std::span(lanes).first(all)) / static_cast<Real>(samples.count);
 }
 
 struct TileSums {
@@ -77,29 +80,22 @@ struct TileSums {
 // sum(x - pivot) and sum((x - pivot)^2)
 template <class Real, class Element>
 TileSums sums_about(Layout layout, const Tile<Element>& tile, Real pivot) {
-  std::vector<Real> first;
-  std::vector<Real> second;
-  for (const Element element : tile) {
-    const Real centered = static_cast<Real>(widen(element)) - pivot;
-    first.push_back(centered);
-    second.push_back(centered * centered);
-  }
-  return {static_cast<double>(sum_in_lanes(layout, first)),
-          static_cast<double>(sum_in_lanes(layout, second))};
+  const auto centered = [&](std::int64_t i) { return static_cast<Real>(widen(tile[i])) - pivot; };
+  const auto square = [&](std::int64_t i) { return centered(i) * centered(i); };
+  return {static_cast<double>(sum_in_lanes<Real>(layout, tile.size(), centered)),
+          static_cast<double>(sum_in_lanes<Real>(layout, tile.size(), square))};
 }
 
 // sum(dy) and sum(dy * (x - mean_hi))
 template <class Real, class Element>
 TileSums gradient_sums(Layout layout, const Tile<Element>& x, const Tile<Element>& dy,
                        Real mean_hi) {
-  std::vector<Real> second;
-  std::vector<Real> first;
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    first.push_back(static_cast<Real>(widen(dy[i])));
-    second.push_back(first.back() * (static_cast<Real>(widen(x[i])) - mean_hi));
-  }
-  return {static_cast<double>(sum_in_lanes(layout, first)),
-          static_cast<double>(sum_in_lanes(layout, second))};
+  const auto gradient = [&](std::int64_t i) { return static_cast<Real>(widen(dy[i])); };
+  const auto product = [&](std::int64_t i) {
+    return gradient(i) * (static_cast<Real>(widen(x[i])) - mean_hi);
+  };
+  return {static_cast<double>(sum_in_lanes<Real>(layout, x.size(), gradient)),
+          static_cast<double>(sum_in_lanes<Real>(layout, x.size(), product))};
 }
 
 inline void add_to_limbs(double (&limbs)[kLimbs], double part) {
@@ -139,8 +135,8 @@ template <class Element>
 ChannelLimbs specified_moments(const TensorView& x, std::int64_t c) {
   ChannelLimbs limbs;
   for (std::int64_t n = 0; n < x.samples; ++n) {
-    for (const Tile<Element>& tile : tiles_of<Element>(x, n, c)) {
-      const TileMoments<double> moments = tile_moments(x.layout(), tile);
+    for (std::int64_t i = 0; i < tiles_per_sample(x.layout(), x.positions); ++i) {
+      const TileMoments<double> moments = tile_moments(x.layout(), Tile<Element>(x, n, c, i));
       limbs.add(0, moments.sum);
       limbs.add(1, moments.sum_of_squares);
     }
@@ -155,14 +151,11 @@ ChannelLimbs specified_gradient_sums(const TensorView& x, const TensorView& dy, 
   using Real = Arithmetic<Element>;
   ChannelLimbs limbs;
   for (std::int64_t n = 0; n < x.samples; ++n) {
-    const auto x_tiles = tiles_of<Element>(x, n, c);
-    const auto dy_tiles = tiles_of<Element>(dy, n, c);
-    for (std::size_t i = 0; i < x_tiles.size(); ++i) {
-      TileSums sums =
-          gradient_sums<Real>(x.layout(), x_tiles[i], dy_tiles[i], static_cast<Real>(mean_hi));
-      if (!sums.finite()) {
-        sums = gradient_sums<double>(x.layout(), x_tiles[i], dy_tiles[i], mean_hi);
-      }
+    for (std::int64_t i = 0; i < tiles_per_sample(x.layout(), x.positions); ++i) {
+      const Tile<Element> of_x(x, n, c, i);
+      const Tile<Element> of_dy(dy, n, c, i);
+      TileSums sums = gradient_sums<Real>(x.layout(), of_x, of_dy, static_cast<Real>(mean_hi));
+      if (!sums.finite()) sums = gradient_sums<double>(x.layout(), of_x, of_dy, mean_hi);
       limbs.add(0, {sums.first, 0.0});
       limbs.add(1, {sums.second, 0.0});
     }

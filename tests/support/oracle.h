@@ -24,6 +24,12 @@ struct ChannelMoments {
   long double largest = 0.0L;            // |x|
   long double largest_deviation = 0.0L;  // |x - mean|
 
+  // What rounding may do to mean + mean_rest: mean_rest is a sum of `count` terms as small as the
+  // deviations.
+  [[nodiscard]] long double mean_error() const {
+    return static_cast<long double>(count) * 0x1p-64L * (largest_deviation + std::abs(mean_rest));
+  }
+
   [[nodiscard]] long double deviation(long double x) const { return (x - mean) - mean_rest; }
   [[nodiscard]] long double inv_std(double eps) const {
     return 1.0L / std::sqrt(variance + static_cast<long double>(eps));

@@ -247,11 +247,10 @@ struct Backend {
     });
   }
 
-  static void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Count& count,
+  static void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n,
                                double eps, DType x_dtype, const MomentsResults& results) {
     const auto& [statistics, running, pooled, count_out] = results;
     const std::int64_t channels = limbs.channels;
-    const double n = count.value();
     if (count_out != nullptr) *count_out = n;
     if (pooled.data != nullptr) kPieces.merge_limbs(limbs, pooled);
     std::vector<double> variance(static_cast<std::size_t>(channels));
@@ -265,11 +264,11 @@ struct Backend {
     }
     kPieces.inv_std(variance.data(), eps, channels, statistics.inv_std);
     for (std::int64_t c = 0; n > 0.0 && running.mean.data != nullptr && c < channels; ++c) {
-      update_running(running.mean, c, mean[c], running.weight());
+      update_running(running.mean, c, mean[c], running.momentum);
     }
     for (std::int64_t c = 0; n > 0.0 && running.var.data != nullptr && c < channels; ++c) {
       const double sample_variance = variance[static_cast<std::size_t>(c)] * (n / (n - 1.0));
-      update_running(running.var, c, sample_variance, running.weight());
+      update_running(running.var, c, sample_variance, running.momentum);
     }
     if (n > 0.0) running.count();
     if (x_dtype == DType::kFloat64) return;
@@ -325,17 +324,15 @@ struct Backend {
   }
 
   static void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs,
-                                     const Count& /*count*/, Statistics statistics,
-                                     const GradientResults& results) {
+                                     Statistics statistics, const GradientResults& results) {
     kPieces.gradient_sums(limbs, statistics, results.sums);
     for (std::int64_t c = 0; c < limbs.channels; ++c) use_gradient_sums(results, c);
   }
 
   static void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
                              Statistics statistics, ChannelView weight, GradientSums sums,
-                             const Count& count, const MutableTensorView& dx) {
+                             double count, const MutableTensorView& dx) {
     if (x.empty()) return;
-    const double elements = count.value();
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       using Real = Arithmetic<Element>;
       const std::vector<double> weights = channel_values(weight, 1.0, x.channels);
@@ -346,8 +343,8 @@ struct Backend {
         values.set(0, c, statistics.mean_hi[c]);
         values.set(1, c, statistics.mean_lo[c]);
         values.set(2, c, weights[static_cast<std::size_t>(c)] * inv_std);
-        values.set(3, c, sums.dy[c] / elements);
-        values.set(4, c, inv_std * (sums.dy_xhat[c] / elements));
+        values.set(3, c, sums.dy[c] / count);
+        values.set(4, c, inv_std * (sums.dy_xhat[c] / count));
       }
       const Access access = access_for(dx, 3);
       for_parts(execution, x, [&](TileRange channels, TileRange tiles) {

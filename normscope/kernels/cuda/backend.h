@@ -6,24 +6,30 @@
 #include <type_traits>
 
 #include "normscope/kernels/cuda/apply.cuh"
-#include "normscope/kernels/cuda/finalize.cuh"
+#include "normscope/kernels/cuda/sum_channels_first.cuh"
 #include "normscope/kernels/cuda/sum_channels_last.cuh"
-#include "normscope/kernels/kernels.h"
+#include "normscope/kernels/cuda/sum_elements.cuh"
+#include "normscope/kernels/device_kernels.h"
 
 namespace normscope::cuda {
+
+// Whether a kernel may be launched while the one before it on the stream still runs, which hides
+// the launch. Such a kernel begins with wait_for_earlier_kernel().
+enum class Order { kAfter, kEarly };
 
 // The kernels' grids. Device is what launches them: a GPU, or its stand-in on the host for tests.
 //
 //   struct Device {
 //     static int multiprocessors();
-//     static std::int64_t cache_bytes();          // of L2
-//     static void clear(Stream stream, double* numbers, std::int64_t size);
+//     static bool is_capturing(Stream stream);
 //     template <class Kernel, class... Arguments>
-//     static void launch(Stream stream, Grid grid, Kernel kernel, Arguments... arguments);
+//     static void launch(Stream stream, const Grid& grid, Order order, Kernel kernel,
+//                        Arguments... arguments);
 //   };
 struct Grid {
   std::int64_t blocks_x;
   std::int64_t blocks_y;
+  std::int64_t blocks_z;
   int threads_x;
   int threads_y;
 };
@@ -44,201 +50,272 @@ template <class Element, class Pointer>
                            x.position_stride};
 }
 
-// Whether every run of neighbours begins at a multiple of a pack.
+// Whether every run of neighbours begins at a multiple of `bytes`, and none ends within them.
+// Strides along one element do not matter.
 template <class Pointer>
-[[nodiscard]] bool has_packs(const BasicTensorView<Pointer>& x) {
-  const std::int64_t pack = kPackBytes / size_of(x.dtype);
+[[nodiscard]] bool has_packs(const BasicTensorView<Pointer>& x, std::int64_t bytes) {
+  const std::int64_t pack = bytes / size_of(x.dtype);
   const bool is_first = x.layout() == Layout::kChannelsFirst;
+  const std::int64_t rows = is_first ? x.channels : x.positions;
   const std::int64_t row_stride = is_first ? x.channel_stride : x.position_stride;
-  // Channels that do not fill a last pack would be read beyond their end.
+  // Channels that do not fill a last pack would be read beyond their end; positions are not.
   const bool fills = is_first || x.channels % pack == 0;
-  return reinterpret_cast<std::uintptr_t>(x.data) % kPackBytes == 0 && fills &&
-         x.sample_stride % pack == 0 && row_stride % pack == 0;
+  return reinterpret_cast<std::uintptr_t>(x.data) % static_cast<std::uintptr_t>(bytes) == 0 &&
+         fills && (x.samples <= 1 || x.sample_stride % pack == 0) &&
+         (rows <= 1 || row_stride % pack == 0);
 }
 
 template <class Device>
 struct Backend {
-  // Blocks that keep every multiprocessor busy: several a multiprocessor, since some of them wait.
+  // Blocks that keep every multiprocessor busy: several each, since some of them wait.
   static constexpr std::int64_t kBlocksPerMultiprocessor = 8;
-  static std::int64_t wanted_blocks() {
-    return Device::multiprocessors() * kBlocksPerMultiprocessor;
-  }
+  static constexpr std::int64_t kMostInYOrZ = 65535;
 
-  // A grid of `columns` blocks, each split while there is work and room for more.
-  static Grid grid(std::int64_t columns, std::int64_t work_per_column, int threads_x,
-                   int threads_y) {
-    constexpr std::int64_t kMost = 65535;  // of a grid in y
-    const std::int64_t splits = std::clamp<std::int64_t>(
-        std::min(ceil_divide(wanted_blocks(), columns), work_per_column), 1, kMost);
-    return {columns, splits, threads_x, threads_y};
-  }
-
-  // As many channels as fit the second-level cache with room to spare, so that the second sweep
-  // finds there what the first has read.
-  static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int /*threads*/) {
-    if (x.empty() || x.layout() == Layout::kChannelsLast) return x.channels;
-    const std::int64_t bytes = tensors * x.elements_per_channel() * size_of(x.dtype);
-    return std::clamp<std::int64_t>(Device::cache_bytes() / 2 / bytes, 1, x.channels);
-  }
-
-  template <Access kAccess, class AnyTerms>
-  static void add_tiles(Stream stream, Layout layout, const AnyTerms& terms, LimbsView limbs) {
-    using Element = typename AnyTerms::ElementType;
-    const std::int64_t tiles = terms.x.samples * tiles_per_sample(layout, terms.x.positions);
-    if (terms.x.positions == 1) {
-      constexpr int kRows = kBlockThreads / kWarp;
-      Device::launch(
-          stream, grid(ceil_divide(limbs.channels, kWarp), ceil_divide(tiles, kRows), kWarp, kRows),
-          add_elements<AnyTerms>, terms, limbs);
-    } else if (layout == Layout::kChannelsFirst) {
-      constexpr int kGroups = Group<Element, kAccess>::kPerBlock;
-      int groups = 1;
-      while (groups < kGroups && groups < tiles) groups *= 2;
-      Device::launch(stream,
-                     grid(ceil_divide(limbs.channels, kGroups / groups), ceil_divide(tiles, groups),
-                          kBlockThreads, 1),
-                     add_tiles_channels_first<kAccess, AnyTerms>, terms, groups, limbs);
-    } else {
-      constexpr int kChannels = kWarp * kPackSize<Element, kAccess>;
-      Device::launch(stream,
-                     grid(ceil_divide(limbs.channels, kChannels),
-                          ceil_divide(tiles, kTilesPerBlock), kWarp, kBlockThreads / kWarp),
-                     add_tiles_channels_last<kAccess, AnyTerms>, terms, limbs);
-    }
-  }
-
-  template <class Kernel, class... Arguments>
-  static void per_channel(Stream stream, std::int64_t channels, Kernel kernel,
-                          Arguments... arguments) {
-    constexpr int kThreads = 128;
-    // One thread is there for what belongs to no channel.
-    const std::int64_t blocks = std::max<std::int64_t>(1, ceil_divide(channels, kThreads));
-    Device::launch(stream, Grid{blocks, 1, kThreads, 1}, kernel, arguments...);
-  }
-
-  template <Access kAccess, class Apply>
-  static void apply(Stream stream, Layout layout, const Apply& formula,
-                    const Elements<typename Apply::ElementType>& y) {
-    constexpr int kWarps = kBlockThreads / kWarp;
-    constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
-    if (layout == Layout::kChannelsFirst) {
-      Device::launch(stream,
-                     grid(ceil_divide(y.samples * y.channels, kWarps),
-                          ceil_divide(y.positions, kWarp * kPack), kBlockThreads, 1),
-                     apply_channels_first<kAccess, Apply>, formula, y);
-    } else {
-      Device::launch(stream,
-                     grid(ceil_divide(y.channels, kWarp * kPack),
-                          ceil_divide(y.samples * y.positions, kWarps), kWarp, kWarps),
-                     apply_channels_last<kAccess, Apply>, formula, y);
-    }
+  // A grid of `columns` blocks for each slice, each split while there is work and room for more.
+  static Grid grid(std::int64_t columns, std::int64_t slices, std::int64_t work_per_column,
+                   int threads_x, int threads_y) {
+    const std::int64_t blocks_x = std::max<std::int64_t>(columns, 1);
+    const std::int64_t blocks_z = std::min(slices, kMostInYOrZ);
+    const std::int64_t wanted = Device::multiprocessors() * kBlocksPerMultiprocessor;
+    const std::int64_t splits = std::min(ceil_divide(wanted, blocks_x * blocks_z), work_per_column);
+    return {blocks_x, std::clamp<std::int64_t>(splits, 1, kMostInYOrZ), blocks_z, threads_x,
+            threads_y};
   }
 
   template <Access kAccess>
   using AccessConstant = std::integral_constant<Access, kAccess>;
 
-  // Calls function with packs as its constant where all the tensors have them.
+  // Calls function with packs of so many bytes as its constant if all the tensors have them.
   template <class Function, class... Views>
-  static void with_access(const Function& function, const Views&... views) {
-    if ((has_packs(views) && ...)) {
+  static void with_access(std::int64_t bytes, const Function& function, const Views&... views) {
+    if ((has_packs(views, bytes) && ...)) {
       function(AccessConstant<Access::kPacks>{});
     } else {
       function(AccessConstant<Access::kElements>{});
     }
   }
 
-  static void add_moments(const Execution& execution, const TensorView& x, LimbsView limbs) {
-    if (x.empty()) return;
-    with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const MomentTerms<Element> terms{elements_of<Element>(x)};
+  // ---- Sums ------------------------------------------------------------------------------------
+
+  template <Access kAccess, class AnyTerms, class After>
+  static void add_tiles(Stream stream, Layout layout, const AnyTerms& terms,
+                        const NormBatches& batches, const DeviceScratch& scratch,
+                        const After& after) {
+    using Element = typename AnyTerms::ElementType;
+    const std::int64_t tiles = batches.slice_size * tiles_per_sample(layout, batches.positions);
+    if (layout == Layout::kChannelsFirst) {
+      constexpr int kGroups = Group<Element, kAccess>::kPerBlock;
+      int groups = 1;
+      while (groups < kGroups && groups < tiles) groups *= 2;
+      Device::launch(stream,
+                     grid(ceil_divide(scratch.channels, kGroups / groups), batches.slices,
+                          ceil_divide(tiles, groups), kBlockThreads, 1),
+                     Order::kAfter, add_tiles_channels_first<kAccess, AnyTerms, After>, terms,
+                     groups, batches, scratch, after);
+    } else {
+      constexpr int kChannels = kWarp * kPackSize<Element, kAccess>;
+      Device::launch(stream,
+                     grid(ceil_divide(scratch.channels, kChannels), batches.slices,
+                          ceil_divide(tiles, kTilesPerBlock), kWarp, kBlockThreads / kWarp),
+                     Order::kAfter, add_tiles_channels_last<kAccess, AnyTerms, After>, terms,
+                     batches, scratch, after);
+    }
+  }
+
+  template <Access kAccess, class AnyTerms, class After>
+  static void add_single_elements(Stream stream, const AnyTerms& terms, const NormBatches& batches,
+                                  const DeviceScratch& scratch, const After& after) {
+    Device::launch(
+        stream,
+        grid(ceil_divide(scratch.channels, kWarp * kElementWidth<kAccess>), batches.slices,
+             ceil_divide(batches.slice_size, kElementRows * kRowsAtOnce), kWarp, kElementRows),
+        Order::kAfter, add_elements<kAccess, AnyTerms, After>, terms, batches, scratch, after);
+  }
+
+  // Adds the sums of all slices, and launches the one kernel also if there are none to add.
+  template <class AnyTerms, class Use, class... Views>
+  static void add_sums(Stream stream, const AnyTerms& terms, const DeviceScratch& scratch,
+                       const Use& use, const DeviceMessage& message, const Header& header,
+                       const Views&... views) {
+    using Element = typename AnyTerms::ElementType;
+    using After = AfterSums<typename AnyTerms::User>;
+    const After after{{use, scratch.channels}, message, header};
+    const Layout layout = std::get<0>(std::tie(views...)).layout();
+    const NormBatches& batches = use.batches;
+    if (batches.positions == 1 && layout == Layout::kChannelsLast) {
       with_access(
-          [&](auto access) { add_tiles<access.value>(execution.stream, x.layout(), terms, limbs); },
-          x);
+          kElementWidth<Access::kPacks> * static_cast<std::int64_t>(sizeof(Element)),
+          [&](auto access) {
+            add_single_elements<access.value>(stream, terms, batches, scratch, after);
+          },
+          views...);
+    } else if (batches.positions == 1) {
+      add_single_elements<Access::kElements>(stream, terms, batches, scratch, after);
+    } else {
+      with_access(
+          kPackBytes,
+          [&](auto access) {
+            add_tiles<access.value>(stream, layout, terms, batches, scratch, after);
+          },
+          views...);
+    }
+  }
+
+  static void sum_moments(Stream stream, const TensorView& x, const DeviceScratch& scratch,
+                          const UseOfMoments& use, const DeviceMessage& message,
+                          const Header& header) {
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      add_sums(stream, MomentTerms<Element>{elements_of<Element>(x)}, scratch, use, message, header,
+               x);
     });
   }
 
-  static void finalize_moments(const Execution& execution, LimbsView limbs, const Count& count,
-                               double eps, DType x_dtype, const MomentsResults& results) {
-    per_channel(execution.stream, limbs.channels, cuda::finalize_moments, limbs, count, eps,
-                x_dtype, results);
+  static void sum_gradients(Stream stream, const TensorView& x, const TensorView& dy,
+                            const DeviceScratch& scratch, const UseOfGradientSums& use,
+                            const DeviceMessage& message, const Header& header) {
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      const GradientTerms<Element> terms{elements_of<Element>(x), elements_of<Element>(dy),
+                                         use.statistics};
+      add_sums(stream, terms, scratch, use, message, header, x, dy);
+    });
   }
 
-  static void normalize(const Execution& execution, const TensorView& x, Statistics statistics,
-                        ChannelView weight, ChannelView bias, const MutableTensorView& y) {
+  static void moments(Stream stream, const TensorView& x, DeviceScratch scratch,
+                      const UseOfMoments& use) {
+    sum_moments(stream, x, scratch, use, {}, {});
+  }
+
+  static void send_moments(Stream stream, const TensorView& x, DeviceScratch scratch,
+                           const DeviceMessage& message, const Header& header) {
+    sum_moments(stream, x, scratch, {.batches = norm_batches(x, 1)}, message, header);
+  }
+
+  static void gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
+                            DeviceScratch scratch, const UseOfGradientSums& use) {
+    sum_gradients(stream, x, dy, scratch, use, {}, {});
+  }
+
+  static void send_gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
+                                 DeviceScratch scratch, const UseOfGradientSums& own,
+                                 const DeviceMessage& message, const Header& header) {
+    sum_gradients(stream, x, dy, scratch, own, message, header);
+  }
+
+  // ---- What follows from sums ------------------------------------------------------------------
+
+  static constexpr int kChannelThreads = 128;
+  static Grid grid_of_channels(std::int64_t channels, std::int64_t slices) {
+    return grid(ceil_divide(channels, kChannelThreads), slices, 1, kChannelThreads, 1);
+  }
+
+  // Calls function with a null pointer of the type of the dtype's arithmetic.
+  template <class Function>
+  static void with_arithmetic(DType x_dtype, const Function& function) {
+    if (x_dtype == DType::kFloat64) {
+      function(static_cast<double*>(nullptr));
+    } else {
+      function(static_cast<float*>(nullptr));
+    }
+  }
+
+  template <class User>
+  static void use_totals(Stream stream, const DeviceMessage& message, const DeviceScratch& scratch,
+                         const User& user) {
+    Device::launch(stream, grid_of_channels(message.channels, 1), Order::kAfter, use_message<User>,
+                   message, scratch.tickets(1), user);
+  }
+
+  static void use_moments(Stream stream, DType x_dtype, const DeviceMessage& message,
+                          DeviceScratch scratch, const UseOfMoments& use) {
+    with_arithmetic(x_dtype, [&]<class Real>(Real*) {
+      use_totals(stream, message, scratch, MomentsUser<Real>{use, message.channels});
+    });
+  }
+
+  static void use_gradient_sums(Stream stream, DType x_dtype, const DeviceMessage& message,
+                                DeviceScratch scratch, const UseOfGradientSums& use) {
+    with_arithmetic(x_dtype, [&]<class Real>(Real*) {
+      use_totals(stream, message, scratch, GradientSumsUser<Real>{use, message.channels});
+    });
+  }
+
+  static void use_statistics(Stream stream, DType x_dtype, std::int64_t channels,
+                             std::int64_t slices, const double* statistics, ChannelView weight,
+                             ChannelView bias, Coefficients coefficients) {
+    Grid blocks = grid_of_channels(channels, slices);
+    std::swap(blocks.blocks_y, blocks.blocks_z);
+    with_arithmetic(x_dtype, [&]<class Real>(Real*) {
+      Device::launch(stream, blocks, Order::kAfter, write_coefficients_of_statistics<Real>,
+                     channels, slices, statistics, weight, bias, coefficients);
+    });
+  }
+
+  // ---- Outputs ---------------------------------------------------------------------------------
+
+  template <Access kAccess, class Apply>
+  static void apply(Stream stream, Layout layout, const Apply& formula, const NormBatches& batches,
+                    const Elements<typename Apply::ElementType>& y) {
+    constexpr int kWarps = kBlockThreads / kWarp;
+    constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
+    if (layout == Layout::kChannelsFirst) {
+      Device::launch(stream,
+                     grid(ceil_divide(batches.slice_size * y.channels, kWarps), batches.slices,
+                          ceil_divide(y.positions, kWarp * kPack), kBlockThreads, 1),
+                     Order::kEarly, apply_channels_first<kAccess, Apply>, formula, batches, y);
+    } else {
+      Device::launch(stream,
+                     grid(ceil_divide(y.channels, kWarp * kPack), batches.slices,
+                          ceil_divide(batches.slice_size * y.positions, kWarps), kWarp, kWarps),
+                     Order::kEarly, apply_channels_last<kAccess, Apply>, formula, batches, y);
+    }
+  }
+
+  static void normalize(Stream stream, const TensorView& x, const NormBatches& batches,
+                        Coefficients coefficients, const MutableTensorView& y) {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const NormalizeElements<Element> formula{elements_of<Element>(x), statistics, weight, bias};
+      const NormalizeElements<Element> formula{
+          elements_of<Element>(x), static_cast<const Arithmetic<Element>*>(coefficients.data)};
       with_access(
+          kPackBytes,
           [&](auto access) {
-            apply<access.value>(execution.stream, x.layout(), formula, elements_of<Element>(y));
+            apply<access.value>(stream, x.layout(), formula, batches, elements_of<Element>(y));
           },
           x, y);
     });
   }
 
-  static void add_gradient_sums(const Execution& execution, const TensorView& x,
-                                const TensorView& dy, Statistics statistics, LimbsView limbs) {
-    if (x.empty()) return;
-    with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const GradientTerms<Element> terms{elements_of<Element>(x), elements_of<Element>(dy),
-                                         statistics.mean_hi};
-      with_access(
-          [&](auto access) { add_tiles<access.value>(execution.stream, x.layout(), terms, limbs); },
-          x, dy);
-    });
-  }
-
-  static void finalize_gradient_sums(const Execution& execution, LimbsView limbs,
-                                     const Count& count, Statistics statistics,
-                                     const GradientResults& results) {
-    per_channel(execution.stream, limbs.channels, cuda::finalize_gradient_sums, limbs, count,
-                statistics, results);
-  }
-
-  static void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
-                             Statistics statistics, ChannelView weight, GradientSums sums,
-                             const Count& count, const MutableTensorView& dx) {
+  static void input_gradient(Stream stream, const TensorView& x, const TensorView& dy,
+                             const NormBatches& batches, Coefficients coefficients,
+                             const MutableTensorView& dx) {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const InputGradientElements<Element> formula{
-          elements_of<Element>(x), elements_of<Element>(dy), statistics, weight, sums, count};
+          elements_of<Element>(x), elements_of<Element>(dy),
+          static_cast<const Arithmetic<Element>*>(coefficients.data)};
       with_access(
+          kPackBytes,
           [&](auto access) {
-            apply<access.value>(execution.stream, x.layout(), formula, elements_of<Element>(dx));
+            apply<access.value>(stream, x.layout(), formula, batches, elements_of<Element>(dx));
           },
           x, dy, dx);
     });
   }
 
-  static void clear(const Execution& execution, double* numbers, std::int64_t size) {
-    Device::clear(execution.stream, numbers, size);
-  }
-
-  static void set_cumulative_momentum(const Execution& execution, const std::int64_t* updates,
-                                      double* momentum) {
-    Device::launch(execution.stream, Grid{1, 1, 1, 1}, cuda::set_cumulative_momentum, updates,
-                   momentum);
-  }
-
-  static void seal(const Execution& execution, LimbsView limbs, const Header& header,
-                   double* header_at) {
-    per_channel(execution.stream, limbs.channels, seal_message, limbs, header, header_at);
-  }
-
-  static constexpr Kernels kernels(std::string_view name, bool (*can_run)()) {
+  static constexpr DeviceKernels kernels(std::string_view name, bool (*can_run)()) {
     return {
         .name = name,
         .can_run = can_run,
-        .channels_per_chunk = channels_per_chunk,
-        .add_moments = add_moments,
-        .finalize_moments = finalize_moments,
+        .is_capturing = Device::is_capturing,
+        .moments = moments,
+        .send_moments = send_moments,
+        .use_moments = use_moments,
+        .use_statistics = use_statistics,
         .normalize = normalize,
-        .add_gradient_sums = add_gradient_sums,
-        .finalize_gradient_sums = finalize_gradient_sums,
+        .gradient_sums = gradient_sums,
+        .send_gradient_sums = send_gradient_sums,
+        .use_gradient_sums = use_gradient_sums,
         .input_gradient = input_gradient,
-        .clear = clear,
-        .set_cumulative_momentum = set_cumulative_momentum,
-        .seal = seal,
     };
   }
 };

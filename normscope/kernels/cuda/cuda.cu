@@ -1,52 +1,82 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/kernels/cuda/cuda.h"
+#include <string>
 
 #include <cuda_runtime.h>
 
+#include "normscope/core/error.h"
 #include "normscope/kernels/cuda/backend.h"
+#include "normscope/kernels/cuda/cuda.h"
 
 namespace normscope::cuda {
 namespace {
 
+void check(cudaError_t error, const char* call) {
+  if (error == cudaSuccess) return;
+  // Else the runtime's next caller would be told of it, too.
+  (void)cudaGetLastError();
+  throw DeviceError(std::string("cuda: ") + call + ": " + cudaGetErrorString(error));
+}
+
 int attribute_of_current_device(cudaDeviceAttr attribute) {
   int device = 0;
   int value = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  if (cudaDeviceGetAttribute(&value, attribute, device) != cudaSuccess) return 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
   return value;
 }
 
 // The device that is current for the calling thread.
 struct CurrentDevice {
   static int multiprocessors() {
-    return std::max(1, attribute_of_current_device(cudaDevAttrMultiProcessorCount));
-  }
-  static std::int64_t cache_bytes() {
-    return std::max(1, attribute_of_current_device(cudaDevAttrL2CacheSize));
+    return attribute_of_current_device(cudaDevAttrMultiProcessorCount);
   }
 
-  static void clear(Stream stream, double* numbers, std::int64_t size) {
-    cudaMemsetAsync(numbers, 0, static_cast<std::size_t>(size) * sizeof(double),
-                    static_cast<cudaStream_t>(stream.handle));
+  static bool is_capturing(Stream stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &status),
+          "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
   }
 
-  // Errors of a launch stay with the runtime, where the next call that can fail finds them.
   template <class Kernel, class... Arguments>
-  static void launch(Stream stream, Grid grid, Kernel kernel, Arguments... arguments) {
-    const dim3 blocks(static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y));
-    const dim3 threads(static_cast<unsigned>(grid.threads_x),
-                       static_cast<unsigned>(grid.threads_y));
-    kernel<<<blocks, threads, 0, static_cast<cudaStream_t>(stream.handle)>>>(arguments...);
+  static void launch(Stream stream, const Grid& grid, Order order, Kernel kernel,
+                     Arguments... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim =
+        dim3(static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y),
+             static_cast<unsigned>(grid.blocks_z));
+    config.blockDim =
+        dim3(static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y));
+    config.stream = static_cast<cudaStream_t>(stream.handle);
+    config.attrs = &early;
+    config.numAttrs = order == Order::kEarly && can_launch_early() ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), "launching a kernel");
+  }
+
+ private:
+  // From compute capability 9.0 on.
+  static bool can_launch_early() {
+    return attribute_of_current_device(cudaDevAttrComputeCapabilityMajor) >= 9;
   }
 };
 
-bool has_device() {
+// Whether the current device has code to run: for other architectures than those that this was
+// compiled for, there is none.
+bool can_run() {
   int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+  cudaFuncAttributes attributes;
+  const bool has_code =
+      cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
+      cudaFuncGetAttributes(&attributes, write_coefficients_of_statistics<float>) == cudaSuccess;
+  (void)cudaGetLastError();
+  return has_code;
 }
 
 }  // namespace
 
-const Kernels kKernels = Backend<CurrentDevice>::kernels("cuda", has_device);
+const DeviceKernels kKernels = Backend<CurrentDevice>::kernels("cuda", can_run);
 
 }  // namespace normscope::cuda

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "normscope/kernels/kernels.h"
+#include "normscope/kernels/device_kernels.h"
 
 namespace normscope::cuda {
 
-// Kernels for NVIDIA GPUs. All pointers are the device's, those to counts and sums too; work is put
-// on execution.stream, and nothing waits for it.
-extern const Kernels kKernels;
+// Kernels for NVIDIA GPUs.
+extern const DeviceKernels kKernels;
 
 }  // namespace normscope::cuda

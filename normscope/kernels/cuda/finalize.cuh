@@ -3,88 +3,257 @@
 
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/channel_values.h"
-#include "normscope/kernels/cuda/packs.cuh"
+#include "normscope/kernels/cuda/last_block.cuh"
 
 namespace normscope::cuda {
 
-// One thread a channel, in both kernels. The count is read here: the host need not know it.
+// What follows from the sums of a channel: by the blocks of a sum's kernel that finish last, or, if
+// the sums are a message's totals, by a kernel of its own.
 
-// Limbs of one sum and channel, in canonical form.
-struct CanonicalLimbs {
-  double values[kLimbs];
+// The limbs of both sums of one channel of a norm batch, in canonical form.
+struct ChannelLimbs {
+  double values[kSums][kLimbs];
 
-  NORMSCOPE_INLINE CanonicalLimbs(const LimbsView& limbs, int sum, std::int64_t c) {
-    for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
-    canonicalize(values);
+  NORMSCOPE_INLINE DoubleDouble<double> total(int sum) const {
+    return normscope::total(values[sum]);
+  }
+  NORMSCOPE_INLINE void canonicalize_all() {
+    for (auto& limbs : values) canonicalize(limbs);
   }
 };
 
-NORMSCOPE_INLINE DoubleDouble<double> canonical_total(const LimbsView& limbs, int sum,
-                                                      std::int64_t c) {
-  return total(CanonicalLimbs(limbs, sum, c).values);
-}
-
-// Brings the limbs of a message into canonical form, and writes its header.
-// Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
-__global__ void seal_message(LimbsView limbs, Header header, double* header_at) {
-  const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (c == 0) {
-    for (int i = 0; i < kHeaderSize; ++i) header_at[i] = header.fields[i];
-  }
-  if (c >= limbs.channels) return;
+NORMSCOPE_INLINE ChannelLimbs read_limbs(const LimbsView& from, std::int64_t c) {
+  ChannelLimbs limbs;
   for (int sum = 0; sum < kSums; ++sum) {
-    const CanonicalLimbs canonical(limbs, sum, c);
-    for (int k = 0; k < kLimbs; ++k) limbs.limb(sum, k)[c] = canonical.values[k];
+    for (int k = 0; k < kLimbs; ++k) limbs.values[sum][k] = from.limb(sum, k)[c];
   }
+  limbs.canonicalize_all();
+  return limbs;
 }
 
-// A kernel of its own, since finalize_moments counts the update while its other blocks still read.
-// Limits: 8 to 32 registers; bytes: 0 stack, 0 spilled, 0 shared.
-__global__ void set_cumulative_momentum(const std::int64_t* updates, double* momentum) {
-  *momentum = cumulative_momentum(*updates);
+// Leaves zeros. The loads bypass L1, which does not see what other multiprocessors have added.
+__device__ inline ChannelLimbs take_limbs(const LimbsView& scratch, std::int64_t c) {
+  ChannelLimbs limbs;
+  for (int sum = 0; sum < kSums; ++sum) {
+    for (int k = 0; k < kLimbs; ++k) {
+      double* at = scratch.limb(sum, k) + c;
+      limbs.values[sum][k] = __ldcg(at);
+      *at = 0.0;
+    }
+  }
+  limbs.canonicalize_all();
+  return limbs;
 }
 
-// Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
-__global__ void finalize_moments(LimbsView limbs, Count count, double eps, DType x_dtype,
-                                 MomentsResults results) {
-  const auto& [statistics, running, pooled, count_out] = results;
+// Writes the coefficients of a formula to [slices, kCount, C].
+template <std::int64_t kCount, class Real>
+NORMSCOPE_INLINE void write_coefficients(Coefficients to, std::int64_t slice, std::int64_t channels,
+                                         std::int64_t c, const Real (&values)[kCount]) {
+  Real* at = static_cast<Real*>(to.data) + slice * kCount * channels + c;
+  for (std::int64_t k = 0; k < kCount; ++k) at[k * channels] = values[k];
+}
+
+template <class Real>
+NORMSCOPE_INLINE void write_formula(Coefficients to, std::int64_t slice, std::int64_t channels,
+                                    std::int64_t c, const Normalize<Real>& formula) {
+  const Real values[] = {formula.mean_hi, formula.mean_lo, formula.scale, formula.bias};
+  write_coefficients<Coefficients::kNormalize>(to, slice, channels, c, values);
+}
+
+template <class Real>
+NORMSCOPE_INLINE void write_formula(Coefficients to, std::int64_t slice, std::int64_t channels,
+                                    std::int64_t c, const InputGradient<Real>& formula) {
+  const Real values[] = {formula.mean_hi, formula.mean_lo, formula.scale, formula.mean_dy,
+                         formula.slope};
+  write_coefficients<Coefficients::kInputGradient>(to, slice, channels, c, values);
+}
+
+// Uses moments. Real is the type of x's arithmetic.
+template <class Real>
+struct MomentsUser {
+  UseOfMoments use;
+  std::int64_t channels;
+
+  // What is known of a channel after some of its slices.
+  struct Channel {
+    ChannelLimbs pooled = {};
+    double pooled_count = 0.0;
+  };
+
+  NORMSCOPE_INLINE const NormBatches& batches() const { return use.batches; }
+
+  __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, std::int64_t slice,
+                            std::int64_t c) const {
+    if (use.statistics == nullptr) return;
+    const double n = use.batches.count(slice);
+    const Moments<double> found = moments_of(limbs, n);
+    const double inv_std = 1.0 / sqrt(found.population_variance + use.eps);
+    const DoubleDouble<double> mean =
+        sizeof(Real) == sizeof(double) ? found.mean : float32_pair(found.mean);
+    double* statistics = use.statistics + slice * 3 * channels + c;
+    statistics[0] = mean.hi;
+    statistics[channels] = mean.lo;
+    statistics[2 * channels] = inv_std;
+    write_formula(
+        use.coefficients, slice, channels, c,
+        normalize_coefficients<Real>(mean.hi, mean.lo, inv_std, channel_value(use.weight, c, 1.0),
+                                     channel_value(use.bias, c, 0.0)));
+    if (updates_with(slice)) update(found, n, slice, c);
+    if (!pools()) return;
+    for (int sum = 0; sum < kSums; ++sum) {
+      for (int k = 0; k < kLimbs; ++k) channel.pooled.values[sum][k] += limbs.values[sum][k];
+    }
+    channel.pooled_count += n;
+  }
+
+  __device__ void end(Channel& channel, std::int64_t c) const {
+    if (use.statistics == nullptr || !pools()) return;
+    channel.pooled.canonicalize_all();
+    update(moments_of(channel.pooled, channel.pooled_count), channel.pooled_count, 0, c);
+  }
+
+  // What belongs to no channel; after all channels, since cumulative averages read the number of
+  // updates.
+  __device__ void once() const {
+    use.batches.report_error();
+    for (std::int64_t slice = 0; slice < use.batches.slices; ++slice) {
+      const double n = use.batches.count(slice);
+      if (use.counts != nullptr) use.counts[slice] = n;
+      const bool is_update = pools() ? slice == 0 : updates_with(slice);
+      if (is_update && n > 0.0) use.running.count();
+    }
+  }
+
+ private:
+  NORMSCOPE_INLINE bool pools() const {
+    return use.slice_stats == SliceStats::kPooled && use.batches.slices > 1;
+  }
+  NORMSCOPE_INLINE bool updates_with(std::int64_t slice) const {
+    return !pools() && (use.slice_stats != SliceStats::kFirst || slice == 0);
+  }
+
+  static NORMSCOPE_INLINE Moments<double> moments_of(const ChannelLimbs& limbs, double n) {
+    if (n == 0.0) return {{0.0, 0.0}, 0.0};
+    return moments(limbs.total(0), limbs.total(1), n);
+  }
+
+  // The update after `earlier` others of this call.
+  __device__ void update(const Moments<double>& found, double n, std::int64_t earlier,
+                         std::int64_t c) const {
+    const RunningUpdate& running = use.running;
+    if (!(n > 0.0) || (running.mean.data == nullptr && running.var.data == nullptr)) return;
+    const double momentum = use.running_average == RunningAverage::kCumulative
+                                ? cumulative_momentum(*running.updates + earlier)
+                                : running.momentum;
+    update_running(running.mean, c, found.mean.hi, momentum);
+    update_running(running.var, c, found.population_variance * (n / (n - 1.0)), momentum);
+  }
+};
+
+// Uses gradient sums.
+template <class Real>
+struct GradientSumsUser {
+  UseOfGradientSums use;
+  std::int64_t channels;
+
+  struct Channel {
+    double dy = 0.0;
+    double dy_xhat = 0.0;
+  };
+
+  NORMSCOPE_INLINE const NormBatches& batches() const { return use.batches; }
+
+  __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, std::int64_t slice,
+                            std::int64_t c) const {
+    const double* statistics = use.statistics + slice * 3 * channels + c;
+    const double mean_lo = statistics[channels];
+    const double inv_std = statistics[2 * channels];
+    const DoubleDouble<double> total = limbs.total(0);
+    const double dy = total.hi + total.lo;
+    const double dy_xhat = gradient_sum_with_xhat(total, limbs.total(1), mean_lo, inv_std);
+    if (use.coefficients.data != nullptr) {
+      write_formula(use.coefficients, slice, channels, c,
+                    input_gradient_coefficients<Real>(statistics[0], mean_lo, inv_std,
+                                                      channel_value(use.weight, c, 1.0), dy,
+                                                      dy_xhat, use.batches.count(slice)));
+    }
+    // The sum of one slice is taken as it is: 0 + x loses the sign of a zero.
+    const bool is_all = use.batches.slices == 1;
+    channel.dy = is_all ? dy : dy + channel.dy;
+    channel.dy_xhat = is_all ? dy_xhat : dy_xhat + channel.dy_xhat;
+  }
+
+  __device__ void end(const Channel& channel, std::int64_t c) const {
+    set_channel_value(use.dweight, c, channel.dy_xhat);
+    set_channel_value(use.dbias, c, channel.dy);
+  }
+
+  __device__ void once() const { use.batches.report_error(); }
+};
+
+// What the last blocks do with the sums that all blocks have added: use them, and put them into a
+// message if there is one.
+template <class User>
+struct AfterSums {
+  User user;
+  DeviceMessage message;  // data nullptr: there is none
+  Header header;
+
+  __device__ void channel(const DeviceScratch& scratch, std::int64_t c) const {
+    typename User::Channel channel;
+    for (std::int64_t slice = 0; slice < user.batches().slices; ++slice) {
+      const ChannelLimbs limbs = take_limbs(scratch.limbs(slice), c);
+      user.add_slice(channel, limbs, slice, c);
+      if (message.data != nullptr) send(limbs, c);
+    }
+    user.end(channel, c);
+  }
+
+  __device__ void once() const {
+    if (message.data == nullptr) {
+      user.once();
+      return;
+    }
+    for (int i = 0; i < kHeaderSize; ++i) message.header()[i] = header.fields[i];
+  }
+
+ private:
+  __device__ void send(const ChannelLimbs& limbs, std::int64_t c) const {
+    for (int sum = 0; sum < kSums; ++sum) {
+      for (int k = 0; k < kLimbs; ++k) message.limbs().limb(sum, k)[c] = limbs.values[sum][k];
+    }
+  }
+};
+
+// Uses the totals of a message; a thread per channel.
+// Limits: 24 to 96 registers; bytes: 0 stack, 0 spilled, 16 shared.
+template <class User>
+__global__ void use_message(DeviceMessage message, unsigned* ticket, User user) {
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const double n = count.value();
-  if (c == 0) {
-    count.report_error();
-    if (count_out != nullptr) *count_out = n;
-    if (n > 0.0) running.count();
+  if (c < message.channels) {
+    typename User::Channel channel;
+    user.add_slice(channel, read_limbs(message.limbs(), c), 0, c);
+    user.end(channel, c);
   }
-  if (c >= limbs.channels) return;
-  for (int sum = 0; sum < kSums && pooled.data != nullptr; ++sum) {
-    const CanonicalLimbs canonical(limbs, sum, c);
-    for (int k = 0; k < kLimbs; ++k) pooled.limb(sum, k)[c] += canonical.values[k];
-  }
-  Moments<double> result{{0.0, 0.0}, 0.0};
-  if (n != 0.0) result = moments(canonical_total(limbs, 0, c), canonical_total(limbs, 1, c), n);
-  statistics.inv_std[c] = 1.0 / sqrt(result.population_variance + eps);
-  if (n > 0.0) {
-    const double momentum = running.weight();
-    update_running(running.mean, c, result.mean.hi, momentum);
-    update_running(running.var, c, result.population_variance * (n / (n - 1.0)), momentum);
-  }
-  const DoubleDouble<double> mean =
-      x_dtype == DType::kFloat64 ? result.mean : float32_pair(result.mean);
-  statistics.mean_hi[c] = mean.hi;
-  statistics.mean_lo[c] = mean.lo;
+  if (is_last_block(ticket, gridDim.x) && threadIdx.x == 0) user.once();
 }
 
-// Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
-__global__ void finalize_gradient_sums(LimbsView limbs, Count count, Statistics statistics,
-                                       GradientResults results) {
+// The coefficients of statistics [slices, 3, C]; a thread per channel, gridDim.y blocks share the
+// slices.
+// Limits: 16 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
+template <class Real>
+__global__ void write_coefficients_of_statistics(std::int64_t channels, std::int64_t slices,
+                                                 const double* statistics, ChannelView weight,
+                                                 ChannelView bias, Coefficients coefficients) {
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (c == 0) count.report_error();
-  if (c >= limbs.channels) return;
-  const DoubleDouble<double> dy = canonical_total(limbs, 0, c);
-  results.sums.dy[c] = dy.hi + dy.lo;
-  results.sums.dy_xhat[c] = gradient_sum_with_xhat(dy, canonical_total(limbs, 1, c),
-                                                   statistics.mean_lo[c], statistics.inv_std[c]);
-  use_gradient_sums(results, c);
+  if (c >= channels) return;
+  for (std::int64_t slice = blockIdx.y; slice < slices; slice += gridDim.y) {
+    const double* of_slice = statistics + slice * 3 * channels + c;
+    write_formula(
+        coefficients, slice, channels, c,
+        normalize_coefficients<Real>(of_slice[0], of_slice[channels], of_slice[2 * channels],
+                                     channel_value(weight, c, 1.0), channel_value(bias, c, 0.0)));
+  }
 }
 
 }  // namespace normscope::cuda

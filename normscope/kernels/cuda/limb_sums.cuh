@@ -9,6 +9,12 @@
 
 namespace normscope::cuda {
 
+// Adds to a limb in memory. Most limbs are zero, and cost nothing.
+__device__ inline void add_limb(const LimbsView& limbs, int sum, int k, std::int64_t c,
+                                double value) {
+  if (value != 0.0) atomicAdd(limbs.limb(sum, k) + c, value);
+}
+
 // The limbs of both sums of one channel, in a thread's registers.
 class ThreadLimbs {
  public:
@@ -20,12 +26,31 @@ class ThreadLimbs {
     }
   }
 
+  // Real is the type of the arithmetic, which the pivot has.
+  template <class Real>
   NORMSCOPE_INLINE void add_moments(double size, double pivot, double first, double second) {
-    const TileMoments<double> tile = moments_about_zero(size, pivot, first, second);
+    const TileMoments<double> tile = sizeof(Real) < sizeof(double)
+                                         ? moments_about_narrow_pivot(size, pivot, first, second)
+                                         : moments_about_zero(size, pivot, first, second);
     add(0, tile.sum.hi);
     add(0, tile.sum.lo);
     add(1, tile.sum_of_squares.hi);
     add(1, tile.sum_of_squares.lo);
+    count_tile();
+  }
+
+  // The moments of a tile of one element: x, and x^2, which float64 holds if x is a float32.
+  NORMSCOPE_INLINE void add_square(float x) {
+    const auto wide = static_cast<double>(x);
+    add(0, wide);
+    add(1, wide * wide);
+    count_tile();
+  }
+  NORMSCOPE_INLINE void add_square(double x) {
+    const DoubleDouble<double> square = two_product(x, x);
+    add(0, x);
+    add(1, square.hi);
+    add(1, square.lo);
     count_tile();
   }
 
@@ -35,13 +60,16 @@ class ThreadLimbs {
     count_tile();
   }
 
-  // Adds them to limbs in memory, in canonical form, so that what others add besides stays exact.
+  // The limbs of a sum in canonical form, so that what others add to them stays exact.
+  NORMSCOPE_INLINE const double (&canonical(int sum)) [kLimbs] {
+    canonicalize(limbs_[sum]);
+    return limbs_[sum];
+  }
+
   __device__ void add_to(const LimbsView& limbs, std::int64_t c) {
     for (int sum = 0; sum < kSums; ++sum) {
-      canonicalize(limbs_[sum]);
-      for (int k = 0; k < kLimbs; ++k) {
-        if (limbs_[sum][k] != 0.0) atomicAdd(limbs.limb(sum, k) + c, limbs_[sum][k]);
-      }
+      const double (&values)[kLimbs] = canonical(sum);
+      for (int k = 0; k < kLimbs; ++k) add_limb(limbs, sum, k, c, values[k]);
     }
   }
 

@@ -11,6 +11,20 @@
 
 namespace normscope::cuda {
 
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
+inline constexpr int kBlockThreads = 256;
+
+// Waits until the kernels before this one have ended. A kernel that is launched while the one
+// before it still runs (Order::kEarly) calls this first, in every thread.
+__device__ inline void wait_for_earlier_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif !defined(__CUDACC__)
+  cuda_on_host::ThisThread::wait_for_earlier_kernel();
+#endif
+}
+
 // A memory transaction of a thread is widest at 16 bytes.
 inline constexpr int kPackBytes = 16;
 

@@ -5,10 +5,6 @@
 
 namespace normscope::cuda {
 
-inline constexpr int kWarp = 32;
-inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
-inline constexpr int kBlockThreads = 256;
-
 // The threads that sum one tile together: as many as hold its 64 lanes, each a pack's width of
 // them. With packs a thread has neighbouring lanes, else lanes that a group apart, so that threads
 // read neighbours.
@@ -103,8 +99,8 @@ struct CenteredSums {
 };
 
 template <class Real, Access kAccess, class AnyTerms>
-__device__ CenteredSums centered_sums(const AnyTerms& terms, const Tile& tile, std::int64_t c,
-                                      int thread) {
+__device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice, const Tile& tile,
+                                      std::int64_t c, int thread) {
   using Arithmetic = normscope::Arithmetic<typename AnyTerms::ElementType>;
   const auto run = terms.run(tile.sample, c, tile.begin);
   double center = 0.0;
@@ -113,7 +109,7 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, const Tile& tile, s
     center = static_cast<double>(
         static_cast<Arithmetic>(pivot_of_tile<Real, kAccess>(run.x, tile.size, thread)));
   } else if (tile.size > 0) {  // else there may be no such channel
-    center = static_cast<double>(static_cast<Arithmetic>(terms.mean_hi[c]));
+    center = static_cast<double>(static_cast<Arithmetic>(terms.mean(slice, c)));
   }
   const Terms<Real> sums =
       sums_of_tile<Real, kAccess>(run, tile.size, static_cast<Real>(center), thread);
@@ -121,41 +117,47 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, const Tile& tile, s
 }
 
 // Adds the tiles of all channels to their limbs. A channel has `groups` groups of a block (a power
-// of two), and gridDim.y blocks.
-// Limits: 56 to 128 registers; bytes: 32 stack, 80 spilled, 0 shared.
-template <Access kAccess, class AnyTerms>
+// of two) and gridDim.y blocks, which share its tiles; gridDim.z blocks share the slices.
+// Limits: 56 to 128 registers; bytes: 32 stack, 80 spilled, 16 shared.
+template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads)
-    add_tiles_channels_first(AnyTerms terms, int groups, LimbsView limbs) {
+    add_tiles_channels_first(AnyTerms terms, int groups, NormBatches batches, DeviceScratch scratch,
+                             After after) {
   using Real = Arithmetic<typename AnyTerms::ElementType>;
   using G = Group<typename AnyTerms::ElementType, kAccess>;
   const int thread = static_cast<int>(threadIdx.x) % G::kThreads;
   const int group = static_cast<int>(threadIdx.x) / G::kThreads;
   const int channels_per_block = G::kPerBlock / groups;
-  const std::int64_t c = std::int64_t{blockIdx.x} * channels_per_block + group / groups;
+  const std::int64_t first_channel = std::int64_t{blockIdx.x} * channels_per_block;
+  const std::int64_t c = first_channel + group / groups;
   const std::int64_t positions = terms.x.positions;
-  const std::int64_t all_tiles =
-      terms.x.samples * tiles_per_sample(Layout::kChannelsFirst, positions);
-  const std::int64_t tiles = c < limbs.channels ? all_tiles : 0;
-  ThreadLimbs own;
-  // All threads of a warp make every turn: they fold together.
-  for (std::int64_t turn = std::int64_t{blockIdx.y} * groups; turn < all_tiles;
-       turn += std::int64_t{gridDim.y} * groups) {
-    const Tile tile = tile_at<Layout::kChannelsFirst>(turn + group % groups, tiles, positions);
-    CenteredSums result = centered_sums<Real, kAccess>(terms, tile, c, thread);
-    if constexpr (sizeof(Real) < sizeof(double)) {
-      const bool is_finite_here = tile.size == 0 || thread != 0 ||
-                                  (is_finite(result.sums.first) && is_finite(result.sums.second));
-      if (__any_sync(kWholeWarp, !is_finite_here)) {
-        const auto again = centered_sums<double, kAccess>(terms, tile, c, thread);
-        if (!is_finite_here) result = again;
+  for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
+    const std::int64_t all_tiles =
+        batches.samples_of(slice) * tiles_per_sample(Layout::kChannelsFirst, positions);
+    const std::int64_t tiles = c < scratch.channels ? all_tiles : 0;
+    ThreadLimbs own;
+    // All threads of a warp make every turn: they fold together.
+    for (std::int64_t turn = std::int64_t{blockIdx.y} * groups; turn < all_tiles;
+         turn += std::int64_t{gridDim.y} * groups) {
+      Tile tile = tile_at<Layout::kChannelsFirst>(turn + group % groups, tiles, positions);
+      tile.sample += batches.first_sample(slice);
+      CenteredSums result = centered_sums<Real, kAccess>(terms, slice, tile, c, thread);
+      if constexpr (sizeof(Real) < sizeof(double)) {
+        const bool is_finite_here = tile.size == 0 || thread != 0 ||
+                                    (is_finite(result.sums.first) && is_finite(result.sums.second));
+        if (__any_sync(kWholeWarp, !is_finite_here)) {
+          const auto again = centered_sums<double, kAccess>(terms, slice, tile, c, thread);
+          if (!is_finite_here) result = again;
+        }
+      }
+      if (thread == 0 && tile.size > 0) {
+        AnyTerms::add(own, static_cast<double>(tile.size), result.center, result.sums.first,
+                      result.sums.second);
       }
     }
-    if (thread == 0 && tile.size > 0) {
-      AnyTerms::add(own, static_cast<double>(tile.size), result.center, result.sums.first,
-                    result.sums.second);
-    }
+    if (thread == 0 && tiles > 0) own.add_to(scratch.limbs(slice), c);
   }
-  if (thread == 0 && tiles > 0) own.add_to(limbs, c);
+  finish_channels(scratch, batches, first_channel, first_channel + channels_per_block, after);
 }
 
 }  // namespace normscope::cuda

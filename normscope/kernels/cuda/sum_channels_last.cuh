@@ -26,7 +26,8 @@ __device__ Real fold_lanes(const LaneExchange<Real, kPack>& lanes, int tile, int
 
 // The sums of one channel of a tile in float64, by one thread alone: seldom needed.
 template <class AnyTerms>
-__device__ CenteredSums sums_in_float64(const AnyTerms& terms, const Tile& tile, std::int64_t c) {
+__device__ CenteredSums sums_in_float64(const AnyTerms& terms, std::int64_t slice, const Tile& tile,
+                                        std::int64_t c) {
   using Real = Arithmetic<typename AnyTerms::ElementType>;
   const auto run = terms.run(tile.sample, c, tile.begin);
   const std::int64_t stride = terms.x.position_stride;
@@ -43,7 +44,7 @@ __device__ CenteredSums sums_in_float64(const AnyTerms& terms, const Tile& tile,
     }
     center = static_cast<double>(static_cast<Real>(lanes[0] / static_cast<double>(samples.count)));
   } else {
-    center = static_cast<double>(static_cast<Real>(terms.mean_hi[c]));
+    center = static_cast<double>(static_cast<Real>(terms.mean(slice, c)));
   }
   Terms<double> lanes[kTileLanes] = {};
   for (std::int64_t i = 0; i < tile.size; ++i) {
@@ -57,12 +58,13 @@ __device__ CenteredSums sums_in_float64(const AnyTerms& terms, const Tile& tile,
            (lanes[0].second + lanes[2].second) + (lanes[1].second + lanes[3].second)}};
 }
 
-// Adds the tiles of all channels to their limbs. blockIdx.x tells the channels; the tiles are
-// shared by gridDim.y blocks. threadIdx.y tells tile and lane.
-// Limits: 56 to 128 registers; bytes: 288 stack, 16 spilled, 16384 shared.
-template <Access kAccess, class AnyTerms>
+// Adds the tiles of all channels to their limbs. blockIdx.x tells the channels; gridDim.y blocks
+// share the tiles, gridDim.z blocks the slices. threadIdx.y tells tile and lane.
+// Limits: 56 to 128 registers; bytes: 288 stack, 16 spilled, 16400 shared.
+template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads)
-    add_tiles_channels_last(AnyTerms terms, LimbsView limbs) {
+    add_tiles_channels_last(AnyTerms terms, NormBatches batches, DeviceScratch scratch,
+                            After after) {
   using Element = typename AnyTerms::ElementType;
   using Real = Arithmetic<Element>;
   constexpr int kPack = kPackSize<Element, kAccess>;
@@ -72,89 +74,79 @@ __global__ void __launch_bounds__(kBlockThreads)
 
   const int slot = static_cast<int>(threadIdx.y) / kTileLanes;
   const int lane = static_cast<int>(threadIdx.y) % kTileLanes;
-  const std::int64_t c = (std::int64_t{blockIdx.x} * kWarp + threadIdx.x) * kPack;
-  const bool has_channels = c < limbs.channels;
+  const std::int64_t first_channel = std::int64_t{blockIdx.x} * kWarp * kPack;
+  const std::int64_t c = first_channel + std::int64_t{threadIdx.x} * kPack;
+  const bool has_channels = c < scratch.channels;
   const std::int64_t positions = terms.x.positions;
-  const std::int64_t tiles = terms.x.samples * tiles_per_sample(Layout::kChannelsLast, positions);
-  ThreadLimbs own[kOwn];
+  for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
+    const std::int64_t tiles =
+        batches.samples_of(slice) * tiles_per_sample(Layout::kChannelsLast, positions);
+    ThreadLimbs own[kOwn];
 
-  // All threads of a block make every turn: they meet at barriers.
-  for (std::int64_t turn = std::int64_t{blockIdx.y} * kTilesPerBlock; turn < tiles;
-       turn += std::int64_t{gridDim.y} * kTilesPerBlock) {
-    Tile tile = tile_at<Layout::kChannelsLast>(turn + slot, tiles, positions);
-    if (!has_channels) tile.size = 0;
+    // All threads of a block make every turn: they meet at barriers.
+    for (std::int64_t turn = std::int64_t{blockIdx.y} * kTilesPerBlock; turn < tiles;
+         turn += std::int64_t{gridDim.y} * kTilesPerBlock) {
+      Tile tile = tile_at<Layout::kChannelsLast>(turn + slot, tiles, positions);
+      tile.sample += batches.first_sample(slice);
+      if (!has_channels) tile.size = 0;
 
-    Real centers[kPack] = {};
-    if constexpr (AnyTerms::kHasPivot) {
-      const PivotSamples samples =
-          tile.size > 0 ? pivot_samples(Layout::kChannelsLast, tile.size) : PivotSamples{0, 0};
-      Real sums[kPack] = {};
-      for (int l = lane; l < samples.count; l += kTileLanes) {
-        const auto pack =
-            load_pack<kPack>(terms.x.at(tile.sample, c, tile.begin + l * samples.stride));
+      Real centers[kPack] = {};
+      if constexpr (AnyTerms::kHasPivot) {
+        const PivotSamples samples =
+            tile.size > 0 ? pivot_samples(Layout::kChannelsLast, tile.size) : PivotSamples{0, 0};
+        Real sums[kPack] = {};
+        for (int l = lane; l < samples.count; l += kTileLanes) {
+          const auto pack =
+              load_pack<kPack>(terms.x.at(tile.sample, c, tile.begin + l * samples.stride));
+          for (int j = 0; j < kPack; ++j) {
+            const Real value = widen(pack.elements[j]);
+            sums[j] = l == lane ? value : sums[j] + value;
+          }
+        }
+        for (int j = 0; j < kPack; ++j) exchange[0].values[slot][lane][threadIdx.x][j] = sums[j];
+        __syncthreads();
         for (int j = 0; j < kPack; ++j) {
-          const Real value = widen(pack.elements[j]);
-          sums[j] = l == lane ? value : sums[j] + value;
+          centers[j] = fold_lanes(exchange[0], slot, j) / static_cast<Real>(samples.count);
+        }
+        __syncthreads();
+      } else if (tile.size > 0) {
+        for (int j = 0; j < kPack; ++j) centers[j] = static_cast<Real>(terms.mean(slice, c + j));
+      }
+
+      Real first[kPack] = {};
+      Real second[kPack] = {};
+      const std::int64_t end = smaller((lane + 1) * kTileChain, tile.size);
+      for (std::int64_t i = lane * kTileChain; i < end; ++i) {
+        Terms<Real> of_pack[kPack];
+        terms.run(tile.sample, c, tile.begin + i).template pack_at<kPack, 1>(0, centers, of_pack);
+        for (int j = 0; j < kPack; ++j) {
+          first[j] += of_pack[j].first;
+          second[j] += of_pack[j].second;
         }
       }
-      for (int j = 0; j < kPack; ++j) exchange[0].values[slot][lane][threadIdx.x][j] = sums[j];
-      __syncthreads();
       for (int j = 0; j < kPack; ++j) {
-        centers[j] = fold_lanes(exchange[0], slot, j) / static_cast<Real>(samples.count);
+        exchange[0].values[slot][lane][threadIdx.x][j] = first[j];
+        exchange[1].values[slot][lane][threadIdx.x][j] = second[j];
       }
       __syncthreads();
-    } else if (tile.size > 0) {
-      for (int j = 0; j < kPack; ++j) centers[j] = static_cast<Real>(terms.mean_hi[c + j]);
-    }
-
-    Real first[kPack] = {};
-    Real second[kPack] = {};
-    const std::int64_t end = smaller((lane + 1) * kTileChain, tile.size);
-    for (std::int64_t i = lane * kTileChain; i < end; ++i) {
-      Terms<Real> of_pack[kPack];
-      terms.run(tile.sample, c, tile.begin + i).template pack_at<kPack, 1>(0, centers, of_pack);
-      for (int j = 0; j < kPack; ++j) {
-        first[j] += of_pack[j].first;
-        second[j] += of_pack[j].second;
+      for (int j = lane; j < kPack && tile.size > 0; j += kTileLanes) {
+        CenteredSums result{static_cast<double>(centers[j]),
+                            {static_cast<double>(fold_lanes(exchange[0], slot, j)),
+                             static_cast<double>(fold_lanes(exchange[1], slot, j))}};
+        if (sizeof(Real) < sizeof(double) &&
+            !(is_finite(result.sums.first) && is_finite(result.sums.second))) {
+          result = sums_in_float64(terms, slice, tile, c + j);
+        }
+        AnyTerms::add(own[j / kTileLanes], static_cast<double>(tile.size), result.center,
+                      result.sums.first, result.sums.second);
       }
+      __syncthreads();
     }
-    for (int j = 0; j < kPack; ++j) {
-      exchange[0].values[slot][lane][threadIdx.x][j] = first[j];
-      exchange[1].values[slot][lane][threadIdx.x][j] = second[j];
+    for (int j = lane; j < kPack && has_channels; j += kTileLanes) {
+      own[j / kTileLanes].add_to(scratch.limbs(slice), c + j);
     }
-    __syncthreads();
-    for (int j = lane; j < kPack && tile.size > 0; j += kTileLanes) {
-      CenteredSums result{static_cast<double>(centers[j]),
-                          {static_cast<double>(fold_lanes(exchange[0], slot, j)),
-                           static_cast<double>(fold_lanes(exchange[1], slot, j))}};
-      if (sizeof(Real) < sizeof(double) &&
-          !(is_finite(result.sums.first) && is_finite(result.sums.second))) {
-        result = sums_in_float64(terms, tile, c + j);
-      }
-      AnyTerms::add(own[j / kTileLanes], static_cast<double>(tile.size), result.center,
-                    result.sums.first, result.sums.second);
-    }
-    __syncthreads();
   }
-  for (int j = lane; j < kPack && has_channels; j += kTileLanes) {
-    own[j / kTileLanes].add_to(limbs, c + j);
-  }
-}
-
-// The same where a channel has one position: each element is a tile, and its own pivot. Threads are
-// channels in x, rows in y.
-// Limits: 40 to 80 registers; bytes: 0 stack, 0 spilled, 0 shared.
-template <class AnyTerms>
-__global__ void __launch_bounds__(kBlockThreads) add_elements(AnyTerms terms, LimbsView limbs) {
-  const std::int64_t c = std::int64_t{blockIdx.x} * kWarp + threadIdx.x;
-  if (c >= limbs.channels) return;
-  const std::int64_t step = std::int64_t{gridDim.y} * blockDim.y;
-  ThreadLimbs own;
-  for (std::int64_t n = std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y; n < terms.x.samples;
-       n += step) {
-    terms.add_element(own, n, c);
-  }
-  own.add_to(limbs, c);
+  finish_channels(scratch, batches, first_channel, first_channel + kWarp * kPack, after);
 }
 
 }  // namespace normscope::cuda

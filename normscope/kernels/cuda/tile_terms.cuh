@@ -2,6 +2,7 @@
 #pragma once
 
 #include "normscope/core/tiles.h"
+#include "normscope/kernels/cuda/finalize.cuh"
 #include "normscope/kernels/cuda/limb_sums.cuh"
 
 namespace normscope::cuda {
@@ -25,6 +26,7 @@ template <class Element>
 struct MomentTerms {
   using ElementType = Element;
   static constexpr bool kHasPivot = true;
+  using User = MomentsUser<Arithmetic<Element>>;
 
   Elements<const Element> x;
 
@@ -61,12 +63,20 @@ struct MomentTerms {
 
   static NORMSCOPE_INLINE void add(ThreadLimbs& limbs, double size, double center, double first,
                                    double second) {
-    limbs.add_moments(size, center, first, second);
+    limbs.add_moments<Arithmetic<Element>>(size, center, first, second);
   }
 
-  // A tile of one element, which is its own pivot.
-  NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, std::int64_t n, std::int64_t c) const {
-    limbs.add_moments(1.0, static_cast<double>(widen(*x.at(n, c, 0))), 0.0, 0.0);
+  // Tiles of one element each, which is its own pivot: of kWidth channels of a sample.
+  template <int kWidth>
+  using Row = Pack<Element, kWidth>;
+  template <int kWidth>
+  NORMSCOPE_INLINE Row<kWidth> load_row(std::int64_t n, std::int64_t c) const {
+    return load_pack<kWidth>(x.at(n, c, 0));
+  }
+  template <int kWidth>
+  static NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, const Row<kWidth>& row, int j,
+                                           Arithmetic<Element> /*mean*/) {
+    limbs.add_square(widen(row.elements[j]));
   }
 };
 
@@ -75,10 +85,15 @@ template <class Element>
 struct GradientTerms {
   using ElementType = Element;
   static constexpr bool kHasPivot = false;
+  using User = GradientSumsUser<Arithmetic<Element>>;
 
   Elements<const Element> x;
   Elements<const Element> dy;
-  const double* mean_hi;  // [C]
+  const double* statistics;  // [slices, 3, C], beginning with the means
+
+  NORMSCOPE_INLINE double mean(std::int64_t slice, std::int64_t c) const {
+    return statistics[slice * 3 * x.channels + c];
+  }
 
   struct Run {
     const Element* x;
@@ -116,15 +131,27 @@ struct GradientTerms {
     limbs.add_gradient_sums(first, second);
   }
 
-  NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, std::int64_t n, std::int64_t c) const {
+  template <int kWidth>
+  struct Row {
+    Pack<Element, kWidth> x;
+    Pack<Element, kWidth> dy;
+  };
+  template <int kWidth>
+  NORMSCOPE_INLINE Row<kWidth> load_row(std::int64_t n, std::int64_t c) const {
+    return {load_pack<kWidth>(x.at(n, c, 0)), load_pack<kWidth>(dy.at(n, c, 0))};
+  }
+  template <int kWidth>
+  static NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, const Row<kWidth>& row, int j,
+                                           Arithmetic<Element> mean) {
     using Real = Arithmetic<Element>;
-    const auto mean = static_cast<Real>(mean_hi[c]);
-    const Terms<Real> term = run(n, c, 0).at(0, mean);
-    auto second = static_cast<double>(term.second);
-    if (sizeof(Real) < sizeof(double) && !is_finite(term.second)) {
-      second = run(n, c, 0).at(0, static_cast<double>(mean)).second;
+    const auto one_x = static_cast<Real>(widen(row.x.elements[j]));
+    const auto one_dy = static_cast<Real>(widen(row.dy.elements[j]));
+    auto second = static_cast<double>(one_dy * (one_x - mean));
+    if (sizeof(Real) < sizeof(double) && !is_finite(second)) {
+      second =
+          static_cast<double>(one_dy) * (static_cast<double>(one_x) - static_cast<double>(mean));
     }
-    limbs.add_gradient_sums(static_cast<double>(term.first), second);
+    limbs.add_gradient_sums(static_cast<double>(one_dy), second);
   }
 };
 

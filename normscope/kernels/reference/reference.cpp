@@ -86,10 +86,9 @@ void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView 
   }
 }
 
-void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Count& count,
-                      double eps, DType x_dtype, const MomentsResults& results) {
+void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n, double eps,
+                      DType x_dtype, const MomentsResults& results) {
   const auto& [statistics, running, pooled, count_out] = results;
-  const double n = count.value();
   if (count_out != nullptr) *count_out = n;
   if (pooled.data != nullptr) add_limbs(limbs, pooled);
   if (n != 0.0) running.count();
@@ -106,8 +105,8 @@ void finalize_moments(const Execution& /*execution*/, LimbsView limbs, const Cou
     statistics.mean_hi[c] = mean.hi;
     statistics.mean_lo[c] = mean.lo;
     statistics.inv_std[c] = 1.0 / std::sqrt(batch.population_variance + eps);
-    update_running(running.mean, c, batch.mean.hi, running.weight());
-    update_running(running.var, c, batch.population_variance * (n / (n - 1.0)), running.weight());
+    update_running(running.mean, c, batch.mean.hi, running.momentum);
+    update_running(running.var, c, batch.population_variance * (n / (n - 1.0)), running.momentum);
   }
 }
 
@@ -145,8 +144,8 @@ void add_gradient_sums(const Execution& /*execution*/, const TensorView& x, cons
   }
 }
 
-void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, const Count& /*count*/,
-                            Statistics statistics, const GradientResults& results) {
+void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
+                            const GradientResults& results) {
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
     const DoubleDouble<double> dy = total_of(limbs, 0, c);
     results.sums.dy[c] = dy.hi + dy.lo;
@@ -157,13 +156,12 @@ void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, con
 }
 
 void input_gradient(const Execution& /*execution*/, const TensorView& x, const TensorView& dy,
-                    Statistics statistics, ChannelView weight, GradientSums sums,
-                    const Count& count, const MutableTensorView& dx) {
-  const double elements = count.value();
+                    Statistics statistics, ChannelView weight, GradientSums sums, double count,
+                    const MutableTensorView& dx) {
   for (std::int64_t c = 0; c < x.channels; ++c) {
     const double inv_std = statistics.inv_std[c];
-    const double mean_dy = sums.dy[c] / elements;
-    const double mean_dy_xhat = sums.dy_xhat[c] / elements;
+    const double mean_dy = sums.dy[c] / count;
+    const double mean_dy_xhat = sums.dy_xhat[c] / count;
     const double scale = channel_value(weight, c, 1.0) * inv_std;
     for (std::int64_t n = 0; n < x.samples; ++n) {
       for (std::int64_t p = 0; p < x.positions; ++p) {

@@ -16,16 +16,16 @@ std::atomic<int> launched = 0;
 struct Device {
   // Few, so that small tensors have blocks that share channels, and tests stay quick.
   static int multiprocessors() { return 1; }
-  static std::int64_t cache_bytes() { return std::int64_t{1} << 20; }
 
-  static void clear(Stream /*stream*/, double* numbers, std::int64_t size) {
-    std::fill_n(numbers, size, 0.0);
-  }
+  static bool is_capturing(Stream /*stream*/) { return false; }
 
   template <class Kernel, class... Arguments>
-  static void launch(Stream /*stream*/, cuda::Grid grid, Kernel kernel, Arguments... arguments) {
-    run_grid({static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y)},
-             {static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y)},
+  static void launch(Stream /*stream*/, const cuda::Grid& grid, cuda::Order order, Kernel kernel,
+                     Arguments... arguments) {
+    run_grid({static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y),
+              static_cast<unsigned>(grid.blocks_z)},
+             {static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y), 1},
+             order == cuda::Order::kEarly ? Start::kEarly : Start::kAfterOthers,
              [&] { kernel(arguments...); });
     ++launched;
   }
@@ -33,7 +33,7 @@ struct Device {
 
 }  // namespace
 
-constinit const Kernels kKernels =
+constinit const DeviceKernels kKernels =
     cuda::Backend<Device>::kernels("cuda_on_host", [] { return true; });
 
 int launches() noexcept { return launched; }

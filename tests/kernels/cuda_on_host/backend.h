@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "normscope/kernels/kernels.h"
+#include "normscope/kernels/device_kernels.h"
 
 namespace normscope::cuda_on_host {
 
 // The CUDA backend's kernels and grids, run on the host.
-extern const Kernels kKernels;
+extern const DeviceKernels kKernels;
 
 // Kernels that have been launched so far.
 [[nodiscard]] int launches() noexcept;

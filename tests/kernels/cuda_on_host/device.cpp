@@ -10,6 +10,7 @@
 #include <random>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <ucontext.h>
@@ -78,6 +79,9 @@ struct Fiber {
   State state = State::kEnded;
   bool is_started = false;
   int exchanges = 0;  // made in its warp
+  bool has_waited_for_earlier_kernel = false;
+  bool has_fenced = false;        // so that its next ticket publishes what it did
+  bool has_taken_ticket = false;  // so that its next fence shows it what others have published
 };
 
 struct Warp {
@@ -90,7 +94,7 @@ struct Warp {
 // outlive their block, since it takes long to make one.
 class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
  public:
-  void run(Index of_grid, Index of_block, Index place, unsigned seed,
+  void run(Index of_grid, Index of_block, Index place, Start start, unsigned seed,
            const std::function<void()>& body) {
     here = this;
     grid = of_grid;
@@ -106,6 +110,9 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     for (std::size_t i = 0; i < threads_; ++i) {
       fibers_[i]->state = State::kReady;
       fibers_[i]->exchanges = 0;
+      fibers_[i]->has_waited_for_earlier_kernel = false;
+      fibers_[i]->has_fenced = false;
+      fibers_[i]->has_taken_ticket = false;
     }
     scheduler_ = Watched::scheduler();
     Watched::arrive(&begin_);
@@ -114,6 +121,10 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     Watched::depart(&end_);
     if (!all_are(State::kEnded, 0, threads_)) {
       throw std::logic_error("threads of a block wait for threads that wait elsewhere or ended");
+    }
+    for (std::size_t i = 0; i < threads_ && start == Start::kEarly; ++i) {
+      if (fibers_[i]->has_waited_for_earlier_kernel) continue;
+      throw std::logic_error("a kernel that starts early does not wait for the one before it");
     }
   }
 
@@ -225,7 +236,7 @@ thread_local BlockRunner* BlockRunner::here = nullptr;
 
 Index ThisThread::thread() {
   const auto i = static_cast<unsigned>(BlockRunner::here->current);
-  return {i % BlockRunner::here->size.x, i / BlockRunner::here->size.x};
+  return {i % BlockRunner::here->size.x, i / BlockRunner::here->size.x, 0};
 }
 Index ThisThread::block() { return BlockRunner::here->index; }
 Index ThisThread::block_size() { return BlockRunner::here->size; }
@@ -245,11 +256,38 @@ const std::uint64_t* ThisThread::exchange_in_warp(std::uint64_t own) {
   return slots;
 }
 
-void run_grid(Index grid, Index block, const std::function<void()>& body) {
+// One for all tickets: more order than a device gives, but none that no fence asks for.
+namespace {
+char published = 0;
+}
+
+void ThisThread::fence() {
+  Fiber& fiber = BlockRunner::here->fiber();
+  fiber.has_fenced = true;
+  if (std::exchange(fiber.has_taken_ticket, false)) Watched::depart(&published);
+}
+
+unsigned ThisThread::take_ticket(unsigned* ticket, unsigned last) {
+  Fiber& fiber = BlockRunner::here->fiber();
+  if (std::exchange(fiber.has_fenced, false)) Watched::arrive(&published);
+  fiber.has_taken_ticket = true;
+  const std::atomic_ref<unsigned> number(*ticket);
+  unsigned taken = number.load(std::memory_order_relaxed);
+  while (!number.compare_exchange_weak(taken, taken >= last ? 0 : taken + 1,
+                                       std::memory_order_relaxed)) {
+  }
+  return taken;
+}
+
+void ThisThread::wait_for_earlier_kernel() {
+  BlockRunner::here->fiber().has_waited_for_earlier_kernel = true;
+}
+
+void run_grid(Index grid, Index block, Start start, const std::function<void()>& body) {
   static std::atomic<unsigned> launches = 0;
   static thread_local std::unique_ptr<BlockRunner> runners[kBlocksAtOnce];
   const unsigned launch = launches++;
-  const std::size_t blocks = std::size_t{grid.x} * grid.y;
+  const std::size_t blocks = std::size_t{grid.x} * grid.y * grid.z;
   std::exception_ptr errors[kBlocksAtOnce];
   {
     // Blocks are dealt out beforehand: nothing orders what two of them do.
@@ -259,8 +297,10 @@ void run_grid(Index grid, Index block, const std::function<void()>& body) {
       threads.emplace_back([&, runner = runners[w].get(), w] {
         try {
           for (std::size_t i = w; i < blocks; i += kBlocksAtOnce) {
-            const Index index{static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x)};
-            runner->run(grid, block, index, launch * 7919U + static_cast<unsigned>(i), body);
+            const Index index{static_cast<unsigned>(i % grid.x),
+                              static_cast<unsigned>(i / grid.x % grid.y),
+                              static_cast<unsigned>(i / grid.x / grid.y)};
+            runner->run(grid, block, index, start, launch * 7919U + static_cast<unsigned>(i), body);
           }
         } catch (...) {
           errors[w] = std::current_exception();

@@ -23,7 +23,12 @@ namespace normscope::cuda_on_host {
 struct Index {
   unsigned x;
   unsigned y;
+  unsigned z;
 };
+
+// Whether a kernel may start before those launched earlier have ended: its threads then have to
+// wait for them.
+enum class Start { kAfterOthers, kEarly };
 
 // The calling thread's place, and where it waits for others.
 class ThisThread {
@@ -39,14 +44,21 @@ class ThisThread {
   // but one.
   static const std::uint64_t* exchange_in_warp(std::uint64_t own);
   static int lane();
+
+  // Orders what this thread did before its next ticket, and what others did before theirs.
+  static void fence();
+  // Takes a ticket: what fences have ordered is seen by whoever takes a later one.
+  static unsigned take_ticket(unsigned* ticket, unsigned last);
+
+  static void wait_for_earlier_kernel();
 };
 
 inline constexpr int kWarpThreads = 32;
 
 // Runs body() as every thread of the grid, and returns when all have ended. Threads of a block take
-// turns in an order that differs from launch to launch. Throws std::logic_error where threads wait
-// for others that have ended, or wait elsewhere.
-void run_grid(Index grid, Index block, const std::function<void()>& body);
+// turns in an order that differs from launch to launch. Throws std::logic_error if threads wait for
+// others that have ended, or wait elsewhere, or if one that starts early waits for no kernel.
+void run_grid(Index grid, Index block, Start start, const std::function<void()>& body);
 
 }  // namespace normscope::cuda_on_host
 
@@ -92,6 +104,15 @@ inline bool __any_sync(unsigned /*mask*/, bool here) {
   const std::uint64_t* all = cuda_on_host::ThisThread::exchange_in_warp(here ? 1 : 0);
   return std::any_of(all, all + cuda_on_host::kWarpThreads, [](std::uint64_t b) { return b != 0; });
 }
+
+inline void __threadfence() { cuda_on_host::ThisThread::fence(); }
+
+// Wraps to 0 after `last`. Relaxed, as on a device: fences order it.
+inline unsigned atomicInc(unsigned* to, unsigned last) {
+  return cuda_on_host::ThisThread::take_ticket(to, last);
+}
+
+inline double __ldcg(const double* from) { return *from; }
 
 inline void atomicAdd(double* to, double value) {
   std::atomic_ref<double>(*to).fetch_add(value, std::memory_order_relaxed);

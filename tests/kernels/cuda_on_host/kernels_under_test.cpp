@@ -2,10 +2,18 @@
 #include "tests/kernels/kernels_under_test.h"
 
 #include "tests/kernels/cuda_on_host/backend.h"
+#include "tests/kernels/device_as_host.h"
 
 namespace normscope::testing {
+namespace {
 
-std::vector<const Kernels*> kernels_under_test() { return {&cuda_on_host::kKernels}; }
+constinit const Kernels kKernels = DeviceAsHost<device_kernels_under_test>::kernels("cuda_on_host");
+
+}  // namespace
+
+const DeviceKernels& device_kernels_under_test() { return cuda_on_host::kKernels; }
+
+std::vector<const Kernels*> kernels_under_test() { return {&kKernels}; }
 
 std::vector<const Kernels*> kernels_with_equal_bits() { return kernels_under_test(); }
 

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "normscope/batch_norm/batch_norm.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+
+// What one direction works on in a device's memory.
+struct DeviceStep {
+  DeviceStep(const DeviceContext& context, const TensorView& x, std::int64_t slices)
+      : device(context),
+        batches(norm_batches(x, slices)),
+        scratch{context.scratch, x.channels},
+        message{context.workspace, x.channels},
+        coefficients{context.workspace + message_size(x.channels)} {}
+
+  // Replaces the message, which write_message(header) queues, by its total over the ranks. Returns
+  // the norm batch that they share.
+  template <class WriteMessage>
+  [[nodiscard]] NormBatches all_reduce(Exchange& exchange, const CallLabel& label,
+                                       const WriteMessage& write_message) const {
+    const auto own_count = static_cast<double>(batches.samples * batches.positions);
+    const std::size_t size = static_cast<std::size_t>(limbs_size(message.channels) + kHeaderSize);
+    NormBatches shared = batches;
+    try {
+      shared.call = exchange.all_reduce_on_device(label, own_count, {message.data, size},
+                                                  device.stream, write_message);
+    } catch (const DeviceError& error) {
+      exchange.fail(error.what());
+      throw;
+    }
+    shared.totals = message.header();
+    shared.ranks = exchange.communicator().size();
+    shared.report = device.report;
+    return shared;
+  }
+
+  const DeviceContext& device;
+  NormBatches batches;
+  DeviceScratch scratch;
+  DeviceMessage message;
+  Coefficients coefficients;
+};
+
+}  // namespace normscope

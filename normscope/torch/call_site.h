@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "normscope/batch_norm/batch_norm.h"
+#include "normscope/core/execution.h"
+#include "normscope/torch/device.h"
+#include "normscope/torch/exchanges.h"
+
+namespace normscope::binding {
+
+// Where a call of batch_norm runs: on torch's threads, or on the stream that is current on x's
+// device. That device is the current one as long as this lives: whatever a process group makes for
+// the call, it makes there.
+class CallSite {
+ public:
+  explicit CallSite(const at::Tensor& x);
+  CallSite(const CallSite&) = delete;
+  CallSite& operator=(const CallSite&) = delete;
+
+  [[nodiscard]] const Placement& placement() const noexcept { return placement_; }
+
+  // Takes the memory that kernels work in. Before alone() and with(). Throws what Python shows as
+  // RuntimeError if there are no kernels for the device.
+  void prepare(const at::Tensor& x, std::int64_t slices);
+
+  [[nodiscard]] CallContext alone() const noexcept;
+  [[nodiscard]] CallContext with(const ExchangeUse& exchange, std::string_view scope,
+                                 std::string_view layer);
+
+ private:
+  c10::OptionalDeviceGuard guard_;
+  Placement placement_;
+  Execution execution_;
+  DeviceContext device_;
+  at::Tensor workspace_;
+  at::Tensor scratch_;
+};
+
+}  // namespace normscope::binding

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a call on a device takes from torch.
+#include "normscope/torch/call_site.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/FakeGuardImpl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "normscope/torch/device_scratch.h"
+#include "tests/kernels/cuda_on_host/backend.h"
+
+namespace normscope::binding {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+
+// A type of device of which this process has eight, and knows no more than which is current.
+using Devices = c10::impl::FakeGuardImpl<c10::DeviceType::PrivateUse1>;
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Devices)
+
+at::Tensor tensor_on(c10::Device device) {
+  return at::detail::make_tensor<c10::TensorImpl>(
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(at::kFloat),
+      device);
+}
+
+// Process groups make what they need on the current device, and the first exchange asks for it
+// before a call takes any memory.
+TEST(CallSiteTest, TheDeviceOfXIsCurrentFromTheBeginning) {
+  Devices::setDeviceIndex(0);
+  {
+    const CallSite site(tensor_on({c10::DeviceType::PrivateUse1, 3}));
+
+    EXPECT_EQ(Devices::getDeviceIndex(), 3);
+    EXPECT_EQ(site.placement().device, c10::DeviceType::PrivateUse1);
+  }
+  EXPECT_EQ(Devices::getDeviceIndex(), 0);
+}
+
+// Where a call works: the host in place of a device, with what the test says of it.
+class DeviceScratchTest : public ::testing::Test {
+ protected:
+  DeviceScratchTest() {
+    kernels_.can_run = [] { return can_run; };
+    kernels_.is_capturing = [](Stream /*stream*/) { return is_capturing; };
+    // A stream of this test's own.
+    device_ = {.kernels = &kernels_, .stream = {.handle = this, .memory = Memory::kDevice}};
+    can_run = true;
+    is_capturing = false;
+  }
+
+  at::Tensor scratch(std::int64_t size) const { return device_scratch(x_, size, device_); }
+
+  static inline bool can_run = true;
+  static inline bool is_capturing = false;
+  const at::Tensor x_ = at::empty({2, 3});
+  DeviceKernels kernels_ = cuda_on_host::kKernels;
+  DeviceContext device_;
+};
+
+TEST_F(DeviceScratchTest, CallsOnAStreamShareItAndItGrows) {
+  const at::Tensor first = scratch(10);
+  EXPECT_TRUE(scratch(7).is_same(first));
+  const at::Tensor larger = scratch(100);
+
+  EXPECT_EQ(larger.numel(), 100);
+  EXPECT_EQ(larger.scalar_type(), at::kDouble);
+  EXPECT_EQ(larger.count_nonzero().item<std::int64_t>(), 0);
+  EXPECT_TRUE(scratch(10).is_same(larger));
+}
+
+TEST_F(DeviceScratchTest, StreamsDoNotShareIt) {
+  const at::Tensor first = scratch(10);
+  int other = 0;
+  device_.stream.handle = &other;
+
+  EXPECT_FALSE(scratch(10).is_same(first));
+}
+
+TEST_F(DeviceScratchTest, ACapturedCallHasItsOwn) {
+  const at::Tensor of_stream = scratch(10);
+  is_capturing = true;
+  const at::Tensor captured = scratch(10);
+
+  EXPECT_FALSE(captured.is_same(of_stream));
+  EXPECT_FALSE(scratch(10).is_same(captured));
+  is_capturing = false;
+  EXPECT_TRUE(scratch(10).is_same(of_stream));
+}
+
+TEST_F(DeviceScratchTest, ADeviceWithoutKernelsIsRefused) {
+  can_run = false;
+
+  EXPECT_THAT([&] { static_cast<void>(scratch(10)); },
+              ThrowsMessage<c10::Error>(HasSubstr("x: expected a tensor on a device that this "
+                                                  "build of normscope has kernels for")));
+}
+
+}  // namespace
+}  // namespace normscope::binding
