@@ -164,7 +164,7 @@ endif
 # What lies between Python and the kernels of a device: tensors on the CPU pass for a device's, and the
 # CUDA kernels run on the host. A rank learns of others' mistakes later there than these tests' own files
 # for that allow.
-on_device := accuracy bad_input checkpoint cuda double_backward empty_batch equal_bits joined_batch ops \
+on_device := accuracy bad_input checkpoint double_backward empty_batch equal_bits joined_batch ops \
   running_stats slices
 check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
 	$(configure)
@@ -172,6 +172,7 @@ check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
 	NORMSCOPE_TEST_DEVICE=cpu PYTHONPATH=$(abspath $(build))/tests/torch_on_host/site \
 	  $(pytest) -m "not slow" \
 	  $(on_device:%=tests/python/test_%.py) --junitxml=$(results)/check-device.xml
+	$(python) scripts/gpu_check.py --dry-run --build $(build) --output $(results)
 
 check-slow: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m slow --junitxml=$(results)/check-slow.xml

@@ -13,21 +13,40 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 import torch
 
 from count_tests import describe, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 480  # of all of it
+
+# Seconds that each step may take, so that a slow one takes nothing from the others; 480 in all.
+# Those of builds are for a machine with 16 cores.
+LIMITS = {
+    "configure": 30,
+    "build": 115,
+    "install": 10,
+    "describe": 15,
+    "python": 75,
+    "benchmark": 60,
+    "build-suites": 50,
+    "cuda_kernels_test": 60,
+    "cuda_batch_norm_test": 25,
+    "compute-sanitizer-memcheck": 20,
+    "compute-sanitizer-racecheck": 20,
+}
+BUILDS = ("configure", "build", "install", "build-suites")
 
 # Cases that compute-sanitizer looks at: it slows kernels down a hundredfold.
 SANITIZED = "*FollowTheSpecification/*_float32_channels_*"
@@ -47,13 +66,19 @@ class Step:
 
 
 class Check:
-    """Runs steps within a time limit for all of them."""
+    """Runs steps, each within its time limit, and writes down what came out after each."""
 
-    def __init__(self, build: Path, results: Path) -> None:
+    def __init__(self, build: Path, output: Path, machine: Mapping[str, str], cores: int) -> None:
         self.build = build
-        self.results = results
+        self.results = build / "results"
+        self.results.mkdir(parents=True, exist_ok=True)
         self.steps: list[Step] = []
-        self._deadline = time.monotonic() + SECONDS
+        self.rows: list[object] = []
+        self._slowness = max(1.0, 16 / cores)
+        self._machine = machine
+        output.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"\W+", "-", machine["device"]).strip("-").lower()
+        self.path = output / f"{name}.json"
 
     def run(
         self,
@@ -68,29 +93,58 @@ class Check:
         print(f"{name} ...", end=" ", flush=True)
         start = time.monotonic()
         log = self.results / f"{name}.log"
+        limit = LIMITS[name] * (self._slowness if name in BUILDS else 1.0)
         with log.open("w") as output:
-            try:
-                code: int | str = subprocess.run(
-                    step.command,
-                    cwd=ROOT,
-                    env=os.environ | dict(environment or {}),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    timeout=max(1.0, self._deadline - start),
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = "out of time"
+            code = _run_within(limit, step.command, environment or {}, output)
         step.seconds = round(time.monotonic() - start, 1)
         step.status = "passed" if code == 0 else f"failed ({code})"
         if junit is not None and junit.exists():
             _count_tests(step, junit)
         if code != 0:
             step.tail = log.read_text(errors="replace").splitlines()[-60:]
-        print(f"{step.status} in {step.seconds:.0f} s {step.tests or ''}", flush=True)
+        print(
+            f"{step.status} in {step.seconds:.0f} of {limit:.0f} s {step.tests or ''}", flush=True
+        )
         for line in [*step.failed[:20], *step.tail[-30:]]:
             print(f"    {line}")
+        self.write()
         return code == 0
+
+    def write(self) -> None:
+        """Write what is known so far."""
+        content = {
+            "machine": self._machine,
+            "steps": [asdict(step) for step in self.steps],
+            "rows": self.rows,
+        }
+        self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+    @property
+    def failed(self) -> bool:
+        """Whether any step did."""
+        return any(step.status.startswith("failed") for step in self.steps)
+
+
+def _run_within(
+    seconds: float, command: list[str], environment: Mapping[str, str], output: IO[str]
+) -> int | str:
+    """Its exit status. What it started ends with it, else it would slow down the steps to come."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | dict(environment),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return "out of time"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _count_tests(step: Step, junit: Path) -> None:
@@ -130,25 +184,46 @@ def architecture() -> str:
     return f"{major}{minor}"
 
 
-def build(check: Check, googletest: Path) -> bool:
-    """Configure and build the library, its tests, and a package normscope in build/site."""
+@dataclass(frozen=True)
+class Way:
+    """What is built and tested: for the GPU at hand, or with the CPU in its place."""
+
+    options: tuple[str, ...]
+    library: str
+    suites: tuple[str, str]
+    site: str  # folder of the package normscope, in the build's
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+ON_GPU = Way(
+    options=("-DNORMSCOPE_BUILD_CUDA=ON", f"-DNORMSCOPE_CUDA_ARCHITECTURES={architecture()}"),
+    library="normscope_torch",
+    suites=("cuda_kernels_test", "cuda_batch_norm_test"),
+    site="site",
+)
+IN_ITS_PLACE = Way(
+    options=("-DNORMSCOPE_BUILD_CUDA=OFF",),
+    library="normscope_torch_on_host",
+    suites=("cuda_kernels_stand_in_test", "cuda_batch_norm_stand_in_test"),
+    site="tests/torch_on_host/site",
+    environment={"NORMSCOPE_TEST_DEVICE": "cpu"},
+)
+
+
+def build(check: Check, way: Way, googletest: Path) -> bool:
+    """Configure, and build the library as a package normscope."""
     carried = [f"-DNORMSCOPE_GOOGLETEST={googletest}"] if googletest.is_dir() else []
-    configured = check.run(
-        "configure",
-        [
-            *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(check.build)),
-            *("-DNORMSCOPE_BUILD_CUDA=ON", "-DNORMSCOPE_BUILD_TESTS=ON"),
-            f"-DNORMSCOPE_CUDA_ARCHITECTURES={architecture()}",
-            f"-DPython_EXECUTABLE={sys.executable}",
-            *carried,
-        ],
-    )
-    targets = ["normscope_torch", "cuda_kernels_test", "cuda_batch_norm_test"]
-    if not configured or not check.run(
-        "build", ["cmake", "--build", str(check.build), "--target", *targets]
+    cmake = [
+        *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(check.build), *way.options),
+        *("-DNORMSCOPE_BUILD_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}", *carried),
+    ]
+    if not check.run("configure", cmake) or not check.run(
+        "build", build_command(check, way.library)
     ):
         return False
-    site = check.build / "site"
+    if way is IN_ITS_PLACE:  # its build makes the package
+        return True
+    site = check.build / way.site
     shutil.rmtree(site, ignore_errors=True)
     shutil.copytree(
         ROOT / "python" / "normscope",
@@ -164,17 +239,15 @@ def build(check: Check, googletest: Path) -> bool:
     )
 
 
-def test(check: Check) -> None:
-    """The contract suites and the Python suite, on the device."""
-    environment = {"PYTHONPATH": str(check.build / "site")}
+def build_command(check: Check, *targets: str) -> list[str]:
+    """Build some targets."""
+    return ["cmake", "--build", str(check.build), "--target", *targets]
+
+
+def test_package(check: Check, way: Way) -> None:
+    """The Python suite, on the device."""
+    environment = {"PYTHONPATH": str(check.build / way.site), **way.environment}
     check.run("describe", [sys.executable, "-m", "normscope"], environment=environment)
-    for suite in ("kernels/cuda_kernels_test", "batch_norm/cuda_batch_norm_test"):
-        junit = check.results / f"{Path(suite).name}.xml"
-        check.run(
-            Path(suite).name,
-            [str(check.build / "tests" / suite), f"--gtest_output=xml:{junit}"],
-            junit,
-        )
     junit = check.results / "python.xml"
     check.run(
         "python",
@@ -186,6 +259,18 @@ def test(check: Check) -> None:
         junit,
         environment,
     )
+
+
+def test_suites(check: Check, way: Way) -> bool:
+    """The contract suites, on the device, which take longest. Answers whether they were built."""
+    if not check.run("build-suites", build_command(check, *way.suites)):
+        return False
+    names = ("cuda_kernels_test", "cuda_batch_norm_test")
+    for name, folder, suite in zip(names, ("kernels", "batch_norm"), way.suites, strict=True):
+        junit = check.results / f"{name}.xml"
+        executable = check.build / "tests" / folder / suite
+        check.run(name, [str(executable), f"--gtest_output=xml:{junit}"], junit)
+    return True
 
 
 def sanitize(check: Check) -> None:
@@ -204,20 +289,21 @@ def sanitize(check: Check) -> None:
         )
 
 
-def measure(check: Check) -> list[object]:
+def measure(check: Check) -> None:
     """The benchmark's rows."""
     figures = check.results / "gpu_layers.json"
     check.run(
         "benchmark",
         [sys.executable, "benchmarks/gpu_layers.py", "--json", str(figures)],
-        environment={"PYTHONPATH": str(check.build / "site")},
+        environment={"PYTHONPATH": str(check.build / ON_GPU.site)},
     )
-    rows: list[object] = json.loads(figures.read_text()) if figures.exists() else []
-    return rows
+    if figures.exists():
+        check.rows = json.loads(figures.read_text())
+        check.write()
 
 
 def main() -> int:
-    """Run everything; what it says stands in benchmarks/results, too."""
+    """Run everything; what it says stands in the output's folder, too."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "gpu", metavar="DIR")
     parser.add_argument(
@@ -226,28 +312,29 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="without a GPU: the kernels run on the host, the tests within their limits",
+    )
     arguments = parser.parse_args()
-    check = Check(arguments.build.resolve(), (arguments.build / "results").resolve())
-    check.results.mkdir(parents=True, exist_ok=True)
+    way = IN_ITS_PLACE if arguments.dry_run else ON_GPU
     machine = describe_machine()
     print(*(f"{name:15}{value}" for name, value in machine.items()), sep="\n")
+    check = Check(arguments.build.resolve(), arguments.output, machine, os.cpu_count() or 1)
 
-    rows: list[object] = []
-    if build(check, arguments.googletest.resolve()):
-        test(check)
-        if torch.cuda.is_available():
-            rows = measure(check)
+    if build(check, way, arguments.googletest.resolve()):
+        has_device = torch.cuda.is_available() and not arguments.dry_run
+        test_package(check, way)
+        if has_device:
+            measure(check)
+        if test_suites(check, way) and has_device:
             sanitize(check)
-    content = {"machine": machine, "steps": [asdict(s) for s in check.steps], "rows": rows}
-    name = re.sub(r"\W+", "-", machine["device"]).strip("-").lower()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"{name}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nWritten: {path}")
-    if not torch.cuda.is_available():
+    print(f"\nWritten: {check.path}")
+    if not torch.cuda.is_available() and not arguments.dry_run:
         print("cuda: no device, so that this has shown no more than that all of it builds")
         return 1
-    return int(any(step.status.startswith("failed") for step in check.steps))
+    return int(check.failed)
 
 
 if __name__ == "__main__":

@@ -97,13 +97,18 @@ def test_slices_and_averages_are_those_of_the_cpu(
         assert same_bits(step(on_device, x, dy), step(on_cpu, x, dy))
 
 
+# In float64, since cuDNN's own float32 layer may be further from the truth than a test allows.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_torch_s_layer_up_to_rounding(dtype: torch.dtype) -> None:
-    theirs = torch.nn.BatchNorm2d(16, dtype=dtype, device=DEVICE)
-    ours = normscope.convert(copy.deepcopy(theirs), "local")
+    theirs = torch.nn.BatchNorm2d(16, dtype=torch.float64, device=DEVICE)
+    ours = normscope.convert(copy.deepcopy(theirs).to(dtype), "local")
     x, dy = inputs((4, 16, 33, 33), dtype, torch.contiguous_format, seed=0)
 
-    torch.testing.assert_close(step(ours, x, dy), step(theirs, x, dy))
+    found, expected = step(ours, x, dy), step(theirs, x.double(), dy.double())
+
+    # Theirs may round at each of the 4 * 33 * 33 elements of a sum, ours at a few of them.
+    error = {torch.float32: 1e-5, torch.float64: 1e-11}[dtype]
+    torch.testing.assert_close(found, expected, check_dtype=False, rtol=error, atol=error)
 
 
 def joined(sizes: list[int], layout: torch.memory_format) -> tuple[torch.Tensor, torch.Tensor]:
