@@ -47,6 +47,10 @@ cudaEvent_t Watch::unused_event() {
 
 void Watch::run(const std::stop_token& stop) {
   cudaSetDevice(device_);
+  // In CUDA's default mode a query of an event, or the end of an aborted communicator, would
+  // invalidate what another thread captures. Nothing here is on a stream that anyone captures.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(mutex_);
   while (changed_.wait(lock, stop, [&] { return !under_way_.empty(); })) {
     forget_what_has_ended();

@@ -174,6 +174,38 @@ TEST_P(Nccl, LeavesAGraphsTimeToTheGraph) {
       1s);
 }
 
+TEST_P(Nccl, WatchesASumWhileAThreadCapturesAnotherStream) {
+  run([](Communicator& communicator) {
+    PipeGate never;
+    nccl_on_host::Stream watched;
+    nccl_on_host::Stream captured;
+    std::vector<double> values{1.0};
+    watched.wait_at(never);
+    communicator.all_reduce_sum(values, {.handle = watched.get(), .memory = Memory::kDevice});
+    captured.capture();
+
+    nccl_on_host::wait_for_event_queries(3 * GetParam());
+
+    EXPECT_TRUE(captured.capture_is_valid());
+    never.open_for(1);
+    cudaStreamSynchronize(watched.get());
+  });
+}
+
+TEST_P(NcclPeers, AbortsASumWhileAThreadCapturesAnotherStream) {
+  run_without_peers([](Communicator& communicator) {
+    nccl_on_host::Stream watched;
+    nccl_on_host::Stream captured;
+    std::vector<double> values{1.0};
+    communicator.all_reduce_sum(values, {.handle = watched.get(), .memory = Memory::kDevice});
+    captured.capture();
+
+    cudaStreamSynchronize(watched.get());
+
+    EXPECT_TRUE(captured.capture_is_valid());
+  });
+}
+
 TEST_P(NcclPeers, AbortsASumOnADeviceAtItsTimeLimit) {
   run_without_peers([](Communicator& communicator) {
     nccl_on_host::Stream stream;

@@ -100,6 +100,7 @@ class Queue {
   }
 
   std::atomic<bool> is_capturing = false;
+  std::int64_t unsafe_calls_before = 0;  // the capture
 
  private:
   void run(const std::stop_token& stop) {
@@ -122,6 +123,15 @@ class Queue {
 struct Event {
   std::shared_ptr<std::atomic<bool>> is_over = std::make_shared<std::atomic<bool>>(true);
 };
+
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+std::atomic<std::int64_t> unsafe_calls = 0;
+std::atomic<std::int64_t> event_queries = 0;
+
+// What CUDA calls potentially unsafe: it would invalidate the captures of other threads.
+void count_unsafe_call() {
+  if (capture_mode == cudaStreamCaptureModeGlobal) ++unsafe_calls;
+}
 
 Queue& queue_of(cudaStream_t stream) { return *reinterpret_cast<Queue*>(stream); }
 
@@ -158,7 +168,18 @@ Stream::~Stream() { cudaStreamDestroy(stream_); }
 void Stream::wait_at(testing::Gate& gate) {
   queue_of(stream_).push([&gate] { gate.wait(); });
 }
-void Stream::capture() { queue_of(stream_).is_capturing = true; }
+void Stream::capture() {
+  queue_of(stream_).unsafe_calls_before = unsafe_calls;
+  queue_of(stream_).is_capturing = true;
+}
+bool Stream::capture_is_valid() const {
+  return queue_of(stream_).unsafe_calls_before == unsafe_calls;
+}
+
+void wait_for_event_queries(int count) {
+  const std::int64_t enough = event_queries + count;
+  while (event_queries < enough) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
 
 void report(ncclResult_t error) { *reported = error; }
 
@@ -229,6 +250,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  count_unsafe_call();  // frees memory of the device
   end(comm);
   return ncclSuccess;
 }
@@ -305,6 +327,11 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned /*flags*/) {
   *event = reinterpret_cast<cudaEvent_t>(new Event);
   return cudaSuccess;
@@ -318,6 +345,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  count_unsafe_call();
+  ++event_queries;
   return *reinterpret_cast<Event*>(event)->is_over ? cudaSuccess : cudaErrorNotReady;
 }
 

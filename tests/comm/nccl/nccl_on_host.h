@@ -24,12 +24,20 @@ class Stream {
   // Work that ends when the gate opens.
   void wait_at(testing::Gate& gate);
 
-  // What is put on the stream from now on is recorded by a graph, and does not run.
+  // What is put on the stream from now on is recorded by a graph, and does not run. The mode is
+  // CUDA's default, global: no thread may make calls that are unsafe meanwhile, unless it has
+  // chosen the relaxed mode for itself.
   void capture();
+
+  // Whether no such call was made so far.
+  [[nodiscard]] bool capture_is_valid() const;
 
  private:
   cudaStream_t stream_ = nullptr;
 };
+
+// Returns once events have been queried that often, counted from this call.
+void wait_for_event_queries(int count);
 
 // What ncclCommGetAsyncError() says from now on, for every communicator of this thread.
 void report(ncclResult_t error);
