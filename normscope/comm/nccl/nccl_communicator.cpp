@@ -30,8 +30,25 @@ using nccl::CurrentDevice;
 using Clock = nccl::Watch::Clock;
 using std::chrono::milliseconds;
 
-// Between two looks at what NCCL does meanwhile.
-constexpr std::chrono::microseconds kPause{50};
+// Between two looks at what NCCL does meanwhile. That may take microseconds, which a first sleep
+// would multiply; looks without one are bounded, so that a long wait leaves the core to others.
+class Pauses {
+ public:
+  void next() {
+    if (looks_ < kLooksWithoutSleep) {
+      ++looks_;
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kSleep);
+    }
+  }
+
+ private:
+  static constexpr int kLooksWithoutSleep = 200;
+  static constexpr std::chrono::microseconds kSleep{50};
+
+  int looks_ = 0;
+};
 
 std::string seconds(milliseconds duration) {
   std::string text = std::to_string(duration.count() / 1000);
@@ -57,6 +74,7 @@ void check_nccl(ncclResult_t result, const char* call, ncclComm_t comm = nullptr
 void settle(ncclComm_t comm, const char* call, milliseconds time_limit) {
   const Clock::time_point deadline = Clock::now() + time_limit;
   ncclResult_t state = ncclInProgress;
+  Pauses pauses;
   while (true) {
     check_nccl(ncclCommGetAsyncError(comm, &state), call, comm);
     check_nccl(state, call, comm);
@@ -65,7 +83,7 @@ void settle(ncclComm_t comm, const char* call, milliseconds time_limit) {
       throw TimeoutError(std::string("nccl: ") + call + ": waited " + seconds(time_limit) +
                          " for the other ranks");
     }
-    std::this_thread::sleep_for(kPause);
+    pauses.next();
   }
 }
 
@@ -201,12 +219,13 @@ class NcclCommunicator final : public Communicator {
   void wait_for(cudaStream_t stream) {
     const Clock::time_point deadline = Clock::now() + time_limit_;
     cudaError_t error = cudaSuccess;
+    Pauses pauses;
     while ((error = cudaStreamQuery(stream)) == cudaErrorNotReady) {
       ncclResult_t state = ncclSuccess;
       check_nccl(ncclCommGetAsyncError(comm_.get(), &state), "ncclAllReduce", comm_.get());
       check_nccl(state, "ncclAllReduce", comm_.get());
       if (Clock::now() > deadline) throw TimeoutError(text_of_timeout());
-      std::this_thread::sleep_for(kPause);
+      pauses.next();
     }
     check_cuda(error, "cudaStreamQuery");
   }

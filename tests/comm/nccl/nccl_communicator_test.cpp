@@ -3,6 +3,7 @@
 // The communicator over NCCL, whose NCCL is one of the host: without a GPU.
 #include "normscope/comm/nccl/nccl_communicator.h"
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -172,6 +173,41 @@ TEST_P(Nccl, LeavesAGraphsTimeToTheGraph) {
         EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
       },
       1s);
+}
+
+// A pause of 50 us between looks would take 1 ms, however idle the machine.
+TEST_P(Nccl, DoesNotPauseForWhatIsSoonInProgressNoMore) {
+  run([](Communicator& communicator) {
+    nccl_on_host::Stream stream;
+    std::vector<double> values{1.0};
+    nccl_on_host::take_time(/*looks=*/20, 0us);
+    auto shortest = std::chrono::steady_clock::duration::max();
+
+    for (int i = 0; i < 50; ++i) {
+      const auto start = std::chrono::steady_clock::now();
+      communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+      shortest = std::min(shortest, std::chrono::steady_clock::now() - start);
+    }
+
+    EXPECT_LT(shortest, 1ms);
+    cudaStreamSynchronize(stream.get());
+  });
+}
+
+TEST_P(Nccl, PausesBetweenLooksAtWhatTakesLong) {
+  run([](Communicator& communicator) {
+    nccl_on_host::Stream stream;
+    std::vector<double> values{1.0};
+    nccl_on_host::take_time(/*looks=*/0, 20ms);
+    const int looks_before = nccl_on_host::looks();
+    const auto start = std::chrono::steady_clock::now();
+
+    communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
+
+    const auto time = std::chrono::steady_clock::now() - start;
+    EXPECT_LE(nccl_on_host::looks() - looks_before, 1 + 200 + time / 50us);
+    cudaStreamSynchronize(stream.get());
+  });
 }
 
 TEST_P(Nccl, WatchesASumWhileAThreadCapturesAnotherStream) {

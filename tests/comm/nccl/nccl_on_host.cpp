@@ -2,6 +2,7 @@
 #include "tests/comm/nccl/nccl_on_host.h"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -124,6 +125,16 @@ struct Event {
   std::shared_ptr<std::atomic<bool>> is_over = std::make_shared<std::atomic<bool>>(true);
 };
 
+// Of this thread's messages, while NCCL does not block.
+struct Progress {
+  int looks_of_each = 0;
+  std::chrono::microseconds time_of_each{0};
+  int looks_left = 0;
+  std::chrono::steady_clock::time_point end;
+  int looks = 0;
+};
+thread_local Progress progress;
+
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 std::atomic<std::int64_t> unsafe_calls = 0;
 std::atomic<std::int64_t> event_queries = 0;
@@ -181,6 +192,13 @@ void wait_for_event_queries(int count) {
   while (event_queries < enough) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
+void take_time(int looks, std::chrono::microseconds duration) {
+  progress.looks_of_each = looks;
+  progress.time_of_each = duration;
+}
+
+int looks() { return progress.looks; }
+
 void report(ncclResult_t error) { *reported = error; }
 
 int living_communicators() { return living; }
@@ -234,11 +252,17 @@ ncclResult_t ncclAllReduce(const void* from, void* to, size_t length, ncclDataTy
   queue_of(stream).push([group = comm->group, is_aborted = comm->is_aborted, to, length] {
     group->sum(static_cast<double*>(to), length, *is_aborted);
   });
-  return ncclSuccess;
+  progress.looks_left = progress.looks_of_each;
+  progress.end = std::chrono::steady_clock::now() + progress.time_of_each;
+  return ncclInProgress;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* state) {
+  ++progress.looks;
   *state = *comm->state;
+  const bool is_done =
+      progress.looks_left-- <= 0 && std::chrono::steady_clock::now() >= progress.end;
+  if (*state == ncclSuccess && !is_done) *state = ncclInProgress;
   return ncclSuccess;
 }
 

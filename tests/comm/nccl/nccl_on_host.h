@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <chrono>
+
 #include <cuda_runtime.h>
 #include <nccl.h>
 
@@ -41,6 +43,13 @@ void wait_for_event_queries(int count);
 
 // What ncclCommGetAsyncError() says from now on, for every communicator of this thread.
 void report(ncclResult_t error);
+
+// From now on each ncclAllReduce() of this thread is in progress for that many looks at it, and for
+// that long.
+void take_time(int looks, std::chrono::microseconds duration);
+
+// How often this thread has looked at what NCCL does meanwhile.
+[[nodiscard]] int looks();
 
 // Communicators of this process that were made and not destroyed, nor aborted.
 [[nodiscard]] int living_communicators();
