@@ -63,6 +63,8 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
       transport_(group->getBackend(placement.device)->getBackendName()),
       sums_on_device_(transport_ == "nccl") {
   if (time_limit) options_.timeout = *time_limit;
+  // NCCL then sums on the caller's stream: one of its own would wait for that, and that for it.
+  if (sums_on_device_) options_.asyncOp = false;
 }
 
 C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part,
@@ -121,7 +123,8 @@ void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   const c10::intrusive_ptr<c10d::ProcessGroup> group = group_or_throw();
   std::vector<at::Tensor> tensors = {sum};
   try {
-    group->allreduce(tensors, options_)->wait();
+    // None where nothing has to be waited for.
+    if (const auto work = group->allreduce(tensors, options_)) work->wait();
   } catch (const std::exception& error) {
     const std::string what = what_of(error);
     failure_ = describe(what);
