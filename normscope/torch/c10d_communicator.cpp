@@ -15,6 +15,7 @@
 #include "normscope/comm/describe.h"
 #include "normscope/comm/self_communicator.h"
 #include "normscope/core/error.h"
+#include "normscope/torch/c10d_options.h"
 
 namespace normscope::binding {
 namespace {
@@ -45,6 +46,26 @@ at::Tensor tensor_of_current_device(c10::DeviceType type, std::span<double> valu
                        at::TensorOptions().dtype(at::kDouble).device(device));
 }
 
+// The ranks of a group in the options of its backend, while this lives. Backends look a part's
+// ranks up there, where a default group that is not the process's first has none, and some replace
+// them.
+class RanksOfOptions {
+ public:
+  RanksOfOptions(c10d::Backend::Options& options, int size)
+      : options_(options), before_(options.global_ranks_in_group) {
+    if (!before_.empty()) return;
+    options_.global_ranks_in_group.resize(static_cast<std::size_t>(size));
+    std::iota(options_.global_ranks_in_group.begin(), options_.global_ranks_in_group.end(), 0U);
+  }
+  RanksOfOptions(const RanksOfOptions&) = delete;
+  RanksOfOptions& operator=(const RanksOfOptions&) = delete;
+  ~RanksOfOptions() { options_.global_ranks_in_group = std::move(before_); }
+
+ private:
+  c10d::Backend::Options& options_;
+  std::vector<std::uint64_t> before_;
+};
+
 }  // namespace
 
 bool serves(const c10d::ProcessGroup& group, c10::DeviceType device) {
@@ -55,7 +76,8 @@ bool serves(const c10d::ProcessGroup& group, c10::DeviceType device) {
 C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                    const Placement& placement,
                                    std::optional<std::chrono::milliseconds> time_limit)
-    : group_(group),
+    : whole_(group),
+      group_(group),
       placement_(placement),
       host_device_(serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU : placement.device),
       rank_(group->getRank()),
@@ -67,12 +89,29 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
   if (sums_on_device_) options_.asyncOp = false;
 }
 
-C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part,
-                                   const Placement& placement,
-                                   const c10d::AllreduceOptions& options)
-    : C10dCommunicator(part, placement) {
+C10dCommunicator::C10dCommunicator(Group part, const C10dCommunicator& whole)
+    : C10dCommunicator(part, whole.placement_) {
   part_ = std::move(part);
-  options_ = options;
+  whole_ = whole.whole_;
+  options_ = whole.options_;
+}
+
+C10dCommunicator::~C10dCommunicator() {
+  try {
+    if (part_) end_part();
+  } catch (const std::exception&) {
+    // Nobody is left whom it would concern.
+  }
+}
+
+// NCCL waits in shutdown() for what is under way. Peers may never come to it where something has
+// failed, or where the program ends without a destroy_process_group().
+void C10dCommunicator::end_part() {
+  if (failure_.empty() && whole_.expired()) {
+    part_->shutdown();
+  } else {
+    part_->abort();
+  }
 }
 
 void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
@@ -146,8 +185,8 @@ void C10dCommunicator::throw_lengths_differ(std::size_t length) {
   throw MismatchError(describe(text));
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> C10dCommunicator::group_or_throw() const {
-  c10::intrusive_ptr<c10d::ProcessGroup> group = group_.lock();
+C10dCommunicator::Group C10dCommunicator::group_or_throw() const {
+  Group group = group_.lock();
   if (!group) throw CommunicationError(describe("the process group was destroyed"));
   return group;
 }
@@ -155,27 +194,49 @@ c10::intrusive_ptr<c10d::ProcessGroup> C10dCommunicator::group_or_throw() const 
 std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
   const SubGroup members = agree_on_sub_group(*this, color, key);
   parts_ += 1;
-  if (members.members.size() == 1) return make_self_communicator();
-  const c10::intrusive_ptr<c10d::ProcessGroup> group = group_or_throw();
+  if (size_ == 1) return make_self_communicator();
+  const Group group = group_or_throw();
+  connect_devices();
   try {
-    return std::unique_ptr<Communicator>(
-        new C10dCommunicator(part_of(*group, members), placement_, options_));
+    if (members.members.size() == 1) {
+      stay_out_of_parts(*group);
+      return make_self_communicator();
+    }
+    return std::unique_ptr<Communicator>(new C10dCommunicator(part_of(*group, members), *this));
   } catch (const std::exception& error) {
     throw CommunicationError(describe("split: " + what_of(error)));
   }
 }
 
+// NCCL's backend splits what a group's first sum on a device has made. The ranks have agreed on
+// their parts without one where the group has another backend for the host.
+void C10dCommunicator::connect_devices() {
+  if (!sums_on_device_ || host_device_ == placement_.device) return;
+  all_reduce(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(placement_.device)));
+}
+
+// What splits is the group, all of whose ranks may have to take part, also those that are alone:
+// they name ranks that they are not among.
+void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
+  const auto of_host = group.getBackend(host_device_);
+  const auto of_device = group.getBackend(placement_.device);
+  if (of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
+  if (of_device != of_host && of_device->supportsSplitting()) {
+    (void)split_backend(*of_device, group.getStore(), {});
+  }
+}
+
 // torch's own splitGroup() would split the one backend that serves several devices once for each,
 // into parts that mistake each other's keys in the store.
-c10::intrusive_ptr<c10d::ProcessGroup> C10dCommunicator::part_of(c10d::ProcessGroup& group,
-                                                                 const SubGroup& members) const {
+C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
+                                                  const SubGroup& members) const {
   const std::string prefix =
       "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
   const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group.getStore());
   auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
                                                       static_cast<int>(members.members.size()));
   const auto backend = group.getBackend(host_device_);
-  const auto backend_of_part = split_backend(*backend, store, members);
+  const auto backend_of_part = split_backend(*backend, store, members.members);
   part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
   if (placement_.device == host_device_) return part;
 
@@ -185,22 +246,17 @@ c10::intrusive_ptr<c10d::ProcessGroup> C10dCommunicator::part_of(c10d::ProcessGr
   part->setBackend(
       placement_.device,
       is_one ? c10d::ProcessGroup::BackendType::CUSTOM : c10d::ProcessGroup::BackendType::NCCL,
-      is_one ? backend_of_part : split_backend(*device_backend, device_store, members));
+      is_one ? backend_of_part : split_backend(*device_backend, device_store, members.members));
   return part;
 }
 
 c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
     c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
-    const SubGroup& members) const {
+    const std::vector<int>& members) const {
   const c10::intrusive_ptr<c10d::Backend::Options> options = backend.getBackendOptions();
-  // Gloo looks a part's ranks up in the group's options, where a default group that is not the
-  // process's first has none, and then replaces them there.
-  const std::vector<std::uint64_t> ranks = options->global_ranks_in_group;
-  options->global_ranks_in_group.resize(static_cast<std::size_t>(size_));
-  std::iota(options->global_ranks_in_group.begin(), options->global_ranks_in_group.end(), 0U);
-  auto part = backend.split(store, members.members, options);
-  options->global_ranks_in_group = ranks;
-  return part;
+  const auto copy = copy_of(*options);
+  const RanksOfOptions ranks(*options, size_);
+  return backend.split(store, members, copy ? copy : options);
 }
 
 void C10dCommunicator::fail(std::string_view reason) noexcept {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -32,6 +33,7 @@ class C10dCommunicator final : public Communicator {
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const Placement& placement = {},
                             std::optional<std::chrono::milliseconds> time_limit = std::nullopt);
+  ~C10dCommunicator() override;
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
   [[nodiscard]] int size() const noexcept override { return size_; }
@@ -40,30 +42,36 @@ class C10dCommunicator final : public Communicator {
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
-  // By the group's backend, where that can split. Parts are no groups of torch.distributed.
+  // By the group's backend, where that can split. Parts are no groups of torch.distributed, which
+  // does not know of them: a part ends with its communicator. Where its group has been destroyed by
+  // then, in good order; else aborted, as torch aborts a group that nobody destroyed.
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
 
   // torch.distributed has no message for this: peers find out at their time limit.
   void fail(std::string_view reason) noexcept override;
 
  private:
-  // Of a part, which it keeps alive.
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> part, const Placement& placement,
-                   const c10d::AllreduceOptions& options);
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> group_or_throw() const;
-  [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> part_of(c10d::ProcessGroup& group,
-                                                               const SubGroup& members) const;
+  // Of a part of `whole`, which it keeps alive.
+  C10dCommunicator(Group part, const C10dCommunicator& whole);
+
+  [[nodiscard]] Group group_or_throw() const;
+  [[nodiscard]] Group part_of(c10d::ProcessGroup& group, const SubGroup& members) const;
   [[nodiscard]] c10::intrusive_ptr<c10d::Backend> split_backend(
       c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
-      const SubGroup& members) const;
+      const std::vector<int>& members) const;
+  void stay_out_of_parts(c10d::ProcessGroup& group) const;
+  void connect_devices();
+  void end_part();
   void all_reduce_in_frame(std::span<double> values);
   void all_reduce(std::span<double> values);
   void all_reduce(const at::Tensor& sum);
   [[noreturn]] void throw_lengths_differ(std::size_t length);
   [[nodiscard]] std::string describe(std::string_view text) const;
 
-  c10::intrusive_ptr<c10d::ProcessGroup> part_;  // none: somebody else's group
+  Group part_;                                         // none: somebody else's group
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> whole_;  // that it is a part of
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   int parts_ = 0;                // made so far
   Placement placement_;          // of the messages that are on no host

@@ -9,16 +9,24 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/library.h>
 
 #include "normscope/core/error.h"
 #include "tests/support/ranks.h"
@@ -28,6 +36,45 @@ namespace normscope::testing {
 namespace {
 
 using binding::C10dCommunicator;
+// A device whose memory is the host's, for a group with a backend of its own for devices.
+constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
+C10_REGISTER_GUARD_IMPL(PrivateUse1, c10::impl::NoOpDeviceGuardImpl<kDevice>)
+
+struct DeviceHooks final : at::PrivateUse1HooksInterface {
+  at::Device getDeviceFromPtr(void* /*data*/) const override { return {kDevice, 0}; }
+  bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return true; }
+};
+
+at::Tensor empty_on_device(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
+                           std::optional<at::Layout> /*layout*/,
+                           std::optional<at::Device> /*device*/, std::optional<bool> /*pinned*/,
+                           std::optional<at::MemoryFormat> /*format*/) {
+  const at::Tensor of_host = at::empty(sizes, at::TensorOptions().dtype(dtype));
+  return at::from_blob(
+      of_host.mutable_data_ptr(), sizes, [of_host](void* /*data*/) {},
+      of_host.options().device(kDevice), at::Device(kDevice));
+}
+
+at::Tensor& zero_on_device(at::Tensor& tensor) {
+  std::memset(tensor.mutable_data_ptr(), 0, tensor.nbytes());
+  return tensor;
+}
+
+const bool kHasHooks = [] {
+  static DeviceHooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  return true;
+}();
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty_on_device);
+  library.impl("zero_", zero_on_device);
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.scalar_type());
+}
+
 using ::testing::ElementsAre;
 using namespace std::chrono_literals;
 
@@ -44,9 +91,10 @@ struct OptionsOfTheProgram final : c10d::Backend::Options {
   OptionsOfTheProgram() : Options("nccl") {}
 };
 
-// Keeps to what NCCL's backend does: all ranks of the group take part in a split, those of no part
-// with ranks that they are not among, and wait for each other; the options given are the part's
-// from then on; and a sum on the caller's stream comes without a Work.
+// Keeps to what NCCL's backend does: a group is connected by its first sum; all ranks of the group
+// take part in a split, those of no part with ranks that they are not among, and wait for each
+// other; the options given are the part's from then on; and a sum on the caller's stream comes
+// without a Work.
 class SplittingBackend final : public StoreBackend {
  public:
   enum class Place { kGroup, kPart };
@@ -65,7 +113,8 @@ class SplittingBackend final : public StoreBackend {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
     ++calls_.sums;
-    auto work = StoreBackend::allreduce(tensors, options);
+    std::vector<at::Tensor> of_host{on_host(tensors.front())};
+    (void)StoreBackend::allreduce(of_host, options);
     // Neither does it sum on a stream of its own, which would have to wait for the caller's.
     TORCH_CHECK(!options.asyncOp, "expected a sum on the caller's stream");
     return nullptr;
@@ -75,6 +124,7 @@ class SplittingBackend final : public StoreBackend {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& options) override {
     ++calls_.splits;
+    TORCH_CHECK(calls_.sums > 0, "expected a group that a sum has connected");
     meet();
     const auto own = std::ranges::find(ranks, getRank());
     if (own == ranks.end()) return nullptr;
@@ -139,6 +189,47 @@ double exchanged_sum(Communicator& communicator, double value) {
   return values.front();
 }
 
+TEST(C10dCommunicator, ARankAloneInItsPartTakesPartInTheSplit) {
+  run_ranks(
+      5,
+      [](const Group& group, Options& /*options*/, Calls& calls) {
+        C10dCommunicator communicator(group);
+        const int rank = communicator.rank();
+
+        const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+
+        EXPECT_EQ(calls.splits, 1);
+        EXPECT_EQ(part->size(), rank == 4 ? 1 : 2);
+        EXPECT_EQ(exchanged_sum(*part, rank), rank == 4 ? 4 : 2 * (rank / 2 * 2) + 1);
+      },
+      "nccl");
+}
+
+TEST(C10dCommunicator, ABackendForDevicesIsConnectedBeforeItSplits) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  ASSERT_TRUE(kHasHooks);
+  spawn_threads(3, [&](int rank) {
+    Calls of_host;
+    Calls of_device;
+    const auto backend = [&](const char* name, Calls& calls) {
+      return c10::make_intrusive<SplittingBackend>(
+          c10::make_intrusive<c10d::PrefixStore>(name, store), rank, 3, calls,
+          c10::make_intrusive<Options>("nccl"));
+    };
+    const Group group = group_of(store, backend("host", of_host));
+    group->setBackend(kDevice, c10d::ProcessGroup::BackendType::NCCL, backend("device", of_device));
+    C10dCommunicator communicator(group, {.memory = Memory::kDevice, .device = kDevice});
+
+    const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+
+    EXPECT_EQ(of_host.splits, 1);
+    EXPECT_EQ(of_device.splits, 1);
+    std::vector<double> values{rank + 1.0};
+    if (rank < 2) part->all_reduce_sum(values, {.memory = Memory::kDevice});
+    EXPECT_THAT(values, ElementsAre(3.0));
+  });
+}
+
 TEST(C10dCommunicator, ARankOfAWorldOfOneSplitsWithNobody) {
   run_ranks(
       1,
@@ -147,6 +238,26 @@ TEST(C10dCommunicator, ARankOfAWorldOfOneSplitsWithNobody) {
 
         EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/0)->size(), 1);
         EXPECT_EQ(calls.splits, 0);
+      },
+      "nccl");
+}
+
+TEST(C10dCommunicator, APartHasACopyOfTheGroupsOptions) {
+  run_ranks(
+      4,
+      [](const Group& group, Options& options, Calls& /*calls*/) {
+        options.group_desc = "the group";
+        options.global_ranks_in_group = {10, 11, 12, 13};
+        C10dCommunicator communicator(group);
+        const int rank = communicator.rank();
+
+        const auto first = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+        const auto second = communicator.split(/*color=*/rank % 2, /*key=*/rank);
+
+        EXPECT_EQ(options.group_desc, "the group");
+        EXPECT_THAT(options.global_ranks_in_group, ElementsAre(10, 11, 12, 13));
+        EXPECT_EQ(exchanged_sum(*first, rank), rank / 2 == 0 ? 1 : 5);
+        EXPECT_EQ(exchanged_sum(*second, rank), rank % 2 == 0 ? 2 : 4);
       },
       "nccl");
 }
@@ -172,6 +283,53 @@ TEST(C10dCommunicator, OptionsThatItCannotCopyKeepTheirRanks) {
     EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/-communicator.rank())->size(), 2);
     EXPECT_THAT(options.global_ranks_in_group, ElementsAre(6, 7));
   });
+}
+
+TEST(C10dCommunicator, APartOfAGroupThatWasDestroyedEndsInGoodOrder) {
+  run_ranks(
+      2,
+      [](Group group, Options& /*options*/, Calls& calls) {
+        C10dCommunicator communicator(group);
+        auto part = communicator.split(/*color=*/0, /*key=*/0);
+
+        group.reset();
+        part.reset();
+
+        EXPECT_EQ(calls.ends_of_parts, 1);
+        EXPECT_EQ(calls.aborts_of_parts, 0);
+      },
+      "nccl");
+}
+
+TEST(C10dCommunicator, APartOfAGroupThatLivesOnIsAborted) {
+  run_ranks(
+      2,
+      [](const Group& group, Options& /*options*/, Calls& calls) {
+        C10dCommunicator communicator(group);
+
+        communicator.split(/*color=*/0, /*key=*/0).reset();
+
+        EXPECT_EQ(calls.ends_of_parts, 0);
+        EXPECT_EQ(calls.aborts_of_parts, 1);
+      },
+      "nccl");
+}
+
+TEST(C10dCommunicator, APartThatHasFailedIsAborted) {
+  run_ranks(
+      2,
+      [](Group group, Options& /*options*/, Calls& calls) {
+        C10dCommunicator communicator(group);
+        auto part = communicator.split(/*color=*/0, /*key=*/0);
+
+        part->fail("the weights are missing");
+        group.reset();
+        part.reset();
+
+        EXPECT_EQ(calls.ends_of_parts, 0);
+        EXPECT_EQ(calls.aborts_of_parts, 1);
+      },
+      "nccl");
 }
 
 TEST(C10dCommunicator, SumsOnTheCallersStreamWithoutAWork) {
