@@ -75,11 +75,14 @@ bool serves(const c10d::ProcessGroup& group, c10::DeviceType device) {
 
 C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                    const Placement& placement,
-                                   std::optional<std::chrono::milliseconds> time_limit)
-    : whole_(group),
+                                   std::optional<std::chrono::milliseconds> time_limit,
+                                   std::unique_ptr<OwnGroup> own)
+    : own_(std::move(own)),
+      whole_(group),
       group_(group),
       placement_(placement),
-      host_device_(serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU : placement.device),
+      host_device_(own_ || serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU
+                                                                : placement.device),
       rank_(group->getRank()),
       size_(group->getSize()),
       transport_(group->getBackend(placement.device)->getBackendName()),
@@ -89,9 +92,11 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
   if (sums_on_device_) options_.asyncOp = false;
 }
 
-C10dCommunicator::C10dCommunicator(Group part, const C10dCommunicator& whole)
-    : C10dCommunicator(part, whole.placement_) {
-  part_ = std::move(part);
+C10dCommunicator::C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own,
+                                   const SubGroup& members, const C10dCommunicator& whole)
+    : C10dCommunicator(part, whole.placement_, std::nullopt, std::move(own)) {
+  if (!own_ || sums_on_device_) part_ = std::move(part);
+  rank_ = members.rank;
   whole_ = whole.whole_;
   options_ = whole.options_;
 }
@@ -159,14 +164,14 @@ void C10dCommunicator::all_reduce(std::span<double> values) {
 
 void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   if (!failure_.empty()) throw CommunicationError(failure_);
-  const c10::intrusive_ptr<c10d::ProcessGroup> group = group_or_throw();
+  const Group group = group_for(sum);
   std::vector<at::Tensor> tensors = {sum};
   try {
     // None where nothing has to be waited for.
     if (const auto work = group->allreduce(tensors, options_)) work->wait();
   } catch (const std::exception& error) {
     const std::string what = what_of(error);
-    failure_ = describe(what);
+    failure_ = describe(own_ ? own_->fail_after(what) : what);
     if (tells_of_time_out(what)) throw TimeoutError(failure_);
     throw CommunicationError(failure_);
   }
@@ -185,8 +190,8 @@ void C10dCommunicator::throw_lengths_differ(std::size_t length) {
   throw MismatchError(describe(text));
 }
 
-C10dCommunicator::Group C10dCommunicator::group_or_throw() const {
-  Group group = group_.lock();
+C10dCommunicator::Group C10dCommunicator::group_for(const at::Tensor& sum) const {
+  Group group = own_ && sum.is_cpu() ? own_->get() : group_.lock();
   if (!group) throw CommunicationError(describe("the process group was destroyed"));
   return group;
 }
@@ -195,17 +200,32 @@ std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
   const SubGroup members = agree_on_sub_group(*this, color, key);
   parts_ += 1;
   if (size_ == 1) return make_self_communicator();
-  const Group group = group_or_throw();
   connect_devices();
   try {
-    if (members.members.size() == 1) {
-      stay_out_of_parts(*group);
-      return make_self_communicator();
-    }
-    return std::unique_ptr<Communicator>(new C10dCommunicator(part_of(*group, members), *this));
+    return make_part(members);
   } catch (const std::exception& error) {
     throw CommunicationError(describe("split: " + what_of(error)));
   }
+}
+
+std::unique_ptr<Communicator> C10dCommunicator::make_part(const SubGroup& members) const {
+  const bool is_alone = members.members.size() == 1;
+  const bool splits_group = !own_ || sums_on_device_;
+  Group part;
+  if (splits_group) {
+    const Group group = group_.lock();
+    if (!group) throw CommunicationError("the process group was destroyed");
+    if (is_alone) {
+      stay_out_of_parts(*group);
+    } else {
+      part = part_of(*group, members);
+    }
+  }
+  if (is_alone) return make_self_communicator();
+  std::unique_ptr<OwnGroup> own = own_ ? own_->part(name_of_part(members), members) : nullptr;
+  if (!part) part = own->get();
+  return std::unique_ptr<Communicator>(
+      new C10dCommunicator(std::move(part), std::move(own), members, *this));
 }
 
 // NCCL's backend splits what a group's first sum on a device has made. The ranks have agreed on
@@ -220,7 +240,7 @@ void C10dCommunicator::connect_devices() {
 void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
   const auto of_host = group.getBackend(host_device_);
   const auto of_device = group.getBackend(placement_.device);
-  if (of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
+  if (!own_ && of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
   if (of_device != of_host && of_device->supportsSplitting()) {
     (void)split_backend(*of_device, group.getStore(), {});
   }
@@ -230,14 +250,16 @@ void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
 // into parts that mistake each other's keys in the store.
 C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
                                                   const SubGroup& members) const {
-  const std::string prefix =
-      "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
-  const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, group.getStore());
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>(name_of_part(members), group.getStore());
   auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
                                                       static_cast<int>(members.members.size()));
   const auto backend = group.getBackend(host_device_);
-  const auto backend_of_part = split_backend(*backend, store, members.members);
-  part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
+  c10::intrusive_ptr<c10d::Backend> backend_of_part;
+  if (!own_) {
+    backend_of_part = split_backend(*backend, store, members.members);
+    part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
+  }
   if (placement_.device == host_device_) return part;
 
   const auto device_backend = group.getBackend(placement_.device);
@@ -260,7 +282,14 @@ c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
 }
 
 void C10dCommunicator::fail(std::string_view reason) noexcept {
-  if (failure_.empty()) failure_ = describe("this rank has failed: " + std::string(reason));
+  if (!failure_.empty()) return;
+  failure_ = describe("this rank has failed: " + std::string(reason));
+  if (own_) own_->fail(reason);
+}
+
+// In the group's store.
+std::string C10dCommunicator::name_of_part(const SubGroup& members) const {
+  return "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
 }
 
 std::string C10dCommunicator::describe(std::string_view text) const {

@@ -12,6 +12,7 @@
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/sub_group.h"
 #include "normscope/torch/device.h"
+#include "normscope/torch/own_group.h"
 
 namespace normscope::binding {
 
@@ -20,6 +21,9 @@ namespace normscope::binding {
 
 // The ranks of a process group of torch.distributed, whatever its backend. Does not keep the group
 // alive. The group's own time limit holds unless another is given.
+//
+// Messages of the host go by a group of their own if there is one (own_group.h). Else the group
+// must carry nothing but this communicator's messages.
 //
 // Some backends end the process where ranks come with different lengths (Gloo does), or never end
 // (NCCL). A message of the host therefore begins with a frame that is as long for every message and
@@ -32,7 +36,8 @@ class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const Placement& placement = {},
-                            std::optional<std::chrono::milliseconds> time_limit = std::nullopt);
+                            std::optional<std::chrono::milliseconds> time_limit = std::nullopt,
+                            std::unique_ptr<OwnGroup> own = nullptr);
   ~C10dCommunicator() override;
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
@@ -47,16 +52,19 @@ class C10dCommunicator final : public Communicator {
   // then, in good order; else aborted, as torch aborts a group that nobody destroyed.
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
 
-  // torch.distributed has no message for this: peers find out at their time limit.
+  // A group of its own is closed, so that peers throw at once. torch.distributed has no message for
+  // this: without one they find out at their time limit.
   void fail(std::string_view reason) noexcept override;
 
  private:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // Of a part of `whole`, which it keeps alive.
-  C10dCommunicator(Group part, const C10dCommunicator& whole);
+  // A part of `whole`: of its group, if messages go by that, and then keeps it alive; and of its
+  // own one.
+  C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own, const SubGroup& members,
+                   const C10dCommunicator& whole);
 
-  [[nodiscard]] Group group_or_throw() const;
+  [[nodiscard]] Group group_for(const at::Tensor& sum) const;
   [[nodiscard]] Group part_of(c10d::ProcessGroup& group, const SubGroup& members) const;
   [[nodiscard]] c10::intrusive_ptr<c10d::Backend> split_backend(
       c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
@@ -67,9 +75,12 @@ class C10dCommunicator final : public Communicator {
   void all_reduce_in_frame(std::span<double> values);
   void all_reduce(std::span<double> values);
   void all_reduce(const at::Tensor& sum);
+  [[nodiscard]] std::unique_ptr<Communicator> make_part(const SubGroup& members) const;
   [[noreturn]] void throw_lengths_differ(std::size_t length);
+  [[nodiscard]] std::string name_of_part(const SubGroup& members) const;
   [[nodiscard]] std::string describe(std::string_view text) const;
 
+  std::unique_ptr<OwnGroup> own_;                      // none: group_ is
   Group part_;                                         // none: somebody else's group
   c10::weak_intrusive_ptr<c10d::ProcessGroup> whole_;  // that it is a part of
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;

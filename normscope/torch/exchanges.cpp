@@ -39,11 +39,12 @@ using Entry = std::shared_ptr<ExchangeEntry>;
 
 // A later group may have the name of one that was destroyed: the name is not enough to know it by.
 struct GroupEntry {
-  GroupEntry(const ProcessGroup& process_group, const Placement& where)
-      : group(process_group), placement(where) {}
+  GroupEntry(const ProcessGroup& process_group, std::string its_name, const Placement& where)
+      : group(process_group), name(std::move(its_name)), placement(where) {}
   explicit GroupEntry(Entry exchange) : of_all(std::move(exchange)) {}
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{ProcessGroup()};  // none: a communicator's
+  std::string name;     // as torch knows the process group
   Placement placement;  // of the tensors that are normalized
   std::mutex mutex;     // of what follows, held while an exchange is made
   Entry of_all;         // all ranks of the group
@@ -71,19 +72,32 @@ std::optional<Milliseconds> chosen_time_limit() {
   return Milliseconds(static_cast<std::int64_t>(seconds * 1e3));
 }
 
-Milliseconds time_limit_of(c10d::ProcessGroup& group) {
-  return group.getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
+Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement) {
+  if (const auto chosen = chosen_time_limit()) return *chosen;
+  const bool has_host = serves(group, c10::DeviceType::CPU);
+  return group.getBackend(has_host ? c10::DeviceType::CPU : placement.device)
+      ->getBackendOptions()
+      ->timeout;
 }
 
-std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group, const Placement& placement) {
-  const std::optional<Milliseconds> chosen = chosen_time_limit();
-  auto own = std::make_unique<C10dCommunicator>(group, placement, chosen);
+// A process group that a program has in Python carries its own messages, too.
+std::unique_ptr<OwnGroup> own_group_for(const GroupEntry& entry, const ProcessGroup& group,
+                                        Milliseconds time_limit) {
+  if (entry.name.starts_with(kRankGroup) || !serves(*group, c10::DeviceType::CPU)) return nullptr;
+  const std::string use = entry.placement.memory == Memory::kHost ? "host" : "device";
+  return std::make_unique<OwnGroup>(group, entry.name, use, time_limit);
+}
+
+std::unique_ptr<Exchange> make_exchange(const GroupEntry& entry, const ProcessGroup& group) {
+  const Milliseconds time_limit = time_limit_of(*group, entry.placement);
+  auto over_torch = std::make_unique<C10dCommunicator>(group, entry.placement, time_limit,
+                                                       own_group_for(entry, group, time_limit));
   std::unique_ptr<Communicator> shared;
-  if (placement.memory == Memory::kHost) {
-    shared = shared_memory_between(*own, chosen ? *chosen : time_limit_of(*group));
+  if (entry.placement.memory == Memory::kHost) {
+    shared = shared_memory_between(*over_torch, time_limit);
   }
   // A group of one rank gets here only where that is forced.
-  return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(own),
+  return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(over_torch),
                                     WhenAlone::kExchange);
 }
 
@@ -95,14 +109,16 @@ Entry entry_with(std::unique_ptr<Exchange> exchange) {
 
 // What follows is called with `group.mutex` held.
 
-Entry exchange_of_all(GroupEntry& group) {
+Entry exchange_of_all(GroupEntry& group, const Scope& scope, std::string_view layer) {
   if (group.of_all) return group.of_all;
   const ProcessGroup process_group = group.group.lock();
   if (!process_group) throw CommunicationError("the process group was destroyed");
   try {
-    return group.of_all = entry_with(make_exchange(process_group, group.placement));
+    return group.of_all = entry_with(make_exchange(group, process_group));
   } catch (const CommunicationError& error) {
-    throw CommunicationError(std::string("the group's first meeting: ") + error.what());
+    const std::string user(layer.empty() ? "a layer without a name" : layer);
+    throw CommunicationError("the group's first meeting, by " + user + " (scope " + scope.str() +
+                             "): " + error.what());
   }
 }
 
@@ -116,7 +132,7 @@ Entry exchange_of_scope(GroupEntry& group, const Scope& scope, std::string_view 
   const std::string text = scope.str();
   const auto found = group.of_scope.find(text);
   if (found != group.of_scope.end()) return found->second;
-  const Entry all = exchange_of_all(group);
+  const Entry all = exchange_of_all(group, scope, layer);
   if (scope.kind() == Scope::Kind::kWorld) return group.of_scope[text] = all;
   const std::lock_guard lock(all->mutex);
   const std::vector<int> leaders = agree_on_leaders(*all->exchange, scope, layer);
@@ -129,7 +145,7 @@ std::string agreed_norm_batch(GroupEntry& group, const Scope& scope, std::int64_
   const std::string text = scope.str();
   const auto found = group.norm_batches.find(text);
   if (found != group.norm_batches.end()) return found->second;
-  const Entry all = exchange_of_all(group);
+  const Entry all = exchange_of_all(group, scope, "");
   const std::lock_guard lock(all->mutex);
   const std::optional<Scope> resolved = agree_on_norm_batch(*all->exchange, scope, "", samples);
   // Batches without samples say nothing about those to come.
@@ -166,11 +182,11 @@ std::shared_ptr<GroupEntry> entry_of(std::string name, const ProcessGroup& group
                                      const Placement& placement) {
   auto& [mutex, entries] = known_process_groups();
   const std::lock_guard lock(mutex);
-  const std::pair key(std::move(name), placement);
+  const std::pair key(name, placement);
   const auto found = entries.find(key);
   if (found != entries.end() && found->second->group.lock() == group) return found->second;
   std::erase_if(entries, [](const auto& entry) { return entry.second->group.expired(); });
-  return entries[key] = std::make_shared<GroupEntry>(group, placement);
+  return entries[key] = std::make_shared<GroupEntry>(group, std::move(name), placement);
 }
 
 std::shared_ptr<GroupEntry> lent_communicator(const std::string& name) {

@@ -15,6 +15,10 @@ namespace normscope::binding {
 
 struct ExchangeEntry;
 
+// What the names of process groups begin with that a program has given to a RankGroup, and uses for
+// nothing else.
+inline constexpr std::string_view kRankGroup = "normscope::RankGroup ";
+
 // Lets a name that no process group has stand for the ranks of a communicator, until it is taken
 // back.
 void lend_communicator(const std::string& name, std::unique_ptr<Communicator> communicator);

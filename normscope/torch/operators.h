@@ -44,6 +44,11 @@ using DoubleBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const OptionalTensor& weight, const at::Tensor& statistics, std::string_view scope,
     std::string_view group_name, std::string_view layer);
 
+using MakeProcessGroupOp = std::string(std::string_view name, std::string_view parent,
+                                       at::IntArrayRef ranks, double seconds);
+
+using CloseProcessGroupOp = void(std::string_view name);
+
 // The op that the dispatcher knows by this name, as operators.cpp declares it.
 template <class Op>
 [[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {

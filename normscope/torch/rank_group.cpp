@@ -14,7 +14,7 @@ namespace {
 
 std::string new_name() {
   static std::atomic<int> made = 0;
-  return "normscope::RankGroup " + std::to_string(made++);
+  return std::string(binding::kRankGroup) + std::to_string(made++);
 }
 
 template <class Pointer>

@@ -20,7 +20,8 @@ class RankGroup {
   // A group by whatever carries its messages.
   explicit RankGroup(std::unique_ptr<Communicator> communicator);
 
-  // A process group of torch. Between ranks of one host shared memory takes over.
+  // A process group of torch, which the program uses for nothing else from now on. Between ranks of
+  // one host shared memory takes over.
   explicit RankGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   RankGroup(const RankGroup&) = delete;

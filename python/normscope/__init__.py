@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization whose statistics have a scope that the user chooses."""
 
-from normscope import _library, functional
+from normscope import _library, _own_groups, functional
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
@@ -28,4 +28,5 @@ __all__ = [
     "sync_running_stats",
 ]
 
+_kernels = _own_groups.register()
 __version__ = _library.version()

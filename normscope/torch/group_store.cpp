@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/group_store.h"
+
+#include <algorithm>
+#include <exception>
+#include <future>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "normscope/core/error.h"
+
+namespace normscope::binding {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+// How long a rank is given to answer when all others have found out that a message has failed.
+constexpr Milliseconds kPatience{2000};
+
+// How long the server of a store may take.
+constexpr Milliseconds kStorePatience{5000};
+
+// Pauses between two looks at the store.
+constexpr Milliseconds kFirstPause{1};
+constexpr Milliseconds kLongestPause{50};
+
+constexpr const char* kFailure = "failure";
+
+std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+// Calls look() again and again until it answers true, or until the deadline.
+template <class Look>
+bool wait_until(Clock::time_point deadline, const Look& look) {
+  for (Milliseconds pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+    if (look()) return true;
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+// What ask() answers, or nothing where it throws, or takes too long: a store waits without a limit
+// for a server that stands still.
+template <class Ask>
+auto answer_of(Milliseconds patience, Ask ask) noexcept -> std::optional<decltype(ask())> {
+  try {
+    std::packaged_task task(std::move(ask));
+    auto answer = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (answer.wait_for(patience) != std::future_status::ready) return std::nullopt;
+    return answer.get();
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+GroupStore::GroupStore(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> names)
+    : store_(std::move(store)), rank_(static_cast<std::size_t>(rank)), names_(std::move(names)) {}
+
+GroupStore GroupStore::part(const std::string& name, int rank,
+                            const std::vector<int>& members) const {
+  std::vector<int> names;
+  for (const int member : members) names.push_back(names_[static_cast<std::size_t>(member)]);
+  return {c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, std::move(names)};
+}
+
+std::string GroupStore::key(const std::string& what, std::size_t rank) const {
+  return what + "/" + std::to_string(rank);
+}
+
+// The names of the ranks that have not set a key.
+std::vector<int> GroupStore::without(const std::string& what) {
+  std::vector<int> ranks;
+  for (std::size_t rank = 0; rank < names_.size(); ++rank) {
+    if (!store_->check({key(what, rank)})) ranks.push_back(names_[rank]);
+  }
+  return ranks;
+}
+
+void GroupStore::meet(const std::string& what, Milliseconds time_limit) {
+  store_->set(key(what, rank_), bytes_of("1"));
+  std::vector<std::string> all;
+  for (std::size_t rank = 0; rank < names_.size(); ++rank) all.push_back(key(what, rank));
+  std::optional<std::string> failed;
+  const bool are_there = wait_until(Clock::now() + time_limit, [&] {
+    // First, since the last to come may be too late.
+    if (store_->check({kFailure})) failed = store_->get_to_str(kFailure);
+    return failed || store_->check(all);
+  });
+  if (failed) throw CommunicationError(*failed);
+  if (!are_there) {
+    const auto seconds = std::chrono::duration<double>(time_limit).count();
+    std::string text = list(without(what)) + " did not come within ";
+    text += std::to_string(static_cast<std::int64_t>(seconds)) + " s";
+    fail(text);
+    throw TimeoutError(text);
+  }
+}
+
+void GroupStore::fail(const std::string& text) noexcept {
+  (void)answer_of(kStorePatience, [store = store_, text] {
+    if (!store->check({kFailure})) store->set(kFailure, bytes_of(text));
+    return true;
+  });
+}
+
+std::optional<std::string> GroupStore::failure() noexcept {
+  const auto answer = answer_of(kStorePatience, [store = store_]() -> std::optional<std::string> {
+    if (!store->check({kFailure})) return std::nullopt;
+    return store->get_to_str(kFailure);
+  });
+  return answer ? *answer : std::nullopt;
+}
+
+std::string GroupStore::who_is_missing() noexcept {
+  constexpr const char* kStillHere = "still here";
+  const auto missing = answer_of(kPatience + kStorePatience, [store = *this]() mutable {
+    store.store_->set(store.key(kStillHere, store.rank_), bytes_of("1"));
+    std::vector<int> ranks;
+    wait_until(Clock::now() + kPatience, [&] {
+      ranks = store.without(kStillHere);
+      return ranks.empty();
+    });
+    return ranks;
+  });
+  if (!missing) return "the group's store, which one of the ranks may keep, does not answer";
+  if (missing->empty()) return "all ranks are there";
+  return list(*missing) + (missing->size() == 1 ? " is" : " are") + " not there";
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/own_group.h"
+
+#include <exception>
+#include <numeric>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/operators.h"
+
+namespace normscope::binding {
+namespace {
+
+std::vector<int> all_ranks_of(const c10d::ProcessGroup& group) {
+  std::vector<int> ranks(static_cast<std::size_t>(group.getSize()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// A name that no other group has: a store may outlive a group, and serve the next that is called as
+// that was. The ranks count alike, since each use of a group is collective.
+std::string new_name(c10d::ProcessGroup& group, const std::string& name, const std::string& use) {
+  const std::string prefix = "normscope/" + name + "/" + use + "/";
+  const std::int64_t number =
+      group.getStore()->add(prefix + "of rank " + std::to_string(group.getRank()), 1);
+  return prefix + std::to_string(number);
+}
+
+}  // namespace
+
+OwnGroup::OwnGroup(std::string name, std::string parent, std::vector<int> ranks, GroupStore store,
+                   Milliseconds time_limit)
+    : name_(std::move(name)),
+      parent_(std::move(parent)),
+      ranks_(std::move(ranks)),
+      store_(std::move(store)),
+      time_limit_(time_limit) {}
+
+OwnGroup::OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
+                   const std::string& use, Milliseconds time_limit)
+    : name_(new_name(*group, name, use)),
+      parent_(name),
+      ranks_(all_ranks_of(*group)),
+      store_(c10::make_intrusive<c10d::PrefixStore>(name_, group->getStore()), group->getRank(),
+             ranks_),
+      time_limit_(time_limit) {
+  store_.meet("begun", time_limit_);
+  make();
+}
+
+std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name, const SubGroup& members) const {
+  std::vector<int> ranks;
+  for (const int member : members.members) {
+    ranks.push_back(ranks_[static_cast<std::size_t>(member)]);
+  }
+  auto part = std::unique_ptr<OwnGroup>(
+      new OwnGroup(name_ + "/" + name, parent_, std::move(ranks),
+                   store_.part(name, members.rank, members.members), time_limit_));
+  part->make();
+  return part;
+}
+
+void OwnGroup::make() {
+  const std::vector<std::int64_t> ranks(ranks_.begin(), ranks_.end());
+  const auto op = op_named<MakeProcessGroupOp>("normscope::make_process_group");
+  std::string error;
+  try {
+    error = op.call(name_, parent_, ranks, std::chrono::duration<double>(time_limit_).count());
+    if (error.empty()) group_ = c10d::resolve_process_group(name_);
+  } catch (const c10::Error& of_torch) {
+    error = of_torch.what_without_backtrace();
+  }
+  if (error.empty()) {
+    // A rank is connected before the others are: it must not leave before they are, too.
+    store_.meet("made", time_limit_);
+    return;
+  }
+  const std::string text =
+      "torch.distributed made no group for normscope's messages alone, next to the group \"" +
+      parent_ + "\": " + error;
+  store_.fail(text);
+  throw CommunicationError(text);
+}
+
+void OwnGroup::close() noexcept {
+  try {
+    op_named<CloseProcessGroupOp>("normscope::close_process_group").call(name_);
+  } catch (const std::exception&) {
+    // Peers then find out at their time limit.
+  }
+}
+
+void OwnGroup::fail(std::string_view reason) noexcept {
+  store_.fail("rank " + std::to_string(store_.name()) + " failed: " + std::string(reason));
+  close();
+}
+
+std::string OwnGroup::fail_after(const std::string& what) noexcept {
+  // First, since this is what ends the waiting of the others, who then say that they are there.
+  close();
+  if (const auto first = store_.failure()) return *first;
+  const std::string text = store_.who_is_missing() + " (" + what + ")";
+  store_.fail(text);
+  return text;
+}
+
+}  // namespace normscope::binding

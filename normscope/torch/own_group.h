@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "normscope/comm/sub_group.h"
+#include "normscope/torch/group_store.h"
+
+namespace normscope::binding {
+
+// A process group that carries nothing but normscope's messages of the host, between ranks of a
+// group that is the program's.
+//
+// torch.distributed knows a message by its place in the order of calls alone. On the program's own
+// group a rank that does one step more than its peers would have its message added to whatever they
+// send there, in silence where the lengths agree; over Gloo other lengths end the process, and a
+// time limit breaks the group. Closing this one also tells the peers, at once.
+//
+// Python makes it, so that it can have any backend of torch.distributed. It is not kept alive here:
+// it goes with the program's group.
+class OwnGroup {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+
+  // Of all ranks of `group`, which Python knows by `name`: their first meeting. `use` tells groups
+  // for different uses of one group apart. Throws TimeoutError, naming ranks that have not come;
+  // CommunicationError where a rank has failed before, or torch.distributed can make no such group.
+  OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
+           const std::string& use, Milliseconds time_limit);
+
+  // Of some of its ranks. Collective over those.
+  [[nodiscard]] std::unique_ptr<OwnGroup> part(const std::string& name,
+                                               const SubGroup& members) const;
+
+  // nullptr where it was destroyed.
+  [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> get() const { return group_.lock(); }
+
+  // Ends it: peers that wait, or come later, find that this rank failed, and why.
+  void fail(std::string_view reason) noexcept;
+
+  // Ends it after an error of its backend. Returns why: the text of the rank that failed first, or
+  // else `what` and which ranks are missing.
+  [[nodiscard]] std::string fail_after(const std::string& what) noexcept;
+
+ private:
+  OwnGroup(std::string name, std::string parent, std::vector<int> ranks, GroupStore store,
+           Milliseconds time_limit);
+
+  void make();
+  void close() noexcept;
+
+  std::string name_;        // as torch knows this group
+  std::string parent_;      // and the program's
+  std::vector<int> ranks_;  // in that, of this group's
+  GroupStore store_;
+  Milliseconds time_limit_;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{c10::intrusive_ptr<c10d::ProcessGroup>()};
+};
+
+}  // namespace normscope::binding

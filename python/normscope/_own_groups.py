@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups for normscope's messages alone, which the C++ library asks for."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from normscope import _process_group
+
+
+def _backend_for_the_host(group: distributed.ProcessGroup) -> str:
+    names = distributed.Backend(distributed.get_backend_config(group))
+    config = distributed.distributed_c10d.BackendConfig(names)
+    return str(config.get_device_backend_map()["cpu"])
+
+
+def _new_group(
+    name: str, parent: distributed.ProcessGroup, ranks: list[int], limit: timedelta
+) -> None:
+    """``torch.distributed.new_group``, which is to be called by the ranks of the group alone.
+
+    That one would name the group after the number of groups that a process has, which may be
+    another on every rank; here the name is given.
+    """
+    c10d = distributed.distributed_c10d
+    of_parent = distributed.get_process_group_ranks(parent)
+    world_ranks = [of_parent[rank] for rank in ranks]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(parent.rank()),
+        world_ranks,
+        distributed.Backend(_backend_for_the_host(parent)),
+        c10d._get_default_store(),
+        name,  # type: ignore[arg-type]
+        timeout=limit,
+        group_desc="normscope",
+    )
+    c10d._world.pg_group_ranks[group] = {
+        of_world: rank for rank, of_world in enumerate(world_ranks)
+    }
+
+
+def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
+    """Make a group of some ranks of ``parent``, with its backend for the host.
+
+    It is destroyed after its parent, as soon as nothing refers to that.
+
+    Returns:
+        "", or why there is none.
+    """
+    try:
+        group = _process_group.named(parent)
+        assert group is not None
+        _new_group(name, group, ranks, timedelta(seconds=seconds))
+        weakref.finalize(group, close, name).atexit = False
+    except Exception as error:  # whatever a backend raises
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def close(name: str) -> None:
+    """Destroy a group that `make` made; peers that wait in it raise."""
+    try:
+        group = _process_group.named(name)
+    except Exception:  # destroyed before, with all others
+        return
+    distributed.destroy_process_group(group)
+
+
+def register() -> torch.library.Library:
+    """Give these functions to the C++ library, as long as the answer lives."""
+    kernels = torch.library.Library("normscope", "IMPL")
+    kernels.impl("make_process_group", make, "CompositeExplicitAutograd")
+    kernels.impl("close_process_group", close, "CompositeExplicitAutograd")
+    return kernels
