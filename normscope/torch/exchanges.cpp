@@ -178,14 +178,31 @@ auto& lent_communicators() {
   return groups;
 }
 
+// Takes groups out, for the caller to let go of them while no lock is held: a part's end may wait.
+template <class Condition>
+std::vector<std::shared_ptr<GroupEntry>> take_out(
+    std::map<std::pair<std::string, Placement>, std::shared_ptr<GroupEntry>>& entries,
+    const Condition& condition) {
+  std::vector<std::shared_ptr<GroupEntry>> taken;
+  std::erase_if(entries, [&](const auto& entry) {
+    if (!condition(*entry.second)) return false;
+    taken.push_back(entry.second);
+    return true;
+  });
+  return taken;
+}
+
+bool is_destroyed(const GroupEntry& group) { return group.group.expired(); }
+
 std::shared_ptr<GroupEntry> entry_of(std::string name, const ProcessGroup& group,
                                      const Placement& placement) {
   auto& [mutex, entries] = known_process_groups();
+  std::vector<std::shared_ptr<GroupEntry>> destroyed;  // goes after the lock
   const std::lock_guard lock(mutex);
   const std::pair key(name, placement);
   const auto found = entries.find(key);
   if (found != entries.end() && found->second->group.lock() == group) return found->second;
-  std::erase_if(entries, [](const auto& entry) { return entry.second->group.expired(); });
+  destroyed = take_out(entries, is_destroyed);
   return entries[key] = std::make_shared<GroupEntry>(group, std::move(name), placement);
 }
 
@@ -239,6 +256,20 @@ void take_communicator_back(const std::string& name) {
   auto& [mutex, entries] = lent_communicators();
   const std::lock_guard lock(mutex);
   entries.erase(name);
+}
+
+void forget_destroyed_groups() {
+  auto& [mutex, entries] = known_process_groups();
+  std::vector<std::shared_ptr<GroupEntry>> destroyed;
+  const std::lock_guard lock(mutex);
+  destroyed = take_out(entries, is_destroyed);
+}
+
+void forget_groups() {
+  auto& [mutex, entries] = known_process_groups();
+  std::vector<std::shared_ptr<GroupEntry>> all;
+  const std::lock_guard lock(mutex);
+  all = take_out(entries, [](const GroupEntry&) { return true; });
 }
 
 ExchangeUse::ExchangeUse(std::string_view scope, std::string_view group_name,

@@ -24,6 +24,15 @@ inline constexpr std::string_view kRankGroup = "normscope::RankGroup ";
 void lend_communicator(const std::string& name, std::unique_ptr<Communicator> communicator);
 void take_communicator_back(const std::string& name);
 
+// Process groups are known from their first use on. torch tells nobody when it destroys one, and
+// does not know the parts that were made of it, whose threads and connections last until it is
+// forgotten. A later first use forgets those that were destroyed before it; these two do so now. In
+// Python the first is called when a group's object goes, the second ahead of the interpreter's end,
+// when a backend may still call into it; in other programs the end of the library's static objects,
+// which are younger than what torch and CUDA made for the first use, comes to the same.
+void forget_destroyed_groups();
+void forget_groups();
+
 // The exchange of the ranks of a group that a scope lets share statistics, for one thread
 // at a time and as long as this object lives.
 //

@@ -84,6 +84,8 @@ TORCH_LIBRARY(normscope, m) {
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
   m.def("transport(str group_name) -> str", &transport_of);
+  m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
+  m.def("forget_groups() -> ()", &forget_groups);
   // In Python.
   m.def("make_process_group(str name, str parent, int[] ranks, float seconds) -> str error");
   m.def("close_process_group(str name) -> ()");

@@ -88,7 +88,7 @@ void OwnGroup::make() {
 void OwnGroup::close() noexcept {
   try {
     op_named<CloseProcessGroupOp>("normscope::close_process_group").call(name_);
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // Peers then find out at their time limit.
   }
 }

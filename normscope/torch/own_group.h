@@ -22,8 +22,7 @@ namespace normscope::binding {
 // send there, in silence where the lengths agree; over Gloo other lengths end the process, and a
 // time limit breaks the group. Closing this one also tells the peers, at once.
 //
-// Python makes it, so that it can have any backend of torch.distributed. It is not kept alive here:
-// it goes with the program's group.
+// Python makes it, so that it can have any backend of torch.distributed, and destroys it.
 class OwnGroup {
  public:
   using Milliseconds = std::chrono::milliseconds;
@@ -33,6 +32,10 @@ class OwnGroup {
   // CommunicationError where a rank has failed before, or torch.distributed can make no such group.
   OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
            const std::string& use, Milliseconds time_limit);
+
+  ~OwnGroup() { close(); }
+  OwnGroup(const OwnGroup&) = delete;
+  OwnGroup& operator=(const OwnGroup&) = delete;
 
   // Of some of its ranks. Collective over those.
   [[nodiscard]] std::unique_ptr<OwnGroup> part(const std::string& name,

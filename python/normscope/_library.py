@@ -21,6 +21,8 @@ available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.defau
 default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
 cuda = cast("Callable[[], str]", _ops.cuda.default)
 transport = cast("Callable[[str], str]", _ops.transport.default)
+forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
+forget_groups = cast("Callable[[], None]", _ops.forget_groups.default)
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )

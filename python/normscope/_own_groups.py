@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from datetime import timedelta
 
 import torch
@@ -47,8 +46,6 @@ def _new_group(
 def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
     """Make a group of some ranks of ``parent``, with its backend for the host.
 
-    It is destroyed after its parent, as soon as nothing refers to that.
-
     Returns:
         "", or why there is none.
     """
@@ -56,7 +53,6 @@ def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
         group = _process_group.named(parent)
         assert group is not None
         _new_group(name, group, ranks, timedelta(seconds=seconds))
-        weakref.finalize(group, close, name).atexit = False
     except Exception as error:  # whatever a backend raises
         return f"{type(error).__name__}: {error}"
     return ""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups by name: a layer that held the object could not be copied or pickled."""
 
+import atexit
+import weakref
+
 import torch
 from torch import distributed
 
@@ -8,6 +11,19 @@ from normscope import _library
 from normscope.scope import Scope
 
 NONE = ""
+
+_watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()
+
+# Backends of Python's own cannot be ended any later.
+atexit.register(_library.forget_groups)
+
+
+def _watch(group: "distributed.ProcessGroup") -> None:
+    """Have the library forget the group when destroy_process_group() lets go of it."""
+    if group in _watched:
+        return
+    _watched.add(group)
+    weakref.finalize(group, _library.forget_destroyed_groups).atexit = False
 
 
 def name_of(group: "distributed.ProcessGroup | None") -> str | None:
@@ -20,6 +36,7 @@ def name_of(group: "distributed.ProcessGroup | None") -> str | None:
         return None
     if not isinstance(group, distributed.ProcessGroup):  # new_group's answer on other ranks
         raise ValueError("process_group: expected a group that this rank is in, got another")
+    _watch(group)
     return group.group_name
 
 
@@ -50,7 +67,10 @@ def name_in_use(name: str | None) -> str:
     if name is not None:
         return name
     default = in_use(None)
-    return NONE if default is None else default.group_name
+    if default is None:
+        return NONE
+    _watch(default)
+    return default.group_name
 
 
 def scope_and_group_in_use(

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the library made for a process group goes with it."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed
+
+import normscope
+from normscope import _library
+
+
+def threads_of_gloo() -> int:
+    """The threads of this process that work for process groups."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo" in name for name in names)
+
+
+def threads_around_the_end(kind: str) -> tuple[int, int, int]:
+    """Before parts of a group are made, with them, and after the group's end."""
+    group = distributed.new_group() if kind == "new" else None
+    before = threads_of_gloo()
+    normscope.BatchNorm1d(3, scope="group:2", process_group=group)(torch.randn(4, 3))
+    with_parts = threads_of_gloo()
+    distributed.destroy_process_group(group)
+    del group
+    gc.collect()
+    return before, with_parts, threads_of_gloo()
+
+
+def threads_around_the_end_of_a_program() -> tuple[int, int, int]:
+    """The same without an end of the group, but for what runs ahead of the interpreter's."""
+    before = threads_of_gloo()
+    normscope.BatchNorm1d(3, scope="group:2")(torch.randn(4, 3))
+    with_parts = threads_of_gloo()
+    _library.forget_groups()
+    return before, with_parts, threads_of_gloo()
+
+
+WITHOUT_SHARED_MEMORY = {"NORMSCOPE_SHARED_MEMORY": "0"}
+
+
+@pytest.mark.parametrize("kind", ["new", "default"])
+def test_parts_end_with_their_group(ranks: RankPool, kind: str) -> None:
+    for before, with_parts, afterwards in ranks.run(
+        4, threads_around_the_end, kind, environment=WITHOUT_SHARED_MEMORY
+    ):
+        assert afterwards < before < with_parts
+
+
+def test_parts_end_ahead_of_the_interpreter(ranks: RankPool) -> None:
+    for before, with_parts, afterwards in ranks.run(
+        4, threads_around_the_end_of_a_program, environment=WITHOUT_SHARED_MEMORY
+    ):
+        assert afterwards == before < with_parts
