@@ -104,7 +104,7 @@ C10dCommunicator::C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own,
 C10dCommunicator::~C10dCommunicator() {
   try {
     if (part_) end_part();
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // Nobody is left whom it would concern.
   }
 }
