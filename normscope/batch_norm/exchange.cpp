@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <utility>
@@ -29,8 +30,23 @@ std::string_view name_of(Direction direction) {
   return "agreement";
 }
 
+// A name as it may stand in a terminal: escape sequences and the like in hexadecimal digits.
+std::string printable(std::string_view name) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string text;
+  for (const char character : name) {
+    const auto byte = static_cast<unsigned char>(character);
+    if (byte >= 0x20 && byte != 0x7F) {
+      text += character;
+    } else {
+      ((text += "\\x") += kDigits[byte / 16]) += kDigits[byte % 16];
+    }
+  }
+  return text;
+}
+
 std::string describe(const CallLabel& label) {
-  const std::string layer(label.layer.empty() ? "a layer without a name" : label.layer);
+  const std::string layer = label.layer.empty() ? "a layer without a name" : printable(label.layer);
   if (label.direction == Direction::kAgreement) {
     return "first use of scope " + std::string(label.scope) + " by " + layer;
   }
@@ -43,6 +59,16 @@ std::string describe(const CallLabel& label) {
     text += ", nothing needs a gradient";
   }
   return text + ")";
+}
+
+std::string with_numbers(double eps, double momentum) {
+  char text[64];
+  std::snprintf(text, sizeof(text), " with eps %g and momentum %g", eps, momentum);
+  return text;
+}
+
+std::string_view bytes_of(const double& number) {
+  return {reinterpret_cast<const char*>(&number), sizeof(number)};
 }
 
 // Texts travel as numbers, six bytes in each, so that any transport that adds doubles can carry
@@ -152,6 +178,9 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
   // A layer without a name is told from its like by its place in the sequence of calls.
   if (label.layer.empty()) hash.add(std::to_string(calls_));
   calls_ += 1;
+  // Not part of what a layer is known by: a schedule may change it in every step.
+  hash.add(bytes_of(label.eps));
+  hash.add(bytes_of(label.momentum));
 
   const auto h = static_cast<double>(hash.low_bits(kHashBits));
   const double needs_backward = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
@@ -207,15 +236,29 @@ std::string Exchange::describe_here(const CallLabel& label) const {
 void Exchange::throw_mismatch(const CallLabel& label) {
   const auto ranks = static_cast<std::size_t>(communicator_->size());
   const auto own = static_cast<std::size_t>(communicator_->rank());
-  std::vector<double> texts(ranks * kNumbersPerText);
-  const std::span<double> all(texts);
-  encode(describe(label), all.subspan(own * kNumbersPerText, kNumbersPerText));
+  constexpr std::size_t kNumbersPerRank = kNumbersPerText + 2;
+  std::vector<double> all(ranks * kNumbersPerRank);
+  const auto of_rank = [&](std::size_t rank) {
+    return std::span(all).subspan(rank * kNumbersPerRank, kNumbersPerRank);
+  };
+  encode(describe(label), of_rank(own).first(kNumbersPerText));
+  of_rank(own)[kNumbersPerText] = label.eps;
+  of_rank(own)[kNumbersPerText + 1] = label.momentum;
   communicator_->all_reduce_sum(all);
 
+  std::vector<std::string> texts;
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    texts.push_back(decode(of_rank(rank).first(kNumbersPerText)));
+  }
+  // Then it is what seldom differs.
+  if (std::ranges::count(texts, texts[0]) == std::ssize(texts)) {
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      texts[rank] += with_numbers(of_rank(rank)[kNumbersPerText], of_rank(rank).back());
+    }
+  }
   std::string message = "the ranks of a scope met in different calls:";
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    message += "\n  rank " + std::to_string(name_of_rank(rank)) + ": " +
-               decode(all.subspan(rank * kNumbersPerText, kNumbersPerText));
+    message += "\n  rank " + std::to_string(name_of_rank(rank)) + ": " + texts[rank];
   }
   message +=
       "\nEvery rank must run the same layers in the same order, with a backward on all of them or "

@@ -32,6 +32,9 @@ struct CallLabel {
   Direction direction = Direction::kForward;
   std::int64_t channels = 0;
   BackwardNeeded backward = BackwardNeeded::kYes;
+  // Of a forward: what ranks must have in common for equal running statistics.
+  double eps = 0.0;
+  double momentum = 0.0;
 };
 
 // What happens in a group of one rank: nothing is sent, or (for tests) all is as with several.

@@ -163,7 +163,9 @@ void batch_norm_forward(const ForwardArguments& arguments, const CallContext& co
                         .scope = context.scope,
                         .direction = Direction::kForward,
                         .channels = arguments.x.channels,
-                        .backward = arguments.backward};
+                        .backward = arguments.backward,
+                        .eps = arguments.eps,
+                        .momentum = arguments.running.momentum};
   Exchange* exchange = exchange_of(context);
   if (exchange == nullptr) {
     const auto [first, last] =

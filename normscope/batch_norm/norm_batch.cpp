@@ -36,8 +36,9 @@ std::int64_t slice_count(std::int64_t samples, std::int64_t wanted) {
     throw ArgumentError("slices: expected at least 1, got " + std::to_string(wanted));
   }
   if (samples == 0) return 1;
-  const std::int64_t size = (samples + wanted - 1) / wanted;
-  return (samples + size - 1) / size;
+  // Rounded up without a sum that may overflow.
+  const std::int64_t size = (samples - 1) / wanted + 1;
+  return (samples - 1) / size + 1;
 }
 
 SampleRange samples_of_slice(std::int64_t samples, std::int64_t slices,

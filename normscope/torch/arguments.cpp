@@ -61,6 +61,49 @@ void check_running_statistics(const ForwardOpArguments& arguments) {
   TORCH_CHECK(!tracked || tracked->device() == arguments.x.device(),
               "num_batches_tracked: expected the device of x (", arguments.x.device(), "), got ",
               tracked ? tracked->device() : arguments.x.device());
+  TORCH_CHECK(!tracked || tracked->sym_numel() == 1, "num_batches_tracked: expected 1 number, got ",
+              tracked ? tracked->sym_numel() : 1);
+}
+
+void check_device(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.device() == x.device(), name, ": expected the device of x (", x.device(),
+              "), got ", tensor.device());
+}
+
+// What forward answers, and other ops read through a plain pointer.
+void check_statistics(const at::Tensor& x, const at::Tensor& statistics) {
+  TORCH_CHECK(statistics.scalar_type() == at::kDouble, "statistics: expected float64, got ",
+              c10::toString(statistics.scalar_type()));
+  TORCH_CHECK(statistics.dim() == 3 && statistics.sym_size(0) >= 1 && statistics.sym_size(1) == 3 &&
+                  statistics.sym_size(2) == x.sym_size(1),
+              "statistics: expected the shape [slices, 3, ", x.sym_size(1), "], got ",
+              statistics.sym_sizes());
+  TORCH_CHECK(statistics.is_contiguous(), "statistics: expected a contiguous tensor");
+  check_device(x, "statistics", statistics);
+}
+
+void check_like_x(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.sym_sizes() == x.sym_sizes(), name, ": expected the shape of x, ",
+              x.sym_sizes(), ", got ", tensor.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == x.scalar_type(), name, ": expected the dtype of x (",
+              c10::toString(x.scalar_type()), "), got ", c10::toString(tensor.scalar_type()));
+  check_device(x, name, tensor);
+}
+
+void check_parameter_of_channels(const at::Tensor& x, std::string_view name,
+                                 const std::optional<at::Tensor>& parameter) {
+  check_channels(x, name, parameter);
+  check_parameter(x, name, parameter);
+}
+
+// The gradient of a parameter's gradient.
+void check_parameter_gradient(const at::Tensor& x, std::string_view name,
+                              const std::optional<at::Tensor>& gradient) {
+  if (!gradient) return;
+  check_channels(x, name, gradient);
+  TORCH_CHECK(gradient->is_floating_point(), name, ": expected floating-point numbers, got ",
+              c10::toString(gradient->scalar_type()));
+  check_device(x, name, *gradient);
 }
 
 }  // namespace
@@ -105,6 +148,33 @@ void check_arguments(const ForwardOpArguments& arguments) {
   for (const auto& [name, tensor] : parameters) check_channels(x, name, tensor);
   for (const auto& [name, tensor] : parameters) check_parameter(x, name, tensor);
   check_running_statistics(arguments);
+}
+
+void check_arguments(const ApplyOpArguments& arguments) {
+  const at::Tensor& x = arguments.x;
+  check_dimensions(x, {});
+  check_dtype(x);
+  check_parameter_of_channels(x, "weight", arguments.weight);
+  check_parameter_of_channels(x, "bias", arguments.bias);
+  check_statistics(x, arguments.statistics);
+}
+
+void check_arguments(const BackwardOpArguments& arguments) {
+  const at::Tensor& x = arguments.x;
+  static_cast<void>(slices_wanted(arguments.scope));
+  check_dimensions(x, {});
+  check_dtype(x);
+  check_like_x(x, "dy", arguments.dy);
+  check_parameter_of_channels(x, "weight", arguments.weight);
+  check_statistics(x, arguments.statistics);
+}
+
+void check_arguments(const DoubleBackwardOpArguments& arguments) {
+  const at::Tensor& x = arguments.backward.x;
+  check_arguments(arguments.backward);
+  if (arguments.grad_dx) check_like_x(x, "grad_dx", *arguments.grad_dx);
+  check_parameter_gradient(x, "grad_dweight", arguments.grad_dweight);
+  check_parameter_gradient(x, "grad_dbias", arguments.grad_dbias);
 }
 
 void throw_one_value_per_channel(const at::Tensor& x) {

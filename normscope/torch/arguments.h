@@ -11,8 +11,8 @@
 
 namespace normscope::binding {
 
-// What the forward op is given, as the dispatcher hands it over. Backends check it alike, tensors
-// without storage among them, so that a mistake shows while a graph is traced.
+// What the ops are given, as the dispatcher hands it over. Backends check it alike, tensors without
+// storage among them, so that a mistake shows while a graph is traced.
 struct ForwardOpArguments {
   const at::Tensor& x;                                   // [N, C, *]
   const std::optional<at::Tensor>& weight;               // [C]
@@ -27,6 +27,28 @@ struct ForwardOpArguments {
   std::string_view slice_stats;
 };
 
+struct ApplyOpArguments {
+  const at::Tensor& x;                      // [N, C, *]
+  const std::optional<at::Tensor>& weight;  // [C]
+  const std::optional<at::Tensor>& bias;    // [C]
+  const at::Tensor& statistics;             // [slices, 3, C] float64
+};
+
+struct BackwardOpArguments {
+  const at::Tensor& dy;                     // [N, C, *]
+  const at::Tensor& x;                      // [N, C, *]
+  const std::optional<at::Tensor>& weight;  // [C]
+  const at::Tensor& statistics;             // [slices, 3, C] float64
+  std::string_view scope;
+};
+
+struct DoubleBackwardOpArguments {
+  const std::optional<at::Tensor>& grad_dx;       // [N, C, *]
+  const std::optional<at::Tensor>& grad_dweight;  // [C]
+  const std::optional<at::Tensor>& grad_dbias;    // [C]
+  BackwardOpArguments backward;
+};
+
 // Both throw what Python shows as ValueError, naming the argument. The number of slices that a
 // scope wants in each rank's batch: 1 where the ranks of a group share statistics.
 [[nodiscard]] std::int64_t slices_wanted(std::string_view text);
@@ -35,6 +57,9 @@ struct ForwardOpArguments {
 // Throws what Python shows as ValueError where torch's layers raise one, else as RuntimeError.
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
 void check_arguments(const ForwardOpArguments& arguments);
+void check_arguments(const ApplyOpArguments& arguments);
+void check_arguments(const BackwardOpArguments& arguments);
+void check_arguments(const DoubleBackwardOpArguments& arguments);
 
 // torch's error where a norm batch has one value per channel.
 [[noreturn]] void throw_one_value_per_channel(const at::Tensor& x);

@@ -165,9 +165,8 @@ struct PreparedBackward {
 
 PreparedBackward prepare_backward(const at::Tensor& dy, const at::Tensor& x,
                                   const OptionalTensor& weight, const at::Tensor& statistics,
-                                  const Wanted& wanted, CallSite& site) {
-  TORCH_CHECK(dy.sizes() == x.sizes(), "dy: expected the shape of x, ", x.sizes(), ", got ",
-              dy.sizes());
+                                  const Wanted& wanted, std::string_view scope, CallSite& site) {
+  check_arguments({dy, x, weight, statistics, scope});
   site.prepare(x, statistics.size(0));
   const Gradients gradients(x, wanted);
   prefer_huge_pages(gradients.dx);
@@ -200,7 +199,8 @@ GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const Option
   const ExchangeUse exchange(scope, group_name, layer, site.placement());
   const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
     return prepare_backward(dy, x, weight, statistics,
-                            {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}, site);
+                            {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}, scope,
+                            site);
   });
 
   run_as_torch(x, exchange,
@@ -254,6 +254,10 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
                         .direction = Direction::kDoubleBackward,
                         .channels = x.size(1)};
   const std::vector<DoubleBackward> norm_batches = prepare_or_fail(exchange, [&] {
+    check_arguments({grad_dx, grad_dweight, grad_dbias, {dy, x, weight, statistics, scope}});
+    TORCH_CHECK(slice_count(x.size(0), statistics.size(0)) == statistics.size(0),
+                "statistics: expected those of slices of x, got ", statistics.size(0), " for ",
+                x.size(0), " samples");
     return prepare_double_backward({grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics});
   });
 
@@ -275,6 +279,7 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
 
 at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                  const at::Tensor& statistics) {
+  check_arguments({x, weight, bias, statistics});
   CallSite site(x);
   site.prepare(x, statistics.size(0));
   const at::Tensor y = empty_output(x);

@@ -18,8 +18,8 @@ using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // slice_count() of symbolic numbers.
 c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted) {
   if (wanted == 1) return 1;
-  const c10::SymInt slice_size = ((samples + wanted - 1) / wanted).max(1);
-  return ((samples + slice_size - 1) / slice_size).max(1);
+  const c10::SymInt slice_size = ((samples - 1) / wanted + 1).max(1);
+  return ((samples - 1) / slice_size + 1).max(1);
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(
@@ -34,22 +34,27 @@ std::tuple<at::Tensor, at::Tensor> forward(
   return {empty_output(x), at::empty_symint({slices, 3, x.sym_size(1)}, wide(x))};
 }
 
-GradientTensors backward(const at::Tensor&, const at::Tensor& x, const OptionalTensor&,
-                         const at::Tensor&, bool wants_dx, bool wants_dweight, bool wants_dbias,
-                         std::string_view, std::string_view, std::string_view) {
+GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
+                         const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
+                         bool wants_dbias, std::string_view scope, std::string_view,
+                         std::string_view) {
+  check_arguments({dy, x, weight, statistics, scope});
   return Gradients(x, {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}).tensors();
 }
 
-GradientTensors double_backward(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                const at::Tensor&, const at::Tensor& x, const OptionalTensor&,
-                                const at::Tensor&, std::string_view, std::string_view,
-                                std::string_view) {
-  const auto [dy, dx, dweight] = empty_second_gradients(x);
-  return {dy, dx, dweight};
+GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
+                                const OptionalTensor& grad_dbias, const at::Tensor& dy,
+                                const at::Tensor& x, const OptionalTensor& weight,
+                                const at::Tensor& statistics, std::string_view scope,
+                                std::string_view, std::string_view) {
+  check_arguments({grad_dx, grad_dweight, grad_dbias, {dy, x, weight, statistics, scope}});
+  const SecondGradients gradients = empty_second_gradients(x);
+  return {gradients.dy, gradients.x, gradients.weight};
 }
 
-at::Tensor apply(const at::Tensor& x, const OptionalTensor&, const OptionalTensor&,
-                 const at::Tensor&) {
+at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                 const at::Tensor& statistics) {
+  check_arguments({x, weight, bias, statistics});
   return empty_output(x);
 }
 

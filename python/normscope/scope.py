@@ -50,7 +50,12 @@ class Scope:
     text: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", _library.canonical_scope(str(self.text)))
+        text = str(self.text)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"scope: expected text that can be encoded, got {text!a}") from None
+        object.__setattr__(self, "text", _library.canonical_scope(text))
 
     def __str__(self) -> str:
         return self.text

@@ -126,6 +126,37 @@ TEST_P(Mismatch, OfScopesIsNamedToEveryRank) {
   });
 }
 
+TEST_P(Mismatch, OfEpsOrMomentumIsNamedToEveryRank) {
+  run([](Exchange& exchange) {
+    CallContext context = context_of(&exchange);
+    context.exchange = &exchange;
+    for (const bool is_of_eps : {true, false}) {
+      LayerRun run(Layer{}, first_samples(2));
+      ForwardArguments arguments = run.forward_arguments();
+      arguments.eps = is_of_eps && is_last(exchange) ? 0.25 : 0.5;
+      arguments.running.momentum = !is_of_eps && is_last(exchange) ? 0.75 : 0.125;
+
+      const std::string text =
+          text_of<MismatchError>([&] { batch_norm_forward(arguments, context); });
+
+      EXPECT_THAT(text, HasSubstr("with eps 0.5 and momentum 0.125\n"));
+      EXPECT_THAT(text, HasSubstr(is_of_eps ? "with eps 0.25 and momentum 0.125\n"
+                                            : "with eps 0.5 and momentum 0.75\n"));
+    }
+    expect_usable(exchange, context_of(&exchange));
+  });
+}
+
+TEST_P(Mismatch, ShowsNoControlCharacters) {
+  run([](Exchange& exchange) {
+    CallContext context = context_of(&exchange);
+    context.layer = is_last(exchange) ? "a\x1b[2J" : "b\x7f\n";
+
+    EXPECT_THAT(refusal(exchange, Layer{}, context),
+                AllOf(HasSubstr("forward of a\\x1b[2J ("), HasSubstr("forward of b\\x7f\\x0a (")));
+  });
+}
+
 TEST_P(Mismatch, OfDirectionsIsNamedToEveryRank) {
   run([](Exchange& exchange) {
     const CallContext context = context_of(&exchange);

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing that Python can pass ends the process: what is wrong is refused by name."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import normscope
+
+OPS = torch.ops.normscope
+N, C = 4, 3
+LARGEST = 2**63 - 1
+
+
+def arguments(device: str) -> dict[str, Any]:
+    """What all ops take, as it should be."""
+    x = torch.randn(N, C, 5, device=device)
+    channels = torch.ones(C, device=device)
+    return {
+        "x": x,
+        "dy": torch.randn_like(x),
+        "grad_dx": torch.randn_like(x),
+        "weight": channels,
+        "bias": channels.clone(),
+        "grad_dweight": channels.clone(),
+        "grad_dbias": channels.clone(),
+        "running_mean": channels.clone(),
+        "running_var": channels.clone(),
+        "num_batches_tracked": torch.tensor(0, device=device),
+        "statistics": torch.ones(1, 3, C, dtype=torch.float64, device=device),
+    }
+
+
+def forward(a: dict[str, Any]) -> object:
+    buffers = (a["running_mean"], a["running_var"], a["num_batches_tracked"])
+    constants: Any = (0.1, 1e-5, [], "local", "pooled", True, "", "")
+    return OPS.batch_norm_forward(a["x"], a["weight"], a["bias"], *buffers, *constants)
+
+
+def apply(a: dict[str, Any]) -> object:
+    return OPS.batch_norm_apply(a["x"], a["weight"], a["bias"], a["statistics"])
+
+
+def backward(a: dict[str, Any]) -> object:
+    tensors = (a["dy"], a["x"], a["weight"], a["statistics"])
+    wants = (True, True, True)
+    return OPS.batch_norm_backward(*tensors, *wants, "local", "", "")
+
+
+def double_backward(a: dict[str, Any]) -> object:
+    gradients = (a["grad_dx"], a["grad_dweight"], a["grad_dbias"])
+    tensors = (a["dy"], a["x"], a["weight"], a["statistics"])
+    return OPS.batch_norm_double_backward(*gradients, *tensors, "local", "", "")
+
+
+TAKES = {
+    forward: ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"],
+    apply: ["weight", "bias", "statistics"],
+    backward: ["dy", "weight", "statistics"],
+    double_backward: ["grad_dx", "grad_dweight", "grad_dbias", "dy", "weight", "statistics"],
+}
+
+
+def damaged(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensor with something wrong each."""
+    other = "cpu" if tensor.device.type == "meta" else "meta"
+    wrong = {
+        "dtype": tensor.to(torch.int32),
+        "device": torch.empty_like(tensor, device=other),
+        "dimensions": tensor.unsqueeze(0).unsqueeze(0),
+        "twice as long": torch.cat([tensor.reshape(-1)] * 2),
+    }
+    if tensor.dim() > 0:
+        wrong["shorter"] = tensor[..., :-1]
+        wrong["empty"] = tensor[..., :0]
+    if tensor.dim() == 3:
+        wrong["more"] = torch.cat([tensor] * 9)
+        wrong["no slice"] = tensor[:0]
+    return wrong
+
+
+CASES = [
+    pytest.param(op, name, damage, id=f"{op.__name__}-{name}-{damage}")
+    for op, names in TAKES.items()
+    for name in names
+    for damage in damaged(arguments("cpu")[name])
+    # One number in one dimension is one number.
+    if not (name == "num_batches_tracked" and damage == "dimensions")
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("op", "name", "damage"), CASES)
+def test_an_argument_that_does_not_fit_is_named(
+    op: Any,  # noqa: ANN401
+    name: str,
+    damage: str,
+    device: str,
+) -> None:
+    given = arguments(device)
+    op(given)
+    given[name] = damaged(given[name])[damage]
+    if name == "statistics" and damage == "more" and device == "meta":
+        return  # how many slices there are may be a symbol there
+
+    with pytest.raises((RuntimeError, ValueError), match=rf"\b{name}\b|slices"):
+        op(given)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("op", [apply, backward, double_backward])
+def test_statistics_of_another_layout_are_refused(op: Any, device: str) -> None:  # noqa: ANN401
+    given = arguments(device)
+    given["statistics"] = given["statistics"].transpose(1, 2).contiguous().transpose(1, 2)
+
+    with pytest.raises(RuntimeError, match="statistics: expected a contiguous tensor"):
+        op(given)
+
+
+@pytest.mark.parametrize("count", [5, 2**31, 2**62, LARGEST - 2, LARGEST - 1, LARGEST])
+def test_more_slices_than_samples_are_as_many_as_samples(count: int) -> None:
+    x = torch.randn(N, C, 5)
+    y = normscope.BatchNorm1d(C, scope=f"slices:{count}")(x)
+    expected = normscope.BatchNorm1d(C, scope=f"slices:{N}")(x)
+
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("count", [5, LARGEST])
+def test_more_slices_than_samples_can_be_traced(count: int) -> None:
+    with torch.device("meta"):
+        layer = normscope.BatchNorm1d(C, scope=f"slices:{count}")
+
+        assert layer(torch.randn(N, C, 5)).shape == (N, C, 5)
+
+
+def hostile_scopes(seed: int, how_many: int) -> list[str]:
+    """Damaged scopes: pieces of good ones, numbers at the ends of their range, odd characters."""
+    choose = random.Random(seed)
+    pieces = [
+        *(
+            "slices:",
+            "local",
+            "group:",
+            "node",
+            "world",
+            "ranks:",
+            "norm_batch:",
+            ",",
+            "/",
+            ":",
+            "-",
+        ),
+        *(
+            "0",
+            "1",
+            "2",
+            "-1",
+            "00",
+            "+3",
+            "1e3",
+            " ",
+            "\t",
+            "\n",
+            "\0",
+            "\x1b[2J",
+            "é",
+            "∞",
+            "\ud800",
+        ),
+        *map(str, (2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30)),
+    ]
+    return ["".join(choose.choices(pieces, k=choose.randint(0, 6))) for _ in range(how_many)]
+
+
+def test_no_scope_does_more_than_raise_a_value_error() -> None:
+    x = torch.randn(N, C, 5)
+    for text in hostile_scopes(seed=0, how_many=3000):
+        try:
+            scope = normscope.Scope(text)
+        except ValueError:
+            with pytest.raises(ValueError, match="scope"):
+                normscope.BatchNorm1d(C, scope=text)
+            continue
+        assert normscope.Scope(str(scope)) == scope
+        y = normscope.BatchNorm1d(C, scope=text)(x)
+        assert y.shape == x.shape
