@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "normscope/torch/arguments.h"
+#include "normscope/torch/exchanges.h"
 #include "normscope/torch/operators.h"
 
 namespace normscope::binding {
@@ -31,6 +32,18 @@ const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
 }
 
 bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
+
+// Calls an op. Where the dispatcher has none for such tensors (sparse ones), no backend can tell
+// the peers that this rank will not come.
+template <class Call>
+auto reach_backend(std::string_view scope, std::string_view group_name, const Call& call) {
+  try {
+    return call();
+  } catch (const c10::NotImplementedError& error) {
+    fail_exchange(scope, group_name, error.what_without_backtrace());
+    throw;
+  }
+}
 
 // The op's arguments that no gradient flows through.
 struct Constants {
@@ -73,10 +86,11 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     const auto& data = context->saved_data;
     const auto flag = [&](const char* name) { return data.at(name).toBool(); };
     const auto text = [&](const char* name) { return data.at(name).toStringView(); };
-    const auto [dx, dweight, dbias] =
-        backward_op().call(gradients[0], saved[0], defined_or_none(saved[1]), saved[2],
-                           flag("wants_dx"), flag("wants_dweight"), flag("wants_dbias"),
-                           text("scope"), text("group_name"), text("layer"));
+    const auto [dx, dweight, dbias] = reach_backend(text("scope"), text("group_name"), [&] {
+      return backward_op().call(gradients[0], saved[0], defined_or_none(saved[1]), saved[2],
+                                flag("wants_dx"), flag("wants_dweight"), flag("wants_dbias"),
+                                text("scope"), text("group_name"), text("layer"));
+    });
     const auto if_wanted = [&](const char* name, const at::Tensor& gradient) {
       return flag(name) ? gradient : at::Tensor();
     };

@@ -54,6 +54,8 @@ void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& 
     TORCH_CHECK_VALUE(false, error.what());
   } catch (const CommunicationError& error) {
     C10_THROW_ERROR(DistBackendError, error.what());
+  } catch (const MismatchError& error) {
+    C10_THROW_ERROR(DistError, error.what());
   }
 }
 

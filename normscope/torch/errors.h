@@ -16,6 +16,8 @@ decltype(auto) as_torch(const Call& call) {
     C10_THROW_ERROR(ValueError, error.what());
   } catch (const CommunicationError& error) {
     C10_THROW_ERROR(DistBackendError, error.what());
+  } catch (const MismatchError& error) {
+    C10_THROW_ERROR(DistError, error.what());
   }
 }
 

@@ -80,11 +80,15 @@ Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement
       ->timeout;
 }
 
+// What a group's own groups are for.
+constexpr const char* kUseOnHost = "host";
+constexpr const char* kUseOnDevice = "device";
+
 // A process group that a program has in Python carries its own messages, too.
 std::unique_ptr<OwnGroup> own_group_for(const GroupEntry& entry, const ProcessGroup& group,
                                         Milliseconds time_limit) {
   if (entry.name.starts_with(kRankGroup) || !serves(*group, c10::DeviceType::CPU)) return nullptr;
-  const std::string use = entry.placement.memory == Memory::kHost ? "host" : "device";
+  const char* use = entry.placement.memory == Memory::kHost ? kUseOnHost : kUseOnDevice;
   return std::make_unique<OwnGroup>(group, entry.name, use, time_limit);
 }
 
@@ -272,15 +276,69 @@ void forget_groups() {
   all = take_out(entries, [](const GroupEntry&) { return true; });
 }
 
+namespace {
+
+bool is_of_one_rank(const Scope& scope) {
+  return scope.kind() == Scope::Kind::kLocal || scope.kind() == Scope::Kind::kSlices;
+}
+
+// What is not a scope may have been meant for all ranks.
+bool is_of_one_rank(std::string_view text) {
+  try {
+    return is_of_one_rank(Scope::parse(text));
+  } catch (const ArgumentError&) {
+    return false;
+  }
+}
+
+// The peers of a rank with a scope that is none are told, too.
+Scope parse_or_fail(std::string_view scope, std::string_view group_name) {
+  try {
+    return Scope::parse(scope);
+  } catch (const ArgumentError& error) {
+    fail_exchange(scope, group_name, error.what());
+    C10_THROW_ERROR(ValueError, error.what());
+  }
+}
+
+}  // namespace
+
 ExchangeUse::ExchangeUse(std::string_view scope, std::string_view group_name,
                          std::string_view layer, const std::optional<Placement>& placement) {
-  const Scope parsed = as_torch([&] { return Scope::parse(scope); });
-  if (parsed.kind() == Scope::Kind::kLocal || parsed.kind() == Scope::Kind::kSlices) return;
+  const Scope parsed = parse_or_fail(scope, group_name);
+  if (is_of_one_rank(parsed)) return;
   const std::shared_ptr<GroupEntry> group = group_named(group_name, placement);
   if (!group) return;
   entry_ = entry_of_scope(group, parsed, layer);
   lock_ = std::unique_lock(entry_->mutex);
   exchange_ = entry_->exchange.get();
+}
+
+void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason) {
+  if (group_name.empty() || is_of_one_rank(scope)) return;
+  const std::string name(group_name);
+  std::vector<std::shared_ptr<GroupEntry>> groups;
+  if (const auto lent = lent_communicator(name)) {
+    groups.push_back(lent);
+  } else {
+    auto& [mutex, entries] = known_process_groups();
+    const std::lock_guard lock(mutex);
+    for (const auto& [key, entry] : entries) {
+      if (key.first == name && !is_destroyed(*entry)) groups.push_back(entry);
+    }
+  }
+  for (const std::shared_ptr<GroupEntry>& group : groups) {
+    const std::lock_guard lock(group->mutex);
+    const auto found = group->of_scope.find(std::string(scope));
+    const Entry entry = found != group->of_scope.end() ? found->second : group->of_all;
+    if (!entry) continue;
+    const std::lock_guard use(entry->mutex);
+    if (entry->exchange) entry->exchange->fail(reason);
+  }
+  if (!groups.empty()) return;
+  const ProcessGroup group = resolve(name);
+  if (!sends(group->getSize()) || !serves(*group, c10::DeviceType::CPU)) return;
+  for (const char* use : {kUseOnHost, kUseOnDevice}) OwnGroup::refuse(*group, name, use, reason);
 }
 
 DeviceReport* ExchangeUse::report() const {

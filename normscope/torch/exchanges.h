@@ -66,6 +66,10 @@ class ExchangeUse {
   Exchange* exchange_ = nullptr;
 };
 
+// The same for a rank that has raised before it knew its exchange: not collective. Peers that have
+// come, or come, to the exchange of the scope throw, or to the first meeting of the group.
+void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason);
+
 // The scope to run with: norm_batch:M becomes the one that it stands for where each rank has
 // `samples` samples, or the most that any rank of the group had when the scope was first used there
 // (which is collective). Other scopes stay as they are.

@@ -84,6 +84,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
   m.def("transport(str group_name) -> str", &transport_of);
+  m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);
   // In Python.

@@ -29,6 +29,10 @@ std::string new_name(c10d::ProcessGroup& group, const std::string& name, const s
   return prefix + std::to_string(number);
 }
 
+std::string text_of(int rank, std::string_view reason) {
+  return "rank " + std::to_string(rank) + " failed: " + std::string(reason);
+}
+
 }  // namespace
 
 OwnGroup::OwnGroup(std::string name, std::string parent, std::vector<int> ranks, GroupStore store,
@@ -63,6 +67,17 @@ std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name, const SubGroup
   return part;
 }
 
+void OwnGroup::refuse(c10d::ProcessGroup& group, const std::string& name, const std::string& use,
+                      std::string_view reason) noexcept {
+  try {
+    const auto store =
+        c10::make_intrusive<c10d::PrefixStore>(new_name(group, name, use), group.getStore());
+    GroupStore(store, group.getRank(), all_ranks_of(group)).fail(text_of(group.getRank(), reason));
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // Peers then find out at their time limit.
+  }
+}
+
 void OwnGroup::make() {
   const std::vector<std::int64_t> ranks(ranks_.begin(), ranks_.end());
   const auto op = op_named<MakeProcessGroupOp>("normscope::make_process_group");
@@ -94,7 +109,7 @@ void OwnGroup::close() noexcept {
 }
 
 void OwnGroup::fail(std::string_view reason) noexcept {
-  store_.fail("rank " + std::to_string(store_.name()) + " failed: " + std::string(reason));
+  store_.fail(text_of(store_.name(), reason));
   close();
 }
 

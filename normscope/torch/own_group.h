@@ -33,6 +33,10 @@ class OwnGroup {
   OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
            const std::string& use, Milliseconds time_limit);
 
+  // Of a rank that will not come to the first meeting: its peers find that it failed, and why.
+  static void refuse(c10d::ProcessGroup& group, const std::string& name, const std::string& use,
+                     std::string_view reason) noexcept;
+
   ~OwnGroup() { close(); }
   OwnGroup(const OwnGroup&) = delete;
   OwnGroup& operator=(const OwnGroup&) = delete;

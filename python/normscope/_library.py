@@ -3,16 +3,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
+
+# torch.distributed.DistError, which not every build of torch has.
+DistError: type[Exception] = torch._C._DistError
 
 # The file's name ends with its version.
 [_path] = Path(__file__).parent.glob("libnormscope_torch.so.*")
 torch.ops.load_library(str(_path))
 _ops = torch.ops.normscope
 
-batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)
+_batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)
+fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
 batch_norm_apply = cast("Callable[..., torch.Tensor]", _ops.batch_norm_apply.default)
 batch_norm_forward = _ops.batch_norm_forward.default
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
@@ -27,3 +31,29 @@ communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )
 version = cast("Callable[[], str]", _ops.version.default)
+
+
+def batch_norm(
+    *arguments: Any,  # noqa: ANN401 - as the user gave them
+    scope: str,
+    slice_stats: str,
+    group: str,
+    layer: str,
+) -> torch.Tensor:
+    """Call the op; the peers of a rank whose arguments do not even reach it are told.
+
+    Args:
+        arguments: The op's first ones, up to ``dims``.
+        scope: As the op's.
+        slice_stats: As the op's.
+        group: As the op's ``group_name``.
+        layer: As the op's.
+    """
+    try:
+        return _batch_norm(*arguments, scope, slice_stats, group, layer)
+    except (ValueError, DistError):
+        raise  # from the library, which has told them what they need to know
+    except Exception as error:
+        if group:
+            fail_exchange(scope, group, f"{type(error).__name__}: {error}")
+        raise

@@ -80,8 +80,8 @@ def batch_norm(
         momentum,
         eps,
         (),
-        text,
-        slice_stats,
-        group_name,
-        "",
+        scope=text,
+        slice_stats=slice_stats,
+        group=group_name,
+        layer="",
     )

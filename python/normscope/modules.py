@@ -141,10 +141,10 @@ class BatchNorm(_BatchNorm):
             self.momentum,
             self.eps,
             self.dims,
-            scope,
-            self.slice_stats,
-            group_name,
-            self.layer_name,
+            scope=scope,
+            slice_stats=self.slice_stats,
+            group=group_name,
+            layer=self.layer_name,
         )
         if self.training and self.track_running_stats:
             self._count_elements(input)

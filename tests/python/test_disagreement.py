@@ -31,7 +31,7 @@ def named_layer(name: str, channels: int = 3) -> normscope.BatchNorm2d:
 def error_of(call: Callable[[], object]) -> str:
     try:
         call()
-    except RuntimeError as error:
+    except distributed.DistError as error:
         return str(error)
     return ""
 

@@ -101,6 +101,71 @@ def test_peers_of_a_rank_that_raises_are_told_at_once_and_the_group_lives(ranks:
     assert [total for _, _, total in answers] == [3.0] * 3
 
 
+BAD_CALLS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "sparse input": lambda layer: layer(batch().to_sparse()),
+    "no input": lambda layer: layer(None),
+    "a list": lambda layer: layer([1.0]),
+    "a damaged scope": lambda layer: with_scope(layer, "wrld"),
+    "momentum": lambda layer: with_momentum(layer, "much"),
+    "sparse gradient": lambda layer: backward_of(layer, batch().to_sparse()),
+}
+
+
+def with_momentum(layer: torch.nn.Module, momentum: object) -> torch.Tensor:
+    layer.momentum = momentum  # type: ignore[assignment]
+    y: torch.Tensor = layer(batch())
+    return y
+
+
+def with_scope(layer: torch.nn.Module, text: str) -> torch.Tensor:
+    object.__setattr__(layer.scope, "text", text)
+    y: torch.Tensor = layer(batch())
+    return y
+
+
+def backward_of(layer: torch.nn.Module, dy: torch.Tensor) -> None:
+    torch.autograd.backward(layer(batch().requires_grad_()), dy)
+
+
+def rank_0_calls_badly(what: str, met: str) -> tuple[str, float]:
+    layer = normscope.BatchNorm2d(3)
+    if met == "met":
+        layer(batch())
+        distributed.barrier()
+    if distributed.get_rank() == 0:
+        return raised_by(lambda: BAD_CALLS[what](layer))
+    return raised_by(lambda: backward_of(layer, batch()))
+
+
+def rank_0_calls_a_local_layer_badly() -> str:
+    local, layer = normscope.BatchNorm2d(3, scope="local"), normscope.BatchNorm2d(3)
+    layer(batch())
+    if distributed.get_rank() == 0:
+        raised_by(lambda: local(None))
+    layer(batch())
+    return "fine"
+
+
+def test_a_local_call_that_fails_is_nobody_else_s_matter(ranks: RankPool) -> None:
+    assert ranks.run(2, rank_0_calls_a_local_layer_badly, environment=OVER_GLOO) == ["fine"] * 2
+
+
+@pytest.mark.parametrize("transport", ["0", "1"])
+@pytest.mark.parametrize("met", ["met", "first meeting"])
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_a_call_that_reaches_no_backend_is_told_to_peers(
+    ranks: RankPool, what: str, met: str, transport: str
+) -> None:
+    answers = ranks.run(
+        2, rank_0_calls_badly, what, met, environment={"NORMSCOPE_SHARED_MEMORY": transport}
+    )
+
+    error, seconds = answers[1]
+    assert "rank 0" in error
+    assert "failed: " in error
+    assert seconds < 2 * SECONDS
+
+
 def rank_1_dies() -> tuple[str, float]:
     """In a process of its own, in which the pool's rank has the place."""
     layer = normscope.BatchNorm2d(3)

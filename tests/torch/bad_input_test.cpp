@@ -45,7 +45,7 @@ TEST(BadInput, RanksWithOtherChannelsAreAllToldWhoHasWhat) {
     const std::int64_t channels = 3 + group.rank();
     nn::BatchNorm2d layer = layer_of(group, channels, "stem");
 
-    EXPECT_THAT(text_of<MismatchError>([&] { layer->forward(torch::randn({2, channels, 4, 4})); }),
+    EXPECT_THAT(text_of_torch_error([&] { layer->forward(torch::randn({2, channels, 4, 4})); }),
                 AllOf(HasSubstr("rank 0: forward of stem (3 channels, scope world)"),
                       HasSubstr("rank 1: forward of stem (4 channels, scope world)")));
     EXPECT_EQ(layer->num_batches_tracked.item<std::int64_t>(), 0);
@@ -56,7 +56,7 @@ TEST(BadInput, RanksWithOtherLayersAreAllToldWhoIsWhere) {
   run_ranks(2, [](const RankGroup& group) {
     nn::BatchNorm2d layer = layer_of(group, 3, group.rank() == 0 ? "stem" : "head");
 
-    EXPECT_THAT(text_of<MismatchError>([&] { layer->forward(torch::randn({2, 3, 4, 4})); }),
+    EXPECT_THAT(text_of_torch_error([&] { layer->forward(torch::randn({2, 3, 4, 4})); }),
                 AllOf(HasSubstr("rank 0: forward of stem"), HasSubstr("rank 1: forward of head")));
   });
 }

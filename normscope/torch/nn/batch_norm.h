@@ -48,8 +48,8 @@ struct BatchNormOptions {
 // each backward is a collective, which all of them make in the same order. Evaluation is torch's
 // own arithmetic. A call that throws updates nothing.
 //
-// Throws c10::Error (ValueError, DistBackendError and so on, as in Python), and MismatchError where
-// the ranks meet in different calls.
+// Throws c10::Error, as in Python: ValueError for arguments that do not fit, DistError where the
+// ranks meet in different calls, DistBackendError where they cannot exchange.
 template <std::size_t D, class Derived, class Theirs>
 // NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility): the modules inherit the constructors
 class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNormOptions> {
