@@ -143,15 +143,15 @@ SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
                         std::to_string(rank));
   }
   std::int32_t not_joined = kNotJoined;
-  if (!member(rank).process.compare_exchange_strong(not_joined, getpid())) {
+  if (!member(rank).process.compare_exchange_strong(not_joined, home_.id())) {
     throw ArgumentError("rank: expected one that has not joined yet, got " + std::to_string(rank));
   }
 }
 
 SlotCommunicator::~SlotCommunicator() {
-  // A copy that a fork has made of this object does not speak for the rank.
-  std::int32_t own = getpid();
-  if (member(rank_).process.compare_exchange_strong(own, kLeft)) wake_sleepers(rank_);
+  if (!home_.is_this_one()) return;
+  member(rank_).process = kLeft;
+  wake_sleepers(rank_);
 }
 
 ExchangeOptions SlotCommunicator::options() const noexcept {
@@ -166,6 +166,7 @@ std::string SlotCommunicator::name_of(int rank) const { return name_of_rank(rank
 
 void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
   check_host_memory(*this, stream);
+  throw_if_forked();
   throw_if_failed();
   std::size_t begin = 0;
   do {
@@ -183,6 +184,7 @@ void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
 }
 
 void SlotCommunicator::fail(std::string_view reason) noexcept {
+  if (!home_.is_this_one()) return;
   char text[kReasonBytes];
   std::snprintf(text, sizeof(text), "rank %d of %d failed: %.*s", rank_, size_,
                 static_cast<int>(std::min(reason.size(), sizeof(text))), reason.data());
@@ -249,6 +251,11 @@ bool SlotCommunicator::all_have_come() const noexcept {
     if (!has_come(peer)) return false;
   }
   return true;
+}
+
+void SlotCommunicator::throw_if_forked() const {
+  if (home_.is_this_one()) return;
+  throw CommunicationError(describe(home_.text_for_fork(name_of(rank_))));
 }
 
 void SlotCommunicator::throw_if_failed() const {

@@ -11,6 +11,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
+#include "normscope/comm/home_process.h"
 
 namespace normscope {
 
@@ -19,6 +20,9 @@ namespace normscope {
 // and adds all slots in the order of the ranks: all get the same bits. A rank has two slots and
 // uses them in turn, so that one exchange needs one wait: who announces epoch e + 1 has read the
 // slots of e.
+//
+// A copy that a fork makes of a communicator is none of the ranks: its exchanges throw a
+// CommunicationError, and nothing that it does, its end included, reaches the group.
 class SlotCommunicator : public Communicator {
  public:
   // Bytes of the memory of a group. Throws ArgumentError.
@@ -66,6 +70,7 @@ class SlotCommunicator : public Communicator {
   [[nodiscard]] bool has_come(int peer) const noexcept;
   [[nodiscard]] bool all_have_come() const noexcept;
 
+  void throw_if_forked() const;
   void throw_if_failed() const;
   void throw_if_gone(int peer);
   [[nodiscard]] std::chrono::milliseconds time_left_or_throw(Clock::time_point start);
@@ -76,6 +81,7 @@ class SlotCommunicator : public Communicator {
   void wake_sleepers(int peer) noexcept;
 
   std::shared_ptr<void> memory_;
+  HomeProcess home_;
   int rank_;
   int size_;
   std::chrono::microseconds yield_time_;  // of a rank that waits, before it sleeps

@@ -14,6 +14,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "normscope/batch_norm/scope_exchange.h"
+#include "normscope/comm/describe.h"
+#include "normscope/comm/home_process.h"
 #include "normscope/comm/shared_memory_between.h"
 #include "normscope/core/error.h"
 #include "normscope/core/resolution.h"
@@ -27,6 +29,15 @@ using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Milliseconds = std::chrono::milliseconds;
 
 struct ExchangeEntry {
+  ExchangeEntry() = default;
+  // The threads of a communicator are not in a fork, and its connections are those of the rank.
+  ~ExchangeEntry() {
+    if (!home.is_this_one()) static_cast<void>(exchange.release());
+  }
+  ExchangeEntry(const ExchangeEntry&) = delete;
+  ExchangeEntry& operator=(const ExchangeEntry&) = delete;
+
+  HomeProcess home;
   std::mutex mutex;                    // held while the exchange is used
   std::unique_ptr<Exchange> exchange;  // nullptr: this rank shares with none
   at::Tensor report_memory;            // made at first use on a device
@@ -39,15 +50,17 @@ using Entry = std::shared_ptr<ExchangeEntry>;
 
 // A later group may have the name of one that was destroyed: the name is not enough to know it by.
 struct GroupEntry {
-  GroupEntry(const ProcessGroup& process_group, std::string its_name, const Placement& where)
-      : group(process_group), name(std::move(its_name)), placement(where) {}
+  GroupEntry(const ProcessGroup& process_group, std::string its_name, const Placement& where,
+             const HomeProcess& process)
+      : group(process_group), name(std::move(its_name)), placement(where), home(process) {}
   explicit GroupEntry(Entry exchange) : of_all(std::move(exchange)) {}
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{ProcessGroup()};  // none: a communicator's
   std::string name;     // as torch knows the process group
   Placement placement;  // of the tensors that are normalized
-  std::mutex mutex;     // of what follows, held while an exchange is made
-  Entry of_all;         // all ranks of the group
+  HomeProcess home;
+  std::mutex mutex;  // of what follows, held while an exchange is made
+  Entry of_all;      // all ranks of the group
   std::map<std::string, Entry> of_scope;
   std::map<std::vector<int>, Entry> of_leaders;
   std::map<std::string, std::string> norm_batches;  // and what they stand for
@@ -198,6 +211,24 @@ std::vector<std::shared_ptr<GroupEntry>> take_out(
 
 bool is_destroyed(const GroupEntry& group) { return group.group.expired(); }
 
+// Where process groups were known first: which of their processes the ranks are.
+struct KnownGroup {
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  HomeProcess home;
+};
+
+HomeProcess home_of(const std::string& name, const ProcessGroup& group) {
+  static std::mutex mutex;
+  static std::map<std::string, KnownGroup> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(name);
+  if (found != known.end() && found->second.group.lock() == group) return found->second.home;
+  std::erase_if(known, [](const auto& entry) { return entry.second.group.expired(); });
+  const HomeProcess here;
+  known.insert_or_assign(name, KnownGroup{.group = c10::weak_intrusive_ptr(group), .home = here});
+  return here;
+}
+
 std::shared_ptr<GroupEntry> entry_of(std::string name, const ProcessGroup& group,
                                      const Placement& placement) {
   auto& [mutex, entries] = known_process_groups();
@@ -207,7 +238,8 @@ std::shared_ptr<GroupEntry> entry_of(std::string name, const ProcessGroup& group
   const auto found = entries.find(key);
   if (found != entries.end() && found->second->group.lock() == group) return found->second;
   destroyed = take_out(entries, is_destroyed);
-  return entries[key] = std::make_shared<GroupEntry>(group, std::move(name), placement);
+  const HomeProcess home = home_of(name, group);
+  return entries[key] = std::make_shared<GroupEntry>(group, std::move(name), placement, home);
 }
 
 std::shared_ptr<GroupEntry> lent_communicator(const std::string& name) {
@@ -225,17 +257,29 @@ Placement any_placement(const ProcessGroup& group) {
   return {.memory = Memory::kDevice, .device = group->getDeviceTypes().front().type()};
 }
 
+// Before anything is waited for: what another thread held at the fork, it holds forever here.
+void throw_if_forked(const HomeProcess& home, int rank, int size) {
+  if (home.is_this_one()) return;
+  const std::string text = home.text_for_fork(name_of_rank(rank, size));
+  C10_THROW_ERROR(DistBackendError, text);
+}
+
 // The group called `name`, for tensors of this placement; nullptr where this rank is alone.
 std::shared_ptr<GroupEntry> group_named(std::string_view name,
                                         const std::optional<Placement>& placement = std::nullopt) {
   if (name.empty()) return nullptr;
   std::string text(name);
-  if (const std::shared_ptr<GroupEntry> lent = lent_communicator(text)) {
-    return sends(lent->of_all->exchange->communicator().size()) ? lent : nullptr;
+  if (std::shared_ptr<GroupEntry> lent = lent_communicator(text)) {
+    const Communicator& communicator = lent->of_all->exchange->communicator();
+    if (!sends(communicator.size())) return nullptr;
+    throw_if_forked(lent->home, communicator.rank(), communicator.size());
+    return lent;
   }
   const ProcessGroup group = resolve(text);
   if (!sends(group->getSize())) return nullptr;
-  return entry_of(std::move(text), group, placement ? *placement : any_placement(group));
+  auto entry = entry_of(std::move(text), group, placement ? *placement : any_placement(group));
+  throw_if_forked(entry->home, group->getRank(), group->getSize());
+  return entry;
 }
 
 Entry entry_of_scope(const std::shared_ptr<GroupEntry>& group, const Scope& scope,
@@ -254,6 +298,10 @@ void lend_communicator(const std::string& name, std::unique_ptr<Communicator> co
   auto& [mutex, entries] = lent_communicators();
   const std::lock_guard lock(mutex);
   entries[name] = std::move(entry);
+}
+
+void know_process_group(const std::string& name) {
+  static_cast<void>(home_of(name, resolve(name)));
 }
 
 void take_communicator_back(const std::string& name) {
@@ -319,12 +367,13 @@ void fail_exchange(std::string_view scope, std::string_view group_name, std::str
   const std::string name(group_name);
   std::vector<std::shared_ptr<GroupEntry>> groups;
   if (const auto lent = lent_communicator(name)) {
-    groups.push_back(lent);
+    if (lent->home.is_this_one()) groups.push_back(lent);
   } else {
     auto& [mutex, entries] = known_process_groups();
     const std::lock_guard lock(mutex);
     for (const auto& [key, entry] : entries) {
-      if (key.first == name && !is_destroyed(*entry)) groups.push_back(entry);
+      const bool is_here = entry->home.is_this_one() && !is_destroyed(*entry);
+      if (key.first == name && is_here) groups.push_back(entry);
     }
   }
   for (const std::shared_ptr<GroupEntry>& group : groups) {
@@ -337,6 +386,7 @@ void fail_exchange(std::string_view scope, std::string_view group_name, std::str
   }
   if (!groups.empty()) return;
   const ProcessGroup group = resolve(name);
+  if (!home_of(name, group).is_this_one()) return;
   if (!sends(group->getSize()) || !serves(*group, c10::DeviceType::CPU)) return;
   for (const char* use : {kUseOnHost, kUseOnDevice}) OwnGroup::refuse(*group, name, use, reason);
 }

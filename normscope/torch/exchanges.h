@@ -33,6 +33,11 @@ void take_communicator_back(const std::string& name);
 void forget_destroyed_groups();
 void forget_groups();
 
+// To be called before this process forks, or as soon as it has the process group: in a process that
+// is forked from it the group is refused, also if it was never used here. Groups that are in use
+// are known.
+void know_process_group(const std::string& name);
+
 // The exchange of the ranks of a group that a scope lets share statistics, for one thread
 // at a time and as long as this object lives.
 //

@@ -90,6 +90,7 @@ TORCH_LIBRARY(normscope, m) {
   // In Python.
   m.def("make_process_group(str name, str parent, int[] ranks, float seconds) -> str error");
   m.def("close_process_group(str name) -> ()");
+  m.def("know_process_group(str group_name) -> ()", &know_process_group);
   m.def("communication_counters() -> (int calls, int bytes, float seconds)", &counters);
 }
 

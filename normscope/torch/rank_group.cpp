@@ -39,6 +39,7 @@ RankGroup::RankGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
       rank_(given(group, "a process group")->getRank()),
       size_(group->getSize()) {
   c10d::register_process_group(name_, group);
+  binding::know_process_group(name_);
 }
 
 RankGroup::~RankGroup() {

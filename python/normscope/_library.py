@@ -27,6 +27,7 @@ cuda = cast("Callable[[], str]", _ops.cuda.default)
 transport = cast("Callable[[str], str]", _ops.transport.default)
 forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
 forget_groups = cast("Callable[[], None]", _ops.forget_groups.default)
+know_process_group = cast("Callable[[str], None]", _ops.know_process_group.default)
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )

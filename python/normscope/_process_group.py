@@ -2,6 +2,7 @@
 """Process groups by name: a layer that held the object could not be copied or pickled."""
 
 import atexit
+import os
 import weakref
 
 import torch
@@ -52,6 +53,16 @@ def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGrou
     if group is None and distributed.is_available() and distributed.is_initialized():
         return distributed.group.WORLD
     return group
+
+
+def _know_all() -> None:
+    """Tell the library which groups are this process's: a fork of it has copies of them."""
+    if distributed.is_available() and distributed.is_initialized():
+        for group in distributed.distributed_c10d._world.pg_names:
+            _library.know_process_group(group.group_name)
+
+
+os.register_at_fork(before=_know_all)
 
 
 def size_of(group: "distributed.ProcessGroup | None") -> int:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,18 @@ TEST(SliceCount, IsThatOfTorchChunk) {
   EXPECT_EQ(slice_count(3, 8), 3);
   EXPECT_EQ(slice_count(0, 4), 1);
   EXPECT_THROW((void)slice_count(4, 0), ArgumentError);
+}
+
+TEST(SliceCount, OfAnyWantedNumberIsAtMostTheSamples) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  for (const std::int64_t samples : {std::int64_t{1}, std::int64_t{7}, kMost / 2, kMost}) {
+    for (const std::int64_t wanted : {kMost, kMost - 1, kMost - samples, kMost - samples + 1}) {
+      if (wanted < samples) continue;
+      EXPECT_EQ(slice_count(samples, wanted), samples) << samples << " in " << wanted;
+    }
+  }
+  EXPECT_EQ(slice_count(kMost, 2), 2);
+  EXPECT_EQ(slice_count(0, kMost), 1);
 }
 
 class Slices : public ::testing::TestWithParam<Layout> {

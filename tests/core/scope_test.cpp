@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/core/scope.h"
 
+#include <cstddef>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -119,6 +121,68 @@ TEST(ScopeTest, MalformedRanksAreRefused) {
   EXPECT_EQ(refusal_of("ranks:0,1/1"), "scope: ranks: expected each rank once, got rank 1 twice");
   EXPECT_THROW((void)Scope::ranks({}), ArgumentError);
   EXPECT_THROW((void)Scope::ranks({{0}, {}}), ArgumentError);
+}
+
+// Pieces of what can be written, of what nearly can, and numbers around the ends of their types.
+std::string hostile_text(std::mt19937& random) {
+  static const std::vector<std::string> kPieces = {"slices",
+                                                   "local",
+                                                   "group",
+                                                   "node",
+                                                   "world",
+                                                   "ranks",
+                                                   "norm_batch",
+                                                   ":",
+                                                   ",",
+                                                   "/",
+                                                   "-",
+                                                   "+",
+                                                   " ",
+                                                   "0",
+                                                   "1",
+                                                   "7",
+                                                   "9223372036854775806",
+                                                   "9223372036854775807",
+                                                   "9223372036854775808",
+                                                   "-9223372036854775808",
+                                                   "99999999999999999999999999",
+                                                   "0x10",
+                                                   "1e9",
+                                                   "nan",
+                                                   "%s%n",
+                                                   std::string(1, '\0'),
+                                                   "\n",
+                                                   "\x1b[31m",
+                                                   "\xff\xfe",
+                                                   "\xed\xa0\x80",
+                                                   std::string(1000, '9'),
+                                                   std::string(1000, '/')};
+  std::string text;
+  for (auto pieces = random() % 6; pieces > 0; --pieces) {
+    text += kPieces[random() % kPieces.size()];
+  }
+  // Half of them begin as what can be written does.
+  if (random() % 2 == 0) text.insert(0, kPieces[random() % 7] + ":");
+  return text;
+}
+
+TEST(ScopeTest, AnyTextIsAScopeThatPrintsAndParsesOrIsRefused) {
+  // NOLINTNEXTLINE(bugprone-random-generator-seed): every run is to see the same texts
+  std::mt19937 random(1);
+  int taken = 0;
+  constexpr int kTexts = 20'000;
+  for (int i = 0; i < kTexts; ++i) {
+    const std::string text = hostile_text(random);
+    try {
+      const Scope scope = Scope::parse(text);
+      ++taken;
+      EXPECT_EQ(Scope::parse(scope.str()), scope);
+    } catch (const ArgumentError& error) {
+      EXPECT_THAT(error.what(), StartsWith("scope: "));
+    }
+  }
+  EXPECT_GT(taken, kTexts / 100);
+  EXPECT_LT(taken, kTexts / 2);
 }
 
 }  // namespace

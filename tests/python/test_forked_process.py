@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that is forked from a rank, as a data loader's worker is, does not speak for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed
+from torch.utils.data import DataLoader, Dataset
+
+import normscope
+
+TRANSPORTS = {"shared memory": "1", "gloo": "0"}
+PATIENCE_SECONDS = 60.0
+
+
+def answer_of_fork(call: Callable[[], str]) -> str:
+    """What ``call`` answers in a process that is forked from this one, which then ends."""
+    ours, theirs = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.write(theirs, call().encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as answer:
+        text = answer.read()
+    os.waitpid(process, 0)
+    return text
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except distributed.DistError as error:
+        return str(error)
+    return "none"
+
+
+def step(layer: torch.nn.Module, value: float) -> None:
+    """A training step over a batch of that value."""
+    layer(torch.full((2, 1), value, requires_grad=True)).sum().backward()
+
+
+def running_mean_of(layer: normscope.BatchNorm1d) -> float:
+    assert layer.running_mean is not None
+    return layer.running_mean.item()
+
+
+def forks_and_trains(scope: str, has_met: bool) -> tuple[str, float]:  # noqa: FBT001
+    rank = distributed.get_rank()
+    layer = normscope.BatchNorm1d(1, momentum=1.0, scope=scope)
+    if has_met:
+        step(layer, float(rank))
+    message = answer_of_fork(lambda: error_of(lambda: step(layer, 1e3))) if rank == 0 else ""
+    for _ in range(3):
+        step(layer, float(rank))
+    return message, running_mean_of(layer)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("scope", ["world", "group:2", "norm_batch:4"])
+@pytest.mark.parametrize("has_met", [True, False])
+def test_a_fork_of_a_rank_is_told_and_the_ranks_go_on(
+    ranks: RankPool,
+    transport: str,
+    scope: str,
+    has_met: bool,  # noqa: FBT001
+) -> None:
+    [(message, of_rank_0), (_, of_rank_1)] = ranks.run(
+        2,
+        forks_and_trains,
+        scope,
+        has_met,
+        hang_seconds=PATIENCE_SECONDS,
+        environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
+    )
+
+    assert "was forked from rank 0 of 2" in message
+    assert "scope local" in message
+    assert of_rank_0 == of_rank_1 == 0.5
+
+
+def fork_runs_what_needs_no_peers() -> str:
+    layer = normscope.BatchNorm1d(1)
+    step(layer, 1.0)
+
+    def alone() -> str:
+        # Forwards: torch refuses a backward in the fork of a process that has made one.
+        batch = torch.ones(4, 1)
+        normscope.BatchNorm1d(1, scope="local")(batch)
+        normscope.BatchNorm1d(1, scope="slices:2")(batch)
+        layer.eval()(batch)
+        return "ran"
+
+    return answer_of_fork(alone)
+
+
+def test_a_fork_of_a_rank_runs_what_needs_no_peers(ranks: RankPool) -> None:
+    assert ranks.run(2, fork_runs_what_needs_no_peers) == ["ran", "ran"]
+
+
+def fork_calls_badly_and_ends_as_a_program_does() -> float:
+    """Its objects, the copies of the rank's communicators among them, are taken down."""
+    rank = distributed.get_rank()
+    layer = normscope.BatchNorm1d(1, momentum=1.0)
+    step(layer, float(rank))
+    process = os.fork()
+    if process == 0:
+        with contextlib.suppress(Exception):
+            layer(None)
+        # What sys.exit() comes to; its exception would end in the pool.
+        atexit._run_exitfuncs()
+        ctypes.CDLL(None).exit(0)
+    os.waitpid(process, 0)
+    step(layer, float(rank))
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    assert total.item() == 2.0
+    return running_mean_of(layer)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_end_of_a_fork_is_not_that_of_the_rank(ranks: RankPool, transport: str) -> None:
+    answers = ranks.run(
+        2,
+        fork_calls_badly_and_ends_as_a_program_does,
+        hang_seconds=PATIENCE_SECONDS,
+        environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
+    )
+
+    assert answers == [0.5, 0.5]
+
+
+class Normalized(Dataset[str]):
+    """Samples that a layer has normalized, in training."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self.layer = layer
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> str:
+        return error_of(lambda: step(self.layer, 1e3 + index))
+
+
+def loads_data_in_workers() -> tuple[list[str], float]:
+    multiprocessing.current_process().daemon = False  # or it could have no workers
+    rank = distributed.get_rank()
+    layer = normscope.BatchNorm1d(1, momentum=1.0)
+    step(layer, float(rank))
+    messages: list[str] = []
+    loader = DataLoader(
+        Normalized(layer), batch_size=None, num_workers=1, multiprocessing_context="fork"
+    )
+    for message in loader:
+        messages.append(message)
+        step(layer, float(rank))
+    return messages, running_mean_of(layer)
+
+
+def test_a_worker_of_a_data_loader_does_not_reach_running_statistics(ranks: RankPool) -> None:
+    for rank, (messages, mean) in enumerate(ranks.run(2, loads_data_in_workers)):
+        assert len(messages) == 2
+        assert all(f"was forked from rank {rank} of 2" in message for message in messages)
+        assert mean == 0.5
