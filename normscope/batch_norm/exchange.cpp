@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "normscope/comm/call_observer.h"
+#include "normscope/comm/describe.h"
 #include "normscope/core/error.h"
 #include "normscope/core/hash.h"
 
@@ -28,21 +30,6 @@ std::string_view name_of(Direction direction) {
     case Direction::kAgreement: break;
   }
   return "agreement";
-}
-
-// A name as it may stand in a terminal: escape sequences and the like in hexadecimal digits.
-std::string printable(std::string_view name) {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string text;
-  for (const char character : name) {
-    const auto byte = static_cast<unsigned char>(character);
-    if (byte >= 0x20 && byte != 0x7F) {
-      text += character;
-    } else {
-      ((text += "\\x") += kDigits[byte / 16]) += kDigits[byte % 16];
-    }
-  }
-  return text;
 }
 
 std::string describe(const CallLabel& label) {
@@ -131,6 +118,30 @@ class CountedExchange {
   std::chrono::steady_clock::time_point begin_;
 };
 
+// Shows a call to the peers and to the observer, while this lives.
+class ShownCall {
+ public:
+  ShownCall(Communicator& communicator, const CallLabel& label, std::span<const double> message)
+      : board_(communicator.calls()), observer_(call_observer()) {
+    const CallName name{.what = name_of(label.direction), .layer = label.layer};
+    if (board_ != nullptr) board_->begin(name);
+    if (observer_ != nullptr) observer_->begin_call(name, label.scope, message.size_bytes());
+  }
+  ShownCall(const ShownCall&) = delete;
+  ShownCall& operator=(const ShownCall&) = delete;
+  ~ShownCall() {
+    if (board_ != nullptr) board_->end(state_);
+    if (observer_ != nullptr) observer_->end_call();
+  }
+
+  void finish() noexcept { state_ = CallState::kFinished; }
+
+ private:
+  CallBoard* board_;
+  CallObserver* observer_;
+  CallState state_ = CallState::kFailed;
+};
+
 bool checks_every_call() {
   static const bool kChecks = [] {
     const char* value = std::getenv("NORMSCOPE_CHECK");
@@ -187,6 +198,7 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
   const Header header{{count, h, h * h, needs_backward}};
 
   const CountedExchange counted(message);
+  ShownCall shown(*communicator_, label, message);
   try {
     const auto seen = seen_.find(label_hash);
     const bool is_new = seen == seen_.end();
@@ -196,6 +208,7 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
       compare(ahead.fields);
     }
     sum(header);
+    shown.finish();
     // Not before all have met: what is new to one rank must be new to all.
     if (!is_new) return seen->second;
     labels_.push_back(describe(label));

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "normscope/comm/calls.h"
 #include "normscope/core/error.h"
 #include "normscope/core/export.h"
 #include "normscope/core/stream.h"
@@ -44,6 +45,9 @@ class Communicator {
   // Ranks that give the same `color` become a group of their own, ordered by `key`, then by rank.
   // Collective over all ranks.
   [[nodiscard]] virtual std::unique_ptr<Communicator> split(int color, int key) = 0;
+
+  // What the ranks do, if they show it without messages; else nullptr.
+  [[nodiscard]] virtual CallBoard* calls() noexcept { return nullptr; }
 
   // Marks the group as failed, so that peers which wait for this rank, or come later, throw at once
   // a CommunicationError with this rank and `reason`. Not collective.

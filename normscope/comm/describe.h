@@ -4,7 +4,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
+#include <numeric>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace normscope {
@@ -20,6 +22,28 @@ namespace normscope {
 [[nodiscard]] inline std::string list_of_ranks(const std::vector<int>& ranks) {
   std::string text = (ranks.size() == 1 ? "rank " : "ranks ") + std::to_string(ranks[0]);
   for (std::size_t i = 1; i < ranks.size(); ++i) text += ", " + std::to_string(ranks[i]);
+  return text;
+}
+
+// 0, 1, ... below `size`.
+[[nodiscard]] inline std::vector<int> numbers_of_ranks(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// A name as it may stand in a terminal: escape sequences and the like in hexadecimal digits.
+[[nodiscard]] inline std::string printable(std::string_view name) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string text;
+  for (const char character : name) {
+    const auto byte = static_cast<unsigned char>(character);
+    if (byte >= 0x20 && byte != 0x7F) {
+      text += character;
+    } else {
+      ((text += "\\x") += kDigits[byte / 16]) += kDigits[byte % 16];
+    }
+  }
   return text;
 }
 

@@ -31,7 +31,9 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
     }
     // The leader holds the segment open until all have come here.
     throw_if_any_failed(sub_group, error);
-    return make_shared_memory_communicator(*segment, sub_group.rank);
+    auto part = std::make_unique<SharedMemoryCommunicator>(*segment, sub_group.rank);
+    part->show_calls_as_part_of(*this, sub_group.members);
+    return part;
   }
 
  private:

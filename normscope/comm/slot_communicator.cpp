@@ -2,7 +2,6 @@
 #include "normscope/comm/slot_communicator.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
@@ -11,13 +10,12 @@
 #include <thread>
 #include <vector>
 
-#include <poll.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
 #include "normscope/comm/futex.h"
+#include "normscope/comm/peer_process.h"
 #include "normscope/core/cache_line.h"
 #include "normscope/core/error.h"
 
@@ -71,17 +69,6 @@ void pause_core() noexcept {
 #endif
 }
 
-// A descriptor of a process becomes readable when the process ends, reaped or not. Where the id has
-// been given to another process meanwhile the answer is false: the time limit then ends the wait.
-bool has_died(std::int32_t process) noexcept {
-  const int descriptor = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
-  if (descriptor < 0) return errno == ESRCH;
-  pollfd ended{.fd = descriptor, .events = POLLIN, .revents = 0};
-  const bool died = poll(&ended, 1, 0) == 1;
-  close(descriptor);
-  return died;
-}
-
 }  // namespace
 
 // All atomics are sequentially consistent. Announcing and falling asleep rely on it: either the
@@ -99,7 +86,8 @@ struct alignas(kCacheLine) SlotCommunicator::Member {
   std::atomic<std::uint32_t> bell = 0;      // what those who wait for this rank sleep on
   std::atomic<std::uint32_t> sleepers = 0;  // how many they are
   std::atomic<std::int32_t> process = kNotJoined;
-  std::int64_t lengths[2] = {};  // of the whole message, by the parity of the epoch
+  std::atomic<std::uint64_t> pid_namespace = 0;  // whose number that is; 0 until it is known
+  std::int64_t lengths[2] = {};                  // of the whole message, by the parity of the epoch
 };
 
 std::int64_t SlotCommunicator::memory_bytes(int ranks, const ExchangeOptions& options) {
@@ -117,13 +105,16 @@ std::int64_t SlotCommunicator::memory_bytes(int ranks, const ExchangeOptions& op
   }
   const std::size_t per_rank = sizeof(Member) + 2 * slot_bytes(options.slot_length);
   return static_cast<std::int64_t>(whole_cache_lines(sizeof(Group)) +
+                                   CallBoard::memory_bytes(ranks) +
                                    static_cast<std::size_t>(ranks) * per_rank);
 }
 
 void SlotCommunicator::initialize(void* memory, int ranks, const ExchangeOptions& options) {
   new (memory)
       Group{.ranks = ranks, .slot_length = options.slot_length, .time_limit = options.time_limit};
-  std::byte* members = static_cast<std::byte*>(memory) + whole_cache_lines(sizeof(Group));
+  std::byte* board = static_cast<std::byte*>(memory) + whole_cache_lines(sizeof(Group));
+  CallBoard::initialize(board, ranks);
+  std::byte* members = board + CallBoard::memory_bytes(ranks);
   for (int rank = 0; rank < ranks; ++rank) {
     new (members + static_cast<std::size_t>(rank) * sizeof(Member)) Member;
   }
@@ -137,7 +128,8 @@ SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
       yield_time_(yield_time(size_)),
       transport_(transport),
       slot_length_(group().slot_length),
-      epoch_(kFirstEpoch) {
+      epoch_(kFirstEpoch),
+      calls_(board_in(memory_), rank, size_) {
   if (rank < 0 || rank >= size_) {
     throw ArgumentError("rank: expected 0 to " + std::to_string(size_ - 1) + ", got " +
                         std::to_string(rank));
@@ -146,6 +138,7 @@ SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
   if (!member(rank).process.compare_exchange_strong(not_joined, home_.id())) {
     throw ArgumentError("rank: expected one that has not joined yet, got " + std::to_string(rank));
   }
+  member(rank).pid_namespace = own_pid_namespace();
 }
 
 SlotCommunicator::~SlotCommunicator() {
@@ -195,9 +188,13 @@ SlotCommunicator::Group& SlotCommunicator::group() const noexcept {
   return *static_cast<Group*>(memory_.get());
 }
 
+std::shared_ptr<void> SlotCommunicator::board_in(const std::shared_ptr<void>& memory) noexcept {
+  return {memory, static_cast<std::byte*>(memory.get()) + whole_cache_lines(sizeof(Group))};
+}
+
 SlotCommunicator::Member& SlotCommunicator::member(int rank) const noexcept {
-  std::byte* members = static_cast<std::byte*>(memory_.get()) + whole_cache_lines(sizeof(Group));
-  return reinterpret_cast<Member*>(members)[rank];
+  std::byte* board = static_cast<std::byte*>(memory_.get()) + whole_cache_lines(sizeof(Group));
+  return reinterpret_cast<Member*>(board + CallBoard::memory_bytes(size_))[rank];
 }
 
 // The slot of the current epoch.
@@ -214,6 +211,7 @@ void SlotCommunicator::announce() noexcept {
 }
 
 void SlotCommunicator::wait_for_all() {
+  const ObservedWait observed;
   for (int i = 0; i < kSpins; ++i) {
     if (all_have_come()) return;
     pause_core();
@@ -223,21 +221,35 @@ void SlotCommunicator::wait_for_all() {
     if (all_have_come()) return;
     sched_yield();
   }
-  for (int peer = 0; peer < size_; ++peer) sleep_until_come(peer, start);
+  for (int peer = 0; peer < size_; ++peer) {
+    while (!has_come(peer)) {
+      throw_if_failed();
+      throw_if_any_gone();
+      tell_observer(start);
+      sleep_until_come(peer, time_left_or_throw(start));
+    }
+  }
 }
 
-void SlotCommunicator::sleep_until_come(int peer, Clock::time_point start) {
+// Or until kLongestSleep: there are others to look at.
+void SlotCommunicator::sleep_until_come(int peer, milliseconds time_left) {
   Member& awaited = member(peer);
-  while (!has_come(peer)) {
-    throw_if_failed();
-    throw_if_gone(peer);
-    const milliseconds time_left = time_left_or_throw(start);
-    const std::uint32_t bell = awaited.bell;
-    ++awaited.sleepers;
-    if (!has_come(peer) && group().failure != kWritten && awaited.process != kLeft) {
-      futex_wait(awaited.bell, bell, std::min(kLongestSleep, time_left));
-    }
-    --awaited.sleepers;
+  const std::uint32_t bell = awaited.bell;
+  ++awaited.sleepers;
+  if (!has_come(peer) && group().failure != kWritten && awaited.process != kLeft) {
+    futex_wait(awaited.bell, bell, std::min(kLongestSleep, time_left));
+  }
+  --awaited.sleepers;
+}
+
+void SlotCommunicator::tell_observer(Clock::time_point start) {
+  CallObserver* const observer = call_observer();
+  if (observer == nullptr) return;
+  try {
+    observer->during_wait(*this, Clock::now() - start);
+  } catch (...) {
+    record_failure(name_of(rank_) + " was interrupted while it waited");
+    throw;
   }
 }
 
@@ -262,13 +274,26 @@ void SlotCommunicator::throw_if_failed() const {
   if (group().failure == kWritten) throw CommunicationError(describe(group().reason));
 }
 
-void SlotCommunicator::throw_if_gone(int peer) {
-  const std::int32_t process = member(peer).process;
-  const bool left = process == kLeft;
-  const bool died = process > 0 && has_died(process);
-  // It may have come in its last moment, so that the epoch is looked at after the process.
-  if (!(left || died) || has_come(peer)) return;
-  const std::string text = name_of(peer) + (left ? " has left the group" : " has died");
+// Looks at all that have not come: a peer that is only late may hide one that will not come.
+void SlotCommunicator::throw_if_any_gone() {
+  std::vector<int> dead;
+  std::vector<int> left;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (has_come(peer)) continue;
+    const std::int32_t process = member(peer).process;
+    const bool has_left = process == kLeft;
+    const bool died = process > 0 && has_died(process, member(peer).pid_namespace);
+    // It may have come in its last moment, so that the epoch is looked at after the process.
+    if (!(has_left || died) || has_come(peer)) continue;
+    (died ? dead : left).push_back(peer);
+  }
+  if (dead.empty() && left.empty()) return;
+  // Who has left may have done so because another died.
+  const std::string who =
+      list_of_ranks(dead.empty() ? left : dead) + " of " + std::to_string(size_);
+  const bool are_several = (dead.empty() ? left : dead).size() > 1;
+  const std::string text =
+      who + (are_several ? " have " : " has ") + (dead.empty() ? "left the group" : "died");
   record_failure(text);
   throw CommunicationError(describe(text));
 }
@@ -283,8 +308,10 @@ milliseconds SlotCommunicator::time_left_or_throw(Clock::time_point start) {
     if (!has_come(peer)) missing.push_back(peer);
   }
   if (missing.empty()) return milliseconds::zero();
-  const std::string text =
+  std::string text =
       name_of(rank_) + " waited " + in_seconds(waited) + " for " + list_of_ranks(missing);
+  const std::string where = who_is_where(calls_.read(), numbers_of_ranks(size_));
+  if (!where.empty()) text += ": " + where;
   record_failure(text);
   throw TimeoutError(describe(text));
 }

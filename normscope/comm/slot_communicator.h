@@ -8,7 +8,9 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "normscope/comm/calls.h"
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
 #include "normscope/comm/home_process.h"
@@ -38,6 +40,7 @@ class SlotCommunicator : public Communicator {
   [[nodiscard]] int size() const noexcept final { return size_; }
   [[nodiscard]] std::string_view transport() const noexcept final { return transport_; }
   [[nodiscard]] bool compares_lengths() const noexcept final { return true; }
+  [[nodiscard]] CallBoard* calls() noexcept final { return &calls_; }
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) final;
   void fail(std::string_view reason) noexcept final;
@@ -55,24 +58,32 @@ class SlotCommunicator : public Communicator {
   // "rank 1 of 4".
   [[nodiscard]] std::string name_of(int rank) const;
 
+  // From now on the ranks, `members` of `whole`, show their calls where all ranks of that do: one
+  // of them may be busy in another part.
+  void show_calls_as_part_of(const SlotCommunicator& whole, const std::vector<int>& members) {
+    calls_ = whole.calls_.part(members);
+  }
+
  private:
   struct Group;
   struct Member;
   using Clock = std::chrono::steady_clock;
 
   [[nodiscard]] Group& group() const noexcept;
+  [[nodiscard]] static std::shared_ptr<void> board_in(const std::shared_ptr<void>& memory) noexcept;
   [[nodiscard]] Member& member(int rank) const noexcept;
   [[nodiscard]] double* slot(int rank) const noexcept;
 
   void announce() noexcept;
   void wait_for_all();
-  void sleep_until_come(int peer, Clock::time_point start);
+  void sleep_until_come(int peer, std::chrono::milliseconds time_left);
+  void tell_observer(Clock::time_point start);
   [[nodiscard]] bool has_come(int peer) const noexcept;
   [[nodiscard]] bool all_have_come() const noexcept;
 
   void throw_if_forked() const;
   void throw_if_failed() const;
-  void throw_if_gone(int peer);
+  void throw_if_any_gone();
   [[nodiscard]] std::chrono::milliseconds time_left_or_throw(Clock::time_point start);
   void throw_if_lengths_differ() const;
   void add_slots(std::span<double> sum) const noexcept;
@@ -88,6 +99,7 @@ class SlotCommunicator : public Communicator {
   std::string_view transport_;
   std::int64_t slot_length_;
   std::uint32_t epoch_;
+  CallBoard calls_;
 };
 
 }  // namespace normscope

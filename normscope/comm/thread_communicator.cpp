@@ -48,7 +48,9 @@ class ThreadCommunicator final : public SlotCommunicator {
                                         " found no memory for the group of color " +
                                         std::to_string(color)));
     }
-    return std::make_unique<ThreadCommunicator>(part, sub_group.rank);
+    auto communicator = std::make_unique<ThreadCommunicator>(part, sub_group.rank);
+    communicator->show_calls_as_part_of(*this, sub_group.members);
+    return communicator;
   }
 
  private:

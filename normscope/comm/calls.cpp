@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/calls.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <numeric>
+#include <utility>
+
+#include "normscope/comm/describe.h"
+#include "normscope/core/cache_line.h"
+
+namespace normscope {
+namespace {
+
+using std::chrono::nanoseconds;
+using std::chrono::steady_clock;
+
+constexpr std::size_t kWords = 12;
+constexpr std::size_t kTextBytes = kWords * sizeof(std::uint64_t);
+
+// Of all processes of a host.
+std::int64_t now() noexcept {
+  return std::chrono::duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+// Text of a fixed length, which takes as many bytes of what is put to it as it has left.
+class FixedText {
+ public:
+  void put(std::string_view text) noexcept {
+    const std::size_t bytes = std::min(text.size(), kTextBytes - 1 - size_);
+    std::memcpy(bytes_.data() + size_, text.data(), bytes);
+    size_ += bytes;
+  }
+
+  // The end of a text that is too long: of qualified names it tells more than the beginning.
+  void put_end_of(std::string_view text) noexcept {
+    const std::size_t left = kTextBytes - 1 - size_;
+    put(text.size() > left ? text.substr(text.size() - left) : text);
+  }
+
+  [[nodiscard]] std::uint64_t word(std::size_t index) const noexcept {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bytes_.data() + index * sizeof(word), sizeof(word));
+    return word;
+  }
+
+ private:
+  std::array<char, kTextBytes> bytes_ = {};
+  std::size_t size_ = 0;
+};
+
+std::string phrase_of(const RankCall& call, bool is_plural) {
+  switch (call.state) {
+    case CallState::kWaits: return (is_plural ? "wait in " : "waits in ") + call.name;
+    case CallState::kFinished: return "last finished " + call.name;
+    case CallState::kFailed: return "failed in " + call.name;
+    case CallState::kAlone: return "last ran " + call.name + " without peers";
+    case CallState::kNone: break;
+  }
+  return is_plural ? "have not come to any call yet" : "has not come to any call yet";
+}
+
+bool is_past(const RankCall& call) {
+  return call.state != CallState::kNone && call.state != CallState::kWaits;
+}
+
+}  // namespace
+
+std::string who_is_where(const std::vector<RankCall>& calls, const std::vector<int>& ranks) {
+  const auto has_called = [](const RankCall& call) { return call.state != CallState::kNone; };
+  if (std::ranges::none_of(calls, has_called)) return "";
+  std::vector<std::size_t> left(calls.size());
+  std::iota(left.begin(), left.end(), 0U);
+  // Who waits comes last: the others are what is waited for.
+  std::ranges::stable_partition(
+      left, [&](std::size_t rank) { return calls[rank].state != CallState::kWaits; });
+  std::string text;
+  while (!left.empty()) {
+    const RankCall& call = calls[left.front()];
+    std::vector<int> alike;
+    std::erase_if(left, [&](std::size_t rank) {
+      const bool is_alike = calls[rank].state == call.state && calls[rank].name == call.name;
+      if (is_alike) alike.push_back(ranks[rank]);
+      return is_alike;
+    });
+    if (!text.empty()) text += "; ";
+    text += list_of_ranks(alike) + ' ' + phrase_of(call, alike.size() > 1);
+    if (is_past(call)) text += ", " + in_seconds(call.age) + " ago";
+  }
+  return text;
+}
+
+// A sequence lock of one writer: odd while its line is being written. All of it is atomic, so that
+// a reader in another thread is no data race.
+struct alignas(kCacheLine) CallBoard::Line {
+  std::atomic<std::uint64_t> sequence = 0;
+  std::atomic<std::int64_t> since = 0;
+  std::atomic<std::uint64_t> number = 0;
+  std::atomic<CallState> state = CallState::kNone;
+  std::array<std::atomic<std::uint64_t>, kWords> text = {};
+
+  template <class Write>
+  void write(const Write& write_fields) noexcept {
+    std::uint64_t even = sequence.load(std::memory_order_relaxed);
+    if (even % 2 != 0 || !sequence.compare_exchange_strong(even, even + 1)) return;
+    std::atomic_thread_fence(std::memory_order_release);
+    write_fields();
+    sequence.store(even + 2, std::memory_order_release);
+  }
+};
+
+std::size_t CallBoard::memory_bytes(int ranks) noexcept {
+  return static_cast<std::size_t>(ranks) * sizeof(Line);
+}
+
+void CallBoard::initialize(void* memory, int ranks) noexcept {
+  for (int rank = 0; rank < ranks; ++rank) new (static_cast<Line*>(memory) + rank) Line;
+}
+
+CallBoard::CallBoard(std::shared_ptr<void> lines, int rank, int ranks)
+    : lines_(std::move(lines)), place_(rank), places_(static_cast<std::size_t>(ranks)) {
+  std::iota(places_.begin(), places_.end(), 0);
+}
+
+CallBoard CallBoard::part(const std::vector<int>& members) const {
+  CallBoard part = *this;
+  part.places_.clear();
+  for (const int member : members) {
+    part.places_.push_back(places_[static_cast<std::size_t>(member)]);
+  }
+  return part;
+}
+
+void CallBoard::begin(const CallName& name, CallState state) noexcept {
+  FixedText text;
+  text.put(name.what);
+  text.put(" of ");
+  text.put_end_of(name.layer.empty() ? "a layer without a name" : name.layer);
+  Line& own = line(place_);
+  own.write([&] {
+    for (std::size_t i = 0; i < kWords; ++i) {
+      own.text[i].store(text.word(i), std::memory_order_relaxed);
+    }
+    own.state.store(state, std::memory_order_relaxed);
+    own.number.store(own.number.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    own.since.store(now(), std::memory_order_relaxed);
+  });
+}
+
+void CallBoard::end(CallState state) noexcept {
+  Line& own = line(place_);
+  own.write([&] {
+    own.state.store(state, std::memory_order_relaxed);
+    own.since.store(now(), std::memory_order_relaxed);
+  });
+}
+
+std::vector<RankCall> CallBoard::read() const {
+  std::vector<RankCall> calls;
+  calls.reserve(places_.size());
+  for (const int place : places_) calls.push_back(read(place));
+  return calls;
+}
+
+RankCall CallBoard::read_own() const { return read(place_); }
+
+CallBoard::Line& CallBoard::line(int place) const noexcept {
+  return static_cast<Line*>(lines_.get())[place];
+}
+
+RankCall CallBoard::read(int place) const {
+  // A rank that died while it wrote leaves an odd number for good.
+  constexpr int kTries = 1000;
+  const Line& line = this->line(place);
+  for (int i = 0; i < kTries; ++i) {
+    const std::uint64_t before = line.sequence.load(std::memory_order_acquire);
+    std::array<std::uint64_t, kWords> words = {};
+    for (std::size_t word = 0; word < kWords; ++word) {
+      words[word] = line.text[word].load(std::memory_order_relaxed);
+    }
+    RankCall call{.state = line.state.load(std::memory_order_relaxed),
+                  .name = {},
+                  .age = nanoseconds(now() - line.since.load(std::memory_order_relaxed)),
+                  .number = line.number.load(std::memory_order_relaxed)};
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before % 2 != 0 || line.sequence.load(std::memory_order_relaxed) != before) continue;
+    char text[kTextBytes];
+    std::memcpy(text, words.data(), kTextBytes);
+    call.name = printable({text, strnlen(text, kTextBytes)});
+    return call;
+  }
+  return {};
+}
+
+}  // namespace normscope
