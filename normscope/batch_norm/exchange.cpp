@@ -21,17 +21,6 @@ namespace {
 
 constexpr int kHashBits = 20;
 
-std::string_view name_of(Direction direction) {
-  switch (direction) {
-    case Direction::kForward: return "forward";
-    case Direction::kBackward: return "backward";
-    case Direction::kDoubleBackward: return "double backward";
-    case Direction::kParameters: return "parameters";
-    case Direction::kAgreement: break;
-  }
-  return "agreement";
-}
-
 std::string describe(const CallLabel& label) {
   const std::string layer = label.layer.empty() ? "a layer without a name" : printable(label.layer);
   if (label.direction == Direction::kAgreement) {
@@ -151,6 +140,17 @@ bool checks_every_call() {
 }
 
 }  // namespace
+
+std::string_view name_of(Direction direction) noexcept {
+  switch (direction) {
+    case Direction::kForward: return "forward";
+    case Direction::kBackward: return "backward";
+    case Direction::kDoubleBackward: return "double backward";
+    case Direction::kParameters: return "parameters";
+    case Direction::kAgreement: break;
+  }
+  return "agreement";
+}
 
 Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_alone,
                    std::vector<int> names)

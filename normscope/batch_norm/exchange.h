@@ -21,6 +21,9 @@ namespace normscope NORMSCOPE_EXPORT {
 // they are.
 enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters };
 
+// "forward".
+[[nodiscard]] std::string_view name_of(Direction direction) noexcept;
+
 // Whether this rank's forward will be followed by a backward. Ranks that disagree would hang there,
 // so they all raise in forward.
 enum class BackwardNeeded { kNo, kYes };

@@ -3,14 +3,14 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
+#include <string>
 #include <string_view>
 
 #include "normscope/comm/calls.h"
 #include "normscope/core/export.h"
 
 namespace normscope NORMSCOPE_EXPORT {
-
-class Communicator;
 
 // What a program does while its ranks exchange, such as profile them, or look for signals. One for
 // the process, called by every thread that exchanges.
@@ -26,10 +26,10 @@ class CallObserver {
   virtual void begin_wait() = 0;
   virtual void end_wait() noexcept = 0;
 
-  // Every 100 ms at most, while a wait lasts. What this throws ends the wait, and the group counts
-  // as failed.
-  virtual void during_wait(Communicator& communicator,
-                           std::chrono::steady_clock::duration waited) = 0;
+  // About every 100 ms, while a wait lasts; `who_is_where` tells whom it is for. What this throws
+  // ends the wait, and the group counts as failed.
+  virtual void during_wait(std::chrono::steady_clock::duration waited,
+                           const std::function<std::string()>& who_is_where) = 0;
 };
 
 // nullptr for none; it must outlive all exchanges that begin while it is set.

@@ -102,6 +102,12 @@ struct alignas(kCacheLine) CallBoard::Line {
   std::atomic<CallState> state = CallState::kNone;
   std::array<std::atomic<std::uint64_t>, kWords> text = {};
 
+  void put(const FixedText& words) noexcept {
+    for (std::size_t i = 0; i < kWords; ++i) {
+      text[i].store(words.word(i), std::memory_order_relaxed);
+    }
+  }
+
   template <class Write>
   void write(const Write& write_fields) noexcept {
     std::uint64_t even = sequence.load(std::memory_order_relaxed);
@@ -141,9 +147,7 @@ void CallBoard::begin(const CallName& name, CallState state) noexcept {
   text.put_end_of(name.layer.empty() ? "a layer without a name" : name.layer);
   Line& own = line(place_);
   own.write([&] {
-    for (std::size_t i = 0; i < kWords; ++i) {
-      own.text[i].store(text.word(i), std::memory_order_relaxed);
-    }
+    own.put(text);
     own.state.store(state, std::memory_order_relaxed);
     own.number.store(own.number.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     own.since.store(now(), std::memory_order_relaxed);
@@ -155,6 +159,18 @@ void CallBoard::end(CallState state) noexcept {
   own.write([&] {
     own.state.store(state, std::memory_order_relaxed);
     own.since.store(now(), std::memory_order_relaxed);
+  });
+}
+
+void CallBoard::show(int rank, const RankCall& call) noexcept {
+  FixedText text;
+  text.put(call.name);
+  Line& other = line(places_[static_cast<std::size_t>(rank)]);
+  other.write([&] {
+    other.put(text);
+    other.state.store(call.state, std::memory_order_relaxed);
+    other.number.store(call.number, std::memory_order_relaxed);
+    other.since.store(now() - call.age.count(), std::memory_order_relaxed);
   });
 }
 

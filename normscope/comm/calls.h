@@ -53,6 +53,9 @@ class CallBoard {
   void begin(const CallName& name, CallState state = CallState::kWaits) noexcept;
   void end(CallState state) noexcept;
 
+  // Shows what is known of another rank, which does not see this memory.
+  void show(int rank, const RankCall& call) noexcept;
+
   // By rank.
   [[nodiscard]] std::vector<RankCall> read() const;
 

@@ -41,6 +41,10 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
                            std::generic_category().message(error));
 }
 
+[[noreturn]] void throw_another(const std::string& path) {
+  throw CommunicationError("shared memory: " + path + " is not the segment that was announced");
+}
+
 // Owns `descriptor`.
 std::shared_ptr<const int> own_descriptor(int descriptor) {
   return {new int(descriptor), [](const int* owned) {
@@ -49,10 +53,11 @@ std::shared_ptr<const int> own_descriptor(int descriptor) {
           }};
 }
 
-std::shared_ptr<void> map(int descriptor, std::size_t bytes) {
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+// Holds the descriptor as long as the memory.
+std::shared_ptr<void> map(const std::shared_ptr<const int>& descriptor, std::size_t bytes) {
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *descriptor, 0);
   if (address == MAP_FAILED) throw_error("map a segment", errno);
-  return {address, [bytes](void* mapped) { munmap(mapped, bytes); }};
+  return {address, [bytes, descriptor](void* mapped) { munmap(mapped, bytes); }};
 }
 
 // Never 0, so that an address of zeros is nobody's; below 2^53, so that it is exact as a float64.
@@ -76,7 +81,7 @@ SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions
   }
   if (fcntl(created, F_ADD_SEALS, kSeals) != 0) throw_error("seal a segment", errno);
 
-  const auto mapping = map(created, bytes);
+  const auto mapping = map(descriptor, bytes);
   auto* label =
       new (mapping.get()) Label{.magic = kMagic, .version = kVersion, .nonce = new_nonce()};
   SlotCommunicator::initialize(label + 1, ranks, options);
@@ -86,6 +91,12 @@ SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions
 SharedMemorySegment SharedMemorySegment::open(const SharedMemoryAddress& address) {
   const std::string path =
       "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
+  SharedMemorySegment segment = look_into(path);
+  if (segment.nonce_ != address.nonce) throw_another(path);
+  return segment;
+}
+
+SharedMemorySegment SharedMemorySegment::look_into(const std::string& path) {
   // Where something else has taken the place of the segment, it must not be waited for or changed.
   const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (opened < 0) throw_error("open " + path, errno);
@@ -95,13 +106,11 @@ SharedMemorySegment SharedMemorySegment::open(const SharedMemoryAddress& address
   const auto bytes = static_cast<std::size_t>(status.st_size);
   const int seals = fcntl(opened, F_GET_SEALS);
   if (seals >= 0 && (seals & kSeals) == kSeals && bytes > sizeof(Label)) {
-    const auto mapping = map(opened, bytes);
+    const auto mapping = map(descriptor, bytes);
     const auto* label = static_cast<const Label*>(mapping.get());
-    if (label->magic == kMagic && label->version == kVersion && label->nonce == address.nonce) {
-      return {descriptor, mapping};
-    }
+    if (label->magic == kMagic && label->version == kVersion) return {descriptor, mapping};
   }
-  throw CommunicationError("shared memory: " + path + " is not the segment that was announced");
+  throw_another(path);
 }
 
 SharedMemoryAddress SharedMemorySegment::address() const {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "normscope/comm/exchange_options.h"
 #include "normscope/core/export.h"
@@ -29,10 +30,14 @@ class SharedMemorySegment {
   // where the segment is not there (any more).
   [[nodiscard]] static SharedMemorySegment open(const SharedMemoryAddress& address);
 
+  // Opens what lies at such a path of /proc, to look at. Throws CommunicationError.
+  [[nodiscard]] static SharedMemorySegment look_into(const std::string& path);
+
   // Good for open() as long as this object lives, also for the copy of it that a fork makes.
   [[nodiscard]] SharedMemoryAddress address() const;
 
-  // The group's memory as SlotCommunicator has initialized it; stays when this object ends.
+  // The group's memory as SlotCommunicator has initialized it; stays when this object ends, and
+  // open, so that a process can be looked into.
   [[nodiscard]] const std::shared_ptr<void>& memory() const noexcept { return memory_; }
 
  private:

@@ -120,6 +120,17 @@ void SlotCommunicator::initialize(void* memory, int ranks, const ExchangeOptions
   }
 }
 
+GroupStatus SlotCommunicator::look_at(const std::shared_ptr<void>& memory) {
+  const auto& group = *static_cast<const Group*>(memory.get());
+  const auto* const members = reinterpret_cast<const Member*>(
+      static_cast<const std::byte*>(board_in(memory).get()) + CallBoard::memory_bytes(group.ranks));
+  GroupStatus status{.calls = CallBoard(board_in(memory), 0, group.ranks).read(),
+                     .processes = {},
+                     .failure = group.failure == kWritten ? group.reason : ""};
+  for (int rank = 0; rank < group.ranks; ++rank) status.processes.push_back(members[rank].process);
+  return status;
+}
+
 SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
                                    std::string_view transport)
     : memory_(std::move(memory)),
@@ -246,7 +257,7 @@ void SlotCommunicator::tell_observer(Clock::time_point start) {
   CallObserver* const observer = call_observer();
   if (observer == nullptr) return;
   try {
-    observer->during_wait(*this, Clock::now() - start);
+    observer->during_wait(Clock::now() - start, [this] { return where_ranks_are(); });
   } catch (...) {
     record_failure(name_of(rank_) + " was interrupted while it waited");
     throw;
@@ -310,10 +321,16 @@ milliseconds SlotCommunicator::time_left_or_throw(Clock::time_point start) {
   if (missing.empty()) return milliseconds::zero();
   std::string text =
       name_of(rank_) + " waited " + in_seconds(waited) + " for " + list_of_ranks(missing);
-  const std::string where = who_is_where(calls_.read(), numbers_of_ranks(size_));
+  const std::string where = where_ranks_are();
   if (!where.empty()) text += ": " + where;
+  // A peer whose limit came first does not wait any more: its own text tells who did.
+  throw_if_failed();
   record_failure(text);
   throw TimeoutError(describe(text));
+}
+
+std::string SlotCommunicator::where_ranks_are() const {
+  return who_is_where(calls_.read(), numbers_of_ranks(size_));
 }
 
 void SlotCommunicator::throw_if_lengths_differ() const {

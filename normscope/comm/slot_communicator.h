@@ -13,6 +13,7 @@
 #include "normscope/comm/calls.h"
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
+#include "normscope/comm/group_status.h"
 #include "normscope/comm/home_process.h"
 
 namespace normscope {
@@ -33,6 +34,9 @@ class SlotCommunicator : public Communicator {
   // Makes a group in `memory` [memory_bytes(ranks, options)], aligned to 64 bytes, before any rank
   // joins.
   static void initialize(void* memory, int ranks, const ExchangeOptions& options);
+
+  // What can be seen of the group in `memory` without joining it.
+  [[nodiscard]] static GroupStatus look_at(const std::shared_ptr<void>& memory);
 
   ~SlotCommunicator() override;
 
@@ -85,6 +89,7 @@ class SlotCommunicator : public Communicator {
   void throw_if_failed() const;
   void throw_if_any_gone();
   [[nodiscard]] std::chrono::milliseconds time_left_or_throw(Clock::time_point start);
+  [[nodiscard]] std::string where_ranks_are() const;
   void throw_if_lengths_differ() const;
   void add_slots(std::span<double> sum) const noexcept;
 

@@ -146,7 +146,7 @@ std::tuple<at::Tensor, at::Tensor> forward(
                               scope,
                               slice_stats};
   CallSite site(x);
-  const ExchangeUse exchange(scope, group_name, layer, site.placement());
+  const ExchangeUse exchange(Direction::kForward, scope, group_name, layer, site.placement());
   const PreparedForward prepared =
       prepare_or_fail(exchange, [&] { return prepare_forward(op, needs_backward, site); });
 
@@ -198,7 +198,7 @@ GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const Option
                          bool wants_dbias, std::string_view scope, std::string_view group_name,
                          std::string_view layer) {
   CallSite site(x);
-  const ExchangeUse exchange(scope, group_name, layer, site.placement());
+  const ExchangeUse exchange(Direction::kBackward, scope, group_name, layer, site.placement());
   const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
     return prepare_backward(dy, x, weight, statistics,
                             {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}, scope,
@@ -250,7 +250,8 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
                                 const at::Tensor& statistics, std::string_view scope,
                                 std::string_view group_name, std::string_view layer) {
   const CallSite site(x);
-  const ExchangeUse exchange(scope, group_name, layer, site.placement());
+  const ExchangeUse exchange(Direction::kDoubleBackward, scope, group_name, layer,
+                             site.placement());
   const CallLabel label{.layer = layer,
                         .scope = scope,
                         .direction = Direction::kDoubleBackward,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <numeric>
 #include <utility>
 #include <vector>
@@ -12,8 +13,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
 #include "normscope/comm/self_communicator.h"
+#include "normscope/comm/shared_memory_communicator.h"
+#include "normscope/comm/shared_memory_segment.h"
+#include "normscope/comm/thread_communicator.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d_options.h"
 
@@ -39,6 +44,12 @@ std::string what_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
+
+// What an observer threw to end a wait.
+struct Interruption : std::exception {
+  explicit Interruption(std::exception_ptr thrown) : cause(std::move(thrown)) {}
+  std::exception_ptr cause;
+};
 
 at::Tensor tensor_of_current_device(c10::DeviceType type, std::span<double> values) {
   const c10::Device device = c10::impl::VirtualGuardImpl(type).getDevice();
@@ -99,6 +110,8 @@ C10dCommunicator::C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own,
   rank_ = members.rank;
   whole_ = whole.whole_;
   options_ = whole.options_;
+  if (whole.board_) board_ = whole.board_->part(members.members);
+  publisher_ = whole.publisher_;
 }
 
 C10dCommunicator::~C10dCommunicator() {
@@ -168,13 +181,82 @@ void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   std::vector<at::Tensor> tensors = {sum};
   try {
     // None where nothing has to be waited for.
-    if (const auto work = group->allreduce(tensors, options_)) work->wait();
+    if (const auto work = group->allreduce(tensors, options_)) wait_for(*work);
+  } catch (const Interruption& interruption) {
+    const std::string reason = "it was interrupted while it waited";
+    failure_ = describe(reason);
+    if (own_) own_->abandon(reason);
+    std::rethrow_exception(interruption.cause);
   } catch (const std::exception& error) {
     const std::string what = what_of(error);
-    failure_ = describe(own_ ? own_->fail_after(what) : what);
+    failure_ = describe(own_ ? own_->fail_after(what, [this] { return where_ranks_are(); }) : what);
     if (tells_of_time_out(what)) throw TimeoutError(failure_);
     throw CommunicationError(failure_);
   }
+}
+
+// Looks up now and then, which costs an exception of the work each time.
+void C10dCommunicator::wait_for(c10d::Work& work) {
+  constexpr std::chrono::milliseconds kPause{100};
+  const ObservedWait observed;
+  // A wait for a device ends as soon as the stream has the sum.
+  if (sums_on_device_) {
+    work.wait();
+    return;
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  for (int looks = 1;; ++looks) {
+    try {
+      work.wait(kPause);
+      return;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) throw;
+    }
+    look_up(std::chrono::steady_clock::now() - begin, looks);
+  }
+}
+
+void C10dCommunicator::look_up(std::chrono::steady_clock::duration waited, int looks) {
+  if (CallObserver* const observer = call_observer()) {
+    try {
+      observer->during_wait(waited, [this] { return where_ranks_are(); });
+    } catch (...) {
+      throw Interruption(std::current_exception());
+    }
+  }
+  // A peer may have failed in a way that does not end its connections.
+  constexpr int kLooksPerQuestion = 5;
+  if (!own_ || looks % kLooksPerQuestion != 0) return;
+  if (const auto reason = own_->failure()) {
+    own_->abandon("");  // another's reason counts
+    throw CommunicationError(*reason);
+  }
+}
+
+std::string C10dCommunicator::where_ranks_are() {
+  if (!board_) return "";
+  if (publisher_) publisher_->publish();
+  std::vector<RankCall> calls = board_->read();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (calls[static_cast<std::size_t>(rank)].state != CallState::kNone) ranks.push_back(rank);
+  }
+  // The others have published nothing yet, whatever they do.
+  std::erase_if(calls, [](const RankCall& call) { return call.state == CallState::kNone; });
+  return ranks.size() > 1 ? who_is_where(calls, ranks) : "";
+}
+
+void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
+  try {
+    const auto segment = SharedMemorySegment::create(size_, {.slot_length = 1});
+    holder_of_board_ = make_shared_memory_communicator(segment, rank_);
+  } catch (const Error&) {
+    // Without a descriptor left it cannot be seen from outside.
+    holder_of_board_ =
+        std::move(make_thread_communicators(size_).at(static_cast<std::size_t>(rank_)));
+  }
+  board_ = *holder_of_board_->calls();
+  if (own_) publisher_ = std::make_shared<CallPublisher>(own_->store(), *board_, publish_after);
 }
 
 // All ranks have found the disagreement, and tell each other their lengths.

@@ -11,6 +11,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/sub_group.h"
+#include "normscope/torch/call_publisher.h"
 #include "normscope/torch/device.h"
 #include "normscope/torch/own_group.h"
 
@@ -44,6 +45,11 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] int size() const noexcept override { return size_; }
   [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
   [[nodiscard]] bool compares_lengths() const noexcept override { return !sums_on_device_; }
+  [[nodiscard]] CallBoard* calls() noexcept override { return board_ ? &*board_ : nullptr; }
+
+  // From now on this rank's calls can be seen: from outside the process, and by the peers, if there
+  // is an own group, once a call is `publish_after` old. Parts that are made later take part.
+  void show_calls(std::chrono::milliseconds publish_after);
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
@@ -75,6 +81,9 @@ class C10dCommunicator final : public Communicator {
   void all_reduce_in_frame(std::span<double> values);
   void all_reduce(std::span<double> values);
   void all_reduce(const at::Tensor& sum);
+  void wait_for(c10d::Work& work);
+  void look_up(std::chrono::steady_clock::duration waited, int looks);
+  [[nodiscard]] std::string where_ranks_are();
   [[nodiscard]] std::unique_ptr<Communicator> make_part(const SubGroup& members) const;
   [[noreturn]] void throw_lengths_differ(std::size_t length);
   [[nodiscard]] std::string name_of_part(const SubGroup& members) const;
@@ -93,6 +102,9 @@ class C10dCommunicator final : public Communicator {
   bool sums_on_device_;
   c10d::AllreduceOptions options_;
   std::string failure_;  // the first one; empty: none
+  std::optional<CallBoard> board_;
+  std::unique_ptr<Communicator> holder_of_board_;  // none: a part's
+  std::shared_ptr<CallPublisher> publisher_;       // of the whole group
 };
 
 }  // namespace normscope::binding

@@ -2,9 +2,7 @@
 #include "normscope/torch/exchanges.h"
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
-#include <cstdlib>
 #include <iterator>
 #include <map>
 #include <optional>
@@ -21,6 +19,8 @@
 #include "normscope/core/resolution.h"
 #include "normscope/core/scope.h"
 #include "normscope/torch/c10d_communicator.h"
+#include "normscope/torch/call_watch.h"
+#include "normscope/torch/environment.h"
 #include "normscope/torch/errors.h"
 
 namespace normscope::binding {
@@ -32,7 +32,8 @@ struct ExchangeEntry {
   ExchangeEntry() = default;
   // The threads of a communicator are not in a fork, and its connections are those of the rank.
   ~ExchangeEntry() {
-    if (!home.is_this_one()) static_cast<void>(exchange.release());
+    if (home.is_this_one()) return;
+    [[maybe_unused]] const Exchange* const left = exchange.release();
   }
   ExchangeEntry(const ExchangeEntry&) = delete;
   ExchangeEntry& operator=(const ExchangeEntry&) = delete;
@@ -53,10 +54,11 @@ struct GroupEntry {
   GroupEntry(const ProcessGroup& process_group, std::string its_name, const Placement& where,
              const HomeProcess& process)
       : group(process_group), name(std::move(its_name)), placement(where), home(process) {}
-  explicit GroupEntry(Entry exchange) : of_all(std::move(exchange)) {}
+  GroupEntry(std::string its_name, Entry exchange)
+      : name(std::move(its_name)), of_all(std::move(exchange)) {}
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group{ProcessGroup()};  // none: a communicator's
-  std::string name;     // as torch knows the process group
+  std::string name;     // as torch knows the process group, or the communicator's
   Placement placement;  // of the tensors that are normalized
   HomeProcess home;
   std::mutex mutex;  // of what follows, held while an exchange is made
@@ -65,25 +67,6 @@ struct GroupEntry {
   std::map<std::vector<int>, Entry> of_leaders;
   std::map<std::string, std::string> norm_batches;  // and what they stand for
 };
-
-std::string_view environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
-// NORMSCOPE_TIMEOUT, none where it is not set.
-std::optional<Milliseconds> chosen_time_limit() {
-  const std::string_view text = environment("NORMSCOPE_TIMEOUT");
-  if (text.empty()) return std::nullopt;
-  double seconds = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);
-  // Milliseconds of more than 30 years are no limit, and would overflow in a clock's sums.
-  const bool fits =
-      error == std::errc{} && end == text.data() + text.size() && seconds >= 1e-3 && seconds <= 1e9;
-  TORCH_CHECK_VALUE(fits, "NORMSCOPE_TIMEOUT: expected seconds from 0.001 to 1e9, got \"", text,
-                    "\"");
-  return Milliseconds(static_cast<std::int64_t>(seconds * 1e3));
-}
 
 Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement) {
   if (const auto chosen = chosen_time_limit()) return *chosen;
@@ -107,11 +90,16 @@ std::unique_ptr<OwnGroup> own_group_for(const GroupEntry& entry, const ProcessGr
 
 std::unique_ptr<Exchange> make_exchange(const GroupEntry& entry, const ProcessGroup& group) {
   const Milliseconds time_limit = time_limit_of(*group, entry.placement);
+  watch_calls();
   auto over_torch = std::make_unique<C10dCommunicator>(group, entry.placement, time_limit,
                                                        own_group_for(entry, group, time_limit));
   std::unique_ptr<Communicator> shared;
   if (entry.placement.memory == Memory::kHost) {
     shared = shared_memory_between(*over_torch, time_limit);
+  }
+  if (!shared) {
+    // The peers are to know by the time that they warn, or end their wait.
+    over_torch->show_calls(std::min(time_limit, warning_limit().value_or(time_limit)) / 2);
   }
   // A group of one rank gets here only where that is forced.
   return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(over_torch),
@@ -249,7 +237,7 @@ std::shared_ptr<GroupEntry> lent_communicator(const std::string& name) {
   return found == entries.end() ? nullptr : found->second;
 }
 
-bool sends(int ranks) { return ranks > 1 || environment("NORMSCOPE_FORCE_SYNC") == "1"; }
+bool sends(int ranks) { return ranks > 1 || forces_exchange(); }
 
 // Where a group meets for what no tensor takes part in: on the host, unless it serves devices only.
 Placement any_placement(const ProcessGroup& group) {
@@ -293,8 +281,9 @@ Entry entry_of_scope(const std::shared_ptr<GroupEntry>& group, const Scope& scop
 }  // namespace
 
 void lend_communicator(const std::string& name, std::unique_ptr<Communicator> communicator) {
+  watch_calls();
   auto entry = std::make_shared<GroupEntry>(
-      entry_with(std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange)));
+      name, entry_with(std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange)));
   auto& [mutex, entries] = lent_communicators();
   const std::lock_guard lock(mutex);
   entries[name] = std::move(entry);
@@ -339,6 +328,25 @@ bool is_of_one_rank(std::string_view text) {
   }
 }
 
+// A rank that sends nothing is seen by peers that wait for it.
+void show_call_alone(const CallName& call, std::string_view group_name,
+                     const std::optional<Placement>& placement) {
+  if (group_name.empty()) return;
+  const std::string name(group_name);
+  std::shared_ptr<GroupEntry> group = lent_communicator(name);
+  if (!group && placement) {
+    auto& [mutex, entries] = known_process_groups();
+    const std::lock_guard lock(mutex);
+    const auto found = entries.find({name, *placement});
+    if (found != entries.end()) group = found->second;
+  }
+  if (!group || !group->home.is_this_one()) return;
+  const std::unique_lock lock(group->mutex, std::try_to_lock);
+  if (!lock || !group->of_all) return;
+  CallBoard* const board = group->of_all->exchange->communicator().calls();
+  if (board != nullptr) board->begin(call, CallState::kAlone);
+}
+
 // The peers of a rank with a scope that is none are told, too.
 Scope parse_or_fail(std::string_view scope, std::string_view group_name) {
   try {
@@ -351,10 +359,13 @@ Scope parse_or_fail(std::string_view scope, std::string_view group_name) {
 
 }  // namespace
 
-ExchangeUse::ExchangeUse(std::string_view scope, std::string_view group_name,
+ExchangeUse::ExchangeUse(Direction direction, std::string_view scope, std::string_view group_name,
                          std::string_view layer, const std::optional<Placement>& placement) {
   const Scope parsed = parse_or_fail(scope, group_name);
-  if (is_of_one_rank(parsed)) return;
+  if (is_of_one_rank(parsed)) {
+    show_call_alone({.what = name_of(direction), .layer = layer}, group_name, placement);
+    return;
+  }
   const std::shared_ptr<GroupEntry> group = group_named(group_name, placement);
   if (!group) return;
   entry_ = entry_of_scope(group, parsed, layer);
@@ -362,33 +373,61 @@ ExchangeUse::ExchangeUse(std::string_view scope, std::string_view group_name,
   exchange_ = entry_->exchange.get();
 }
 
-void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason) {
-  if (group_name.empty() || is_of_one_rank(scope)) return;
-  const std::string name(group_name);
+namespace {
+
+// Those that this process has taken part in.
+std::vector<std::shared_ptr<GroupEntry>> groups_here() {
   std::vector<std::shared_ptr<GroupEntry>> groups;
-  if (const auto lent = lent_communicator(name)) {
-    if (lent->home.is_this_one()) groups.push_back(lent);
-  } else {
+  const auto add = [&](const std::shared_ptr<GroupEntry>& group) {
+    if (group->home.is_this_one()) groups.push_back(group);
+  };
+  {
     auto& [mutex, entries] = known_process_groups();
     const std::lock_guard lock(mutex);
-    for (const auto& [key, entry] : entries) {
-      const bool is_here = entry->home.is_this_one() && !is_destroyed(*entry);
-      if (key.first == name && is_here) groups.push_back(entry);
+    for (const auto& [key, group] : entries) {
+      if (!is_destroyed(*group)) add(group);
     }
   }
-  for (const std::shared_ptr<GroupEntry>& group : groups) {
-    const std::lock_guard lock(group->mutex);
-    const auto found = group->of_scope.find(std::string(scope));
-    const Entry entry = found != group->of_scope.end() ? found->second : group->of_all;
-    if (!entry) continue;
-    const std::lock_guard use(entry->mutex);
-    if (entry->exchange) entry->exchange->fail(reason);
-  }
-  if (!groups.empty()) return;
+  auto& [mutex, entries] = lent_communicators();
+  const std::lock_guard lock(mutex);
+  for (const auto& [name, group] : entries) add(group);
+  return groups;
+}
+
+void fail(const Entry& entry, std::string_view reason) {
+  if (!entry) return;
+  const std::lock_guard use(entry->mutex);
+  if (entry->exchange) entry->exchange->fail(reason);
+}
+
+void refuse_first_meeting(const std::string& name, std::string_view reason) {
   const ProcessGroup group = resolve(name);
   if (!home_of(name, group).is_this_one()) return;
   if (!sends(group->getSize()) || !serves(*group, c10::DeviceType::CPU)) return;
   for (const char* use : {kUseOnHost, kUseOnDevice}) OwnGroup::refuse(*group, name, use, reason);
+}
+
+}  // namespace
+
+void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason) {
+  if (group_name.empty() || is_of_one_rank(scope)) return;
+  bool has_met = false;
+  for (const std::shared_ptr<GroupEntry>& group : groups_here()) {
+    if (group->name != group_name) continue;
+    has_met = true;
+    const std::lock_guard lock(group->mutex);
+    const auto found = group->of_scope.find(std::string(scope));
+    fail(found != group->of_scope.end() ? found->second : group->of_all, reason);
+  }
+  if (!has_met) refuse_first_meeting(std::string(group_name), reason);
+}
+
+void fail_all_exchanges(std::string_view reason) {
+  for (const std::shared_ptr<GroupEntry>& group : groups_here()) {
+    const std::lock_guard lock(group->mutex);
+    fail(group->of_all, reason);
+    for (const auto& [leaders, entry] : group->of_leaders) fail(entry, reason);
+  }
 }
 
 DeviceReport* ExchangeUse::report() const {

@@ -49,10 +49,10 @@ void know_process_group(const std::string& name);
 // NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
 class ExchangeUse {
  public:
-  // The process group, or lent communicator, called `group_name`; "": none. `layer` is named in
-  // errors. `placement` is that of the messages; none: the host's memory.
-  ExchangeUse(std::string_view scope, std::string_view group_name, std::string_view layer,
-              const std::optional<Placement>& placement = std::nullopt);
+  // The process group, or lent communicator, called `group_name`; "": none. `direction` and `layer`
+  // are named in errors. `placement` is that of the messages; none: the host's memory.
+  ExchangeUse(Direction direction, std::string_view scope, std::string_view group_name,
+              std::string_view layer, const std::optional<Placement>& placement = std::nullopt);
 
   // nullptr where this rank is alone.
   [[nodiscard]] Exchange* get() const noexcept { return exchange_; }
@@ -74,6 +74,9 @@ class ExchangeUse {
 // The same for a rank that has raised before it knew its exchange: not collective. Peers that have
 // come, or come, to the exchange of the scope throw, or to the first meeting of the group.
 void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason);
+
+// The same for every exchange that this rank has taken part in.
+void fail_all_exchanges(std::string_view reason);
 
 // The scope to run with: norm_batch:M becomes the one that it stands for where each rank has
 // `samples` samples, or the most that any rank of the group had when the scope was first used there

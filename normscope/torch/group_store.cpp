@@ -5,11 +5,13 @@
 #include <exception>
 #include <future>
 #include <memory>
+#include <sstream>
 #include <thread>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/core/error.h"
 
 namespace normscope::binding {
@@ -29,6 +31,7 @@ constexpr Milliseconds kFirstPause{1};
 constexpr Milliseconds kLongestPause{50};
 
 constexpr const char* kFailure = "failure";
+constexpr const char* kCall = "call";
 
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
@@ -39,6 +42,32 @@ std::string list(const std::vector<int>& ranks) {
     text += std::to_string(ranks[i]);
   }
   return text;
+}
+
+// Clocks of several hosts agree in nothing but the time of day.
+std::int64_t time_of_day() {
+  using std::chrono::nanoseconds;
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<nanoseconds>(now).count();
+}
+
+// "state number begin name".
+std::string encode(const RankCall& call) {
+  return std::to_string(static_cast<int>(call.state)) + ' ' + std::to_string(call.number) + ' ' +
+         std::to_string(time_of_day() - call.age.count()) + ' ' + call.name;
+}
+
+RankCall decode(const std::string& text) {
+  std::istringstream stream(text);
+  int state = 0;
+  std::int64_t begin = 0;
+  RankCall call;
+  stream >> state >> call.number >> begin;
+  stream.ignore();
+  std::getline(stream, call.name);
+  call.state = static_cast<CallState>(state);
+  call.age = std::chrono::nanoseconds(std::max<std::int64_t>(0, time_of_day() - begin));
+  return call;
 }
 
 // Calls look() again and again until it answers true, or until the deadline.
@@ -96,10 +125,14 @@ void GroupStore::meet(const std::string& what, Milliseconds time_limit) {
   std::vector<std::string> all;
   for (std::size_t rank = 0; rank < names_.size(); ++rank) all.push_back(key(what, rank));
   std::optional<std::string> failed;
-  const bool are_there = wait_until(Clock::now() + time_limit, [&] {
+  const ObservedWait observed;
+  const Clock::time_point begin = Clock::now();
+  const bool are_there = wait_until(begin + time_limit, [&] {
     // First, since the last to come may be too late.
     if (store_->check({kFailure})) failed = store_->get_to_str(kFailure);
-    return failed || store_->check(all);
+    if (failed || store_->check(all)) return true;
+    tell_observer(what, Clock::now() - begin);
+    return false;
   });
   if (failed) throw CommunicationError(*failed);
   if (!are_there) {
@@ -108,6 +141,21 @@ void GroupStore::meet(const std::string& what, Milliseconds time_limit) {
     text += std::to_string(static_cast<std::int64_t>(seconds)) + " s";
     fail(text);
     throw TimeoutError(text);
+  }
+}
+
+void GroupStore::tell_observer(const std::string& what, Clock::duration waited) {
+  CallObserver* const observer = call_observer();
+  if (observer == nullptr) return;
+  try {
+    observer->during_wait(waited, [&] {
+      const std::vector<int> missing = without(what);
+      return list(missing) + (missing.size() == 1 ? " is" : " are") +
+             " not at the group's first meeting";
+    });
+  } catch (...) {
+    fail(list({name()}) + " was interrupted while it waited");
+    throw;
   }
 }
 
@@ -124,6 +172,29 @@ std::optional<std::string> GroupStore::failure() noexcept {
     return store->get_to_str(kFailure);
   });
   return answer ? *answer : std::nullopt;
+}
+
+void GroupStore::show_call(const RankCall& call) noexcept {
+  (void)answer_of(kStorePatience, [store = store_, to = key(kCall, rank_), text = encode(call)] {
+    store->set(to, bytes_of(text));
+    return true;
+  });
+}
+
+std::vector<std::pair<int, RankCall>> GroupStore::calls_of_others() noexcept {
+  using Calls = std::vector<std::pair<int, RankCall>>;
+  return answer_of(kStorePatience,
+                   [store = *this] {
+                     Calls calls;
+                     for (std::size_t rank = 0; rank < store.names_.size(); ++rank) {
+                       const std::string of_rank = store.key(kCall, rank);
+                       if (rank == store.rank_ || !store.store_->check({of_rank})) continue;
+                       calls.emplace_back(static_cast<int>(rank),
+                                          decode(store.store_->get_to_str(of_rank)));
+                     }
+                     return calls;
+                   })
+      .value_or(Calls());
 }
 
 std::string GroupStore::who_is_missing() noexcept {

@@ -4,9 +4,12 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "normscope/comm/calls.h"
 
 namespace normscope::binding {
 
@@ -35,11 +38,20 @@ class GroupStore {
   // What a rank gave to fail().
   [[nodiscard]] std::optional<std::string> failure() noexcept;
 
+  // What this rank does, for ranks that ask later.
+  void show_call(const RankCall& call) noexcept;
+
+  // What the others have shown, by their places in this group.
+  [[nodiscard]] std::vector<std::pair<int, RankCall>> calls_of_others() noexcept;
+
   // Why a message to all ranks has failed, for which no rank gave a reason: who is not there any
   // more, or not yet. All that are there call this at about the same time.
   [[nodiscard]] std::string who_is_missing() noexcept;
 
  private:
+  using Clock = std::chrono::steady_clock;
+
+  void tell_observer(const std::string& what, Clock::duration waited);
   [[nodiscard]] std::string key(const std::string& what, std::size_t rank) const;
   [[nodiscard]] std::vector<int> without(const std::string& what);
 

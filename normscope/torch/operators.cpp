@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/comm/group_status.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
@@ -33,6 +34,10 @@ std::string name_of_default_kernels() { return std::string(default_kernels().nam
 std::string cuda_support() {
   if (device_kernels() == nullptr) return "not built";
   return device_kernels()->can_run() ? "built" : "built, but no device can run it";
+}
+
+std::string status(std::int64_t process) {
+  return as_torch([&] { return status_of_process(process); });
 }
 
 std::tuple<std::int64_t, std::int64_t, double> counters() {
@@ -84,12 +89,16 @@ TORCH_LIBRARY(normscope, m) {
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
   m.def("transport(str group_name) -> str", &transport_of);
+  m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
+  m.def("status_of_process(int process) -> str", &status);
   m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);
   // In Python.
   m.def("make_process_group(str name, str parent, int[] ranks, float seconds) -> str error");
   m.def("close_process_group(str name) -> ()");
+  m.def("check_signals() -> ()");
+
   m.def("know_process_group(str group_name) -> ()", &know_process_group);
   m.def("communication_counters() -> (int calls, int bytes, float seconds)", &counters);
 }

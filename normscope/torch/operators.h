@@ -49,6 +49,8 @@ using MakeProcessGroupOp = std::string(std::string_view name, std::string_view p
 
 using CloseProcessGroupOp = void(std::string_view name);
 
+using CheckSignalsOp = void();
+
 // The op that the dispatcher knows by this name, as operators.cpp declares it.
 template <class Op>
 [[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {

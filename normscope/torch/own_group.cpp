@@ -2,6 +2,7 @@
 #include "normscope/torch/own_group.h"
 
 #include <exception>
+#include <new>
 #include <numeric>
 #include <utility>
 
@@ -113,11 +114,19 @@ void OwnGroup::fail(std::string_view reason) noexcept {
   close();
 }
 
-std::string OwnGroup::fail_after(const std::string& what) noexcept {
+void OwnGroup::abandon(std::string_view reason) noexcept {
+  store_.fail(text_of(store_.name(), reason));
+  static_cast<void>(new (std::nothrow) c10::intrusive_ptr<c10d::ProcessGroup>(group_.lock()));
+  close();
+}
+
+std::string OwnGroup::fail_after(const std::string& what,
+                                 const std::function<std::string()>& who_is_where) noexcept {
   // First, since this is what ends the waiting of the others, who then say that they are there.
   close();
   if (const auto first = store_.failure()) return *first;
-  const std::string text = store_.who_is_missing() + " (" + what + ")";
+  std::string text = store_.who_is_missing() + " (" + what + ")";
+  if (const std::string where = who_is_where(); !where.empty()) text += ": " + where;
   store_.fail(text);
   return text;
 }

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -51,9 +53,21 @@ class OwnGroup {
   // Ends it: peers that wait, or come later, find that this rank failed, and why.
   void fail(std::string_view reason) noexcept;
 
+  // The same while a message is under way, for which the end of a backend would wait: it is left to
+  // the process's end. Peers that wait find out when they ask the store.
+  void abandon(std::string_view reason) noexcept;
+
   // Ends it after an error of its backend. Returns why: the text of the rank that failed first, or
-  // else `what` and which ranks are missing.
-  [[nodiscard]] std::string fail_after(const std::string& what) noexcept;
+  // else `what`, which ranks are missing,
+  // and where they are.
+  [[nodiscard]] std::string fail_after(const std::string& what,
+                                       const std::function<std::string()>& who_is_where) noexcept;
+
+  // Why a rank failed, if one has.
+  [[nodiscard]] std::optional<std::string> failure() noexcept { return store_.failure(); }
+
+  // What the ranks tell each other next to their messages.
+  [[nodiscard]] const GroupStore& store() const noexcept { return store_; }
 
  private:
   OwnGroup(std::string name, std::string parent, std::vector<int> ranks, GroupStore store,

@@ -5,6 +5,7 @@ from normscope import _library, _own_groups, functional
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
+from normscope.faults import fail_fast, status
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
@@ -22,9 +23,11 @@ __all__ = [
     "communication_counters",
     "convert",
     "estimate_running_stats",
+    "fail_fast",
     "functional",
     "revert",
     "set_scope",
+    "status",
     "sync_running_stats",
 ]
 

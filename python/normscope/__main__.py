@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m normscope``: what this installation can do on this machine."""
+"""``python -m normscope``: what this installation can do, and where the ranks of a job are."""
 
+import argparse
+import os
 import platform
+import sys
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -23,8 +27,7 @@ def _backends() -> list[str]:
     return [name for name, available in is_built.items() if available()]
 
 
-def main() -> None:
-    """Print versions, kernels and communicators."""
+def _print_installation() -> None:
     kernels, chosen = _library.available_kernels(), _library.default_kernels()
     print(f"normscope      {normscope.__version__}")
     print(f"torch          {torch.__version__}")
@@ -32,6 +35,45 @@ def main() -> None:
     print(f"kernels        {', '.join(kernels)}; in use: {chosen}")
     print(f"cuda           {_library.cuda()}")
     print(f"communicators  shared memory (ranks of one host), {', '.join(_backends())}")
+
+
+def _own_processes() -> list[int]:
+    """Those of this host that this user may look into."""
+    return sorted(
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdecimal() and os.access(folder / "fd", os.R_OK | os.X_OK)
+    )
+
+
+def _print_status(processes: list[int]) -> None:
+    """Of the given processes; of all that have ranks if none is given."""
+    is_any = False
+    for process in processes or _own_processes():
+        try:
+            text = normscope.status(process)
+        except RuntimeError as error:  # ended meanwhile
+            if processes:
+                sys.exit(f"status: {error}")
+            continue
+        if text or processes:
+            print(text.rstrip() or f"process {process}: no rank of a group that has exchanged")
+            is_any = True
+    if not is_any:
+        print("no process has exchanged anything")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; without one, print versions, kernels and communicators."""
+    parser = argparse.ArgumentParser(prog="python -m normscope", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    status = commands.add_parser("status", help="where the ranks of a job are, also one that hangs")
+    status.add_argument("process", type=int, nargs="*", help="ids; none: all of this user's ranks")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "status":
+        _print_status(chosen.process)
+    else:
+        _print_installation()
 
 
 if __name__ == "__main__":

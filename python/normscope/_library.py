@@ -17,6 +17,8 @@ _ops = torch.ops.normscope
 
 _batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)
 fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
+fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)
+status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)
 batch_norm_apply = cast("Callable[..., torch.Tensor]", _ops.batch_norm_apply.default)
 batch_norm_forward = _ops.batch_norm_forward.default
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
@@ -52,9 +54,10 @@ def batch_norm(
     """
     try:
         return _batch_norm(*arguments, scope, slice_stats, group, layer)
-    except (ValueError, DistError):
+    except DistError:
         raise  # from the library, which has told them what they need to know
-    except Exception as error:
+    except (RuntimeError, TypeError) as error:
+        # No others: checkpointing ends a recomputation by an exception of its own.
         if group:
             fail_exchange(scope, group, f"{type(error).__name__}: {error}")
         raise

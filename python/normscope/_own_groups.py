@@ -67,9 +67,14 @@ def close(name: str) -> None:
     distributed.destroy_process_group(group)
 
 
+def check_signals() -> None:
+    """Do nothing: ahead of any call Python runs the handlers of signals, in the main thread."""
+
+
 def register() -> torch.library.Library:
     """Give these functions to the C++ library, as long as the answer lives."""
     kernels = torch.library.Library("normscope", "IMPL")
     kernels.impl("make_process_group", make, "CompositeExplicitAutograd")
     kernels.impl("close_process_group", close, "CompositeExplicitAutograd")
+    kernels.impl("check_signals", check_signals, "CompositeExplicitAutograd")
     return kernels

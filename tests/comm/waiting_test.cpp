@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -19,6 +20,7 @@
 #include <unistd.h>
 
 #include "normscope/comm/call_observer.h"
+#include "normscope/comm/group_status.h"
 #include "normscope/comm/peer_process.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
@@ -31,6 +33,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
@@ -76,7 +79,7 @@ class Interruption : public CallObserver {
   void end_call() noexcept override {}
   void begin_wait() override { waits += 1; }
   void end_wait() noexcept override { waits -= 1; }
-  void during_wait(Communicator&, Clock::duration waited) override {
+  void during_wait(Clock::duration waited, const std::function<std::string()>&) override {
     if (waited > 100ms) throw std::runtime_error("enough");
   }
 
@@ -102,6 +105,41 @@ TEST(Waiting, WhatTheObserverThrowsEndsTheWaitAndTellsThePeers) {
     EXPECT_EQ(interruption.waits, 0);
     observe_calls(nullptr);
   });
+}
+
+TEST(StatusOfProcess, TellsOfEveryRankOfAProcessThatHangs) {
+  const SharedMemorySegment segment = SharedMemorySegment::create(3, {.time_limit = 24h});
+  PipeGate all_are_there;
+  PipeGate looked;
+  const std::vector<RankFailure> failures = failures_of_processes(3, [&](int rank) {
+    const auto communicator = make_shared_memory_communicator(segment, rank);
+    communicator->calls()->begin({.what = "forward", .layer = "stem"});
+    const std::vector<double> processes = gather(*communicator, getpid());
+    communicator->calls()->end(CallState::kFinished);
+    if (rank == 2) {
+      all_are_there.wait();
+      const std::string one = std::to_string(static_cast<int>(processes[1]));
+
+      EXPECT_THAT(status_of_process(static_cast<std::int64_t>(processes[1])),
+                  MatchesRegex("process " + one +
+                               " is rank 1 of 3: ranks 0, 1, 2 last finished forward of stem, "
+                               "0.[0-9] s ago\n"));
+      looked.open_for(2);
+    } else {
+      all_are_there.open_for(rank);  // the one that is looked at
+      looked.wait();
+    }
+  });
+  EXPECT_TRUE(failures.empty()) << failures.front().reason;
+}
+
+TEST(StatusOfProcess, OfNoProcessIsAnError) {
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  waitpid(child, nullptr, 0);
+
+  EXPECT_THAT(text_of<CommunicationError>([&] { (void)status_of_process(child); }),
+              HasSubstr("process " + std::to_string(child)));
 }
 
 // Of a child that has ended and was not waited for, and of one that lives.

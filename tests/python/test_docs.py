@@ -19,7 +19,7 @@ import draw_scopes
 import normscope
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md")
+DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md", "docs/faults.md")
 
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
@@ -66,6 +66,23 @@ def test_links_lead_to_files_and_headings(document: str) -> None:
         assert target.exists(), link.group()
         if link["heading"]:
             assert link["heading"] in anchors(target.read_text()), link.group()
+
+
+def test_each_fault_names_tests_that_exist() -> None:
+    table = (ROOT / "docs/faults.md").read_text().split("## Where")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    tests = "".join(
+        path.read_text() for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp")
+    )
+
+    for row in rows:
+        named = re.findall(r"`([\w.]+)`", row.split("|")[-2])
+        assert named, row
+        for name in named:
+            if name.endswith(".py"):
+                assert (ROOT / "tests/python" / name).exists(), name
+            else:
+                assert f"def {name}(" in tests or f", {name})" in tests, name
 
 
 def anchors(text: str) -> set[str]:

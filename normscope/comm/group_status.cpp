@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/group_status.h"
+
+#include <cstddef>
+#include <filesystem>
+#include <optional>
+#include <set>
+#include <string_view>
+#include <system_error>
+
+#include "normscope/comm/describe.h"
+#include "normscope/comm/shared_memory_segment.h"
+#include "normscope/comm/slot_communicator.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+// Each once, though a process may hold it open more than once.
+std::vector<SharedMemorySegment> segments_of(std::int64_t process) {
+  const std::filesystem::path folder = "/proc/" + std::to_string(process) + "/fd";
+  std::error_code error;
+  std::filesystem::directory_iterator files(folder, error);
+  if (error) {
+    throw CommunicationError("process " + std::to_string(process) + ": " + error.message());
+  }
+  std::vector<SharedMemorySegment> segments;
+  std::set<std::int64_t> nonces;
+  for (; files != std::filesystem::directory_iterator(); files.increment(error)) {
+    const std::string target = std::filesystem::read_symlink(files->path(), error).string();
+    if (error || !target.starts_with("/memfd:normscope")) continue;
+    try {
+      SharedMemorySegment segment = SharedMemorySegment::look_into(files->path().string());
+      if (nonces.insert(segment.address().nonce).second) segments.push_back(std::move(segment));
+    } catch (const CommunicationError&) {
+      continue;  // closed meanwhile, or another version's
+    }
+  }
+  return segments;
+}
+
+std::optional<std::string> text_of(const GroupStatus& status, std::int64_t process) {
+  std::vector<RankCall> calls;
+  std::vector<int> ranks;
+  std::string who = "process " + std::to_string(process);
+  bool has_called = false;
+  for (std::size_t rank = 0; rank < status.calls.size(); ++rank) {
+    const RankCall& call = status.calls[rank];
+    has_called = has_called || call.state != CallState::kNone;
+    if (status.processes[rank] == process) {
+      who += " is " + name_of_rank(static_cast<int>(rank), static_cast<int>(status.calls.size()));
+    }
+    if (status.processes[rank] == 0 && call.state == CallState::kNone) continue;  // not seen here
+    calls.push_back(call);
+    ranks.push_back(static_cast<int>(rank));
+  }
+  // A part of a group, whose calls the whole group shows.
+  if (!has_called) return std::nullopt;
+  std::string text = who + ": " + who_is_where(calls, ranks);
+  if (!status.failure.empty()) text += "\n  the group has failed: " + status.failure;
+  return text + "\n";
+}
+
+}  // namespace
+
+std::string status_of_process(std::int64_t process) {
+  std::string text;
+  for (const SharedMemorySegment& segment : segments_of(process)) {
+    if (const auto of_group = text_of(SlotCommunicator::look_at(segment.memory()), process)) {
+      text += *of_group;
+    }
+  }
+  return text;
+}
+
+}  // namespace normscope

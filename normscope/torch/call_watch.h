@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+
+#include "normscope/comm/call_observer.h"
+
+namespace normscope::binding {
+
+// What a torch program expects of a call that may wait. The profiler shows each exchange, and its
+// wait within it, by layer, scope and bytes. A signal that reaches Python ends a wait of its main
+// thread within 100 ms, as Ctrl-C does. A wait as long as warning_limit() is logged once, as c10's
+// warnings are (TORCH_CPP_LOG_LEVEL).
+class CallWatch final : public CallObserver {
+ public:
+  void begin_call(const CallName& name, std::string_view scope, std::size_t bytes) override;
+  void end_call() noexcept override;
+  void begin_wait() override;
+  void end_wait() noexcept override;
+  void during_wait(std::chrono::steady_clock::duration waited,
+                   const std::function<std::string()>& who_is_where) override;
+};
+
+// Sets it as the process's observer, unless the program has set one.
+void watch_calls() noexcept;
+
+}  // namespace normscope::binding

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are killed, stopped, or run for long, over every transport."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool, connect_ranks
+from torch import distributed
+
+import normscope
+
+TRANSPORTS = {"shared memory": "1", "gloo": "0"}
+LIMIT_SECONDS = 60.0
+
+# Ranks are forked from a process that has imported torch: starting Python takes seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "normscope"])
+
+
+def train_until_an_error(
+    store: str, rank: int, size: int, scope: str, transport: str, connection: Connection
+) -> None:
+    """Tell when steps begin, then what ended them and when."""
+    os.environ["NORMSCOPE_SHARED_MEMORY"] = TRANSPORTS[transport]
+    torch.set_num_threads(1)
+    connect_ranks(store, rank, size, LIMIT_SECONDS)
+    net = normscope.convert(
+        torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)), scope
+    )
+    net(torch.randn(8, 4)).sum().backward()
+    connection.send("begun")
+    try:
+        while True:
+            net(torch.randn(8, 4)).sum().backward()
+    except distributed.DistError as error:
+        connection.send((str(error), time.monotonic()))
+    # The group would wait for the dead.
+    os._exit(0)
+
+
+def answers_of(connections: list[Connection]) -> list[object]:
+    """One of each, of those that do not hang."""
+    deadline = time.monotonic() + LIMIT_SECONDS / 2
+    for connection in connections:
+        assert wait([connection], timeout=max(0.0, deadline - time.monotonic())), "a rank hangs"
+    return [connection.recv() for connection in connections]
+
+
+def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[str, float]]:
+    """What peers of a rank that is killed raise, and after how many seconds."""
+    size = 3
+    moment = random.Random(number).uniform(0.0, 0.02)
+    with tempfile.TemporaryDirectory(prefix="normscope-kills-") as folder:
+        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
+        processes = [
+            CONTEXT.Process(
+                target=train_until_an_error,
+                args=(str(Path(folder, "store")), rank, size, scope, transport, pipes[rank][1]),
+                daemon=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            assert answers_of([receive for receive, _ in pipes]) == ["begun"] * size
+            time.sleep(moment)
+            killed = time.monotonic()
+            processes[1].kill()
+            peers = [pipes[0][0], pipes[2][0]] if scope == "world" else [pipes[0][0]]
+            errors = answers_of(peers)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+    seconds = []
+    for error in errors:
+        assert isinstance(error, tuple)
+        seconds.append((error[0], error[1] - killed))
+    return seconds
+
+
+# Over Gloo a rank waits two seconds for the answers of the dead; several worlds wait at once.
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "seconds"), [("shared memory", 2.0), ("gloo", 8.0)])
+@pytest.mark.parametrize(("scope", "kills"), [("world", 70), ("group:2", 30)])
+def test_a_rank_that_is_killed_is_named_to_its_peers(
+    transport: str, seconds: float, scope: str, kills: int
+) -> None:
+    memory_before = sorted(os.listdir("/dev/shm"))
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        runs = list(
+            pool.map(lambda number: errors_after_a_kill(scope, transport, number), range(kills))
+        )
+
+    for errors in runs:
+        for text, after in errors:
+            # Over Gloo a peer may be late to say that it is there.
+            assert re.search(
+                r"rank 1 (of . )?(has died|is not there)|ranks .*1.* are not there", text
+            )
+            assert after < seconds
+    assert sorted(os.listdir("/dev/shm")) == memory_before
+
+
+def rank_1_is_stopped_for(seconds: float) -> float:
+    """As by Ctrl-Z, or by a machine that swaps: late, and nothing else."""
+    layer = normscope.BatchNorm1d(4)
+    layer(torch.randn(8, 4))
+    store = distributed.distributed_c10d._get_default_store()
+    if distributed.get_rank() == 1:
+        store.set("process", str(os.getpid()))
+    else:
+        process = int(store.get("process"))
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(process, signal.SIGCONT)
+    begin = time.monotonic()
+    for _ in range(10):
+        layer(torch.randn(8, 4)).sum().backward()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_is_stopped_for_a_while_is_only_late(ranks: RankPool, transport: str) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+    assert max(ranks.run(2, rank_1_is_stopped_for, 1.0, environment=environment)) < LIMIT_SECONDS
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth_over(steps: int) -> tuple[int, int]:
+    """Of memory in bytes and of descriptors, after a tenth of the steps."""
+    net = normscope.convert(
+        torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.BatchNorm1d(8)), "world"
+    )
+    x = torch.randn(4, 8)
+
+    def measure(count: int) -> Iterator[int]:
+        for _ in range(count):
+            net(x).sum().backward()
+        yield resident_bytes()
+        yield len(os.listdir("/proc/self/fd"))
+
+    memory, files = measure(steps // 10)
+    memory_later, files_later = measure(steps - steps // 10)
+    return memory_later - memory, files_later - files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_twenty_thousand_steps_grow_nothing(ranks: RankPool, transport: str) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+    answers = ranks.run(2, growth_over, 20_000, environment=environment, hang_seconds=280.0)
+
+    for memory, files in answers:
+        assert memory < 2**20  # 58 bytes a step
+        assert files <= 0

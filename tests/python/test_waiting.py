@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known, and what can be done, while ranks wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed
+from torch.profiler import ProfilerActivity, profile
+
+import normscope
+
+SECONDS = 2.0
+TRANSPORTS = {"shared memory": "1", "gloo": "0"}
+
+
+def environment_of(transport: str, **more: str) -> dict[str, str]:
+    return {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport], **more}
+
+
+def network(scope: str = "world") -> torch.nn.Sequential:
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3))
+    return normscope.convert(net, scope)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, 3, 4, 4)
+
+
+def raised_by(call: Callable[[], Any]) -> tuple[str, float]:
+    """What a call raises, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "nothing", 0.0
+
+
+def meet_at(name: str) -> None:
+    """Of all ranks, without a message of a group."""
+    store = distributed.distributed_c10d._get_default_store()
+    store.set(f"{name}/{distributed.get_rank()}", "")
+    store.wait([f"{name}/{rank}" for rank in range(distributed.get_world_size())])
+
+
+def rank_1_stays_behind() -> tuple[str, float]:
+    net = network()
+    x = net[0](batch())
+    if distributed.get_rank() == 1:
+        time.sleep(3 * SECONDS)  # beyond the time in which the others ask who is there
+    answer = raised_by(lambda: net[1](x))
+    meet_at("end")
+    return answer
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_time_limit_says_where_every_rank_is(ranks: RankPool, transport: str) -> None:
+    environment = environment_of(transport, NORMSCOPE_TIMEOUT=str(SECONDS))
+
+    answers = ranks.run(3, rank_1_stays_behind, environment=environment)
+
+    for error, _ in answers:
+        assert "rank 1 last finished forward of 0, " in error
+        assert "ranks 0, 2 wait in forward of 1" in error
+
+
+def rank_1_is_local() -> tuple[str, float]:
+    net = network()
+    net(batch())
+    if distributed.get_rank() == 1:
+        normscope.set_scope(net, "local")
+        net(batch())
+        answer = ("", 0.0)
+    else:
+        answer = raised_by(lambda: net(batch()))
+    meet_at("end")
+    return answer
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_needs_no_peer_is_named(ranks: RankPool, transport: str) -> None:
+    environment = environment_of(transport, NORMSCOPE_TIMEOUT=str(SECONDS))
+
+    [(error, _), *_] = ranks.run(2, rank_1_is_local, environment=environment)
+
+    assert "rank 1 last ran forward of 1 without peers, " in error
+    assert "rank 0 waits in forward of 0" in error
+
+
+@contextlib.contextmanager
+def errors_to(text: list[str]) -> Iterator[None]:
+    """What the process writes to its stderr, by whatever means, goes into a list."""
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        file.seek(0)
+        text.append(file.read().decode())
+
+
+def rank_1_is_late(seconds: float) -> str:
+    net = network()
+    x = net[0](batch())
+    meet_at("begin")
+    if distributed.get_rank() == 1:
+        time.sleep(seconds)
+    text: list[str] = []
+    with errors_to(text):
+        net[1](x)
+    return text[0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_long_wait_is_logged_once(ranks: RankPool, transport: str) -> None:
+    environment = environment_of(transport, NORMSCOPE_WARN_AFTER="0.5")
+
+    waiting, late = ranks.run(2, rank_1_is_late, 2.0, environment=environment)
+
+    assert waiting.count("normscope has waited") == 1
+    assert "rank 1 last finished forward of 0, " in waiting
+    assert "rank 0 waits in forward of 1" in waiting
+    assert late == ""
+
+
+@pytest.mark.parametrize("limit", ["0", "30"])
+def test_a_short_wait_is_not_logged(ranks: RankPool, limit: str) -> None:
+    environment = {"NORMSCOPE_WARN_AFTER": limit}
+
+    assert ranks.run(2, rank_1_is_late, 1.0, environment=environment) == ["", ""]
+
+
+def status_of_a_rank_that_waits() -> tuple[str, str]:
+    net = network()
+    x = net[0](batch())
+    store = distributed.distributed_c10d._get_default_store()
+    if distributed.get_rank() == 1:
+        store.set("process", str(os.getpid()))
+        net[1](x)
+        return "", ""
+    process = store.get("process").decode()
+    time.sleep(0.5)
+    command = [sys.executable, "-m", "normscope", "status", process]
+    of_peer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    own = normscope.status()
+    net[1](x)
+    return of_peer, own
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_status_of_a_process_that_waits_can_be_read(ranks: RankPool, transport: str) -> None:
+    environment = environment_of(transport)
+
+    [(of_peer, own), _] = ranks.run(2, status_of_a_rank_that_waits, environment=environment)
+
+    assert "is rank 1 of 2: " in of_peer
+    assert "rank 1 waits in forward of 1" in of_peer
+    assert "is rank 0 of 2: rank 0 last finished forward of 0, " in own
+    assert ("rank 0 last finished forward of 0" in of_peer) == (transport == "shared memory")
+
+
+def test_the_status_of_no_process_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="process 4194999"):
+        normscope.status(4194999)
+
+
+def rank_0_fails_in_its_own_code(scope: str, met: bool) -> tuple[str, float]:  # noqa: FBT001
+    net = network(scope)
+    if met:
+        net(batch())
+        meet_at("begin")
+
+    def step() -> None:
+        with normscope.fail_fast():
+            if distributed.get_rank() == 0:
+                raise LookupError("no such file")
+            net(batch())
+
+    answer = raised_by(step)
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    assert total.item() == distributed.get_world_size()
+    return answer
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("scope", "met"), [("world", True), ("group:2", True), ("world", False), ("group:2", False)]
+)
+def test_peers_raise_at_once_what_a_rank_raised(
+    ranks: RankPool,
+    transport: str,
+    scope: str,
+    met: bool,  # noqa: FBT001
+) -> None:
+    answers = ranks.run(
+        3, rank_0_fails_in_its_own_code, scope, met, environment=environment_of(transport)
+    )
+
+    peers = answers[1:2] if scope == "group:2" and met else answers[1:]
+    assert answers[0][0] == "LookupError: no such file"
+    for error, seconds in peers:
+        assert "rank 0" in error
+        assert "LookupError: no such file" in error
+        assert seconds < SECONDS
+
+
+def interrupted(where: str) -> tuple[str, float]:
+    """Rank 0 gets a Ctrl-C half a second after it has begun to wait."""
+    net = network()
+    y = net(batch().requires_grad_()) if where != "first meeting" else batch()
+    meet_at("begin")
+    if distributed.get_rank() == 1:
+        time.sleep(SECONDS)
+    else:
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    call = y.sum().backward if where == "backward" else (lambda: net(batch()))
+    answer = raised_by(call)
+    meet_at("end")
+    return answer
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("where", ["first meeting", "forward", "backward"])
+def test_ctrl_c_ends_a_wait_and_peers_are_told(ranks: RankPool, transport: str, where: str) -> None:
+    [(error, seconds), (of_peer, _)] = ranks.run(
+        2, interrupted, where, environment=environment_of(transport)
+    )
+
+    assert error.startswith("KeyboardInterrupt")
+    assert 0.4 < seconds < 0.5 + 0.5  # 0.1 on an idle machine
+    assert "rank 0" in of_peer
+    assert "interrupted while it waited" in of_peer
+
+
+def signalled_without_an_exception() -> list[int]:
+    """A handler that returns, as one that only asks for a checkpoint, and the wait goes on."""
+    net = network()
+    net(batch())
+    meet_at("begin")
+    calls: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
+    if distributed.get_rank() == 1:
+        time.sleep(1.0)
+    else:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+    net(batch())
+    signal.signal(signal.SIGUSR1, before)
+    return calls
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_handler_that_returns_ends_no_wait(ranks: RankPool, transport: str) -> None:
+    answers = ranks.run(2, signalled_without_an_exception, environment=environment_of(transport))
+
+    assert answers == [[signal.SIGUSR1], []]
+
+
+def profiled_events() -> list[tuple[str, float]]:
+    net = network()
+    net(batch().requires_grad_()).sum().backward()
+    meet_at("begin")
+    if distributed.get_rank() == 1:
+        time.sleep(0.2)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        net(batch().requires_grad_()).sum().backward()
+    return [
+        (event.key, event.cpu_time_total / 1e6)
+        for event in profiler.key_averages()
+        if event.key.startswith("normscope::exchange") or event.key == "normscope::wait"
+    ]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_profiler_shows_exchanges_and_their_waits(ranks: RankPool, transport: str) -> None:
+    [events, _] = ranks.run(2, profiled_events, environment=environment_of(transport))
+
+    seconds = dict(events)
+    names = {re.sub(r"[0-9]+ bytes", "N bytes", name) for name in seconds}
+    assert names == {
+        "normscope::wait",
+        *(
+            f"normscope::exchange {direction} of {layer}, scope world, N bytes"
+            for layer in "01"
+            for direction in ("forward", "backward")
+        ),
+    }
+    assert 0.1 < seconds["normscope::wait"] < sum(seconds.values()) - seconds["normscope::wait"]
