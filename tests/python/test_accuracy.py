@@ -113,6 +113,78 @@ def test_a_constant_channel_has_no_variance(
     )
 
 
+HALF_THE_RANGE = 2.0**127
+
+
+def smallest_denormal(dtype: torch.dtype) -> float:
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
+
+
+def spread_evenly(shape: tuple[int, ...], largest: float) -> torch.Tensor:
+    return (torch.rand(shape, dtype=torch.float64) * 2 - 1) * largest
+
+
+def one_against_all(shape: tuple[int, ...], largest: float) -> torch.Tensor:
+    """The farthest that an element can be from the mean."""
+    x = torch.full(shape, largest, dtype=torch.float64)
+    x[1, :, 2, 3] = -largest
+    return x
+
+
+Huge = Callable[[tuple[int, ...], float], torch.Tensor]
+
+
+def assert_huge_as_oracle(x: torch.Tensor, where: torch.Tensor) -> None:
+    """y and dx of some elements; no float32 buffer holds the variance, which is 1e76."""
+    layer = layer_for(x)
+    layer.momentum = 0.0
+    dy = torch.randn(x.shape).to(x.dtype)
+    expected = step(oracle_of(layer, 4), x.double(), dy.double())
+    allowed = bounds(x, dy, layer, expected)
+
+    got = step(layer, x, dy)
+
+    assert ((got.y - expected.y).abs() <= allowed["y"])[where].all()
+    # scale, slope and dx are denormal, and rounded to a multiple of the smallest one.
+    factors = 2 + dy.double().abs().amax() * (1 + expected.y.abs())
+    roundings = smallest_denormal(torch.float32) * factors + smallest_denormal(x.dtype)
+    assert ((got.dx - expected.dx).abs() <= allowed["dx"] + roundings)[where].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [contiguous, channels_last])
+@pytest.mark.parametrize("build", [spread_evenly, one_against_all])
+def test_inputs_below_half_of_float32_s_range_are_as_exact_as_others(
+    dtype: torch.dtype, layout: Callable[[torch.Tensor], torch.Tensor], build: Huge
+) -> None:
+    torch.manual_seed(0)
+    largest = HALF_THE_RANGE * (1 - torch.finfo(dtype).eps / 2)
+    x = layout(build((4, 3, 16, 17), largest).to(dtype))
+    assert x.abs().amax().item() < HALF_THE_RANGE
+
+    assert_huge_as_oracle(x, torch.ones_like(x, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("layout", [contiguous, channels_last])
+@pytest.mark.parametrize("others", [0.0, 5e36, 5e37, 3e38])
+def test_a_deviation_that_float32_cannot_hold_is_infinite_alone(
+    others: float, layout: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(2, 3, 8, 8) * (0.1 * others + 1e35) + others
+    x[0, 0, 0, 0] = -3.33e38
+    deviation = x.double() - x.double().mean((0, 2, 3), keepdim=True)
+    too_large = deviation.abs() > torch.finfo(torch.float32).max
+    assert too_large.sum() == (others > 1e37)
+
+    y = layer_for(x)(layout(x))
+
+    assert torch.equal(y == -torch.inf, too_large)
+    assert torch.equal(y.isfinite(), ~too_large)
+    assert_huge_as_oracle(layout(x), ~too_large)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_visible_in_its_channel_alone(bad: float) -> None:
     x = torch.randn(3, 2, 4, 4)
