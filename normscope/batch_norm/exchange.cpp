@@ -29,6 +29,7 @@ std::string describe(const CallLabel& label) {
   if (label.direction == Direction::kParameters) {
     return layer + " of " + std::to_string(label.channels) + " numbers";
   }
+  if (label.direction == Direction::kStep) return "the next step of joined batches";
   std::string text = std::string(name_of(label.direction)) + " of " + layer;
   text += " (" + std::to_string(label.channels) + " channels, scope " + std::string(label.scope);
   if (label.direction == Direction::kForward && label.backward == BackwardNeeded::kNo) {
@@ -147,6 +148,7 @@ std::string_view name_of(Direction direction) noexcept {
     case Direction::kBackward: return "backward";
     case Direction::kDoubleBackward: return "double backward";
     case Direction::kParameters: return "parameters";
+    case Direction::kStep: return "step";
     case Direction::kAgreement: break;
   }
   return "agreement";

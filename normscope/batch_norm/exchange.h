@@ -18,8 +18,8 @@ namespace normscope NORMSCOPE_EXPORT {
 
 // What the ranks of a group meet for; kAgreement: to find out who shares statistics, kParameters:
 // for the numbers of a whole module, where layer says what is done with them and channels how many
-// they are.
-enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters };
+// they are; kStep: ahead of a step, for the samples that each of them has.
+enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters, kStep };
 
 // "forward".
 [[nodiscard]] std::string_view name_of(Direction direction) noexcept;

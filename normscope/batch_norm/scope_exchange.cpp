@@ -13,31 +13,41 @@ namespace {
 
 // This rank's number and everyone else's, in the order of the ranks. Every rank adds to zeros, so
 // that the sum gathers.
-std::vector<double> gather(Exchange& group, const Scope& scope, std::string_view layer,
-                           std::int64_t own) {
-  const std::string text = scope.str();
+std::vector<double> gather(Exchange& group, const CallLabel& label, std::int64_t own) {
   const auto ranks = static_cast<std::size_t>(group.communicator().size());
   std::vector<double> message(ranks + kHeaderSize);
   message[static_cast<std::size_t>(group.communicator().rank())] = static_cast<double>(own);
-  group.all_reduce({.layer = layer, .scope = text, .direction = Direction::kAgreement}, message,
-                   {});
+  group.all_reduce(label, message, {});
   message.resize(ranks);
   return message;
+}
+
+std::vector<double> gather_for_scope(Exchange& group, const Scope& scope, std::string_view layer,
+                                     std::int64_t own) {
+  const std::string text = scope.str();
+  return gather(group, {.layer = layer, .scope = text, .direction = Direction::kAgreement}, own);
 }
 
 }  // namespace
 
 std::vector<int> agree_on_leaders(Exchange& group, const Scope& scope, std::string_view layer) {
-  const std::vector<double> gathered = gather(group, scope, layer, host_identity());
+  const std::vector<double> gathered = gather_for_scope(group, scope, layer, host_identity());
   return leaders_of(scope, std::vector<std::int64_t>(gathered.begin(), gathered.end()));
 }
 
 std::optional<Scope> agree_on_norm_batch(Exchange& group, const Scope& scope,
                                          std::string_view layer, std::int64_t samples) {
-  const std::vector<double> gathered = gather(group, scope, layer, samples);
+  const std::vector<double> gathered = gather_for_scope(group, scope, layer, samples);
   const auto nominal = static_cast<std::int64_t>(std::ranges::max(gathered));
   if (nominal == 0) return std::nullopt;
   return resolve_norm_batch(scope, nominal, group.communicator().size());
+}
+
+std::vector<std::int64_t> gather_samples(Exchange& group, std::int64_t own) {
+  // A name: the label of a call without one counts the calls before it, which a rank may have more.
+  const CallLabel label{.layer = "joined", .scope = "world", .direction = Direction::kStep};
+  const std::vector<double> gathered = gather(group, label, own);
+  return {gathered.begin(), gathered.end()};
 }
 
 std::unique_ptr<Exchange> make_part_of(Exchange& group, const std::vector<int>& leaders) {

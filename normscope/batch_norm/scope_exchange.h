@@ -28,6 +28,10 @@ namespace normscope NORMSCOPE_EXPORT {
                                                        std::string_view layer,
                                                        std::int64_t samples);
 
+// How many samples each rank has in the step to come, in the order of the ranks. `own` is this
+// rank's number; what negative ones mean is the caller's.
+[[nodiscard]] std::vector<std::int64_t> gather_samples(Exchange& group, std::int64_t own);
+
 // The exchange among the ranks that have this rank's leader; nullptr where this rank is alone.
 [[nodiscard]] std::unique_ptr<Exchange> make_part_of(Exchange& group,
                                                      const std::vector<int>& leaders);

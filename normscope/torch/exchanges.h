@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/torch/device.h"
@@ -83,6 +84,11 @@ void fail_all_exchanges(std::string_view reason);
 // (which is collective). Other scopes stay as they are.
 [[nodiscard]] std::string resolve_scope(std::string_view scope, std::string_view group_name,
                                         std::int64_t samples);
+
+// How many samples each rank of the group has in the step to come, in the order of the ranks; `own`
+// alone where this rank is alone. Negative numbers travel as they are. Collective.
+[[nodiscard]] std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name,
+                                                                std::int64_t own);
 
 // What carries the messages of the process group: "shared memory", "gloo", ...; "none" where its
 // one rank sends none. Collective at first use.

@@ -85,6 +85,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("version() -> str", &version);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
+  m.def("gather_samples(str group_name, int own) -> int[]", &gather_samples_of_group);
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);

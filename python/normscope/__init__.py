@@ -10,6 +10,7 @@ from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
+from normscope.uneven import empty_batch_like, joined
 
 __all__ = [
     "BatchNorm",
@@ -22,9 +23,11 @@ __all__ = [
     "checkpoint_context",
     "communication_counters",
     "convert",
+    "empty_batch_like",
     "estimate_running_stats",
     "fail_fast",
     "functional",
+    "joined",
     "revert",
     "set_scope",
     "status",

@@ -23,6 +23,7 @@ batch_norm_apply = cast("Callable[..., torch.Tensor]", _ops.batch_norm_apply.def
 batch_norm_forward = _ops.batch_norm_forward.default
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
 resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
+gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.default)
 available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
 default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
 cuda = cast("Callable[[], str]", _ops.cuda.default)

@@ -10,8 +10,9 @@ class CommunicationCounters(NamedTuple):
     """What this process has sent since it started.
 
     Attributes:
-        calls: Exchanges: one for each synchronized forward, backward and double backward, and one
-            where the ranks of a process group agree on a scope or a batch size at first use.
+        calls: Exchanges: one for each synchronized forward, backward and double backward, one where
+            the ranks of a process group agree on a scope or a batch size at first use, and one for
+            each step of :func:`normscope.joined`.
         bytes: Payload of this rank's messages, whatever carries them.
         seconds: Time in the exchanges, waiting for other ranks included.
     """

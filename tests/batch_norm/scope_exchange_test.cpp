@@ -62,6 +62,33 @@ TEST_P(ScopeExchange, TheLargestBatchIsNominal) {
   });
 }
 
+TEST_P(ScopeExchange, EachRankLearnsTheSamplesOfAllInTheirOrder) {
+  run([](Exchange& group) {
+    const int rank = group.communicator().rank();
+
+    EXPECT_EQ(gather_samples(group, rank - 2), (std::vector<std::int64_t>{-2, -1, 0, 1, 2}));
+    constexpr std::int64_t kMany = std::int64_t{1} << 50;
+    EXPECT_EQ(gather_samples(group, kMany + rank)[4], kMany + 4);
+  });
+}
+
+TEST_P(ScopeExchange, ARankThatIsInALayerMeanwhileIsNamed) {
+  run([](Exchange& group) {
+    const int rank = group.communicator().rank();
+
+    const std::string text = text_of<MismatchError>([&] {
+      if (rank == 1) {
+        (void)agree_on_norm_batch(group, Scope::norm_batch(7), "stem", rank);
+      } else {
+        (void)gather_samples(group, rank);
+      }
+    });
+
+    EXPECT_THAT(text, AllOf(HasSubstr("rank 0: the next step of joined batches"),
+                            HasSubstr("rank 1: first use of scope norm_batch:7 by stem")));
+  });
+}
+
 TEST_P(ScopeExchange, AScopeThatDoesNotFitIsRefusedOnEveryRankAndTheGroupStaysUsable) {
   run([](Exchange& group) {
     const std::string text =

@@ -160,6 +160,23 @@ def test_a_rank_with_an_empty_batch_takes_part_with_count_zero(
     assert got["num_batches_tracked"].item() == 0
 
 
+def weighted_means_of_joined_batches(values: tuple[tuple[float, ...], ...]) -> list[float]:
+    own = values[distributed.get_rank()]
+    batches = [torch.arange(n).double() for n in own]
+    return [x.sum().item() * w for x, w in normscope.joined(batches, like=torch.zeros(1).double())]
+
+
+def test_ranks_out_of_batches_step_until_all_are(ranks: RankPool) -> None:
+    sizes = ((3, 2), (5,), ())
+
+    steps = ranks.run(3, weighted_means_of_joined_batches, sizes)
+
+    assert [len(of_rank) for of_rank in steps] == [2, 2, 2]
+    for means, there in zip(zip(*steps, strict=True), ((3, 5), (2,)), strict=True):
+        expected = torch.cat([torch.arange(n).double() for n in there]).mean()
+        assert_near(torch.tensor(means).double().mean(), expected)
+
+
 def forward_where_rank_0_needs_no_gradient() -> str:
     layer = normscope.BatchNorm2d(3)
     if distributed.get_rank() == 0:

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with different numbers of batches train as one process that has them joined."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed, nn
+
+import normscope
+
+TRANSPORTS = {"shared memory": "1", "gloo": "0"}
+LIMIT_SECONDS = 2.0
+
+# The samples of each batch of each rank.
+SIZES = [
+    ((3, 2), (4,)),
+    ((3, 2, 1), (), (4, 5)),
+    ((), (2, 1, 4), (), (1, 6, 0, 3)),
+]
+
+# Of the largest entry, in float64 (eps 2e-16): a few steps of a net of three layers amplify little.
+RELATIVE = 1e-10
+
+Samples = tuple[torch.Tensor, torch.Tensor]
+State = dict[str, torch.Tensor]
+
+
+def environment(transport: str) -> dict[str, str]:
+    return {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+
+def samples(rank: int, step: int, count: int) -> Samples:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=generator)
+    return x + rank, torch.randint(5, (count,), generator=generator)
+
+
+def batches_of(rank: int, sizes: tuple[int, ...]) -> list[Samples]:
+    return [samples(rank, step, count) for step, count in enumerate(sizes)]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8 * 9, 5),
+    ).double()
+
+
+def train(net: nn.Module, steps: Iterator[tuple[Samples, float]]) -> int:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    count = 0
+    for (x, target), weight in steps:
+        optimizer.zero_grad()
+        (nn.functional.cross_entropy(net(x), target, reduction="sum") * weight).backward()
+        optimizer.step()
+        count += 1
+    return count
+
+
+def state_of(net: nn.Module) -> State:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def train_rank(sizes: tuple[tuple[int, ...], ...], buffers: str) -> tuple[State, int]:
+    net = normscope.convert(network(), "world")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of another name in newer versions of torch
+        parallel = nn.parallel.DistributedDataParallel(
+            net, broadcast_buffers=buffers == "broadcast"
+        )
+    own = batches_of(distributed.get_rank(), sizes[distributed.get_rank()])
+    count = train(parallel, normscope.joined(own, like=samples(0, 0, 1)))
+    return state_of(net), count
+
+
+def joined_by_hand(sizes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Samples, float]]:
+    ranks = [batches_of(rank, of_rank) for rank, of_rank in enumerate(sizes)]
+    for step in range(max(map(len, ranks))):
+        there = [batches[step] for batches in ranks if step < len(batches)]
+        x, target = (torch.cat(parts) for parts in zip(*there, strict=True))
+        yield (x, target), 1 / len(x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("buffers", ["broadcast", "own"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_ranks_with_different_numbers_of_batches_train_as_one_process(
+    ranks: RankPool, sizes: tuple[tuple[int, ...], ...], buffers: str, transport: str
+) -> None:
+    net = network()
+    steps = train(net, joined_by_hand(sizes))
+    expected = state_of(net)
+
+    answers = ranks.run(len(sizes), train_rank, sizes, buffers, environment=environment(transport))
+
+    for got, count in answers:
+        assert count == steps
+        for name, value in expected.items():
+            allowed = RELATIVE * value.abs().amax().item()
+            torch.testing.assert_close(got[name], value, rtol=0, atol=allowed, msg=name)
+            assert torch.equal(got[name], answers[0][0][name])
+
+
+def steps_of_rank(sizes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[int, ...], float]]:
+    own = [torch.zeros(count, 2) for count in sizes[distributed.get_rank()]]
+    return [(tuple(x.shape), w) for x, w in normscope.joined(own, like=torch.zeros(9, 2))]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_ranks_make_as_many_steps_and_weigh_alike(ranks: RankPool, transport: str) -> None:
+    sizes = ((2,), (3, 0), ())
+
+    answers = ranks.run(3, steps_of_rank, sizes, environment=environment(transport))
+
+    assert [[shape for shape, _ in steps] for steps in answers] == [
+        [(2, 2), (0, 2)],
+        [(3, 2), (0, 2)],
+        [(0, 2), (0, 2)],
+    ]
+    # 3 ranks over 5 samples; nobody has one in the second step.
+    assert [[weight for _, weight in steps] for steps in answers] == [[3 / 5, 0.0]] * 3
+
+
+def steps_of_ranks_without_batches() -> int:
+    return len(list(normscope.joined([])))
+
+
+def test_nobody_steps_where_nobody_has_a_batch(ranks: RankPool) -> None:
+    assert ranks.run(3, steps_of_ranks_without_batches) == [0] * 3
+
+
+def second_loop() -> list[int]:
+    own = [torch.zeros(1)] * distributed.get_rank()
+    return [len(list(normscope.joined(own, like=torch.zeros(1)))) for _ in range(3)]
+
+
+def test_each_epoch_has_a_loop_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(3, second_loop) == [[2, 2, 2]] * 3
+
+
+def without_like() -> tuple[str, float]:
+    own = [torch.ones(2, 1)] if distributed.get_rank() == 1 else []
+    with pytest.raises(ValueError, match="like") as caught:
+        list(normscope.joined(own))
+    # An argument was wrong, so that nothing is broken.
+    y = normscope.BatchNorm1d(1)(torch.full((1, 1), float(distributed.get_rank())))
+    return str(caught.value), y.sum().item()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_without_batches_and_like_is_named_on_all_ranks(
+    ranks: RankPool, transport: str
+) -> None:
+    answers = ranks.run(3, without_like, environment=environment(transport))
+
+    text = "like: expected a batch on ranks without batches, [0, 2], got None"
+    assert [error for error, _ in answers] == [text] * 3
+
+
+def batches_that_break(before: int) -> Iterator[torch.Tensor]:
+    yield from [torch.ones(2, 1)] * before
+    raise OSError("the disk is full of holes")
+
+
+def run_through(layer: nn.Module, batches: Iterator[torch.Tensor]) -> None:
+    for x, weight in normscope.joined(batches):
+        (layer(x).sum() * weight).backward()
+
+
+def train_beside_broken_batches(before: int) -> tuple[str, str, float]:
+    broken = distributed.get_rank() == 1
+    own = batches_that_break(before) if broken else iter([torch.ones(2, 1)] * 3)
+    distributed.barrier()
+    begin = time.monotonic()
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        run_through(normscope.BatchNorm1d(1), own)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("before", [0, 2])
+def test_peers_of_a_rank_whose_batches_raise_are_told_at_once(
+    ranks: RankPool, before: int, transport: str
+) -> None:
+    answers = ranks.run(3, train_beside_broken_batches, before, environment=environment(transport))
+
+    assert answers[1][:2] == ("OSError", "the disk is full of holes")
+    for rank in (0, 2):
+        kind, text, seconds = answers[rank]
+        assert kind == "DistBackendError"
+        assert "rank 1" in text
+        assert "its batches raised OSError: the disk is full of holes" in text
+        # Far below the group's limit of a minute.
+        assert seconds < 10
+
+
+def leave_alone(then: str) -> str:
+    layer = normscope.BatchNorm1d(1)
+    layer(torch.randn(2, 1))
+    try:
+        for step, (x, _) in enumerate(normscope.joined([torch.randn(2, 1)] * 3)):
+            layer(x)
+            if distributed.get_rank() == 1 and step == 1:
+                break
+        if then == "a layer" and distributed.get_rank() == 1:
+            normscope.convert(nn.Sequential(nn.BatchNorm1d(1)))(torch.randn(2, 1))
+        elif distributed.get_rank() == 1:
+            time.sleep(LIMIT_SECONDS + 2)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_leaves_the_loop_alone_is_named_at_the_time_limit(
+    ranks: RankPool, transport: str
+) -> None:
+    limit = {"NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS)}
+
+    answers = ranks.run(3, leave_alone, "nothing", environment=environment(transport) | limit)
+
+    assert answers[1] == ""
+    for rank in (0, 2):
+        assert "the next step of joined batches" in answers[rank]
+        assert "rank 1" in answers[rank]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_leaves_the_loop_for_a_layer_is_named_at_once(
+    ranks: RankPool, transport: str
+) -> None:
+    for error in ranks.run(3, leave_alone, "a layer", environment=environment(transport)):
+        assert "rank 0: the next step of joined batches" in error
+        assert "rank 1: forward of 0 (1 channels, scope world" in error
+
+
+def messages_of_the_program_under_way() -> list[float]:
+    """They begin before the loop on one rank, and within it on the other."""
+    sums = torch.ones(64)
+    work = distributed.all_reduce(sums, async_op=True) if distributed.get_rank() == 0 else None
+    weights = []
+    for _, weight in normscope.joined([torch.zeros(2)] * 2):
+        weights.append(weight)
+        if work is None:
+            work = distributed.all_reduce(sums, async_op=True)
+    assert work is not None
+    work.wait()
+    return [*weights, float(sums.sum())]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_program_s_own_messages_are_not_met(ranks: RankPool, transport: str) -> None:
+    answers = ranks.run(2, messages_of_the_program_under_way, environment=environment(transport))
+
+    assert answers == [[0.5, 0.5, 128.0]] * 2
+
+
+def test_without_a_process_group_a_rank_has_its_own_batches_alone() -> None:
+    own = [torch.randn(4, 2), torch.randn(1, 2)]
+
+    steps = list(normscope.joined(own))
+
+    assert [weight for _, weight in steps] == [1 / 4, 1.0]
+    assert all(got is given for (got, _), given in zip(steps, own, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"name": "x"}, "got no tensor in a dict"),
+        (torch.tensor(1.0), "got no tensor in a Tensor"),
+        ((torch.zeros(4), torch.zeros(3)), r"got sizes \[4, 3\] there"),
+    ],
+)
+def test_a_batch_without_a_number_of_samples_is_refused(batch: Any, text: str) -> None:  # noqa: ANN401
+    with pytest.raises(ValueError, match="batches: expected .*" + text):
+        list(normscope.joined([batch]))
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    count: int
+
+
+Build = Callable[[torch.Tensor], Any]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: x,
+        lambda x: (x, 1, "two"),
+        lambda x: [x, [x]],
+        lambda x: {"x": x, "scale": 2.0},
+        lambda x: OrderedDict(x=x, inner=(x, None)),
+        lambda x: Pair(x, "name"),
+        lambda x: Record(x, 3),
+        lambda x: [Record(x, 3), {"pair": Pair(x, "name")}],
+    ],
+)
+def test_an_empty_batch_has_the_structure_of_the_other(build: Build) -> None:
+    x = torch.ones(4, 3, 5, dtype=torch.bfloat16)
+    batch = build(x)
+
+    got = normscope.empty_batch_like(batch)
+
+    assert type(got) is type(batch)
+    # Text shows an empty tensor's size and dtype, and everything else there is.
+    assert repr(got) == repr(build(torch.empty(0, 3, 5, dtype=torch.bfloat16)))
+    assert x.shape == (4, 3, 5)
+
+
+def test_an_empty_batch_of_a_mapping_that_cannot_change_is_a_mapping() -> None:
+    got = normscope.empty_batch_like(MappingProxyType({"x": torch.ones(4, 3)}))
+
+    assert isinstance(got, MappingProxyType)
+    assert got["x"].shape == (0, 3)
+
+
+def test_an_empty_tensor_keeps_what_is_no_sample_and_no_memory() -> None:
+    x = torch.ones(4, 3, 5, 5, requires_grad=True).to(memory_format=torch.channels_last)
+    scale = torch.tensor(2.0)
+
+    empty, kept = normscope.empty_batch_like((x, scale))
+
+    assert empty.shape == (0, 3, 5, 5)
+    assert (empty.dtype, empty.device) == (x.dtype, x.device)
+    assert not empty.requires_grad
+    assert empty.untyped_storage().nbytes() == 0
+    assert kept is scale
