@@ -454,7 +454,7 @@ std::string resolve_scope(std::string_view scope, std::string_view group_name,
 
 std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name, std::int64_t own) {
   return as_torch([&]() -> std::vector<std::int64_t> {
-    const ExchangeUse use(Scope::world().str(), group_name, "joined batches");
+    const ExchangeUse use(Direction::kStep, "world", group_name, "joined batches");
     if (use.get() == nullptr) return {own};
     return gather_samples(*use.get(), own);
   });

@@ -13,6 +13,9 @@ from normscope.scope import Scope
 
 NONE = ""
 
+_unnamed_layers: "weakref.WeakKeyDictionary[distributed.ProcessGroup | None, int]"
+_unnamed_layers = weakref.WeakKeyDictionary()
+
 _watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()
 
 # Backends of Python's own cannot be ended any later.
@@ -82,6 +85,23 @@ def name_in_use(name: str | None) -> str:
         return NONE
     _watch(default)
     return default.group_name
+
+
+# Outside the graph, and part of it from then on.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def name_of_layer(group_name: str) -> str:
+    """What a layer without a name is called from its first exchange in a group on.
+
+    By the order of first uses there: ranks need not have made their layers in the same order, or
+    no others.
+    """
+    try:
+        group = named(group_name)
+    except Exception:
+        return ""  # the op says that there is no such group
+    number = _unnamed_layers.get(group, 0) + 1
+    _unnamed_layers[group] = number
+    return f"unnamed layer {number}"
 
 
 def scope_and_group_in_use(

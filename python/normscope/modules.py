@@ -130,6 +130,8 @@ class BatchNorm(_BatchNorm):
         scope, group_name = _process_group.scope_and_group_in_use(
             self.scope, self.group_name, input, training=self.training
         )
+        if not self.layer_name and group_name and not self.scope.is_of_one_rank:
+            self.layer_name = _process_group.name_of_layer(group_name)
         y = _library.batch_norm(
             input,
             self.weight,

@@ -61,6 +61,11 @@ class Scope:
         return self.text
 
     @property
+    def is_of_one_rank(self) -> bool:
+        """Whether it never shares with another rank."""
+        return self.text == "local" or self.text.startswith("slices:")
+
+    @property
     def depends_on_samples(self) -> bool:
         """Whether it is another scope for another batch."""
         return self.text.startswith("norm_batch:")

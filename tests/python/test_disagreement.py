@@ -67,6 +67,23 @@ def other_channels_without_a_name() -> str:
     return message
 
 
+def rank_1_leaves_a_layer_out() -> str:
+    if distributed.get_rank() == 1:
+        normscope.BatchNorm2d(3)  # more of them tell nothing
+    first, second = normscope.BatchNorm2d(3), normscope.BatchNorm2d(3)
+    for layer in (first, second):
+        layer(torch.randn(4, 3, 2, 2))
+    order = (second,) if distributed.get_rank() == 1 else (first, second)
+
+    def step() -> None:
+        for layer in order:
+            layer(torch.randn(4, 3, 2, 2))
+
+    message = error_of(step)
+    assert_group_is_usable()
+    return message
+
+
 def other_direction() -> str:
     y = named_layer("stem")(torch.randn(4, 3, 2, 2)).sum()
     if distributed.get_rank() == 0:
@@ -90,7 +107,8 @@ def without_gradient() -> str:
     [
         (other_layer, "forward of layer0 (3 channels", "forward of layer1 (3 channels"),
         (other_channels, "forward of head (3 channels", "forward of head (4 channels"),
-        (other_channels_without_a_name, "a name (3 channels", "a name (4 channels"),
+        (other_channels_without_a_name, "layer 1 (3 channels", "layer 1 (4 channels"),
+        (rank_1_leaves_a_layer_out, "of unnamed layer 1 (3", "of unnamed layer 2 (3"),
         (other_direction, "backward of stem", "forward of stem"),
         (without_gradient, "forward of stem (3 channels, scope world)", "nothing needs a gradient"),
     ],
