@@ -9,14 +9,18 @@
 
 namespace normscope {
 
+// How many forks lie between this process and the one that first asked: a system call for the
+// process's id would be as long as a short exchange.
+[[nodiscard]] std::uint32_t forks_so_far() noexcept;
+
 // The process that an object was made in. A fork copies the object, but the copy does not speak for
 // the rank: its words would be taken for those of the process that it was forked from.
 class HomeProcess {
  public:
-  HomeProcess() noexcept : id_(getpid()) {}
+  HomeProcess() noexcept : id_(getpid()), forks_(forks_so_far()) {}
 
   [[nodiscard]] std::int32_t id() const noexcept { return id_; }
-  [[nodiscard]] bool is_this_one() const noexcept { return getpid() == id_; }
+  [[nodiscard]] bool is_this_one() const noexcept { return forks_so_far() == forks_; }
 
   // What an error of another process says; `rank` is what the home process is: "rank 1 of 4".
   [[nodiscard]] std::string text_for_fork(std::string_view rank) const {
@@ -29,6 +33,7 @@ class HomeProcess {
 
  private:
   std::int32_t id_;
+  std::uint32_t forks_;
 };
 
 }  // namespace normscope
