@@ -7,7 +7,9 @@
 
 #include <unistd.h>
 
-namespace normscope {
+#include "normscope/core/export.h"
+
+namespace normscope NORMSCOPE_EXPORT {
 
 // How many forks lie between this process and the one that first asked: a system call for the
 // process's id would be as long as a short exchange.

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "normscope/batch_norm/scope_exchange.h"
@@ -457,6 +458,30 @@ std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name, s
     const ExchangeUse use(Direction::kStep, "world", group_name, "joined batches");
     if (use.get() == nullptr) return {own};
     return gather_samples(*use.get(), own);
+  });
+}
+
+at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::string_view what) {
+  TORCH_CHECK_VALUE(own.dim() == 1 && own.scalar_type() == at::kDouble && own.is_cpu(),
+                    "own: expected float64 numbers [n] on the CPU");
+  return as_torch([&]() -> at::Tensor {
+    const ExchangeUse use(Direction::kParameters, "world", group_name, what);
+    if (use.get() == nullptr) return own.unsqueeze(0).clone();
+    const Communicator& group = use.get()->communicator();
+    // Every rank adds to zeros, so that the sum gathers.
+    const std::int64_t numbers = group.size() * own.size(0);
+    const at::Tensor message =
+        at::zeros({numbers + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
+    const at::Tensor all = message.narrow(0, 0, numbers).view({group.size(), own.size(0)});
+    all[group.rank()].copy_(own);
+    use.get()->all_reduce({.layer = what,
+                           .scope = "world",
+                           .direction = Direction::kParameters,
+                           .channels = own.size(0)},
+                          {message.mutable_data_ptr<double>(),
+                           static_cast<std::size_t>(message.numel())},
+                          {});
+    return all;
   });
 }
 

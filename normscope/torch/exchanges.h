@@ -85,6 +85,11 @@ void fail_all_exchanges(std::string_view reason);
 [[nodiscard]] std::string resolve_scope(std::string_view scope, std::string_view group_name,
                                         std::int64_t samples);
 
+// The vectors of all ranks of a group, in the order of the ranks: own [n], float64, on the host;
+// result [ranks, n]. Collective. `what` is named in errors.
+[[nodiscard]] at::Tensor gather(const at::Tensor& own, std::string_view group_name,
+                                std::string_view what);
+
 // How many samples each rank of the group has in the step to come, in the order of the ranks; `own`
 // alone where this rank is alone. Negative numbers travel as they are. Collective.
 [[nodiscard]] std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name,

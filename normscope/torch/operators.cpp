@@ -89,6 +89,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
+  m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
   m.def("transport(str group_name) -> str", &transport_of);
   m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
   m.def("status_of_process(int process) -> str", &status);

@@ -11,11 +11,10 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from normscope import _process_group
+from normscope import _library, _process_group
 from normscope.modules import BatchNorm
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     Where the scope is narrower than the world each rank has statistics of its own. After this call
     all ranks have the same, to the bit, so that one saved file evaluates alike everywhere; in
     torch.nn too. All layers of the model take part that have running statistics, those of torch.nn
-    included, in one collective after a check that the ranks have the same layers.
+    included, in an exchange each, after a check that the ranks have the same layers.
 
     w is ``elements_seen`` of a layer of normscope: what this rank has put into its statistics since
     the last pooling. All ranks weigh the same where that is not known on each of them (layers of
@@ -62,9 +61,11 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     group = _process_group.in_use(process_group)
     if group is None or group.size() == 1:
         return
-    layers = _layers_with_statistics(model)
-    _check_agreement(layers, group)
-    ranks = _gather([_running_moments(layer) for _, layer in layers], group)
+    with _peers_told(group):
+        layers = _layers_with_statistics(model)
+    name = "sync_running_stats"
+    _check_agreement(name, layers, group)
+    ranks = _gather(name, layers, [_running_moments(layer) for _, layer in layers], group)
     for (_, layer), *moments in zip(layers, *ranks, strict=True):
         pooled = reduce(_Moments.merged, _weighted(moments))
         _store(layer, pooled.mean, pooled.squares / pooled.count)
@@ -106,11 +107,14 @@ def estimate_running_stats(
         (tensor([3.7500]), tensor([6.9167]))
     """
     group = _process_group.in_use(process_group)
-    layers = _layers_with_statistics(model)
+    name = "estimate_running_stats"
+    with _peers_told(group):
+        layers = _layers_with_statistics(model)
     if group is not None:
-        _check_agreement(layers, group, batch_count=_batch_count(model, batches))
-    own = _moments_of_inputs(model, layers, batches)
-    ranks = [own] if group is None else _gather(own, group)
+        _check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
+    with _peers_told(group):
+        own = _moments_of_inputs(model, layers, batches)
+    ranks = [own] if group is None else _gather(name, layers, own, group)
     for (_, layer), *moments in zip(layers, *ranks, strict=True):
         pooled = reduce(_Moments.merged, moments)
         if pooled.count > 0:
@@ -162,12 +166,30 @@ def _layers_with_statistics(model: torch.nn.Module) -> NamedLayers:
     return layers
 
 
-def _check_agreement(layers: NamedLayers, group: ProcessGroup, batch_count: int = _UNKNOWN) -> None:
+@contextmanager
+def _peers_told(group: ProcessGroup | None) -> Iterator[None]:
+    """An exception of this rank alone ends the wait of the others."""
+    try:
+        yield
+    except _library.DistError:
+        raise  # of an exchange: they know
+    except Exception as error:
+        if group is not None:
+            reason = f"{type(error).__name__}: {error}"
+            _library.fail_exchange("world", group.group_name, reason)
+        raise
+
+
+def _check_agreement(
+    name: str, layers: NamedLayers, group: ProcessGroup, batch_count: int = _UNKNOWN
+) -> None:
     """All ranks raise where they would not exchange the same."""
-    text = "".join(f"{name} {layer.num_features}\n" for name, layer in layers)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    own = torch.tensor([digest, batch_count], device=_device(layers))
-    digests, counts = torch.stack(_all_gather(own, group), 1).tolist()
+    text = "".join(f"{layer_name} {layer.num_features}\n" for layer_name, layer in layers)
+    # Of 48 bits, which a float64 holds.
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    own = torch.tensor([digest, batch_count], dtype=torch.float64)
+    all_ranks = _library.gather(own, group.group_name, f"{name}, agreement")
+    digests, counts = all_ranks.long().T.tolist()
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise ValueError(
@@ -197,39 +219,19 @@ def _spans_ranks(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.SyncBatchNorm)
 
 
-def _gather(own: list[_Moments], group: ProcessGroup) -> list[list[_Moments]]:
+def _gather(
+    name: str, layers: NamedLayers, own: list[_Moments], group: ProcessGroup
+) -> list[list[_Moments]]:
     """The moments of all ranks, in rank order."""
-    if not own:
-        return [[] for _ in range(group.size())]
-    device = own[0].mean.device
-    message = [
-        part.to(device) for m in own for part in (m.mean.new_tensor([m.count]), m.mean, m.squares)
-    ]
-    lengths = [len(part) for part in message]
-    ranks = []
-    for flat in _all_gather(torch.cat(message), group):
-        parts = iter(flat.cpu().split(lengths))
-        ranks.append(
-            [
-                _Moments(n.item(), *mean_and_squares)
-                for n, *mean_and_squares in zip(parts, parts, parts, strict=True)
-            ]
-        )
+    ranks: list[list[_Moments]] = [[] for _ in range(group.size())]
+    for (layer, _), moments in zip(layers, own, strict=True):
+        count = moments.mean.new_tensor([moments.count])
+        message = torch.cat([count, moments.mean, moments.squares]).cpu()
+        of_ranks = _library.gather(message, group.group_name, f"{name}, {layer or 'model'}")
+        for rank, row in zip(ranks, of_ranks, strict=True):
+            mean, squares = row[1:].chunk(2)
+            rank.append(_Moments(row[0].item(), mean, squares))
     return ranks
-
-
-def _all_gather(own: torch.Tensor, group: ProcessGroup) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(own) for _ in range(group.size())]
-    distributed.all_gather(gathered, own, group=group)
-    return gathered
-
-
-def _device(layers: NamedLayers) -> torch.device:
-    """Where messages lie: the process group can send what the layers hold."""
-    for _, layer in layers:
-        assert layer.running_mean is not None
-        return layer.running_mean.device
-    return torch.device("cpu")
 
 
 def _running_moments(layer: _BatchNorm) -> _Moments:

@@ -222,6 +222,29 @@ def test_peers_raise_at_once_what_a_rank_raised(
         assert seconds < SECONDS
 
 
+def rank_0_has_a_lazy_layer(pooling: str) -> tuple[str, float]:
+    """Which raises there before any exchange."""
+    lazy = torch.nn.Sequential(torch.nn.LazyBatchNorm2d())
+    model = lazy if distributed.get_rank() == 0 else network()
+    if pooling == "sync_running_stats":
+        return raised_by(lambda: normscope.sync_running_stats(model))
+    return raised_by(lambda: normscope.estimate_running_stats(model, [batch()]))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("pooling", ["sync_running_stats", "estimate_running_stats"])
+def test_peers_of_a_rank_that_cannot_pool_are_told(
+    ranks: RankPool, transport: str, pooling: str
+) -> None:
+    answers = ranks.run(2, rank_0_has_a_lazy_layer, pooling, environment=environment_of(transport))
+
+    assert "run the model once" in answers[0][0]
+    error, seconds = answers[1]
+    assert pooling in error
+    assert "rank 0 failed: ValueError" in error
+    assert seconds < SECONDS
+
+
 def interrupted(where: str) -> tuple[str, float]:
     """Rank 0 gets a Ctrl-C half a second after it has begun to wait."""
     net = network()
