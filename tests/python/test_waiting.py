@@ -130,9 +130,9 @@ def rank_1_is_late(seconds: float) -> str:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_long_wait_is_logged_once(ranks: RankPool, transport: str) -> None:
-    environment = environment_of(transport, NORMSCOPE_WARN_AFTER="0.5")
+    environment = environment_of(transport, NORMSCOPE_WARN_AFTER="1")
 
-    waiting, late = ranks.run(2, rank_1_is_late, 2.0, environment=environment)
+    waiting, late = ranks.run(2, rank_1_is_late, 3.0, environment=environment)
 
     assert waiting.count("normscope has waited") == 1
     assert "rank 1 last finished forward of 0, " in waiting
@@ -270,7 +270,7 @@ def test_ctrl_c_ends_a_wait_and_peers_are_told(ranks: RankPool, transport: str, 
     )
 
     assert error.startswith("KeyboardInterrupt")
-    assert 0.4 < seconds < 0.5 + 0.5  # 0.1 on an idle machine
+    assert 0.4 < seconds < SECONDS - 0.3  # 0.6 on an idle machine
     assert "rank 0" in of_peer
     assert "interrupted while it waited" in of_peer
 
