@@ -57,7 +57,7 @@ std::optional<std::string> text_of(const GroupStatus& status, std::int64_t proce
   // A part of a group, whose calls the whole group shows.
   if (!has_called) return std::nullopt;
   std::string text = who + ": " + who_is_where(calls, ranks);
-  if (!status.failure.empty()) text += "\n  the group has failed: " + status.failure;
+  if (!status.failure.empty()) text += "; the group has failed: " + status.failure;
   return text + "\n";
 }
 

@@ -4,6 +4,7 @@
 import argparse
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -46,21 +47,33 @@ def _own_processes() -> list[int]:
     )
 
 
-def _print_status(processes: list[int]) -> None:
-    """Of the given processes; of all that have ranks if none is given."""
-    is_any = False
-    for process in processes or _own_processes():
+def _status_of_all() -> list[str]:
+    """Of all processes that can be looked into; what several tell alike is there once."""
+    who: dict[str, list[str]] = {}
+    where: dict[str, str] = {}
+    for process in _own_processes():
         try:
             text = normscope.status(process)
-        except RuntimeError as error:  # ended meanwhile
-            if processes:
-                sys.exit(f"status: {error}")
+        except RuntimeError:  # ended meanwhile
             continue
-        if text or processes:
-            print(text.rstrip() or f"process {process}: no rank of a group that has exchanged")
-            is_any = True
-    if not is_any:
-        print("no process has exchanged anything")
+        for line in text.splitlines():
+            name, _, place = line.partition(": ")
+            key = re.sub(r"[0-9.]+ s ago", "", place)
+            where.setdefault(key, place)
+            who.setdefault(key, []).append(name)
+    return [f"{', '.join(who[key])}: {place}" for key, place in where.items()]
+
+
+def _print_status(processes: list[int]) -> None:
+    """Of the given processes; of all that have ranks if none is given."""
+    if not processes:
+        print("\n".join(_status_of_all()) or "no process has exchanged anything")
+    for process in processes:
+        try:
+            text = normscope.status(process)
+        except RuntimeError as error:
+            sys.exit(f"status: {error}")
+        print(text.rstrip() or f"process {process}: no rank of a group that has exchanged")
 
 
 def main(arguments: list[str] | None = None) -> None:

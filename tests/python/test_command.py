@@ -2,12 +2,16 @@
 """python -m normscope, and the choice of kernels."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import RankPool
+from torch import distributed
 
 import normscope
 from normscope import _library
@@ -53,3 +57,36 @@ def test_unknown_kernels_are_refused_with_the_names_that_exist() -> None:
     assert result.returncode != 0
     assert 'got "abacus"' in result.stderr
     assert "reference" in result.stderr
+
+
+def status_of_all() -> str:
+    """While rank 1 waits."""
+    net = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
+    net(torch.randn(4, 2))
+    text = ""
+    if distributed.get_rank() == 0:
+        time.sleep(0.5)
+        command = [sys.executable, "-m", "normscope", "status"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    net(torch.randn(4, 2))
+    return text
+
+
+def test_status_tells_of_each_group_of_this_host_once(ranks: RankPool) -> None:
+    [text, _] = ranks.run(2, status_of_all)
+
+    lines = [line for line in text.splitlines() if "rank 1 waits in forward of 0" in line]
+    assert len(lines) == 1
+    assert re.match(
+        r"process \d+ is rank 0 of 2, process \d+ is rank 1 of 2: rank 0 last", lines[0]
+    )
+
+
+def test_status_of_a_process_that_is_none_is_an_error() -> None:
+    command = [sys.executable, "-m", "normscope", "status", "4194999"]
+
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert result.returncode == 1
+    assert "process 4194999" in result.stderr
+    assert "Traceback" not in result.stderr
