@@ -474,13 +474,12 @@ at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::strin
         at::zeros({numbers + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
     const at::Tensor all = message.narrow(0, 0, numbers).view({group.size(), own.size(0)});
     all[group.rank()].copy_(own);
-    use.get()->all_reduce({.layer = what,
-                           .scope = "world",
-                           .direction = Direction::kParameters,
-                           .channels = own.size(0)},
-                          {message.mutable_data_ptr<double>(),
-                           static_cast<std::size_t>(message.numel())},
-                          {});
+    use.get()->all_reduce(
+        {.layer = what,
+         .scope = "world",
+         .direction = Direction::kParameters,
+         .channels = own.size(0)},
+        {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())}, {});
     return all;
   });
 }
