@@ -48,7 +48,7 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
   check-mpi check-slow check-without-torch install-tree check-install check-examples docs check-docs \
-  check-wheel lint lint-formats lint-types lint-names format bench gpu-check carry clean
+  check-wheel lint lint-formats lint-types lint-names format bench bench-networks gpu-check carry clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization whose statistics have a scope"
@@ -122,6 +122,9 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/bench ## Print sp
 	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/layers.py --kernels $(build)/benchmarks/kernels.so \
 	  --json $(results)/bench.json --plot $(results)/bench.svg $(ARGS)
+
+bench-networks: $(stamps)/normscope ## Print how fast networks train, as ratios to torch
+	$(python) benchmarks/networks.py --json $(results)/networks.json $(ARGS)
 
 # ---- On a machine with a GPU ---------------------------------------------------------------------
 #

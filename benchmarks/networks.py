@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints how fast networks train with normscope's layers, as ratios to torch's.
+
+Whole training steps (forward and backward), torch's network and the converted one in turn, with the
+same weights and inputs; and, from torch.profiler, the time of the normalization ops alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import distributed, nn
+from torch.profiler import ProfilerActivity, profile
+
+import models
+import normscope
+
+ROUNDS = 9
+PROFILED_STEPS = 5
+SIZE_OF_WORLD = 2
+
+LEGEND = f"""\
+step     milliseconds of a training step with normscope's layers, median of {ROUNDS} rounds
+ratio    torch's time divided by normscope's in the same round: above 1, normscope is faster;
+         quartiles over the rounds
+ops      the same of the normalization ops, from {PROFILED_STEPS} profiled steps of each; a
+         compiled network has none of its own
+world    {SIZE_OF_WORLD} ranks with a batch each; torch's layers synchronize nothing"""
+
+COLUMNS = f"{'':58}{'step ms':>9}{'ratio':>7} {'(quartiles)':<11}{'ops ms':>9}{'ratio':>7}"
+
+
+# Networks by name, and the shape of an image.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "ResNet-50": (models.resnet_50, (3, 128, 128)),
+    "DeepLabv3": (models.deeplab, (3, 97, 97)),
+    "MobileNetV2": (models.mobilenet_v2, (3, 128, 128)),
+    "3-D U-Net": (models.UNet3d, (1, 24, 32, 32)),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how.
+
+    Args:
+        network: One of NETWORKS.
+        batch: Samples on each rank.
+        layout: "contiguous" or "channels_last".
+        dtype: float32, or bfloat16 for autocast to it.
+        threads: Of each process.
+        compiled: Whether by torch.compile.
+        scope: local, or world on two ranks.
+    """
+
+    network: str
+    batch: int
+    layout: str = "contiguous"
+    dtype: str = "float32"
+    threads: int = 1
+    compiled: bool = False
+    scope: str = "local"
+
+    def __str__(self) -> str:
+        mode = "compiled" if self.compiled else "eager"
+        layout = {"contiguous": "", "channels_last": " channels-last"}[self.layout]
+        dtype = {"float32": "", "bfloat16": " bf16"}[self.dtype]
+        return (
+            f"{self.network} x{self.batch}{layout}{dtype}, {mode}, {self.threads} thread"
+            f"{'s' if self.threads > 1 else ''}, {self.scope}"
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds and ratios of one setting.
+
+    Args:
+        step: Of a step with normscope, the median.
+        ratio: torch's step divided by it, three quartiles.
+        ops: Of the normalization ops in a step with normscope; None if compiled.
+        ops_ratio: torch's ops divided by them; None if compiled.
+    """
+
+    step: float
+    ratio: tuple[float, float, float]
+    ops: float | None
+    ops_ratio: float | None
+
+
+def settings(*, thorough: bool) -> list[Setting]:
+    """A few that differ in one thing each from an eager network in float32, or all combinations."""
+    if thorough:
+        return [
+            Setting(network, batch, layout, dtype, threads, compiled, scope)
+            for network in NETWORKS
+            for batch in (2, 8)
+            for layout in ("contiguous", "channels_last")
+            for dtype in ("float32", "bfloat16")
+            for threads in (1, 2)
+            for compiled in (False, True)
+            for scope in ("local", "world")
+        ]
+    chosen = []
+    for network in NETWORKS:
+        chosen += [
+            Setting(network, 2),
+            Setting(network, 4, "channels_last"),
+            Setting(network, 2, scope="world"),
+        ]
+    return [
+        *chosen,
+        Setting("ResNet-50", 4, "channels_last", "bfloat16"),
+        Setting("ResNet-50", 2, threads=2),
+        Setting("MobileNetV2", 2, compiled=True),
+    ]
+
+
+def measure(setting: Setting) -> Result:
+    """In processes of their own, as many as the scope has ranks; the mean over them."""
+    ranks = SIZE_OF_WORLD if setting.scope == "world" else 1
+    with (
+        tempfile.TemporaryDirectory(prefix="normscope-networks-") as folder,
+        ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as processes,
+    ):
+        futures = [
+            processes.submit(_rank, rank, ranks, setting, Path(folder, "store"))
+            for rank in range(ranks)
+        ]
+        result, *_ = [future.result() for future in futures]
+        return result
+
+
+def _rank(rank: int, ranks: int, setting: Setting, store: Path) -> Result:
+    torch.set_num_threads(setting.threads)
+    torch.manual_seed(0)
+    if ranks > 1:
+        distributed.init_process_group(
+            "gloo", init_method=store.as_uri(), rank=rank, world_size=ranks
+        )
+    steps = _steps_of(setting)
+    seconds = _taking_turns(steps)
+    ops = None if setting.compiled else {name: _ops_of(step) for name, step in steps.items()}
+    if ranks > 1:
+        distributed.destroy_process_group()
+
+    ratios = [a / b for a, b in zip(seconds["torch"], seconds["normscope"], strict=True)]
+    lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Result(
+        step=1e3 * statistics.median(seconds["normscope"]),
+        ratio=(lower, median, upper),
+        ops=None if ops is None else 1e3 * ops["normscope"],
+        ops_ratio=None if ops is None else ops["torch"] / ops["normscope"],
+    )
+
+
+def _steps_of(setting: Setting) -> dict[str, Callable[[], None]]:
+    """A training step of each network, by name."""
+    factory, image = NETWORKS[setting.network]
+    theirs = factory()
+    ours = normscope.convert(copy.deepcopy(theirs), setting.scope)
+    x = torch.randn(setting.batch, *image)
+    is_3d = x.dim() == 5
+    memory_format = torch.contiguous_format
+    if setting.layout == "channels_last":
+        memory_format = torch.channels_last_3d if is_3d else torch.channels_last
+    x = x.to(memory_format=memory_format)
+    return {
+        name: _step(network.to(memory_format=memory_format), x, setting)  # type: ignore[call-overload]
+        for name, network in (("torch", theirs), ("normscope", ours))
+    }
+
+
+def _step(network: nn.Module, x: torch.Tensor, setting: Setting) -> Callable[[], None]:
+    network.train()
+    run: Callable[[torch.Tensor], torch.Tensor] = network
+    if setting.compiled:
+        run = torch.compile(network)
+
+    def step() -> None:
+        network.zero_grad()
+        with _autocast(setting.dtype):
+            loss = run(x).float().square().mean()
+        loss.backward()
+
+    return step
+
+
+@contextlib.contextmanager
+def _autocast(dtype: str) -> Iterator[None]:
+    if dtype == "float32":
+        yield
+        return
+    with torch.autocast("cpu", getattr(torch, dtype)):
+        yield
+
+
+def _taking_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Seconds of each step in each round; the first round goes untimed."""
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(ROUNDS + 1):
+        for offset in range(len(names)):
+            name = names[(turn + offset) % len(names)]
+            if distributed.is_initialized():
+                distributed.barrier()
+            begin = perf_counter()
+            steps[name]()
+            if turn > 0:
+                seconds[name].append(perf_counter() - begin)
+    return seconds
+
+
+def _ops_of(step: Callable[[], None]) -> float:
+    """Seconds that the normalization ops of a step take, with what they call."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            step()
+    forward = ("aten::batch_norm", "normscope::batch_norm")
+    microseconds = sum(
+        event.cpu_time_total
+        for event in profiler.key_averages()
+        if event.key in forward
+        or (event.key.startswith("autograd::engine") and "BatchNorm" in event.key)
+    )
+    return float(microseconds) / 1e6 / PROFILED_STEPS
+
+
+def row(setting: Setting, result: Result) -> str:
+    """A line of the table."""
+    lower, median, upper = result.ratio
+    text = f"{setting!s:58}{result.step:9.1f}{median:7.2f} ({lower:.2f}-{upper:.2f})"
+    if result.ops is not None:
+        text += f"{result.ops:9.2f}{result.ops_ratio:7.2f}"
+    return text
+
+
+def main() -> None:
+    """Measure setting by setting, and print each as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--thorough", action="store_true", help="all combinations: hours")
+    parser.add_argument("--only", default="", help="settings whose text contains this", metavar="T")
+    parser.add_argument("--json", type=Path, help="also write every figure to FILE", metavar="FILE")
+    arguments = parser.parse_args()
+
+    print(f"{LEGEND}\n\n{COLUMNS}")
+    results = []
+    for setting in settings(thorough=arguments.thorough):
+        if arguments.only not in str(setting):
+            continue
+        result = measure(setting)
+        results.append({"setting": asdict(setting), "result": asdict(result)})
+        print(row(setting, result), flush=True)
+    ratios = [entry["result"]["ops_ratio"] for entry in results if entry["result"]["ops_ratio"]]
+    if ratios:
+        print(
+            f"ops, geometric mean {statistics.geometric_mean(ratios):.2f}, least {min(ratios):.2f}"
+        )
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
