@@ -124,7 +124,7 @@ def settings(*, thorough: bool) -> list[Setting]:
         *chosen,
         Setting("ResNet-50", 4, "channels_last", "bfloat16"),
         Setting("ResNet-50", 2, threads=2),
-        Setting("MobileNetV2", 2, compiled=True),
+        Setting("3-D U-Net", 2, compiled=True),
     ]
 
 
