@@ -247,6 +247,8 @@ def test_peers_of_a_rank_that_cannot_pool_are_told(
 
 def interrupted(where: str) -> tuple[str, float]:
     """Rank 0 gets a Ctrl-C half a second after it has begun to wait."""
+    # A shell that starts its jobs in the background has them ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     net = network()
     y = net(batch().requires_grad_()) if where != "first meeting" else batch()
     meet_at("begin")
@@ -259,6 +261,7 @@ def interrupted(where: str) -> tuple[str, float]:
     call = y.sum().backward if where == "backward" else (lambda: net(batch()))
     answer = raised_by(call)
     meet_at("end")
+    signal.signal(signal.SIGINT, before)
     return answer
 
 
