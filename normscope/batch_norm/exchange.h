@@ -76,6 +76,9 @@ class Exchange {
   // What this rank was doing in a call that a device has reported: "forward of block.bn (...)".
   [[nodiscard]] const std::string& reported_call(int number) const;
 
+  // What errors call a rank of the communicator.
+  [[nodiscard]] int name_of_rank(std::size_t rank) const noexcept;
+
   // Tells the peers that this rank will not come.
   void fail(std::string_view reason) noexcept { communicator_->fail(reason); }
 
@@ -83,7 +86,6 @@ class Exchange {
   template <class Sum>
   int meet(const CallLabel& label, double count, std::span<const double> message, const Sum& sum);
   void compare(std::span<const double> totals) const;
-  [[nodiscard]] int name_of_rank(std::size_t rank) const noexcept;
   [[nodiscard]] std::string describe_here(const CallLabel& label) const;
   [[noreturn]] void throw_mismatch(const CallLabel& label);
 

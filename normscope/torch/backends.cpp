@@ -14,6 +14,7 @@
 #include "normscope/torch/device.h"
 #include "normscope/torch/double_backward.h"
 #include "normscope/torch/exchanges.h"
+#include "normscope/torch/finite.h"
 #include "normscope/torch/huge_pages.h"
 #include "normscope/torch/operators.h"
 #include "normscope/torch/results.h"
@@ -150,6 +151,7 @@ std::tuple<at::Tensor, at::Tensor> forward(
   const PreparedForward prepared =
       prepare_or_fail(exchange, [&] { return prepare_forward(op, needs_backward, site); });
 
+  check_finite(x, exchange.get(), Direction::kForward, scope, layer);
   run_as_torch(x, exchange,
                [&] { batch_norm_forward(prepared.arguments, site.with(exchange, scope, layer)); });
   bump_versions(op);
@@ -205,6 +207,7 @@ GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const Option
                             site);
   });
 
+  check_finite(dy, exchange.get(), Direction::kBackward, scope, layer);
   run_as_torch(x, exchange,
                [&] { batch_norm_backward(prepared.arguments, site.with(exchange, scope, layer)); });
   return prepared.gradients.tensors();

@@ -56,4 +56,6 @@ std::optional<milliseconds> warning_limit() {
 
 bool forces_exchange() { return environment("NORMSCOPE_FORCE_SYNC") == "1"; }
 
+bool detects_non_finite() { return environment("NORMSCOPE_DETECT_NON_FINITE") == "1"; }
+
 }  // namespace normscope::binding

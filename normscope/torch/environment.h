@@ -17,4 +17,7 @@ namespace normscope::binding {
 // NORMSCOPE_FORCE_SYNC=1: whether a group of one rank exchanges as others do.
 [[nodiscard]] bool forces_exchange();
 
+// NORMSCOPE_DETECT_NON_FINITE=1: see set_detect_non_finite().
+[[nodiscard]] bool detects_non_finite();
+
 }  // namespace normscope::binding

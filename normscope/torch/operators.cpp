@@ -13,6 +13,7 @@
 #include "normscope/kernels/kernels.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/exchanges.h"
+#include "normscope/torch/finite.h"
 
 namespace normscope::binding {
 namespace {
@@ -89,6 +90,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
+  m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
   m.def("transport(str group_name) -> str", &transport_of);
   m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);

@@ -7,6 +7,7 @@ from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.faults import fail_fast, status
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.non_finite import detect_non_finite
 from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
@@ -23,6 +24,7 @@ __all__ = [
     "checkpoint_context",
     "communication_counters",
     "convert",
+    "detect_non_finite",
     "empty_batch_like",
     "estimate_running_stats",
     "fail_fast",

@@ -16,6 +16,7 @@ torch.ops.load_library(str(_path))
 _ops = torch.ops.normscope
 
 _batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)
+set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
 fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/finite.h"
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/ops/isfinite.h>
+#include <c10/util/Exception.h>
+
+#include "normscope/comm/describe.h"
+#include "normscope/torch/environment.h"
+#include "normscope/torch/errors.h"
+
+namespace normscope::binding {
+namespace {
+
+std::atomic<bool>& is_wanted() {
+  static std::atomic<bool> wanted = detects_non_finite();
+  return wanted;
+}
+
+std::int64_t non_finite_values(const at::Tensor& tensor) {
+  return tensor.numel() - at::isfinite(tensor).sum().item<std::int64_t>();
+}
+
+// By rank. The ranks are told apart from those that do not look by what the layer is called.
+std::vector<double> gather(Exchange& exchange, std::int64_t own, Direction direction,
+                           std::string_view scope, std::string_view layer) {
+  const auto ranks = static_cast<std::size_t>(exchange.communicator().size());
+  std::vector<double> message(ranks + kHeaderSize);
+  message[static_cast<std::size_t>(exchange.communicator().rank())] = static_cast<double>(own);
+  const std::string name = std::string(layer) + ", looking for non-finite values";
+  as_torch([&] {
+    exchange.all_reduce({.layer = name, .scope = scope, .direction = direction}, message, {});
+  });
+  message.resize(ranks);
+  return message;
+}
+
+}  // namespace
+
+bool set_detect_non_finite(bool wanted) { return is_wanted().exchange(wanted); }
+
+void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direction,
+                  std::string_view scope, std::string_view layer) {
+  if (!is_wanted().load(std::memory_order_relaxed)) return;
+  const std::int64_t own = non_finite_values(tensor);
+  std::string text = direction == Direction::kForward ? "x" : "dy";
+  text += ": expected finite values in " + std::string(name_of(direction)) + " of ";
+  text += (layer.empty() ? "a layer without a name" : printable(layer)) + ", got ";
+  if (exchange == nullptr) {
+    TORCH_CHECK(own == 0, text, own, " that are not");
+    return;
+  }
+  const std::vector<double> of_ranks = gather(*exchange, own, direction, scope, layer);
+  std::string found;
+  for (std::size_t rank = 0; rank < of_ranks.size(); ++rank) {
+    if (of_ranks[rank] == 0) continue;
+    found += found.empty() ? "" : ", ";
+    found += std::to_string(static_cast<std::int64_t>(of_ranks[rank])) + " that are not on rank " +
+             std::to_string(exchange->name_of_rank(rank));
+  }
+  if (!found.empty()) C10_THROW_ERROR(DistError, text + found);
+}
+
+}  // namespace normscope::binding

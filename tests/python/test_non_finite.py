@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""normscope.detect_non_finite: nothing is updated, and everyone is told where it began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed
+
+import normscope
+
+TRANSPORTS = {"shared memory": "1", "gloo": "0"}
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def network(scope: str) -> torch.nn.Sequential:
+    return normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(2)), scope)
+
+
+def state_of(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def with_bad(value: float) -> torch.Tensor:
+    """On rank 1 two values are not finite."""
+    x = torch.randn(4, 2)
+    if distributed.get_rank() == 1:
+        x[1:3, 0] = value
+    return x
+
+
+def steps(where: str, value: float, scope: str) -> tuple[str, bool, str]:
+    """The error, whether it left everything as it was, and the next step's error."""
+    net = network(scope)
+    net(torch.randn(4, 2)).sum().backward()
+    before = state_of(net)
+    weight = net[0].weight
+    assert isinstance(weight, torch.Tensor)
+    assert weight.grad is not None
+    gradient = weight.grad.clone()
+    with normscope.detect_non_finite():
+        if where == "x":
+            message = error_of(lambda: net(with_bad(value)))
+        else:
+            y = net(torch.randn(4, 2, requires_grad=True))
+            before = state_of(net)
+            message = error_of(lambda: y.backward(with_bad(value)))
+        is_same = all(torch.equal(v, before[name]) for name, v in net.state_dict().items())
+        is_same = is_same and torch.equal(weight.grad, gradient)
+        later = error_of(lambda: net(torch.randn(4, 2)).sum().backward())
+    return message, is_same, later
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize(("where", "direction"), [("x", "forward"), ("dy", "backward")])
+def test_non_finite_values_are_named_before_they_spread(
+    ranks: RankPool, transport: str, value: float, where: str, direction: str
+) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+    answers = ranks.run(3, steps, where, value, "world", environment=environment)
+
+    expected = f"{where}: expected finite values in {direction} of 0, got 2 that are not on rank 1"
+    assert answers == [(expected, True, "")] * 3
+
+
+def test_ranks_of_another_group_go_on(ranks: RankPool) -> None:
+    answers = ranks.run(4, steps, "x", BAD[0], "group:2")
+
+    assert ["2 that are not on rank 1" in message for message, _, _ in answers] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2"])
+def test_a_rank_alone_is_told(scope: str) -> None:
+    net = network(scope)
+    before = state_of(net)
+    x = torch.randn(4, 2)
+    x[0, 1] = float("nan")
+
+    with normscope.detect_non_finite(), pytest.raises(RuntimeError, match="got 1 that are not"):
+        net(x)
+
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net(x).isnan().any()  # off again
+    net.eval()
+    with normscope.detect_non_finite():
+        net(x)
+
+
+def test_finite_values_are_no_error_however_large() -> None:
+    with normscope.detect_non_finite():
+        network("local")(torch.full((4, 2), 3e38))
+
+
+def rank_1_does_not_look() -> str:
+    net = network("world")
+    with normscope.detect_non_finite(distributed.get_rank() != 1):
+        return error_of(lambda: net(torch.randn(4, 2)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_differ_are_told(ranks: RankPool, transport: str) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+    for message in ranks.run(2, rank_1_does_not_look, environment=environment):
+        assert "rank 0: forward of 0, looking for non-finite values" in message
+        assert "rank 1: forward of 0 (2 channels" in message
