@@ -95,10 +95,10 @@ std::unique_ptr<Exchange> make_exchange(const GroupEntry& entry, const ProcessGr
   auto over_torch = std::make_unique<C10dCommunicator>(group, entry.placement, time_limit,
                                                        own_group_for(entry, group, time_limit));
   std::unique_ptr<Communicator> shared;
-  if (entry.placement.memory == Memory::kHost) {
-    shared = shared_memory_between(*over_torch, time_limit);
-  }
-  if (!shared) {
+  // On a device a call that has ended here has only been queued.
+  const bool is_of_host = entry.placement.memory == Memory::kHost;
+  if (is_of_host) shared = shared_memory_between(*over_torch, time_limit);
+  if (is_of_host && !shared) {
     // The peers are to know by the time that they warn, or end their wait.
     over_torch->show_calls(std::min(time_limit, warning_limit().value_or(time_limit)) / 2);
   }
