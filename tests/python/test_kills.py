@@ -149,9 +149,7 @@ def resident_bytes() -> int:
 
 def growth_over(steps: int) -> tuple[int, int]:
     """Of memory in bytes and of descriptors, after a tenth of the steps."""
-    net = normscope.convert(
-        torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.BatchNorm1d(8)), "world"
-    )
+    net = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(8)), "world")
     x = torch.randn(4, 8)
 
     def measure(count: int) -> Iterator[int]:
