@@ -272,6 +272,7 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
   const std::vector<at::Tensor> all_dy = all.dy.chunk(statistics.size(0));
   const std::vector<at::Tensor> all_x = all.x.chunk(statistics.size(0));
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {
+    check_finite(norm_batches[i].sums(), exchange.get(), Direction::kDoubleBackward, scope, layer);
     at::Tensor means;
     run_as_torch(x, exchange, [&] { means = means_of(norm_batches[i], label, exchange.get()); });
     const SecondGradients slice = norm_batches[i].gradients(means);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/ops/isfinite.h>
@@ -19,6 +20,15 @@ namespace {
 std::atomic<bool>& is_wanted() {
   static std::atomic<bool> wanted = detects_non_finite();
   return wanted;
+}
+
+// What the caller of check_finite() gives in each direction, for errors.
+std::string_view looked_at(Direction direction) {
+  switch (direction) {
+    case Direction::kForward: return "x";
+    case Direction::kDoubleBackward: return "gradient sums";
+    default: return "dy";
+  }
 }
 
 std::int64_t non_finite_values(const at::Tensor& tensor) {
@@ -47,7 +57,7 @@ void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direct
                   std::string_view scope, std::string_view layer) {
   if (!is_wanted().load(std::memory_order_relaxed)) return;
   const std::int64_t own = non_finite_values(tensor);
-  std::string text = direction == Direction::kForward ? "x" : "dy";
+  std::string text(looked_at(direction));
   text += ": expected finite values in " + std::string(name_of(direction)) + " of ";
   text += (layer.empty() ? "a layer without a name" : printable(layer)) + ", got ";
   if (exchange == nullptr) {

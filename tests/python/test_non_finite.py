@@ -88,6 +88,31 @@ def test_ranks_of_another_group_go_on(ranks: RankPool) -> None:
     ]
 
 
+def differentiate_twice() -> tuple[str, str]:
+    net = network("world")
+    x = torch.randn(4, 2, requires_grad=True)
+
+    def step(grad_dx: torch.Tensor) -> None:
+        [dx] = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        dx.backward(grad_dx)
+
+    with normscope.detect_non_finite():
+        message = error_of(lambda: step(with_bad(float("nan"))))
+        assert x.grad is None
+        return message, error_of(lambda: step(torch.randn(4, 2)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_double_backward_names_the_rank_where_it_began(ranks: RankPool, transport: str) -> None:
+    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
+
+    for message, later in ranks.run(3, differentiate_twice, environment=environment):
+        assert message.startswith("gradient sums: expected finite values in double backward of 0, ")
+        assert message.endswith("that are not on rank 1")
+        assert "rank 0" not in message
+        assert later == ""
+
+
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
 def test_a_rank_alone_is_told(scope: str) -> None:
     net = network(scope)
