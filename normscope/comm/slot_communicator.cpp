@@ -50,6 +50,9 @@ microseconds yield_time(int ranks) {
 
 constexpr milliseconds kLongestSleep{100};
 
+// A kilobyte is written within the first.
+constexpr int kYieldsForAReason = 1000;
+
 // Member::process, where it is not a process id.
 constexpr std::int32_t kNotJoined = 0;
 constexpr std::int32_t kLeft = -1;
@@ -303,10 +306,8 @@ void SlotCommunicator::throw_if_any_gone() {
   const std::string who =
       list_of_ranks(dead.empty() ? left : dead) + " of " + std::to_string(size_);
   const bool are_several = (dead.empty() ? left : dead).size() > 1;
-  const std::string text =
-      who + (are_several ? " have " : " has ") + (dead.empty() ? "left the group" : "died");
-  record_failure(text);
-  throw CommunicationError(describe(text));
+  end_with<CommunicationError>(who + (are_several ? " have " : " has ") +
+                               (dead.empty() ? "left the group" : "died"));
 }
 
 milliseconds SlotCommunicator::time_left_or_throw(Clock::time_point start) {
@@ -323,10 +324,7 @@ milliseconds SlotCommunicator::time_left_or_throw(Clock::time_point start) {
       name_of(rank_) + " waited " + in_seconds(waited) + " for " + list_of_ranks(missing);
   const std::string where = where_ranks_are();
   if (!where.empty()) text += ": " + where;
-  // A peer whose limit came first does not wait any more: its own text tells who did.
-  throw_if_failed();
-  record_failure(text);
-  throw TimeoutError(describe(text));
+  end_with<TimeoutError>(text);
 }
 
 std::string SlotCommunicator::where_ranks_are() const {
@@ -355,15 +353,28 @@ void SlotCommunicator::add_slots(std::span<double> sum) const noexcept {
   }
 }
 
-// The first failure of a group wins.
-void SlotCommunicator::record_failure(std::string_view text) noexcept {
+// A peer that failed, and left, between two looks of this rank has told the reason: this rank only
+// sees what followed.
+template <class Error>
+void SlotCommunicator::end_with(const std::string& text) {
+  if (!record_failure(text)) {
+    // A peer may have died while it wrote, so that this is not waited for without an end.
+    for (int i = 0; i < kYieldsForAReason && group().failure != kWritten; ++i) sched_yield();
+    throw_if_failed();
+  }
+  throw Error(describe(text));
+}
+
+// Whether this failure is the first of the group, which wins.
+bool SlotCommunicator::record_failure(std::string_view text) noexcept {
   std::uint32_t none = kNone;
-  if (!group().failure.compare_exchange_strong(none, kBeingWritten)) return;
+  if (!group().failure.compare_exchange_strong(none, kBeingWritten)) return false;
   const std::size_t bytes = std::min(text.size(), kReasonBytes - 1);
   std::memcpy(group().reason, text.data(), bytes);
   group().reason[bytes] = '\0';
   group().failure = kWritten;
   for (int peer = 0; peer < size_; ++peer) wake_sleepers(peer);
+  return true;
 }
 
 void SlotCommunicator::wake_sleepers(int peer) noexcept {

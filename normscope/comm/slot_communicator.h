@@ -93,7 +93,9 @@ class SlotCommunicator : public Communicator {
   void throw_if_lengths_differ() const;
   void add_slots(std::span<double> sum) const noexcept;
 
-  void record_failure(std::string_view text) noexcept;
+  template <class Error>
+  [[noreturn]] void end_with(const std::string& text);
+  bool record_failure(std::string_view text) noexcept;
   void wake_sleepers(int peer) noexcept;
 
   std::shared_ptr<void> memory_;
