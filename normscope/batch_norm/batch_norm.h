@@ -84,7 +84,7 @@ struct ForwardArguments {
 // the device refuses a launch.
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context);
 
-struct ApplyArguments {
+struct WithStatisticsArguments {
   TensorView x;                        // [N, C, *]
   MutableTensorView y;                 // [N, C, *], like forward's
   ChannelView weight = {};             // [C]; none: ones
@@ -96,7 +96,8 @@ struct ApplyArguments {
 // Forward's y once more, to the bit, from the statistics that it answered. Nothing is sent.
 //
 // Throws ArgumentError.
-void batch_norm_apply(const ApplyArguments& arguments, const CallContext& context);
+void batch_norm_with_statistics(const WithStatisticsArguments& arguments,
+                                const CallContext& context);
 
 struct BackwardArguments {
   TensorView x;                        // [N, C, *]

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
-#include <ATen/Context.h>
-#include <ATen/ops/batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "normscope/torch/arguments.h"
 #include "normscope/torch/exchanges.h"
 #include "normscope/torch/operators.h"
 
@@ -35,116 +32,93 @@ bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requ
 
 // Calls an op. Where the dispatcher has none for such tensors (sparse ones), no backend can tell
 // the peers that this rank will not come.
-template <class Call>
-auto reach_backend(std::string_view scope, std::string_view group_name, const Call& call) {
+template <class CallOp>
+auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
   try {
-    return call();
+    return call_op();
   } catch (const c10::NotImplementedError& error) {
-    fail_exchange(scope, group_name, error.what_without_backtrace());
+    fail_exchange(call.scope, call.group_name, error.what_without_backtrace());
     throw;
   }
 }
 
-// The op's arguments that no gradient flows through.
-struct Constants {
-  const OptionalTensor& running_mean;
-  const OptionalTensor& running_var;
-  const OptionalTensor& num_batches_tracked;
-  std::optional<double> momentum;
-  double eps;
-  at::IntArrayRef dims;
-  std::string_view scope;
-  std::string_view slice_stats;
-  std::string_view group_name;
-  std::string_view layer;
-};
+// What backward needs to know of a forward's call, and double backward of a backward's.
+void save(AutogradContext* context, const ScopedCall& call) {
+  context->saved_data["scope"] = std::string(call.scope);
+  context->saved_data["group_name"] = std::string(call.group_name);
+  context->saved_data["layer"] = std::string(call.layer);
+}
+
+ScopedCall call_saved_in(const AutogradContext& context) {
+  const auto text = [&](const char* name) { return context.saved_data.at(name).toStringView(); };
+  return {text("scope"), text("group_name"), text("layer")};
+}
 
 class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
  public:
+  // The tensors that gradients flow to are arguments of their own: torch looks for them there.
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const OptionalTensor& weight, const OptionalTensor& bias,
-                               const Constants& constants) {
+                               const ForwardOpArguments& op) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [y, statistics] =
-        forward_op().call(x, weight, bias, constants.running_mean, constants.running_var,
-                          constants.num_batches_tracked, constants.momentum, constants.eps,
-                          constants.dims, constants.scope, constants.slice_stats,
-                          /*needs_backward=*/true, constants.group_name, constants.layer);
+    const auto [y, statistics] = op.pass_to(forward_op());
     context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
     context->mark_non_differentiable({statistics});
     context->saved_data["wants_dx"] = x.requires_grad();
     context->saved_data["wants_dweight"] = requires_grad(weight);
     context->saved_data["wants_dbias"] = requires_grad(bias);
-    context->saved_data["scope"] = std::string(constants.scope);
-    context->saved_data["group_name"] = std::string(constants.group_name);
-    context->saved_data["layer"] = std::string(constants.layer);
+    save(context, op.call);
     return {y, statistics};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const auto& data = context->saved_data;
-    const auto flag = [&](const char* name) { return data.at(name).toBool(); };
-    const auto text = [&](const char* name) { return data.at(name).toStringView(); };
-    const auto [dx, dweight, dbias] = reach_backend(text("scope"), text("group_name"), [&] {
-      return backward_op().call(gradients[0], saved[0], defined_or_none(saved[1]), saved[2],
-                                flag("wants_dx"), flag("wants_dweight"), flag("wants_dbias"),
-                                text("scope"), text("group_name"), text("layer"));
-    });
-    const auto if_wanted = [&](const char* name, const at::Tensor& gradient) {
-      return flag(name) ? gradient : at::Tensor();
-    };
-    return {if_wanted("wants_dx", dx), if_wanted("wants_dweight", dweight),
-            if_wanted("wants_dbias", dbias), at::Tensor()};
+    const auto flag = [&](const char* name) { return context->saved_data.at(name).toBool(); };
+    const WantedGradients wanted{flag("wants_dx"), flag("wants_dweight"), flag("wants_dbias")};
+    const ScopedCall call = call_saved_in(*context);
+    const OptionalTensor weight = defined_or_none(saved[1]);
+    const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], wanted, call};
+    const auto [dx, dweight, dbias] =
+        reach_backend(call, [&] { return op.pass_to(backward_op()); });
+    const at::Tensor none;
+    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
+            none};
   }
-};
-
-// The backward op's arguments that no gradient flows through.
-struct BackwardConstants {
-  const at::Tensor& statistics;
-  bool wants_dx;
-  bool wants_dweight;
-  bool wants_dbias;
-  std::string_view scope;
-  std::string_view group_name;
-  std::string_view layer;
 };
 
 class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
-                               const OptionalTensor& weight, const BackwardConstants& constants) {
+                               const OptionalTensor& weight, const BackwardOpArguments& op) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [dx, dweight, dbias] = backward_op().call(
-        dy, x, weight, constants.statistics, constants.wants_dx, constants.wants_dweight,
-        constants.wants_dbias, constants.scope, constants.group_name, constants.layer);
-    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), constants.statistics});
+    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), op.statistics});
     context->set_materialize_grads(false);
-    context->saved_data["scope"] = std::string(constants.scope);
-    context->saved_data["group_name"] = std::string(constants.group_name);
-    context->saved_data["layer"] = std::string(constants.layer);
+    save(context, op.call);
     return {dx, dweight, dbias};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const auto text = [&](const char* name) { return context->saved_data.at(name).toStringView(); };
-    const auto [grad_dy, grad_x, grad_weight] = double_backward_op().call(
-        defined_or_none(gradients[0]), defined_or_none(gradients[1]), defined_or_none(gradients[2]),
-        saved[0], saved[1], defined_or_none(saved[2]), saved[3], text("scope"), text("group_name"),
-        text("layer"));
-    return {grad_dy, grad_x, saved[2].defined() ? grad_weight : at::Tensor(), at::Tensor()};
+    const OptionalTensor grad_dx = defined_or_none(gradients[0]);
+    const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
+    const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
+    const OptionalTensor weight = defined_or_none(saved[2]);
+    const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
+                                       saved[1], weight,       saved[3],   call_saved_in(*context)};
+    const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+    return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
   }
 };
 
 // Gradients that cannot be differentiated again: an error then, not a zero.
 class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoubleBackward> {
  public:
-  template <class Call>
   static variable_list forward(AutogradContext*, const OptionalTensor&, const OptionalTensor&,
                                const OptionalTensor&, const at::Tensor&, const at::Tensor&,
-                               const OptionalTensor&, const Call& call) {
-    const auto [grad_dy, grad_x, grad_weight] = call();
+                               const OptionalTensor&, const DoubleBackwardOpArguments& op) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
     return {grad_dy, grad_x, grad_weight};
   }
 
@@ -154,93 +128,43 @@ class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoub
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> forward_autograd(
-    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats, bool needs_backward,
-    std::string_view group_name, std::string_view layer) {
-  if (!needs_backward) {
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
+  ForwardOpArguments op = given;
+  op.needs_backward = at::GradMode::is_enabled() &&
+                      (op.x.requires_grad() || requires_grad(op.weight) || requires_grad(op.bias));
+  if (!*op.needs_backward) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return forward_op().call(x, weight, bias, running_mean, running_var, num_batches_tracked,
-                             momentum, eps, dims, scope, slice_stats, needs_backward, group_name,
-                             layer);
+    return op.pass_to(forward_op());
   }
-  const variable_list outputs =
-      BatchNorm::apply(x, weight, bias,
-                       Constants{running_mean, running_var, num_batches_tracked, momentum, eps,
-                                 dims, scope, slice_stats, group_name, layer});
+  const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, op);
   return {outputs[0], outputs[1]};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_autograd(
-    const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
-    const at::Tensor& statistics, bool wants_dx, bool wants_dweight, bool wants_dbias,
-    std::string_view scope, std::string_view group_name, std::string_view layer) {
+GradientTensors backward(const BackwardOpArguments& op) {
   if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return backward_op().call(dy, x, weight, statistics, wants_dx, wants_dweight, wants_dbias,
-                              scope, group_name, layer);
+    return op.pass_to(backward_op());
   }
-  const variable_list outputs =
-      BatchNormBackward::apply(dy, x, weight,
-                               BackwardConstants{statistics, wants_dx, wants_dweight, wants_dbias,
-                                                 scope, group_name, layer});
+  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op);
   return {outputs[0], outputs[1], outputs[2]};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> double_backward_autograd(
-    const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
-    const OptionalTensor& grad_dbias, const at::Tensor& dy, const at::Tensor& x,
-    const OptionalTensor& weight, const at::Tensor& statistics, std::string_view scope,
-    std::string_view group_name, std::string_view layer) {
-  const auto call = [&] {
+GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+  if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return double_backward_op().call(grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics,
-                                     scope, group_name, layer);
-  };
-  if (!at::GradMode::is_enabled()) return call();
-  const variable_list outputs =
-      BatchNormDoubleBackward::apply(grad_dx, grad_dweight, grad_dbias, dy, x, weight, call);
-  return {outputs[0], outputs[1], outputs[2]};
-}
-
-// torch's own arithmetic, to the bit. Touches no process group.
-at::Tensor torch_batch_norm(const at::Tensor& x, const OptionalTensor& weight,
-                            const OptionalTensor& bias, const OptionalTensor& running_mean,
-                            const OptionalTensor& running_var, double eps) {
-  const bool with_batch_statistics = !running_mean && !running_var;
-  TORCH_CHECK_VALUE(eps >= 0, "eps: expected a number of at least 0, got ", eps);
-  if (with_batch_statistics && x.sym_numel() == x.sym_size(1)) throw_one_value_per_channel(x);
-  return at::batch_norm(x, weight, bias, running_mean, running_var, with_batch_statistics,
-                        /*momentum=*/0.0, eps, at::globalContext().userEnabledCuDNN());
-}
-
-at::Tensor batch_norm(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                      const OptionalTensor& num_batches_tracked, bool training,
-                      std::optional<double> momentum, double eps, at::IntArrayRef dims,
-                      std::string_view scope, std::string_view slice_stats,
-                      std::string_view group_name, std::string_view layer) {
-  if (!training) {
-    check_dimensions(x, dims);
-    return torch_batch_norm(x, weight, bias, running_mean, running_var, eps);
+    return op.pass_to(double_backward_op());
   }
-  const bool needs_backward = at::GradMode::is_enabled() &&
-                              (x.requires_grad() || requires_grad(weight) || requires_grad(bias));
-  return std::get<0>(forward_op().call(x, weight, bias, running_mean, running_var,
-                                       num_batches_tracked, momentum, eps, dims, scope, slice_stats,
-                                       needs_backward, group_name, layer));
+  const variable_list outputs = BatchNormDoubleBackward::apply(
+      op.grad_dx, op.grad_dweight, op.grad_dbias, op.dy, op.x, op.weight, op);
+  return {outputs[0], outputs[1], outputs[2]};
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normscope, CompositeImplicitAutograd, m) { m.impl("batch_norm", &batch_norm); }
-
 TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
-  m.impl("batch_norm_forward", &forward_autograd);
-  m.impl("batch_norm_backward", &backward_autograd);
-  m.impl("batch_norm_double_backward", &double_backward_autograd);
+  m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
+  m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
 }
 
 }  // namespace normscope::binding

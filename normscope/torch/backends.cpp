@@ -23,8 +23,6 @@
 namespace normscope::binding {
 namespace {
 
-using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 // Runs what comes before the exchange. The peers of a rank that fails there need not wait for it.
 template <class Prepare>
 auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
@@ -70,12 +68,15 @@ bool runs_inside_a_backward() { return ::torch::autograd::get_current_graph_task
 
 // As torch, running statistics stay where nothing counts the updates of a cumulative average.
 RunningUpdate running_update(const ForwardOpArguments& op) {
-  return {.mean = mutable_channel_view(op.running_mean),
-          .var = mutable_channel_view(op.running_var),
-          .momentum = op.momentum.value_or(0.0),
-          .updates = op.num_batches_tracked
-                         ? op.num_batches_tracked->mutable_data_ptr<std::int64_t>()
-                         : nullptr};
+  RunningUpdate running;
+  running.momentum = op.momentum.value_or(0.0);
+  if (runs_inside_a_backward()) return running;
+  running.mean = mutable_channel_view(op.running_mean);
+  running.var = mutable_channel_view(op.running_var);
+  if (op.num_batches_tracked) {
+    running.updates = op.num_batches_tracked->mutable_data_ptr<std::int64_t>();
+  }
+  return running;
 }
 
 // Tensors of one forward, whose storage the arguments point to.
@@ -88,13 +89,12 @@ struct PreparedForward {
   ForwardArguments arguments;
 };
 
-PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backward, CallSite& site) {
-  check_arguments(op);
-  const std::int64_t slices = slice_count(op.x.size(0), slices_wanted(op.scope));
+PreparedForward prepare_forward(const ForwardOpArguments& op, const Scope& scope, CallSite& site) {
+  const Slicing slicing = checked(op, scope);
+  const std::int64_t slices = slice_count(op.x.size(0), slicing.slices_wanted);
   site.prepare(op.x, slices);
   const at::Tensor y = empty_output(op.x);
   prefer_huge_pages(y);
-  const bool is_cumulative = !op.momentum && op.num_batches_tracked;
   PreparedForward prepared{
       .x = in_layout_of(y, op.x),
       .weight = contiguous(op.weight),
@@ -103,17 +103,19 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backwar
       .statistics = at::empty({slices, 3, op.x.size(1)}, wide(op.x)),
       .arguments = {},
   };
+  const RunningUpdate running = running_update(op);
+  const bool is_cumulative = !op.momentum && running.updates != nullptr;
   prepared.arguments = {
       .x = view(prepared.x),
       .y = mutable_view(prepared.y),
       .weight = channel_view(prepared.weight),
       .bias = channel_view(prepared.bias),
-      .running = running_update(op),
+      .running = running,
       .running_average = is_cumulative ? RunningAverage::kCumulative : RunningAverage::kExponential,
       .eps = op.eps,
       .slices = slices,
-      .slice_stats = parse_slice_stats(op.slice_stats),
-      .backward = needs_backward ? BackwardNeeded::kYes : BackwardNeeded::kNo,
+      .slice_stats = slicing.slice_stats,
+      .backward = op.needs_backward.value_or(false) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
       .statistics = prepared.statistics.mutable_data_ptr<double>(),
   };
   return prepared;
@@ -121,39 +123,22 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, bool needs_backwar
 
 // Autograd has to know that they were written.
 void bump_versions(const ForwardOpArguments& op) {
+  if (runs_inside_a_backward()) return;
   for (const OptionalTensor* buffer :
        {&op.running_mean, &op.running_var, &op.num_batches_tracked}) {
     if (*buffer && !(*buffer)->is_inference()) ::torch::autograd::impl::bump_version(**buffer);
   }
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(
-    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats, bool needs_backward,
-    std::string_view group_name, std::string_view layer) {
-  const bool updates = !runs_inside_a_backward();
-  const OptionalTensor none;
-  const ForwardOpArguments op{x,
-                              weight,
-                              bias,
-                              updates ? running_mean : none,
-                              updates ? running_var : none,
-                              updates ? num_batches_tracked : none,
-                              momentum,
-                              eps,
-                              dims,
-                              scope,
-                              slice_stats};
-  CallSite site(x);
-  const ExchangeUse exchange(Direction::kForward, scope, group_name, layer, site.placement());
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  CallSite site(op.x);
+  const ExchangeUse exchange(Direction::kForward, op.call, site.placement());
   const PreparedForward prepared =
-      prepare_or_fail(exchange, [&] { return prepare_forward(op, needs_backward, site); });
+      prepare_or_fail(exchange, [&] { return prepare_forward(op, exchange.scope(), site); });
 
-  check_finite(x, exchange.get(), Direction::kForward, scope, layer);
-  run_as_torch(x, exchange,
-               [&] { batch_norm_forward(prepared.arguments, site.with(exchange, scope, layer)); });
+  check_finite(op.x, exchange.get(), Direction::kForward, op.call);
+  run_as_torch(op.x, exchange,
+               [&] { batch_norm_forward(prepared.arguments, site.with(exchange, op.call)); });
   bump_versions(op);
   return {prepared.y, prepared.statistics};
 }
@@ -167,67 +152,65 @@ struct PreparedBackward {
   BackwardArguments arguments;
 };
 
-PreparedBackward prepare_backward(const at::Tensor& dy, const at::Tensor& x,
-                                  const OptionalTensor& weight, const at::Tensor& statistics,
-                                  const Wanted& wanted, std::string_view scope, CallSite& site) {
-  check_arguments({dy, x, weight, statistics, scope});
-  site.prepare(x, statistics.size(0));
-  const Gradients gradients(x, wanted);
+PreparedBackward prepare_backward(const BackwardOpArguments& op, CallSite& site) {
+  check_arguments(op);
+  site.prepare(op.x, op.statistics.size(0));
+  const Gradients gradients(op.x, op.wanted);
   prefer_huge_pages(gradients.dx);
-  const at::Tensor layout = wanted.dx ? gradients.dx : empty_output(x);
+  const at::Tensor layout = op.wanted.dx ? gradients.dx : empty_output(op.x);
   PreparedBackward prepared{
-      .x = in_layout_of(layout, x),
-      .dy = in_layout_of(layout, dy),
-      .weight = contiguous(weight),
+      .x = in_layout_of(layout, op.x),
+      .dy = in_layout_of(layout, op.dy),
+      .weight = contiguous(op.weight),
       .gradients = gradients,
       .arguments = {},
   };
   prepared.arguments = {
       .x = view(prepared.x),
       .dy = view(prepared.dy),
-      .dx = wanted.dx ? mutable_view(gradients.dx) : MutableTensorView{},
+      .dx = op.wanted.dx ? mutable_view(gradients.dx) : MutableTensorView{},
       .weight = channel_view(prepared.weight),
-      .statistics = statistics.const_data_ptr<double>(),
-      .slices = statistics.size(0),
-      .dweight = wanted.dweight ? mutable_channel_view(gradients.dweight) : MutableChannelView{},
-      .dbias = wanted.dbias ? mutable_channel_view(gradients.dbias) : MutableChannelView{},
+      .statistics = op.statistics.const_data_ptr<double>(),
+      .slices = op.statistics.size(0),
+      .dweight = op.wanted.dweight ? mutable_channel_view(gradients.dweight) : MutableChannelView{},
+      .dbias = op.wanted.dbias ? mutable_channel_view(gradients.dbias) : MutableChannelView{},
   };
   return prepared;
 }
 
-GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
-                         const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
-                         bool wants_dbias, std::string_view scope, std::string_view group_name,
-                         std::string_view layer) {
-  CallSite site(x);
-  const ExchangeUse exchange(Direction::kBackward, scope, group_name, layer, site.placement());
-  const PreparedBackward prepared = prepare_or_fail(exchange, [&] {
-    return prepare_backward(dy, x, weight, statistics,
-                            {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}, scope,
-                            site);
-  });
+GradientTensors backward(const BackwardOpArguments& op) {
+  CallSite site(op.x);
+  const ExchangeUse exchange(Direction::kBackward, op.call, site.placement());
+  const PreparedBackward prepared =
+      prepare_or_fail(exchange, [&] { return prepare_backward(op, site); });
 
-  check_finite(dy, exchange.get(), Direction::kBackward, scope, layer);
-  run_as_torch(x, exchange,
-               [&] { batch_norm_backward(prepared.arguments, site.with(exchange, scope, layer)); });
+  check_finite(op.dy, exchange.get(), Direction::kBackward, op.call);
+  run_as_torch(op.x, exchange,
+               [&] { batch_norm_backward(prepared.arguments, site.with(exchange, op.call)); });
   return prepared.gradients.tensors();
 }
 
 // One for each slice of the batch.
-std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardArguments& whole) {
-  const std::int64_t slices = whole.statistics.size(0);
-  const std::vector<at::Tensor> x = whole.x.chunk(slices);
-  const std::vector<at::Tensor> dy = whole.dy.chunk(slices);
+std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardOpArguments& op) {
+  check_arguments(op);
+  const std::int64_t slices = op.statistics.size(0);
+  TORCH_CHECK(slice_count(op.x.size(0), slices) == slices,
+              "statistics: expected those of slices of x, got ", slices, " for ", op.x.size(0),
+              " samples");
+  const std::vector<at::Tensor> x = op.x.chunk(slices);
+  const std::vector<at::Tensor> dy = op.dy.chunk(slices);
   const std::vector<at::Tensor> grad_dx =
-      whole.grad_dx ? whole.grad_dx->chunk(slices) : std::vector<at::Tensor>();
+      op.grad_dx ? op.grad_dx->chunk(slices) : std::vector<at::Tensor>(x.size());
   std::vector<DoubleBackward> norm_batches;
   for (std::size_t i = 0; i < x.size(); ++i) {
-    DoubleBackwardArguments slice = whole;
-    if (whole.grad_dx) slice.grad_dx = grad_dx[i];
-    slice.dy = dy[i];
-    slice.x = x[i];
-    slice.statistics = whole.statistics[static_cast<std::int64_t>(i)];
-    norm_batches.emplace_back(slice);
+    norm_batches.emplace_back(
+        DoubleBackwardArguments{.grad_dx = defined_or_none(grad_dx[i]),
+                                .grad_dweight = op.grad_dweight,
+                                .grad_dbias = op.grad_dbias,
+                                .dy = dy[i],
+                                .x = x[i],
+                                .weight = op.weight,
+                                .statistics = op.statistics[static_cast<std::int64_t>(i)]});
   }
   return norm_batches;
 }
@@ -247,32 +230,23 @@ at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Ex
   return totals.div(count).to(sums.device());
 }
 
-GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
-                                const OptionalTensor& grad_dbias, const at::Tensor& dy,
-                                const at::Tensor& x, const OptionalTensor& weight,
-                                const at::Tensor& statistics, std::string_view scope,
-                                std::string_view group_name, std::string_view layer) {
+GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+  const at::Tensor& x = op.x;
   const CallSite site(x);
-  const ExchangeUse exchange(Direction::kDoubleBackward, scope, group_name, layer,
-                             site.placement());
-  const CallLabel label{.layer = layer,
-                        .scope = scope,
+  const ExchangeUse exchange(Direction::kDoubleBackward, op.call, site.placement());
+  const CallLabel label{.layer = op.call.layer,
+                        .scope = op.call.scope,
                         .direction = Direction::kDoubleBackward,
                         .channels = x.size(1)};
-  const std::vector<DoubleBackward> norm_batches = prepare_or_fail(exchange, [&] {
-    check_arguments({grad_dx, grad_dweight, grad_dbias, {dy, x, weight, statistics, scope}});
-    TORCH_CHECK(slice_count(x.size(0), statistics.size(0)) == statistics.size(0),
-                "statistics: expected those of slices of x, got ", statistics.size(0), " for ",
-                x.size(0), " samples");
-    return prepare_double_backward({grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics});
-  });
+  const std::vector<DoubleBackward> norm_batches =
+      prepare_or_fail(exchange, [&] { return prepare_double_backward(op); });
 
   const SecondGradients all = empty_second_gradients(x);
   const at::Tensor weight_total = at::zeros({x.size(1)}, wide(x));
-  const std::vector<at::Tensor> all_dy = all.dy.chunk(statistics.size(0));
-  const std::vector<at::Tensor> all_x = all.x.chunk(statistics.size(0));
+  const std::vector<at::Tensor> all_dy = all.dy.chunk(op.statistics.size(0));
+  const std::vector<at::Tensor> all_x = all.x.chunk(op.statistics.size(0));
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {
-    check_finite(norm_batches[i].sums(), exchange.get(), Direction::kDoubleBackward, scope, layer);
+    check_finite(norm_batches[i].sums(), exchange.get(), Direction::kDoubleBackward, op.call);
     at::Tensor means;
     run_as_torch(x, exchange, [&] { means = means_of(norm_batches[i], label, exchange.get()); });
     const SecondGradients slice = norm_batches[i].gradients(means);
@@ -284,33 +258,30 @@ GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTen
   return {all.dy, all.x, all.weight};
 }
 
-at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                 const at::Tensor& statistics) {
-  check_arguments({x, weight, bias, statistics});
-  CallSite site(x);
-  site.prepare(x, statistics.size(0));
-  const at::Tensor y = empty_output(x);
+at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
+  check_arguments(op);
+  CallSite site(op.x);
+  site.prepare(op.x, op.statistics.size(0));
+  const at::Tensor y = empty_output(op.x);
   prefer_huge_pages(y);
-  const at::Tensor x_in_layout = in_layout_of(y, x);
-  const OptionalTensor own_weight = contiguous(weight);
-  const OptionalTensor own_bias = contiguous(bias);
-  const ApplyArguments arguments{
-      .x = view(x_in_layout),
-      .y = mutable_view(y),
-      .weight = channel_view(own_weight),
-      .bias = channel_view(own_bias),
-      .statistics = statistics.const_data_ptr<double>(),
-      .slices = statistics.size(0),
-  };
-  batch_norm_apply(arguments, site.alone());
+  const at::Tensor x = in_layout_of(y, op.x);
+  const OptionalTensor weight = contiguous(op.weight);
+  const OptionalTensor bias = contiguous(op.bias);
+  batch_norm_with_statistics({.x = view(x),
+                              .y = mutable_view(y),
+                              .weight = channel_view(weight),
+                              .bias = channel_view(bias),
+                              .statistics = op.statistics.const_data_ptr<double>(),
+                              .slices = op.statistics.size(0)},
+                             site.alone());
   return y;
 }
 
 void register_ops(::torch::Library& m) {
-  m.impl("batch_norm_forward", &forward);
-  m.impl("batch_norm_backward", &backward);
-  m.impl("batch_norm_double_backward", &double_backward);
-  m.impl("batch_norm_apply", &apply);
+  m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
+  m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
+  m.impl("batch_norm_with_statistics", &Taken<WithStatisticsOp, &with_statistics>::call);
 }
 
 }  // namespace

@@ -48,13 +48,12 @@ CallContext CallSite::alone() const noexcept {
   return context;
 }
 
-CallContext CallSite::with(const ExchangeUse& exchange, std::string_view scope,
-                           std::string_view layer) {
+CallContext CallSite::with(const ExchangeUse& exchange, const ScopedCall& call) {
   if (placement_.memory == Memory::kDevice) device_.report = exchange.report();
   CallContext context = alone();
   context.exchange = exchange.get();
-  context.scope = scope;
-  context.layer = layer;
+  context.scope = call.scope;
+  context.layer = call.layer;
   return context;
 }
 

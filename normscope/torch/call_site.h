@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -30,8 +29,7 @@ class CallSite {
   void prepare(const at::Tensor& x, std::int64_t slices);
 
   [[nodiscard]] CallContext alone() const noexcept;
-  [[nodiscard]] CallContext with(const ExchangeUse& exchange, std::string_view scope,
-                                 std::string_view layer);
+  [[nodiscard]] CallContext with(const ExchangeUse& exchange, const ScopedCall& call);
 
  private:
   c10::OptionalDeviceGuard guard_;

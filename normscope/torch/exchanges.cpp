@@ -19,6 +19,7 @@
 #include "normscope/core/error.h"
 #include "normscope/core/resolution.h"
 #include "normscope/core/scope.h"
+#include "normscope/torch/arguments.h"
 #include "normscope/torch/c10d_communicator.h"
 #include "normscope/torch/call_watch.h"
 #include "normscope/torch/environment.h"
@@ -349,27 +350,27 @@ void show_call_alone(const CallName& call, std::string_view group_name,
 }
 
 // The peers of a rank with a scope that is none are told, too.
-Scope parse_or_fail(std::string_view scope, std::string_view group_name) {
+Scope parse_or_fail(const ScopedCall& call) {
   try {
-    return Scope::parse(scope);
-  } catch (const ArgumentError& error) {
-    fail_exchange(scope, group_name, error.what());
-    C10_THROW_ERROR(ValueError, error.what());
+    return parsed_scope(call.scope);
+  } catch (const c10::Error& error) {
+    fail_exchange(call.scope, call.group_name, error.what_without_backtrace());
+    throw;
   }
 }
 
 }  // namespace
 
-ExchangeUse::ExchangeUse(Direction direction, std::string_view scope, std::string_view group_name,
-                         std::string_view layer, const std::optional<Placement>& placement) {
-  const Scope parsed = parse_or_fail(scope, group_name);
-  if (is_of_one_rank(parsed)) {
-    show_call_alone({.what = name_of(direction), .layer = layer}, group_name, placement);
+ExchangeUse::ExchangeUse(Direction direction, const ScopedCall& call,
+                         const std::optional<Placement>& placement)
+    : scope_(parse_or_fail(call)) {
+  if (is_of_one_rank(scope_)) {
+    show_call_alone({.what = name_of(direction), .layer = call.layer}, call.group_name, placement);
     return;
   }
-  const std::shared_ptr<GroupEntry> group = group_named(group_name, placement);
+  const std::shared_ptr<GroupEntry> group = group_named(call.group_name, placement);
   if (!group) return;
-  entry_ = entry_of_scope(group, parsed, layer);
+  entry_ = entry_of_scope(group, scope_, call.layer);
   lock_ = std::unique_lock(entry_->mutex);
   exchange_ = entry_->exchange.get();
 }
@@ -455,7 +456,7 @@ std::string resolve_scope(std::string_view scope, std::string_view group_name,
 
 std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name, std::int64_t own) {
   return as_torch([&]() -> std::vector<std::int64_t> {
-    const ExchangeUse use(Direction::kStep, "world", group_name, "joined batches");
+    const ExchangeUse use(Direction::kStep, {"world", group_name, "joined batches"});
     if (use.get() == nullptr) return {own};
     return gather_samples(*use.get(), own);
   });
@@ -465,7 +466,7 @@ at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::strin
   TORCH_CHECK_VALUE(own.dim() == 1 && own.scalar_type() == at::kDouble && own.is_cpu(),
                     "own: expected float64 numbers [n] on the CPU");
   return as_torch([&]() -> at::Tensor {
-    const ExchangeUse use(Direction::kParameters, "world", group_name, what);
+    const ExchangeUse use(Direction::kParameters, {"world", group_name, what});
     if (use.get() == nullptr) return own.unsqueeze(0).clone();
     const Communicator& group = use.get()->communicator();
     // Every rank adds to zeros, so that the sum gathers.

@@ -10,7 +10,9 @@
 #include <vector>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/core/scope.h"
 #include "normscope/torch/device.h"
+#include "normscope/torch/operators.h"
 
 namespace normscope::binding {
 
@@ -50,10 +52,12 @@ void know_process_group(const std::string& name);
 // NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
 class ExchangeUse {
  public:
-  // The process group, or lent communicator, called `group_name`; "": none. `direction` and `layer`
-  // are named in errors. `placement` is that of the messages; none: the host's memory.
-  ExchangeUse(Direction direction, std::string_view scope, std::string_view group_name,
-              std::string_view layer, const std::optional<Placement>& placement = std::nullopt);
+  // The group of the call is a process group's name, or a lent communicator's. `placement` is that
+  // of the messages; none: the host's memory.
+  ExchangeUse(Direction direction, const ScopedCall& call,
+              const std::optional<Placement>& placement = std::nullopt);
+
+  [[nodiscard]] const Scope& scope() const noexcept { return scope_; }
 
   // nullptr where this rank is alone.
   [[nodiscard]] Exchange* get() const noexcept { return exchange_; }
@@ -67,6 +71,7 @@ class ExchangeUse {
   }
 
  private:
+  Scope scope_;
   std::shared_ptr<ExchangeEntry> entry_;
   std::unique_lock<std::mutex> lock_;
   Exchange* exchange_ = nullptr;

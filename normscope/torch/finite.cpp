@@ -37,13 +37,13 @@ std::int64_t non_finite_values(const at::Tensor& tensor) {
 
 // By rank. The ranks are told apart from those that do not look by what the layer is called.
 std::vector<double> gather(Exchange& exchange, std::int64_t own, Direction direction,
-                           std::string_view scope, std::string_view layer) {
+                           const ScopedCall& call) {
   const auto ranks = static_cast<std::size_t>(exchange.communicator().size());
   std::vector<double> message(ranks + kHeaderSize);
   message[static_cast<std::size_t>(exchange.communicator().rank())] = static_cast<double>(own);
-  const std::string name = std::string(layer) + ", looking for non-finite values";
+  const std::string name = std::string(call.layer) + ", looking for non-finite values";
   as_torch([&] {
-    exchange.all_reduce({.layer = name, .scope = scope, .direction = direction}, message, {});
+    exchange.all_reduce({.layer = name, .scope = call.scope, .direction = direction}, message, {});
   });
   message.resize(ranks);
   return message;
@@ -54,17 +54,17 @@ std::vector<double> gather(Exchange& exchange, std::int64_t own, Direction direc
 bool set_detect_non_finite(bool wanted) { return is_wanted().exchange(wanted); }
 
 void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direction,
-                  std::string_view scope, std::string_view layer) {
+                  const ScopedCall& call) {
   if (!is_wanted().load(std::memory_order_relaxed)) return;
   const std::int64_t own = non_finite_values(tensor);
   std::string text(looked_at(direction));
   text += ": expected finite values in " + std::string(name_of(direction)) + " of ";
-  text += (layer.empty() ? "a layer without a name" : printable(layer)) + ", got ";
+  text += (call.layer.empty() ? "a layer without a name" : printable(call.layer)) + ", got ";
   if (exchange == nullptr) {
     TORCH_CHECK(own == 0, text, own, " that are not");
     return;
   }
-  const std::vector<double> of_ranks = gather(*exchange, own, direction, scope, layer);
+  const std::vector<double> of_ranks = gather(*exchange, own, direction, call);
   std::string found;
   for (std::size_t rank = 0; rank < of_ranks.size(); ++rank) {
     if (of_ranks[rank] == 0) continue;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <string_view>
-
 #include <ATen/core/Tensor.h>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/torch/operators.h"
 
 namespace normscope::binding {
 
@@ -18,6 +17,6 @@ bool set_detect_non_finite(bool wanted);
 // of any shape is not finite on one of them, and says on which; for a rank alone (nullptr)
 // c10::Error. Collective, with a message of its own; nothing unless it is wanted.
 void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direction,
-                  std::string_view scope, std::string_view layer);
+                  const ScopedCall& call);
 
 }  // namespace normscope::binding

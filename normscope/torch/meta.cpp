@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <string_view>
+#include <cstdint>
 #include <tuple>
 
 #include <ATen/ops/empty.h>
@@ -13,8 +13,6 @@
 namespace normscope::binding {
 namespace {
 
-using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 // slice_count() of symbolic numbers.
 c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted) {
   if (wanted == 1) return 1;
@@ -22,49 +20,37 @@ c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted
   return ((samples - 1) / slice_size + 1).max(1);
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(
-    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats, bool,
-    std::string_view, std::string_view) {
-  check_arguments({x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-                   dims, scope, slice_stats});
-  const c10::SymInt slices = symbolic_slice_count(x.sym_size(0), slices_wanted(scope));
-  return {empty_output(x), at::empty_symint({slices, 3, x.sym_size(1)}, wide(x))};
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  const std::int64_t wanted = checked(op, parsed_scope(op.call.scope)).slices_wanted;
+  const c10::SymInt slices = symbolic_slice_count(op.x.sym_size(0), wanted);
+  return {empty_output(op.x), at::empty_symint({slices, 3, op.x.sym_size(1)}, wide(op.x))};
 }
 
-GradientTensors backward(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
-                         const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
-                         bool wants_dbias, std::string_view scope, std::string_view,
-                         std::string_view) {
-  check_arguments({dy, x, weight, statistics, scope});
-  return Gradients(x, {.dx = wants_dx, .dweight = wants_dweight, .dbias = wants_dbias}).tensors();
+GradientTensors backward(const BackwardOpArguments& op) {
+  static_cast<void>(parsed_scope(op.call.scope));
+  check_arguments(op);
+  return Gradients(op.x, op.wanted).tensors();
 }
 
-GradientTensors double_backward(const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
-                                const OptionalTensor& grad_dbias, const at::Tensor& dy,
-                                const at::Tensor& x, const OptionalTensor& weight,
-                                const at::Tensor& statistics, std::string_view scope,
-                                std::string_view, std::string_view) {
-  check_arguments({grad_dx, grad_dweight, grad_dbias, {dy, x, weight, statistics, scope}});
-  const SecondGradients gradients = empty_second_gradients(x);
+GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+  static_cast<void>(parsed_scope(op.call.scope));
+  check_arguments(op);
+  const SecondGradients gradients = empty_second_gradients(op.x);
   return {gradients.dy, gradients.x, gradients.weight};
 }
 
-at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                 const at::Tensor& statistics) {
-  check_arguments({x, weight, bias, statistics});
-  return empty_output(x);
+at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
+  check_arguments(op);
+  return empty_output(op.x);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(normscope, Meta, m) {
-  m.impl("batch_norm_forward", &forward);
-  m.impl("batch_norm_backward", &backward);
-  m.impl("batch_norm_double_backward", &double_backward);
-  m.impl("batch_norm_apply", &apply);
+  m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
+  m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
+  m.impl("batch_norm_with_statistics", &Taken<WithStatisticsOp, &with_statistics>::call);
 }
 
 }  // namespace normscope::binding

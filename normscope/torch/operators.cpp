@@ -50,8 +50,9 @@ std::tuple<std::int64_t, std::int64_t, double> counters() {
 
 // What Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean, running_var and
 // their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64. grad_t is the
-// gradient of a loss that is differentiated a second time, with respect to t. batch_norm_apply
-// repeats a forward's y from its statistics; it has no gradient of its own.
+// gradient of a loss that is differentiated a second time, with respect to t.
+// batch_norm_with_statistics repeats a forward's y from its statistics; it has no gradient of its
+// own. needs_backward is for autograd alone to say: callers leave it out.
 //
 // group_name is that of a process group, "" for none; layer is a qualified name, "" where there is
 // none; dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for
@@ -60,15 +61,10 @@ std::tuple<std::int64_t, std::int64_t, double> counters() {
 TORCH_LIBRARY(normscope, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(
-      "batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, bool training, float? momentum, "
-      "float eps, int[] dims, str scope, str slice_stats, str group_name, str layer) -> Tensor",
-      tags);
-  m.def(
       "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
-      "int[] dims, str scope, str slice_stats, bool needs_backward, str group_name, str layer) "
-      "-> (Tensor y, Tensor statistics)",
+      "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
+      "bool? needs_backward=None) -> (Tensor y, Tensor statistics)",
       tags);
   m.def(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
@@ -80,8 +76,10 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor dy, Tensor x, Tensor? weight, Tensor statistics, str scope, str group_name, "
       "str layer) -> (Tensor grad_dy, Tensor grad_x, Tensor grad_weight)",
       tags);
-  m.def("batch_norm_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics) -> Tensor y",
-        tags);
+  m.def(
+      "batch_norm_with_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics) "
+      "-> Tensor y",
+      tags);
 
   m.def("version() -> str", &version);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);

@@ -6,43 +6,112 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 namespace normscope::binding {
 
-// The C++ types of the ops that operators.cpp declares.
+// The C++ types of the ops that operators.cpp declares, and what each is given, as one struct.
 using OptionalTensor = std::optional<at::Tensor>;
+using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-using BatchNormOp = at::Tensor(const at::Tensor& x, const OptionalTensor& weight,
-                               const OptionalTensor& bias, const OptionalTensor& running_mean,
-                               const OptionalTensor& running_var,
-                               const OptionalTensor& num_batches_tracked, bool training,
-                               std::optional<double> momentum, double eps, at::IntArrayRef dims,
-                               std::string_view scope, std::string_view slice_stats,
-                               std::string_view group_name, std::string_view layer);
-
-using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
-                                   std::int64_t samples);
+// A layer's call: who shares its statistics, and what errors name.
+struct ScopedCall {
+  std::string_view scope;
+  std::string_view group_name;  // of a process group; "": none
+  std::string_view layer;       // a qualified name; "": none
+};
 
 using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
     const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& running_mean, const OptionalTensor& running_var,
     const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view scope, std::string_view slice_stats, bool needs_backward,
-    std::string_view group_name, std::string_view layer);
+    at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
+    std::string_view group_name, std::string_view layer, std::optional<bool> needs_backward);
 
-using BackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
-    const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
-    const at::Tensor& statistics, bool wants_dx, bool wants_dweight, bool wants_dbias,
-    std::string_view scope, std::string_view group_name, std::string_view layer);
+struct ForwardOpArguments {
+  const at::Tensor& x;                        // [N, C, *]
+  const OptionalTensor& weight;               // [C]
+  const OptionalTensor& bias;                 // [C]
+  const OptionalTensor& running_mean;         // [C]
+  const OptionalTensor& running_var;          // [C]
+  const OptionalTensor& num_batches_tracked;  // [] int64
+  std::optional<double> momentum;             // none: cumulative average
+  double eps;
+  at::IntArrayRef dims;  // the numbers of dimensions that x may have; none: any from 2
+  std::string_view slice_stats;
+  ScopedCall call;
+  std::optional<bool> needs_backward;  // none: as autograd finds
 
-using DoubleBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
-    const OptionalTensor& grad_dx, const OptionalTensor& grad_dweight,
-    const OptionalTensor& grad_dbias, const at::Tensor& dy, const at::Tensor& x,
-    const OptionalTensor& weight, const at::Tensor& statistics, std::string_view scope,
-    std::string_view group_name, std::string_view layer);
+  auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
+    return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
+                   dims, slice_stats, call.scope, call.group_name, call.layer, needs_backward);
+  }
+};
+
+using BackwardOp = GradientTensors(const at::Tensor& dy, const at::Tensor& x,
+                                   const OptionalTensor& weight, const at::Tensor& statistics,
+                                   bool wants_dx, bool wants_dweight, bool wants_dbias,
+                                   std::string_view scope, std::string_view group_name,
+                                   std::string_view layer);
+
+struct WantedGradients {
+  bool dx;
+  bool dweight;
+  bool dbias;
+};
+
+struct BackwardOpArguments {
+  const at::Tensor& dy;          // [N, C, *]
+  const at::Tensor& x;           // [N, C, *]
+  const OptionalTensor& weight;  // [C]
+  const at::Tensor& statistics;  // [slices, 3, C] float64
+  WantedGradients wanted;
+  ScopedCall call;
+
+  auto pass_to(const c10::TypedOperatorHandle<BackwardOp>& op) const {
+    return op.call(dy, x, weight, statistics, wanted.dx, wanted.dweight, wanted.dbias, call.scope,
+                   call.group_name, call.layer);
+  }
+};
+
+using DoubleBackwardOp = GradientTensors(const OptionalTensor& grad_dx,
+                                         const OptionalTensor& grad_dweight,
+                                         const OptionalTensor& grad_dbias, const at::Tensor& dy,
+                                         const at::Tensor& x, const OptionalTensor& weight,
+                                         const at::Tensor& statistics, std::string_view scope,
+                                         std::string_view group_name, std::string_view layer);
+
+struct DoubleBackwardOpArguments {
+  const OptionalTensor& grad_dx;       // [N, C, *]
+  const OptionalTensor& grad_dweight;  // [C]
+  const OptionalTensor& grad_dbias;    // [C]
+  const at::Tensor& dy;                // [N, C, *]
+  const at::Tensor& x;                 // [N, C, *]
+  const OptionalTensor& weight;        // [C]
+  const at::Tensor& statistics;        // [slices, 3, C] float64
+  ScopedCall call;
+
+  auto pass_to(const c10::TypedOperatorHandle<DoubleBackwardOp>& op) const {
+    return op.call(grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics, call.scope,
+                   call.group_name, call.layer);
+  }
+};
+
+using WithStatisticsOp = at::Tensor(const at::Tensor& x, const OptionalTensor& weight,
+                                    const OptionalTensor& bias, const at::Tensor& statistics);
+
+struct WithStatisticsOpArguments {
+  const at::Tensor& x;           // [N, C, *]
+  const OptionalTensor& weight;  // [C]
+  const OptionalTensor& bias;    // [C]
+  const at::Tensor& statistics;  // [slices, 3, C] float64
+};
+
+using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
+                                   std::int64_t samples);
 
 using MakeProcessGroupOp = std::string(std::string_view name, std::string_view parent,
                                        at::IntArrayRef ranks, double seconds);
@@ -50,6 +119,17 @@ using MakeProcessGroupOp = std::string(std::string_view name, std::string_view p
 using CloseProcessGroupOp = void(std::string_view name);
 
 using CheckSignalsOp = void();
+
+// What the dispatcher calls for an op, `Taken<Op, kernel>::call`, where the kernel takes the op's
+// arguments as one struct.
+template <class Op, auto kernel>
+struct Taken;
+template <class Result, class... Arguments, class Struct, Result (*kernel)(const Struct&)>
+struct Taken<Result(Arguments...), kernel> {
+  static Result call(Arguments... arguments) {
+    return kernel({std::forward<Arguments>(arguments)...});
+  }
+};
 
 // The op that the dispatcher knows by this name, as operators.cpp declares it.
 template <class Op>

@@ -51,7 +51,7 @@ RankGroup::~RankGroup() {
 }
 
 void RankGroup::all_reduce(const CallLabel& label, std::span<double> message) const {
-  const binding::ExchangeUse use(label.direction, "world", name_, label.layer);
+  const binding::ExchangeUse use(label.direction, {"world", name_, label.layer});
   if (use.get() != nullptr) use.get()->all_reduce(label, message, {});
 }
 

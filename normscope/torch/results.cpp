@@ -17,7 +17,7 @@ at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& chan
 
 at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
 
-Gradients::Gradients(const at::Tensor& x, const Wanted& wanted)
+Gradients::Gradients(const at::Tensor& x, const WantedGradients& wanted)
     : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),
       dweight(empty_parameter_gradient(x, wanted.dweight ? x.sym_size(1) : 0)),
       dbias(empty_parameter_gradient(x, wanted.dbias ? x.sym_size(1) : 0)) {}

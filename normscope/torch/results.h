@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cstdint>
-#include <tuple>
-
 #include <ATen/core/Tensor.h>
 
 #include "normscope/torch/double_backward.h"
+#include "normscope/torch/operators.h"
 
 namespace normscope::binding {
 
@@ -15,20 +13,12 @@ namespace normscope::binding {
 // The options of what is computed in float64 beside x.
 [[nodiscard]] at::TensorOptions wide(const at::Tensor& x);
 
-struct Wanted {
-  bool dx;
-  bool dweight;
-  bool dbias;
-};
-
 // What backward answers; empty tensors where a gradient is not wanted. A parameter's is float32, or
 // float64 for float64 inputs: autograd rounds it to the parameter's own type.
 struct Gradients {
-  Gradients(const at::Tensor& x, const Wanted& wanted);
+  Gradients(const at::Tensor& x, const WantedGradients& wanted);
 
-  [[nodiscard]] std::tuple<at::Tensor, at::Tensor, at::Tensor> tensors() const {
-    return {dx, dweight, dbias};
-  }
+  [[nodiscard]] GradientTensors tensors() const { return {dx, dweight, dbias}; }
 
   at::Tensor dx;       // [N, C, *]
   at::Tensor dweight;  // [C]

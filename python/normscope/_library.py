@@ -15,14 +15,15 @@ DistError: type[Exception] = torch._C._DistError
 torch.ops.load_library(str(_path))
 _ops = torch.ops.normscope
 
-_batch_norm = cast("Callable[..., torch.Tensor]", _ops.batch_norm.default)
+batch_norm_forward = _ops.batch_norm_forward.default
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
 fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)
 status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)
-batch_norm_apply = cast("Callable[..., torch.Tensor]", _ops.batch_norm_apply.default)
-batch_norm_forward = _ops.batch_norm_forward.default
+batch_norm_with_statistics = cast(
+    "Callable[..., torch.Tensor]", _ops.batch_norm_with_statistics.default
+)
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
 resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
 gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.default)
@@ -46,7 +47,7 @@ def batch_norm(
     group: str,
     layer: str,
 ) -> torch.Tensor:
-    """Call the op; the peers of a rank whose arguments do not even reach it are told.
+    """Call the op of training; the peers of a rank whose arguments do not reach it are told.
 
     Args:
         arguments: The op's first ones, up to ``dims``.
@@ -56,7 +57,7 @@ def batch_norm(
         layer: As the op's.
     """
     try:
-        return _batch_norm(*arguments, scope, slice_stats, group, layer)
+        y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer)
     except DistError:
         raise  # from the library, which has told them what they need to know
     except (RuntimeError, TypeError) as error:
@@ -64,3 +65,4 @@ def batch_norm(
         if group:
             fail_exchange(scope, group, f"{type(error).__name__}: {error}")
         raise
+    return cast("torch.Tensor", y)

@@ -104,15 +104,11 @@ def name_of_layer(group_name: str) -> str:
     return f"unnamed layer {number}"
 
 
-def scope_and_group_in_use(
-    scope: Scope, name: str | None, x: torch.Tensor, *, training: bool
-) -> tuple[str, str]:
-    """The scope and the group to run ``x`` [N, ...] with now; evaluation touches no group.
+def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> tuple[str, str]:
+    """The scope and the group to train ``x`` [N, ...] with now.
 
     The ranks agree on the scope at first use.
     """
-    if not training:
-        return scope.text, NONE
     group_name: str = name_in_use(name)
     if not scope.depends_on_samples or x.dim() == 0:
         return scope.text, group_name

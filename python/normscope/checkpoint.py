@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -69,21 +69,23 @@ class _OverForwards(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func is _library.batch_norm_forward:
-            return self._forward(*args)
-        return func(*args, **(kwargs or {}))
+        if func is not _library.batch_norm_forward:
+            return func(*args, **(kwargs or {}))
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        return self._forward(given, lambda: func(*args, **(kwargs or {})))
 
-    def _forward(self, *args: Any) -> Any:  # noqa: ANN401 - the op's
+    def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """What the op answers to the arguments ``given``, which ``run`` would run it with."""
         raise NotImplementedError
 
 
 class _Recording(_OverForwards):
     """Appends every training forward to ``calls``."""
 
-    def _forward(self, *args: Any) -> Any:  # noqa: ANN401
-        outputs = _library.batch_norm_forward(*args)
-        x, layer = args[0], args[-1]
-        self._calls.append(_Call(layer, x.shape, outputs[1]))
+    def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
+        outputs = run()
+        self._calls.append(_Call(given["layer"], given["x"].shape, outputs[1]))
         return outputs
 
 
@@ -96,15 +98,16 @@ class _Replay(_OverForwards):
         self._remaining = iter(self._calls)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def _forward(self, *args: Any) -> Any:  # noqa: ANN401
-        x, weight, bias, layer = *args[:3], args[-1]
+    def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
+        x, layer = given["x"], given["layer"]
         call = next(self._remaining, None)
         if call is None or (call.layer, call.shape) != (layer, x.shape):
             raise RuntimeError(
                 f"checkpoint_context: expected the recomputation to run {_described(call)} next, "
                 f"as the forward did, got {layer or 'a layer without a name'} on {[*x.shape]}"
             )
-        return _library.batch_norm_apply(x, weight, bias, call.statistics), call.statistics
+        y = _library.batch_norm_with_statistics(x, given["weight"], given["bias"], call.statistics)
+        return y, call.statistics
 
 
 def _described(call: _Call | None) -> str:

@@ -66,9 +66,13 @@ def batch_norm(
                 [ 1.]])
     """
     given = _process_group.name_of(process_group)
-    text, group_name = _process_group.scope_and_group_in_use(
-        Scope(str(scope)), given, x, training=training
-    )
+    parsed = Scope(str(scope))
+    if not training:
+        has_none = running_mean is None and running_var is None
+        return torch.nn.functional.batch_norm(
+            x, running_mean, running_var, weight, bias, has_none, eps=eps
+        )
+    text, group_name = _process_group.scope_and_group_in_use(parsed, given, x)
     return _library.batch_norm(
         x,
         weight,
@@ -76,7 +80,6 @@ def batch_norm(
         running_mean,
         running_var,
         None,
-        training,
         momentum,
         eps,
         (),

@@ -126,9 +126,11 @@ class BatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize ``input`` [N, C, *]."""
-        has_statistics = self.track_running_stats or not self.training
+        if not self.training:
+            return super().forward(input)
+        has_statistics = self.track_running_stats
         scope, group_name = _process_group.scope_and_group_in_use(
-            self.scope, self.group_name, input, training=self.training
+            self.scope, self.group_name, input
         )
         if not self.layer_name and group_name and not self.scope.is_of_one_rank:
             self.layer_name = _process_group.name_of_layer(group_name)
@@ -139,7 +141,6 @@ class BatchNorm(_BatchNorm):
             self.running_mean if has_statistics else None,
             self.running_var if has_statistics else None,
             self.num_batches_tracked if has_statistics else None,
-            self.training,
             self.momentum,
             self.eps,
             self.dims,
@@ -148,9 +149,16 @@ class BatchNorm(_BatchNorm):
             group=group_name,
             layer=self.layer_name,
         )
-        if self.training and self.track_running_stats:
+        if has_statistics:
             self._count_elements(input)
         return y
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation; the op's text
+        if input.dim() < 2:
+            raise ValueError(f"x: expected at least 2 dimensions, got {input.dim()}")
+        if self.dims and input.dim() not in self.dims:
+            wanted = " or ".join(map(str, self.dims))
+            raise ValueError(f"x: expected {wanted} dimensions, got {input.dim()}")
 
     def _count_elements(self, x: torch.Tensor) -> None:
         if torch.compiler.is_compiling():

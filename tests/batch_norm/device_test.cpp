@@ -292,13 +292,13 @@ TEST(AloneOnADevice, ARepeatedApplyGivesTheBitsOfForward) {
     const ForwardArguments forward = run.forward_arguments();
     Tensor y = run.x;
 
-    batch_norm_apply({.x = forward.x,
-                      .y = y.view(),
-                      .weight = forward.weight,
-                      .bias = forward.bias,
-                      .statistics = run.statistics.data(),
-                      .slices = slices},
-                     device.context());
+    batch_norm_with_statistics({.x = forward.x,
+                                .y = y.view(),
+                                .weight = forward.weight,
+                                .bias = forward.bias,
+                                .statistics = run.statistics.data(),
+                                .slices = slices},
+                               device.context());
 
     y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
       ASSERT_PRED2(same_bits, y.at(n, c, p), run.y.at(n, c, p));

@@ -66,7 +66,7 @@ def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callabl
         (
             lambda: batch_norm(X, torch.zeros(3), torch.ones(3), eps=-1.0),
             ValueError,
-            "eps: expected a number of at least 0, got -1",
+            "eps must be non-negative, but got -1.0",
         ),
         (
             lambda: batch_norm(X, None, None, training=True, slice_stats="last"),  # type: ignore[arg-type]
@@ -81,21 +81,8 @@ def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callabl
         (lambda: normscope.BatchNorm2d(3, scope="words"), ValueError, 'got "words"'),
         (lambda: normscope.BatchNorm2d(3, scope="slices:0"), ValueError, "at least 1, got 0"),
         (
-            lambda: torch.ops.normscope.batch_norm(
-                X,
-                None,
-                None,
-                None,
-                None,
-                None,
-                True,  # noqa: FBT003
-                0.1,
-                1e-5,
-                (),
-                "norm_batch:8",
-                "pooled",
-                "",
-                "",
+            lambda: torch.ops.normscope.batch_norm_forward(
+                X, None, None, None, None, None, 0.1, 1e-5, (), "pooled", "norm_batch:8", "", ""
             ),
             ValueError,
             "scope: expected what the op resolve_scope makes of it, got norm_batch:8",

@@ -37,12 +37,12 @@ def arguments(device: str) -> dict[str, Any]:
 
 def forward(a: dict[str, Any]) -> object:
     buffers = (a["running_mean"], a["running_var"], a["num_batches_tracked"])
-    constants: Any = (0.1, 1e-5, [], "local", "pooled", True, "", "")
+    constants: Any = (0.1, 1e-5, [], "pooled", "local", "", "")
     return OPS.batch_norm_forward(a["x"], a["weight"], a["bias"], *buffers, *constants)
 
 
 def apply(a: dict[str, Any]) -> object:
-    return OPS.batch_norm_apply(a["x"], a["weight"], a["bias"], a["statistics"])
+    return OPS.batch_norm_with_statistics(a["x"], a["weight"], a["bias"], a["statistics"])
 
 
 def backward(a: dict[str, Any]) -> object:

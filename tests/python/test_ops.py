@@ -14,7 +14,7 @@ import normscope
 X = (6, 3, 4, 5)
 
 
-def forward_arguments(*, slices: int = 1, needs_backward: bool = False) -> tuple[Any, ...]:
+def forward_arguments(*, slices: int = 1) -> tuple[Any, ...]:
     torch.manual_seed(0)
     scope = "local" if slices == 1 else f"slices:{slices}"
     return (
@@ -27,9 +27,8 @@ def forward_arguments(*, slices: int = 1, needs_backward: bool = False) -> tuple
         0.1,
         1e-5,
         [4],
-        scope,
         "pooled",
-        needs_backward,
+        scope,
         "",
         "layer",
     )
@@ -57,7 +56,7 @@ def test_opcheck_passes_for_the_backward(affine: bool) -> None:  # noqa: FBT001
 @pytest.mark.parametrize("slices", [1, 4])
 def test_opcheck_passes_for_the_double_backward(affine: bool, slices: int) -> None:  # noqa: FBT001
     arguments = forward_arguments(slices=slices)
-    x, scope = arguments[0], arguments[9]
+    x, scope = arguments[0], arguments[10]
     _, statistics = torch.ops.normscope.batch_norm_forward(*arguments)
     weight = torch.ones(3) if affine else None
     torch.library.opcheck(
@@ -71,19 +70,18 @@ def test_opcheck_passes_for_the_repeated_forward(slices: int) -> None:
     arguments = forward_arguments(slices=slices)
     _, statistics = torch.ops.normscope.batch_norm_forward(*arguments)
     torch.library.opcheck(
-        torch.ops.normscope.batch_norm_apply.default, (*arguments[:3], statistics)
+        torch.ops.normscope.batch_norm_with_statistics.default, (*arguments[:3], statistics)
     )
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("scope", ["local", "slices:4"])
-def test_opcheck_passes_for_the_differentiable_op(training: bool, scope: str) -> None:  # noqa: FBT001
+def test_opcheck_passes_for_a_differentiated_forward(scope: str) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         # torch's own, about a check of its that is yet to come.
         warnings.filterwarnings("ignore", category=FutureWarning)
         torch.library.opcheck(
-            torch.ops.normscope.batch_norm.default,
+            torch.ops.normscope.batch_norm_forward.default,
             (
                 torch.randn(X, requires_grad=True),
                 torch.ones(3, requires_grad=True),
@@ -91,12 +89,11 @@ def test_opcheck_passes_for_the_differentiable_op(training: bool, scope: str) ->
                 torch.zeros(3),
                 torch.ones(3),
                 torch.tensor(0),
-                training,
                 0.1,
                 1e-5,
                 [4],
-                scope,
                 "pooled",
+                scope,
                 "",
                 "layer",
             ),

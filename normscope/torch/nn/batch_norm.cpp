@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/batch_norm.h"
 
+#include <algorithm>
+#include <optional>
 #include <string_view>
+
+#include <c10/util/StringUtil.h>
+#include <torch/nn/functional/batchnorm.h>
 
 #include "normscope/torch/operators.h"
 
@@ -32,19 +37,32 @@ std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
 
 template <std::size_t D, class Derived, class Theirs>
 at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x) {
-  static const auto op = op_named<binding::BatchNormOp>("normscope::batch_norm");
+  if (!this->is_training()) return evaluate(x);
+  static const auto op = op_named<binding::ForwardOp>("normscope::batch_norm_forward");
   const BatchNormOptions& chosen = this->options;
-  const bool training = this->is_training();
-  const std::string scope = training ? scope_in_use(chosen, x) : chosen.scope().str();
+  const std::string scope = scope_in_use(chosen, x);
   // torch::nn::Module::to(dtype) has cast the counter as well.
   if (this->num_batches_tracked.defined() && this->num_batches_tracked.dtype() != at::kLong) {
     this->num_batches_tracked.set_data(this->num_batches_tracked.to(at::kLong));
   }
-  return op.call(x, defined_or_none(this->weight), defined_or_none(this->bias),
-                 defined_or_none(this->running_mean), defined_or_none(this->running_var),
-                 defined_or_none(this->num_batches_tracked), training, chosen.momentum(),
-                 chosen.eps(), Derived::kDims, scope, name_of(chosen.slice_stats()), chosen.group(),
-                 chosen.layer_name());
+  const auto [y, statistics] = op.call(
+      x, defined_or_none(this->weight), defined_or_none(this->bias),
+      defined_or_none(this->running_mean), defined_or_none(this->running_var),
+      defined_or_none(this->num_batches_tracked), chosen.momentum(), chosen.eps(), Derived::kDims,
+      name_of(chosen.slice_stats()), scope, chosen.group(), chosen.layer_name(),
+      /*needs_backward=*/std::nullopt);
+  return y;
+}
+
+template <std::size_t D, class Derived, class Theirs>
+at::Tensor BatchNormImplBase<D, Derived, Theirs>::evaluate(const at::Tensor& x) {
+  this->_check_input_dim(x);
+  const auto chosen = ::torch::nn::functional::BatchNormFuncOptions()
+                          .weight(this->weight)
+                          .bias(this->bias)
+                          .eps(this->options.eps())
+                          .training(!this->running_mean.defined());
+  return ::torch::nn::functional::batch_norm(x, this->running_mean, this->running_var, chosen);
 }
 
 template <std::size_t D, class Derived, class Theirs>
@@ -77,7 +95,11 @@ void BatchNormImplBase<D, Derived, Theirs>::pretty_print(std::ostream& stream) c
 }
 
 template <std::size_t D, class Derived, class Theirs>
-void BatchNormImplBase<D, Derived, Theirs>::_check_input_dim(const at::Tensor&) {}
+void BatchNormImplBase<D, Derived, Theirs>::_check_input_dim(const at::Tensor& x) {
+  const at::IntArrayRef dims = Derived::kDims;
+  TORCH_CHECK_VALUE(std::ranges::count(dims, x.dim()) > 0, "x: expected ", c10::Join(" or ", dims),
+                    " dimensions, got ", x.dim());
+}
 
 template class BatchNormImplBase<1, BatchNorm1dImpl, ::torch::nn::BatchNorm1dImpl>;
 template class BatchNormImplBase<2, BatchNorm2dImpl, ::torch::nn::BatchNorm2dImpl>;

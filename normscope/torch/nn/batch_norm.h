@@ -66,7 +66,10 @@ class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNorm
   void pretty_print(std::ostream& stream) const override;
 
  protected:
-  void _check_input_dim(const at::Tensor& x) override;  // the op does
+  void _check_input_dim(const at::Tensor& x) override;
+
+ private:
+  at::Tensor evaluate(const at::Tensor& x);
 };
 
 class BatchNorm1dImpl : public BatchNormImplBase<1, BatchNorm1dImpl, ::torch::nn::BatchNorm1dImpl> {

@@ -7,7 +7,7 @@
 namespace normscope {
 namespace {
 
-void check(const ApplyArguments& arguments, const CallContext& context) {
+void check(const WithStatisticsArguments& arguments, const CallContext& context) {
   check_device(context);
   check_input(arguments.x);
   check_like_input("y", arguments.y.read_only(), arguments.x);
@@ -17,7 +17,7 @@ void check(const ApplyArguments& arguments, const CallContext& context) {
   check_slices(arguments.slices, arguments.x, context);
 }
 
-void apply_on_device(const ApplyArguments& arguments, const DeviceContext& device) {
+void apply_on_device(const WithStatisticsArguments& arguments, const DeviceContext& device) {
   const TensorView& x = arguments.x;
   const DeviceStep step(device, x, arguments.slices);
   device.kernels->use_statistics(device.stream, x.dtype, x.channels, arguments.slices,
@@ -28,7 +28,8 @@ void apply_on_device(const ApplyArguments& arguments, const DeviceContext& devic
 
 }  // namespace
 
-void batch_norm_apply(const ApplyArguments& arguments, const CallContext& context) {
+void batch_norm_with_statistics(const WithStatisticsArguments& arguments,
+                                const CallContext& context) {
   check(arguments, context);
   if (context.device != nullptr) {
     apply_on_device(arguments, *context.device);

@@ -11,9 +11,9 @@
 namespace normscope::testing {
 namespace {
 
-ApplyArguments apply_arguments(LayerRun& run, const MutableTensorView& y) {
+WithStatisticsArguments apply_arguments(LayerRun& run, const MutableTensorView& y) {
   const ForwardArguments forward = run.forward_arguments();
-  ApplyArguments arguments;
+  WithStatisticsArguments arguments;
   arguments.x = forward.x;
   arguments.y = y;
   arguments.weight = forward.weight;
@@ -31,7 +31,7 @@ void expect_apply_repeats_forward(const Layer& layer, std::int64_t slices) {
   CallContext context;
   context.execution = &two_threads;
 
-  batch_norm_apply(apply_arguments(run, y.view()), context);
+  batch_norm_with_statistics(apply_arguments(run, y.view()), context);
 
   run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
     ASSERT_PRED2(same_bits, y.at(n, c, p), run.y.at(n, c, p));
@@ -54,10 +54,10 @@ TEST(Apply, OfNoSamplesIsEmpty) { expect_apply_repeats_forward({.positions = 0},
 
 TEST(Apply, NamesTheArgumentWhatWasExpectedAndWhatWasGiven) {
   LayerRun run(Layer{}, first_samples(7));
-  ApplyArguments arguments = apply_arguments(run, run.y.view());
+  WithStatisticsArguments arguments = apply_arguments(run, run.y.view());
   arguments.slices = 5;
 
-  EXPECT_THAT([&] { batch_norm_apply(arguments, {}); },
+  EXPECT_THAT([&] { batch_norm_with_statistics(arguments, {}); },
               ::testing::ThrowsMessage<ArgumentError>(::testing::StartsWith("slices: expected ")));
 }
 
