@@ -12,34 +12,10 @@
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/scope.h"
 #include "normscope/torch/device.h"
+#include "normscope/torch/group_exchanges.h"
 #include "normscope/torch/operators.h"
 
 namespace normscope::binding {
-
-struct ExchangeEntry;
-
-// What the names of process groups begin with that a program has given to a RankGroup, and uses for
-// nothing else.
-inline constexpr std::string_view kRankGroup = "normscope::RankGroup ";
-
-// Lets a name that no process group has stand for the ranks of a communicator, until it is taken
-// back.
-void lend_communicator(const std::string& name, std::unique_ptr<Communicator> communicator);
-void take_communicator_back(const std::string& name);
-
-// Process groups are known from their first use on. torch tells nobody when it destroys one, and
-// does not know the parts that were made of it, whose threads and connections last until it is
-// forgotten. A later first use forgets those that were destroyed before it; these two do so now. In
-// Python the first is called when a group's object goes, the second ahead of the interpreter's end,
-// when a backend may still call into it; in other programs the end of the library's static objects,
-// which are younger than what torch and CUDA made for the first use, comes to the same.
-void forget_destroyed_groups();
-void forget_groups();
-
-// To be called before this process forks, or as soon as it has the process group: in a process that
-// is forked from it the group is refused, also if it was never used here. Groups that are in use
-// are known.
-void know_process_group(const std::string& name);
 
 // The exchange of the ranks of a group that a scope lets share statistics, for one thread
 // at a time and as long as this object lives.
@@ -52,8 +28,8 @@ void know_process_group(const std::string& name);
 // NORMSCOPE_FORCE_SYNC=1 makes a group of one rank exchange as others do.
 class ExchangeUse {
  public:
-  // The group of the call is a process group's name, or a lent communicator's. `placement` is that
-  // of the messages; none: the host's memory.
+  // The group of the call is a process group's name, or a registered communicator's. `placement` is
+  // that of the messages; none: the host's memory.
   ExchangeUse(Direction direction, const ScopedCall& call,
               const std::optional<Placement>& placement = std::nullopt);
 

@@ -14,6 +14,7 @@
 #include "normscope/torch/errors.h"
 #include "normscope/torch/exchanges.h"
 #include "normscope/torch/finite.h"
+#include "normscope/torch/group_registry.h"
 
 namespace normscope::binding {
 namespace {

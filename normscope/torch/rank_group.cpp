@@ -8,6 +8,7 @@
 
 #include "normscope/core/error.h"
 #include "normscope/torch/exchanges.h"
+#include "normscope/torch/group_registry.h"
 
 namespace normscope {
 namespace {
@@ -30,7 +31,7 @@ RankGroup::RankGroup(std::unique_ptr<Communicator> communicator)
       name_(new_name()),
       rank_(given(communicator, "a communicator")->rank()),
       size_(communicator->size()) {
-  binding::lend_communicator(name_, std::move(communicator));
+  binding::register_communicator(name_, std::move(communicator));
 }
 
 RankGroup::RankGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
@@ -44,7 +45,7 @@ RankGroup::RankGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group)
 
 RankGroup::~RankGroup() {
   if (kind_ == Kind::kCommunicator) {
-    binding::take_communicator_back(name_);
+    binding::unregister_communicator(name_);
   } else {
     c10d::unregister_process_group(name_);
   }
