@@ -46,12 +46,6 @@ struct CallContext {
   return message_size(channels) + slices * Coefficients::kInputGradient * channels;
 }
 
-// Doubles of ForwardArguments::statistics.
-[[nodiscard]] constexpr std::int64_t statistics_size(std::int64_t slices,
-                                                     std::int64_t channels) noexcept {
-  return slices * 3 * channels;
-}
-
 // The number of slices that a batch of `samples` splits into when `wanted` are asked for: those of
 // torch.chunk, which may be fewer, the last one smaller.
 [[nodiscard]] std::int64_t slice_count(std::int64_t samples, std::int64_t wanted);

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <string>
 
-#include "normscope/batch_norm/norm_batch.h"
+#include "normscope/batch_norm/context.h"
 #include "normscope/core/error.h"
 
 namespace normscope {

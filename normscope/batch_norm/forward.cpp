@@ -5,8 +5,10 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
-#include "normscope/batch_norm/norm_batch.h"
+#include "normscope/batch_norm/message.h"
+#include "normscope/batch_norm/parts.h"
 #include "normscope/core/error.h"
 
 namespace normscope {

@@ -162,25 +162,16 @@ void merge_limbs(LimbsView from, LimbsView to) {
   canonicalize_limbs(to);
 }
 
-void moments_of_limbs(LimbsView limbs, double count, double* mean, double* mean_rest,
-                      double* population_variance) {
+void moments_of_limbs(LimbsView limbs, double count, MutableStatistics to) {
   for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real zero) {
     Real sum[kLimbs];
     Real sum_of_squares[kLimbs];
     load_canonical(limbs, 0, c, sum);
     load_canonical(limbs, 1, c, sum_of_squares);
     const Moments<Real> result = moments(total(sum), total(sum_of_squares), zero + count);
-    store_bytes(mean + c, result.mean.hi);
-    store_bytes(mean_rest + c, result.mean.lo);
-    store_bytes(population_variance + c, result.population_variance);
-  });
-}
-
-void inv_std_of_variance(const double* population_variance, double eps, std::int64_t channels,
-                         double* inv_std) {
-  for_channels(channels, [&]<class Real>(std::int64_t c, Real zero) {
-    store_bytes(inv_std + c,
-                (zero + 1.0) / square_root(load_bytes<Real>(population_variance + c) + eps));
+    store_bytes(to.mean_hi + c, result.mean.hi);
+    store_bytes(to.mean_lo + c, result.mean.lo);
+    store_bytes(to.inv_std + c, result.population_variance);
   });
 }
 

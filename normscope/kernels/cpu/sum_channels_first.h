@@ -124,7 +124,8 @@ NORMSCOPE_INLINE void put_sums_of_long_tiles(const TermsOf& terms_of, const Next
   FoldedLanes<Element> first;
   FoldedLanes<Element> second;
   for (int i = 0; i < count; ++i) {
-    sum_neighbours(terms_of(i), next_of(i), n, center_of(i), i, first, second);
+    const FetchAhead fetch_ahead(next_of(i), 0, n);
+    sum_neighbours(terms_of(i), n, center_of(i), fetch_ahead, i, first, second);
   }
   for (int i = count; i < kLanesOf<Real>; ++i) {
     for (int v = 0; v < FoldedLanes<Element>::kVectors; ++v) {
@@ -154,44 +155,32 @@ NORMSCOPE_INLINE void put_sums_of_tiles(const TermsOf& terms_of, const NextOf& n
   }
 }
 
-// Channels of a tile, from `channel` on.
-struct TileChannels {
-  Tile tile;
-  std::int64_t channel;
-};
-
-// Calls put(now, channel, count, next, batch, slot) for every tile and `count` channels at a time,
-// at most a vector's width: now.channel + channel(i) is the i-th, or the last one for an i beyond.
-// Then finish(tile, begin, end, batch) for the channels of the batch, whose room beyond them may be
-// written to as well.
-template <class Element, class Put, class Finish>
-NORMSCOPE_INLINE void for_tiles_channels_first(const TensorView& x, TileRange tiles, const Put& put,
+// Calls put(terms_of, next_of, channel, tile, count, batch, slot) for every tile and `count`
+// channels at a time, at most a vector's width: channel(i) is the i-th of them, or the last one for
+// an i beyond, and next_of(i) what is summed so many channels later. Then finish(block, batch) for
+// the channels of the batch, whose room beyond them may be written to as well.
+template <class Element, class TermsAt, class Put, class Finish>
+NORMSCOPE_INLINE void for_tiles_channels_first(const TensorView& x, TileRange tiles,
+                                               const TermsAt& terms_at, const Put& put,
                                                const Finish& finish) {
   constexpr int kWidth = kLanesOf<Arithmetic<Element>>;
-  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsFirst, x.positions);
   TileBatch batch;
-  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
-    const Tile tile = tile_at(index, x.positions, kChannelsFirstTile, per_sample);
-    const Tile next_tile =
-        tile_at(smaller(index + 1, tiles.end - 1), x.positions, kChannelsFirstTile, per_sample);
-    for (std::int64_t begin = 0; begin < x.channels; begin += kBatchChannels) {
-      const std::int64_t end = smaller(begin + kBatchChannels, x.channels);
-      std::int64_t c = begin;
-      const auto put_channels = [&](const auto& channel, int count) {
-        const TileChannels next =
-            c + count < x.channels ? TileChannels{tile, c + count} : TileChannels{next_tile, 0};
-        put(TileChannels{tile, c}, channel, count, next, batch, c - begin);
+  const auto sum = [&](const TileChannels& block, const TileChannels& next_block) {
+    for (std::int64_t c = block.begin; c < block.end; c += kWidth) {
+      const auto channel = [&](std::int64_t i) { return smaller(c + i, block.end - 1); };
+      const auto terms_of = [&](std::int64_t i) { return terms_at(block.tile, channel(i)); };
+      const bool is_last = c + kWidth >= block.end;
+      const TileChannels next =
+          is_last ? next_block : TileChannels{block.tile, c + kWidth, block.end};
+      const auto next_of = [&](std::int64_t i) {
+        return terms_at(next.tile, smaller(next.begin + i, next.end - 1));
       };
-      for (; c + kWidth <= end; c += kWidth) {
-        put_channels([](std::int64_t i) { return i; }, kWidth);
-      }
-      if (c < end) {
-        put_channels([=](std::int64_t i) { return smaller(i, end - c - 1); },
-                     static_cast<int>(end - c));
-      }
-      finish(tile, begin, end, batch);
+      const auto count = static_cast<int>(smaller(kWidth, block.end - c));
+      put(terms_of, next_of, channel, block.tile, count, batch, c - block.begin);
     }
-  }
+    finish(block, batch);
+  };
+  for_blocks(x, Layout::kChannelsFirst, tiles, sum);
 }
 
 template <class Element>
@@ -200,32 +189,24 @@ void add_moments_channels_first(const TensorView& x, TileRange tiles, LimbsView 
   const auto terms_at = [&](const Tile& tile, std::int64_t c) {
     return MomentTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin)};
   };
-  const auto put = [&](const TileChannels& now, const auto& channel, int count,
-                       const TileChannels& next, TileBatch& batch, std::int64_t slot) {
-    const auto terms_from = [&](const TileChannels& from) {
-      return [=, terms = terms_at(from.tile, from.channel), stride = x.channel_stride](
-                 std::int64_t i) { return MomentTerms<Element>{terms.x + channel(i) * stride}; };
-    };
-    const auto terms_of = terms_from(now);
-    const auto pivots = pivots_of_tiles<Element>(terms_of, now.tile.size, count);
+  const auto put = [&](const auto& terms_of, const auto& next_of, const auto& /*channel*/,
+                       const Tile& tile, int count, TileBatch& batch, std::int64_t slot) {
+    const auto pivots = pivots_of_tiles<Element>(terms_of, tile.size, count);
     store_wide(batch.pivot + slot, pivots);
     alignas(kVectorBytes) Real centers[kLanesOf<Real>];
     store(centers, pivots);
     const auto pivot_of = [&](std::int64_t i) { return centers[i]; };
-    // The next channels' pivots look at all of them before any is summed, so that they are fetched
-    // while these are summed; gradients have no pivots, and fetch one channel ahead.
-    put_sums_of_tiles<Element>(terms_of, terms_from(next), now.tile.size, pivot_of, count, batch,
-                               slot);
+    put_sums_of_tiles<Element>(terms_of, next_of, tile.size, pivot_of, count, batch, slot);
   };
-  const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
-                          TileBatch& batch) {
-    for_overflown<Element>(batch, end - begin, [&](std::int64_t i) {
-      const MomentTerms<Element> terms = terms_at(tile, begin + i);
+  const auto finish = [&](const TileChannels& block, TileBatch& batch) {
+    const Tile& tile = block.tile;
+    for_overflown<Element>(batch, block.end - block.begin, [&](std::int64_t i) {
+      const MomentTerms<Element> terms = terms_at(tile, block.begin + i);
       put_moments_in_float64(Layout::kChannelsFirst, terms, 1, tile.size, batch, i);
     });
-    add_moment_tiles<Element>(batch, tile.size, limbs.channel_range(begin, end));
+    add_moment_tiles<Element>(batch, tile.size, limbs.channel_range(block.begin, block.end));
   };
-  for_tiles_channels_first<Element>(x, tiles, put, finish);
+  for_tiles_channels_first<Element>(x, tiles, terms_at, put, finish);
   canonicalize_limbs(limbs);
 }
 
@@ -237,25 +218,19 @@ void add_gradient_sums_channels_first(const TensorView& x, const TensorView& dy,
     return GradientTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin),
                                   element_at<Element>(dy, tile.sample, c, tile.begin)};
   };
-  const auto put = [&](const TileChannels& now, const auto& channel, int count,
-                       const TileChannels& next, TileBatch& batch, std::int64_t slot) {
-    const auto terms_of = [&](std::int64_t i) {
-      return terms_at(now.tile, now.channel + channel(i));
-    };
-    const auto next_of = [&](std::int64_t i) {
-      return i + 1 < count ? terms_of(i + 1) : terms_at(next.tile, next.channel);
-    };
-    const auto mean_of = [&](std::int64_t i) { return mean_hi[now.channel + channel(i)]; };
-    put_sums_of_tiles<Element>(terms_of, next_of, now.tile.size, mean_of, count, batch, slot);
+  const auto put = [&](const auto& terms_of, const auto& next_of, const auto& channel,
+                       const Tile& tile, int count, TileBatch& batch, std::int64_t slot) {
+    const auto mean_of = [&](std::int64_t i) { return mean_hi[channel(i)]; };
+    put_sums_of_tiles<Element>(terms_of, next_of, tile.size, mean_of, count, batch, slot);
   };
-  const auto finish = [&](const Tile& tile, std::int64_t begin, std::int64_t end,
-                          TileBatch& batch) {
-    for_overflown<Element>(batch, end - begin, [&](std::int64_t i) {
-      put_sums_in_float64(Layout::kChannelsFirst, terms_at(tile, begin + i), 1, tile.size,
-                          static_cast<double>(mean_hi[begin + i]), batch, i);
+  const auto finish = [&](const TileChannels& block, TileBatch& batch) {
+    for_overflown<Element>(batch, block.end - block.begin, [&](std::int64_t i) {
+      const std::int64_t c = block.begin + i;
+      put_sums_in_float64(Layout::kChannelsFirst, terms_at(block.tile, c), 1, block.tile.size,
+                          static_cast<double>(mean_hi[c]), batch, i);
     });
-    add_gradient_tiles(batch, limbs.channel_range(begin, end));
+    add_gradient_tiles(batch, limbs.channel_range(block.begin, block.end));
   };
-  for_tiles_channels_first<Element>(x, tiles, put, finish);
+  for_tiles_channels_first<Element>(x, tiles, terms_at, put, finish);
   canonicalize_limbs(limbs);
 }

@@ -64,44 +64,25 @@ struct BatchSums {
   alignas(kVectorBytes) Real second[kBatchChannels];
 };
 
-// Where the rows begin that are summed after those of tile `index` and the channels before `end`;
-// after the last ones, those of the last tile.
-struct Place {
-  std::int64_t sample;
-  std::int64_t channel;
-  std::int64_t position;
-};
-NORMSCOPE_INLINE Place place_after(std::int64_t index, std::int64_t last, std::int64_t end,
-                                   std::int64_t channels, std::int64_t positions) {
-  const bool is_same_tile = end < channels;
-  const Tile tile = tile_at(is_same_tile ? index : smaller(index + 1, last), positions,
-                            kChannelsLastTile, tiles_per_sample(Layout::kChannelsLast, positions));
-  return {tile.sample, is_same_tile ? end : 0, tile.begin};
-}
-template <class Element>
-NORMSCOPE_INLINE const Element* element_at(const TensorView& x, const Place& place) {
-  return element_at<Element>(x, place.sample, place.channel, place.position);
-}
-
 // Rows at `next` are fetched meanwhile, here and below.
 template <class Element>
 NORMSCOPE_INLINE void moments_of_rows(const Element* x, std::int64_t row_stride, std::int64_t rows,
                                       std::int64_t channels, const Element* next,
                                       TileBatch& batch) {
   using Real = Arithmetic<Element>;
-  RowsAhead ahead(MomentTerms<Element>{next}, row_stride, channels);
+  FetchAhead fetch_ahead(MomentTerms<Element>{next}, row_stride, channels);
   BatchSums<Real> sums;
   for_channel_blocks<Real>(channels, [&]<int kVectors>(std::int64_t c, std::int64_t count) {
     if (count >= kLanesOf<Real>) {
       pivots_of_rows(x + c, row_stride, rows, count, sums.center + c);
-      sums_of_rows<kVectors>(MomentTerms<Element>{x + c}, row_stride, rows, sums.center + c, ahead,
-                             sums.first + c, sums.second + c);
+      sums_of_rows<kVectors>(MomentTerms<Element>{x + c}, row_stride, rows, sums.center + c,
+                             fetch_ahead, sums.first + c, sums.second + c);
     } else {
       NarrowTile<Element> narrow;
       narrow.copy(x + c, row_stride, rows, count);
       pivots_of_rows(narrow.elements, narrow.kWidth, rows, narrow.kWidth, sums.center + c);
       sums_of_rows<1>(MomentTerms<Element>{narrow.elements}, narrow.kWidth, rows, sums.center + c,
-                      ahead, sums.first + c, sums.second + c);
+                      fetch_ahead, sums.first + c, sums.second + c);
     }
   });
   for (std::int64_t c = 0; c < channels; c += kLanesOf<Real>) {
@@ -117,29 +98,30 @@ NORMSCOPE_INLINE void moments_of_rows(const Element* x, std::int64_t row_stride,
 
 template <class Element>
 void add_moments_channels_last(const TensorView& x, TileRange tiles, LimbsView limbs) {
-  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsLast, x.positions);
+  const auto begin_of = [&](const TileChannels& block) {
+    return element_at<Element>(x, block.tile.sample, block.begin, block.tile.begin);
+  };
   TileBatch batch;
-  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
-    const Tile tile = tile_at(index, x.positions, kChannelsLastTile, per_sample);
-    for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
-      const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      const Place next = place_after(index, tiles.end - 1, end, x.channels, x.positions);
-      moments_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
-                      tile.size, end - c, element_at<Element>(x, next), batch);
-      add_moment_tiles<Element>(batch, tile.size, limbs.channel_range(c, end));
-    }
-  }
+  for_blocks(x, Layout::kChannelsLast, tiles,
+             [&](const TileChannels& block, const TileChannels& next) {
+               moments_of_rows(begin_of(block), x.position_stride, block.tile.size,
+                               block.end - block.begin, begin_of(next), batch);
+               add_moment_tiles<Element>(batch, block.tile.size,
+                                         limbs.channel_range(block.begin, block.end));
+             });
   canonicalize_limbs(limbs);
 }
 
 template <class Element>
-NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_stride,
-                                            const Element* dy, std::int64_t dy_stride,
+NORMSCOPE_INLINE void gradient_sums_of_rows(const GradientTerms<Element>& terms,
+                                            std::int64_t x_stride, std::int64_t dy_stride,
                                             std::int64_t rows, std::int64_t channels,
                                             const Arithmetic<Element>* mean_hi,
                                             const GradientTerms<Element>& next, TileBatch& batch) {
   using Real = Arithmetic<Element>;
-  RowsAhead ahead(next, x_stride, channels);
+  const Element* const x = terms.x;
+  const Element* const dy = terms.dy;
+  FetchAhead fetch_ahead(next, x_stride, channels);
   BatchSums<Real> sums;
   for (std::int64_t c = 0; c < channels || c % kLanesOf<Real> != 0; ++c) {
     sums.center[c] = c < channels ? mean_hi[c] : Real{0};
@@ -147,7 +129,7 @@ NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_str
   for_channel_blocks<Real>(channels, [&]<int kVectors>(std::int64_t c, std::int64_t count) {
     if (count >= kLanesOf<Real> && x_stride == dy_stride) {
       sums_of_rows<kVectors>(GradientTerms<Element>{x + c, dy + c}, x_stride, rows, sums.center + c,
-                             ahead, sums.first + c, sums.second + c);
+                             fetch_ahead, sums.first + c, sums.second + c);
     } else {
       constexpr std::int64_t kWidth = kLanesOf<Real>;
       for (std::int64_t i = c; i < c + count; i += kWidth) {
@@ -156,7 +138,7 @@ NORMSCOPE_INLINE void gradient_sums_of_rows(const Element* x, std::int64_t x_str
         narrow_x.copy(x + i, x_stride, rows, smaller(kWidth, c + count - i));
         narrow_dy.copy(dy + i, dy_stride, rows, smaller(kWidth, c + count - i));
         sums_of_rows<1>(GradientTerms<Element>{narrow_x.elements, narrow_dy.elements}, kWidth, rows,
-                        sums.center + i, ahead, sums.first + i, sums.second + i);
+                        sums.center + i, fetch_ahead, sums.first + i, sums.second + i);
       }
     }
   });
@@ -179,19 +161,18 @@ template <class Element>
 void add_gradient_sums_channels_last(const TensorView& x, const TensorView& dy,
                                      const Arithmetic<Element>* mean_hi, TileRange tiles,
                                      LimbsView limbs) {
-  const std::int64_t per_sample = tiles_per_sample(Layout::kChannelsLast, x.positions);
+  const auto terms_of = [&](const TileChannels& block) {
+    const auto& [sample, position, size] = block.tile;
+    return GradientTerms<Element>{element_at<Element>(x, sample, block.begin, position),
+                                  element_at<Element>(dy, sample, block.begin, position)};
+  };
   TileBatch batch;
-  for (std::int64_t index = tiles.begin; index < tiles.end; ++index) {
-    const Tile tile = tile_at(index, x.positions, kChannelsLastTile, per_sample);
-    for (std::int64_t c = 0; c < x.channels; c += kBatchChannels) {
-      const std::int64_t end = smaller(c + kBatchChannels, x.channels);
-      const Place next = place_after(index, tiles.end - 1, end, x.channels, x.positions);
-      gradient_sums_of_rows(element_at<Element>(x, tile.sample, c, tile.begin), x.position_stride,
-                            element_at<Element>(dy, tile.sample, c, tile.begin), dy.position_stride,
-                            tile.size, end - c, mean_hi + c,
-                            {element_at<Element>(x, next), element_at<Element>(dy, next)}, batch);
-      add_gradient_tiles(batch, limbs.channel_range(c, end));
-    }
-  }
+  for_blocks(x, Layout::kChannelsLast, tiles,
+             [&](const TileChannels& block, const TileChannels& next) {
+               gradient_sums_of_rows(terms_of(block), x.position_stride, dy.position_stride,
+                                     block.tile.size, block.end - block.begin,
+                                     mean_hi + block.begin, terms_of(next), batch);
+               add_gradient_tiles(batch, limbs.channel_range(block.begin, block.end));
+             });
   canonicalize_limbs(limbs);
 }

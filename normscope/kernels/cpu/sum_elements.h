@@ -23,12 +23,6 @@ inline constexpr float kLeastWithSquareOnGrid = 0x1p-27F;
 inline constexpr float kSpanOfMoments = 0x1p22F;
 inline constexpr float kSpanOfGradients = 0x1p23F;
 
-// The squares of bfloat16 have 16 bits: within this span they lie within 46, and add up within 53,
-// too. Those of float16 would within 2^12, which is less than most blocks span.
-inline constexpr float kSpanOfSquares = 0x1p15F;
-template <class Element>
-inline constexpr bool kSquaresMayAddUp = std::is_same_v<Element, BFloat16>;
-
 // The largest and the smallest magnitude of each channel of a block, zeros apart. Magnitudes are
 // compared as integers, which order them alike.
 class MagnitudeSpan {
@@ -158,20 +152,15 @@ template <class Element>
 // kVectors vectors of channels.
 template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_stride,
-                                           std::int64_t rows,
-                                           RowsAhead<MomentTerms<Element>>& rows_ahead,
-                                           const LimbsView& limbs) {
+                                           std::int64_t rows, const LimbsView& limbs) {
   Columns<kVectors> columns;
   MagnitudeSpan spans[kVectors];
-  RowsAhead ahead = rows_ahead;  // for the loop's registers
   for (std::int64_t row = 0; row < rows; ++row) {
-    ahead.fetch(kVectors * kFloats);
     for (int v = 0; v < kVectors; ++v) {
       columns.rows[row][v] = load(x + row * row_stride + v * kFloats);
       spans[v].add(columns.rows[row][v]);
     }
   }
-  rows_ahead = ahead;
   for (int v = 0; v < kVectors; ++v) {
     const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
     if (!spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfMoments)) {
@@ -182,45 +171,6 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
     add_halves(of_vector, 0, moments.sum);
     add_halves(of_vector, 1, moments.upper_squares);
     add_halves(of_vector, 1, moments.lower_squares);
-  }
-}
-
-// A vector of channels. Out of line: seldom needed.
-template <class Element>
-[[gnu::noinline]] void add_moments_of_vector(const Element* x, std::int64_t row_stride,
-                                             std::int64_t rows,
-                                             RowsAhead<MomentTerms<Element>> ahead,
-                                             const LimbsView& limbs) {
-  add_moments_of_block<1>(x, row_stride, rows, ahead, limbs);
-}
-
-// Where squares mostly add up in float64 as they are.
-template <int kVectors, class Element>
-NORMSCOPE_INLINE void add_moments_with_squares_as_they_are(
-    const Element* x, std::int64_t row_stride, std::int64_t rows,
-    RowsAhead<MomentTerms<Element>>& rows_ahead, const LimbsView& limbs) {
-  SumWithSpan sums[kVectors];
-  WideHalves squares[kVectors];
-  RowsAhead ahead = rows_ahead;  // for the loop's registers
-  for (std::int64_t row = 0; row < rows; ++row) {
-    ahead.fetch(kVectors * kFloats);
-    for (int v = 0; v < kVectors; ++v) {
-      const auto halves = sums[v].add(load(x + row * row_stride + v * kFloats));
-      for (int half = 0; half < 2; ++half) {
-        squares[v].of[half] =
-            add_exact_product(halves.of[half], halves.of[half], squares[v].of[half]);
-      }
-    }
-  }
-  rows_ahead = ahead;
-  for (int v = 0; v < kVectors; ++v) {
-    const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
-    if (!sums[v].span.is_narrow(kLeastWithSquareOnGrid, kSpanOfSquares)) {
-      add_moments_of_vector(x + v * kFloats, row_stride, rows, ahead, of_vector);
-      continue;
-    }
-    add_halves(of_vector, 0, sums[v].halves);
-    add_halves(of_vector, 1, squares[v]);
   }
 }
 
@@ -253,13 +203,10 @@ template <int kVectors, class Element>
 NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms,
                                              std::int64_t x_stride, std::int64_t dy_stride,
                                              std::int64_t rows, const float* mean_hi,
-                                             RowsAhead<GradientTerms<Element>>& rows_ahead,
                                              const LimbsView& limbs) {
   SumWithSpan first[kVectors];
   SumWithSpan second[kVectors];
-  RowsAhead ahead = rows_ahead;  // for the loop's registers
   for (std::int64_t row = 0; row < rows; ++row) {
-    ahead.fetch(kVectors * kFloats);
     for (int v = 0; v < kVectors; ++v) {
       const std::int64_t c = v * kFloats;
       const auto term =
@@ -269,7 +216,6 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
       second[v].add(term.second);
     }
   }
-  rows_ahead = ahead;
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t begin = v * kFloats;
     const LimbsView of_vector = limbs.channel_range(begin, begin + kFloats);
@@ -284,17 +230,14 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
   }
 }
 
-// Calls add(terms, rows, c, ahead, limbs of the channels from c on, vectors) for blocks of rows and
-// channels. terms_at(n, c) are the terms from sample n and channel c on, `ahead` the rows that come
-// after the block's. `vectors` is a constant: how many vectors of channels the block has, or 0 for
-// fewer than one.
+// Calls add(terms, rows, c, limbs of the channels from c on, vectors) for blocks of rows and
+// channels. terms_at(n, c) are the terms from sample n and channel c on. `vectors` is a constant:
+// how many vectors of channels the block has, or 0 for fewer than one.
 template <class Element, int kRows, class TermsAt, class Add>
-NORMSCOPE_INLINE void for_element_blocks(TileRange samples, std::int64_t row_stride,
-                                         const LimbsView& limbs, const TermsAt& terms_at,
-                                         const Add& add) {
+NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& limbs,
+                                         const TermsAt& terms_at, const Add& add) {
   for (std::int64_t n = samples.begin; n < samples.end; n += kRows) {
     const std::int64_t rows = smaller(kRows, samples.end - n);
-    RowsAhead ahead(terms_at(smaller(n + kRows, samples.end - 1), 0), row_stride, limbs.channels);
     std::int64_t c = 0;
     const auto add_while_fitting =
         [&]<int kVectors>(std::integral_constant<int, kVectors> vectors) {
@@ -302,7 +245,7 @@ NORMSCOPE_INLINE void for_element_blocks(TileRange samples, std::int64_t row_str
           const std::int64_t least = kVectors > 0 ? kChannels : 1;
           while (c + least <= limbs.channels) {
             const std::int64_t end = smaller(c + kChannels, limbs.channels);
-            add(terms_at(n, c), rows, c, ahead, limbs.channel_range(c, end), vectors);
+            add(terms_at(n, c), rows, c, limbs.channel_range(c, end), vectors);
             c = end;
           }
         };
@@ -321,17 +264,15 @@ void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView l
     return TheTerms{element_at<Element>(x, n, c, 0)};
   };
   const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t,
-                                     RowsAhead<TheTerms>& ahead, const LimbsView& block,
+                                     const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
-    if constexpr (kVectors > 0 && kSquaresMayAddUp<Element>) {
-      add_moments_with_squares_as_they_are<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
-    } else if constexpr (kVectors > 0) {
-      add_moments_of_block<kVectors>(terms.x, x.sample_stride, rows, ahead, block);
+    if constexpr (kVectors > 0) {
+      add_moments_of_block<kVectors>(terms.x, x.sample_stride, rows, block);
     } else {
       add_moments_one_by_one(terms.x, x.sample_stride, rows, block);
     }
   };
-  for_element_blocks<Element, kMomentRows>(samples, x.sample_stride, limbs, terms_at, add);
+  for_element_blocks<Element, kMomentRows>(samples, limbs, terms_at, add);
   canonicalize_limbs(limbs);
 }
 
@@ -344,15 +285,15 @@ void add_gradient_sums_of_elements(const TensorView& x, const TensorView& dy,
     return TheTerms{element_at<Element>(x, n, c, 0), element_at<Element>(dy, n, c, 0)};
   };
   const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t c,
-                                     RowsAhead<TheTerms>& ahead, const LimbsView& block,
+                                     const LimbsView& block,
                                      std::integral_constant<int, kVectors>) {
     if constexpr (kVectors > 0) {
       add_gradients_of_block<kVectors>(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c,
-                                       ahead, block);
+                                       block);
     } else {
       add_gradients_one_by_one(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c, block);
     }
   };
-  for_element_blocks<Element, kGradientRows>(samples, x.sample_stride, limbs, terms_at, add);
+  for_element_blocks<Element, kGradientRows>(samples, limbs, terms_at, add);
   canonicalize_limbs(limbs);
 }

@@ -221,12 +221,12 @@ NORMSCOPE_INLINE void put_moments_in_float64(Layout layout, const MomentTerms<El
 }
 
 // Sums n neighbouring elements, at least as many as there are lanes, as channel i of the two: lane
-// l takes l, l + 64, ... As many of `next` are fetched meanwhile.
+// l takes l, l + 64, ...
 template <class AnyTerms, class Element = typename AnyTerms::ElementType,
           class Real = typename AnyTerms::Real>
-NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, const AnyTerms& next, std::int64_t n,
-                                     Real center, int i, FoldedLanes<Element>& first,
-                                     FoldedLanes<Element>& second) {
+NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, std::int64_t n, Real center,
+                                     FetchAhead<AnyTerms> fetch_ahead, int i,
+                                     FoldedLanes<Element>& first, FoldedLanes<Element>& second) {
   // As many vectors at a time as leave room in 16 registers.
   constexpr int kVectors = 4;
   constexpr int kBlocks = kVectors / kBlockVectors<Element>;
@@ -243,7 +243,7 @@ NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, const AnyTerms& next
     Vector<Real> chain_first[kVectors] = {};
     Vector<Real> chain_second[kVectors] = {};
     for (std::int64_t row = 0; row < rows; ++row) {
-      next.prefetch_at(row * kLanes + first_lane, kVectors * kLanesOf<Real>);
+      fetch_ahead(kVectors * kLanesOf<Real>);
       for (int b = 0; b < kBlocks; ++b) {
         terms.for_block_at(row * kLanes + first_lane + b * kBlockElements, centers,
                            [&](int v, const Terms<Vector<Real>>& term) {
@@ -270,7 +270,7 @@ NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, const AnyTerms& next
       lane_second[begin + v] = chain_second[v];
     }
   }
-  next.prefetch_at(rows * kLanes, rest);
+  fetch_ahead(rest);
   fold_halves<FoldedLanes<Element>::kVectors>(lane_first);
   fold_halves<FoldedLanes<Element>::kVectors>(lane_second);
   for (int v = 0; v < FoldedLanes<Element>::kVectors; ++v) {
@@ -279,37 +279,12 @@ NORMSCOPE_INLINE void sum_neighbours(const AnyTerms& terms, const AnyTerms& next
   }
 }
 
-// Fetches the rows of what is summed next, `channels` of each: some with every row that is summed
-// now, in the order in which they lie in memory. The sums take a few channels of all rows first,
-// which the hardware's prefetching does not follow.
-template <class AnyTerms>
-class RowsAhead {
- public:
-  RowsAhead(const AnyTerms& terms, std::int64_t row_stride, std::int64_t channels)
-      : terms_(terms), row_stride_(row_stride), channels_(channels) {}
-
-  NORMSCOPE_INLINE void fetch(std::int64_t count) {
-    terms_.prefetch_at(row_ + channel_, count);
-    channel_ += count;
-    if (channel_ < channels_) return;
-    channel_ = 0;
-    row_ += row_stride_;
-  }
-
- private:
-  AnyTerms terms_;
-  std::int64_t row_stride_;
-  std::int64_t channels_;
-  std::int64_t row_ = 0;
-  std::int64_t channel_ = 0;
-};
-
 // Sums kVectors vectors of channels over n rows, `row_stride` elements apart: lane l takes the rows
 // 32 l to 32 l + 31. center, first, second [kVectors * width].
 template <int kVectors, class AnyTerms, class Real = typename AnyTerms::Real>
 NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_stride, std::int64_t n,
-                                   const Real* center, RowsAhead<AnyTerms>& ahead, Real* first,
-                                   Real* second) {
+                                   const Real* center, FetchAhead<AnyTerms>& fetch_ahead,
+                                   Real* first, Real* second) {
   constexpr int kWidth = kLanesOf<Real>;
   constexpr std::int64_t kLanes = kChannelsLastTile.lanes;
   constexpr std::int64_t kChain = kChannelsLastTile.chain;
@@ -322,7 +297,7 @@ NORMSCOPE_INLINE void sums_of_rows(const AnyTerms& terms, std::int64_t row_strid
     Vector<Real> chain_second[kVectors] = {};
     for (int v = 0; v < kVectors; ++v) centers[v] = load(center + v * kWidth);
     for (std::int64_t row = lane * kChain; row < end; ++row) {
-      ahead.fetch(kVectors * kWidth);
+      fetch_ahead(kVectors * kWidth);
       for (int v = 0; v < kVectors; ++v) {
         const auto term = terms.load_at(row * row_stride + v * kWidth, centers[v]);
         chain_first[v] += term.first;

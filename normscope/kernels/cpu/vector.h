@@ -55,17 +55,6 @@ NORMSCOPE_INLINE Any load_bytes(const void* from) {
   return value;
 }
 
-// The value, as something that cannot be loaded again: GCC 12 would do that for each of its uses.
-template <class AnyVector>
-NORMSCOPE_INLINE AnyVector in_register(AnyVector value) {
-#if defined(__AVX512F__)
-  asm("" : "+v"(value));
-#elif defined(__SSE2__)
-  asm("" : "+x"(value));
-#endif
-  return value;
-}
-
 template <class Any>
 NORMSCOPE_INLINE void store_bytes(void* to, Any value) {
   __builtin_memcpy(to, &value, sizeof(Any));
@@ -192,69 +181,6 @@ NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   return load_bytes<Vector<Real>>(twice + kWidth - count);
 }
 
-// A block: the elements in a vector's bytes, as one vector or, where they have 16 bits, as two.
-// bfloat16 comes as the elements of even and of odd index, which are each a shift or a mask away
-// from float32; all else comes in order.
-template <class Element>
-inline constexpr int kBlockVectors = sizeof(Element) == 2 ? 2 : 1;
-template <class Element>
-inline constexpr bool kBlockIsInterleaved = std::is_same_v<Element, BFloat16>;
-template <class Element>
-struct Block {
-  Vector<Arithmetic<Element>> vectors[kBlockVectors<Element>];
-};
-
-inline constexpr std::uint32_t kUpperHalf = 0xFFFF0000U;
-
-template <class Element>
-NORMSCOPE_INLINE Block<Element> load_block(const Element* from) {
-  if constexpr (kBlockIsInterleaved<Element>) {
-    const Words words = load_bytes<Words>(from);
-    return {reinterpret_cast<Floats>(words << 16U), reinterpret_cast<Floats>(words & kUpperHalf)};
-  } else if constexpr (kBlockVectors<Element> == 2) {
-    return {load(from), load(from + kFloats)};
-  } else {
-    return {load(from)};
-  }
-}
-
-template <int kFirst, class AnyVector, std::size_t... kIndices>
-NORMSCOPE_INLINE AnyVector every_second(AnyVector low, AnyVector high,
-                                        std::index_sequence<kIndices...>) {
-  return __builtin_shufflevector(low, high, (2 * kIndices + kFirst)...);
-}
-
-// The `count` elements from `from` on, fewer than a block, as load_partial has it.
-template <class Element>
-NORMSCOPE_INLINE Block<Element> load_partial_block(const Element* from, std::int64_t count) {
-  using Real = Arithmetic<Element>;
-  constexpr std::int64_t kWidth = kLanesOf<Real>;
-  if constexpr (kBlockVectors<Element> == 1) {
-    return {load_partial(from, count)};
-  } else {
-    const Floats low = count < kWidth ? load_partial(from, count) : load(from);
-    const Floats high = count > kWidth ? load_partial(from + kWidth, count - kWidth) : Floats{};
-    if constexpr (!kBlockIsInterleaved<Element>) return {low, high};
-    constexpr auto kIndices = std::make_index_sequence<kWidth>{};
-    return {every_second<0>(low, high, kIndices), every_second<1>(low, high, kIndices)};
-  }
-}
-
-// How many of the first `count` elements of a block lie in its vector v.
-template <class Element>
-NORMSCOPE_INLINE std::int64_t count_in_vector(std::int64_t count, int v) {
-  if constexpr (kBlockIsInterleaved<Element>) return (count + 1 - v) / 2;
-  return count - v * kLanesOf<Arithmetic<Element>>;
-}
-
-// Value where the element's index is below `count`, else 0.
-template <class Real>
-NORMSCOPE_INLINE Vector<Real> first_elements(Vector<Real> value, std::int64_t count) {
-  constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
-  const Vector<Real> indices = iota<Vector<Real>>(kIndices);
-  return indices < broadcast(static_cast<Real>(count)) ? value : Vector<Real>{};
-}
-
 // GCC 12 widens halves of what one instruction takes whole.
 NORMSCOPE_INLINE Doubles widen_floats(FloatsOfDoubles floats) {
 #if defined(__AVX512F__)
@@ -295,131 +221,8 @@ NORMSCOPE_INLINE void store_wide(double* to, Floats values) {
 }
 NORMSCOPE_INLINE void store_wide(double* to, Doubles values) { store_bytes(to, values); }
 
-// Narrowed to 16 bits, to nearest, ties to even: two vectors into one.
-
-// The upper 16 bits of each word.
-NORMSCOPE_INLINE Words upper_halves(Words low, Words high) {
-#if defined(__AVX512F__)
-  return join_halves(
-      _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(low >> 16U)),
-      _mm512_maskz_cvtepi32_epi16(kAllFloats, reinterpret_cast<__m512i>(high >> 16U)));
-#elif defined(__AVX2__)
-  const __m256i packed = _mm256_packs_epi32(_mm256_srai_epi32(reinterpret_cast<__m256i>(low), 16),
-                                            _mm256_srai_epi32(reinterpret_cast<__m256i>(high), 16));
-  constexpr int kQuartersInOrder = 0xD8;  // packing works on each half of the register for itself
-  return reinterpret_cast<Words>(_mm256_permute4x64_epi64(packed, kQuartersInOrder));
-#elif defined(__SSE2__)
-  return reinterpret_cast<Words>(
-      _mm_packs_epi32(_mm_srai_epi32(reinterpret_cast<__m128i>(low), 16),
-                      _mm_srai_epi32(reinterpret_cast<__m128i>(high), 16)));
-#else
-  const HalfWords halves[2] = {__builtin_convertvector(low >> 16U, HalfWords),
-                               __builtin_convertvector(high >> 16U, HalfWords)};
-  return load_bytes<Words>(halves);
-#endif
-}
-
-// Rounds to the upper 16 bits. A NaN stays one: those that arise in arithmetic, and those that come
-// from bfloat16 elements, have no bits in the lower half that could carry it beyond the last NaN.
-NORMSCOPE_INLINE Words round_to_upper_half(Floats value) {
-  const Words bits = reinterpret_cast<Words>(value);
-  return bits + 0x7FFFU + ((bits >> 16U) & 1U);
-}
-
-NORMSCOPE_INLINE Words narrow_pair(const BFloat16*, Floats low, Floats high) {
-  return upper_halves(round_to_upper_half(low), round_to_upper_half(high));
-}
-
-NORMSCOPE_INLINE Words narrow_pair(const Float16*, Floats low, Floats high) {
-#if defined(__AVX512F__)
-  return join_halves(
-      _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(low), _MM_FROUND_TO_NEAREST_INT),
-      _mm512_maskz_cvtps_ph(kAllFloats, reinterpret_cast<__m512>(high), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__)
-  return reinterpret_cast<Words>(_mm256_inserti128_si256(
-      _mm256_castsi128_si256(
-          _mm256_cvtps_ph(reinterpret_cast<__m256>(low), _MM_FROUND_TO_NEAREST_INT)),
-      _mm256_cvtps_ph(reinterpret_cast<__m256>(high), _MM_FROUND_TO_NEAREST_INT), 1));
-#else
-  std::uint16_t halves[2 * kFloats];
-  for (int i = 0; i < kFloats; ++i) {
-    halves[i] = narrow<Float16>(low[i]).bits;
-    halves[kFloats + i] = narrow<Float16>(high[i]).bits;
-  }
-  return load_bytes<Words>(halves);
-#endif
-}
-
-// The bytes of a block whose vectors hold its elements in order.
-template <class Element>
-NORMSCOPE_INLINE Words narrow_in_order(const Block<Element>& block) {
-  if constexpr (kBlockVectors<Element> == 2) {
-    return narrow_pair(static_cast<const Element*>(nullptr), block.vectors[0], block.vectors[1]);
-  } else {
-    return reinterpret_cast<Words>(block.vectors[0]);
-  }
-}
-
-// A block's bytes.
-template <class Element>
-NORMSCOPE_INLINE Words narrow_block(const Block<Element>& block) {
-  if constexpr (kBlockIsInterleaved<Element>) {
-    return round_to_upper_half(block.vectors[0]) >> 16U |
-           (round_to_upper_half(block.vectors[1]) & kUpperHalf);
-  } else {
-    return narrow_in_order(block);
-  }
-}
-
 NORMSCOPE_INLINE void store(float* to, Floats value) { store_bytes(to, value); }
 NORMSCOPE_INLINE void store(double* to, Doubles value) { store_bytes(to, value); }
-
-// The vector's elements from `kFirst` on, then those before.
-template <int kFirst, class AnyVector, std::size_t... kIndices>
-NORMSCOPE_INLINE AnyVector rotate(AnyVector value, std::index_sequence<kIndices...>) {
-  return __builtin_shufflevector(value, value, (kIndices + kFirst) % sizeof...(kIndices)...);
-}
-
-// Adds the vector's upper half to its lower, and so on.
-template <class Real, int kCount = kLanesOf<Real>>
-NORMSCOPE_INLINE Real fold_vector(Vector<Real> value) {
-  if constexpr (kCount == 1) {
-    return value[0];
-  } else {
-    constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
-    return fold_vector<Real, kCount / 2>(value + rotate<kCount / 2>(value, kIndices));
-  }
-}
-
-// fold_vector() of as many vectors as each has elements, at once: element i is the fold of vector
-// i.
-//
-// Each step halves what is left of every vector, and puts two of them side by side: with x = (x0,
-// x1, ...) the groups of kGroup elements that stand for vectors, the sums of x's halves and of y's
-// make the vector (x0, y0, x1, y1, ...).
-template <int kGroup, int kHalf, class AnyVector, std::size_t... kIndices>
-NORMSCOPE_INLINE AnyVector halves_of(AnyVector x, AnyVector y, std::index_sequence<kIndices...>) {
-  constexpr std::size_t kSize = sizeof...(kIndices);
-  constexpr std::size_t kWidth = kGroup / 2;
-  return __builtin_shufflevector(x, y,
-                                 (kIndices / kWidth % 2 * kSize + kIndices / kGroup * kGroup +
-                                  kHalf * kWidth + kIndices % kWidth)...);
-}
-
-template <class Real, int kCount = kLanesOf<Real>>
-NORMSCOPE_INLINE Vector<Real> fold_across(const Vector<Real> (&vectors)[kCount]) {
-  if constexpr (kCount == 1) {
-    return vectors[0];
-  } else {
-    constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
-    Vector<Real> halved[kCount / 2];
-    for (int i = 0; i < kCount / 2; ++i) {
-      halved[i] = halves_of<kCount, 0>(vectors[i], vectors[i + kCount / 2], kIndices) +
-                  halves_of<kCount, 1>(vectors[i], vectors[i + kCount / 2], kIndices);
-    }
-    return fold_across<Real, kCount / 2>(halved);
-  }
-}
 
 // Whether a comparison holds for all elements: it sets all bits of an element, or none.
 NORMSCOPE_INLINE bool all_set(Words words) {
@@ -455,34 +258,18 @@ NORMSCOPE_INLINE bool any_nonzero(Doubles value) {
 }
 NORMSCOPE_INLINE bool any_nonzero(double value) { return value != 0.0; }
 
-NORMSCOPE_INLINE Doubles square_root(Doubles value) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<Doubles>(
-      _mm512_maskz_sqrt_pd(kAllDoubles, reinterpret_cast<__m512d>(value)));
-#elif defined(__AVX__)
-  return reinterpret_cast<Doubles>(_mm256_sqrt_pd(reinterpret_cast<__m256d>(value)));
-#elif defined(__SSE2__)
-  return reinterpret_cast<Doubles>(_mm_sqrt_pd(reinterpret_cast<__m128d>(value)));
-#else
-  for (int i = 0; i < kDoubles; ++i) value[i] = __builtin_sqrt(value[i]);
-  return value;
-#endif
-}
-NORMSCOPE_INLINE double square_root(double value) { return __builtin_sqrt(value); }
-
 // A vector's bytes of an output: elements of 16 bits come as two vectors of the arithmetic.
 template <class Element>
 inline constexpr int kElementsOf = kVectorBytes / static_cast<int>(sizeof(Element));
 
-// Stores that pass the cache by, for outputs that nothing reads soon: `to` is aligned to
-// kVectorBytes.
-
+// Elements from `from` to the next address that a whole number of vectors leads to.
 template <class Element>
 NORMSCOPE_INLINE std::int64_t elements_before_alignment(const Element* from) {
   const auto address = reinterpret_cast<std::uintptr_t>(from);
   return static_cast<std::int64_t>((0 - address) % kVectorBytes / sizeof(Element));
 }
 
+// A store that passes the cache by; `to` is aligned to kVectorBytes.
 NORMSCOPE_INLINE void stream_words(void* to, Words value) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(value));

@@ -4,6 +4,7 @@
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/cuda/last_block.cuh"
+#include "normscope/kernels/finalize.h"
 
 namespace normscope::cuda {
 
@@ -87,17 +88,13 @@ struct MomentsUser {
     if (use.statistics == nullptr) return;
     const double n = use.batches.count(slice);
     const Moments<double> found = moments_of(limbs, n);
-    const double inv_std = 1.0 / sqrt(found.population_variance + use.eps);
-    const DoubleDouble<double> mean =
-        sizeof(Real) == sizeof(double) ? found.mean : float32_pair(found.mean);
-    double* statistics = use.statistics + slice * 3 * channels + c;
-    statistics[0] = mean.hi;
-    statistics[channels] = mean.lo;
-    statistics[2 * channels] = inv_std;
-    write_formula(
-        use.coefficients, slice, channels, c,
-        normalize_coefficients<Real>(mean.hi, mean.lo, inv_std, channel_value(use.weight, c, 1.0),
-                                     channel_value(use.bias, c, 0.0)));
+    const ChannelStatistics of_channel =
+        statistics_of(found, use.eps, sizeof(Real) == sizeof(double));
+    set_statistics(statistics_of_slice(use.statistics, slice, channels), c, of_channel);
+    write_formula(use.coefficients, slice, channels, c,
+                  normalize_coefficients<Real>(
+                      of_channel.mean_hi, of_channel.mean_lo, of_channel.inv_std,
+                      channel_value(use.weight, c, 1.0), channel_value(use.bias, c, 0.0)));
     if (updates_with(slice)) update(found, n, slice, c);
     if (!pools()) return;
     for (int sum = 0; sum < kSums; ++sum) {
@@ -140,13 +137,12 @@ struct MomentsUser {
   // The update after `earlier` others of this call.
   __device__ void update(const Moments<double>& found, double n, std::int64_t earlier,
                          std::int64_t c) const {
-    const RunningUpdate& running = use.running;
+    RunningUpdate running = use.running;
     if (!(n > 0.0) || (running.mean.data == nullptr && running.var.data == nullptr)) return;
-    const double momentum = use.running_average == RunningAverage::kCumulative
-                                ? cumulative_momentum(*running.updates + earlier)
-                                : running.momentum;
-    update_running(running.mean, c, found.mean.hi, momentum);
-    update_running(running.var, c, found.population_variance * (n / (n - 1.0)), momentum);
+    if (use.running_average == RunningAverage::kCumulative) {
+      running.momentum = cumulative_momentum(*running.updates + earlier);
+    }
+    update_running(running, c, found, n);
   }
 };
 

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/kernels/reference/reference.h"
 
-#include <cmath>
-
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/channel_values.h"
+#include "normscope/kernels/finalize.h"
 
 namespace normscope::reference {
 namespace {
@@ -91,22 +90,12 @@ void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n,
   const auto& [statistics, running, pooled, count_out] = results;
   if (count_out != nullptr) *count_out = n;
   if (pooled.data != nullptr) add_limbs(limbs, pooled);
-  if (n != 0.0) running.count();
+  if (n > 0.0) running.count();
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
-    if (n == 0.0) {
-      statistics.mean_hi[c] = 0.0;
-      statistics.mean_lo[c] = 0.0;
-      statistics.inv_std[c] = 1.0 / std::sqrt(eps);
-      continue;
-    }
-    const Moments<double> batch = moments(total_of(limbs, 0, c), total_of(limbs, 1, c), n);
-    const DoubleDouble<double> mean =
-        x_dtype == DType::kFloat64 ? batch.mean : float32_pair(batch.mean);
-    statistics.mean_hi[c] = mean.hi;
-    statistics.mean_lo[c] = mean.lo;
-    statistics.inv_std[c] = 1.0 / std::sqrt(batch.population_variance + eps);
-    update_running(running.mean, c, batch.mean.hi, running.momentum);
-    update_running(running.var, c, batch.population_variance * (n / (n - 1.0)), running.momentum);
+    const Moments<double> batch =
+        n > 0.0 ? moments(total_of(limbs, 0, c), total_of(limbs, 1, c), n) : Moments<double>{};
+    set_statistics(statistics, c, statistics_of(batch, eps, x_dtype == DType::kFloat64));
+    update_running(running, c, batch, n);
   }
 }
 

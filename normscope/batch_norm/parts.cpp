@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/batch_norm/norm_batch.h"
+#include "normscope/batch_norm/parts.h"
 
 #include <algorithm>
 #include <string>
@@ -8,27 +8,10 @@
 
 namespace normscope {
 
-double Message::all_reduce(const CallLabel& label, double count, Exchange& exchange) {
-  const std::span<double> header = std::span(numbers_).last(kHeaderSize);
-  header[kCount] = count;
-  exchange.all_reduce(label, numbers_, Stream{});
-  return header[kCount];
-}
-
 void clear(LimbsView limbs) noexcept {
   for (int sum = 0; sum < kSums; ++sum) {
     for (int k = 0; k < kLimbs; ++k) std::fill_n(limbs.limb(sum, k), limbs.channels, 0.0);
   }
-}
-
-ResolvedContext resolve(const CallContext& context) {
-  static const Execution kThisThread;
-  return {context.kernels == nullptr ? default_kernels() : *context.kernels,
-          context.execution == nullptr ? kThisThread : *context.execution, exchange_of(context)};
-}
-
-Exchange* exchange_of(const CallContext& context) {
-  return context.exchange != nullptr && context.exchange->sends() ? context.exchange : nullptr;
 }
 
 std::int64_t slice_count(std::int64_t samples, std::int64_t wanted) {

@@ -2,40 +2,13 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 
-#include "normscope/batch_norm/batch_norm.h"
-#include "normscope/core/aligned_vector.h"
+#include "normscope/batch_norm/context.h"
+#include "normscope/batch_norm/message.h"
+#include "normscope/core/limbs.h"
+#include "normscope/core/tensor_view.h"
 
 namespace normscope {
-
-// Where a call runs on the host, with every default filled in.
-struct ResolvedContext {
-  const Kernels& kernels;
-  const Execution& execution;
-  Exchange* exchange;  // nullptr if nothing is sent
-};
-[[nodiscard]] ResolvedContext resolve(const CallContext& context);
-
-// The exchange to send with; nullptr if nothing is sent.
-[[nodiscard]] Exchange* exchange_of(const CallContext& context);
-
-// What a direction sends, for all channels: the limbs of its sums, then Exchange's header.
-class Message {
- public:
-  explicit Message(std::int64_t channels)
-      : channels_(channels),
-        numbers_(static_cast<std::size_t>(limbs_size(channels) + kHeaderSize)) {}
-
-  [[nodiscard]] LimbsView limbs() noexcept { return {numbers_.data(), channels_, channels_}; }
-
-  // Replaces the limbs by their totals over the ranks; returns that of the count.
-  [[nodiscard]] double all_reduce(const CallLabel& label, double count, Exchange& exchange);
-
- private:
-  std::int64_t channels_;
-  AlignedVector<double> numbers_;
-};
 
 // Calls work(begin, end, execution) for chunks of channels that fit the caches, so that what one
 // sweep has read is still there for the next. Chunks run at once, each on one thread; where one
@@ -64,14 +37,6 @@ void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int
 
 // Sets limbs to zero.
 void clear(LimbsView limbs) noexcept;
-
-// The statistics of slice `slice` in an array [slices, 3, C].
-template <class Number>
-[[nodiscard]] BasicStatistics<Number> statistics_of_slice(Number* statistics, std::int64_t slice,
-                                                          std::int64_t channels) noexcept {
-  Number* begin = statistics + slice * statistics_size(1, channels);
-  return {begin, begin + channels, begin + 2 * channels};
-}
 
 // The samples [begin, end) of a slice: those of torch.chunk.
 struct SampleRange {

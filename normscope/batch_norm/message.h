@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "normscope/batch_norm/exchange.h"
+#include "normscope/core/aligned_vector.h"
+#include "normscope/core/limbs.h"
+
+namespace normscope {
+
+// What a direction sends, for all channels: the limbs of its sums, then Exchange's header.
+class Message {
+ public:
+  explicit Message(std::int64_t channels)
+      : channels_(channels),
+        numbers_(static_cast<std::size_t>(limbs_size(channels) + kHeaderSize)) {}
+
+  [[nodiscard]] LimbsView limbs() noexcept { return {numbers_.data(), channels_, channels_}; }
+
+  // Replaces the limbs by their totals over the ranks; returns that of the count.
+  [[nodiscard]] double all_reduce(const CallLabel& label, double count, Exchange& exchange);
+
+ private:
+  std::int64_t channels_;
+  AlignedVector<double> numbers_;
+};
+
+}  // namespace normscope

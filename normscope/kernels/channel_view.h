@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "normscope/core/dtype.h"
+#include "normscope/core/export.h"
+
+namespace normscope NORMSCOPE_EXPORT {
+
+// Per-channel numbers that somebody else owns: weight, bias, running statistics, their gradients.
+// [C]
+template <class Pointer>
+struct BasicChannelView {
+  Pointer data = nullptr;  // nullptr: there is none
+  DType dtype = DType::kFloat32;
+
+  // The channels from `begin` on.
+  [[nodiscard]] BasicChannelView channel_range(std::int64_t begin) const noexcept {
+    using Byte = std::conditional_t<std::is_same_v<Pointer, const void*>, const char, char>;
+    if (data == nullptr) return *this;
+    return {static_cast<Byte*>(data) + begin * size_of(dtype), dtype};
+  }
+};
+using ChannelView = BasicChannelView<const void*>;
+using MutableChannelView = BasicChannelView<void*>;
+
+}  // namespace normscope

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Applies formulas to tensors whose positions are neighbours in memory. Included once by each
+// target (vector.h says why).
+
+// n neighbours of one channel.
+template <class Element, class Inputs, class Formula, class Store>
+NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula formula,
+                                          std::int64_t n, const Store& store, Element* output) {
+  if (n < kElementsOf<Element>) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      output[i] = narrow<Element>(inputs.apply_to_one(formula, i));
+    }
+    return;
+  }
+  const auto vector_formula = broadcast_formula(formula);
+  const auto formula_of = [&](int) { return vector_formula; };
+  store_vectors(output, n, store,
+                [=](std::int64_t i) { return narrow_block(inputs.apply_to_block(formula_of, i)); });
+}
+
+// inputs_at(n, c, p) gives the inputs there.
+template <class Element, class InputsAt, class Formulas, class Store>
+NORMSCOPE_INLINE void apply_channels_first(const InputsAt& inputs_at, const Formulas& formulas,
+                                           TileRange tiles, const Store& store,
+                                           const MutableTensorView& y) {
+  for_samples_backwards(
+      Layout::kChannelsFirst, y.positions, tiles,
+      [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
+        for (std::int64_t c = 0; c < y.channels; ++c) {
+          apply_to_neighbours(inputs_at(n, c, begin), formula_at<Arithmetic<Element>>(formulas, c),
+                              end - begin, store, element_at<Element>(y, n, c, begin));
+        }
+      });
+}

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Applies formulas to tensors whose channels are neighbours in memory. Included once by each target
+// (vector.h says why).
+
+// All channels of one position.
+template <class Element, class Inputs, class Formulas, class Store>
+NORMSCOPE_INLINE void apply_to_row(const Inputs inputs, const Formulas& formulas,
+                                   std::int64_t channels, const Store& store, Element* output) {
+  using Real = Arithmetic<Element>;
+  if (channels < kElementsOf<Element>) {
+    for (std::int64_t c = 0; c < channels; ++c) {
+      output[c] = narrow<Element>(inputs.apply_to_one(formula_at<Real>(formulas, c), c));
+    }
+    return;
+  }
+  store_vectors(output, channels, store, [=](std::int64_t c) {
+    Block<Element> result;
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      const std::int64_t begin = c + v * kLanesOf<Real>;
+      result.vectors[v] = inputs.apply_to_vector(formula_at<Vector<Real>>(formulas, begin), begin);
+    }
+    return narrow_in_order<Element>(result);
+  });
+}
+
+// Bytes of an input that are gone through forwards, as the hardware fetches ahead; half of an L2,
+// in which the sweep before has left the last ones.
+inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
+
+// inputs_at(n, c, p) gives the inputs there.
+template <class Element, class InputsAt, class Formulas, class Store>
+NORMSCOPE_INLINE void apply_channels_last(const InputsAt& inputs_at, const Formulas& formulas,
+                                          TileRange tiles, const Store& store,
+                                          const MutableTensorView& y) {
+  const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
+  const std::int64_t rows_of_run = larger(1, kRun / row);
+  for_samples_backwards(Layout::kChannelsLast, y.positions, tiles,
+                        [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
+                          while (end > begin) {
+                            const std::int64_t first = larger(begin, end - rows_of_run);
+                            for (std::int64_t p = first; p < end; ++p) {
+                              apply_to_row(inputs_at(n, 0, p), formulas, y.channels, store,
+                                           element_at<Element>(y, n, 0, p));
+                            }
+                            end = first;
+                          }
+                        });
+}

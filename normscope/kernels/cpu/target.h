@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string_view>
+
+#include "normscope/core/element.h"
+#include "normscope/core/formulas.h"
+#include "normscope/core/limbs.h"
+#include "normscope/core/tensor_view.h"
+#include "normscope/kernels/kernels.h"
+
+namespace normscope::cpu {
+
+// Tiles of a tensor: sample by sample, in each sample by position; every one for all of the
+// tensor's channels.
+struct TileRange {
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// A NaN as arithmetic makes it: rounding to 16 bits counts on it.
+template <class Real>
+[[nodiscard]] NORMSCOPE_INLINE Real with_plain_nan(Real value) noexcept {
+  return value == value ? value : std::numeric_limits<Real>::quiet_NaN();
+}
+
+// The formulas Normalize and InputGradient of many channels, an array for each coefficient. Number
+// is the type of the arithmetic, or const.
+template <class Number>
+struct NormalizeArrays {
+  Number* mean_hi;  // [C]
+  Number* mean_lo;  // [C]
+  Number* scale;    // [C]
+  Number* bias;     // [C]
+
+  NORMSCOPE_INLINE void set(std::int64_t c, const Normalize<Number>& formula) const noexcept {
+    mean_hi[c] = with_plain_nan(formula.mean_hi);
+    mean_lo[c] = with_plain_nan(formula.mean_lo);
+    scale[c] = with_plain_nan(formula.scale);
+    bias[c] = with_plain_nan(formula.bias);
+  }
+  // The channels from c on, to read.
+  [[nodiscard]] constexpr NormalizeArrays<const Number> from(std::int64_t c) const noexcept {
+    return {mean_hi + c, mean_lo + c, scale + c, bias + c};
+  }
+};
+template <class Number>
+struct InputGradientArrays {
+  Number* mean_hi;  // [C]
+  Number* mean_lo;  // [C]
+  Number* scale;    // [C]
+  Number* mean_dy;  // [C]
+  Number* slope;    // [C]
+
+  NORMSCOPE_INLINE void set(std::int64_t c, const InputGradient<Number>& formula) const noexcept {
+    mean_hi[c] = with_plain_nan(formula.mean_hi);
+    mean_lo[c] = with_plain_nan(formula.mean_lo);
+    scale[c] = with_plain_nan(formula.scale);
+    mean_dy[c] = with_plain_nan(formula.mean_dy);
+    slope[c] = with_plain_nan(formula.slope);
+  }
+  [[nodiscard]] constexpr InputGradientArrays<const Number> from(std::int64_t c) const noexcept {
+    return {mean_hi + c, mean_lo + c, scale + c, mean_dy + c, slope + c};
+  }
+};
+
+// Whether an output is read soon, or better passes the cache by.
+enum class Stores { kCached, kStreaming };
+
+// The work of one thread for one element type. At most kTilesBetweenCarries tiles a call for sums;
+// limbs are added to and left in canonical form.
+template <class Element>
+struct ElementKernels {
+  using Real = Arithmetic<Element>;
+
+  void (*add_moments)(const TensorView& x, TileRange tiles, LimbsView limbs);
+  void (*add_gradient_sums)(const TensorView& x, const TensorView& dy, const Real* mean_hi,
+                            TileRange tiles, LimbsView limbs);
+  // Both go through the tiles backwards, since the sweep before has left the last ones in the
+  // cache.
+  void (*normalize)(const TensorView& x, const NormalizeArrays<const Real>& formulas,
+                    TileRange tiles, Stores stores, const MutableTensorView& y);
+  void (*input_gradient)(const TensorView& x, const TensorView& dy,
+                         const InputGradientArrays<const Real>& formulas, TileRange tiles,
+                         Stores stores, const MutableTensorView& dx);
+};
+
+// The kernels of one instruction set, which are compiled once for each: serial, and free of
+// everything (containers, standard algorithms) whose code another translation unit might share.
+struct Target {
+  std::string_view name;
+  bool (*can_run)();
+
+  ElementKernels<float> float32;
+  ElementKernels<double> float64;
+  ElementKernels<BFloat16> bfloat16;
+  ElementKernels<Float16> float16;
+
+  // to += from, in canonical form.
+  void (*merge_limbs)(LimbsView from, LimbsView to);
+
+  // The mean, as a pair, of canonical or not yet canonical limbs, and in place of inv_std the
+  // population variance.
+  void (*moments)(LimbsView limbs, double count, MutableStatistics to);
+  void (*gradient_sums)(LimbsView limbs, Statistics statistics, GradientSums sums);
+
+  template <class Element>
+  [[nodiscard]] constexpr const ElementKernels<Element>& of() const noexcept {
+    if constexpr (sizeof(Element) == sizeof(double)) {
+      return float64;
+    } else if constexpr (sizeof(Element) == sizeof(float)) {
+      return float32;
+    } else if constexpr (requires(Element e, BFloat16 b) { e = b; }) {
+      return bfloat16;
+    } else {
+      return float16;
+    }
+  }
+};
+
+extern const Target kBaseline;
+extern const Target kAvx2;
+extern const Target kAvx512;
+
+}  // namespace normscope::cpu

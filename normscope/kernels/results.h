@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "normscope/core/export.h"
+#include "normscope/core/limbs.h"
+#include "normscope/kernels/channel_view.h"
+#include "normscope/kernels/statistics.h"
+
+namespace normscope NORMSCOPE_EXPORT {
+
+// Sums of the gradients over a norm batch, or over one rank's part of it.
+struct GradientSums {
+  double* dy = nullptr;       // [C] g1 = sum(dy)
+  double* dy_xhat = nullptr;  // [C] g2 = sum(dy * xhat)
+
+  [[nodiscard]] constexpr GradientSums channel_range(std::int64_t begin) const noexcept {
+    return {dy + begin, dy_xhat + begin};
+  }
+};
+
+// What becomes of the moments of a norm batch. Where data is absent, nothing does.
+struct MomentsResults {
+  MutableStatistics statistics;
+  RunningUpdate running = {};
+  LimbsView pooled = {};    // += the limbs, for norm batches that update as one
+  double* count = nullptr;  // = the norm batch's
+
+  [[nodiscard]] MomentsResults channel_range(std::int64_t begin, std::int64_t end) const noexcept {
+    return {statistics.channel_range(begin), running.channel_range(begin),
+            pooled.data == nullptr ? pooled : pooled.channel_range(begin, end),
+            begin == 0 ? count : nullptr};
+  }
+};
+
+// What becomes of the gradient sums of a norm batch, or of one rank's part of it.
+struct GradientResults {
+  GradientSums sums;
+  GradientSums all = {};            // += sums, for a rank of several norm batches
+  MutableChannelView dweight = {};  // = all.dy_xhat where there is all, else sums.dy_xhat
+  MutableChannelView dbias = {};    // = all.dy, or sums.dy
+
+  [[nodiscard]] GradientResults channel_range(std::int64_t begin) const noexcept {
+    return {sums.channel_range(begin), all.dy == nullptr ? all : all.channel_range(begin),
+            dweight.channel_range(begin), dbias.channel_range(begin)};
+  }
+};
+
+}  // namespace normscope

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "normscope/core/export.h"
+#include "normscope/core/inline.h"
+#include "normscope/kernels/channel_view.h"
+
+namespace normscope NORMSCOPE_EXPORT {
+
+// What forward keeps for backward. The mean is a pair whose parts have the precision of the
+// arithmetic (float32 for inputs up to float32, else float64): docs/numerics.md, "Finalize".
+template <class Number>
+struct BasicStatistics {
+  Number* mean_hi = nullptr;  // [C]
+  Number* mean_lo = nullptr;  // [C]
+  Number* inv_std = nullptr;  // [C] 1 / sqrt(var + eps)
+
+  [[nodiscard]] constexpr BasicStatistics channel_range(std::int64_t begin) const noexcept {
+    return {mean_hi + begin, mean_lo + begin, inv_std + begin};
+  }
+
+  [[nodiscard]] constexpr BasicStatistics<const Number> read_only() const noexcept {
+    return {mean_hi, mean_lo, inv_std};
+  }
+};
+using Statistics = BasicStatistics<const double>;
+using MutableStatistics = BasicStatistics<double>;
+
+// Doubles of ForwardArguments::statistics.
+[[nodiscard]] constexpr std::int64_t statistics_size(std::int64_t slices,
+                                                     std::int64_t channels) noexcept {
+  return slices * 3 * channels;
+}
+
+// The statistics of slice `slice` in an array [slices, 3, C].
+template <class Number>
+[[nodiscard]] constexpr BasicStatistics<Number> statistics_of_slice(
+    Number* statistics, std::int64_t slice, std::int64_t channels) noexcept {
+  Number* begin = statistics + slice * statistics_size(1, channels);
+  return {begin, begin + channels, begin + 2 * channels};
+}
+
+// running += momentum * (batch - running), and the update is counted. What is absent stays so;
+// nothing happens where the norm batch is empty.
+struct RunningUpdate {
+  MutableChannelView mean;  // [C]
+  MutableChannelView var;   // [C], of the sample variance (divides by n - 1)
+  double momentum = 0.0;
+  std::int64_t* updates = nullptr;  // [1] += 1
+
+  [[nodiscard]] RunningUpdate channel_range(std::int64_t begin) const noexcept {
+    return {mean.channel_range(begin), var.channel_range(begin), momentum,
+            begin == 0 ? updates : nullptr};
+  }
+
+  NORMSCOPE_INLINE void count() const noexcept {
+    if (updates != nullptr) *updates += 1;
+  }
+};
+
+// How running statistics weigh their updates: each by RunningUpdate::momentum, or all that
+// RunningUpdate::updates has counted the same.
+enum class RunningAverage { kExponential, kCumulative };
+
+// The momentum by which a cumulative average takes its next update.
+[[nodiscard]] NORMSCOPE_INLINE double cumulative_momentum(std::int64_t updates) noexcept {
+  return 1.0 / (static_cast<double>(updates) + 1.0);
+}
+
+// How the slices of a batch update the running statistics: once with the moments of all of them,
+// with the first slice's, or one after the other.
+enum class SliceStats { kPooled, kFirst, kSequential };
+
+}  // namespace normscope
