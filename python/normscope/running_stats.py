@@ -41,10 +41,10 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     torch.nn, compiled graphs) or no rank has seen an element. ``num_batches_tracked`` stays as it
     is. Where there is one rank or no process group there is nothing to do.
 
-    DistributedDataParallel with its default ``broadcast_buffers=True`` gives every rank the
-    statistics of rank 0 before each forward, so that of the other ranks' no more than the last
-    step's share is left to pool. Set ``broadcast_buffers=False`` where the scope is narrower than
-    the world.
+    DistributedDataParallel by default gives every rank the statistics of rank 0 before each
+    forward, so that of the other ranks' no more than the last step's share is left to pool. Set
+    ``forward_sync_buffers=False`` (before torch 2.13: ``broadcast_buffers=False``) where the scope
+    is narrower than the world.
 
     Args:
         model: A model, the same on every rank.

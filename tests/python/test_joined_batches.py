@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from data_parallel import data_parallel
 from rank_pool import RankPool
 from torch import distributed, nn
 
@@ -78,11 +78,7 @@ def state_of(net: nn.Module) -> State:
 
 def train_rank(sizes: tuple[tuple[int, ...], ...], buffers: str) -> tuple[State, int]:
     net = normscope.convert(network(), "world")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of another name in newer versions of torch
-        parallel = nn.parallel.DistributedDataParallel(
-            net, broadcast_buffers=buffers == "broadcast"
-        )
+    parallel = data_parallel(net, sends_buffers=buffers == "broadcast")
     own = batches_of(distributed.get_rank(), sizes[distributed.get_rank()])
     count = train(parallel, normscope.joined(own, like=samples(0, 0, 1)))
     return state_of(net), count

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from data_parallel import data_parallel
 from rank_pool import RankPool, connected_group, split_of
 from torch import distributed, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -218,7 +219,7 @@ def saved_and_evaluated(how: str) -> tuple[bytes, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
     model = normscope.convert(net, "local")
-    parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    parallel = data_parallel(model, sends_buffers=False)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
     for step in range(3):
         optimizer.zero_grad()
@@ -248,10 +249,10 @@ def test_one_saved_file_evaluates_to_the_same_bits_everywhere(ranks: RankPool, h
         assert torch.equal(theirs, expected)
 
 
-def means_under_data_parallel(keywords: dict[str, Any]) -> list[float]:
+def means_under_data_parallel(buffers: str) -> list[float]:
     """Running means of two steps with momentum 1/2; rank r always sees the value r + 1."""
     layer = normscope.BatchNorm1d(1, momentum=0.5, scope="local")
-    parallel = nn.parallel.DistributedDataParallel(layer, **keywords)
+    parallel = data_parallel(layer, sends_buffers=buffers == "sent")
     for _ in range(2):
         parallel(torch.full((2, 1), distributed.get_rank() + 1.0))
     means = [layer.get_buffer("running_mean").item()]
@@ -261,8 +262,8 @@ def means_under_data_parallel(keywords: dict[str, Any]) -> list[float]:
 
 
 def test_data_parallel_broadcasts_the_statistics_of_rank_0(ranks: RankPool) -> None:
-    own = ranks.run(2, means_under_data_parallel, {"broadcast_buffers": False})
-    default = ranks.run(2, means_under_data_parallel, {})
+    own = ranks.run(2, means_under_data_parallel, "own")
+    default = ranks.run(2, means_under_data_parallel, "sent")
 
     # 0 -> v/2 -> 3v/4 on each rank; by default rank 1 goes on from rank 0's 1/2.
     assert own == [[0.75, 1.125], [1.5, 1.125]]
