@@ -12,6 +12,7 @@ import contextlib
 import copy
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,15 +29,14 @@ import models
 import normscope
 
 ROUNDS = 9
-PROFILED_STEPS = 5
 SIZE_OF_WORLD = 2
 
 LEGEND = f"""\
 step     milliseconds of a training step with normscope's layers, median of {ROUNDS} rounds
 ratio    torch's time divided by normscope's in the same round: above 1, normscope is faster;
          quartiles over the rounds
-ops      the same of the normalization ops, from {PROFILED_STEPS} profiled steps of each; a
-         compiled network has none of its own
+ops      the same of the normalization ops, from as many rounds of profiled steps; a compiled
+         network has none of its own
 world    {SIZE_OF_WORLD} ranks with a batch each; torch's layers synchronize nothing"""
 
 COLUMNS = f"{'':58}{'step ms':>9}{'ratio':>7} {'(quartiles)':<11}{'ops ms':>9}{'ratio':>7}"
@@ -123,7 +123,9 @@ def settings(*, thorough: bool) -> list[Setting]:
     return [
         *chosen,
         Setting("ResNet-50", 4, "channels_last", "bfloat16"),
+        Setting("3-D U-Net", 4, "channels_last", "bfloat16"),
         Setting("ResNet-50", 2, threads=2),
+        Setting("3-D U-Net", 4, "channels_last", threads=2),
         Setting("3-D U-Net", 2, compiled=True),
     ]
 
@@ -151,19 +153,23 @@ def _rank(rank: int, ranks: int, setting: Setting, store: Path) -> Result:
             "gloo", init_method=store.as_uri(), rank=rank, world_size=ranks
         )
     steps = _steps_of(setting)
-    seconds = _taking_turns(steps)
-    ops = None if setting.compiled else {name: _ops_of(step) for name, step in steps.items()}
+    step = _taking_turns(steps, _seconds_of)
+    ops = None if setting.compiled else _taking_turns(steps, _seconds_of_ops)
     if ranks > 1:
         distributed.destroy_process_group()
+    return Result(
+        step=1e3 * statistics.median(step["normscope"]),
+        ratio=_quartiles_of_ratio(step),
+        ops=None if ops is None else 1e3 * statistics.median(ops["normscope"]),
+        ops_ratio=None if ops is None else _quartiles_of_ratio(ops)[1],
+    )
 
+
+def _quartiles_of_ratio(seconds: dict[str, list[float]]) -> tuple[float, float, float]:
+    """Of torch's divided by normscope's, round by round."""
     ratios = [a / b for a, b in zip(seconds["torch"], seconds["normscope"], strict=True)]
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Result(
-        step=1e3 * statistics.median(seconds["normscope"]),
-        ratio=(lower, median, upper),
-        ops=None if ops is None else 1e3 * ops["normscope"],
-        ops_ratio=None if ops is None else ops["torch"] / ops["normscope"],
-    )
+    return lower, median, upper
 
 
 def _steps_of(setting: Setting) -> dict[str, Callable[[], None]]:
@@ -207,8 +213,10 @@ def _autocast(dtype: str) -> Iterator[None]:
         yield
 
 
-def _taking_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Seconds of each step in each round; the first round goes untimed."""
+def _taking_turns(
+    steps: dict[str, Callable[[], None]], seconds_of: Callable[[Callable[[], None]], float]
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round; the first round is not counted."""
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(ROUNDS + 1):
@@ -216,18 +224,22 @@ def _taking_turns(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]
             name = names[(turn + offset) % len(names)]
             if distributed.is_initialized():
                 distributed.barrier()
-            begin = perf_counter()
-            steps[name]()
+            taken = seconds_of(steps[name])
             if turn > 0:
-                seconds[name].append(perf_counter() - begin)
+                seconds[name].append(taken)
     return seconds
 
 
-def _ops_of(step: Callable[[], None]) -> float:
-    """Seconds that the normalization ops of a step take, with what they call."""
+def _seconds_of(step: Callable[[], None]) -> float:
+    begin = perf_counter()
+    step()
+    return perf_counter() - begin
+
+
+def _seconds_of_ops(step: Callable[[], None]) -> float:
+    """Those of the normalization ops of a step, with what they call."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        for _ in range(PROFILED_STEPS):
-            step()
+        step()
     forward = ("aten::batch_norm", "normscope::batch_norm_forward")
     microseconds = 0.0
     for event in profiler.events():
@@ -238,7 +250,7 @@ def _ops_of(step: Callable[[], None]) -> float:
         is_backward = event.name.startswith("autograd::engine") and "BatchNorm" in event.name
         if is_forward or is_backward:
             microseconds += event.cpu_time_total
-    return float(microseconds) / 1e6 / PROFILED_STEPS
+    return float(microseconds) / 1e6
 
 
 def row(setting: Setting, result: Result) -> str:
@@ -258,6 +270,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every figure to FILE", metavar="FILE")
     arguments = parser.parse_args()
 
+    # The profiler's log, line by line, in processes to come.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     print(f"{LEGEND}\n\n{COLUMNS}")
     results = []
     for setting in settings(thorough=arguments.thorough):
