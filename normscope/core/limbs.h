@@ -18,7 +18,9 @@ inline constexpr int kLimbs = 5;
   return kGrids[k];
 }
 
-// A direction sends two sums: of x and x^2, or of dy and dy * (x - mean).
+// The sums that a direction sends.
+inline constexpr int kSumOfValues = 0;    // of x, or of dy
+inline constexpr int kSumOfProducts = 1;  // of x^2, or of dy * (x - mean)
 inline constexpr int kSums = 2;
 
 // One task may add this many tiles a channel before it brings its limbs into canonical form: a tile

@@ -121,15 +121,15 @@ NORMSCOPE_INLINE void add_moment_tiles(const TileBatch& batch, std::int64_t tile
     } else {
       tile = moments_about_zero(n, pivot, first, second);
     }
-    add_part(limbs, 0, c, tile.sum);
-    add_part(limbs, 1, c, tile.sum_of_squares);
+    add_part(limbs, kSumOfValues, c, tile.sum);
+    add_part(limbs, kSumOfProducts, c, tile.sum_of_squares);
   });
 }
 
 NORMSCOPE_INLINE void add_gradient_tiles(const TileBatch& batch, const LimbsView& limbs) {
   for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
-    add_part(limbs, 0, c, load_bytes<Real>(batch.first + c));
-    add_part(limbs, 1, c, load_bytes<Real>(batch.second + c));
+    add_part(limbs, kSumOfValues, c, load_bytes<Real>(batch.first + c));
+    add_part(limbs, kSumOfProducts, c, load_bytes<Real>(batch.second + c));
   });
 }
 
@@ -166,8 +166,8 @@ void moments_of_limbs(LimbsView limbs, double count, MutableStatistics to) {
   for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real zero) {
     Real sum[kLimbs];
     Real sum_of_squares[kLimbs];
-    load_canonical(limbs, 0, c, sum);
-    load_canonical(limbs, 1, c, sum_of_squares);
+    load_canonical(limbs, kSumOfValues, c, sum);
+    load_canonical(limbs, kSumOfProducts, c, sum_of_squares);
     const Moments<Real> result = moments(total(sum), total(sum_of_squares), zero + count);
     store_bytes(to.mean_hi + c, result.mean.hi);
     store_bytes(to.mean_lo + c, result.mean.lo);
@@ -179,8 +179,8 @@ void gradient_sums_of_limbs(LimbsView limbs, Statistics statistics, GradientSums
   for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
     Real dy[kLimbs];
     Real dy_centered[kLimbs];
-    load_canonical(limbs, 0, c, dy);
-    load_canonical(limbs, 1, c, dy_centered);
+    load_canonical(limbs, kSumOfValues, c, dy);
+    load_canonical(limbs, kSumOfProducts, c, dy_centered);
     const DoubleDouble<Real> sum_dy = total(dy);
     store_bytes(sums.dy + c, sum_dy.hi + sum_dy.lo);
     store_bytes(sums.dy_xhat + c, gradient_sum_with_xhat(sum_dy, total(dy_centered),

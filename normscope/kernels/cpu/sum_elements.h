@@ -143,8 +143,8 @@ template <class Element>
     }
     for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
       const Real value = load_bytes<Real>(values + c);
-      add_part(limbs, 0, c, value);
-      add_part(limbs, 1, c, two_product(value, value));
+      add_part(limbs, kSumOfValues, c, value);
+      add_part(limbs, kSumOfProducts, c, two_product(value, value));
     });
   }
 }
@@ -168,9 +168,9 @@ NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_st
       continue;
     }
     const ExactMoments moments = exact_moments(columns, rows, v, spans[v]);
-    add_halves(of_vector, 0, moments.sum);
-    add_halves(of_vector, 1, moments.upper_squares);
-    add_halves(of_vector, 1, moments.lower_squares);
+    add_halves(of_vector, kSumOfValues, moments.sum);
+    add_halves(of_vector, kSumOfProducts, moments.upper_squares);
+    add_halves(of_vector, kSumOfProducts, moments.lower_squares);
   }
 }
 
@@ -193,8 +193,8 @@ template <class Element>
       }
     }
     for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
-      add_part(limbs, 0, c, load_bytes<Real>(first + c));
-      add_part(limbs, 1, c, load_bytes<Real>(second + c));
+      add_part(limbs, kSumOfValues, c, load_bytes<Real>(first + c));
+      add_part(limbs, kSumOfProducts, c, load_bytes<Real>(second + c));
     });
   }
 }
@@ -225,8 +225,8 @@ NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms
                                dy_stride, rows, mean_hi + begin, of_vector);
       continue;
     }
-    add_halves(of_vector, 0, first[v].halves);
-    add_halves(of_vector, 1, second[v].halves);
+    add_halves(of_vector, kSumOfValues, first[v].halves);
+    add_halves(of_vector, kSumOfProducts, second[v].halves);
   }
 }
 

@@ -131,7 +131,7 @@ struct MomentsUser {
 
   static NORMSCOPE_INLINE Moments<double> moments_of(const ChannelLimbs& limbs, double n) {
     if (n == 0.0) return {{0.0, 0.0}, 0.0};
-    return moments(limbs.total(0), limbs.total(1), n);
+    return moments(limbs.total(kSumOfValues), limbs.total(kSumOfProducts), n);
   }
 
   // The update after `earlier` others of this call.
@@ -164,9 +164,10 @@ struct GradientSumsUser {
     const double* statistics = use.statistics + slice * 3 * channels + c;
     const double mean_lo = statistics[channels];
     const double inv_std = statistics[2 * channels];
-    const DoubleDouble<double> total = limbs.total(0);
+    const DoubleDouble<double> total = limbs.total(kSumOfValues);
     const double dy = total.hi + total.lo;
-    const double dy_xhat = gradient_sum_with_xhat(total, limbs.total(1), mean_lo, inv_std);
+    const double dy_xhat =
+        gradient_sum_with_xhat(total, limbs.total(kSumOfProducts), mean_lo, inv_std);
     if (use.coefficients.data != nullptr) {
       write_formula(use.coefficients, slice, channels, c,
                     input_gradient_coefficients<Real>(statistics[0], mean_lo, inv_std,

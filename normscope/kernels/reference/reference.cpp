@@ -77,11 +77,11 @@ void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView 
         sum = add(sum, value);
         sum_of_squares = add(sum_of_squares, two_product(value, value));
       }
-      add_tile(limbs, 0, c, sum);
-      add_tile(limbs, 1, c, sum_of_squares);
+      add_tile(limbs, kSumOfValues, c, sum);
+      add_tile(limbs, kSumOfProducts, c, sum_of_squares);
     }
-    canonicalize_channel(limbs, 0, c);
-    canonicalize_channel(limbs, 1, c);
+    canonicalize_channel(limbs, kSumOfValues, c);
+    canonicalize_channel(limbs, kSumOfProducts, c);
   }
 }
 
@@ -93,7 +93,8 @@ void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n,
   if (n > 0.0) running.count();
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
     const Moments<double> batch =
-        n > 0.0 ? moments(total_of(limbs, 0, c), total_of(limbs, 1, c), n) : Moments<double>{};
+        n > 0.0 ? moments(total_of(limbs, kSumOfValues, c), total_of(limbs, kSumOfProducts, c), n)
+                : Moments<double>{};
     set_statistics(statistics, c, statistics_of(batch, eps, x_dtype == DType::kFloat64));
     update_running(running, c, batch, n);
   }
@@ -125,20 +126,20 @@ void add_gradient_sums(const Execution& /*execution*/, const TensorView& x, cons
         sum = add(sum, gradient);
         sum_with_centered = add(sum_with_centered, two_product(gradient, centered));
       }
-      add_tile(limbs, 0, c, sum);
-      add_tile(limbs, 1, c, sum_with_centered);
+      add_tile(limbs, kSumOfValues, c, sum);
+      add_tile(limbs, kSumOfProducts, c, sum_with_centered);
     }
-    canonicalize_channel(limbs, 0, c);
-    canonicalize_channel(limbs, 1, c);
+    canonicalize_channel(limbs, kSumOfValues, c);
+    canonicalize_channel(limbs, kSumOfProducts, c);
   }
 }
 
 void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
                             const GradientResults& results) {
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
-    const DoubleDouble<double> dy = total_of(limbs, 0, c);
+    const DoubleDouble<double> dy = total_of(limbs, kSumOfValues, c);
     results.sums.dy[c] = dy.hi + dy.lo;
-    results.sums.dy_xhat[c] = gradient_sum_with_xhat(dy, total_of(limbs, 1, c),
+    results.sums.dy_xhat[c] = gradient_sum_with_xhat(dy, total_of(limbs, kSumOfProducts, c),
                                                      statistics.mean_lo[c], statistics.inv_std[c]);
     use_gradient_sums(results, c);
   }
