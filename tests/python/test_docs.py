@@ -56,7 +56,15 @@ def test_python_blocks_run(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [*DOCUMENTS, "docs/cpp.md", "docs/demo.md", "examples/README.md"]
+    "document",
+    [
+        *DOCUMENTS,
+        "docs/cpp.md",
+        "docs/demo.md",
+        "examples/README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+    ],
 )
 def test_links_lead_to_files_and_headings(document: str) -> None:
     path = ROOT / document
@@ -83,6 +91,16 @@ def test_each_fault_names_tests_that_exist() -> None:
                 assert (ROOT / "tests/python" / name).exists(), name
             else:
                 assert f"def {name}(" in tests or f", {name})" in tests, name
+
+
+def test_each_step_of_the_map_is_where_it_says() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    (path,) = (match["code"] for match in FENCED.finditer(text))
+    steps = re.findall(r"^\|[ 0-9.]+([\w:]+) +((?:normscope|python)/\S+)", path, re.MULTILINE)
+
+    for name, file in steps:
+        assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (name, file)
+    assert len(steps) == 12
 
 
 def anchors(text: str) -> set[str]:
