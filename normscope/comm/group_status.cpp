@@ -10,7 +10,7 @@
 
 #include "normscope/comm/describe.h"
 #include "normscope/comm/shared_memory_segment.h"
-#include "normscope/comm/slot_communicator.h"
+#include "normscope/comm/slot_memory.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -66,7 +66,7 @@ std::optional<std::string> text_of(const GroupStatus& status, std::int64_t proce
 std::string status_of_process(std::int64_t process) {
   std::string text;
   for (const SharedMemorySegment& segment : segments_of(process)) {
-    if (const auto of_group = text_of(SlotCommunicator::look_at(segment.memory()), process)) {
+    if (const auto of_group = text_of(SlotMemory(segment.memory()).look_at(), process)) {
       text += *of_group;
     }
   }

@@ -17,7 +17,7 @@ namespace {
 class SharedMemoryCommunicator final : public SlotCommunicator {
  public:
   SharedMemoryCommunicator(const SharedMemorySegment& segment, int rank)
-      : SlotCommunicator(segment.memory(), rank, "shared memory") {}
+      : SlotCommunicator(SlotMemory(segment.memory()), rank, "shared memory") {}
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     const SubGroup sub_group = agree_on_sub_group(*this, color, key);

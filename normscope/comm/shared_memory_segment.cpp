@@ -14,7 +14,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "normscope/comm/slot_communicator.h"
+#include "normscope/comm/slot_memory.h"
 #include "normscope/core/cache_line.h"
 #include "normscope/core/error.h"
 
@@ -70,8 +70,7 @@ std::int64_t new_nonce() {
 }  // namespace
 
 SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions& options) {
-  const auto bytes =
-      static_cast<std::size_t>(SlotCommunicator::memory_bytes(ranks, options)) + sizeof(Label);
+  const auto bytes = static_cast<std::size_t>(SlotMemory::bytes(ranks, options)) + sizeof(Label);
   const int created = memfd_create("normscope", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (created < 0) throw_error("create a segment", errno);
   const auto descriptor = own_descriptor(created);
@@ -84,7 +83,7 @@ SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions
   const auto mapping = map(descriptor, bytes);
   auto* label =
       new (mapping.get()) Label{.magic = kMagic, .version = kVersion, .nonce = new_nonce()};
-  SlotCommunicator::initialize(label + 1, ranks, options);
+  SlotMemory::initialize(label + 1, ranks, options);
   return {descriptor, mapping};
 }
 

@@ -2,11 +2,7 @@
 #include "normscope/comm/slot_communicator.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdio>
-#include <cstring>
-#include <new>
-#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -16,7 +12,6 @@
 #include "normscope/comm/describe.h"
 #include "normscope/comm/futex.h"
 #include "normscope/comm/peer_process.h"
-#include "normscope/core/cache_line.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -26,14 +21,6 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr std::size_t kReasonBytes = 1024;
-
-// Their product, times two slots of 8 bytes, is far from the end of an int64.
-constexpr int kMaxRanks = 1 << 16;
-constexpr std::int64_t kMaxSlotLength = std::int64_t{1} << 30;
-
-// Epochs wrap around after 2^32 exchanges. They begin shortly before, so that every long run
-// crosses the wrap-around and no defect there can hide.
-constexpr std::uint32_t kFirstEpoch = 0U - 256U;
 
 // A peer on another core comes within a microsecond or two; a longer spin only keeps away the peers
 // that wait for this core (8 ranks on 2 cores: half the time with 16 turns of that with 256). Who
@@ -53,17 +40,6 @@ constexpr milliseconds kLongestSleep{100};
 // A kilobyte is written within the first.
 constexpr int kYieldsForAReason = 1000;
 
-// Member::process, where it is not a process id.
-constexpr std::int32_t kNotJoined = 0;
-constexpr std::int32_t kLeft = -1;
-
-// Group::failure.
-enum Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
-
-std::size_t slot_bytes(std::int64_t slot_length) {
-  return whole_cache_lines(static_cast<std::size_t>(slot_length) * sizeof(double));
-}
-
 void pause_core() noexcept {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -74,81 +50,20 @@ void pause_core() noexcept {
 
 }  // namespace
 
-// All atomics are sequentially consistent. Announcing and falling asleep rely on it: either the
-// sleeper sees the new epoch, or the announcer sees the sleeper.
-struct SlotCommunicator::Group {
-  int ranks;
-  std::int64_t slot_length;
-  milliseconds time_limit;
-  alignas(kCacheLine) std::atomic<std::uint32_t> failure = kNone;
-  char reason[kReasonBytes] = {};  // to be read where failure == kWritten
-};
-
-struct alignas(kCacheLine) SlotCommunicator::Member {
-  std::atomic<std::uint32_t> epoch = kFirstEpoch;
-  std::atomic<std::uint32_t> bell = 0;      // what those who wait for this rank sleep on
-  std::atomic<std::uint32_t> sleepers = 0;  // how many they are
-  std::atomic<std::int32_t> process = kNotJoined;
-  std::atomic<std::uint64_t> pid_namespace = 0;  // whose number that is; 0 until it is known
-  std::int64_t lengths[2] = {};                  // of the whole message, by the parity of the epoch
-};
-
-std::int64_t SlotCommunicator::memory_bytes(int ranks, const ExchangeOptions& options) {
-  if (ranks < 1 || ranks > kMaxRanks) {
-    throw ArgumentError("ranks: expected 1 to " + std::to_string(kMaxRanks) + ", got " +
-                        std::to_string(ranks));
-  }
-  if (options.slot_length < 1 || options.slot_length > kMaxSlotLength) {
-    throw ArgumentError("slot_length: expected 1 to " + std::to_string(kMaxSlotLength) + ", got " +
-                        std::to_string(options.slot_length));
-  }
-  if (options.time_limit <= milliseconds::zero()) {
-    throw ArgumentError("time_limit: expected more than 0 ms, got " +
-                        std::to_string(options.time_limit.count()) + " ms");
-  }
-  const std::size_t per_rank = sizeof(Member) + 2 * slot_bytes(options.slot_length);
-  return static_cast<std::int64_t>(whole_cache_lines(sizeof(Group)) +
-                                   CallBoard::memory_bytes(ranks) +
-                                   static_cast<std::size_t>(ranks) * per_rank);
-}
-
-void SlotCommunicator::initialize(void* memory, int ranks, const ExchangeOptions& options) {
-  new (memory)
-      Group{.ranks = ranks, .slot_length = options.slot_length, .time_limit = options.time_limit};
-  std::byte* board = static_cast<std::byte*>(memory) + whole_cache_lines(sizeof(Group));
-  CallBoard::initialize(board, ranks);
-  std::byte* members = board + CallBoard::memory_bytes(ranks);
-  for (int rank = 0; rank < ranks; ++rank) {
-    new (members + static_cast<std::size_t>(rank) * sizeof(Member)) Member;
-  }
-}
-
-GroupStatus SlotCommunicator::look_at(const std::shared_ptr<void>& memory) {
-  const auto& group = *static_cast<const Group*>(memory.get());
-  const auto* const members = reinterpret_cast<const Member*>(
-      static_cast<const std::byte*>(board_in(memory).get()) + CallBoard::memory_bytes(group.ranks));
-  GroupStatus status{.calls = CallBoard(board_in(memory), 0, group.ranks).read(),
-                     .processes = {},
-                     .failure = group.failure == kWritten ? group.reason : ""};
-  for (int rank = 0; rank < group.ranks; ++rank) status.processes.push_back(members[rank].process);
-  return status;
-}
-
-SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
-                                   std::string_view transport)
+SlotCommunicator::SlotCommunicator(SlotMemory memory, int rank, std::string_view transport)
     : memory_(std::move(memory)),
       rank_(rank),
-      size_(group().ranks),
+      size_(memory_.ranks()),
       yield_time_(yield_time(size_)),
       transport_(transport),
-      slot_length_(group().slot_length),
-      epoch_(kFirstEpoch),
-      calls_(board_in(memory_), rank, size_) {
+      options_(memory_.options()),
+      epoch_(SlotMemory::kFirstEpoch),
+      calls_(memory_.board(), rank, size_) {
   if (rank < 0 || rank >= size_) {
     throw ArgumentError("rank: expected 0 to " + std::to_string(size_ - 1) + ", got " +
                         std::to_string(rank));
   }
-  std::int32_t not_joined = kNotJoined;
+  std::int32_t not_joined = SlotMemory::kNotJoined;
   if (!member(rank).process.compare_exchange_strong(not_joined, home_.id())) {
     throw ArgumentError("rank: expected one that has not joined yet, got " + std::to_string(rank));
   }
@@ -157,12 +72,8 @@ SlotCommunicator::SlotCommunicator(std::shared_ptr<void> memory, int rank,
 
 SlotCommunicator::~SlotCommunicator() {
   if (!home_.is_this_one()) return;
-  member(rank_).process = kLeft;
-  wake_sleepers(rank_);
-}
-
-ExchangeOptions SlotCommunicator::options() const noexcept {
-  return {.time_limit = group().time_limit, .slot_length = slot_length_};
+  member(rank_).process = SlotMemory::kLeft;
+  memory_.wake_sleepers(rank_);
 }
 
 std::string SlotCommunicator::describe(std::string_view text) const {
@@ -178,7 +89,7 @@ void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
   std::size_t begin = 0;
   do {
     const auto piece = values.subspan(
-        begin, std::min(values.size() - begin, static_cast<std::size_t>(slot_length_)));
+        begin, std::min(values.size() - begin, static_cast<std::size_t>(options_.slot_length)));
     ++epoch_;
     member(rank_).lengths[epoch_ % 2] = static_cast<std::int64_t>(values.size());
     std::copy(piece.begin(), piece.end(), slot(rank_));
@@ -195,33 +106,13 @@ void SlotCommunicator::fail(std::string_view reason) noexcept {
   char text[kReasonBytes];
   std::snprintf(text, sizeof(text), "rank %d of %d failed: %.*s", rank_, size_,
                 static_cast<int>(std::min(reason.size(), sizeof(text))), reason.data());
-  record_failure(text);
-}
-
-SlotCommunicator::Group& SlotCommunicator::group() const noexcept {
-  return *static_cast<Group*>(memory_.get());
-}
-
-std::shared_ptr<void> SlotCommunicator::board_in(const std::shared_ptr<void>& memory) noexcept {
-  return {memory, static_cast<std::byte*>(memory.get()) + whole_cache_lines(sizeof(Group))};
-}
-
-SlotCommunicator::Member& SlotCommunicator::member(int rank) const noexcept {
-  std::byte* board = static_cast<std::byte*>(memory_.get()) + whole_cache_lines(sizeof(Group));
-  return reinterpret_cast<Member*>(board + CallBoard::memory_bytes(size_))[rank];
-}
-
-// The slot of the current epoch.
-double* SlotCommunicator::slot(int rank) const noexcept {
-  std::byte* slots = reinterpret_cast<std::byte*>(&member(size_));
-  const std::size_t index = 2 * static_cast<std::size_t>(rank) + epoch_ % 2;
-  return reinterpret_cast<double*>(slots + index * slot_bytes(slot_length_));
+  memory_.record_failure(text);
 }
 
 void SlotCommunicator::announce() noexcept {
-  Member& self = member(rank_);
+  SlotMemory::Member& self = member(rank_);
   self.epoch = epoch_;
-  if (self.sleepers != 0) wake_sleepers(rank_);
+  if (self.sleepers != 0) memory_.wake_sleepers(rank_);
 }
 
 void SlotCommunicator::wait_for_all() {
@@ -247,10 +138,10 @@ void SlotCommunicator::wait_for_all() {
 
 // Or until kLongestSleep: there are others to look at.
 void SlotCommunicator::sleep_until_come(int peer, milliseconds time_left) {
-  Member& awaited = member(peer);
+  SlotMemory::Member& awaited = member(peer);
   const std::uint32_t bell = awaited.bell;
   ++awaited.sleepers;
-  if (!has_come(peer) && group().failure != kWritten && awaited.process != kLeft) {
+  if (!has_come(peer) && !memory_.has_failed() && awaited.process != SlotMemory::kLeft) {
     futex_wait(awaited.bell, bell, std::min(kLongestSleep, time_left));
   }
   --awaited.sleepers;
@@ -262,7 +153,7 @@ void SlotCommunicator::tell_observer(Clock::time_point start) {
   try {
     observer->during_wait(Clock::now() - start, [this] { return where_ranks_are(); });
   } catch (...) {
-    record_failure(name_of(rank_) + " was interrupted while it waited");
+    memory_.record_failure(name_of(rank_) + " was interrupted while it waited");
     throw;
   }
 }
@@ -285,7 +176,7 @@ void SlotCommunicator::throw_if_forked() const {
 }
 
 void SlotCommunicator::throw_if_failed() const {
-  if (group().failure == kWritten) throw CommunicationError(describe(group().reason));
+  if (memory_.has_failed()) throw CommunicationError(describe(memory_.failure()));
 }
 
 // Looks at all that have not come: a peer that is only late may hide one that will not come.
@@ -295,7 +186,7 @@ void SlotCommunicator::throw_if_any_gone() {
   for (int peer = 0; peer < size_; ++peer) {
     if (has_come(peer)) continue;
     const std::int32_t process = member(peer).process;
-    const bool has_left = process == kLeft;
+    const bool has_left = process == SlotMemory::kLeft;
     const bool died = process > 0 && has_died(process, member(peer).pid_namespace);
     // It may have come in its last moment, so that the epoch is looked at after the process.
     if (!(has_left || died) || has_come(peer)) continue;
@@ -312,8 +203,8 @@ void SlotCommunicator::throw_if_any_gone() {
 
 milliseconds SlotCommunicator::time_left_or_throw(Clock::time_point start) {
   const Clock::duration waited = Clock::now() - start;
-  if (waited < group().time_limit) {
-    return std::chrono::ceil<milliseconds>(group().time_limit - waited);
+  if (waited < options_.time_limit) {
+    return std::chrono::ceil<milliseconds>(options_.time_limit - waited);
   }
   std::vector<int> missing;
   for (int peer = 0; peer < size_; ++peer) {
@@ -357,29 +248,12 @@ void SlotCommunicator::add_slots(std::span<double> sum) const noexcept {
 // sees what followed.
 template <class Error>
 void SlotCommunicator::end_with(const std::string& text) {
-  if (!record_failure(text)) {
+  if (!memory_.record_failure(text)) {
     // A peer may have died while it wrote, so that this is not waited for without an end.
-    for (int i = 0; i < kYieldsForAReason && group().failure != kWritten; ++i) sched_yield();
+    for (int i = 0; i < kYieldsForAReason && !memory_.has_failed(); ++i) sched_yield();
     throw_if_failed();
   }
   throw Error(describe(text));
-}
-
-// Whether this failure is the first of the group, which wins.
-bool SlotCommunicator::record_failure(std::string_view text) noexcept {
-  std::uint32_t none = kNone;
-  if (!group().failure.compare_exchange_strong(none, kBeingWritten)) return false;
-  const std::size_t bytes = std::min(text.size(), kReasonBytes - 1);
-  std::memcpy(group().reason, text.data(), bytes);
-  group().reason[bytes] = '\0';
-  group().failure = kWritten;
-  for (int peer = 0; peer < size_; ++peer) wake_sleepers(peer);
-  return true;
-}
-
-void SlotCommunicator::wake_sleepers(int peer) noexcept {
-  ++member(peer).bell;
-  futex_wake_all(member(peer).bell);
 }
 
 }  // namespace normscope

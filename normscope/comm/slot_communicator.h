@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,8 +11,8 @@
 #include "normscope/comm/calls.h"
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
-#include "normscope/comm/group_status.h"
 #include "normscope/comm/home_process.h"
+#include "normscope/comm/slot_memory.h"
 
 namespace normscope {
 
@@ -28,16 +26,6 @@ namespace normscope {
 // CommunicationError, and nothing that it does, its end included, reaches the group.
 class SlotCommunicator : public Communicator {
  public:
-  // Bytes of the memory of a group. Throws ArgumentError.
-  [[nodiscard]] static std::int64_t memory_bytes(int ranks, const ExchangeOptions& options);
-
-  // Makes a group in `memory` [memory_bytes(ranks, options)], aligned to 64 bytes, before any rank
-  // joins.
-  static void initialize(void* memory, int ranks, const ExchangeOptions& options);
-
-  // What can be seen of the group in `memory` without joining it.
-  [[nodiscard]] static GroupStatus look_at(const std::shared_ptr<void>& memory);
-
   ~SlotCommunicator() override;
 
   [[nodiscard]] int rank() const noexcept final { return rank_; }
@@ -50,11 +38,11 @@ class SlotCommunicator : public Communicator {
   void fail(std::string_view reason) noexcept final;
 
  protected:
-  // Joins the initialized group in `memory` as `rank`. Throws ArgumentError where there is no such
+  // Joins the group in `memory` as `rank`. Throws ArgumentError where there is no such
   // rank, or where it has joined before. `transport` must live as long as the communicator.
-  SlotCommunicator(std::shared_ptr<void> memory, int rank, std::string_view transport);
+  SlotCommunicator(SlotMemory memory, int rank, std::string_view transport);
 
-  [[nodiscard]] ExchangeOptions options() const noexcept;
+  [[nodiscard]] const ExchangeOptions& options() const noexcept { return options_; }
 
   // "shared memory: " + text.
   [[nodiscard]] std::string describe(std::string_view text) const;
@@ -69,14 +57,11 @@ class SlotCommunicator : public Communicator {
   }
 
  private:
-  struct Group;
-  struct Member;
   using Clock = std::chrono::steady_clock;
 
-  [[nodiscard]] Group& group() const noexcept;
-  [[nodiscard]] static std::shared_ptr<void> board_in(const std::shared_ptr<void>& memory) noexcept;
-  [[nodiscard]] Member& member(int rank) const noexcept;
-  [[nodiscard]] double* slot(int rank) const noexcept;
+  [[nodiscard]] SlotMemory::Member& member(int rank) const noexcept { return memory_.member(rank); }
+  // The slot of the current epoch.
+  [[nodiscard]] double* slot(int rank) const noexcept { return memory_.slot(rank, epoch_); }
 
   void announce() noexcept;
   void wait_for_all();
@@ -95,16 +80,14 @@ class SlotCommunicator : public Communicator {
 
   template <class Error>
   [[noreturn]] void end_with(const std::string& text);
-  bool record_failure(std::string_view text) noexcept;
-  void wake_sleepers(int peer) noexcept;
 
-  std::shared_ptr<void> memory_;
+  SlotMemory memory_;
   HomeProcess home_;
   int rank_;
   int size_;
   std::chrono::microseconds yield_time_;  // of a rank that waits, before it sleeps
   std::string_view transport_;
-  std::int64_t slot_length_;
+  ExchangeOptions options_;
   std::uint32_t epoch_;
   CallBoard calls_;
 };

@@ -20,11 +20,10 @@ constexpr std::align_val_t kAlignment{kCacheLine};
 struct ThreadGroup {
   ThreadGroup(int size, const ExchangeOptions& options)
       : memory(
-            ::operator new(static_cast<std::size_t>(SlotCommunicator::memory_bytes(size, options)),
-                           kAlignment),
+            ::operator new(static_cast<std::size_t>(SlotMemory::bytes(size, options)), kAlignment),
             [](void* address) { ::operator delete(address, kAlignment); }),
         parts(static_cast<std::size_t>(size)) {
-    SlotCommunicator::initialize(memory.get(), size, options);
+    SlotMemory::initialize(memory.get(), size, options);
   }
 
   std::shared_ptr<void> memory;
@@ -34,7 +33,7 @@ struct ThreadGroup {
 class ThreadCommunicator final : public SlotCommunicator {
  public:
   ThreadCommunicator(std::shared_ptr<ThreadGroup> group, int rank)
-      : SlotCommunicator(group->memory, rank, "threads"), group_(std::move(group)) {}
+      : SlotCommunicator(SlotMemory(group->memory), rank, "threads"), group_(std::move(group)) {}
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     const SubGroup sub_group = agree_on_sub_group(*this, color, key);

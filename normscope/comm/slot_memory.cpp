@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/comm/slot_memory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "normscope/comm/calls.h"
+#include "normscope/comm/futex.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+constexpr std::size_t kReasonBytes = 1024;
+
+// Their product, times two slots of 8 bytes, is far from the end of an int64.
+constexpr int kMaxRanks = 1 << 16;
+constexpr std::int64_t kMaxSlotLength = std::int64_t{1} << 30;
+
+// Group::failure.
+enum Failure : std::uint32_t { kNone, kBeingWritten, kWritten };
+
+std::size_t slot_bytes(std::int64_t slot_length) {
+  return whole_cache_lines(static_cast<std::size_t>(slot_length) * sizeof(double));
+}
+
+}  // namespace
+
+struct SlotMemory::Group {
+  int ranks;
+  std::int64_t slot_length;
+  std::chrono::milliseconds time_limit;
+  alignas(kCacheLine) std::atomic<std::uint32_t> failure = kNone;
+  char reason[kReasonBytes] = {};  // to be read where failure == kWritten
+};
+
+std::int64_t SlotMemory::bytes(int ranks, const ExchangeOptions& options) {
+  if (ranks < 1 || ranks > kMaxRanks) {
+    throw ArgumentError("ranks: expected 1 to " + std::to_string(kMaxRanks) + ", got " +
+                        std::to_string(ranks));
+  }
+  if (options.slot_length < 1 || options.slot_length > kMaxSlotLength) {
+    throw ArgumentError("slot_length: expected 1 to " + std::to_string(kMaxSlotLength) + ", got " +
+                        std::to_string(options.slot_length));
+  }
+  if (options.time_limit <= std::chrono::milliseconds::zero()) {
+    throw ArgumentError("time_limit: expected more than 0 ms, got " +
+                        std::to_string(options.time_limit.count()) + " ms");
+  }
+  const std::size_t per_rank = sizeof(Member) + 2 * slot_bytes(options.slot_length);
+  return static_cast<std::int64_t>(whole_cache_lines(sizeof(Group)) +
+                                   CallBoard::memory_bytes(ranks) +
+                                   static_cast<std::size_t>(ranks) * per_rank);
+}
+
+void SlotMemory::initialize(void* memory, int ranks, const ExchangeOptions& options) {
+  new (memory)
+      Group{.ranks = ranks, .slot_length = options.slot_length, .time_limit = options.time_limit};
+  std::byte* board = static_cast<std::byte*>(memory) + whole_cache_lines(sizeof(Group));
+  CallBoard::initialize(board, ranks);
+  std::byte* members = board + CallBoard::memory_bytes(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    new (members + static_cast<std::size_t>(rank) * sizeof(Member)) Member;
+  }
+}
+
+SlotMemory::SlotMemory(std::shared_ptr<void> memory)
+    : memory_(std::move(memory)),
+      members_(reinterpret_cast<Member*>(static_cast<std::byte*>(board().get()) +
+                                         CallBoard::memory_bytes(ranks()))),
+      slots_(reinterpret_cast<std::byte*>(members_ + ranks())),
+      slot_bytes_(slot_bytes(group().slot_length)) {}
+
+GroupStatus SlotMemory::look_at() const {
+  GroupStatus status{.calls = CallBoard(board(), 0, ranks()).read(),
+                     .processes = {},
+                     .failure = has_failed() ? failure() : ""};
+  for (int rank = 0; rank < ranks(); ++rank) status.processes.push_back(member(rank).process);
+  return status;
+}
+
+SlotMemory::Group& SlotMemory::group() const noexcept {
+  return *static_cast<Group*>(memory_.get());
+}
+
+int SlotMemory::ranks() const noexcept { return group().ranks; }
+
+ExchangeOptions SlotMemory::options() const noexcept {
+  return {.time_limit = group().time_limit, .slot_length = group().slot_length};
+}
+
+std::shared_ptr<void> SlotMemory::board() const noexcept {
+  return {memory_, static_cast<std::byte*>(memory_.get()) + whole_cache_lines(sizeof(Group))};
+}
+
+bool SlotMemory::has_failed() const noexcept { return group().failure == kWritten; }
+
+const char* SlotMemory::failure() const noexcept { return group().reason; }
+
+bool SlotMemory::record_failure(std::string_view reason) const noexcept {
+  std::uint32_t none = kNone;
+  if (!group().failure.compare_exchange_strong(none, kBeingWritten)) return false;
+  const std::size_t length = std::min(reason.size(), kReasonBytes - 1);
+  std::memcpy(group().reason, reason.data(), length);
+  group().reason[length] = '\0';
+  group().failure = kWritten;
+  for (int rank = 0; rank < ranks(); ++rank) wake_sleepers(rank);
+  return true;
+}
+
+void SlotMemory::wake_sleepers(int rank) const noexcept {
+  ++member(rank).bell;
+  futex_wake_all(member(rank).bell);
+}
+
+}  // namespace normscope
