@@ -51,7 +51,9 @@ std::string_view bytes_of(const double& number) {
 // Texts travel as numbers, six bytes in each, so that any transport that adds doubles can carry
 // them.
 constexpr std::size_t kBytesPerNumber = 6;
-constexpr std::size_t kNumbersPerText = 32;
+
+// Bytes of a text beyond which it is cut, for the sake of the message's size among many ranks.
+constexpr std::size_t kLongestText = 4096;
 
 void encode(std::string_view text, std::span<double> numbers) {
   std::size_t at = 0;
@@ -251,24 +253,31 @@ std::string Exchange::describe_here(const CallLabel& label) const {
 void Exchange::throw_mismatch(const CallLabel& label) {
   const auto ranks = static_cast<std::size_t>(communicator_->size());
   const auto own = static_cast<std::size_t>(communicator_->rank());
-  constexpr std::size_t kNumbersPerRank = kNumbersPerText + 2;
-  std::vector<double> all(ranks * kNumbersPerRank);
+  const std::string own_text = describe(label);
+  std::vector<double> lengths(ranks);
+  lengths[own] = static_cast<double>(std::min(own_text.size(), kLongestText));
+  communicator_->all_reduce_sum(lengths);
+  const auto longest = static_cast<std::size_t>(std::ranges::max(lengths));
+
+  const std::size_t numbers_per_text = (longest + kBytesPerNumber - 1) / kBytesPerNumber;
+  const std::size_t numbers_per_rank = numbers_per_text + 2;
+  std::vector<double> all(ranks * numbers_per_rank);
   const auto of_rank = [&](std::size_t rank) {
-    return std::span(all).subspan(rank * kNumbersPerRank, kNumbersPerRank);
+    return std::span(all).subspan(rank * numbers_per_rank, numbers_per_rank);
   };
-  encode(describe(label), of_rank(own).first(kNumbersPerText));
-  of_rank(own)[kNumbersPerText] = label.eps;
-  of_rank(own)[kNumbersPerText + 1] = label.momentum;
+  encode(own_text, of_rank(own).first(numbers_per_text));
+  of_rank(own)[numbers_per_text] = label.eps;
+  of_rank(own).back() = label.momentum;
   communicator_->all_reduce_sum(all);
 
   std::vector<std::string> texts;
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    texts.push_back(decode(of_rank(rank).first(kNumbersPerText)));
+    texts.push_back(decode(of_rank(rank).first(numbers_per_text)));
   }
   // Then it is what seldom differs.
   if (std::ranges::count(texts, texts[0]) == std::ssize(texts)) {
     for (std::size_t rank = 0; rank < ranks; ++rank) {
-      texts[rank] += with_numbers(of_rank(rank)[kNumbersPerText], of_rank(rank).back());
+      texts[rank] += with_numbers(of_rank(rank)[numbers_per_text], of_rank(rank).back());
     }
   }
   std::string message = "the ranks of a scope met in different calls:";

@@ -104,6 +104,20 @@ TEST_P(Mismatch, OfLayersIsNamedToEveryRank) {
   });
 }
 
+TEST_P(Mismatch, NamesLayersWithLongNamesInFull) {
+  std::string name = "backbone";
+  for (int level = 0; level < 40; ++level) name += ".stage" + std::to_string(level);
+  run([&](Exchange& exchange) {
+    CallContext context = context_of(&exchange);
+    if (is_last(exchange)) context.layer = name;
+
+    EXPECT_THAT(refusal(exchange, Layer{}, context),
+                HasSubstr(rank_line(exchange.communicator().size() - 1,
+                                    "forward of " + name + " (5 channels, scope world)")));
+    expect_usable(exchange, context_of(&exchange));
+  });
+}
+
 TEST_P(Mismatch, OfChannelsIsNamedToEveryRank) {
   run([](Exchange& exchange) {
     const Layer layer{.channels = is_last(exchange) ? 6 : 5};
