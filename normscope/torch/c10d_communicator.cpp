@@ -4,23 +4,20 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
-#include <numeric>
 #include <utility>
 #include <vector>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
-#include "normscope/comm/self_communicator.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/comm/thread_communicator.h"
 #include "normscope/core/error.h"
-#include "normscope/torch/c10d_options.h"
+#include "normscope/torch/errors.h"
 
 namespace normscope::binding {
 namespace {
@@ -40,11 +37,6 @@ bool tells_of_time_out(std::string_view text) {
          text.find("imeout") != std::string_view::npos;
 }
 
-std::string what_of(const std::exception& error) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  return torch_error ? torch_error->what_without_backtrace() : error.what();
-}
-
 // What an observer threw to end a wait.
 struct Interruption : std::exception {
   explicit Interruption(std::exception_ptr thrown) : cause(std::move(thrown)) {}
@@ -56,26 +48,6 @@ at::Tensor tensor_of_current_device(c10::DeviceType type, std::span<double> valu
   return at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
                        at::TensorOptions().dtype(at::kDouble).device(device));
 }
-
-// The ranks of a group in the options of its backend, while this lives. Backends look a part's
-// ranks up there, where a default group that is not the process's first has none, and some replace
-// them.
-class RanksOfOptions {
- public:
-  RanksOfOptions(c10d::Backend::Options& options, int size)
-      : options_(options), before_(options.global_ranks_in_group) {
-    if (!before_.empty()) return;
-    options_.global_ranks_in_group.resize(static_cast<std::size_t>(size));
-    std::iota(options_.global_ranks_in_group.begin(), options_.global_ranks_in_group.end(), 0U);
-  }
-  RanksOfOptions(const RanksOfOptions&) = delete;
-  RanksOfOptions& operator=(const RanksOfOptions&) = delete;
-  ~RanksOfOptions() { options_.global_ranks_in_group = std::move(before_); }
-
- private:
-  c10d::Backend::Options& options_;
-  std::vector<std::uint64_t> before_;
-};
 
 }  // namespace
 
@@ -278,100 +250,10 @@ C10dCommunicator::Group C10dCommunicator::group_for(const at::Tensor& sum) const
   return group;
 }
 
-std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
-  const SubGroup members = agree_on_sub_group(*this, color, key);
-  parts_ += 1;
-  if (size_ == 1) return make_self_communicator();
-  connect_devices();
-  try {
-    return make_part(members);
-  } catch (const std::exception& error) {
-    throw CommunicationError(describe("split: " + what_of(error)));
-  }
-}
-
-std::unique_ptr<Communicator> C10dCommunicator::make_part(const SubGroup& members) const {
-  const bool is_alone = members.members.size() == 1;
-  const bool splits_group = !own_ || sums_on_device_;
-  Group part;
-  if (splits_group) {
-    const Group group = group_.lock();
-    if (!group) throw CommunicationError("the process group was destroyed");
-    if (is_alone) {
-      stay_out_of_parts(*group);
-    } else {
-      part = part_of(*group, members);
-    }
-  }
-  if (is_alone) return make_self_communicator();
-  std::unique_ptr<OwnGroup> own = own_ ? own_->part(name_of_part(members), members) : nullptr;
-  if (!part) part = own->get();
-  return std::unique_ptr<Communicator>(
-      new C10dCommunicator(std::move(part), std::move(own), members, *this));
-}
-
-// NCCL's backend splits what a group's first sum on a device has made. The ranks have agreed on
-// their parts without one where the group has another backend for the host.
-void C10dCommunicator::connect_devices() {
-  if (!sums_on_device_ || host_device_ == placement_.device) return;
-  all_reduce(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(placement_.device)));
-}
-
-// What splits is the group, all of whose ranks may have to take part, also those that are alone:
-// they name ranks that they are not among.
-void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
-  const auto of_host = group.getBackend(host_device_);
-  const auto of_device = group.getBackend(placement_.device);
-  if (!own_ && of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
-  if (of_device != of_host && of_device->supportsSplitting()) {
-    (void)split_backend(*of_device, group.getStore(), {});
-  }
-}
-
-// torch's own splitGroup() would split the one backend that serves several devices once for each,
-// into parts that mistake each other's keys in the store.
-C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
-                                                  const SubGroup& members) const {
-  const auto store =
-      c10::make_intrusive<c10d::PrefixStore>(name_of_part(members), group.getStore());
-  auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
-                                                      static_cast<int>(members.members.size()));
-  const auto backend = group.getBackend(host_device_);
-  c10::intrusive_ptr<c10d::Backend> backend_of_part;
-  if (!own_) {
-    backend_of_part = split_backend(*backend, store, members.members);
-    part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
-  }
-  if (placement_.device == host_device_) return part;
-
-  const auto device_backend = group.getBackend(placement_.device);
-  const bool is_one = device_backend == backend;
-  const auto device_store = c10::make_intrusive<c10d::PrefixStore>("device", store);
-  part->setBackend(
-      placement_.device,
-      is_one ? c10d::ProcessGroup::BackendType::CUSTOM : c10d::ProcessGroup::BackendType::NCCL,
-      is_one ? backend_of_part : split_backend(*device_backend, device_store, members.members));
-  return part;
-}
-
-c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
-    c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
-    const std::vector<int>& members) const {
-  const c10::intrusive_ptr<c10d::Backend::Options> options = backend.getBackendOptions();
-  const auto copy = copy_of(*options);
-  const RanksOfOptions ranks(*options, size_);
-  return backend.split(store, members, copy ? copy : options);
-}
-
 void C10dCommunicator::fail(std::string_view reason) noexcept {
   if (!failure_.empty()) return;
   failure_ = describe("this rank has failed: " + std::string(reason));
   if (own_) own_->fail(reason);
-}
-
-// In the group's store.
-std::string C10dCommunicator::name_of_part(const SubGroup& members) const {
-  return "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
 }
 
 std::string C10dCommunicator::describe(std::string_view text) const {

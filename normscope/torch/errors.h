@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <exception>
+#include <string>
+
 #include <c10/util/Exception.h>
 
 #include "normscope/core/error.h"
@@ -19,6 +22,12 @@ decltype(auto) as_torch(const Call& call) {
   } catch (const MismatchError& error) {
     C10_THROW_ERROR(DistError, error.what());
   }
+}
+
+// An error's text, without the backtrace that torch's add.
+[[nodiscard]] inline std::string what_of(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
 
 }  // namespace normscope::binding
