@@ -4,7 +4,7 @@
 #
 #   PYTHON=python3.12       the Python that .venv is made from (3.10 or later)
 #   VENV=/path/to/env       an existing environment to use in place of .venv: nothing is installed
-#                           into it and no network is used; what it lacks is named
+#                           into it and no network is used
 #   JOBS=4                  compilers and linters at a time
 #   WERROR=ON               compiler warnings are errors
 #   NORMSCOPE_TORCH_INDEX=  the package index that torch comes from; see scripts/torch_pip_options.py
@@ -15,17 +15,18 @@ JOBS ?= $(shell nproc)
 WERROR ?= OFF
 ARGS ?=
 
+# An environment that is lent gets a build directory of its own, since CMake remembers the torch that it
+# found, and normscope beside it.
 ifeq ($(origin VENV),undefined)
   environment := .venv
   build := build/release
   stamps := .venv/stamps
-  site :=
+  install := $(environment)/bin/python -m pip install --quiet
 else
-  # One build directory an environment, since CMake remembers the torch that it found; and normscope
-  # beside it, since the environment is only lent.
   environment := $(patsubst %/,%,$(VENV))
   build := build/with$(subst /,-,$(abspath $(VENV)))
   stamps := $(build)/stamps
+  install := @: lent, not installed into:
   site := $(abspath $(build))/site
   export PYTHONPATH := $(site)
 endif
@@ -56,30 +57,19 @@ help: ## List the targets
 
 # ---- Environment -------------------------------------------------------------------------------
 
-ifeq ($(origin VENV),undefined)
-
 $(python):
+	@test "$(environment)" = .venv || \
+	  { echo "VENV: expected an environment with bin/python, got $(VENV)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "normscope needs Python 3.10 or later, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	    "Choose another with: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(environment)
+	$(install) 'pip>=25.1' # which knows dependency groups
 
-$(stamps)/torch: requirements/torch.txt | $(python)
-	$(python) -m pip install --quiet $$($(python) scripts/torch_pip_options.py) -r $<
+# The dependency group of pyproject.toml that is called so.
+$(stamps)/%: pyproject.toml | $(python)
+	$(install) --group $* $(if $(filter torch$(site),$*),$$($(python) scripts/torch_pip_options.py))
 	@mkdir -p $(@D) && touch $@
-
-$(stamps)/%: requirements/%.txt | $(python)
-	$(python) -m pip install --quiet -r $<
-	@mkdir -p $(@D) && touch $@
-
-else
-
-$(stamps)/%: requirements/%.txt
-	@test -x $(python) || { echo "VENV: expected an environment with bin/python, got $(VENV)" >&2; exit 1; }
-	$(python) scripts/require_packages.py $<
-	@mkdir -p $(@D) && touch $@
-
-endif
 
 # The same build directory serves the tests, so that nothing is compiled twice.
 $(stamps)/normscope: $(sources) $(stamps)/build $(stamps)/torch
@@ -116,7 +106,7 @@ test-python: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m "not slow" --doctest-modules --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
 
-bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/bench ## Print speed as ratios to torch and to a copy
+bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/demo ## Print speed as ratios to torch and to a copy
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
 	cmake --build $(build) --target all_reduce kernels
 	$(build)/benchmarks/all_reduce
@@ -165,16 +155,12 @@ check-mpi:
 endif
 
 # What lies between Python and the kernels of a device: tensors on the CPU pass for a device's, and the
-# CUDA kernels run on the host. A rank learns of others' mistakes later there than these tests' own files
-# for that allow.
-on_device := accuracy bad_input checkpoint double_backward empty_batch equal_bits joined_batch ops \
-  running_stats slices
+# CUDA kernels run on the host.
 check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
 	$(configure)
 	cmake --build $(build) --target normscope_torch_on_host
 	NORMSCOPE_TEST_DEVICE=cpu PYTHONPATH=$(abspath $(build))/tests/torch_on_host/site \
-	  $(pytest) -m "not slow" \
-	  $(on_device:%=tests/python/test_%.py) --junitxml=$(results)/check-device.xml
+	  $(pytest) -m "on_device and not slow" --junitxml=$(results)/check-device.xml
 	$(python) scripts/gpu_check.py --dry-run --build $(build) --output $(results)
 
 check-slow: $(stamps)/normscope $(stamps)/test
@@ -239,7 +225,7 @@ lint-formats: $(stamps)/lint
 	ruff check .
 
 # In the environment that has what the checked files import.
-lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test $(stamps)/bench
+lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 	mypy $(python_files)
 
 # Without OpenMP, whose header comes with a compiler; clang-tidy is none.

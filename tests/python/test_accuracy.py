@@ -11,6 +11,8 @@ from torch import distributed
 
 import normscope
 
+pytestmark = pytest.mark.on_device
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 SHAPES = [(7, 3), (65, 5), (4, 3, 31), (3, 4, 8, 9), (2, 33, 7, 7), (2, 3, 65, 64), (2, 3, 4, 5, 6)]

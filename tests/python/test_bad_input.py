@@ -9,6 +9,8 @@ import torch
 import normscope
 from normscope.functional import batch_norm
 
+pytestmark = pytest.mark.on_device
+
 X = torch.randn(4, 3, 5, 5)
 
 

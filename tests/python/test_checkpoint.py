@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import normscope
 
+pytestmark = pytest.mark.on_device
+
 SIZES = (2, 5)
 
 # Float64 of condition one (eps 2e-16), of the largest entry.

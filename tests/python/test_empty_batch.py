@@ -8,6 +8,8 @@ from torch import distributed
 
 import normscope
 
+pytestmark = pytest.mark.on_device
+
 Tensors = dict[str, torch.Tensor]
 
 

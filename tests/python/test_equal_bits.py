@@ -12,6 +12,8 @@ from torch import distributed
 import normscope
 from normscope import _library
 
+pytestmark = pytest.mark.on_device
+
 SAMPLES = 13
 
 # Shape behind the samples, dtype, whether channels run fastest.

@@ -11,6 +11,8 @@ from torch import distributed
 
 import normscope
 
+pytestmark = pytest.mark.on_device
+
 STEPS = 5
 
 # Of the largest entry. Both sides compute in float64 (eps 2e-16) on data of condition one.

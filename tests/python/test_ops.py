@@ -11,6 +11,8 @@ from torch import distributed
 
 import normscope
 
+pytestmark = pytest.mark.on_device
+
 X = (6, 3, 4, 5)
 
 

@@ -19,6 +19,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import normscope
 
+pytestmark = pytest.mark.on_device
+
 Tensors = dict[str, torch.Tensor]
 
 SIZES = (3, 1, 4)

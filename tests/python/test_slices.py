@@ -10,6 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import normscope
 from normscope.modules import SliceStats
 
+pytestmark = pytest.mark.on_device
+
 # Of entries of order one, in float64; both sides are off by a few roundings (eps 2e-16).
 ABSOLUTE = 1e-12
 
