@@ -33,7 +33,7 @@ cp -r tests/python "$away/tests"
 if [ -d tests/support ]; then
   cp -r tests/support "$away/tests"
 fi
-rm -f "$away"/tests/python/test_demo_*.py "$away"/tests/python/test_docs.py
+rm -f "$away"/tests/python/test_demo*.py "$away"/tests/python/test_docs.py
 
 cd "$away"
 unset PYTHONPATH

@@ -32,22 +32,21 @@ class FolderScenes:
     """
 
     def __init__(self, folder: Path, side: int) -> None:
-        pairs = _pairs(folder)
-        if len(pairs) < 2:
-            raise ValueError(f"{folder}: expected at least 2 images, got {len(pairs)}")
-        scenes = [_load(image, mask, side) for image, mask in pairs]
+        images, masks = _files_by_stem(folder / "images"), _files_by_stem(folder / "masks")
+        for what, of, others in (("a mask", "masks", masks), ("an image", "images", images)):
+            for stem in sorted(images.keys() | masks.keys()):
+                if stem not in others:
+                    lonely = images.get(stem) or masks[stem]
+                    raise ValueError(f"{lonely}: expected {what} {folder / of / stem}.*, got none")
+        if len(images) < 2:
+            raise ValueError(f"{folder}: expected at least 2 images, got {len(images)}")
+        scenes = [_load(images[stem], masks[stem], side) for stem in sorted(images)]
         self._held_out = scenes[::HELD_OUT_EVERY]
         self._training = [scene for i, scene in enumerate(scenes) if i % HELD_OUT_EVERY]
-        self._class_count = 1 + max(
-            int(scene.mask[scene.mask != VOID].max(initial=0)) for scene in scenes
-        )
-        if self._class_count < 2:
+        largest = max(int(scene.mask[scene.mask != VOID].max(initial=0)) for scene in scenes)
+        if largest < 1:
             raise ValueError(f"{folder / 'masks'}: expected a class beside 0 and {VOID}, got none")
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Background, then the numbers that the masks use."""
-        return ("background", *(str(value) for value in range(1, self._class_count)))
+        self.class_names = ("background", *(str(value) for value in range(1, largest + 1)))
 
     def training_scene(self, rng: np.random.Generator) -> Scene:
         """Draws one of the training images, and mirrors it half of the time."""
@@ -59,18 +58,6 @@ class FolderScenes:
     def held_out_scenes(self) -> list[Scene]:
         """Every fifth image, in the order of names."""
         return self._held_out
-
-
-def _pairs(folder: Path) -> list[tuple[Path, Path]]:
-    """Pairs images with masks by stem, in the order of names."""
-    images, masks = _files_by_stem(folder / "images"), _files_by_stem(folder / "masks")
-    for stem, path in images.items():
-        if stem not in masks:
-            raise ValueError(f"{path}: expected a mask {folder / 'masks' / stem}.*, got none")
-    for stem, path in masks.items():
-        if stem not in images:
-            raise ValueError(f"{path}: expected an image {folder / 'images' / stem}.*, got none")
-    return [(images[stem], masks[stem]) for stem in sorted(images)]
 
 
 def _files_by_stem(folder: Path) -> dict[str, Path]:
@@ -88,14 +75,13 @@ def _files_by_stem(folder: Path) -> dict[str, Path]:
 
 def _load(image_path: Path, mask_path: Path, side: int) -> Scene:
     image, mask = _open(image_path).convert("RGB"), _open(mask_path)
-    if len(mask.getbands()) != 1:
-        raise ValueError(
-            f"{mask_path}: expected 1 channel, got {len(mask.getbands())} (mode {mask.mode})"
-        )
+    channels = len(mask.getbands())
+    if channels != 1:
+        raise ValueError(f"{mask_path}: expected 1 channel, got {channels} (mode {mask.mode})")
     if mask.size != image.size:
         raise ValueError(
-            f"{mask_path}: expected the size of {image_path.name}, {_size(image)}, "
-            f"got {_size(mask)}"
+            f"{mask_path}: expected the size of {image_path.name}, {image.width} x {image.height}, "
+            f"got {mask.width} x {mask.height}"
         )
     labels = np.asarray(mask.resize((side, side), Image.Resampling.NEAREST)).astype(np.int64)
     if labels.min() < 0 or labels.max() > VOID:
@@ -113,7 +99,3 @@ def _open(path: Path) -> Image.Image:
         return image
     except (UnidentifiedImageError, OSError) as error:
         raise ValueError(f"{path}: expected an image, got {error}") from error
-
-
-def _size(image: Image.Image) -> str:
-    return f"{image.width} x {image.height}"

@@ -1,256 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what the scopes did: metrics.json, and report.html, one file without links."""
+"""Tells what the scopes did: a table, metrics.json, and report.html, one file without links."""
 
 from __future__ import annotations
 
 import base64
 import colorsys
-import dataclasses
 import io
 import json
-import os
 import platform
-import shlex
+import statistics
 import string
-import sys
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from PIL import Image
+from matplotlib import rc_context
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
 
 import normscope
-from chart import Series, line_chart
-from outcome_table import HEADINGS, cells, schedules, summary
-from outcomes import Outcome, Spread
-from point_chart import Mark, point_chart
-from results import Comparison
+from check import Comparison
 from scenes import VOID, Batch
-from settings import PROGRESSIVE, Settings
-from training import ESTIMATION_BATCHES
+from settings import Settings
+from train import Training
+from trainer import ESTIMATION_BATCHES
 
 # Points of a loss curve; more would draw noise.
 LOSS_POINTS = 40
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A number that each seed gave: the mean, and the standard deviation where there are several.
+
+    Example:
+        >>> f"{Spread.of([0.5, 0.6]):.3f}", f"{Spread.of([0.5]):.3f}"
+        ('0.550 ± 0.071', '0.500')
+    """
+
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        """Over at least one value; the deviation divides by their number less one."""
+        return cls(statistics.fmean(values), statistics.stdev(values) if values[1:] else None)
+
+    def __format__(self, specification: str) -> str:
+        parts = [self.mean] if self.deviation is None else [self.mean, self.deviation]
+        return " ± ".join(format(part, specification) for part in parts)
+
+
+class Outcome:
+    """All trainings of one scope, and the spread of what each of them gave."""
+
+    def __init__(self, trainings: list[Training], settings: Settings) -> None:
+        self.trainings = trainings
+        self.first = trainings[0]
+        self.scope = self.first.scope
+        self.mean_iou = Spread.of([training.mean_ious[-1] for training in trainings])
+        self.seconds = Spread.of([training.seconds for training in trainings])
+        self.synchronization_share = Spread.of([each.synchronization_share for each in trainings])
+        sizes = (settings.norm_batch_size(scope) for scope in self.first.stages.values())
+        self.norm_batch_sizes = ", ".join(map(str, sizes))
+
+    def columns(self) -> dict[str, str]:
+        """What the table says of the scope."""
+        return {
+            "scope": self.scope,
+            "processes": str(self.first.processes),
+            "images per norm batch": self.norm_batch_sizes,
+            "mean IoU": f"{self.mean_iou:.3f}",
+            "training time": f"{self.seconds:.0f} s",
+            "synchronizing": f"{self.synchronization_share:.0%}",
+            "exchanges per step": f"{self.first.exchanges_per_step:.1f}",
+            "bytes per step": f"{self.first.bytes_per_step:,.0f}",
+        }
+
+    def schedule(self) -> str:
+        """The scopes in words, with the steps at which they begin, where they change."""
+        stages = ", ".join(f"{scope} from step {step}" for step, scope in self.first.stages.items())
+        return f"{self.scope}: {stages}" if len(self.first.stages) > 1 else ""
+
+    def metrics(self) -> dict[str, object]:
+        """What a program may want to read: the spreads, and what each seed gave."""
+        trainings = [dict(vars(training)) for training in self.trainings]
+        for training in trainings:
+            del training["predictions"]
+        return {
+            "processes": self.first.processes,
+            "mean_iou": vars(self.mean_iou),
+            "seconds": vars(self.seconds),
+            "synchronization_share": vars(self.synchronization_share),
+            "exchanges_per_step": self.first.exchanges_per_step,
+            "bytes_per_step": self.first.bytes_per_step,
+            "trainings": trainings,
+        }
+
+
 class Report:
-    """Everything there is to tell; every outcome predicted the first held-out scenes."""
+    """Everything there is to tell."""
 
-    settings: Settings
-    class_names: tuple[str, ...]
-    held_out: Batch
-    comparisons: list[Comparison]
-    outcomes: list[Outcome]
-
-
-def write_metrics(report: Report, path: Path) -> None:
-    """Writes what a program may want to read. `quality` is the same for the same command."""
-    metrics = {
-        "settings": dataclasses.asdict(report.settings),
-        "versions": versions(),
-        "check": [dataclasses.asdict(comparison) for comparison in report.comparisons],
-        "scopes": {outcome.scope: _metrics(outcome) for outcome in report.outcomes},
-    }
-    path.write_text(json.dumps(metrics, indent=2) + "\n")
-
-
-def _metrics(outcome: Outcome) -> dict[str, object]:
-    """Mean and standard deviation over the seeds, and what each seed gave."""
-    spreads = {
-        "mean_iou": outcome.mean_iou,
-        "seconds": outcome.seconds,
-        "images_per_second": outcome.images_per_second,
-        "synchronization_share": outcome.synchronization_share,
-    }
-    return {
-        "processes": outcome.arrangement.processes,
-        **{name: dataclasses.asdict(spread) for name, spread in spreads.items()},
-        "bytes_per_step": outcome.bytes_per_step,
-        "trainings": [
-            {
-                "seed": training.seed,
-                "stages": [dataclasses.asdict(stage) for stage in training.stages],
-                "quality": dataclasses.asdict(training.quality),
-                "speed": dataclasses.asdict(training.speed),
-            }
-            for training in outcome.trainings
-        ],
-    }
-
-
-def versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    return {
-        "normscope": normscope.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-    }
-
-
-def write_report(report: Report, path: Path) -> None:
-    """Fills the page."""
-    template = string.Template(Path(__file__).with_name("report.template.html").read_text())
-    settings, outcomes = report.settings, report.outcomes
-    path.write_text(
-        template.substitute(
-            summary=escape(summary(outcomes)),
-            table=_html_table(outcomes),
-            schedules="".join(_schedule(schedule) for schedule in schedules(outcomes)),
-            held_out=len(report.held_out.masks),
-            estimated_from=ESTIMATION_BATCHES * settings.global_batch,
-            seeds=escape(_about_seeds(settings.seeds)),
-            legend=_legend(outcomes),
-            bytes_chart=point_chart("kB sent per step", "mean IoU", _bytes_marks(outcomes)),
-            time_chart=point_chart("seconds of training", "mean IoU", _time_marks(outcomes)),
-            iou_chart=line_chart("step", "mean IoU", [_iou_series(each) for each in outcomes]),
-            loss_chart=line_chart("step", "loss", [_loss_series(each) for each in outcomes]),
-            loss_point=_loss_point(_loss_window(settings.steps)),
-            classes=_classes(report.class_names),
-            pictures=_pictures(report),
-            comparisons=_comparisons(report.comparisons),
-            command=escape(shlex.join(["python", *sys.argv])),
-            setting=escape(
-                f"{settings.ranks} ranks, {settings.images_per_rank} images per rank, "
-                f"{settings.steps} steps, {_seeds(settings.seeds)}, {settings.device}"
-            ),
-            versions=escape(", ".join(f"{name} {text}" for name, text in versions().items())),
-        )
-    )
-
-
-def _html_table(outcomes: list[Outcome]) -> str:
-    """Turns the terminal's table on its side: a column a scope fits a phone."""
-    columns = [HEADINGS, *(cells(outcome) for outcome in outcomes)]
-    rows = [
-        f"<tr><th>{escape(heading)}</th>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for heading, *row in zip(*columns, strict=True)
-    ]
-    return f'<table class="figures">{"".join(rows)}</table>'
-
-
-def _schedule(schedule: str) -> str:
-    return f'<p class="soft">{PROGRESSIVE.capitalize()}: {escape(schedule)}.</p>'
-
-
-def _seeds(seeds: tuple[int, ...]) -> str:
-    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
-
-
-def _about_seeds(seeds: tuple[int, ...]) -> str:
-    if len(seeds) == 1:
-        return "This is one seed; another gives other numbers."
-    return (
-        f"Figures and curves are means over {len(seeds)} seeds; after ± and as bars stands the "
-        "standard deviation of one seed. Predictions are those of the first."
-    )
-
-
-def _bytes_marks(outcomes: list[Outcome]) -> list[Mark]:
-    return [
-        Mark(outcome.scope, Spread.of([outcome.bytes_per_step / 1000]), outcome.mean_iou)
-        for outcome in outcomes
-    ]
-
-
-def _time_marks(outcomes: list[Outcome]) -> list[Mark]:
-    return [Mark(outcome.scope, outcome.seconds, outcome.mean_iou) for outcome in outcomes]
-
-
-def _legend(outcomes: list[Outcome]) -> str:
-    key = '<svg viewBox="0 0 24 10"><line class="series-{}" x1="0" x2="24" y1="5" y2="5"/></svg>'
-    return "".join(
-        f"<span>{key.format(i)}{escape(outcome.scope)}, "
-        f"{outcome.norm_batch_sizes} images per norm batch</span>"
-        for i, outcome in enumerate(outcomes)
-    )
-
-
-def _iou_series(outcome: Outcome) -> Series:
-    steps = [float(step) for step in outcome.trainings[0].quality.evaluated_steps]
-    means = np.mean([training.quality.mean_ious for training in outcome.trainings], axis=0)
-    return Series(outcome.scope, list(zip(steps, means.tolist(), strict=True)))
-
-
-def _loss_series(outcome: Outcome) -> Series:
-    losses = np.mean([training.quality.losses for training in outcome.trainings], axis=0)
-    window = _loss_window(len(losses))
-    means = [
-        (float(start + window), float(losses[start : start + window].mean()))
-        for start in range(0, len(losses) - window + 1, window)
-    ]
-    return Series(outcome.scope, means)
-
-
-def _loss_window(steps: int) -> int:
-    return max(1, steps // LOSS_POINTS)
-
-
-def _loss_point(window: int) -> str:
-    return "each point one step" if window == 1 else f"each point the mean of {window} steps"
-
-
-def _comparisons(comparisons: list[Comparison]) -> str:
-    if not comparisons:
-        return "<p>No scope was trained on several ranks: nothing to compare.</p>"
-    return "".join(
-        f'<p class="{"passed" if comparison.passed else "failed"}">{escape(str(comparison))}</p>'
-        for comparison in comparisons
-    )
-
-
-def _pictures(report: Report) -> str:
-    names = ["input", "truth", *(outcome.scope for outcome in report.outcomes)]
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    palette = _palette(len(report.class_names))
-    rows = []
-    for i in range(len(report.outcomes[0].predictions)):
-        predictions = [outcome.predictions[i] for outcome in report.outcomes]
-        masks = [report.held_out.masks[i].numpy(), *predictions]
-        pictures = [
-            _photograph(report.held_out.images[i].numpy()),
-            *(palette[mask] for mask in masks),
+    def __init__(
+        self,
+        settings: Settings,
+        class_names: tuple[str, ...],
+        held_out: Batch,
+        comparisons: list[Comparison],
+        trainings: list[Training],
+    ) -> None:
+        self._settings, self._comparisons = settings, comparisons
+        self._class_names, self._held_out = class_names, held_out
+        self._outcomes = [
+            Outcome([training for training in trainings if training.scope == scope], settings)
+            for scope in dict.fromkeys(training.scope for training in trainings)
         ]
-        cells = "".join(
-            f'<td><img alt="{escape(name)}, scene {i + 1}" src="{_png(picture)}"></td>'
-            for name, picture in zip(names, pictures, strict=True)
+
+    def table(self) -> str:
+        """Formats the comparison for a terminal; below it, the schedules of scopes that change."""
+        cells = [outcome.columns() for outcome in self._outcomes]
+        rows = [list(cells[0]), *(list(each.values()) for each in cells)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        schedules = [outcome.schedule() for outcome in self._outcomes]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *filter(None, schedules)])
+
+    def save(self, folder: Path, command: str) -> None:
+        """Writes metrics.json and report.html."""
+        metrics = {
+            "settings": vars(self._settings),
+            "versions": _versions(),
+            "check": [vars(comparison) for comparison in self._comparisons],
+            "scopes": {outcome.scope: outcome.metrics() for outcome in self._outcomes},
+        }
+        (folder / "metrics.json").write_text(json.dumps(metrics, indent=2, default=str) + "\n")
+        (folder / "report.html").write_text(self._page(command))
+
+    def _page(self, command: str) -> str:
+        cells = [outcome.columns() for outcome in self._outcomes]
+        # On its side: a column a scope fits a phone.
+        rows = [[heading, *(each[heading] for each in cells)] for heading in cells[0]]
+        seeds = [training.seed for training in self._outcomes[0].trainings]
+        template = string.Template(Path(__file__).with_name("report.template.html").read_text())
+        return template.substitute(
+            summary="; ".join(
+                f"{each.mean_iou:.3f} with {each.scope} ({each.norm_batch_sizes} images)"
+                for each in sorted(self._outcomes, key=lambda outcome: -outcome.mean_iou.mean)
+            ),
+            table="".join(f"<tr><td>{'<td>'.join(row)}" for row in rows),
+            schedules="<br>".join(filter(None, (each.schedule() for each in self._outcomes))),
+            held_out=len(self._held_out.masks),
+            estimated_from=ESTIMATION_BATCHES * self._settings.global_batch,
+            seeds=f"{len(seeds)} seeds from {seeds[0]} on" if seeds[1:] else f"seed {seeds[0]}",
+            costs=_embedded(_draw_costs(self._outcomes), "svg"),
+            learning=_embedded(_draw_learning(self._outcomes), "svg"),
+            predictions=_embedded(self._draw_predictions(), "png"),
+            comparisons="".join(f"<p>{comparison}</p>" for comparison in self._comparisons)
+            or "<p>No scope was trained on several ranks: nothing to compare.</p>",
+            command=escape(command),
+            versions=", ".join(f"{name} {text}" for name, text in _versions().items()),
         )
-        rows.append(f"<tr>{cells}</tr>")
-    return f'<table class="pictures"><tr>{head}</tr>{"".join(rows)}</table>'
+
+    def _draw_predictions(self) -> Figure:
+        """The first held-out scenes, row by row; a column each for input, truth and scopes."""
+        predicted = {outcome.scope: outcome.first.predictions for outcome in self._outcomes}
+        masks = {"truth": self._held_out.masks, **predicted}
+        scenes = range(len(next(iter(predicted.values()))))
+        figure = Figure((1.5 * (len(masks) + 1), 1.6 * len(scenes) + 0.5), layout="constrained")
+        grid = figure.subplots(len(scenes), len(masks) + 1, squeeze=False)
+        for scene, (photograph, *row) in zip(scenes, grid, strict=True):
+            photograph.imshow(self._held_out.images[scene].permute(1, 2, 0).clamp(0, 1).numpy())
+            photograph.set_title("input" if scene == 0 else "")
+            for axes, (name, mask) in zip(row, masks.items(), strict=True):
+                shown = axes.imshow(mask[scene].numpy(), **_colours(len(self._class_names)))
+                axes.set_title(name if scene == 0 else "")
+        for axes in grid.flat:
+            axes.set_axis_off()
+        bar = figure.colorbar(shown, ax=grid, orientation="horizontal", aspect=60)
+        bar.set_ticks(range(len(self._class_names)), labels=self._class_names)
+        return figure
 
 
-def _classes(names: tuple[str, ...]) -> str:
-    palette = _palette(len(names))
-    return "".join(
-        f'<span><i style="background:#{bytes(palette[i]).hex()}"></i>{escape(name)}</span>'
-        for i, name in enumerate(names)
-    )
+def _colours(classes: int) -> dict[str, Any]:
+    """Background dark, void white, and a hue for each class between them."""
+    hues = (colorsys.hsv_to_rgb(i * 0.618034 % 1.0, 0.7, 0.95) for i in range(1, classes))
+    bounds = [*(i - 0.5 for i in range(classes + 1)), VOID + 0.5]
+    colours = ListedColormap([(0.15, 0.15, 0.15), *hues, (1.0, 1.0, 1.0)])
+    return {"cmap": colours, "norm": BoundaryNorm(bounds, classes + 1)}
 
 
-def _palette(class_count: int) -> npt.NDArray[np.uint8]:
-    """Colours [VOID + 1, 3]: dark background, then hues a golden angle apart, void white."""
-    colours = np.full((VOID + 1, 3), 255, np.uint8)
-    colours[0] = 38
-    for i in range(1, class_count):
-        hue, value = (i * 0.618034) % 1.0, (0.95, 0.7)[i % 2]
-        colours[i] = [round(255 * part) for part in colorsys.hsv_to_rgb(hue, 0.65, value)]
-    return colours
+def _draw_costs(outcomes: list[Outcome]) -> Figure:
+    """Mean IoU against bytes and against time; bars are one standard deviation of a seed."""
+    figure = Figure((10, 4), layout="constrained")
+    of_bytes, of_time = figure.subplots(1, 2, sharey=True)
+    for outcome in outcomes:
+        iou, seconds = outcome.mean_iou, outcome.seconds
+        style = {"yerr": iou.deviation, "fmt": "o", "label": outcome.scope, "capsize": 3}
+        of_bytes.errorbar(outcome.first.bytes_per_step / 1000, iou.mean, **style)
+        of_time.errorbar(seconds.mean, iou.mean, xerr=seconds.deviation, **style)
+    for axes in (of_bytes, of_time):
+        axes.update_datalim([(0, 0)])
+        axes.autoscale_view()
+    of_bytes.set(xlabel="kB that a rank sends per step", ylabel="mean IoU")
+    of_time.set(xlabel="seconds of training")
+    of_time.legend(loc="lower left")
+    return figure
 
 
-def _photograph(image: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Turns [3, side, side] into 8-bit pixels; light beyond the range of a screen is cut off."""
-    pixels: npt.NDArray[np.uint8] = (image * 255).round().clip(0, 255).astype(np.uint8)
-    return np.moveaxis(pixels, 0, -1)
+def _draw_learning(outcomes: list[Outcome]) -> Figure:
+    """Mean IoU and loss over the steps, means over the seeds."""
+    figure = Figure((10, 4), layout="constrained")
+    of_iou, of_loss = figure.subplots(1, 2)
+    for outcome in outcomes:
+        ious = np.mean([training.mean_ious for training in outcome.trainings], axis=0)
+        of_iou.plot(outcome.first.evaluated_steps, ious, "o-", label=outcome.scope)
+        losses = np.mean([training.losses for training in outcome.trainings], axis=0)
+        window = max(1, len(losses) // LOSS_POINTS)
+        ends = range(window, len(losses) + 1, window)
+        of_loss.plot(ends, [losses[end - window : end].mean() for end in ends])
+    of_iou.set(xlabel="step", ylabel="mean IoU on held-out scenes", ylim=(0, None))
+    of_loss.set(xlabel="step", ylabel="training loss", ylim=(0, None))
+    of_iou.legend()
+    return figure
 
 
-def _png(pixels: npt.NDArray[np.uint8]) -> str:
+def _embedded(figure: Figure, kind: str) -> str:
+    """The figure as an element of the page; the same one from the same figures."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "png")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
+        metadata = {"Date": None} if kind == "svg" else None
+        figure.savefig(buffer, format=kind, dpi=110, metadata=metadata, bbox_inches="tight")
+    mime = {"svg": "svg+xml", "png": "png"}[kind]
+    return f'<img src="data:image/{mime};base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+
+
+def _versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    ours = {"normscope": normscope.__version__, "torch": torch.__version__}
+    return {**ours, "python": platform.python_version(), "machine": platform.machine()}

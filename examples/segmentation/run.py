@@ -8,35 +8,32 @@ processes, and per scope a progress bar. At the end a table, and report.html in 
 from __future__ import annotations
 
 import argparse
+import itertools
+import shlex
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
-from launch import RanksFailedError, launch
-from outcome_table import table
-from outcomes import Outcome
-from report import Report, write_metrics, write_report
-from results import CHECK_FILE, Comparison, load_comparisons
-from scenes import held_out_batch
-from settings import PROGRESSIVE, Arrangement, Settings, arrange, default_scopes
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-SETTINGS_FILE = "settings.json"
+from check import compare
+from processes import cores, start_ranks
+from report import Report
+from scenes import Batch
+from settings import PROGRESSIVE, Settings, add_arguments, positive
+from train import train
+
+CHECK_FAILED = 1
+REFUSED = 2
 
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--ranks", type=_positive, default=4, help="number of processes (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--images-per-rank",
-        type=_positive,
-        default=2,
-        help="images that one rank trains on in a step; with 1, local cannot train "
-        "(default: %(default)s)",
-    )
+    add_arguments(parser)
     parser.add_argument(
         "--scopes",
         nargs="+",
@@ -47,20 +44,8 @@ def parse_arguments() -> argparse.Namespace:
         "more ranks than 2 and an even number)",
     )
     parser.add_argument(
-        "--steps",
-        type=_positive,
-        default=700,
-        help="optimizer steps a scope (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the first weights and of the scenes (default: %(default)s)",
-    )
-    parser.add_argument(
         "--thorough",
-        type=_positive,
+        type=positive,
         nargs="?",
         const=5,
         default=1,
@@ -69,84 +54,47 @@ def parse_arguments() -> argparse.Namespace:
         "and standard deviation (without a number: %(const)s seeds)",
     )
     parser.add_argument(
-        "--device", choices=["cpu"], default="cpu", help="where to train (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="folder of your own pictures, DIR/images and DIR/masks with the same stems (default: "
-        "digits on photographs)",
-        metavar="DIR",
-    )
-    parser.add_argument(
         "--output",
         type=Path,
         default=Path(__file__).with_name("output"),
         metavar="DIR",
         help="folder for report.html and metrics.json (default: %(default)s)",
     )
-    parser.add_argument("--port", type=_positive, help="where ranks meet (default: a free one)")
     return parser.parse_args()
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
+def run_rank(rank: int, settings: Settings, scopes: list[str], seeds: range, output: Path) -> None:
+    """One rank's part: the check, every scope from every seed; rank 0 reports.
 
-
-def run(settings: Settings, arrangements: list[Arrangement], output: Path, port: int | None) -> int:
-    """Checks, trains every scope, and reports.
-
-    Returns:
-        0 if the check passed, else 1.
+    Scopes follow each other under each seed, so that a machine that grows slower meanwhile is
+    slower for all of them.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    settings.save(output / SETTINGS_FILE)
-    passed_on = [f"--settings={output / SETTINGS_FILE}", f"--output={output}"]
-    comparisons = check(settings, arrangements, passed_on, output, port)
-    train(arrangements, passed_on, port)
-    outcomes = [Outcome.load(output, each, settings.seeds) for each in arrangements]
     source = settings.source()
-    report = Report(settings, source.class_names, held_out_batch(source), comparisons, outcomes)
-    write_metrics(report, output / "metrics.json")
-    write_report(report, output / "report.html")
-    print(f"\n{table(outcomes)}\n\nPictures and curves: {output / 'report.html'}")
-    if not all(comparison.passed for comparison in comparisons):
-        print("run.py: the check failed, see above", file=sys.stderr)
-        return 1
-    return 0
-
-
-def check(
-    settings: Settings,
-    arrangements: list[Arrangement],
-    passed_on: list[str],
-    output: Path,
-    port: int | None,
-) -> list[Comparison]:
-    """Compares ranks with one process, for the scopes that will be trained on several ranks."""
-    scopes = [
-        arrangement.scope
-        for arrangement in arrangements
-        if arrangement.processes > 1 and arrangement.scope != PROGRESSIVE
-    ]
-    if not scopes:
-        return []
-    print(f"Check: {settings.ranks} ranks against one process ...", flush=True)
-    launch("check.py", settings.ranks, [*passed_on, f"--scopes={','.join(scopes)}"], port)
-    comparisons = load_comparisons(output / CHECK_FILE)
-    for comparison in comparisons:
-        print(comparison, flush=True)
-    return comparisons
-
-
-def train(arrangements: list[Arrangement], passed_on: list[str], port: int | None) -> None:
-    """Trains every scope from every seed, with one start for each number of processes."""
-    for processes in dict.fromkeys(arrangement.processes for arrangement in arrangements):
-        scopes = [each.scope for each in arrangements if each.processes == processes]
-        launch("train.py", processes, [*passed_on, f"--scopes={','.join(scopes)}"], port)
+    held_out = Batch.of(source.held_out_scenes())
+    comparisons = []
+    for scope in scopes:
+        if not scope.startswith("slices") and scope != PROGRESSIVE:
+            comparison = compare(source, settings, seeds[0], scope, rank)
+            if comparison is not None:
+                print(comparison, flush=True)
+                comparisons.append(comparison)
+    everyone, alone = dist.new_group(), dist.new_group([0])
+    trainings = []
+    for seed, scope in itertools.product(seeds, scopes):
+        if not scope.startswith("slices"):
+            share, group = settings.share(rank), everyone
+        elif rank == 0:
+            share, group = range(settings.global_batch), alone
+        else:
+            continue  # to the next scope, where the others wait for rank 0
+        torch.set_num_threads(max(1, cores() // dist.get_world_size(group)))
+        trainings.append(train(source, held_out, settings, seed, scope, share, group))
+    if rank == 0:
+        report = Report(settings, source.class_names, held_out, comparisons, trainings)
+        report.save(output, shlex.join(["python", *sys.argv]))
+        print(f"\n{report.table()}\n\nPictures and curves: {output / 'report.html'}")
+        if not all(comparison.passed for comparison in comparisons):
+            sys.exit(CHECK_FAILED)
 
 
 def leave_on_signals() -> None:
@@ -166,26 +114,23 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 def main() -> int:
     """Runs the demo as the command line asks."""
+    given = parse_arguments()
     leave_on_signals()
-    arguments = parse_arguments()
     try:
-        settings = Settings(
-            ranks=arguments.ranks,
-            images_per_rank=arguments.images_per_rank,
-            steps=arguments.steps,
-            seeds=tuple(range(arguments.seed, arguments.seed + arguments.thorough)),
-            device=arguments.device,
-            data=None if arguments.data is None else str(arguments.data.resolve()),
-        )
-        scopes = arguments.scopes or default_scopes(settings.ranks)
-        arrangements = dict.fromkeys(
-            arrange(scope, settings.ranks, settings.images_per_rank) for scope in scopes
-        )
+        settings = Settings.of(given)
+        wanted = given.scopes or settings.default_scopes()
+        scopes = list(dict.fromkeys(settings.scope(scope) for scope in wanted))
         settings.source()  # A malformed folder ends the run here, before any rank starts.
-        return run(settings, list(arrangements), arguments.output, arguments.port)
-    except (ValueError, RanksFailedError) as error:
+        given.output.mkdir(parents=True, exist_ok=True)
+        seeds = range(given.seed, given.seed + given.thorough)
+        start_ranks(run_rank, settings.ranks, settings, scopes, seeds, given.output)
+    except (ValueError, ProcessRaisedException, ProcessExitedException) as error:
+        if isinstance(error, ProcessExitedException) and error.exit_code == CHECK_FAILED:
+            print("run.py: the check failed, see above", file=sys.stderr)
+            return CHECK_FAILED
         print(f"run.py: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
+    return 0
 
 
 if __name__ == "__main__":

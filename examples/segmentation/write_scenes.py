@@ -15,22 +15,22 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from scenes import Batch, SceneSource, held_out_batch, training_batch
-from settings import SIDE, Settings
+from scenes import Batch, training_batch
+from settings import SIDE, Settings, add_arguments
 
 MAGIC = b"SCENES01"
 
 
-def write_scenes(source: SceneSource, settings: Settings, path: Path) -> None:
-    """Writes the scenes that the first of the seeds draws, and those held out."""
-    held_out = held_out_batch(source)
+def write_scenes(settings: Settings, seed: int, path: Path) -> None:
+    """Writes the scenes that a seed draws, and those held out."""
+    source = settings.source()
+    held_out = Batch.of(source.held_out_scenes())
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         header = [settings.steps, settings.global_batch, SIDE, len(source.class_names)]
         file.write(MAGIC + np.array([*header, len(held_out.images)], np.int64).tobytes())
         for step in tqdm(range(settings.steps), desc=str(path), unit=" steps"):
-            indices = range(settings.global_batch)
-            _write(file, training_batch(source, settings.seeds[0], step, indices))
+            _write(file, training_batch(source, seed, step, range(settings.global_batch)))
         _write(file, held_out)
 
 
@@ -43,17 +43,9 @@ def main() -> None:
     """Writes the file that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path, help="what to write")
-    parser.add_argument(
-        "--steps", type=int, default=700, help="optimizer steps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--global-batch", type=int, default=8, help="scenes a step (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the scenes (default: %(default)s)")
-    parser.add_argument("--data", help="folder of your own pictures, as run.py takes it")
+    add_arguments(parser)
     given = parser.parse_args()
-    settings = Settings(1, given.global_batch, given.steps, (given.seed,), "cpu", given.data)
-    write_scenes(settings.source(), settings, given.file)
+    write_scenes(Settings.of(given), given.seed, given.file)
 
 
 if __name__ == "__main__":

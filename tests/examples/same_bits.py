@@ -39,14 +39,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="that the program has")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="and what starts it")
     given = parser.parse_args()
-    batch = f"--global-batch={given.ranks * IMAGES_PER_RANK}"
+    batch = (f"--ranks={given.ranks}", f"--images-per-rank={IMAGES_PER_RANK}")
     with tempfile.TemporaryDirectory() as folder:
         scenes = str(Path(folder) / "scenes")
-        run(sys.executable, str(DEMO / "write_scenes.py"), scenes, f"--steps={STEPS}", batch)
+        run(sys.executable, str(DEMO / "write_scenes.py"), scenes, f"--steps={STEPS}", *batch)
         of_program = run(
             *given.program, f"--scenes={scenes}", f"--steps={STEPS}", f"--scope={given.scope}"
         )
-    first_step = [str(DEMO / "first_step.py"), f"--ranks={given.ranks}", batch]
+    first_step = [str(DEMO / "first_step.py"), *batch]
     of_python = run(sys.executable, *first_step, f"--scope={given.scope}")
     same = statistics(of_program) == statistics(of_python)
     if not same:

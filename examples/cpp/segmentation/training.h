@@ -12,7 +12,7 @@
 #include "segmentation/scenes.h"
 
 // One rank's part in training the segmentation network: its share of each global batch; together
-// the shares train as one process would. The same as examples/segmentation/training.py.
+// the shares train as one process would. The same as examples/segmentation/trainer.py.
 class Trainer {
  public:
   // `scope` is spelled as a normscope::Scope, or "progressive". All ranks get the parameters that
@@ -21,8 +21,8 @@ class Trainer {
   Trainer(const std::string& scenes, const std::string& scope, std::uint64_t seed,
           std::int64_t steps, const normscope::RankGroup& group);
 
-  // Takes optimizer step number `step`. This share's part of the global batch's loss; the parts of
-  // all shares add up to it.
+  // Takes optimizer step number `step`. This share's loss; the mean over all shares is the global
+  // batch's.
   double step(std::int64_t step);
 
   // Mean intersection over union on the scenes that were held out, with the running statistics as
@@ -38,9 +38,6 @@ class Trainer {
   [[nodiscard]] std::string scope() const { return scopes_.scope().str(); }
 
  private:
-  // The weight of the global batch's pixels.
-  [[nodiscard]] at::Tensor global_weight(const at::Tensor& masks);
-
   SceneFile scenes_;
   const normscope::RankGroup& group_;
   std::int64_t steps_;
