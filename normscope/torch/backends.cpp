@@ -100,7 +100,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const Scope& scope
       .weight = contiguous(op.weight),
       .bias = contiguous(op.bias),
       .y = y,
-      .statistics = at::empty({slices, 3, op.x.size(1)}, wide(op.x)),
+      .statistics = at::empty({slices, 3, op.x.size(1)}, float64_options(op.x)),
       .arguments = {},
   };
   const RunningUpdate running = running_update(op);
@@ -242,7 +242,7 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
       prepare_or_fail(exchange, [&] { return prepare_double_backward(op); });
 
   const SecondGradients all = empty_second_gradients(x);
-  const at::Tensor weight_total = at::zeros({x.size(1)}, wide(x));
+  const at::Tensor weight_total = at::zeros({x.size(1)}, float64_options(x));
   const std::vector<at::Tensor> all_dy = all.dy.chunk(op.statistics.size(0));
   const std::vector<at::Tensor> all_x = all.x.chunk(op.statistics.size(0));
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {

@@ -32,7 +32,7 @@ void CallSite::prepare(const at::Tensor& x, std::int64_t slices) {
   const std::int64_t channels = x.size(1);
   device_.kernels = &device_kernels_for(x);
   device_.stream = current_stream(x);
-  workspace_ = at::empty({workspace_size(channels, slices)}, wide(x));
+  workspace_ = at::empty({workspace_size(channels, slices)}, float64_options(x));
   device_.workspace = workspace_.mutable_data_ptr<double>();
   scratch_ = device_scratch(x, device_scratch_size(channels, slices), device_);
   device_.scratch = scratch_.mutable_data_ptr<double>();

@@ -30,7 +30,7 @@ at::Tensor new_scratch(const at::Tensor& x, std::int64_t size, const DeviceKerne
               "x: expected a tensor on a device that this build of normscope has "
               "kernels for (NORMSCOPE_CUDA_ARCHITECTURES), got one on ",
               x.device());
-  return at::zeros({size}, wide(x));
+  return at::zeros({size}, float64_options(x));
 }
 
 }  // namespace

@@ -15,17 +15,17 @@ namespace {
 // The rows of sums(), by the formulas of docs/numerics.md.
 enum Row { kDy, kDyXhat, kA, kAXhat, kADy, kBDy, kBDyXhat };
 
-at::Tensor wide(const at::Tensor& tensor) { return tensor.to(at::kDouble); }
+at::Tensor to_float64(const at::Tensor& tensor) { return tensor.to(at::kDouble); }
 
 }  // namespace
 
 DoubleBackward::DoubleBackward(const DoubleBackwardArguments& arguments)
-    : x_(wide(arguments.x)), dy_(wide(arguments.dy)) {
+    : x_(to_float64(arguments.x)), dy_(to_float64(arguments.dy)) {
   const at::Tensor zeros = at::zeros({x_.size(1)}, x_.options());
   const auto parameter = [&](const OptionalTensor& tensor, const at::Tensor& otherwise) {
-    return along_channels(tensor ? wide(*tensor) : otherwise);
+    return along_channels(tensor ? to_float64(*tensor) : otherwise);
   };
-  a_ = arguments.grad_dx ? wide(*arguments.grad_dx) : at::zeros_like(x_);
+  a_ = arguments.grad_dx ? to_float64(*arguments.grad_dx) : at::zeros_like(x_);
   b_ = parameter(arguments.grad_dweight, zeros);
   c_ = parameter(arguments.grad_dbias, zeros);
   weight_ = parameter(arguments.weight, at::ones_like(zeros));

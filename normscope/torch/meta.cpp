@@ -23,7 +23,8 @@ c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
   const std::int64_t wanted = checked(op, parsed_scope(op.call.scope)).slices_wanted;
   const c10::SymInt slices = symbolic_slice_count(op.x.sym_size(0), wanted);
-  return {empty_output(op.x), at::empty_symint({slices, 3, op.x.sym_size(1)}, wide(op.x))};
+  return {empty_output(op.x),
+          at::empty_symint({slices, 3, op.x.sym_size(1)}, float64_options(op.x))};
 }
 
 GradientTensors backward(const BackwardOpArguments& op) {

@@ -15,7 +15,7 @@ at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& chan
 
 }  // namespace
 
-at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
+at::TensorOptions float64_options(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
 
 Gradients::Gradients(const at::Tensor& x, const WantedGradients& wanted)
     : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),

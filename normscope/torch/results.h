@@ -11,7 +11,7 @@ namespace normscope::binding {
 // What the ops answer, not filled yet: alike on every device, and on Meta, which has no storage.
 
 // The options of what is computed in float64 beside x.
-[[nodiscard]] at::TensorOptions wide(const at::Tensor& x);
+[[nodiscard]] at::TensorOptions float64_options(const at::Tensor& x);
 
 // What backward answers; empty tensors where a gradient is not wanted. A parameter's is float32, or
 // float64 for float64 inputs: autograd rounds it to the parameter's own type.
