@@ -182,7 +182,10 @@ void C10dCommunicator::wait_for(c10d::Work& work) {
       work.wait(kPause);
       return;
     } catch (const std::exception&) {
-      if (work.isCompleted()) throw;
+      if (work.isCompleted()) {
+        work.wait();  // throws what it ended with: it may have ended since the wait gave up
+        return;
+      }
     }
     look_up(std::chrono::steady_clock::now() - begin, looks);
   }

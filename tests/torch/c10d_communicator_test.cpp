@@ -348,6 +348,39 @@ TEST(C10dCommunicator, SumsOnTheCallersStreamWithoutAWork) {
       "nccl");
 }
 
+// Ends after a wait for it has given up, and before anybody can ask whether it has ended.
+class EndsBehindAWait final : public c10d::Work {
+ public:
+  bool wait(std::chrono::milliseconds limit) override {
+    if (!isCompleted()) {
+      finish();
+      TORCH_CHECK(false, "Operation timed out!");
+    }
+    return Work::wait(limit);
+  }
+};
+
+class BackendBehindAWait final : public StoreBackend {
+ public:
+  using StoreBackend::StoreBackend;
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    (void)StoreBackend::allreduce(tensors, options);
+    return c10::make_intrusive<EndsBehindAWait>();
+  }
+};
+
+TEST(C10dCommunicator, ASumThatEndsBehindALookIsASum) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  spawn_threads(2, [&](int rank) {
+    const Group group = group_of(store, c10::make_intrusive<BackendBehindAWait>(store, rank, 2));
+    C10dCommunicator communicator(group);
+
+    EXPECT_EQ(exchanged_sum(communicator, rank + 1.0), 3.0);
+  });
+}
+
 TEST(C10dCommunicator, RanksThatAreAllAloneNeedNoBackendThatSplits) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   spawn_threads(3, [&](int rank) {
