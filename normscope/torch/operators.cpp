@@ -8,6 +8,8 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/group_status.h"
+#include "normscope/core/header.h"
+#include "normscope/core/limbs.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
@@ -36,6 +38,11 @@ std::string name_of_default_kernels() { return std::string(default_kernels().nam
 std::string cuda_support() {
   if (device_kernels() == nullptr) return "not built";
   return device_kernels()->can_run() ? "built" : "built, but no device can run it";
+}
+
+// That a rank sends in a forward or a backward of so many channels.
+std::int64_t message_bytes(std::int64_t channels) {
+  return (limbs_size(channels) + kHeaderSize) * static_cast<std::int64_t>(sizeof(double));
 }
 
 std::string status(std::int64_t process) {
@@ -89,6 +96,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
+  m.def("message_bytes(int channels) -> int", &message_bytes);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
   m.def("transport(str group_name) -> str", &transport_of);

@@ -2,18 +2,21 @@
 """Batch normalization whose statistics have a scope that the user chooses."""
 
 from normscope import _library, _own_groups, functional
+from normscope.adaptive import AdaptiveScope
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.faults import fail_fast, status
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
+from normscope.recommendation import ScopePlan, recommend_scopes
 from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
 from normscope.uneven import empty_batch_like, joined
 
 __all__ = [
+    "AdaptiveScope",
     "BatchNorm",
     "BatchNorm1d",
     "BatchNorm2d",
@@ -21,6 +24,7 @@ __all__ = [
     "CommunicationCounters",
     "ProgressiveScope",
     "Scope",
+    "ScopePlan",
     "checkpoint_context",
     "communication_counters",
     "convert",
@@ -30,6 +34,7 @@ __all__ = [
     "fail_fast",
     "functional",
     "joined",
+    "recommend_scopes",
     "revert",
     "set_scope",
     "status",

@@ -37,6 +37,7 @@ know_process_group = cast("Callable[[str], None]", _ops.know_process_group.defau
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )
+message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
 version = cast("Callable[[], str]", _ops.version.default)
 
 

@@ -61,7 +61,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     group = _process_group.in_use(process_group)
     if group is None or group.size() == 1:
         return
-    with _peers_told(group):
+    with peers_told(group):
         layers = _layers_with_statistics(model)
     name = "sync_running_stats"
     _check_agreement(name, layers, group)
@@ -108,11 +108,11 @@ def estimate_running_stats(
     """
     group = _process_group.in_use(process_group)
     name = "estimate_running_stats"
-    with _peers_told(group):
+    with peers_told(group):
         layers = _layers_with_statistics(model)
     if group is not None:
         _check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
-    with _peers_told(group):
+    with peers_told(group):
         own = _moments_of_inputs(model, layers, batches)
     ranks = [own] if group is None else _gather(name, layers, own, group)
     for (_, layer), *moments in zip(layers, *ranks, strict=True):
@@ -167,7 +167,7 @@ def _layers_with_statistics(model: torch.nn.Module) -> NamedLayers:
 
 
 @contextmanager
-def _peers_told(group: ProcessGroup | None) -> Iterator[None]:
+def peers_told(group: ProcessGroup | None) -> Iterator[None]:
     """An exception of this rank alone ends the wait of the others."""
     try:
         yield
@@ -273,7 +273,7 @@ def _moments_of_inputs(
     hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in seen]
     try:
         # A graph that was compiled before would not call the hooks.
-        with _batch_statistics(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with batch_statistics(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for batch in batches:
                 model(*batch) if isinstance(batch, tuple) else model(batch)
     finally:
@@ -289,7 +289,7 @@ def _no_elements(layer: _BatchNorm) -> _Moments:
 
 
 @contextmanager
-def _batch_statistics(model: torch.nn.Module) -> Iterator[None]:
+def batch_statistics(model: torch.nn.Module) -> Iterator[None]:
     """Batch normalization in training mode; then the modes and running statistics of before."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     modes = [norm.training for norm in norms]

@@ -104,8 +104,8 @@ class ProgressiveScope:
         self._milestones = list(milestones)
         _check_milestones(self._scopes, self._milestones)
         self._model = model
-        self._include = _kept(include)
-        self._exclude = _kept(exclude)
+        self._include = kept(include)
+        self._exclude = kept(exclude)
         self._last_step = 0
         self._apply()
 
@@ -199,6 +199,6 @@ def _doubling_scopes(ranks: int) -> list[str]:
     return ["local", *groups, *(["world"] if ranks > 1 else [])]
 
 
-def _kept(patterns: Patterns | None) -> Patterns | None:
+def kept(patterns: Patterns | None) -> Patterns | None:
     """Patterns that can be read more than once."""
     return patterns if patterns is None or isinstance(patterns, str) else tuple(patterns)

@@ -19,7 +19,13 @@ import draw_scopes
 import normscope
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/scopes.md", "docs/migrating.md", "docs/faults.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/scopes.md",
+    "docs/recommending.md",
+    "docs/migrating.md",
+    "docs/faults.md",
+)
 
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
@@ -29,8 +35,9 @@ SAMPLES = 2  # of each rank
 
 
 @pytest.fixture
-def world_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """What torchrun tells its processes; a document may or may not initialize the group."""
+    monkeypatch.chdir(tmp_path)  # it may write files
     # Port 0: any that is free.
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in environment.items():

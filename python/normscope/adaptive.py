@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scopes that follow what is measured while a model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from normscope import _library, _process_group
+from normscope._layers import Patterns, named_layers
+from normscope.independent_values import PartMoments, relative_noise
+from normscope.modules import BatchNorm
+from normscope.recommendation import DEFAULT_INDEPENDENT_VALUES
+from normscope.schedule import kept
+from normscope.scope import Scope
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
+
+# Weight of a new measurement in the average of those before.
+_MOMENTUM = 0.3
+
+# A scope is left for a narrower one where that reaches this multiple of the wanted number.
+_HYSTERESIS = 1.5
+
+
+class AdaptiveScope:
+    """Scopes of layers that are measured again and again, and change where they must.
+
+    Beside :class:`ProgressiveScope` and in its manner: made before the first step, ``step()`` after
+    each step of the optimizer, on every rank; its state belongs into a checkpoint. All layers begin
+    with ``world``. In every ``every``-th step the ranks exchange the moments of what the layers
+    were given, in one small exchange, and each layer gets the narrowest scope whose norm batch is
+    worth the wanted number of independent values, as :func:`recommend_scopes` measures it. A layer
+    becomes wider as soon as it must, and narrower only where the number is exceeded by half. All
+    ranks always agree: they follow rank 0.
+
+    The moments are those of a training's own forwards, so that a probing step costs no other
+    forward; a compiled graph does not show its layers' inputs, and is not measured.
+
+    Args:
+        model: A model with layers of normscope (of DistributedDataParallel, its ``module``).
+        independent_values: That a norm batch should be worth, at least 2.
+        every: Steps from one measurement to the next; the first is at the first step.
+        include: Patterns of qualified names, as for :func:`set_scope`.
+        exclude: As for :func:`set_scope`; such layers keep their scope.
+        process_group: The ranks that the layers' ``world`` means; None for the default group, or
+            for one rank where there is none, which leaves nothing to choose.
+
+    Raises:
+        ValueError: If the wanted number or ``every`` is too small, or for a reason of
+            :func:`set_scope`.
+
+    Example:
+        >>> from normscope import BatchNorm1d
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), BatchNorm1d(8))
+        >>> scopes = AdaptiveScope(model, every=50)
+        >>> model(torch.randn(16, 4)).sum().backward()
+        >>> scopes.step()
+        >>> scopes.scopes
+        {'1': Scope(text='world')}
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        independent_values: float = DEFAULT_INDEPENDENT_VALUES,
+        every: int = 100,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        if not independent_values >= 2:
+            raise ValueError(f"independent_values: expected at least 2, got {independent_values}")
+        if every < 1:
+            raise ValueError(f"every: expected at least 1, got {every}")
+        self._layers = dict(named_layers(model, BatchNorm, kept(include), kept(exclude)))
+        if not self._layers:
+            raise ValueError(
+                "model: expected layers of normscope (normscope.convert makes them), got "
+                f"{type(model).__qualname__}, which has none"
+            )
+        self._wanted = float(independent_values)
+        self._every = every
+        self._group = _process_group.in_use(process_group)
+        self._ranks = 1 if self._group is None else self._group.size()
+        self._sizes = [size for size in range(1, self._ranks) if self._ranks % size == 0]
+        self._last_step = 0
+        self._noise: dict[str, list[float]] = {}
+        self._history: list[tuple[int, dict[str, str]]] = []
+        self._moments: dict[str, PartMoments] = {}
+        self._hooks: list[RemovableHandle] = []
+        for layer in self._layers.values():
+            layer.scope = Scope.world()
+        self._note()
+        self._watch_if_due()
+
+    @property
+    def scopes(self) -> dict[str, Scope]:
+        """The scope that each layer has now."""
+        return {name: layer.scope for name, layer in self._layers.items()}
+
+    @property
+    def history(self) -> list[tuple[int, dict[str, str]]]:
+        """The scopes of all layers at the step from which on they had them, change by change."""
+        return list(self._history)
+
+    @property
+    def independent_values(self) -> dict[str, float]:
+        """What a norm batch of one rank was worth when it was last measured, layer by layer."""
+        return {name: 2 / noise[0] for name, noise in self._noise.items() if noise[0] > 0}
+
+    def step(self) -> None:
+        """Count a step of the training; in a probing one, measure and choose."""
+        if self._hooks:
+            self._forget_hooks()
+            self._measure()
+            self._choose()
+        self._last_step += 1
+        self._watch_if_due()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the training is, what was measured, and the scopes of the layers."""
+        return {
+            "last_step": self._last_step,
+            "noise": {name: list(values) for name, values in self._noise.items()},
+            "scopes": {name: str(scope) for name, scope in self.scopes.items()},
+            "history": [(step, dict(scopes)) for step, scopes in self._history],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: If it is not the state of such a model's layers.
+        """
+        scopes = state_dict.get("scopes")
+        if not isinstance(scopes, Mapping) or set(scopes) != set(self._layers):
+            raise ValueError(
+                f"state_dict: expected scopes of {', '.join(self._layers)}, got {scopes!r}"
+            )
+        self._last_step = int(state_dict["last_step"])
+        # Of as many ranks only: there are other candidates elsewhere.
+        self._noise = {
+            name: list(values)
+            for name, values in state_dict["noise"].items()
+            if len(values) == len(self._sizes)
+        }
+        self._history = [(step, dict(of_step)) for step, of_step in state_dict["history"]]
+        for name, scope in scopes.items():
+            self._layers[name].scope = scope
+        self._forget_hooks()
+        self._watch_if_due()
+
+    def _watch_if_due(self) -> None:
+        if self._ranks == 1 or self._last_step % self._every != 0:
+            return
+        self._moments = {}
+        for name, layer in self._layers.items():
+            self._hooks.append(layer.register_forward_pre_hook(self._look(name), with_kwargs=True))
+
+    def _look(self, name: str) -> Any:  # noqa: ANN401 - a hook
+        def look(layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if layer.training:
+                self._moments[name] = PartMoments.of(args[0] if args else kwargs["input"])
+
+        return look
+
+    def _forget_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _measure(self) -> None:
+        """One exchange for all layers; a layer that a rank gave no input keeps what it had."""
+        assert self._group is not None
+        message = []
+        for name, layer in self._layers.items():
+            moments = self._moments.get(name)
+            if moments is None:
+                message.append(torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64))
+            else:
+                fields = (moments.counts, moments.means, moments.variances)
+                message += [field.flatten() for field in fields]
+        self._moments = {}
+        rows = _library.gather(torch.cat(message), self._group.group_name, "AdaptiveScope")
+        begin = 0
+        for name, layer in self._layers.items():
+            channels = layer.num_features
+            counts, means, variances = rows[:, begin : begin + 1 + 2 * channels].split(
+                [1, channels, channels], dim=1
+            )
+            begin += 1 + 2 * channels
+            ranks = PartMoments(counts.T, means[None], variances[None])
+            if int((counts > 0).sum()) < self._ranks:
+                continue
+            new = [relative_noise(ranks.joined(size), layer.eps) for size in self._sizes]
+            old = self._noise.get(name, new)
+            self._noise[name] = [
+                before + _MOMENTUM * (now - before) for before, now in zip(old, new, strict=True)
+            ]
+
+    def _choose(self) -> None:
+        """By rank 0's numbers: two processors may round them apart."""
+        assert self._group is not None
+        own = [self._choice(name, layer) for name, layer in self._layers.items()]
+        rows = _library.gather(
+            torch.tensor(own, dtype=torch.float64), self._group.group_name, "AdaptiveScope, choice"
+        )
+        for layer, size in zip(self._layers.values(), rows[0].long().tolist(), strict=True):
+            layer.scope = _scope_of(size, self._ranks)
+        self._note()
+
+    def _choice(self, name: str, layer: BatchNorm) -> int:
+        """Ranks that are to share."""
+        now = next(
+            (size for size in self._sizes if layer.scope == _scope_of(size, self._ranks)),
+            self._ranks,
+        )
+        noise = self._noise.get(name)
+        if noise is None:
+            return now
+        for size, squared_error in zip(self._sizes, noise, strict=True):
+            wanted = self._wanted * (_HYSTERESIS if size < now else 1)
+            if squared_error * wanted <= 2:
+                return size
+        return self._ranks
+
+    def _note(self) -> None:
+        scopes = {name: str(scope) for name, scope in self.scopes.items()}
+        if not self._history or self._history[-1][1] != scopes:
+            # A choice is made after the step that it was measured in.
+            self._history.append((self._last_step + 1 if self._history else 0, scopes))
+
+
+def _scope_of(size: int, ranks: int) -> Scope:
+    if size == 1:
+        return Scope.local()
+    return Scope.world() if size == ranks else Scope.group(size)
