@@ -57,15 +57,14 @@ class Spread:
 class Outcome:
     """All trainings of one scope, and the spread of what each of them gave."""
 
-    def __init__(self, trainings: list[Training], settings: Settings) -> None:
+    def __init__(self, trainings: list[Training]) -> None:
         self.trainings = trainings
         self.first = trainings[0]
         self.scope = self.first.scope
         self.mean_iou = Spread.of([training.mean_ious[-1] for training in trainings])
         self.seconds = Spread.of([training.seconds for training in trainings])
         self.synchronization_share = Spread.of([each.synchronization_share for each in trainings])
-        sizes = (settings.norm_batch_size(scope) for scope in self.first.stages.values())
-        self.norm_batch_sizes = ", ".join(map(str, sizes))
+        self.norm_batch_sizes = ", ".join(self.first.norm_batch_sizes)
 
     def columns(self) -> dict[str, str]:
         """What the table says of the scope."""
@@ -90,6 +89,9 @@ class Outcome:
         trainings = [dict(vars(training)) for training in self.trainings]
         for training in trainings:
             del training["predictions"]
+            plan = training.pop("plan")
+            if plan is not None:
+                training["scopes"] = {layer: str(scope) for layer, scope in plan.scopes.items()}
         return {
             "processes": self.first.processes,
             "mean_iou": vars(self.mean_iou),
@@ -115,7 +117,7 @@ class Report:
         self._settings, self._comparisons = settings, comparisons
         self._class_names, self._held_out = class_names, held_out
         self._outcomes = [
-            Outcome([training for training in trainings if training.scope == scope], settings)
+            Outcome([training for training in trainings if training.scope == scope])
             for scope in dict.fromkeys(training.scope for training in trainings)
         ]
 
@@ -159,12 +161,19 @@ class Report:
             estimated_from=ESTIMATION_BATCHES * self._settings.global_batch,
             seeds=f"{len(seeds)} seeds from {seeds[0]} on" if seeds[1:] else f"seed {seeds[0]}",
             costs=_embedded(_draw_costs(self._outcomes), "svg"),
+            plan=self._plan(),
             learning=_embedded(_draw_learning(self._outcomes), "svg"),
             predictions=_embedded(self._draw_predictions(), "png"),
             comparisons="".join(f"<p>{comparison}</p>" for comparison in self._comparisons)
             or "<p>No scope was trained on several ranks: nothing to compare.</p>",
             command=escape(command),
             versions=", ".join(f"{name} {text}" for name, text in _versions().items()),
+        )
+
+    def _plan(self) -> str:
+        plans = [outcome.first.plan for outcome in self._outcomes if outcome.first.plan]
+        return (
+            _embedded(_draw_plan(plans[0]), "svg") if plans else "<p>No scope was recommended.</p>"
         )
 
     def _draw_predictions(self) -> Figure:
@@ -210,6 +219,29 @@ def _draw_costs(outcomes: list[Outcome]) -> Figure:
     of_bytes.set(xlabel="kB that a rank sends per step", ylabel="mean IoU")
     of_time.set(xlabel="seconds of training")
     of_time.legend(loc="lower left")
+    return figure
+
+
+def _draw_plan(plan: normscope.ScopePlan) -> Figure:
+    """What each layer's norm batch is worth, under local and under the scope that it gets."""
+    figure = Figure((10, 0.35 * len(plan.layers) + 1), layout="constrained")
+    axes = figure.subplots()
+    for row, layer in enumerate(plan.layers):
+        local, chosen = layer.candidates[0].values, layer.chosen.values
+        if local is None or chosen is None:
+            continue
+        reach = [[chosen.value - chosen.lower], [chosen.upper - chosen.value]]
+        colour = "tab:red" if layer.spans_ranks else "tab:blue"
+        axes.plot([local.value, chosen.value], [row, row], color=colour, linewidth=1)
+        axes.plot(local.value, row, "o", color="tab:blue")
+        axes.errorbar(chosen.value, row, xerr=reach, fmt="s", color=colour, capsize=3)
+        axes.annotate(layer.scope, (chosen.upper, row), (6, -4), textcoords="offset points")
+    axes.axvline(plan.independent_values, color="black", linewidth=1)
+    names = [f"{layer.layer} ({layer.channels})" for layer in plan.layers]
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="independent values that a norm batch is worth; wanted: the line")
+    axes.margins(x=0.15)
     return figure
 
 

@@ -23,7 +23,7 @@ from check import compare
 from processes import cores, start_ranks
 from report import Report
 from scenes import Batch
-from settings import PROGRESSIVE, Settings, add_arguments, positive
+from settings import PROGRESSIVE, RECOMMENDED, Settings, add_arguments, positive
 from train import train
 
 CHECK_FAILED = 1
@@ -40,8 +40,9 @@ def parse_arguments() -> argparse.Namespace:
         metavar="SCOPE",
         help="scopes to compare: local, slices (one process, as many slices as ranks), slices:K, "
         "group:K, world, progressive (local, group:2, group:4, ..., world, each for an equal part "
-        "of the steps) (default: local slices group:2 world progressive; group:2 where there are "
-        "more ranks than 2 and an even number)",
+        "of the steps), recommended (for each layer what normscope.recommend_scopes finds) "
+        "(default: local slices group:2 world recommended; group:2 where there are more ranks "
+        "than 2 and an even number)",
     )
     parser.add_argument(
         "--thorough",
@@ -73,7 +74,7 @@ def run_rank(rank: int, settings: Settings, scopes: list[str], seeds: range, out
     held_out = Batch.of(source.held_out_scenes())
     comparisons = []
     for scope in scopes:
-        if not scope.startswith("slices") and scope != PROGRESSIVE:
+        if not scope.startswith("slices") and scope not in (PROGRESSIVE, RECOMMENDED):
             comparison = compare(source, settings, seeds[0], scope, rank)
             if comparison is not None:
                 print(comparison, flush=True)

@@ -17,6 +17,9 @@ SIDE = 48
 # Not a scope but a schedule of them: local, group:2, group:4, ..., world.
 PROGRESSIVE = "progressive"
 
+# Not a scope either, but one for each layer, as normscope.recommend_scopes finds them.
+RECOMMENDED = "recommended"
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -58,13 +61,13 @@ class Settings:
             >>> Settings(ranks=4).scope("slices")
             'slices:4'
         """
-        if text in ("local", "world", PROGRESSIVE):
+        if text in ("local", "world", PROGRESSIVE, RECOMMENDED):
             return text
         spelling = re.fullmatch("slices|(slices|group):([0-9]+)", text)
         if spelling is None:
             raise ValueError(
-                "scope: expected local, slices, slices:K, group:K, world or progressive, "
-                f"got {text!r}"
+                "scope: expected local, slices, slices:K, group:K, world, progressive or "
+                f"recommended, got {text!r}"
             )
         kind, count = spelling[1] or "slices", int(spelling[2] or self.ranks)
         divided = self.global_batch if kind == "slices" else self.ranks
@@ -80,10 +83,10 @@ class Settings:
 
         Example:
             >>> Settings(ranks=4).default_scopes()
-            ['local', 'slices', 'group:2', 'world', 'progressive']
+            ['local', 'slices', 'group:2', 'world', 'recommended']
         """
         pairs = ["group:2"] if self.ranks > 2 and self.ranks % 2 == 0 else []
-        return ["local", "slices", *pairs, "world", PROGRESSIVE]
+        return ["local", "slices", *pairs, "world", RECOMMENDED]
 
     def norm_batch_size(self, scope: str) -> int:
         """Images that one set of statistics is computed over.

@@ -32,6 +32,8 @@ class Training:
     Args:
         processes: that shared the global batch.
         stages: the scopes, as normscope spells them, by the step at which each began.
+        norm_batch_sizes: images that one set of statistics was computed over, stage by stage.
+        plan: of scopes that were recommended.
         losses: of the global batch at every step.
         evaluated_steps: number of steps done at each evaluation.
         mean_ious: on held-out scenes, at each evaluation.
@@ -47,6 +49,8 @@ class Training:
     seed: int
     processes: int
     stages: dict[int, str] = field(default_factory=dict)
+    norm_batch_sizes: list[str] = field(default_factory=list)
+    plan: normscope.ScopePlan | None = None
     losses: list[float] = field(default_factory=list)
     evaluated_steps: list[int] = field(default_factory=list)
     mean_ious: list[float] = field(default_factory=list)
@@ -73,7 +77,7 @@ def train(
     """
     leads = dist.get_rank(group) == 0
     trainer = Trainer(source, settings, seed, scope, share)
-    result = Training(scope, seed, dist.get_world_size(group))
+    result = Training(scope, seed, dist.get_world_size(group), plan=trainer.plan)
     synchronizing = 0.0
     losses = torch.zeros(settings.steps)
     with tqdm(
@@ -86,6 +90,7 @@ def train(
         for step in range(settings.steps):
             if trainer.scope not in result.stages.values():
                 result.stages[step] = trainer.scope
+                result.norm_batch_sizes.append(trainer.norm_batch_sizes)
             before, start = normscope.communication_counters(), time.perf_counter()
             losses[step] = trainer.step(step)
             result.seconds += time.perf_counter() - start

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import normscope
 from network import SegmentationNetwork
 from scenes import VOID, Batch, SceneSource, training_batch
-from settings import PROGRESSIVE, Settings
+from settings import PROGRESSIVE, RECOMMENDED, Settings
 
 # Background fills most of a scene; with this weight it does not drown the other classes.
 BACKGROUND_WEIGHT = 0.3
@@ -24,7 +24,8 @@ WEIGHT_DECAY = 1e-2
 # Held-out scenes that go through the network at a time; memory only, results do not depend on it.
 EVALUATION_BATCH = 32
 
-# Global batches that the running statistics are estimated from before an evaluation.
+# Global batches that running statistics are estimated from before an evaluation, and scopes
+# recommended from before the training.
 ESTIMATION_BATCHES = 16
 
 
@@ -57,7 +58,12 @@ class Trainer:
         self._class_weights[0] = BACKGROUND_WEIGHT
         torch.manual_seed(seed)
         self.network = SegmentationNetwork(self._class_count).to(dtype)
-        self._scopes = _convert(self.network, scope, settings.steps)
+        self._layers = _convert(self.network)
+        self._scopes = _schedule(self.network, scope, settings.steps)
+        self.plan: normscope.ScopePlan | None = None
+        if scope == RECOMMENDED:
+            self.plan = normscope.recommend_scopes(self.network, self._batches_to_come())
+            self.plan.apply(self.network)
         # Each rank keeps its own running statistics: a broadcast would hide what a scope does.
         self._model: nn.Module = (
             self.network
@@ -75,8 +81,14 @@ class Trainer:
 
     @property
     def scope(self) -> str:
-        """The scope that the next step trains with."""
-        return str(self._scopes.scope)
+        """The scope that the next step trains with, or recommended."""
+        return RECOMMENDED if self.plan else str(self._scopes.scope)
+
+    @property
+    def norm_batch_sizes(self) -> str:
+        """Images that one set of statistics is then computed over, from layer to layer."""
+        sizes = {self._settings.norm_batch_size(str(layer.scope)) for layer in self._layers}
+        return " to ".join(map(str, sorted({min(sizes), max(sizes)})))
 
     def step(self, step: int) -> torch.Tensor:
         """Takes optimizer step number `step`.
@@ -84,7 +96,7 @@ class Trainer:
         Returns:
             This share's loss; the mean over all shares is the global batch's.
         """
-        batch = self._batch(step)
+        batch = self.batch(step)
         self._model.train()
         # A mean over pixels, not over their weights: equal shares then have equal weight, and the
         # gradients that DistributedDataParallel averages are those of the global batch.
@@ -106,12 +118,9 @@ class Trainer:
         """Computes the running statistics that every rank of the group then has.
 
         Those of the training differ by rank where the scope is narrower than the world, and would
-        judge a scope by what its rank 0 happened to see. The scenes are those that would be trained
-        on next.
+        judge a scope by what its rank 0 happened to see.
         """
-        steps = self._settings.steps
-        batches = [self._batch(step).images for step in range(steps, steps + ESTIMATION_BATCHES)]
-        normscope.estimate_running_stats(self.network, batches, group)
+        normscope.estimate_running_stats(self.network, self._batches_to_come(), group)
 
     def predict(self, images: torch.Tensor) -> torch.Tensor:
         """Predicts classes [n, side, side] with the running statistics as they are."""
@@ -124,7 +133,12 @@ class Trainer:
         """Mean intersection over union on scenes that were not trained on."""
         return mean_iou(self.predict(held_out.images), held_out.masks, self._class_count)
 
-    def _batch(self, step: int) -> Batch:
+    def _batches_to_come(self) -> list[torch.Tensor]:
+        """This share's images that would be trained on after the last step."""
+        steps = self._settings.steps
+        return [self.batch(step).images for step in range(steps, steps + ESTIMATION_BATCHES)]
+
+    def batch(self, step: int) -> Batch:
         """This share of global batch number `step`."""
         batch = training_batch(self._source, self._seed, step, self._share)
         return Batch(batch.images.to(self._dtype), batch.masks)
@@ -148,13 +162,18 @@ def mean_iou(predictions: torch.Tensor, masks: torch.Tensor, class_count: int) -
     return float((intersection[seen] / union[seen]).mean())
 
 
-def _convert(network: nn.Module, scope: str, steps: int) -> normscope.ProgressiveScope:
-    """Gives the layers their scope, and says when it changes."""
+def _convert(network: nn.Module) -> list[normscope.BatchNorm]:
+    """Gives the network layers of normscope; returns them."""
     normscope.convert(network)
-    for layer in network.modules():
-        if isinstance(layer, normscope.BatchNorm2d):
-            # Of K slices only the first updates the running statistics, as rank 0's do of K ranks.
-            layer.slice_stats = "first"
+    layers = [layer for layer in network.modules() if isinstance(layer, normscope.BatchNorm)]
+    for layer in layers:
+        # Of K slices only the first updates the running statistics, as rank 0's do of K ranks.
+        layer.slice_stats = "first"
+    return layers
+
+
+def _schedule(network: nn.Module, scope: str, steps: int) -> normscope.ProgressiveScope:
+    """Gives the layers their scope, and says when it changes."""
     if scope == PROGRESSIVE:
         return normscope.ProgressiveScope.doubling(network, steps)
-    return normscope.ProgressiveScope(network, [scope], [0])
+    return normscope.ProgressiveScope(network, ["world" if scope == RECOMMENDED else scope], [0])

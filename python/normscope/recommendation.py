@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NamedLayers = list[tuple[str, BatchNorm]]
 
 # Of independent values; docs/recommending.md says what it was chosen from.
-DEFAULT_INDEPENDENT_VALUES = 16.0
+DEFAULT_INDEPENDENT_VALUES = 4.0
 
 # A wider interval than this share of the value is warned of.
 _WIDE_INTERVAL = 0.25 * 1.645

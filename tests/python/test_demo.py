@@ -175,14 +175,23 @@ def test_the_check_sees_another_scope(digit_scenes: DigitScenes) -> None:
 def _report(*mean_ious: float) -> Report:
     held_out = Batch(torch.rand(2, 3, 48, 48), torch.zeros(2, 48, 48, dtype=torch.int64))
     stages = {"local": {0: "local"}, "progressive": {0: "local", 1: "world"}}
+    sizes = {"local": ["2"], "progressive": ["2", "4"]}
     trainings = [
         Training(
-            scope, seed, 2, stages[scope], [2.0, 1.0], [1, 2], [0.1, iou], 40.0 + seed,
+            scope,
+            seed,
+            processes=2,
+            stages=stages[scope],
+            norm_batch_sizes=sizes[scope],
+            losses=[2.0, 1.0],
+            evaluated_steps=[1, 2],
+            mean_ious=[0.1, iou],
+            seconds=40.0 + seed,
             predictions=held_out.masks,
         )
         for seed, iou in enumerate(mean_ious)
         for scope in stages
-    ]  # fmt: skip
+    ]
     return Report(SETTINGS, ("background", "a", "b"), held_out, [], trainings)
 
 
@@ -206,3 +215,4 @@ def test_metrics_and_page_tell_of_every_scope(tmp_path: Path) -> None:
     assert [training["mean_ious"][-1] for training in scopes["local"]["trainings"]] == [0.5, 0.6]
     assert "0.550 ± 0.071 with progressive (2, 4 images)" in page
     assert page.count("<img") == 3
+    assert "No scope was recommended." in page

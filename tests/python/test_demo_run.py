@@ -44,7 +44,7 @@ def test_the_same_command_gives_the_same_numbers_twice(tmp_path: Path) -> None:
 
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
     one, two = _metrics(tmp_path / "one"), _metrics(tmp_path / "two")
-    assert set(one["scopes"]) == {"local", "slices:2", "world", "progressive"}
+    assert set(one["scopes"]) == {"local", "slices:2", "world", "recommended"}
     for scope in one["scopes"]:
         assert _qualities(one, scope) == _qualities(two, scope)
     assert one["check"] == two["check"]
@@ -57,11 +57,12 @@ def _qualities(metrics: dict[str, Any], scope: str) -> list[tuple[list[float], l
 
 @pytest.mark.slow
 def test_a_thorough_run_tells_mean_and_spread_of_every_scope(tmp_path: Path) -> None:
-    run = _run(tmp_path, "--thorough", "2", "--seed", "5", "--steps", "6")
+    scopes = ("local", "slices", "group:2", "world", "progressive", "recommended")
+    run = _run(tmp_path, "--thorough", "2", "--seed", "5", "--steps", "6", "--scopes", *scopes)
 
     assert run.returncode == 0, run.stderr
     metrics = _metrics(tmp_path)
-    assert set(metrics["scopes"]) == {"local", "slices:4", "group:2", "world", "progressive"}
+    assert set(metrics["scopes"]) == {*scopes, "slices:4"} - {"slices"}
     assert [comparison["ranks"] for comparison in metrics["check"]] == [
         f"{scope} on 4 ranks" for scope in ("local", "group:2", "world")
     ]
@@ -75,6 +76,9 @@ def test_a_thorough_run_tells_mean_and_spread_of_every_scope(tmp_path: Path) -> 
     stages = metrics["scopes"]["progressive"]["trainings"][0]["stages"]
     assert stages == {"0": "local", "2": "group:2", "4": "world"}
     assert metrics["scopes"]["world"]["exchanges_per_step"] == 22
+    recommended = metrics["scopes"]["recommended"]
+    assert recommended["trainings"][0]["scopes"]["image_level.1.1"] == "world"
+    assert recommended["exchanges_per_step"] < 22
     assert "progressive: local from step 0, group:2 from step 2, world from step 4" in run.stdout
 
 
@@ -137,7 +141,7 @@ def test_a_folder_of_images_and_masks_is_trained_on_and_reported(tmp_path: Path)
     metrics = _metrics(output)
     assert metrics["settings"]["data"] == str(data)
     assert len(metrics["check"]) == 2
-    for scope in ("local", "slices:2", "world", "progressive"):
+    for scope in ("local", "slices:2", "world", "recommended"):
         assert [len(losses) for losses, _ in _qualities(metrics, scope)] == [8]
     assert (output / "report.html").exists()
 
