@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-namespace normscope {
+#include "normscope/core/export.h"
+
+namespace normscope NORMSCOPE_EXPORT {
 
 // A number that the processes of one host have in common, and no others: of 52 bits, so that a
 // double holds it. It is made of the kernel's boot id, or of the environment variable

@@ -8,6 +8,7 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/group_status.h"
+#include "normscope/comm/host_identity.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/scope.h"
@@ -97,6 +98,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
   m.def("message_bytes(int channels) -> int", &message_bytes);
+  m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
   m.def("transport(str group_name) -> str", &transport_of);

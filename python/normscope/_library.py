@@ -38,6 +38,7 @@ communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )
 message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
+host_identity = cast("Callable[[], int]", _ops.host_identity.default)
 version = cast("Callable[[], str]", _ops.version.default)
 
 

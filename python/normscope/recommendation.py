@@ -413,9 +413,7 @@ def _ranks_of_a_host(group: ProcessGroup | None) -> int | None:
     """Consecutive ranks that each host holds; None where hosts differ or there is one."""
     if group is None or group.size() == 1:
         return None
-    name = os.environ.get("NORMSCOPE_NODE") or Path("/proc/sys/kernel/random/boot_id").read_text()
-    digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-    own = torch.tensor([digest], dtype=torch.float64)
+    own = torch.tensor([_library.host_identity()], dtype=torch.float64)  # of 52 bits
     hosts = _library.gather(own, group.group_name, "recommend_scopes, hosts").flatten().tolist()
     size = hosts.count(hosts[0])
     blocks = [hosts[i : i + size] for i in range(0, len(hosts), size)]

@@ -236,6 +236,18 @@ def _plan_of_rank() -> normscope.ScopePlan:
     return normscope.recommend_scopes(_network().eval(), shares, 12)
 
 
+def test_a_group_that_a_host_holds_is_called_node(ranks: RankPool) -> None:
+    for scopes in ranks.run(4, _scopes_on_two_hosts):
+        assert scopes == ["local", "node", "world"]
+
+
+def _scopes_on_two_hosts() -> list[str]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("NORMSCOPE_NODE", f"host {distributed.get_rank() // 2}")
+        plan = normscope.recommend_scopes(_network().eval(), _batches(4))
+    return [candidate.scope for candidate in plan.layers[0].candidates]
+
+
 def test_a_plan_of_ranks_saves_exchanges(ranks: RankPool) -> None:
     for sent, planned in ranks.run(2, _bytes_of_step):
         assert sent == planned
