@@ -12,8 +12,9 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ RANKS = 4
 IMAGES_PER_RANK = 2
 BATCH = RANKS * IMAGES_PER_RANK
 BATCHES_OF_A_PLAN = 16
+PLAN_EVERY = 100
 
 # What a scope of four ranks is in one process with the batch of all of them.
 IN_ONE_PROCESS = {"local": "slices:4", "group:2": "slices:2", "world": "local"}
@@ -201,37 +203,75 @@ class Result:
     quality: float
     exchanges: float
     bytes: float
-    wide_layers: dict[str, str]
+    wide_layers: dict[str, str]  # in the end
 
 
 def train(task_name: str, scopes: str, seed: int) -> Result:
-    """Train under local, world, or the plan for a wanted number."""
+    """Train under local, world, progressive, or the plan for a wanted number.
+
+    A number with a star is measured again every PLAN_EVERY steps, as normscope.AdaptiveScope does
+    on ranks.
+    """
     task = TASKS[task_name](seed)
-    wanted = {"local": 2.0, "world": float("inf")}.get(scopes) or float(scopes)
     batches = [task.images(task.steps + i) for i in range(BATCHES_OF_A_PLAN)]
-    plan = normscope.recommend_scopes(task.model, batches, wanted, ranks=RANKS)
-    chosen = {layer: str(scope) for layer, scope in plan.scopes.items()}
-    if scopes == "local":
-        chosen = dict.fromkeys(chosen, "local")
-    layers = dict(task.model.named_modules())
-    for name, scope in chosen.items():
-        layer = layers[name]
-        assert isinstance(layer, normscope.BatchNorm)
-        layer.scope = normscope.Scope(IN_ONE_PROCESS[scope])
+    world = normscope.recommend_scopes(task.model, batches, float("inf"), ranks=RANKS)
+    all_layers = {plan.layer: plan.exchange_bytes for plan in world.layers}
+    schedule = _schedule(task.model, scopes, task.steps, batches, all_layers)
+    exchanges = sent = 0
     for step in range(task.steps):
+        if step in schedule:
+            chosen = schedule[step]()
+            wide = {layer: scope for layer, scope in chosen.items() if scope != "local"}
+            _apply(task.model, chosen)
         task.step(step)
+        exchanges += len(wide)
+        sent += sum(all_layers[layer] for layer in wide)
     normscope.estimate_running_stats(task.model, batches)
-    wide = {layer: scope for layer, scope in chosen.items() if scope != "local"}
-    sent = sum(each.exchange_bytes for each in plan.layers if each.layer in wide)
     return Result(
         task_name,
         scopes,
         seed,
         task.quality(),
-        len(wide) / len(plan.layers),
-        sent / sum(each.exchange_bytes for each in plan.layers),
+        exchanges / (task.steps * len(all_layers)),
+        sent / (task.steps * sum(all_layers.values())),
         wide,
     )
+
+
+def _schedule(
+    model: nn.Module,
+    scopes: str,
+    steps: int,
+    batches: list[torch.Tensor],
+    layers: Iterable[str],
+) -> dict[int, Callable[[], dict[str, str]]]:
+    """What chooses the scope of each layer, by the step before which it does."""
+    if scopes in ("local", "world"):
+        return {0: partial(_everywhere, layers, scopes)}
+    if scopes == "progressive":
+        return {
+            i * steps // len(IN_ONE_PROCESS): partial(_everywhere, layers, scope)
+            for i, scope in enumerate(IN_ONE_PROCESS)
+        }
+    wanted = float(scopes.rstrip("*"))
+
+    def plan() -> dict[str, str]:
+        plan = normscope.recommend_scopes(model, batches, wanted, ranks=RANKS)
+        return {layer: str(scope) for layer, scope in plan.scopes.items()}
+
+    return dict.fromkeys(range(0, steps, PLAN_EVERY) if "*" in scopes else [0], plan)
+
+
+def _everywhere(layers: Iterable[str], scope: str) -> dict[str, str]:
+    return dict.fromkeys(layers, scope)
+
+
+def _apply(model: nn.Module, scopes: dict[str, str]) -> None:
+    layers = dict(model.named_modules())
+    for name, scope in scopes.items():
+        layer = layers[name]
+        assert isinstance(layer, normscope.BatchNorm)
+        layer.scope = normscope.Scope(IN_ONE_PROCESS[scope])
 
 
 def table(results: list[Result]) -> str:
@@ -258,7 +298,9 @@ def main() -> None:
     """Train every task under every choice of scopes from every seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--scopes", nargs="+", default=["world", "local", "2", "4", "8", "16"])
+    parser.add_argument(
+        "--scopes", nargs="+", default=["world", "local", "progressive", "4", "4*", "8", "16"]
+    )
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 5], metavar=("FIRST", "END"))
     parser.add_argument("--json", type=Path, help="also write every training to FILE")
     given = parser.parse_args()
