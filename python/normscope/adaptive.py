@@ -165,7 +165,8 @@ class AdaptiveScope:
 
     def _look(self, name: str) -> Any:  # noqa: ANN401 - a hook
         def look(layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if layer.training:
+            # A graph that is compiled now would go on to look when the hook is gone.
+            if layer.training and not torch.compiler.is_compiling():
                 self._moments[name] = PartMoments.of(args[0] if args else kwargs["input"])
 
         return look

@@ -88,6 +88,22 @@ def test_a_probing_step_costs_two_small_exchanges_more(ranks: RankPool) -> None:
         assert other == 0
 
 
+def _noise_of_a_compiled_model() -> tuple[dict[str, float], dict[str, str]]:
+    network = _network()
+    scopes = normscope.AdaptiveScope(network, 16, every=1)
+    compiled = torch.compile(network, backend="eager")
+    for _ in range(2):
+        compiled(torch.randn(4, 3, 8, 8)).sum().backward()
+        scopes.step()
+    return scopes.independent_values, {name: str(s) for name, s in scopes.scopes.items()}
+
+
+def test_a_compiled_model_is_not_measured_and_stays_wide(ranks: RankPool) -> None:
+    for values, scopes in ranks.run(2, _noise_of_a_compiled_model):
+        assert values == {}
+        assert set(scopes.values()) == {"world"}
+
+
 def test_the_history_says_what_changed_when(ranks: RankPool) -> None:
     *_, state = ranks.run(2, _scopes_while_training, 2)[0]
 
