@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from normscope._layers import Patterns, named_layers
 from normscope.counters import communication_counters
 from normscope.independent_values import IndependentValues, PartMoments, independent_values
 from normscope.modules import BatchNorm
-from normscope.running_stats import batch_statistics, peers_told
+from normscope.running_stats import batch_statistics, check_agreement, peers_told
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -259,7 +258,10 @@ def recommend_scopes(
                 f"{type(model).__qualname__}, which has none"
             )
         batches = list(batches)
-    _check_agreement(layers, len(batches), group)
+    if group is not None:
+        check_agreement("recommend_scopes", layers, group, len(batches))
+    if not batches:
+        raise ValueError("batches: expected at least one, got none")
     with peers_told(group):
         seen = _run(model, layers, batches, parts)
     if group is not None and group.size() > 1:
@@ -277,7 +279,6 @@ class _Watch:
     name: str
     layer: BatchNorm
     moments: PartMoments | None = None
-    bytes: int = 0
     seconds: float = 0.0
     exchanges: int = 0
 
@@ -292,26 +293,6 @@ def _parts(ranks: int | None, group: ProcessGroup | None) -> int:
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
     return ranks
-
-
-def _check_agreement(layers: NamedLayers, batches: int, group: ProcessGroup | None) -> None:
-    """All ranks raise where they would not run the same."""
-    if group is None:
-        counts, same = [batches], True
-    else:
-        text = "".join(f"{name} {layer.num_features}\n" for name, layer in layers)
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-        own = torch.tensor([digest, batches], dtype=torch.float64)
-        digests, counts = (
-            _library.gather(own, group.group_name, "recommend_scopes, agreement").long().T.tolist()
-        )
-        same = len(set(digests)) == 1
-    if not same:
-        raise ValueError("model: expected the same layers on every rank, got others")
-    if len(set(counts)) > 1:
-        raise ValueError(f"batches: expected the same number on every rank, got {counts}")
-    if counts[0] == 0:
-        raise ValueError("batches: expected at least one, got none")
 
 
 def _run(
@@ -352,7 +333,6 @@ def _watched(watch: _Watch, parts: int) -> Iterator[None]:
     def count(*_: object) -> None:
         after = communication_counters()
         watch.exchanges += after.calls - before.calls
-        watch.bytes += after.bytes - before.bytes
         watch.seconds += after.seconds - before.seconds
 
     hooks = [
@@ -389,9 +369,8 @@ def _gathered(watches: list[_Watch], group: ProcessGroup) -> list[_Watch]:
         moments = watch.moments
         calls = 0 if moments is None else len(moments.counts)
         label = f"recommend_scopes, {watch.name or 'model'}"
-        cost = [watch.exchanges, watch.bytes, watch.seconds]
-        own = torch.tensor([calls, *cost], dtype=torch.float64)
-        all_calls, *_, seconds = _library.gather(own, group.group_name, label).T
+        own = torch.tensor([calls, watch.seconds], dtype=torch.float64)
+        all_calls, seconds = _library.gather(own, group.group_name, label).T
         if len(set(all_calls.tolist())) > 1:
             raise ValueError(
                 f"model: expected {watch.name or 'the layer'} to run as often on every rank, got "

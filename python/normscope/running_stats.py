@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -64,7 +64,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     with peers_told(group):
         layers = _layers_with_statistics(model)
     name = "sync_running_stats"
-    _check_agreement(name, layers, group)
+    check_agreement(name, layers, group)
     ranks = _gather(name, layers, [_running_moments(layer) for _, layer in layers], group)
     for (_, layer), *moments in zip(layers, *ranks, strict=True):
         pooled = reduce(_Moments.merged, _weighted(moments))
@@ -111,7 +111,7 @@ def estimate_running_stats(
     with peers_told(group):
         layers = _layers_with_statistics(model)
     if group is not None:
-        _check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
+        check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
     with peers_told(group):
         own = _moments_of_inputs(model, layers, batches)
     ranks = [own] if group is None else _gather(name, layers, own, group)
@@ -180,8 +180,11 @@ def peers_told(group: ProcessGroup | None) -> Iterator[None]:
         raise
 
 
-def _check_agreement(
-    name: str, layers: NamedLayers, group: ProcessGroup, batch_count: int = _UNKNOWN
+def check_agreement(
+    name: str,
+    layers: Sequence[tuple[str, _BatchNorm]],
+    group: ProcessGroup,
+    batch_count: int = _UNKNOWN,
 ) -> None:
     """All ranks raise where they would not exchange the same."""
     text = "".join(f"{layer_name} {layer.num_features}\n" for layer_name, layer in layers)
@@ -193,8 +196,8 @@ def _check_agreement(
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise ValueError(
-            "model: expected the same layers with running statistics on every rank, got other "
-            f"names or channels on ranks {others} than on rank 0"
+            "model: expected the same layers on every rank, got other names or channels on ranks "
+            f"{others} than on rank 0"
         )
     if _UNKNOWN not in counts and len(set(counts)) > 1:
         raise ValueError(

@@ -278,7 +278,8 @@ def _error_of(call: Callable[[], object]) -> str:
 def test_ranks_with_other_numbers_of_batches_are_told(ranks: RankPool) -> None:
     for error in ranks.run(3, _error_with_uneven_batches):
         assert error == (
-            "ValueError: batches: expected the same number on every rank, got [1, 2, 3]"
+            "ValueError: batches: expected the same number on every rank, since layers "
+            "synchronize, got [1, 2, 3]"
         )
 
 

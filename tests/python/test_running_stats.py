@@ -284,8 +284,8 @@ def pool_different_layers() -> str:
 def test_ranks_with_other_layers_are_named_on_every_rank(ranks: RankPool) -> None:
     for text in ranks.run(3, pool_different_layers):
         assert text == (
-            "model: expected the same layers with running statistics on every rank, got other "
-            "names or channels on ranks [2] than on rank 0"
+            "model: expected the same layers on every rank, got other names or channels on ranks "
+            "[2] than on rank 0"
         )
 
 
