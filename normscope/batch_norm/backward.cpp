@@ -3,6 +3,7 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/coefficients.h"
 #include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/message.h"
@@ -24,6 +25,10 @@ void check(const BackwardArguments& arguments, const CallContext& context) {
   check_channel_dtype("dweight", arguments.dweight.dtype, arguments.x);
   check_channel_dtype("dbias", arguments.dbias.dtype, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
+}
+
+WantedCoefficients coefficients_of(const BackwardArguments& arguments) {
+  return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
 // Gradient sums of their own for all channels.
@@ -53,9 +58,12 @@ void input_gradient_of_part(const BackwardArguments& arguments, const Kernels& k
   const GradientResults results = of_slice.channel_range(part.begin);
   kernels.add_gradient_sums(execution, x, dy, statistics, part.limbs);
   kernels.finalize_gradient_sums(execution, part.limbs, statistics, results);
+  const ChannelView weight = arguments.weight.channel_range(part.begin);
+  const auto count = static_cast<double>(x.elements_per_channel());
+  coefficients_of(arguments).write_input_gradient(part.slice, part.begin, x.channels, statistics,
+                                                  weight, results.sums, count);
   if (arguments.dx.data == nullptr) return;
-  kernels.input_gradient(execution, x, dy, statistics, arguments.weight.channel_range(part.begin),
-                         results.sums, static_cast<double>(x.elements_per_channel()),
+  kernels.input_gradient(execution, x, dy, statistics, weight, results.sums, count,
                          part.of(arguments.dx));
 }
 
@@ -88,8 +96,11 @@ void input_gradient_synchronized(const BackwardArguments& arguments, const CallL
       execution, message.limbs(), statistics,
       {.sums = sums.view(), .dweight = arguments.dweight, .dbias = arguments.dbias});
   const double count = message.all_reduce(label, own_count, *context.exchange);
-  if (arguments.dx.data == nullptr) return;
+  if (arguments.dx.data == nullptr && arguments.coefficients.data == nullptr) return;
   kernels.finalize_gradient_sums(execution, message.limbs(), statistics, {.sums = sums.view()});
+  coefficients_of(arguments).write_input_gradient(0, 0, x.channels, statistics, arguments.weight,
+                                                  sums.view(), count);
+  if (arguments.dx.data == nullptr) return;
   kernels.input_gradient(execution, x, arguments.dy, statistics, arguments.weight, sums.view(),
                          count, arguments.dx);
 }
@@ -100,7 +111,7 @@ void input_gradient_on_device(const BackwardArguments& arguments, const CallLabe
   const DeviceKernels& kernels = *device.kernels;
   const TensorView& x = arguments.x;
   const TensorView& dy = arguments.dy;
-  DeviceStep step(device, x, arguments.slices);
+  DeviceStep step(device, x, arguments.slices, arguments.coefficients);
   const UseOfGradientSums own{.batches = step.batches,
                               .statistics = arguments.statistics,
                               .dweight = arguments.dweight,

@@ -51,8 +51,10 @@ struct CallContext {
 [[nodiscard]] std::int64_t slice_count(std::int64_t samples, std::int64_t wanted);
 
 struct ForwardArguments {
-  TensorView x;                // [N, C, *]
-  MutableTensorView y;         // [N, C, *], x's dtype and layout, memory of its own
+  TensorView x;  // [N, C, *]
+  // [N, C, *], x's dtype and layout, memory of its own; data nullptr: not wanted, if there are
+  // coefficients.
+  MutableTensorView y;
   ChannelView weight = {};     // [C] float32 or x's dtype; none: ones
   ChannelView bias = {};       // [C] float32 or x's dtype; none: zeros
   RunningUpdate running = {};  // [C] float32 or x's dtype
@@ -63,6 +65,8 @@ struct ForwardArguments {
   BackwardNeeded backward = BackwardNeeded::kYes;
   double* statistics = nullptr;  // out [slices, 3, C]: mean_hi, mean_lo, inv_std
   double* counts = nullptr;      // out [slices]: elements a channel; none: not wanted
+  // Out [slices, 4, C]: those of y, for callers that apply them; none: not wanted.
+  Coefficients coefficients = {};
 };
 
 // Training forward: y = weight * (x - mean) * inv_std + bias over the norm batch, the running
@@ -102,6 +106,8 @@ struct BackwardArguments {
   std::int64_t slices = 1;
   MutableChannelView dweight = {};  // out [C] this rank's sum(dy * xhat); none: not wanted
   MutableChannelView dbias = {};    // out [C] this rank's sum(dy); none: not wanted
+  // Out [slices, 5, C]: those of dx, for callers that apply them; none: not wanted.
+  Coefficients coefficients = {};
 };
 
 // Training backward: dx over the norm batch, dweight and dbias over this rank's samples. One

@@ -11,12 +11,16 @@ namespace normscope {
 
 // What one direction works on in a device's memory.
 struct DeviceStep {
-  DeviceStep(const DeviceContext& context, const TensorView& x, std::int64_t slices)
+  // wanted: where the caller has the coefficients put; none: in the workspace.
+  DeviceStep(const DeviceContext& context, const TensorView& x, std::int64_t slices,
+             Coefficients wanted = {})
       : device(context),
         batches(norm_batches(x, slices)),
         scratch{context.scratch, x.channels},
         message{context.workspace, x.channels},
-        coefficients{context.workspace + message_size(x.channels)} {}
+        coefficients(wanted) {
+    if (wanted.data == nullptr) coefficients.data = context.workspace + message_size(x.channels);
+  }
 
   // Replaces the message, which write_message(header) queues, by its total over the ranks. Returns
   // the norm batch that they share.

@@ -5,6 +5,7 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/coefficients.h"
 #include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/message.h"
@@ -16,8 +17,10 @@ namespace {
 
 void check(const ForwardArguments& arguments, const CallContext& context) {
   check_input(arguments.x);
-  check_like_input("y", arguments.y.read_only(), arguments.x);
-  check_own_memory("y", arguments.y.read_only(), "x", arguments.x);
+  if (arguments.y.data != nullptr || arguments.coefficients.data == nullptr) {
+    check_like_input("y", arguments.y.read_only(), arguments.x);
+    check_own_memory("y", arguments.y.read_only(), "x", arguments.x);
+  }
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
   check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
   check_channel_dtype("running_mean", arguments.running.mean.dtype, arguments.x);
@@ -40,6 +43,10 @@ void check_count(double count) {
     throw OneValueError(
         "x: expected more than 1 value per channel in the norm batch when training, got 1");
   }
+}
+
+WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
+  return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
 // The updates of the running statistics, one after the other.
@@ -77,9 +84,13 @@ void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
   kernels.add_moments(execution, x, part.limbs);
   kernels.finalize_moments(execution, part.limbs, static_cast<double>(x.elements_per_channel()),
                            arguments.eps, x.dtype, results);
-  kernels.normalize(execution, x, results.statistics.read_only(),
-                    arguments.weight.channel_range(part.begin),
-                    arguments.bias.channel_range(part.begin), part.of(arguments.y));
+  const Statistics statistics = results.statistics.read_only();
+  const ChannelView weight = arguments.weight.channel_range(part.begin);
+  const ChannelView bias = arguments.bias.channel_range(part.begin);
+  coefficients_of(arguments).write_normalize(part.slice, part.begin, x.channels, statistics, weight,
+                                             bias);
+  if (arguments.y.data == nullptr) return;
+  kernels.normalize(execution, x, statistics, weight, bias, part.of(arguments.y));
 }
 
 // The running statistics' update with the moments of all slices together.
@@ -126,6 +137,9 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
   kernels.finalize_moments(
       execution, message.limbs(), count, arguments.eps, x.dtype,
       {.statistics = statistics, .running = running.after(0), .count = arguments.counts});
+  coefficients_of(arguments).write_normalize(0, 0, x.channels, statistics.read_only(),
+                                             arguments.weight, arguments.bias);
+  if (arguments.y.data == nullptr) return;
   kernels.normalize(execution, x, statistics.read_only(), arguments.weight, arguments.bias,
                     arguments.y);
 }
@@ -135,7 +149,7 @@ void normalize_on_device(const ForwardArguments& arguments, const CallLabel& lab
                          const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;
   const TensorView& x = arguments.x;
-  DeviceStep step(device, x, arguments.slices);
+  DeviceStep step(device, x, arguments.slices, arguments.coefficients);
   UseOfMoments use{.batches = step.batches,
                    .eps = arguments.eps,
                    .weight = arguments.weight,
@@ -154,6 +168,7 @@ void normalize_on_device(const ForwardArguments& arguments, const CallLabel& lab
     });
     kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
   }
+  if (arguments.y.data == nullptr) return;
   kernels.normalize(device.stream, x, step.batches, step.coefficients, arguments.y);
 }
 

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/batch_norm/coefficients.h"
+
+#include <array>
+#include <bit>
+#include <cstddef>
+
+#include "normscope/core/element.h"
+#include "normscope/kernels/channel_values.h"
+
+namespace normscope {
+namespace {
+
+// Writes the members of formula_of(c), a struct of Real alone, for `count` channels from `begin`
+// on.
+template <class Real, class FormulaOf>
+void write(Real* to, std::int64_t channels, std::int64_t begin, std::int64_t count,
+           const FormulaOf& formula_of) {
+  using Formula = decltype(formula_of(0));
+  constexpr std::size_t kNumbers = sizeof(Formula) / sizeof(Real);
+  for (std::int64_t c = 0; c < count; ++c) {
+    const auto numbers = std::bit_cast<std::array<Real, kNumbers>>(formula_of(c));
+    for (std::size_t i = 0; i < kNumbers; ++i) {
+      to[static_cast<std::int64_t>(i) * channels + begin + c] = numbers[i];
+    }
+  }
+}
+
+// Calls function(pointer) with the coefficients of a slice, `numbers` per channel, in their type.
+template <class Function>
+void with_slice(const WantedCoefficients& wanted, std::int64_t slice, std::int64_t numbers,
+                const Function& function) {
+  if (wanted.to.data == nullptr) return;
+  with_element_type(wanted.x_dtype, [&]<class Element>(Element*) {
+    function(static_cast<Arithmetic<Element>*>(wanted.to.data) + slice * numbers * wanted.channels);
+  });
+}
+
+}  // namespace
+
+void WantedCoefficients::write_normalize(std::int64_t slice, std::int64_t begin, std::int64_t count,
+                                         Statistics statistics, ChannelView weight,
+                                         ChannelView bias) const {
+  with_slice(*this, slice, Coefficients::kNormalize, [&]<class Real>(Real* of_slice) {
+    write(of_slice, channels, begin, count, [&](std::int64_t c) {
+      return normalize_coefficients<Real>(statistics.mean_hi[c], statistics.mean_lo[c],
+                                          statistics.inv_std[c], channel_value(weight, c, 1.0),
+                                          channel_value(bias, c, 0.0));
+    });
+  });
+}
+
+void WantedCoefficients::write_input_gradient(std::int64_t slice, std::int64_t begin,
+                                              std::int64_t count, Statistics statistics,
+                                              ChannelView weight, GradientSums sums,
+                                              double n) const {
+  with_slice(*this, slice, Coefficients::kInputGradient, [&]<class Real>(Real* of_slice) {
+    write(of_slice, channels, begin, count, [&](std::int64_t c) {
+      return input_gradient_coefficients<Real>(statistics.mean_hi[c], statistics.mean_lo[c],
+                                               statistics.inv_std[c], channel_value(weight, c, 1.0),
+                                               sums.dy[c], sums.dy_xhat[c], n);
+    });
+  });
+}
+
+}  // namespace normscope
