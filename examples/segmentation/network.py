@@ -63,16 +63,9 @@ def _convolution(
     inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1, dilation: int = 1
 ) -> nn.Sequential:
     """Convolution that keeps the size (before its stride), batch normalization, ReLU."""
+    padding = dilation * (kernel // 2)
     return nn.Sequential(
-        nn.Conv2d(
-            inputs,
-            outputs,
-            kernel,
-            stride=stride,
-            padding=dilation * (kernel // 2),
-            dilation=dilation,
-            bias=False,
-        ),
+        nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, bias=False),
         nn.BatchNorm2d(outputs),
         nn.ReLU(inplace=True),
     )

@@ -4,275 +4,200 @@
 from __future__ import annotations
 
 import base64
-import colorsys
+import html
 import io
 import json
-import platform
-import statistics
 import string
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Sequence
+from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from matplotlib import rc_context
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, LogNorm, hsv_to_rgb
 from matplotlib.figure import Figure
 
 import normscope
-from check import Comparison
-from scenes import VOID, Batch
+from scenes import VOID, Batch, SceneSource
 from settings import Settings
-from train import Training
-from trainer import ESTIMATION_BATCHES
+from trainer import ESTIMATION_BATCHES, Training
 
 # Points of a loss curve; more would draw noise.
 LOSS_POINTS = 40
 
+# Layers that lie beside each other in the network.
+BRANCHES = ("atrous.", "image_level.")
 
-@dataclass(frozen=True)
-class Spread:
-    """A number that each seed gave: the mean, and the standard deviation where there are several.
+# Of each scope, from each seed.
+Trainings: TypeAlias = dict[str, list[Training]]
 
-    Example:
-        >>> f"{Spread.of([0.5, 0.6]):.3f}", f"{Spread.of([0.5]):.3f}"
-        ('0.550 ± 0.071', '0.500')
-    """
-
-    mean: float
-    deviation: float | None
-
-    @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        """Over at least one value; the deviation divides by their number less one."""
-        return cls(statistics.fmean(values), statistics.stdev(values) if values[1:] else None)
-
-    def __format__(self, specification: str) -> str:
-        parts = [self.mean] if self.deviation is None else [self.mean, self.deviation]
-        return " ± ".join(format(part, specification) for part in parts)
+Metrics: TypeAlias = dict[str, Any]
 
 
-class Outcome:
-    """All trainings of one scope, and the spread of what each of them gave."""
-
-    def __init__(self, trainings: list[Training]) -> None:
-        self.trainings = trainings
-        self.first = trainings[0]
-        self.scope = self.first.scope
-        self.mean_iou = Spread.of([training.mean_ious[-1] for training in trainings])
-        self.seconds = Spread.of([training.seconds for training in trainings])
-        self.synchronization_share = Spread.of([each.synchronization_share for each in trainings])
-        self.norm_batch_sizes = ", ".join(self.first.norm_batch_sizes)
-
-    def columns(self) -> dict[str, str]:
-        """What the table says of the scope."""
-        return {
-            "scope": self.scope,
-            "processes": str(self.first.processes),
-            "images per norm batch": self.norm_batch_sizes,
-            "mean IoU": f"{self.mean_iou:.3f}",
-            "training time": f"{self.seconds:.0f} s",
-            "synchronizing": f"{self.synchronization_share:.0%}",
-            "exchanges per step": f"{self.first.exchanges_per_step:.1f}",
-            "bytes per step": f"{self.first.bytes_per_step:,.0f}",
-        }
-
-    def schedule(self) -> str:
-        """The scopes in words, with the steps at which they begin, where they change."""
-        stages = ", ".join(f"{scope} from step {step}" for step, scope in self.first.stages.items())
-        return f"{self.scope}: {stages}" if len(self.first.stages) > 1 else ""
-
-    def metrics(self) -> dict[str, object]:
-        """What a program may want to read: the spreads, and what each seed gave."""
-        trainings = [dict(vars(training)) for training in self.trainings]
-        for training in trainings:
-            del training["predictions"]
-            plan = training.pop("plan")
-            if plan is not None:
-                training["scopes"] = {layer: str(scope) for layer, scope in plan.scopes.items()}
-        return {
-            "processes": self.first.processes,
-            "mean_iou": vars(self.mean_iou),
-            "seconds": vars(self.seconds),
-            "synchronization_share": vars(self.synchronization_share),
-            "exchanges_per_step": self.first.exchanges_per_step,
-            "bytes_per_step": self.first.bytes_per_step,
-            "trainings": trainings,
-        }
+def write_report(
+    folder: Path, command: str, settings: Settings, source: SceneSource, trainings: Trainings
+) -> str:
+    """Writes metrics.json and report.html; returns a table for a terminal."""
+    held_out = Batch.of(source.held_out_scenes())
+    metrics = {scope: metrics_of(settings, each) for scope, each in trainings.items()}
+    versions = {"normscope": normscope.__version__, "torch": torch.__version__}
+    everything = {"settings": vars(settings), "versions": versions, "scopes": metrics}
+    (folder / "metrics.json").write_text(json.dumps(everything, indent=2, default=str) + "\n")
+    # On its side: a column for each scope fits a phone.
+    table = [
+        [name.replace("_", " "), *(told(of_scope[name]) for of_scope in metrics.values())]
+        for name in next(iter(metrics.values()))
+        if name != "trainings"
+    ]
+    schedules = [
+        f"{scope}: "
+        + ", ".join(f"{stage} from step {step}" for step, stage in first.stages.items())
+        for scope, (first, *_) in trainings.items()
+        if len(first.stages) > 1
+    ]
+    plans = [each[0].plan for each in trainings.values() if each[0].plan]
+    template = string.Template(Path(__file__).with_name("report.template.html").read_text())
+    page = template.substitute(
+        table="".join(f"<tr><td>{'<td>'.join(row)}" for row in table),
+        schedules="<br>".join(schedules),
+        held_out=len(held_out.masks),
+        estimated_from=ESTIMATION_BATCHES * settings.global_batch,
+        results=embedded(draw_results(trainings, metrics)),
+        plan=embedded(draw_plan(plans[0])) if plans else "<p>No scope was recommended.</p>",
+        predictions=embedded(draw_predictions(trainings, held_out, source.class_names)),
+        command=html.escape(command),
+        versions=", ".join(f"{name} {version}" for name, version in versions.items()),
+    )
+    (folder / "report.html").write_text(page)
+    lines = [f"{name:22}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in table]
+    return "\n".join([*lines, *schedules])
 
 
-class Report:
-    """Everything there is to tell."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        class_names: tuple[str, ...],
-        held_out: Batch,
-        comparisons: list[Comparison],
-        trainings: list[Training],
-    ) -> None:
-        self._settings, self._comparisons = settings, comparisons
-        self._class_names, self._held_out = class_names, held_out
-        self._outcomes = [
-            Outcome([training for training in trainings if training.scope == scope])
-            for scope in dict.fromkeys(training.scope for training in trainings)
-        ]
-
-    def table(self) -> str:
-        """Formats the comparison for a terminal; below it, the schedules of scopes that change."""
-        cells = [outcome.columns() for outcome in self._outcomes]
-        rows = [list(cells[0]), *(list(each.values()) for each in cells)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ]
-        schedules = [outcome.schedule() for outcome in self._outcomes]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *filter(None, schedules)])
-
-    def save(self, folder: Path, command: str) -> None:
-        """Writes metrics.json and report.html."""
-        metrics = {
-            "settings": vars(self._settings),
-            "versions": _versions(),
-            "check": [vars(comparison) for comparison in self._comparisons],
-            "scopes": {outcome.scope: outcome.metrics() for outcome in self._outcomes},
-        }
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=2, default=str) + "\n")
-        (folder / "report.html").write_text(self._page(command))
-
-    def _page(self, command: str) -> str:
-        cells = [outcome.columns() for outcome in self._outcomes]
-        # On its side: a column a scope fits a phone.
-        rows = [[heading, *(each[heading] for each in cells)] for heading in cells[0]]
-        seeds = [training.seed for training in self._outcomes[0].trainings]
-        template = string.Template(Path(__file__).with_name("report.template.html").read_text())
-        return template.substitute(
-            summary="; ".join(
-                f"{each.mean_iou:.3f} with {each.scope} ({each.norm_batch_sizes} images)"
-                for each in sorted(self._outcomes, key=lambda outcome: -outcome.mean_iou.mean)
-            ),
-            table="".join(f"<tr><td>{'<td>'.join(row)}" for row in rows),
-            schedules="<br>".join(filter(None, (each.schedule() for each in self._outcomes))),
-            held_out=len(self._held_out.masks),
-            estimated_from=ESTIMATION_BATCHES * self._settings.global_batch,
-            seeds=f"{len(seeds)} seeds from {seeds[0]} on" if seeds[1:] else f"seed {seeds[0]}",
-            costs=_embedded(_draw_costs(self._outcomes), "svg"),
-            plan=self._plan(),
-            learning=_embedded(_draw_learning(self._outcomes), "svg"),
-            predictions=_embedded(self._draw_predictions(), "png"),
-            comparisons="".join(f"<p>{comparison}</p>" for comparison in self._comparisons)
-            or "<p>No scope was trained on several ranks: nothing to compare.</p>",
-            command=escape(command),
-            versions=", ".join(f"{name} {text}" for name, text in _versions().items()),
-        )
-
-    def _plan(self) -> str:
-        plans = [outcome.first.plan for outcome in self._outcomes if outcome.first.plan]
-        return (
-            _embedded(_draw_plan(plans[0]), "svg") if plans else "<p>No scope was recommended.</p>"
-        )
-
-    def _draw_predictions(self) -> Figure:
-        """The first held-out scenes, row by row; a column each for input, truth and scopes."""
-        predicted = {outcome.scope: outcome.first.predictions for outcome in self._outcomes}
-        masks = {"truth": self._held_out.masks, **predicted}
-        scenes = range(len(next(iter(predicted.values()))))
-        figure = Figure((1.5 * (len(masks) + 1), 1.6 * len(scenes) + 0.5), layout="constrained")
-        grid = figure.subplots(len(scenes), len(masks) + 1, squeeze=False)
-        for scene, (photograph, *row) in zip(scenes, grid, strict=True):
-            photograph.imshow(self._held_out.images[scene].permute(1, 2, 0).clamp(0, 1).numpy())
-            photograph.set_title("input" if scene == 0 else "")
-            for axes, (name, mask) in zip(row, masks.items(), strict=True):
-                shown = axes.imshow(mask[scene].numpy(), **_colours(len(self._class_names)))
-                axes.set_title(name if scene == 0 else "")
-        for axes in grid.flat:
-            axes.set_axis_off()
-        bar = figure.colorbar(shown, ax=grid, orientation="horizontal", aspect=60)
-        bar.set_ticks(range(len(self._class_names)), labels=self._class_names)
-        return figure
+def metrics_of(settings: Settings, trainings: list[Training]) -> Metrics:
+    """What a program may want to read of a scope: spreads over the seeds, and each training."""
+    first = trainings[0]
+    scopes = " ".join(first.stages.values()).split()
+    unwanted = {"plan", "predictions"}
+    return {
+        "scope": first.scope,
+        "processes": first.processes,
+        "images_per_norm_batch": sorted({settings.norm_batch_size(scope) for scope in scopes}),
+        "seeds": [training.seed for training in trainings],
+        "mean_iou": spread([training.mean_ious[-1] for training in trainings]),
+        "seconds": spread([training.seconds for training in trainings]),
+        "synchronization_share": spread([each.synchronization_share for each in trainings]),
+        "exchanges_per_step": first.exchanges_per_step,
+        "bytes_per_step": first.bytes_per_step,
+        "trainings": [
+            {name: value for name, value in vars(each).items() if name not in unwanted}
+            | ({"scopes": each.plan.scopes} if each.plan else {})
+            for each in trainings
+        ],
+    }
 
 
-def _colours(classes: int) -> dict[str, Any]:
-    """Background dark, void white, and a hue for each class between them."""
-    hues = (colorsys.hsv_to_rgb(i * 0.618034 % 1.0, 0.7, 0.95) for i in range(1, classes))
-    bounds = [*(i - 0.5 for i in range(classes + 1)), VOID + 0.5]
-    colours = ListedColormap([(0.15, 0.15, 0.15), *hues, (1.0, 1.0, 1.0)])
-    return {"cmap": colours, "norm": BoundaryNorm(bounds, classes + 1)}
+def spread(values: list[float]) -> dict[str, float | None]:
+    """A number that each seed gave: the mean, and the standard deviation if there are several."""
+    return {"mean": fmean(values), "deviation": stdev(values) if len(values) > 1 else None}
 
 
-def _draw_costs(outcomes: list[Outcome]) -> Figure:
-    """Mean IoU against bytes and against time; bars are one standard deviation of a seed."""
-    figure = Figure((10, 4), layout="constrained")
-    of_bytes, of_time = figure.subplots(1, 2, sharey=True)
-    for outcome in outcomes:
-        iou, seconds = outcome.mean_iou, outcome.seconds
-        style = {"yerr": iou.deviation, "fmt": "o", "label": outcome.scope, "capsize": 3}
-        of_bytes.errorbar(outcome.first.bytes_per_step / 1000, iou.mean, **style)
-        of_time.errorbar(seconds.mean, iou.mean, xerr=seconds.deviation, **style)
-    for axes in (of_bytes, of_time):
-        axes.update_datalim([(0, 0)])
-        axes.autoscale_view()
-    of_bytes.set(xlabel="kB that a rank sends per step", ylabel="mean IoU")
-    of_time.set(xlabel="seconds of training")
-    of_time.legend(loc="lower left")
-    return figure
+def told(metric: object) -> str:
+    """Formats a metric for the table."""
+    if isinstance(metric, dict):
+        return " ± ".join(f"{value:.3f}" for value in metric.values() if value is not None)
+    if isinstance(metric, list):
+        return ", ".join(map(str, metric))
+    if isinstance(metric, float):
+        return f"{metric:,.1f}" if metric < 100 else f"{metric:,.0f}"
+    return str(metric)
 
 
-def _draw_plan(plan: normscope.ScopePlan) -> Figure:
-    """What each layer's norm batch is worth, under local and under the scope that it gets."""
-    figure = Figure((10, 0.35 * len(plan.layers) + 1), layout="constrained")
-    axes = figure.subplots()
-    for row, layer in enumerate(plan.layers):
-        local, chosen = layer.candidates[0].values, layer.chosen.values
-        if local is None or chosen is None:
-            continue
-        reach = [[chosen.value - chosen.lower], [chosen.upper - chosen.value]]
-        colour = "tab:red" if layer.spans_ranks else "tab:blue"
-        axes.plot([local.value, chosen.value], [row, row], color=colour, linewidth=1)
-        axes.plot(local.value, row, "o", color="tab:blue")
-        axes.errorbar(chosen.value, row, xerr=reach, fmt="s", color=colour, capsize=3)
-        axes.annotate(layer.scope, (chosen.upper, row), (6, -4), textcoords="offset points")
-    axes.axvline(plan.independent_values, color="black", linewidth=1)
-    names = [f"{layer.layer} ({layer.channels})" for layer in plan.layers]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="independent values that a norm batch is worth; wanted: the line")
-    axes.margins(x=0.15)
-    return figure
-
-
-def _draw_learning(outcomes: list[Outcome]) -> Figure:
-    """Mean IoU and loss over the steps, means over the seeds."""
-    figure = Figure((10, 4), layout="constrained")
-    of_iou, of_loss = figure.subplots(1, 2)
-    for outcome in outcomes:
-        ious = np.mean([training.mean_ious for training in outcome.trainings], axis=0)
-        of_iou.plot(outcome.first.evaluated_steps, ious, "o-", label=outcome.scope)
-        losses = np.mean([training.losses for training in outcome.trainings], axis=0)
-        window = max(1, len(losses) // LOSS_POINTS)
-        ends = range(window, len(losses) + 1, window)
-        of_loss.plot(ends, [losses[end - window : end].mean() for end in ends])
-    of_iou.set(xlabel="step", ylabel="mean IoU on held-out scenes", ylim=(0, None))
+def draw_results(trainings: Trainings, metrics: dict[str, Metrics]) -> Figure:
+    """Mean IoU against bytes, time and steps, and the loss; bars are a deviation of a seed."""
+    figure = Figure((10, 7.5), layout="constrained")
+    (of_bytes, of_time), (of_step, of_loss) = figure.subplots(2, 2)
+    for scope, each in trainings.items():
+        iou, seconds = metrics[scope]["mean_iou"], metrics[scope]["seconds"]
+        style = {"yerr": iou["deviation"], "fmt": "o", "capsize": 3}
+        of_bytes.errorbar(each[0].bytes_per_step / 1000, iou["mean"], label=scope, **style)
+        of_time.errorbar(seconds["mean"], iou["mean"], xerr=seconds["deviation"], **style)
+        ious = np.mean([training.mean_ious for training in each], axis=0)
+        of_step.plot(each[0].evaluated_steps, ious, "o-")
+        losses = np.mean([training.losses for training in each], axis=0)
+        parts = np.array_split(losses, min(LOSS_POINTS, len(losses)))
+        of_loss.plot(np.cumsum([len(part) for part in parts]), [part.mean() for part in parts])
+    of_bytes.set(xlabel="kB that a rank sends per step", ylabel="mean IoU after the last step")
+    of_time.set(xlabel="seconds of training", ylabel="mean IoU after the last step")
+    of_step.set(xlabel="step", ylabel="mean IoU", ylim=(0, None))
     of_loss.set(xlabel="step", ylabel="training loss", ylim=(0, None))
-    of_iou.legend()
+    figure.legend(loc="outside upper center", ncols=len(trainings))
     return figure
 
 
-def _embedded(figure: Figure, kind: str) -> str:
-    """The figure as an element of the page; the same one from the same figures."""
+def draw_plan(plan: normscope.ScopePlan) -> Figure:
+    """The network from left to right, layers red where they are noisy, framed if they exchange."""
+    figure = Figure((13, 5.5), layout="constrained")
+    axes = figure.subplots()
+    wanted = plan.independent_values
+    colours = ScalarMappable(LogNorm(wanted / 16, wanted * 16), "RdYlBu")
+    before: list[tuple[int, float]] = []
+    # Branches share a column, each other layer has its own.
+    columns = groupby(plan.layers, lambda layer: layer.layer.startswith(BRANCHES) or layer.layer)
+    for x, (_, column) in enumerate(columns):
+        layers = list(column)
+        places = [(x, (len(layers) - 1) / 2 - y) for y in range(len(layers))]
+        for line in product(before, places):
+            axes.plot(*zip(*line, strict=True), color="grey", zorder=0)
+        for place, layer in zip(places, layers, strict=True):
+            candidates = dict.fromkeys((layer.candidates[0], layer.chosen))
+            worths = {each.scope: each.values for each in candidates if each.values}
+            text = f"{layer.layer}\n{layer.channels} channels" + "".join(
+                f"\n{scope} {worth.value:.1f}\n({worth.lower:.1f} to {worth.upper:.1f})"
+                for scope, worth in worths.items()
+            )
+            colour = colours.to_rgba(np.array(worths["local"].value if worths else wanted))
+            width = 3 if layer.spans_ranks else 0.5
+            box = {"boxstyle": "round", "facecolor": colour, "linewidth": width}
+            axes.text(*place, text, bbox=box, ha="center", va="center", in_layout=False)
+        before = places
+    axes.set(xlim=(-0.5, x + 0.5), ylim=(-2, 2))
+    axes.set_axis_off()
+    bar = figure.colorbar(colours, ax=axes, orientation="horizontal", aspect=60)
+    bar.set_label(f"independent values of a norm batch of one rank; wanted: {wanted:g}")
+    bar.ax.xaxis.set_major_formatter("{x:g}")
+    return figure
+
+
+def draw_predictions(trainings: Trainings, held_out: Batch, class_names: Sequence[str]) -> Figure:
+    """The first held-out scenes, row by row; a column each for input, truth and scopes."""
+    images, truth = held_out
+    columns = {"truth": truth} | {scope: each[0].predictions for scope, each in trainings.items()}
+    rows, classes = min(map(len, columns.values())), len(class_names)
+    # Black background; neighbours in hue differ in saturation too.
+    hsv = [(i / classes, 0.9 if i % 2 else 0.45, 0.95 if i else 0) for i in range(classes)]
+    colours = ListedColormap(hsv_to_rgb(hsv))
+    figure = Figure((1.5 * (len(columns) + 1), 1.6 * rows + 1), layout="compressed")
+    grid = figure.subplots(rows, len(columns) + 1, squeeze=False)
+    for row, (photograph, *others) in enumerate(grid):
+        photograph.imshow(images[row].permute(1, 2, 0).clamp(0, 1).numpy())
+        for axes, masks in zip(others, columns.values(), strict=True):
+            known = np.ma.masked_equal(masks[row].numpy(), VOID)
+            shown = axes.imshow(known, colours, vmin=-0.5, vmax=classes - 0.5)
+    for axes, name in zip(grid[0], ["input", *columns], strict=True):
+        axes.set_title(name)
+    for axes in grid.flat:
+        axes.set_axis_off()
+    bar = figure.colorbar(shown, ax=grid, orientation="horizontal", aspect=60)
+    every = 1 + classes // 20  # else labels overlap
+    bar.set_ticks(range(0, classes, every), labels=class_names[::every])
+    return figure
+
+
+def embedded(figure: Figure) -> str:
+    """The figure as an element of the page."""
     buffer = io.BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
-        metadata = {"Date": None} if kind == "svg" else None
-        figure.savefig(buffer, format=kind, dpi=110, metadata=metadata, bbox_inches="tight")
-    mime = {"svg": "svg+xml", "png": "png"}[kind]
-    return f'<img src="data:image/{mime};base64,{base64.b64encode(buffer.getvalue()).decode()}">'
-
-
-def _versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    ours = {"normscope": normscope.__version__, "torch": torch.__version__}
-    return {**ours, "python": platform.python_version(), "machine": platform.machine()}
+    figure.savefig(buffer, format="png", dpi=150)
+    return f'<img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

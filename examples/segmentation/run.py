@@ -13,74 +13,33 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
-import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessException
 
-from check import compare
-from processes import cores, start_ranks
-from report import Report
+from processes import share_cores, start_ranks
+from report import Trainings, write_report
 from scenes import Batch
-from settings import PROGRESSIVE, RECOMMENDED, Settings, add_arguments, positive
-from train import train
+from settings import PROGRESSIVE, RECOMMENDED, Settings, parse, positive
+from trainer import Trainer, train
 
-CHECK_FAILED = 1
-REFUSED = 2
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    parser.add_argument(
-        "--scopes",
-        nargs="+",
-        metavar="SCOPE",
-        help="scopes to compare: local, slices (one process, as many slices as ranks), slices:K, "
-        "group:K, world, progressive (local, group:2, group:4, ..., world, each for an equal part "
-        "of the steps), recommended (for each layer what normscope.recommend_scopes finds) "
-        "(default: local slices group:2 world recommended; group:2 where there are more ranks "
-        "than 2 and an even number)",
-    )
-    parser.add_argument(
-        "--thorough",
-        type=positive,
-        nargs="?",
-        const=5,
-        default=1,
-        metavar="SEEDS",
-        help="train every scope from several seeds, --seed and those that follow it, and tell mean "
-        "and standard deviation (without a number: %(const)s seeds)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path(__file__).with_name("output"),
-        metavar="DIR",
-        help="folder for report.html and metrics.json (default: %(default)s)",
-    )
-    return parser.parse_args()
+SCOPES = f"""
+local, slices (one process, as many slices as ranks), group:K, world, {PROGRESSIVE} (local, group:2,
+group:4, ..., world, each for an equal part of the steps), {RECOMMENDED} (for each layer what
+normscope.recommend_scopes finds); default: local slices group:2 world {RECOMMENDED}
+"""
 
 
 def run_rank(rank: int, settings: Settings, scopes: list[str], seeds: range, output: Path) -> None:
-    """One rank's part: the check, every scope from every seed; rank 0 reports.
+    """One rank's part: every scope from every seed; rank 0 reports.
 
     Scopes follow each other under each seed, so that a machine that grows slower meanwhile is
     slower for all of them.
     """
     source = settings.source()
     held_out = Batch.of(source.held_out_scenes())
-    comparisons = []
-    for scope in scopes:
-        if not scope.startswith("slices") and scope not in (PROGRESSIVE, RECOMMENDED):
-            comparison = compare(source, settings, seeds[0], scope, rank)
-            if comparison is not None:
-                print(comparison, flush=True)
-                comparisons.append(comparison)
     everyone, alone = dist.new_group(), dist.new_group([0])
-    trainings = []
+    trainings: Trainings = {scope: [] for scope in scopes}
     for seed, scope in itertools.product(seeds, scopes):
         if not scope.startswith("slices"):
             share, group = settings.share(rank), everyone
@@ -88,51 +47,48 @@ def run_rank(rank: int, settings: Settings, scopes: list[str], seeds: range, out
             share, group = range(settings.global_batch), alone
         else:
             continue  # to the next scope, where the others wait for rank 0
-        torch.set_num_threads(max(1, cores() // dist.get_world_size(group)))
-        trainings.append(train(source, held_out, settings, seed, scope, share, group))
+        share_cores(dist.get_world_size(group))
+        trainer = Trainer(source, settings, seed, scope, share)
+        trainings[scope].append(train(trainer, held_out, group))
     if rank == 0:
-        report = Report(settings, source.class_names, held_out, comparisons, trainings)
-        report.save(output, shlex.join(["python", *sys.argv]))
-        print(f"\n{report.table()}\n\nPictures and curves: {output / 'report.html'}")
-        if not all(comparison.passed for comparison in comparisons):
-            sys.exit(CHECK_FAILED)
+        command = shlex.join(["python", *sys.argv])
+        print(f"\n{write_report(output, command, settings, source, trainings)}\n")
+        print(f"Pictures and curves: {output / 'report.html'}")
 
 
-def leave_on_signals() -> None:
-    """Makes Ctrl-C, a request to end and a closed terminal end the ranks too.
-
-    A signal that the caller has set to be ignored, as nohup does, stays ignored.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _leave)
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    print(f"run.py: ended by {signal.Signals(number).name}", file=sys.stderr)
-    sys.exit(128 + number)
-
-
-def main() -> int:
+def main() -> None:
     """Runs the demo as the command line asks."""
-    given = parse_arguments()
-    leave_on_signals()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scopes", nargs="+", metavar="SCOPE", help=f"to compare: {SCOPES}")
+    parser.add_argument(
+        "--thorough",
+        type=positive,
+        nargs="?",
+        const=5,
+        default=1,
+        metavar="SEEDS",
+        help="train from several seeds, --seed and those that follow it, and tell mean and "
+        "standard deviation (without a number: %(const)s seeds)",
+    )
+    output = Path(__file__).with_name("output")
+    parser.add_argument("--output", type=Path, default=output, metavar="DIR", help="for the report")
+    settings, given = parse(parser)
     try:
-        settings = Settings.of(given)
-        wanted = given.scopes or settings.default_scopes()
-        scopes = list(dict.fromkeys(settings.scope(scope) for scope in wanted))
+        scopes = settings.scopes(given.scopes)
         settings.source()  # A malformed folder ends the run here, before any rank starts.
-        given.output.mkdir(parents=True, exist_ok=True)
-        seeds = range(given.seed, given.seed + given.thorough)
+    except ValueError as error:
+        parser.error(str(error))
+    given.output.mkdir(parents=True, exist_ok=True)
+    seeds = range(given.seed, given.seed + given.thorough)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            # An exit as any other, which ends the ranks too.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
         start_ranks(run_rank, settings.ranks, settings, scopes, seeds, given.output)
-    except (ValueError, ProcessRaisedException, ProcessExitedException) as error:
-        if isinstance(error, ProcessExitedException) and error.exit_code == CHECK_FAILED:
-            print("run.py: the check failed, see above", file=sys.stderr)
-            return CHECK_FAILED
-        print(f"run.py: {error}", file=sys.stderr)
-        return REFUSED
-    return 0
+    except ProcessException as error:
+        sys.exit(f"run.py: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenes to segment: real photographs and textures with real handwritten digits lying on them."""
+"""Scenes to segment: handwritten digits on photographs, or a folder of the user's own pictures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ import skimage
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+
+# Of a scene, in pixels.
+SIDE = 48
 
 # Label of a pixel that neither trains nor counts (the convention of Pascal VOC's masks).
 VOID = 255
@@ -36,18 +39,24 @@ LABELLED_INK = 0.25
 # Random places that are tried for a digit; with one, digits bury each other.
 PLACES = 8
 
+# Every so many-th image of a folder, in the order of names, is held out.
+HELD_OUT_EVERY = 5
 
-@dataclass(frozen=True)
-class Scene:
-    """An image [3, side, side] in float32, and the class of each of its pixels [side, side]."""
-
-    image: npt.NDArray[np.float32]
-    mask: npt.NDArray[np.int64]
+Photograph: TypeAlias = npt.NDArray[np.uint8]
+Pixels: TypeAlias = npt.NDArray[np.float32]
+Labels: TypeAlias = npt.NDArray[np.int64]
+Random: TypeAlias = np.random.Generator
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Images [n, 3, side, side] and masks [n, side, side]."""
+class Scene(NamedTuple):
+    """An image [3, SIDE, SIDE], and the class of each of its pixels [SIDE, SIDE]."""
+
+    image: Pixels
+    mask: Labels
+
+
+class Batch(NamedTuple):
+    """Images [n, 3, SIDE, SIDE] and masks [n, SIDE, SIDE]."""
 
     images: torch.Tensor
     masks: torch.Tensor
@@ -55,20 +64,9 @@ class Batch:
     @classmethod
     def of(cls, scenes: list[Scene]) -> Batch:
         """Joins scenes."""
-        images = torch.from_numpy(np.stack([scene.image for scene in scenes]))
-        return cls(images, torch.from_numpy(np.stack([scene.mask for scene in scenes])))
-
-
-class SceneSource(Protocol):
-    """Where scenes come from."""
-
-    class_names: tuple[str, ...]  # class 0 is the background
-
-    def training_scene(self, rng: np.random.Generator) -> Scene:
-        """Draws one scene; a function of the generator's state alone."""
-
-    def held_out_scenes(self) -> list[Scene]:
-        """Makes the scenes that every scope and every seed is judged by."""
+        # Stacked arrays keep the order of their dimensions, in which a convolution's bits differ.
+        images, masks = (np.ascontiguousarray(np.stack(part)) for part in zip(*scenes, strict=True))
+        return cls(torch.from_numpy(images), torch.from_numpy(masks))
 
 
 class DigitScenes:
@@ -77,31 +75,27 @@ class DigitScenes:
     Held-out scenes are made of digits and of parts of the photographs that no training scene
     shows: the right quarter of each photograph is kept for them.
 
-    Args:
-        side: height and width of a scene, in pixels.
-
     Example:
-        >>> scene = DigitScenes(48).training_scene(np.random.default_rng(0))
+        >>> scene = DigitScenes().training_scene(np.random.default_rng(0))
         >>> scene.image.shape, scene.mask.shape
         ((3, 48, 48), (48, 48))
     """
 
-    class_names = ("background", *(str(digit) for digit in range(10)))
+    class_names = ("background", *"0123456789")
 
-    def __init__(self, side: int) -> None:
-        self._side = side
-        photographs = [_photograph(name) for name in PHOTOGRAPHS]
-        borders = [3 * photograph.shape[1] // 4 for photograph in photographs]
-        parts = list(zip(photographs, borders, strict=True))
+    def __init__(self) -> None:
+        folder = Path(skimage.__file__).parent / "data"
+        photographs = [np.asarray(Image.open(folder / name).convert("RGB")) for name in PHOTOGRAPHS]
+        parts = [np.split(image, [3 * image.shape[1] // 4], axis=1) for image in photographs]
         digits = load_digits()
         self._ink = (digits.images / 16.0).astype(np.float32)
         self._values = digits.target
         order = np.random.default_rng(0).permutation(len(self._values))
-        self._training = [image[:, :x] for image, x in parts], order[:TRAINING_DIGITS]
-        self._held_out = [image[:, x:] for image, x in parts], order[TRAINING_DIGITS:]
+        self._training = [left for left, _ in parts], order[:TRAINING_DIGITS]
+        self._held_out = [right for _, right in parts], order[TRAINING_DIGITS:]
 
-    def training_scene(self, rng: np.random.Generator) -> Scene:
-        """Draws a scene of training digits."""
+    def training_scene(self, rng: Random) -> Scene:
+        """Draws a scene of training digits; a function of the generator's state alone."""
         return self._scene(*self._training, rng)
 
     def held_out_scenes(self) -> list[Scene]:
@@ -109,62 +103,98 @@ class DigitScenes:
         rng = np.random.default_rng(HELD_OUT_SEED)
         return [self._scene(*self._held_out, rng) for _ in range(HELD_OUT_SCENES)]
 
-    def _scene(
-        self,
-        photographs: list[npt.NDArray[np.uint8]],
-        digits: npt.NDArray[np.int64],
-        rng: np.random.Generator,
-    ) -> Scene:
+    def _scene(self, photographs: list[Photograph], digits: Labels, rng: Random) -> Scene:
         photograph = photographs[rng.integers(len(photographs))]
-        top, left = (rng.integers(extent - self._side + 1) for extent in photograph.shape[:2])
-        crop = photograph[top : top + self._side, left : left + self._side]
+        top, left = (rng.integers(extent - SIDE + 1) for extent in photograph.shape[:2])
+        crop = photograph[top : top + SIDE, left : left + SIDE]
         contrast, brightness = rng.uniform(0.4, 1.4), rng.uniform(-0.3, 0.3)
         image = (crop / 255.0 * contrast + brightness).astype(np.float32)
-        mask = np.zeros((self._side, self._side), np.int64)
+        mask = np.zeros((SIDE, SIDE), np.int64)
         for _ in range(rng.integers(3, 6)):
             self._put_digit(image, mask, digits[rng.integers(len(digits))], rng)
-        return Scene(np.ascontiguousarray(image.transpose(2, 0, 1)), mask)
+        return Scene(image.transpose(2, 0, 1), mask)
 
-    def _put_digit(
-        self,
-        image: npt.NDArray[np.float32],
-        mask: npt.NDArray[np.int64],
-        digit: int,
-        rng: np.random.Generator,
-    ) -> None:
+    def _put_digit(self, image: Pixels, mask: Labels, digit: int, rng: Random) -> None:
+        """Paints it where it hides least of others, in a colour unlike what it covers."""
         side = int(rng.integers(14, 24))
-        top, left = _least_covered_place(mask, side, rng)
-        place = slice(top, top + side), slice(left, left + side)
+        places = [
+            (slice(top, top + side), slice(left, left + side))
+            for top, left in rng.integers(SIDE - side + 1, size=(PLACES, 2))
+        ]
+        place = min(places, key=lambda place: np.count_nonzero(mask[place]))
+        mean = image[place].mean(axis=(0, 1))
+        distance = rng.uniform(0.3, 0.9, 3)
+        tint = (mean + np.where(mean < 0.5, distance, -distance)).astype(np.float32)
         ink = np.asarray(
             Image.fromarray(self._ink[digit]).resize((side, side), Image.Resampling.BILINEAR)
         )
         opacity = np.minimum(ink / COVERING_INK, 1)[..., None]
-        image[place] = image[place] * (1 - opacity) + opacity * _tint(image[place], rng)
+        image[place] = image[place] * (1 - opacity) + opacity * tint
         mask[place][ink > LABELLED_INK] = self._values[digit] + 1
 
 
-def _tint(covered: npt.NDArray[np.float32], rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Draws a colour that differs in each channel from what it covers: brighter on dark."""
-    mean = covered.mean(axis=(0, 1))
-    distance = rng.uniform(0.3, 0.9, 3)
-    tint: npt.NDArray[np.float32] = mean + np.where(mean < 0.5, distance, -distance)
-    return tint.astype(np.float32)
+class FolderScenes:
+    """Images in `folder/images` and masks with the same stems in `folder/masks`.
+
+    A mask has one channel; the value of a pixel is its class, 0 being the background and 255 void.
+    The largest class of all masks tells how many classes there are. Images and masks are scaled
+    to a square; half of the training scenes are mirrored.
+
+    Raises:
+        ValueError: if an image or its mask is missing or cannot be read, a mask has several
+            channels or another size than its image, there are fewer than two images, or no mask
+            has a class beside the background.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        images, masks = (
+            sorted((folder / kind).glob("[!.]*"), key=lambda path: path.stem)
+            for kind in ("images", "masks")
+        )
+        of_image, of_mask = (Counter(path.stem for path in files) for files in (images, masks))
+        for stem in sorted(of_image | of_mask):
+            if (of_image[stem], of_mask[stem]) != (1, 1):
+                raise ValueError(
+                    f"{folder}: expected one file {stem}.* in images and one in masks, got "
+                    f"{of_image[stem]} and {of_mask[stem]}"
+                )
+        if len(images) < 2:
+            raise ValueError(f"{folder / 'images'}: expected at least 2 images, got {len(images)}")
+        scenes = [_load(*files) for files in zip(images, masks, strict=True)]
+        largest = max(int(scene.mask[scene.mask != VOID].max(initial=0)) for scene in scenes)
+        if largest < 1:
+            raise ValueError(f"{folder / 'masks'}: expected a class beside 0 and {VOID}, got none")
+        self.class_names = ("background", *map(str, range(1, largest + 1)))
+        self._held_out = scenes[::HELD_OUT_EVERY]
+        self._training = [scene for i, scene in enumerate(scenes) if i % HELD_OUT_EVERY]
+
+    def training_scene(self, rng: Random) -> Scene:
+        """Draws one of the training images, and mirrors it half of the time."""
+        image, mask = self._training[rng.integers(len(self._training))]
+        return Scene(image[:, :, ::-1], mask[:, ::-1]) if rng.integers(2) else Scene(image, mask)
+
+    def held_out_scenes(self) -> list[Scene]:
+        """Every fifth image, in the order of names."""
+        return self._held_out
 
 
-def _least_covered_place(
-    mask: npt.NDArray[np.int64], side: int, rng: np.random.Generator
-) -> tuple[int, int]:
-    """Draws some places for a square and returns the one (top, left) that hides least."""
-    places = rng.integers(len(mask) - side + 1, size=(PLACES, 2)).tolist()
-    covered = [np.count_nonzero(mask[y : y + side, x : x + side]) for y, x in places]
-    top, left = places[int(np.argmin(covered))]
-    return top, left
+def _load(image_path: Path, mask_path: Path) -> Scene:
+    try:
+        image, mask = Image.open(image_path).convert("RGB"), Image.open(mask_path).copy()
+    except OSError as error:
+        raise ValueError(f"{image_path}, {mask_path}: expected images, got {error}") from error
+    labels = np.asarray(mask)
+    if labels.shape != (image.height, image.width) or labels.min() < 0 or labels.max() > VOID:
+        raise ValueError(
+            f"{mask_path}: expected [{image.height}, {image.width}] as {image_path.name} has, from "
+            f"0 to {VOID}, got {list(labels.shape)} from {labels.min()} to {labels.max()}"
+        )
+    pixels = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR), np.float32)
+    labels = np.asarray(mask.resize((SIDE, SIDE), Image.Resampling.NEAREST), np.int64)
+    return Scene(pixels.transpose(2, 0, 1) / np.float32(255), labels)
 
 
-def _photograph(name: str) -> npt.NDArray[np.uint8]:
-    """Loads a photograph that scikit-image ships, [height, width, 3]."""
-    with Image.open(Path(skimage.__file__).parent / "data" / name) as image:
-        return np.asarray(image.convert("RGB"))
+SceneSource: TypeAlias = DigitScenes | FolderScenes
 
 
 def training_batch(source: SceneSource, seed: int, step: int, indices: range) -> Batch:

@@ -4,15 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from folder import FolderScenes
-from scenes import DigitScenes, SceneSource
-
-# Side of a scene in pixels; a user's images are scaled to it.
-SIDE = 48
+from scenes import DigitScenes, FolderScenes, SceneSource
 
 # Not a scope but a schedule of them: local, group:2, group:4, ..., world.
 PROGRESSIVE = "progressive"
@@ -23,19 +18,12 @@ RECOMMENDED = "recommended"
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices that hold for every scope of a run.
+    """Choices that hold for every scope of a run."""
 
-    Args:
-        ranks: number of processes.
-        images_per_rank: images that one rank trains on in a step.
-        steps: optimizer steps.
-        data: folder of the user's images and masks; without it, digits on photographs.
-    """
-
-    ranks: int = 4
-    images_per_rank: int = 2
-    steps: int = 700
-    data: Path | None = None
+    ranks: int = 4  # processes
+    images_per_rank: int = 2  # in a step
+    steps: int = 700  # of the optimizer
+    data: Path | None = None  # the user's images and masks; without it, digits on photographs
 
     @property
     def global_batch(self) -> int:
@@ -48,45 +36,27 @@ class Settings:
 
     def source(self) -> SceneSource:
         """Opens the scenes."""
-        return DigitScenes(SIDE) if self.data is None else FolderScenes(self.data, SIDE)
+        return DigitScenes() if self.data is None else FolderScenes(self.data)
 
-    def scope(self, text: str) -> str:
-        """Checks a scope that is asked for; `slices` alone gets as many as there are ranks.
+    def scopes(self, asked: list[str] | None = None) -> list[str]:
+        """Checks the scopes that are asked for, or chooses some; there are as many slices as ranks.
 
         Raises:
-            ValueError: if the demo does not know the scope, or its K does not divide the global
-                batch (slices) or the ranks (group).
+            ValueError: if the demo cannot train under one of them.
 
         Example:
-            >>> Settings(ranks=4).scope("slices")
-            'slices:4'
+            >>> Settings(ranks=4).scopes()
+            ['local', 'slices:4', 'group:2', 'world', 'recommended']
         """
-        if text in ("local", "world", PROGRESSIVE, RECOMMENDED):
-            return text
-        spelling = re.fullmatch("slices|(slices|group):([0-9]+)", text)
-        if spelling is None:
-            raise ValueError(
-                "scope: expected local, slices, slices:K, group:K, world, progressive or "
-                f"recommended, got {text!r}"
-            )
-        kind, count = spelling[1] or "slices", int(spelling[2] or self.ranks)
-        divided = self.global_batch if kind == "slices" else self.ranks
-        if count < 1 or divided % count:
-            what = "global batch" if kind == "slices" else "number of ranks"
-            raise ValueError(
-                f"scope: expected {kind}:K where K divides the {what}, {divided}, got {text!r}"
-            )
-        return f"{kind}:{count}"
-
-    def default_scopes(self) -> list[str]:
-        """Those that differ on so many ranks.
-
-        Example:
-            >>> Settings(ranks=4).default_scopes()
-            ['local', 'slices', 'group:2', 'world', 'recommended']
-        """
-        pairs = ["group:2"] if self.ranks > 2 and self.ranks % 2 == 0 else []
-        return ["local", "slices", *pairs, "world", RECOMMENDED]
+        groups = [f"group:{size}" for size in range(2, self.ranks) if self.ranks % size == 0]
+        if asked is None:
+            asked = ["local", "slices", *groups[:1], "world", RECOMMENDED]
+        known = ["local", "slices", *groups, "world", PROGRESSIVE, RECOMMENDED]
+        for scope in asked:
+            if scope not in known:
+                raise ValueError(f"--scopes: expected some of {' '.join(known)}, got {scope!r}")
+        slices = f"slices:{self.ranks}"
+        return list(dict.fromkeys(slices if scope == "slices" else scope for scope in asked))
 
     def norm_batch_size(self, scope: str) -> int:
         """Images that one set of statistics is computed over.
@@ -99,39 +69,21 @@ class Settings:
         if kind == "slices":
             return self.global_batch // int(count)
         ranks = {"local": 1, "world": self.ranks}.get(kind) or int(count)
-        return min(ranks, self.ranks) * self.images_per_rank
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Settings:
-        """Takes what the arguments of `add_arguments` were given."""
-        data = None if arguments.data is None else arguments.data.resolve()
-        return cls(arguments.ranks, arguments.images_per_rank, arguments.steps, data)
+        return ranks * self.images_per_rank
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what every program of this folder can be given: the settings and a seed."""
-    default = Settings()
-    for name, value, what in (
-        ("--ranks", default.ranks, "number of processes"),
-        ("--images-per-rank", default.images_per_rank, "that one rank trains on in a step"),
-        ("--steps", default.steps, "optimizer steps a scope"),
+def parse(parser: argparse.ArgumentParser) -> tuple[Settings, argparse.Namespace]:
+    """Reads a program's own arguments, and those that all have: the settings and a seed."""
+    for name, kind, default, what in (
+        ("--ranks", positive, Settings.ranks, "number of processes"),
+        ("--images-per-rank", positive, Settings.images_per_rank, "images of a rank in a step"),
+        ("--steps", positive, Settings.steps, "optimizer steps per scope"),
+        ("--seed", int, 0, "of the first weights and of the scenes"),
+        ("--data", Path, Settings.data, "folder of your own pictures: DIR/images and DIR/masks"),
     ):
-        parser.add_argument(
-            name, type=positive, default=value, help=f"{what} (default: %(default)s)"
-        )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the first weights and of the scenes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="folder of your own pictures, DIR/images and DIR/masks with the same stems (default: "
-        "digits on photographs)",
-        metavar="DIR",
-    )
+        parser.add_argument(name, type=kind, default=default, help=f"{what} (default: %(default)s)")
+    given = parser.parse_args()
+    return Settings(given.ranks, given.images_per_rank, given.steps, given.data), given
 
 
 def positive(text: str) -> int:

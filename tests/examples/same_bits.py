@@ -39,15 +39,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="that the program has")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="and what starts it")
     given = parser.parse_args()
+    steps = f"--steps={STEPS}"
     batch = (f"--ranks={given.ranks}", f"--images-per-rank={IMAGES_PER_RANK}")
     with tempfile.TemporaryDirectory() as folder:
         scenes = str(Path(folder) / "scenes")
-        run(sys.executable, str(DEMO / "write_scenes.py"), scenes, f"--steps={STEPS}", *batch)
-        of_program = run(
-            *given.program, f"--scenes={scenes}", f"--steps={STEPS}", f"--scope={given.scope}"
-        )
-    first_step = [str(DEMO / "first_step.py"), *batch]
-    of_python = run(sys.executable, *first_step, f"--scope={given.scope}")
+        write = (sys.executable, str(DEMO / "write_scenes.py"), scenes, steps, *batch)
+        of_python = run(*write, f"--first-step={given.scope}")
+        of_program = run(*given.program, f"--scenes={scenes}", steps, f"--scope={given.scope}")
     same = statistics(of_program) == statistics(of_python)
     if not same:
         print(of_program, of_python, sep="\n", file=sys.stderr)

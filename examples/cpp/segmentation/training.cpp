@@ -131,7 +131,7 @@ double Trainer::evaluate() {
 }
 
 std::string Trainer::hash_of_statistics() const {
-  // FNV-1a, as examples/segmentation/first_step.py has it.
+  // FNV-1a, as examples/segmentation/write_scenes.py has it.
   std::uint64_t hash = 14695981039346656037ULL;
   for (const auto& buffer : network_->named_buffers()) {
     if (buffer.key().ends_with("num_batches_tracked")) continue;
