@@ -37,8 +37,7 @@ NORMSCOPE_INLINE AnyVector every_second(AnyVector low, AnyVector high,
 // The `count` elements from `from` on, fewer than a block, as load_partial has it.
 template <class Element>
 NORMSCOPE_INLINE Block<Element> load_partial_block(const Element* from, std::int64_t count) {
-  using Real = Arithmetic<Element>;
-  constexpr std::int64_t kWidth = kLanesOf<Real>;
+  constexpr std::int64_t kWidth = kLanesOf<Arithmetic<Element>>;
   if constexpr (kBlockVectors<Element> == 1) {
     return {load_partial(from, count)};
   } else {

@@ -92,6 +92,7 @@ void sum_parts(const Execution& execution, const TensorView& x, const Target& ta
   const auto sum_into = [&](TileRange channels, TileRange tiles, LimbsView into) {
     for (std::int64_t begin = tiles.begin; begin < tiles.end; begin += kTilesBetweenCarries) {
       sum(channels, TileRange{begin, std::min(begin + kTilesBetweenCarries, tiles.end)}, into);
+      target.canonicalize(into);
     }
   };
   const std::int64_t threads = useful_threads(execution.threads, x);
@@ -110,7 +111,8 @@ void sum_parts(const Execution& execution, const TensorView& x, const Target& ta
   execution.parallel_for(threads, [&](std::int64_t i) {
     sum_into({0, x.channels}, part_of(tile_count(x), threads, i), own_limbs(i));
   });
-  for (std::int64_t i = 0; i < threads; ++i) target.merge_limbs(own_limbs(i), limbs);
+  for (std::int64_t i = 0; i < threads; ++i) target.add_limbs(own_limbs(i), limbs);
+  target.canonicalize(limbs);
 }
 
 // So many arrays [C], each of which begins with a cache line.
@@ -184,7 +186,7 @@ struct Backend {
                                double eps, DType x_dtype, const MomentsResults& results) {
     const auto& [statistics, running, pooled, count_out] = results;
     if (count_out != nullptr) *count_out = n;
-    if (pooled.data != nullptr) kTarget.merge_limbs(limbs, pooled);
+    if (pooled.data != nullptr) kTarget.add_limbs(limbs, pooled);
     if (n > 0.0) {
       running.count();
       kTarget.moments(limbs, n, statistics);

@@ -2,25 +2,8 @@
 //
 // Sums of a vector's elements. Included once by each target (vector.h says why).
 
-// The vector's elements from `kFirst` on, then those before.
-template <int kFirst, class AnyVector, std::size_t... kIndices>
-NORMSCOPE_INLINE AnyVector rotate(AnyVector value, std::index_sequence<kIndices...>) {
-  return __builtin_shufflevector(value, value, (kIndices + kFirst) % sizeof...(kIndices)...);
-}
-
-// Adds the vector's upper half to its lower, and so on.
-template <class Real, int kCount = kLanesOf<Real>>
-NORMSCOPE_INLINE Real fold_vector(Vector<Real> value) {
-  if constexpr (kCount == 1) {
-    return value[0];
-  } else {
-    constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
-    return fold_vector<Real, kCount / 2>(value + rotate<kCount / 2>(value, kIndices));
-  }
-}
-
-// fold_vector() of as many vectors as each has elements, at once: element i is the fold of vector
-// i.
+// The sums of as many vectors as each has elements, at once: element i is that of vector i, whose
+// upper half is added to its lower, and so on.
 //
 // Each step halves what is left of every vector, and puts two of them side by side: with x = (x0,
 // x1, ...) the groups of kGroup elements that stand for vectors, the sums of x's halves and of y's

@@ -52,11 +52,6 @@ NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c,
   }
 }
 
-// The parts of as many channels as a vector of float32 has elements.
-NORMSCOPE_INLINE void add_halves(const LimbsView& limbs, int sum, const WideHalves& parts) {
-  for (int half = 0; half < 2; ++half) add_part(limbs, sum, half * kDoubles, parts.of[half]);
-}
-
 // Calls function(c, Real) for all channels: vectors first, then single ones, with a Real to tell
 // by.
 template <class Function>
@@ -66,73 +61,6 @@ NORMSCOPE_INLINE void for_channels(std::int64_t channels, const Function& functi
   for (; c < channels; ++c) function(c, double{});
 }
 
-// Channels whose tiles wait for their turn in the limbs.
-inline constexpr std::int64_t kBatchChannels = 128;
-
-// Sums over the same tile of up to kBatchChannels channels.
-struct TileBatch {
-  alignas(kVectorBytes) double pivot[kBatchChannels];   // moments only
-  alignas(kVectorBytes) double first[kBatchChannels];   // sum(x - pivot), or sum(dy)
-  alignas(kVectorBytes) double second[kBatchChannels];  // sum((x - pivot)^2), or sum(dy (x - mean))
-};
-
-template <class Value>
-NORMSCOPE_INLINE bool is_finite(Value value) {
-  return value - value == 0;
-}
-
-// Puts the sums of a vector of channels into the batch from `slot` on.
-template <class AnyVector>
-NORMSCOPE_INLINE void put_sums(AnyVector first, AnyVector second, TileBatch& batch,
-                               std::int64_t slot) {
-  store_wide(batch.first + slot, first);
-  store_wide(batch.second + slot, second);
-}
-
-// Calls sum_again(c) for the channels whose sums in float32 are not finite: in float64 they may be.
-// The batch is filled by whole vectors.
-template <class Element, class SumAgain>
-NORMSCOPE_INLINE void for_overflown(const TileBatch& batch, std::int64_t channels,
-                                    const SumAgain& sum_again) {
-  if constexpr (sizeof(Arithmetic<Element>) == sizeof(double)) return;
-  Doubles zero_if_finite{};
-  for (std::int64_t c = 0; c < channels; c += kDoubles) {
-    const Doubles sum = load(batch.first + c) + load(batch.second + c);
-    zero_if_finite += sum - sum;
-  }
-  if (!any_nonzero(zero_if_finite)) return;
-  for (std::int64_t c = 0; c < channels; ++c) {
-    if (!is_finite(batch.first[c] + batch.second[c])) sum_again(c);
-  }
-}
-
-// Tiles of Element.
-template <class Element>
-NORMSCOPE_INLINE void add_moment_tiles(const TileBatch& batch, std::int64_t tile_size,
-                                       const LimbsView& limbs) {
-  for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real zero) {
-    const Real n = zero + static_cast<double>(tile_size);
-    const Real pivot = load_bytes<Real>(batch.pivot + c);
-    const Real first = load_bytes<Real>(batch.first + c);
-    const Real second = load_bytes<Real>(batch.second + c);
-    TileMoments<Real> tile;
-    if constexpr (sizeof(Arithmetic<Element>) < sizeof(double)) {
-      tile = moments_about_narrow_pivot(n, pivot, first, second);
-    } else {
-      tile = moments_about_zero(n, pivot, first, second);
-    }
-    add_part(limbs, kSumOfValues, c, tile.sum);
-    add_part(limbs, kSumOfProducts, c, tile.sum_of_squares);
-  });
-}
-
-NORMSCOPE_INLINE void add_gradient_tiles(const TileBatch& batch, const LimbsView& limbs) {
-  for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
-    add_part(limbs, kSumOfValues, c, load_bytes<Real>(batch.first + c));
-    add_part(limbs, kSumOfProducts, c, load_bytes<Real>(batch.second + c));
-  });
-}
-
 template <class Real>
 NORMSCOPE_INLINE void load_canonical(const LimbsView& limbs, int sum, std::int64_t c,
                                      Real (&values)[kLimbs]) {
@@ -140,7 +68,7 @@ NORMSCOPE_INLINE void load_canonical(const LimbsView& limbs, int sum, std::int64
   canonicalize(values);
 }
 
-NORMSCOPE_INLINE void canonicalize_limbs(const LimbsView& limbs) {
+void canonicalize_limbs(LimbsView limbs) {
   for (int sum = 0; sum < kSums; ++sum) {
     for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
       Real values[kLimbs];
@@ -150,7 +78,7 @@ NORMSCOPE_INLINE void canonicalize_limbs(const LimbsView& limbs) {
   }
 }
 
-void merge_limbs(LimbsView from, LimbsView to) {
+void add_limbs(LimbsView from, LimbsView to) {
   for (int sum = 0; sum < kSums; ++sum) {
     for (int k = 0; k < kLimbs; ++k) {
       for_channels(to.channels, [&]<class Real>(std::int64_t c, Real) {
@@ -159,7 +87,6 @@ void merge_limbs(LimbsView from, LimbsView to) {
       });
     }
   }
-  canonicalize_limbs(to);
 }
 
 void moments_of_limbs(LimbsView limbs, double count, MutableStatistics to) {

@@ -3,54 +3,33 @@
 // Sums of tensors whose positions are neighbours in memory. Included once by each target (vector.h
 // says why).
 //
-// As many channels at a time as a vector has elements, so that their lanes are folded together. In
-// what follows terms_of(i) are those of the i-th.
+// As many channels at a time as a vector has elements, so that their lanes are folded together.
+// run_of(i) is the i-th of them, or the last one for an i beyond.
 
 // Short tiles: at most kMaxLanes elements, each of which has a lane of its own.
-
-// Vector v of the terms of n elements; zero in the lanes beyond. At least one is to be had.
-template <class Element>
-NORMSCOPE_INLINE auto terms_of_lanes(const MomentTerms<Element>& terms, std::int64_t v,
-                                     std::int64_t n, Arithmetic<Element> pivot) {
-  using Real = Arithmetic<Element>;
-  const Vector<Real> pivots = broadcast(pivot);
-  const auto term = MomentTerms<Element>::of(load_vector_of_lanes(terms.x, v, n), pivots, pivots);
-  const std::int64_t valid = n - v * kLanesOf<Real>;
-  if (valid >= kLanesOf<Real>) return term;
-  return Terms<Vector<Real>>{first_elements<Real>(term.first, valid),
-                             first_elements<Real>(term.second, valid)};
-}
-
-// Where dy is zero, so is its term.
-template <class Element>
-NORMSCOPE_INLINE auto terms_of_lanes(const GradientTerms<Element>& terms, std::int64_t v,
-                                     std::int64_t n, Arithmetic<Element> mean_hi) {
-  return GradientTerms<Element>::of(load_vector_of_lanes(terms.x, v, n),
-                                    load_vector_of_lanes(terms.dy, v, n), broadcast(mean_hi));
-}
 
 // Lanes that have been folded once, of a vector's width of channels.
 template <class Real>
 struct HalvedLanes {
-  static constexpr int kWidth = kLanesOf<Real>;
   static constexpr int kHalf = kLaneVectors<Real> / 2;
-  Vector<Real> vectors[kHalf][kWidth];
+  Vector<Real> vectors[kHalf][kLanesOf<Real>];
 
+  // To one number a channel.
   NORMSCOPE_INLINE Vector<Real> fold() {
     for (int half = kHalf / 2; half >= 1; half /= 2) {
       for (int v = 0; v < half; ++v) {
-        for (int i = 0; i < kWidth; ++i) vectors[v][i] += vectors[v + half][i];
+        for (int i = 0; i < kLanesOf<Real>; ++i) vectors[v][i] += vectors[v + half][i];
       }
     }
     return fold_across<Real>(vectors[0]);
   }
 };
 
-// Calls set(v, i, at) for every vector v of HalvedLanes and every channel i. The vector is the sum
-// of at(w) for one or two w, or zero where there is none; how many of them hold n elements, and
-// whether they hold `full` vectors, is looked at once for all channels.
-template <class Real, class Full, class Partial, class Set>
-NORMSCOPE_INLINE void halve_lanes(std::int64_t n, const Full& full, const Partial& partial,
+// Calls set(v, i, value) for every vector v of HalvedLanes and every channel i. The value is the
+// sum of one or two of full(i, w) and rest(i, w, valid), the vectors w of n lanes, or zero where
+// there is none. How many lanes they have is looked at once for all channels.
+template <class Real, class Full, class Rest, class Set>
+NORMSCOPE_INLINE void halve_lanes(std::int64_t n, const Full& full, const Rest& rest,
                                   const Set& set) {
   constexpr int kWidth = kLanesOf<Real>;
   constexpr int kHalf = HalvedLanes<Real>::kHalf;
@@ -60,177 +39,214 @@ NORMSCOPE_INLINE void halve_lanes(std::int64_t n, const Full& full, const Partia
     if (high >= kWidth) {
       for (int i = 0; i < kWidth; ++i) set(v, i, full(i, v) + full(i, v + kHalf));
     } else if (high > 0) {
-      for (int i = 0; i < kWidth; ++i) set(v, i, full(i, v) + partial(i, v + kHalf));
+      for (int i = 0; i < kWidth; ++i) set(v, i, full(i, v) + rest(i, v + kHalf, high));
     } else if (low >= kWidth) {
       for (int i = 0; i < kWidth; ++i) set(v, i, full(i, v));
     } else if (low > 0) {
-      for (int i = 0; i < kWidth; ++i) set(v, i, partial(i, v));
+      for (int i = 0; i < kWidth; ++i) set(v, i, rest(i, v, low));
     } else {
       for (int i = 0; i < kWidth; ++i) set(v, i, decltype(full(i, v)){});
     }
   }
 }
 
-template <class Element, class TermsOf>
-NORMSCOPE_INLINE auto pivots_of_short_tiles(const TermsOf& terms_of, std::int64_t n) {
-  using Real = Arithmetic<Element>;
+// `valid` neighbours of vector v, fewer than it has elements; what follows them is unspecified.
+template <class Element>
+NORMSCOPE_INLINE auto load_rest(const Element* from, int v, std::int64_t valid) {
+  return v == 0 ? load_few(from, valid) : load_partial(from, valid);
+}
+
+template <class RunOf>
+NORMSCOPE_INLINE auto pivots_of_short_tiles(const RunOf& run_of, std::int64_t n) {
+  using Real = typename decltype(run_of(0))::Real;
+  constexpr int kWidth = kLanesOf<Real>;
   HalvedLanes<Real> lanes;
   halve_lanes<Real>(
-      n, [&](int i, int v) { return load(terms_of(i).x + v * kLanesOf<Real>); },
-      [&](int i, int v) { return load_vector_of_lanes(terms_of(i).x, v, n); },
+      n, [&](int i, int v) { return load(run_of(i).x + v * kWidth); },
+      [&](int i, int v, std::int64_t valid) {
+        return first_elements<Real>(load_rest(run_of(i).x + v * kWidth, v, valid), valid);
+      },
       [&](int v, int i, Vector<Real> value) { lanes.vectors[v][i] = value; });
   return lanes.fold() / broadcast(static_cast<Real>(n));
 }
 
-// center_of(i) is what the i-th channel's sums are about.
-template <class Element, class TermsOf, class CenterOf, class Real = Arithmetic<Element>>
-NORMSCOPE_INLINE void put_sums_of_short_tiles(const TermsOf& terms_of, std::int64_t n,
-                                              const CenterOf& center_of, TileBatch& batch,
-                                              std::int64_t slot) {
+template <class RunOf, class Real>
+NORMSCOPE_INLINE auto sums_of_short_tiles(const RunOf& run_of, std::int64_t n,
+                                          const Real* centers) {
+  using Sums = Terms<Vector<Real>>;
+  constexpr int kWidth = kLanesOf<Real>;
   HalvedLanes<Real> first;
   HalvedLanes<Real> second;
   halve_lanes<Real>(
       n,
       [&](int i, int v) {
-        return terms_of(i).load_at(v * kLanesOf<Real>, broadcast(center_of(i)));
+        return run_of(i).at(0, v * kWidth).terms(kLoadVector, broadcast(centers[i]));
       },
-      [&](int i, int v) { return terms_of_lanes(terms_of(i), v, n, center_of(i)); },
-      [&](int v, int i, const Terms<Vector<Real>>& terms) {
+      [&](int i, int v, std::int64_t valid) {
+        const auto load = [&](const auto* from) { return load_rest(from, v, valid); };
+        const auto terms = run_of(i).at(0, v * kWidth).terms(load, broadcast(centers[i]));
+        return Sums{first_elements<Real>(terms.first, valid),
+                    first_elements<Real>(terms.second, valid)};
+      },
+      [&](int v, int i, const Sums& terms) {
         first.vectors[v][i] = terms.first;
         second.vectors[v][i] = terms.second;
       });
-  put_sums(first.fold(), second.fold(), batch, slot);
+  return Sums{first.fold(), second.fold()};
 }
 
-// Long tiles: more elements than lanes. Only the first `count` channels are looked at. next_of(i)
-// is fetched while the i-th is summed.
+// Long tiles: more elements than lanes. Only the first `count` channels are looked at.
 
-template <class Element, class TermsOf>
-NORMSCOPE_INLINE auto pivots_of_long_tiles(const TermsOf& terms_of, std::int64_t n, int count) {
+// The lanes of as many channels as a vector has elements, folded to a vector a channel; to two
+// where the lanes lie in the order of interleaved blocks.
+template <class Element>
+struct FoldedLanes {
   using Real = Arithmetic<Element>;
+  static constexpr int kVectors = kBlockIsInterleaved<Element> ? 2 : 1;
+  Vector<Real> vectors[kVectors][kLanesOf<Real>];
+
+  NORMSCOPE_INLINE void set(int i, Vector<Real> (&lanes)[kLaneVectors<Real>]) {
+    fold_halves<kVectors>(lanes);
+    for (int v = 0; v < kVectors; ++v) vectors[v][i] = lanes[v];
+  }
+
+  // To one number a channel.
+  NORMSCOPE_INLINE Vector<Real> fold() const {
+    if constexpr (kVectors == 1) return fold_across<Real>(vectors[0]);
+    return fold_across<Real>(vectors[0]) + fold_across<Real>(vectors[kVectors - 1]);
+  }
+};
+
+template <class Element, std::size_t... kIndices>
+NORMSCOPE_INLINE auto gather(const Element* x, std::int64_t stride,
+                             std::index_sequence<kIndices...>) {
+  using Real = Arithmetic<Element>;
+  return Vector<Real>{widen(x[static_cast<std::int64_t>(kIndices) * stride])...};
+}
+
+// As many elements as there are lanes, `stride` apart, one a lane: the lanes folded to a vector.
+template <class Element, class Real = Arithmetic<Element>>
+NORMSCOPE_INLINE Vector<Real> fold_elements(const Element* x, std::int64_t stride) {
+  constexpr int kWidth = kLanesOf<Real>;
+  Vector<Real> lanes[kLaneVectors<Real>];
+#pragma GCC unroll 1  // else GCC 12 keeps 64 addresses, in memory
+  for (int v = 0; v < kLaneVectors<Real>; ++v) {
+    lanes[v] = gather(x, stride, std::make_index_sequence<kWidth>{});
+    x += kWidth * stride;
+  }
+  fold_halves<1>(lanes);
+  return lanes[0];
+}
+
+template <class RunOf>
+NORMSCOPE_INLINE auto pivots_of_long_tiles(const RunOf& run_of, std::int64_t n, int count) {
+  using Real = typename decltype(run_of(0))::Real;
   const PivotSamples samples = pivot_samples(Layout::kChannelsFirst, n);
   Vector<Real> lanes[kLanesOf<Real>];
   for (int i = 0; i < kLanesOf<Real>; ++i) {
-    lanes[i] = i < count ? fold_elements(terms_of(i).x, samples.stride) : Vector<Real>{};
+    lanes[i] = i < count ? fold_elements(run_of(i).x, samples.stride) : Vector<Real>{};
   }
   return fold_across<Real>(lanes) / broadcast(static_cast<Real>(samples.count));
 }
 
-template <class Element, class TermsOf, class NextOf, class CenterOf>
-NORMSCOPE_INLINE void put_sums_of_long_tiles(const TermsOf& terms_of, const NextOf& next_of,
-                                             std::int64_t n, const CenterOf& center_of, int count,
-                                             TileBatch& batch, std::int64_t slot) {
-  using Real = Arithmetic<Element>;
-  FoldedLanes<Element> first;
-  FoldedLanes<Element> second;
+// Sums n neighbours, at least as many as there are lanes, as channel i of the two: lane l takes l,
+// l + 64, ...
+template <class Run, class Element = typename Run::ElementType, class Real = typename Run::Real>
+NORMSCOPE_INLINE void sum_neighbours(const Run& run, std::int64_t n, Real center,
+                                     FetchAhead<Run> fetch_ahead, int i,
+                                     FoldedLanes<Element>& first, FoldedLanes<Element>& second) {
+  // As many vectors at a time as leave room in 16 registers.
+  constexpr int kVectors = 4;
+  constexpr int kBlocks = kVectors / kBlockVectors<Element>;
+  constexpr std::int64_t kBlockElements = kBlockVectors<Element> * kLanesOf<Real>;
+  constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
+  const Vector<Real> centers = broadcast(center);
+  const std::int64_t rows = n / kLanes;
+  Vector<Real> lane_first[kLaneVectors<Real>];
+  Vector<Real> lane_second[kLaneVectors<Real>];
+#pragma GCC unroll 8
+  for (int begin = 0; begin < kLaneVectors<Real>; begin += kVectors) {
+    const std::int64_t first_lane = begin * kLanesOf<Real>;
+    Vector<Real> chain_first[kVectors] = {};
+    Vector<Real> chain_second[kVectors] = {};
+    for (std::int64_t row = 0; row < rows; ++row) {
+      fetch_ahead(kVectors * kLanesOf<Real>);
+      for (int b = 0; b < kBlocks; ++b) {
+        run.at(0, row * kLanes + first_lane + b * kBlockElements)
+            .for_block(kLoadBlock, centers, [&](int v, const Terms<Vector<Real>>& term) {
+              chain_first[b * kBlockVectors<Element> + v] += term.first;
+              chain_second[b * kBlockVectors<Element> + v] += term.second;
+            });
+      }
+    }
+    for (int b = 0; b < kBlocks; ++b) {
+      const std::int64_t at = rows * kLanes + first_lane + b * kBlockElements;
+      if (at >= n) break;
+      const std::int64_t count = smaller(n - at, kBlockElements);
+      const auto load_rest = [&](const Element* from) { return load_partial_block(from, count); };
+      run.at(0, at).for_block(load_rest, centers, [&](int v, const Terms<Vector<Real>>& term) {
+        const std::int64_t valid = count_in_vector<Element>(count, v);
+        chain_first[b * kBlockVectors<Element> + v] += first_elements<Real>(term.first, valid);
+        chain_second[b * kBlockVectors<Element> + v] += first_elements<Real>(term.second, valid);
+      });
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      lane_first[begin + v] = chain_first[v];
+      lane_second[begin + v] = chain_second[v];
+    }
+  }
+  fetch_ahead(n % kLanes);
+  first.set(i, lane_first);
+  second.set(i, lane_second);
+}
+
+// next_of(i) is fetched while the i-th channel is summed.
+template <class RunOf, class NextOf, class Real>
+NORMSCOPE_INLINE auto sums_of_long_tiles(const RunOf& run_of, const NextOf& next_of, std::int64_t n,
+                                         int count, const Real* centers) {
+  using Run = decltype(run_of(0));
+  FoldedLanes<typename Run::ElementType> first;
+  FoldedLanes<typename Run::ElementType> second;
   for (int i = 0; i < count; ++i) {
-    const FetchAhead fetch_ahead(next_of(i), 0, n);
-    sum_neighbours(terms_of(i), n, center_of(i), fetch_ahead, i, first, second);
+    sum_neighbours(run_of(i), n, centers[i], FetchAhead<Run>(next_of(i), n), i, first, second);
   }
   for (int i = count; i < kLanesOf<Real>; ++i) {
-    for (int v = 0; v < FoldedLanes<Element>::kVectors; ++v) {
-      first.vectors[v][i] = Vector<Real>{};
-      second.vectors[v][i] = Vector<Real>{};
-    }
+    Vector<Real> none[kLaneVectors<Real>] = {};
+    first.set(i, none);
+    second.set(i, none);
   }
-  put_sums(first.fold(), second.fold(), batch, slot);
+  return Terms<Vector<Real>>{first.fold(), second.fold()};
 }
 
-// Tiles of any size.
-
-template <class Element, class TermsOf>
-NORMSCOPE_INLINE auto pivots_of_tiles(const TermsOf& terms_of, std::int64_t n, int count) {
-  if (n <= kMaxLanes) return pivots_of_short_tiles<Element>(terms_of, n);
-  return pivots_of_long_tiles<Element>(terms_of, n, count);
-}
-
-template <class Element, class TermsOf, class NextOf, class CenterOf>
-NORMSCOPE_INLINE void put_sums_of_tiles(const TermsOf& terms_of, const NextOf& next_of,
-                                        std::int64_t n, const CenterOf& center_of, int count,
-                                        TileBatch& batch, std::int64_t slot) {
-  if (n <= kMaxLanes) {
-    put_sums_of_short_tiles<Element>(terms_of, n, center_of, batch, slot);
-  } else {
-    put_sums_of_long_tiles<Element>(terms_of, next_of, n, center_of, count, batch, slot);
-  }
-}
-
-// Calls put(terms_of, next_of, channel, tile, count, batch, slot) for every tile and `count`
-// channels at a time, at most a vector's width: channel(i) is the i-th of them, or the last one for
-// an i beyond, and next_of(i) what is summed so many channels later. Then finish(block, batch) for
-// the channels of the batch, whose room beyond them may be written to as well.
-template <class Element, class TermsAt, class Put, class Finish>
-NORMSCOPE_INLINE void for_tiles_channels_first(const TensorView& x, TileRange tiles,
-                                               const TermsAt& terms_at, const Put& put,
-                                               const Finish& finish) {
-  constexpr int kWidth = kLanesOf<Arithmetic<Element>>;
-  TileBatch batch;
-  const auto sum = [&](const TileChannels& block, const TileChannels& next_block) {
+template <class AnyTerms>
+void add_sums_channels_first(const AnyTerms& terms, TileRange tiles, LimbsView limbs) {
+  using Real = typename AnyTerms::Run::Real;
+  constexpr int kWidth = kLanesOf<Real>;
+  const auto sum = [&](const TileChannels& block, const TileChannels& next_block,
+                       TileBatch<Real>& batch) {
+    const std::int64_t n = block.tile.size;
     for (std::int64_t c = block.begin; c < block.end; c += kWidth) {
-      const auto channel = [&](std::int64_t i) { return smaller(c + i, block.end - 1); };
-      const auto terms_of = [&](std::int64_t i) { return terms_at(block.tile, channel(i)); };
-      const bool is_last = c + kWidth >= block.end;
-      const TileChannels next =
-          is_last ? next_block : TileChannels{block.tile, c + kWidth, block.end};
-      const auto next_of = [&](std::int64_t i) {
-        return terms_at(next.tile, smaller(next.begin + i, next.end - 1));
+      const auto run_of = [&](std::int64_t i) {
+        return terms.run(block.tile.sample, smaller(c + i, block.end - 1), block.tile.begin);
       };
-      const auto count = static_cast<int>(smaller(kWidth, block.end - c));
-      put(terms_of, next_of, channel, block.tile, count, batch, c - block.begin);
+      const TileChannels next =
+          c + kWidth < block.end ? TileChannels{block.tile, c + kWidth, block.end} : next_block;
+      const auto next_of = [&](std::int64_t i) {
+        return terms.run(next.tile.sample, smaller(next.begin + i, next.end - 1), next.tile.begin);
+      };
+      const std::int64_t slot = c - block.begin;
+      Real* const centers = batch.center + slot;
+      if (n <= kMaxLanes) {
+        if constexpr (AnyTerms::kHasPivot) store_bytes(centers, pivots_of_short_tiles(run_of, n));
+        batch.set_sums(slot, sums_of_short_tiles(run_of, n, centers));
+      } else {
+        const auto count = static_cast<int>(smaller(kWidth, block.end - c));
+        if constexpr (AnyTerms::kHasPivot) {
+          store_bytes(centers, pivots_of_long_tiles(run_of, n, count));
+        }
+        batch.set_sums(slot, sums_of_long_tiles(run_of, next_of, n, count, centers));
+      }
     }
-    finish(block, batch);
   };
-  for_blocks(x, Layout::kChannelsFirst, tiles, sum);
-}
-
-template <class Element>
-void add_moments_channels_first(const TensorView& x, TileRange tiles, LimbsView limbs) {
-  using Real = Arithmetic<Element>;
-  const auto terms_at = [&](const Tile& tile, std::int64_t c) {
-    return MomentTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin)};
-  };
-  const auto put = [&](const auto& terms_of, const auto& next_of, const auto& /*channel*/,
-                       const Tile& tile, int count, TileBatch& batch, std::int64_t slot) {
-    const auto pivots = pivots_of_tiles<Element>(terms_of, tile.size, count);
-    store_wide(batch.pivot + slot, pivots);
-    alignas(kVectorBytes) Real centers[kLanesOf<Real>];
-    store(centers, pivots);
-    const auto pivot_of = [&](std::int64_t i) { return centers[i]; };
-    put_sums_of_tiles<Element>(terms_of, next_of, tile.size, pivot_of, count, batch, slot);
-  };
-  const auto finish = [&](const TileChannels& block, TileBatch& batch) {
-    const Tile& tile = block.tile;
-    for_overflown<Element>(batch, block.end - block.begin, [&](std::int64_t i) {
-      const MomentTerms<Element> terms = terms_at(tile, block.begin + i);
-      put_moments_in_float64(Layout::kChannelsFirst, terms, 1, tile.size, batch, i);
-    });
-    add_moment_tiles<Element>(batch, tile.size, limbs.channel_range(block.begin, block.end));
-  };
-  for_tiles_channels_first<Element>(x, tiles, terms_at, put, finish);
-  canonicalize_limbs(limbs);
-}
-
-template <class Element>
-void add_gradient_sums_channels_first(const TensorView& x, const TensorView& dy,
-                                      const Arithmetic<Element>* mean_hi, TileRange tiles,
-                                      LimbsView limbs) {
-  const auto terms_at = [&](const Tile& tile, std::int64_t c) {
-    return GradientTerms<Element>{element_at<Element>(x, tile.sample, c, tile.begin),
-                                  element_at<Element>(dy, tile.sample, c, tile.begin)};
-  };
-  const auto put = [&](const auto& terms_of, const auto& next_of, const auto& channel,
-                       const Tile& tile, int count, TileBatch& batch, std::int64_t slot) {
-    const auto mean_of = [&](std::int64_t i) { return mean_hi[channel(i)]; };
-    put_sums_of_tiles<Element>(terms_of, next_of, tile.size, mean_of, count, batch, slot);
-  };
-  const auto finish = [&](const TileChannels& block, TileBatch& batch) {
-    for_overflown<Element>(batch, block.end - block.begin, [&](std::int64_t i) {
-      const std::int64_t c = block.begin + i;
-      put_sums_in_float64(Layout::kChannelsFirst, terms_at(block.tile, c), 1, block.tile.size,
-                          static_cast<double>(mean_hi[c]), batch, i);
-    });
-    add_gradient_tiles(batch, limbs.channel_range(block.begin, block.end));
-  };
-  for_tiles_channels_first<Element>(x, tiles, terms_at, put, finish);
-  canonicalize_limbs(limbs);
+  add_tiles<Real>(terms, Layout::kChannelsFirst, tiles, limbs, sum);
 }

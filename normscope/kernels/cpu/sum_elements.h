@@ -45,9 +45,9 @@ class MagnitudeSpan {
     return all_set(reinterpret_cast<Words>(narrow));
   }
 
-  // The largest magnitudes of half the channels.
-  NORMSCOPE_INLINE Doubles largest(int half) const {
-    return load_as_doubles(reinterpret_cast<const float*>(&largest_) + half * kDoubles);
+  // The largest magnitudes, half of the channels each.
+  NORMSCOPE_INLINE WideHalves largest() const {
+    return wide_halves(reinterpret_cast<Floats>(largest_));
   }
 
  private:
@@ -68,30 +68,21 @@ struct SumWithSpan {
   WideHalves halves;
   MagnitudeSpan span;
 
-  // Returns the term widened.
-  NORMSCOPE_INLINE WideHalves add(Floats term) {
+  NORMSCOPE_INLINE void add(Floats term) {
     const WideHalves widened = wide_halves(term);
     span.add(term);
     for (int half = 0; half < 2; ++half) halves.of[half] += widened.of[half];
-    return widened;
   }
 };
 
-// A block is a cache line of channels wide, since rows lie far apart, and all of what is fetched
-// should be used; but two vectors at most, as many as have sums in registers. Where so many
-// channels are not left, it is one vector wide.
-template <class Element>
-inline constexpr int kVectorsOfBlock = kLineElements<Element> < 2 * kFloats ? 1 : 2;
-
-// Terms by row and vector of channels.
+// The sums of a block's vectors of channels: of x and of two parts of x^2, or of dy and dy (x -
+// mean), for which one part will do.
 template <int kVectors>
-struct Columns {
-  Floats rows[kMomentRows][kVectors];
-
-  // Widened to float64 half a vector at a time.
-  NORMSCOPE_INLINE Doubles at(std::int64_t row, int v, int half) const {
-    return load_as_doubles(reinterpret_cast<const float*>(&rows[row][v]) + half * kDoubles);
-  }
+struct BlockSums {
+  bool are_exact[kVectors];
+  WideHalves values[kVectors];
+  WideHalves products[kVectors];
+  WideHalves lower_products[kVectors];
 };
 
 // A power of two that is more than the sum of a block's squares of numbers up to `largest`, so that
@@ -108,192 +99,141 @@ NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
 // float64 themselves, have a sum of their own. With k the exponent of the largest square: the base
 // is 2^(k+8), its last bit 2^(k-44), what it leaves of 64 squares at most 2^(k-39), and their last
 // bit 2^(k-91) or above.
-struct ExactMoments {
-  WideHalves sum;
-  WideHalves upper_squares;
-  WideHalves lower_squares;
-};
-template <int kVectors>
-NORMSCOPE_INLINE ExactMoments exact_moments(const Columns<kVectors>& terms, std::int64_t rows,
-                                            int v, const MagnitudeSpan& span) {
-  const Doubles base[2] = {base_of_squares(span.largest(0)), base_of_squares(span.largest(1))};
-  WideHalves sum;
-  Doubles upper[2] = {base[0], base[1]};
-  WideHalves lower;
-  for (std::int64_t row = 0; row < rows; ++row) {
-    for (int half = 0; half < 2; ++half) {
-      const Doubles value = terms.at(row, v, half);
-      const Doubles next = add_exact_product(value, value, upper[half]);
-      sum.of[half] += value;
-      lower.of[half] += add_exact_product(value, value, upper[half] - next);
-      upper[half] = next;
-    }
-  }
-  return {sum, {upper[0] - base[0], upper[1] - base[1]}, lower};
-}
-
-// Out of line: seldom needed, and large.
-template <class Element>
-[[gnu::noinline]] void add_moments_one_by_one(const Element* x, std::int64_t row_stride,
-                                              std::int64_t rows, const LimbsView& limbs) {
-  for (std::int64_t row = 0; row < rows; ++row) {
-    double values[kFloats];
-    for (std::int64_t c = 0; c < limbs.channels; ++c) {
-      values[c] = static_cast<double>(widen(x[row * row_stride + c]));
-    }
-    for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
-      const Real value = load_bytes<Real>(values + c);
-      add_part(limbs, kSumOfValues, c, value);
-      add_part(limbs, kSumOfProducts, c, two_product(value, value));
-    });
-  }
-}
-
-// kVectors vectors of channels.
 template <int kVectors, class Element>
-NORMSCOPE_INLINE void add_moments_of_block(const Element* x, std::int64_t row_stride,
-                                           std::int64_t rows, const LimbsView& limbs) {
-  Columns<kVectors> columns;
+NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows,
+                                const float* /*means*/, BlockSums<kVectors>& sums) {
+  // The rows once more, side by side.
+  alignas(kVectorBytes) float values[kMomentRows][kVectors][kFloats];
   MagnitudeSpan spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
     for (int v = 0; v < kVectors; ++v) {
-      columns.rows[row][v] = load(x + row * row_stride + v * kFloats);
-      spans[v].add(columns.rows[row][v]);
+      const Floats value = load(run.at(row, v * kFloats).x);
+      store_bytes(values[row][v], value);
+      spans[v].add(value);
     }
   }
   for (int v = 0; v < kVectors; ++v) {
-    const LimbsView of_vector = limbs.channel_range(v * kFloats, (v + 1) * kFloats);
-    if (!spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfMoments)) {
-      add_moments_one_by_one(x + v * kFloats, row_stride, rows, of_vector);
-      continue;
-    }
-    const ExactMoments moments = exact_moments(columns, rows, v, spans[v]);
-    add_halves(of_vector, kSumOfValues, moments.sum);
-    add_halves(of_vector, kSumOfProducts, moments.upper_squares);
-    add_halves(of_vector, kSumOfProducts, moments.lower_squares);
-  }
-}
-
-template <class Element>
-[[gnu::noinline]] void add_gradients_one_by_one(const GradientTerms<Element>& terms,
-                                                std::int64_t x_stride, std::int64_t dy_stride,
-                                                std::int64_t rows,
-                                                const Arithmetic<Element>* mean_hi,
-                                                const LimbsView& limbs) {
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const GradientTerms<Element> at_row{terms.x + row * x_stride, terms.dy + row * dy_stride};
-    double first[kFloats];
-    double second[kFloats];
-    for (std::int64_t c = 0; c < limbs.channels; ++c) {
-      const auto term = at_row.scalar_at(c, mean_hi[c]);
-      first[c] = static_cast<double>(term.first);
-      second[c] = static_cast<double>(term.second);
-      if (!is_finite(first[c] + second[c])) {
-        second[c] = at_row.scalar_at(c, static_cast<double>(mean_hi[c])).second;
+    sums.are_exact[v] = spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfMoments);
+    if (!sums.are_exact[v]) continue;
+    const WideHalves largest = spans[v].largest();
+    const Doubles base[2] = {base_of_squares(largest.of[0]), base_of_squares(largest.of[1])};
+    WideHalves sum;
+    WideHalves lower;
+    Doubles upper[2] = {base[0], base[1]};
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (int half = 0; half < 2; ++half) {
+        const auto value = load_wide<Doubles>(values[row][v] + half * kDoubles);
+        const Doubles next = add_exact_product(value, value, upper[half]);
+        sum.of[half] += value;
+        lower.of[half] += add_exact_product(value, value, upper[half] - next);
+        upper[half] = next;
       }
     }
-    for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
-      add_part(limbs, kSumOfValues, c, load_bytes<Real>(first + c));
-      add_part(limbs, kSumOfProducts, c, load_bytes<Real>(second + c));
-    });
+    sums.values[v] = sum;
+    sums.products[v] = {upper[0] - base[0], upper[1] - base[1]};
+    sums.lower_products[v] = lower;
   }
 }
 
 template <int kVectors, class Element>
-NORMSCOPE_INLINE void add_gradients_of_block(const GradientTerms<Element>& terms,
-                                             std::int64_t x_stride, std::int64_t dy_stride,
-                                             std::int64_t rows, const float* mean_hi,
-                                             const LimbsView& limbs) {
-  SumWithSpan first[kVectors];
-  SumWithSpan second[kVectors];
+NORMSCOPE_INLINE void sum_block(const GradientRun<Element>& run, std::int64_t rows,
+                                const float* means, BlockSums<kVectors>& sums) {
+  SumWithSpan values[kVectors];
+  SumWithSpan products[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
     for (int v = 0; v < kVectors; ++v) {
-      const std::int64_t c = v * kFloats;
-      const auto term =
-          GradientTerms<Element>::of(load(terms.x + row * x_stride + c),
-                                     load(terms.dy + row * dy_stride + c), load(mean_hi + c));
-      first[v].add(term.first);
-      second[v].add(term.second);
+      const auto term = run.at(row, v * kFloats).terms(kLoadVector, load(means + v * kFloats));
+      values[v].add(term.first);
+      products[v].add(term.second);
     }
   }
   for (int v = 0; v < kVectors; ++v) {
-    const std::int64_t begin = v * kFloats;
-    const LimbsView of_vector = limbs.channel_range(begin, begin + kFloats);
-    if (!first[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients) ||
-        !second[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients)) {
-      add_gradients_one_by_one(GradientTerms<Element>{terms.x + begin, terms.dy + begin}, x_stride,
-                               dy_stride, rows, mean_hi + begin, of_vector);
+    sums.are_exact[v] = values[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients) &&
+                        products[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients);
+    sums.values[v] = values[v].halves;
+    sums.products[v] = products[v].halves;
+  }
+}
+
+// Channels [begin, end), at most a vector's width, one element after the other. Out of line: seldom
+// needed, and large.
+template <class AnyTerms>
+[[gnu::noinline]] void add_one_by_one(const AnyTerms& terms, TileRange samples, std::int64_t begin,
+                                      std::int64_t end, const LimbsView& limbs) {
+  using Real = typename AnyTerms::Run::Real;
+  const Real* means = terms.means_from(begin);
+  auto run = terms.run(samples.begin, begin, 0);
+  for (std::int64_t n = samples.begin; n < samples.end; ++n, run = run.at(1, 0)) {
+    double first[kFloats];
+    double second[kFloats];
+    for (std::int64_t c = 0; c < end - begin; ++c) {
+      const auto element = run.at(0, c);
+      if constexpr (AnyTerms::kHasPivot) {
+        first[c] = kLoadOne<double>(element.x);
+      } else {
+        const Terms<Real> term = element.terms(kLoadOne<Real>, means[c]);
+        first[c] = static_cast<double>(term.first);
+        second[c] = static_cast<double>(term.second);
+        if (is_finite(first[c] + second[c])) continue;
+        second[c] = element.terms(kLoadOne<double>, static_cast<double>(means[c])).second;
+      }
+    }
+    for_channels(end - begin, [&]<class Value>(std::int64_t c, Value) {
+      const auto value = load_bytes<Value>(first + c);
+      add_part(limbs, kSumOfValues, begin + c, value);
+      if constexpr (AnyTerms::kHasPivot) {
+        add_part(limbs, kSumOfProducts, begin + c, two_product(value, value));
+      } else {
+        add_part(limbs, kSumOfProducts, begin + c, load_bytes<Value>(second + c));
+      }
+    });
+  }
+}
+
+NORMSCOPE_INLINE void add_halves(const LimbsView& limbs, int sum, std::int64_t c,
+                                 const WideHalves& parts) {
+  for (int half = 0; half < 2; ++half) add_part(limbs, sum, c + half * kDoubles, parts.of[half]);
+}
+
+// kVectors vectors of channels from `begin` on.
+template <int kVectors, class AnyTerms>
+NORMSCOPE_INLINE void add_block(const AnyTerms& terms, TileRange samples, std::int64_t begin,
+                                const LimbsView& limbs) {
+  BlockSums<kVectors> sums;
+  sum_block(terms.run(samples.begin, begin, 0), samples.end - samples.begin,
+            terms.means_from(begin), sums);
+  for (int v = 0; v < kVectors; ++v) {
+    const std::int64_t first = begin + v * kFloats;
+    if (!sums.are_exact[v]) {
+      add_one_by_one(terms, samples, first, first + kFloats, limbs);
       continue;
     }
-    add_halves(of_vector, kSumOfValues, first[v].halves);
-    add_halves(of_vector, kSumOfProducts, second[v].halves);
+    add_halves(limbs, kSumOfValues, first, sums.values[v]);
+    add_halves(limbs, kSumOfProducts, first, sums.products[v]);
+    if constexpr (AnyTerms::kHasPivot) {
+      add_halves(limbs, kSumOfProducts, first, sums.lower_products[v]);
+    }
   }
 }
 
-// Calls add(terms, rows, c, limbs of the channels from c on, vectors) for blocks of rows and
-// channels. terms_at(n, c) are the terms from sample n and channel c on. `vectors` is a constant:
-// how many vectors of channels the block has, or 0 for fewer than one.
-template <class Element, int kRows, class TermsAt, class Add>
-NORMSCOPE_INLINE void for_element_blocks(TileRange samples, const LimbsView& limbs,
-                                         const TermsAt& terms_at, const Add& add) {
+template <class AnyTerms>
+void add_sums_of_elements(const AnyTerms& terms, TileRange samples, LimbsView limbs) {
+  using Run = typename AnyTerms::Run;
+  constexpr std::int64_t kRows = AnyTerms::kHasPivot ? kMomentRows : kGradientRows;
+  // A block is a cache line of channels wide, since rows lie far apart, and all of what is fetched
+  // should be used; but two vectors at most, as many as have sums in registers. Where so many
+  // channels are not left, it is one vector wide.
+  constexpr int kVectors = kLineElements<typename Run::ElementType> < 2 * kFloats ? 1 : 2;
+  constexpr std::int64_t kWidth = kVectors * kFloats;
   for (std::int64_t n = samples.begin; n < samples.end; n += kRows) {
-    const std::int64_t rows = smaller(kRows, samples.end - n);
+    const TileRange rows{n, smaller(n + kRows, samples.end)};
     std::int64_t c = 0;
-    const auto add_while_fitting =
-        [&]<int kVectors>(std::integral_constant<int, kVectors> vectors) {
-          constexpr std::int64_t kChannels = kVectors > 0 ? kVectors * kFloats : kFloats;
-          const std::int64_t least = kVectors > 0 ? kChannels : 1;
-          while (c + least <= limbs.channels) {
-            const std::int64_t end = smaller(c + kChannels, limbs.channels);
-            add(terms_at(n, c), rows, c, limbs.channel_range(c, end), vectors);
-            c = end;
-          }
-        };
-    if constexpr (sizeof(Element) < sizeof(double)) {
-      add_while_fitting(std::integral_constant<int, kVectorsOfBlock<Element>>{});
-      add_while_fitting(std::integral_constant<int, 1>{});
+    if constexpr (std::is_same_v<typename Run::Real, float>) {
+      for (; c + kWidth <= limbs.channels; c += kWidth) add_block<kVectors>(terms, rows, c, limbs);
+      for (; c + kFloats <= limbs.channels; c += kFloats) add_block<1>(terms, rows, c, limbs);
     }
-    add_while_fitting(std::integral_constant<int, 0>{});
+    for (; c < limbs.channels; c += kFloats) {
+      add_one_by_one(terms, rows, c, smaller(c + kFloats, limbs.channels), limbs);
+    }
   }
-}
-
-template <class Element>
-void add_moments_of_elements(const TensorView& x, TileRange samples, LimbsView limbs) {
-  using TheTerms = MomentTerms<Element>;
-  const auto terms_at = [&](std::int64_t n, std::int64_t c) {
-    return TheTerms{element_at<Element>(x, n, c, 0)};
-  };
-  const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t,
-                                     const LimbsView& block,
-                                     std::integral_constant<int, kVectors>) {
-    if constexpr (kVectors > 0) {
-      add_moments_of_block<kVectors>(terms.x, x.sample_stride, rows, block);
-    } else {
-      add_moments_one_by_one(terms.x, x.sample_stride, rows, block);
-    }
-  };
-  for_element_blocks<Element, kMomentRows>(samples, limbs, terms_at, add);
-  canonicalize_limbs(limbs);
-}
-
-template <class Element>
-void add_gradient_sums_of_elements(const TensorView& x, const TensorView& dy,
-                                   const Arithmetic<Element>* mean_hi, TileRange samples,
-                                   LimbsView limbs) {
-  using TheTerms = GradientTerms<Element>;
-  const auto terms_at = [&](std::int64_t n, std::int64_t c) {
-    return TheTerms{element_at<Element>(x, n, c, 0), element_at<Element>(dy, n, c, 0)};
-  };
-  const auto add = [&]<int kVectors>(const TheTerms& terms, std::int64_t rows, std::int64_t c,
-                                     const LimbsView& block,
-                                     std::integral_constant<int, kVectors>) {
-    if constexpr (kVectors > 0) {
-      add_gradients_of_block<kVectors>(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c,
-                                       block);
-    } else {
-      add_gradients_one_by_one(terms, x.sample_stride, dy.sample_stride, rows, mean_hi + c, block);
-    }
-  };
-  for_element_blocks<Element, kGradientRows>(samples, limbs, terms_at, add);
-  canonicalize_limbs(limbs);
 }

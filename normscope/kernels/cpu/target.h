@@ -69,8 +69,8 @@ struct InputGradientArrays {
 // Whether an output is read soon, or better passes the cache by.
 enum class Stores { kCached, kStreaming };
 
-// The work of one thread for one element type. At most kTilesBetweenCarries tiles a call for sums;
-// limbs are added to and left in canonical form.
+// The work of one thread for one element type. Sums of at most kTilesBetweenCarries tiles are added
+// to canonical limbs, which are to be made canonical again.
 template <class Element>
 struct ElementKernels {
   using Real = Arithmetic<Element>;
@@ -98,8 +98,8 @@ struct Target {
   ElementKernels<BFloat16> bfloat16;
   ElementKernels<Float16> float16;
 
-  // to += from, in canonical form.
-  void (*merge_limbs)(LimbsView from, LimbsView to);
+  void (*add_limbs)(LimbsView from, LimbsView to);  // to += from
+  void (*canonicalize)(LimbsView limbs);
 
   // The mean, as a pair, of canonical or not yet canonical limbs, and in place of inv_std the
   // population variance.

@@ -34,15 +34,7 @@ typedef std::uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
 
 // The vector whose elements have the type Real, which is float or double.
 template <class Real>
-struct VectorOf {
-  using Type = Floats;
-};
-template <>
-struct VectorOf<double> {
-  using Type = Doubles;
-};
-template <class Real>
-using Vector = typename VectorOf<Real>::Type;
+using Vector = std::conditional_t<std::is_same_v<Real, double>, Doubles, Floats>;
 
 // Elements of a Vector<Real>.
 template <class Real>
@@ -155,8 +147,16 @@ NORMSCOPE_INLINE Value subtract(Value a, Value b) {
   return a - b;
 }
 
-// The `count` elements from `from` on, fewer than a vector; what follows them is unspecified. A
-// vector's width of elements up to the last one must be readable.
+// `count` elements, fewer than a vector, then zeros. Out of line: seldom needed.
+template <class Element, class Real = Arithmetic<Element>>
+[[gnu::noinline]] Vector<Real> load_few(const Element* from, std::int64_t count) {
+  Real few[kLanesOf<Real>] = {};
+  for (std::int64_t i = 0; i < count; ++i) few[i] = widen(from[i]);
+  return load(few);
+}
+
+// The same where a vector's width of elements up to the last one is readable; what follows them is
+// unspecified.
 template <class Element>
 NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   using Real = Arithmetic<Element>;
@@ -193,9 +193,17 @@ NORMSCOPE_INLINE Doubles widen_floats(FloatsOfDoubles floats) {
 #endif
 }
 
-// kDoubles elements from `from` on.
-NORMSCOPE_INLINE Doubles load_as_doubles(const float* from) {
-  return widen_floats(load_bytes<FloatsOfDoubles>(from));
+// Elements as float64: kDoubles of them, or one.
+template <class Value>
+NORMSCOPE_INLINE Value load_wide(const float* from) {
+  if constexpr (std::is_same_v<Value, double>)
+    return static_cast<double>(*from);
+  else
+    return widen_floats(load_bytes<FloatsOfDoubles>(from));
+}
+template <class Value>
+NORMSCOPE_INLINE Value load_wide(const double* from) {
+  return load_bytes<Value>(from);
 }
 
 // kDoubles elements from `kFirst` on.
@@ -220,9 +228,6 @@ NORMSCOPE_INLINE void store_wide(double* to, Floats values) {
   for (int half = 0; half < 2; ++half) store_bytes(to + half * kDoubles, wide.of[half]);
 }
 NORMSCOPE_INLINE void store_wide(double* to, Doubles values) { store_bytes(to, values); }
-
-NORMSCOPE_INLINE void store(float* to, Floats value) { store_bytes(to, value); }
-NORMSCOPE_INLINE void store(double* to, Doubles value) { store_bytes(to, value); }
 
 // Whether a comparison holds for all elements: it sets all bits of an element, or none.
 NORMSCOPE_INLINE bool all_set(Words words) {

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the two sums of a tile add, element by element. Included once by each target (vector.h says
+// why).
+//
+// Terms are of a tensor, or of two: their run(n, c, p) is a view of the elements from a place on,
+// in rows. A row is a position, or a sample where each has one position.
+
+template <class Value>
+struct Terms {
+  Value first;
+  Value second;
+
+  NORMSCOPE_INLINE Terms operator+(const Terms& other) const {
+    return {first + other.first, second + other.second};
+  }
+};
+
+NORMSCOPE_INLINE std::int64_t row_stride(const TensorView& x) {
+  return x.positions == 1 ? x.sample_stride : x.position_stride;
+}
+
+// What runs load: a vector of neighbours, a block of them, or one element as a Value.
+inline constexpr auto kLoadVector = [](const auto* from) { return load(from); };
+inline constexpr auto kLoadBlock = [](const auto* from) { return load_block(from); };
+template <class Value>
+inline constexpr auto kLoadOne = [](const auto* from) { return static_cast<Value>(widen(*from)); };
+
+// x - a and (x - a)^2
+template <class Element>
+struct MomentRun {
+  using ElementType = Element;
+  using Real = Arithmetic<Element>;
+  static constexpr int kInputs = 1;
+  const Element* x;
+  std::int64_t x_stride;
+
+  NORMSCOPE_INLINE MomentRun at(std::int64_t row, std::int64_t i) const {
+    return {x + row * x_stride + i, x_stride};
+  }
+  // The inputs in other memory, where rows are a vector's width of elements apart: copy(input,
+  // stride) says where.
+  template <class Copy>
+  NORMSCOPE_INLINE MomentRun copied(const Copy& copy) const {
+    return {copy(x, x_stride), kLanesOf<Real>};
+  }
+  NORMSCOPE_INLINE void prefetch_line() const { prefetch(x); }
+
+  template <class Load, class Value>
+  NORMSCOPE_INLINE Terms<Value> terms(const Load& load, Value pivot) const {
+    return of(load(x), pivot);
+  }
+  // Calls use(v, terms) for the vectors of a block.
+  template <class LoadBlock, class Use>
+  NORMSCOPE_INLINE void for_block(const LoadBlock& load_block, Vector<Real> pivot,
+                                  const Use& use) const {
+    const Block<Element> block = load_block(x);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) use(v, of(block.vectors[v], pivot));
+  }
+
+ private:
+  template <class Value>
+  static NORMSCOPE_INLINE Terms<Value> of(Value x, Value pivot) {
+    const Value centered = subtract(x, pivot);
+    return {centered, centered * centered};
+  }
+};
+
+template <class Element>
+struct MomentTerms {
+  using Run = MomentRun<Element>;
+  static constexpr bool kHasPivot = true;
+  const TensorView& x;
+
+  [[nodiscard]] static constexpr const Arithmetic<Element>* means_from(std::int64_t /*c*/) {
+    return nullptr;
+  }
+  NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    return {element_at<Element>(x, n, c, p), row_stride(x)};
+  }
+};
+
+// dy and dy (x - mean)
+template <class Element>
+struct GradientRun {
+  using ElementType = Element;
+  using Real = Arithmetic<Element>;
+  static constexpr int kInputs = 2;
+  const Element* x;
+  std::int64_t x_stride;
+  const Element* dy;
+  std::int64_t dy_stride;
+
+  NORMSCOPE_INLINE GradientRun at(std::int64_t row, std::int64_t i) const {
+    return {x + row * x_stride + i, x_stride, dy + row * dy_stride + i, dy_stride};
+  }
+  template <class Copy>
+  NORMSCOPE_INLINE GradientRun copied(const Copy& copy) const {
+    return {copy(x, x_stride), kLanesOf<Real>, copy(dy, dy_stride), kLanesOf<Real>};
+  }
+  NORMSCOPE_INLINE void prefetch_line() const {
+    prefetch(x);
+    prefetch(dy);
+  }
+
+  template <class Load, class Value>
+  NORMSCOPE_INLINE Terms<Value> terms(const Load& load, Value mean) const {
+    return of(load(x), load(dy), mean);
+  }
+  template <class LoadBlock, class Use>
+  NORMSCOPE_INLINE void for_block(const LoadBlock& load_block, Vector<Real> mean,
+                                  const Use& use) const {
+    const Block<Element> x_block = load_block(x);
+    const Block<Element> dy_block = load_block(dy);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
+    }
+  }
+
+ private:
+  template <class Value>
+  static NORMSCOPE_INLINE Terms<Value> of(Value x, Value dy, Value mean) {
+    return {dy, dy * subtract(x, mean)};
+  }
+};
+
+template <class Element>
+struct GradientTerms {
+  using Run = GradientRun<Element>;
+  static constexpr bool kHasPivot = false;
+  const TensorView& x;
+  const TensorView& dy;
+  const Arithmetic<Element>* mean_hi;  // [C]
+
+  [[nodiscard]] constexpr const Arithmetic<Element>* means_from(std::int64_t c) const {
+    return mean_hi + c;
+  }
+  NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    return {element_at<Element>(x, n, c, p), row_stride(x), element_at<Element>(dy, n, c, p),
+            row_stride(dy)};
+  }
+};
