@@ -62,10 +62,7 @@ NORMSCOPE_INLINE void sum_rows(const Run& run, std::int64_t n, FetchAhead<Run>& 
     for (int v = 0; v < kVectors; ++v) lanes[lane][v] = {first[v], second[v]};
   }
   for (int v = 0; v < kVectors; ++v) {
-    batch.set_sums(
-        slot + v * kWidth,
-        {(lanes[0][v].first + lanes[2][v].first) + (lanes[1][v].first + lanes[3][v].first),
-         (lanes[0][v].second + lanes[2][v].second) + (lanes[1][v].second + lanes[3][v].second)});
+    batch.set_sums(slot + v * kWidth, (lanes[0][v] + lanes[2][v]) + (lanes[1][v] + lanes[3][v]));
   }
 }
 

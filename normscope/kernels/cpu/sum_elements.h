@@ -75,16 +75,6 @@ struct SumWithSpan {
   }
 };
 
-// The sums of a block's vectors of channels: of x and of two parts of x^2, or of dy and dy (x -
-// mean), for which one part will do.
-template <int kVectors>
-struct BlockSums {
-  bool are_exact[kVectors];
-  WideHalves values[kVectors];
-  WideHalves products[kVectors];
-  WideHalves lower_products[kVectors];
-};
-
 // A power of two that is more than the sum of a block's squares of numbers up to `largest`, so that
 // a float64 sum which begins with it stays below its double.
 NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
@@ -99,9 +89,11 @@ NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
 // float64 themselves, have a sum of their own. With k the exponent of the largest square: the base
 // is 2^(k+8), its last bit 2^(k-44), what it leaves of 64 squares at most 2^(k-39), and their last
 // bit 2^(k-91) or above.
-template <int kVectors, class Element>
+//
+// Calls use(v, are_exact, sum, upper, lower) for the vectors of channels of a block.
+template <int kVectors, class Element, class Use>
 NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows,
-                                const float* /*means*/, BlockSums<kVectors>& sums) {
+                                const float* /*means*/, const Use& use) {
   // The rows once more, side by side.
   alignas(kVectorBytes) float values[kMomentRows][kVectors][kFloats];
   MagnitudeSpan spans[kVectors];
@@ -113,8 +105,7 @@ NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows
     }
   }
   for (int v = 0; v < kVectors; ++v) {
-    sums.are_exact[v] = spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfMoments);
-    if (!sums.are_exact[v]) continue;
+    const bool are_exact = spans[v].is_narrow(kLeastWithSquareOnGrid, kSpanOfMoments);
     const WideHalves largest = spans[v].largest();
     const Doubles base[2] = {base_of_squares(largest.of[0]), base_of_squares(largest.of[1])};
     WideHalves sum;
@@ -129,15 +120,14 @@ NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows
         upper[half] = next;
       }
     }
-    sums.values[v] = sum;
-    sums.products[v] = {upper[0] - base[0], upper[1] - base[1]};
-    sums.lower_products[v] = lower;
+    use(v, are_exact, sum, WideHalves{{upper[0] - base[0], upper[1] - base[1]}}, lower);
   }
 }
 
-template <int kVectors, class Element>
+// The same of dy and dy (x - mean), whose sums have no lower part.
+template <int kVectors, class Element, class Use>
 NORMSCOPE_INLINE void sum_block(const GradientRun<Element>& run, std::int64_t rows,
-                                const float* means, BlockSums<kVectors>& sums) {
+                                const float* means, const Use& use) {
   SumWithSpan values[kVectors];
   SumWithSpan products[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -148,10 +138,9 @@ NORMSCOPE_INLINE void sum_block(const GradientRun<Element>& run, std::int64_t ro
     }
   }
   for (int v = 0; v < kVectors; ++v) {
-    sums.are_exact[v] = values[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients) &&
-                        products[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients);
-    sums.values[v] = values[v].halves;
-    sums.products[v] = products[v].halves;
+    const bool are_exact = values[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients) &&
+                           products[v].span.is_narrow(kLeastOnGrid, kSpanOfGradients);
+    use(v, are_exact, values[v].halves, products[v].halves, WideHalves{});
   }
 }
 
@@ -199,21 +188,19 @@ NORMSCOPE_INLINE void add_halves(const LimbsView& limbs, int sum, std::int64_t c
 template <int kVectors, class AnyTerms>
 NORMSCOPE_INLINE void add_block(const AnyTerms& terms, TileRange samples, std::int64_t begin,
                                 const LimbsView& limbs) {
-  BlockSums<kVectors> sums;
-  sum_block(terms.run(samples.begin, begin, 0), samples.end - samples.begin,
-            terms.means_from(begin), sums);
-  for (int v = 0; v < kVectors; ++v) {
-    const std::int64_t first = begin + v * kFloats;
-    if (!sums.are_exact[v]) {
-      add_one_by_one(terms, samples, first, first + kFloats, limbs);
-      continue;
+  const auto add_vector = [&](int v, bool are_exact, const WideHalves& values,
+                              const WideHalves& products, const WideHalves& lower_products) {
+    const std::int64_t c = begin + v * kFloats;
+    if (!are_exact) {
+      add_one_by_one(terms, samples, c, c + kFloats, limbs);
+      return;
     }
-    add_halves(limbs, kSumOfValues, first, sums.values[v]);
-    add_halves(limbs, kSumOfProducts, first, sums.products[v]);
-    if constexpr (AnyTerms::kHasPivot) {
-      add_halves(limbs, kSumOfProducts, first, sums.lower_products[v]);
-    }
-  }
+    add_halves(limbs, kSumOfValues, c, values);
+    add_halves(limbs, kSumOfProducts, c, products);
+    if constexpr (AnyTerms::kHasPivot) add_halves(limbs, kSumOfProducts, c, lower_products);
+  };
+  sum_block<kVectors>(terms.run(samples.begin, begin, 0), samples.end - samples.begin,
+                      terms.means_from(begin), add_vector);
 }
 
 template <class AnyTerms>

@@ -128,11 +128,11 @@ NORMSCOPE_INLINE TileMoments<Value> tile_moments(Value n, Value pivot, Value fir
 template <class AnyTerms, class Real>
 NORMSCOPE_INLINE void add_batch(const TileBatch<Real>& batch, std::int64_t tile_size,
                                 const LimbsView& limbs) {
-  for_channels(limbs.channels, [&]<class Value>(std::int64_t c, Value zero) {
+  for_channels(limbs.channels, [&]<class Value>(std::int64_t c, Value) {
     const Value first = load_bytes<Value>(batch.first + c);
     const Value second = load_bytes<Value>(batch.second + c);
     if constexpr (AnyTerms::kHasPivot) {
-      const auto tile = tile_moments<Real>(zero + static_cast<double>(tile_size),
+      const auto tile = tile_moments<Real>(Value{} + static_cast<double>(tile_size),
                                            load_wide<Value>(batch.center + c), first, second);
       add_part(limbs, kSumOfValues, c, tile.sum);
       add_part(limbs, kSumOfProducts, c, tile.sum_of_squares);
