@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "normscope/torch/exchanges.h"
+#include "normscope/torch/graph.h"
 #include "normscope/torch/operators.h"
 
 namespace normscope::binding {
@@ -42,6 +43,12 @@ auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
   }
 }
 
+std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  if (op.decompose.has_value() && is_recorded_for_a_graph()) return forward_in_graph(op);
+  return op.pass_to(forward_op());
+}
+
 // What backward needs to know of a forward's call, and double backward of a backward's.
 void save(AutogradContext* context, const ScopedCall& call) {
   context->saved_data["scope"] = std::string(call.scope);
@@ -60,13 +67,13 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const OptionalTensor& weight, const OptionalTensor& bias,
                                const ForwardOpArguments& op) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto [y, statistics] = op.pass_to(forward_op());
+    const auto [y, statistics] = below_autograd(op);
     context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
     context->mark_non_differentiable({statistics});
     context->saved_data["wants_dx"] = x.requires_grad();
     context->saved_data["wants_dweight"] = requires_grad(weight);
     context->saved_data["wants_dbias"] = requires_grad(bias);
+    context->saved_data["decompose"] = op.decompose.value_or(false);
     save(context, op.call);
     return {y, statistics};
   }
@@ -78,8 +85,9 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     const ScopedCall call = call_saved_in(*context);
     const OptionalTensor weight = defined_or_none(saved[1]);
     const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], wanted, call};
-    const auto [dx, dweight, dbias] =
-        reach_backend(call, [&] { return op.pass_to(backward_op()); });
+    const bool decompose = flag("decompose") && is_recorded_for_a_graph();
+    const auto [dx, dweight, dbias] = reach_backend(
+        call, [&] { return decompose ? backward_in_graph(op) : op.pass_to(backward_op()); });
     const at::Tensor none;
     return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
             none};
@@ -90,7 +98,7 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
                                const OptionalTensor& weight, const BackwardOpArguments& op) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [dx, dweight, dbias] = op.pass_to(backward_op());
     context->save_for_backward({dy, x, weight.value_or(at::Tensor()), op.statistics});
     context->set_materialize_grads(false);
@@ -117,7 +125,7 @@ class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoub
   static variable_list forward(AutogradContext*, const OptionalTensor&, const OptionalTensor&,
                                const OptionalTensor&, const at::Tensor&, const at::Tensor&,
                                const OptionalTensor&, const DoubleBackwardOpArguments& op) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
     return {grad_dy, grad_x, grad_weight};
   }
@@ -132,17 +140,14 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
   ForwardOpArguments op = given;
   op.needs_backward = at::GradMode::is_enabled() &&
                       (op.x.requires_grad() || requires_grad(op.weight) || requires_grad(op.bias));
-  if (!*op.needs_backward) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return op.pass_to(forward_op());
-  }
+  if (!*op.needs_backward) return below_autograd(op);
   const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, op);
   return {outputs[0], outputs[1]};
 }
 
 GradientTensors backward(const BackwardOpArguments& op) {
   if (!at::GradMode::is_enabled()) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::AutoDispatchBelowADInplaceOrView guard;
     return op.pass_to(backward_op());
   }
   const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op);
@@ -151,7 +156,7 @@ GradientTensors backward(const BackwardOpArguments& op) {
 
 GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   if (!at::GradMode::is_enabled()) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::AutoDispatchBelowADInplaceOrView guard;
     return op.pass_to(double_backward_op());
   }
   const variable_list outputs = BatchNormDoubleBackward::apply(

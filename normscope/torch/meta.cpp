@@ -3,8 +3,10 @@
 #include <tuple>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "normscope/kernels/device_kernels.h"
 #include "normscope/torch/arguments.h"
 #include "normscope/torch/operators.h"
 #include "normscope/torch/results.h"
@@ -20,17 +22,42 @@ c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted
   return ((samples - 1) / slice_size + 1).max(1);
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+// Also checks what the op is given.
+c10::SymInt slices_of(const ForwardOpArguments& op) {
   const std::int64_t wanted = checked(op, parsed_scope(op.call.scope)).slices_wanted;
-  const c10::SymInt slices = symbolic_slice_count(op.x.sym_size(0), wanted);
-  return {empty_output(op.x),
-          at::empty_symint({slices, 3, op.x.sym_size(1)}, float64_options(op.x))};
+  return symbolic_slice_count(op.x.sym_size(0), wanted);
+}
+
+at::Tensor empty_statistics(const at::Tensor& x, const c10::SymInt& slices) {
+  return at::empty_symint({slices, 3, x.sym_size(1)}, float64_options(x));
+}
+
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  return {empty_output(op.x), empty_statistics(op.x, slices_of(op))};
+}
+
+StatisticsTensors statistics(const ForwardOpArguments& op) {
+  const c10::SymInt slices = slices_of(op);
+  const auto like = [&](const OptionalTensor& buffer) {
+    return buffer ? at::empty_like(*buffer) : at::empty({0}, op.x.options());
+  };
+  return {empty_statistics(op.x, slices),
+          empty_coefficients(op.x, slices, Coefficients::kNormalize), like(op.running_mean),
+          like(op.running_var), like(op.num_batches_tracked)};
 }
 
 GradientTensors backward(const BackwardOpArguments& op) {
   static_cast<void>(parsed_scope(op.call.scope));
   check_arguments(op);
   return Gradients(op.x, op.wanted).tensors();
+}
+
+GradientTensors gradient_sums(const BackwardOpArguments& op) {
+  static_cast<void>(parsed_scope(op.call.scope));
+  check_arguments(op);
+  const Gradients gradients(op.x, {false, op.wanted.dweight, op.wanted.dbias});
+  return {empty_coefficients(op.x, op.statistics.sym_size(0), Coefficients::kInputGradient),
+          gradients.dweight, gradients.dbias};
 }
 
 GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
@@ -50,6 +77,8 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
 TORCH_LIBRARY_IMPL(normscope, Meta, m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_statistics", &Taken<StatisticsOp, &statistics>::call);
+  m.impl("batch_norm_gradient_sums", &Taken<BackwardOp, &gradient_sums>::call);
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
   m.impl("batch_norm_with_statistics", &Taken<WithStatisticsOp, &with_statistics>::call);
 }

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/operators.h"
+
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -55,13 +57,21 @@ std::tuple<std::int64_t, std::int64_t, double> counters() {
   return {calls, bytes, seconds};
 }
 
+std::vector<at::Tensor> copies_of(at::TensorList values) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& value : values) copies.push_back(value.clone());
+  return copies;
+}
+
 }  // namespace
 
 // What Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean, running_var and
 // their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64. grad_t is the
 // gradient of a loss that is differentiated a second time, with respect to t.
-// batch_norm_with_statistics repeats a forward's y from its statistics; it has no gradient of its
-// own. needs_backward is for autograd alone to say: callers leave it out.
+// batch_norm_statistics and batch_norm_gradient_sums are forward and backward without what they
+// apply: they answer coefficients [slices, ., C], which a graph applies that is recorded with
+// decompose (graph.h). batch_norm_with_statistics repeats a forward's y from its statistics; it has
+// no gradient of its own. needs_backward is for autograd alone to say: callers leave it out.
 //
 // group_name is that of a process group, "" for none; layer is a qualified name, "" where there is
 // none; dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for
@@ -73,12 +83,25 @@ TORCH_LIBRARY(normscope, m) {
       "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
       "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
-      "bool? needs_backward=None) -> (Tensor y, Tensor statistics)",
+      "bool? needs_backward=None, bool? decompose=None) -> (Tensor y, Tensor statistics)",
       tags);
   m.def(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
       "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+      tags);
+  m.def(
+      "batch_norm_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+      "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
+      "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
+      "bool? needs_backward=None) -> (Tensor statistics, Tensor coefficients, "
+      "Tensor running_mean, Tensor running_var, Tensor num_batches_tracked)",
+      // x may come in the layout that others want it in.
+      {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
+  m.def(
+      "batch_norm_gradient_sums(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
+      "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer) "
+      "-> (Tensor coefficients, Tensor dweight, Tensor dbias)",
       tags);
   m.def(
       "batch_norm_double_backward(Tensor? grad_dx, Tensor? grad_dweight, Tensor? grad_dbias, "
@@ -89,6 +112,8 @@ TORCH_LIBRARY(normscope, m) {
       "batch_norm_with_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics) "
       "-> Tensor y",
       tags);
+
+  m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
   m.def("version() -> str", &version);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);
@@ -115,5 +140,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("know_process_group(str group_name) -> ()", &know_process_group);
   m.def("communication_counters() -> (int calls, int bytes, float seconds)", &counters);
 }
+
+TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) { m.impl("keep_order", &copies_of); }
 
 }  // namespace normscope::binding

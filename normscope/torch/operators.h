@@ -7,6 +7,7 @@
 #include <string_view>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -29,6 +30,17 @@ using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
     const OptionalTensor& running_mean, const OptionalTensor& running_var,
     const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
     at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
+    std::string_view group_name, std::string_view layer, std::optional<bool> needs_backward,
+    std::optional<bool> decompose);
+
+// The same but for `decompose`. It changes none of its arguments: it answers statistics,
+// coefficients and the buffers' new values, an empty tensor for a buffer that was not given.
+using StatisticsTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using StatisticsOp = StatisticsTensors(
+    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& running_mean, const OptionalTensor& running_var,
+    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
+    at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
     std::string_view group_name, std::string_view layer, std::optional<bool> needs_backward);
 
 struct ForwardOpArguments {
@@ -43,9 +55,15 @@ struct ForwardOpArguments {
   at::IntArrayRef dims;  // the numbers of dimensions that x may have; none: any from 2
   std::string_view slice_stats;
   ScopedCall call;
-  std::optional<bool> needs_backward;  // none: as autograd finds
+  std::optional<bool> needs_backward;            // none: as autograd finds
+  std::optional<bool> decompose = std::nullopt;  // what graph.h makes of it; none: nothing
 
   auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
+    return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
+                   dims, slice_stats, call.scope, call.group_name, call.layer, needs_backward,
+                   decompose);
+  }
+  auto pass_to(const c10::TypedOperatorHandle<StatisticsOp>& op) const {
     return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
                    dims, slice_stats, call.scope, call.group_name, call.layer, needs_backward);
   }
@@ -109,6 +127,8 @@ struct WithStatisticsOpArguments {
   const OptionalTensor& bias;    // [C]
   const at::Tensor& statistics;  // [slices, 3, C] float64
 };
+
+using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);
 
 using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
                                    std::int64_t samples);

@@ -8,14 +8,23 @@
 namespace normscope::binding {
 namespace {
 
+// Of the type that x is computed in.
+at::TensorOptions arithmetic_options(const at::Tensor& x) {
+  return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
 at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& channels) {
-  const at::ScalarType dtype = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::empty_symint({channels}, x.options().dtype(dtype));
+  return at::empty_symint({channels}, arithmetic_options(x));
 }
 
 }  // namespace
 
 at::TensorOptions float64_options(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
+
+at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
+                              std::int64_t numbers) {
+  return at::empty_symint({slices, numbers, x.sym_size(1)}, arithmetic_options(x));
+}
 
 Gradients::Gradients(const at::Tensor& x, const WantedGradients& wanted)
     : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),

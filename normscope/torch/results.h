@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
+
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include "normscope/torch/double_backward.h"
 #include "normscope/torch/operators.h"
@@ -12,6 +15,10 @@ namespace normscope::binding {
 
 // The options of what is computed in float64 beside x.
 [[nodiscard]] at::TensorOptions float64_options(const at::Tensor& x);
+
+// Coefficients [slices, numbers, C] of formulas of x's arithmetic.
+[[nodiscard]] at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
+                                            std::int64_t numbers);
 
 // What backward answers; empty tensors where a gradient is not wanted. A parameter's is float32, or
 // float64 for float64 inputs: autograd rounds it to the parameter's own type.

@@ -64,6 +64,12 @@ at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor) {
   return at::empty_like(output).copy_(tensor);
 }
 
+at::Tensor in_kernel_layout(const at::Tensor& tensor) {
+  const auto have = fold(tensor, tensor.const_data_ptr());
+  if (have && have->has_kernel_layout()) return tensor;
+  return empty_output(tensor).copy_(tensor);
+}
+
 TensorView view(const at::Tensor& tensor) { return *fold(tensor, tensor.const_data_ptr()); }
 
 MutableTensorView mutable_view(const at::Tensor& tensor) {

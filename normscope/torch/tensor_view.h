@@ -20,7 +20,11 @@ namespace normscope::binding {
 // `tensor` itself where its strides fold to the layout of `output`, else a copy in that layout.
 [[nodiscard]] at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor);
 
-// Views of tensors [N, C, *] that empty_output() or in_layout_of() returned.
+// `tensor` itself where its strides fold to a layout that kernels take, else a copy that has one.
+[[nodiscard]] at::Tensor in_kernel_layout(const at::Tensor& tensor);
+
+// Views of tensors [N, C, *] that empty_output(), in_layout_of() or
+// in_kernel_layout() returned.
 [[nodiscard]] TensorView view(const at::Tensor& tensor);
 [[nodiscard]] MutableTensorView mutable_view(const at::Tensor& tensor);
 

@@ -7,6 +7,7 @@ from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.faults import fail_fast, status
+from normscope.graphs import exact_graphs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
 from normscope.recommendation import ScopePlan, recommend_scopes
@@ -31,6 +32,7 @@ __all__ = [
     "detect_non_finite",
     "empty_batch_like",
     "estimate_running_stats",
+    "exact_graphs",
     "fail_fast",
     "functional",
     "joined",

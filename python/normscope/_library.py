@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ library: its ops, typed."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 # torch.distributed.DistError, which not every build of torch has.
 DistError: type[Exception] = torch._C._DistError
@@ -41,6 +43,14 @@ message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
 host_identity = cast("Callable[[], int]", _ops.host_identity.default)
 version = cast("Callable[[], str]", _ops.version.default)
 
+# Compilers keep calls of these in the order of the program, and repeat none: ranks meet in them,
+# or between two of keep_order.
+for _op in (_ops.keep_order, _ops.batch_norm_backward, _ops.batch_norm_double_backward):
+    _register_effectful_op(_op.default, _EffectType.ORDERED)
+
+# Whether layers in compiled graphs are one op each; see normscope.exact_graphs.
+exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
+
 
 def batch_norm(
     *arguments: Any,  # noqa: ANN401 - as the user gave them
@@ -59,7 +69,12 @@ def batch_norm(
         layer: As the op's.
     """
     try:
-        y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer)
+        if torch.compiler.is_compiling():
+            y, _ = batch_norm_forward(
+                *arguments, slice_stats, scope, group, layer, decompose=not exact_graphs
+            )
+        else:
+            y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer)
     except DistError:
         raise  # from the library, which has told them what they need to know
     except (RuntimeError, TypeError) as error:

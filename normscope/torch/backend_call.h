@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <exception>
+
+#include <ATen/core/Tensor.h>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/arguments.h"
+#include "normscope/torch/device.h"
+#include "normscope/torch/errors.h"
+#include "normscope/torch/exchanges.h"
+
+namespace normscope::binding {
+
+// The two halves of a backend's call: on its own, and with the other ranks.
+
+// Runs what comes before the exchange. The peers of a rank that fails there need not wait for it.
+template <class Prepare>
+auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
+  try {
+    return prepare();
+  } catch (const c10::Error& error) {
+    exchange.fail(error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    exchange.fail(error.what());
+    throw;
+  }
+}
+
+// Runs what meets the other ranks; its errors get the types that torch's own have in Python.
+template <class Call>
+void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
+  try {
+    call();
+  } catch (const OneValueError& error) {
+    // On a device the ranks find it together, and this one is told at its next call, of another x.
+    const bool is_told_later =
+        exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice;
+    if (is_told_later) TORCH_CHECK_VALUE(false, error.what());
+    throw_one_value_per_channel(x);
+  } catch (const ArgumentError& error) {
+    exchange.fail(error.what());
+    TORCH_CHECK_VALUE(false, error.what());
+  } catch (const CommunicationError& error) {
+    C10_THROW_ERROR(DistBackendError, error.what());
+  } catch (const MismatchError& error) {
+    C10_THROW_ERROR(DistError, error.what());
+  }
+}
+
+}  // namespace normscope::binding

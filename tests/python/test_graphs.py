@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled graphs: the bits of eager mode, exchanges in one order, and none of them twice."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops.effects import with_effects
+
+import normscope
+
+
+@pytest.fixture(autouse=True)
+def _graphs_of_their_own() -> Iterator[None]:
+    torch.compiler.reset()  # graphs of the same code count towards a limit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about itself
+        yield
+
+
+class Residual(nn.Module):
+    """Layers of which two do not depend on each other."""
+
+    def __init__(self, scope: str = "local") -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.path = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+        self.shortcut = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))
+        normscope.convert(self, scope=scope)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [N, 3, H, W] to [N, 8, H, W]."""
+        x = self.stem(x)
+        return torch.relu(self.path(x) + self.shortcut(x))
+
+
+def step(net: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    """All that comes out of a training step."""
+    x = x.clone().requires_grad_()
+    y = call(x)
+    torch.autograd.backward(y.float().square().sum())
+    gradients = [x.grad, *(p.grad for p in net.parameters())]
+    return [
+        t.detach().clone() for t in (y, *gradients, *net.state_dict().values()) if t is not None
+    ]
+
+
+def compiled_like_eager(net: nn.Module, x: torch.Tensor, **options: Any) -> bool:  # noqa: ANN401
+    ours, theirs = copy.deepcopy(net), copy.deepcopy(net)
+    got = step(ours, torch.compile(ours, fullgraph=True, **options), x)
+    return all(map(torch.equal, got, step(theirs, theirs, x)))
+
+
+# A compiler of this kind runs the graph's operations one by one, each rounded as in eager mode.
+BIT_TRUE = {"backend": "aot_eager"}
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_decomposed_layer_has_the_bits_of_eager_mode(scope: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(normscope.BatchNorm2d(5, scope=scope), nn.ReLU())
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = (3 * torch.randn(7, 5, 6, 4) + 100).to(dtype).to(memory_format=memory_format)
+
+        assert compiled_like_eager(net, x, **BIT_TRUE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layer"),
+    [
+        (
+            torch.float32,
+            normscope.BatchNorm2d(5, affine=False, track_running_stats=False, scope="local"),
+        ),
+        (
+            torch.float32,
+            normscope.BatchNorm2d(5, momentum=None, scope="slices:2", slice_stats="sequential"),
+        ),
+        (torch.float64, normscope.BatchNorm2d(5, scope="local").double()),
+    ],
+)
+def test_so_has_one_with_other_arguments(dtype: torch.dtype, layer: nn.Module) -> None:
+    torch.manual_seed(0)
+
+    assert compiled_like_eager(layer, torch.randn(4, 5, 3, 3, dtype=dtype), **BIT_TRUE)
+
+
+def test_an_empty_batch_passes_through_a_graph() -> None:
+    net = nn.Sequential(normscope.BatchNorm2d(5, scope="slices:2"), nn.ReLU())
+
+    assert compiled_like_eager(net, torch.zeros(0, 5, 3, 3), **BIT_TRUE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = normscope.BatchNorm2d(5, scope="slices:2")
+    x = (torch.randn(4, 5, 6, 6) + 30).to(dtype)
+
+    with normscope.exact_graphs():
+        assert compiled_like_eager(layer, x)
+
+
+def ops_of(net: nn.Module, x: torch.Tensor) -> tuple[list[str], list[str]]:
+    """Names of the ops in forward's and in backward's graph, in their order."""
+    names: list[list[str]] = [[], []]
+
+    def into(number: int) -> Callable[..., Any]:
+        def keep(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+            for node in graph.graph.nodes:
+                if node.op != "call_function":
+                    continue
+                op = node.args[1] if node.target is with_effects else node.target
+                names[number].append(str(op))
+            return graph
+
+        return keep
+
+    backend = aot_autograd(
+        fw_compiler=into(0),
+        bw_compiler=into(1),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    step(net, torch.compile(net, fullgraph=True, backend=backend), x)
+    return names[0], names[1]
+
+
+def normscopes(names: list[str]) -> list[str]:
+    return [name.removeprefix("normscope.").removesuffix(".default") for name in names if
+            name.startswith("normscope.")]  # fmt: skip
+
+
+def test_what_is_elementwise_is_left_to_the_compiler() -> None:
+    forward, backward = ops_of(Residual(), torch.randn(2, 3, 5, 5))
+
+    assert normscopes(forward) == ["batch_norm_statistics"] * 3
+    assert normscopes(backward) == ["batch_norm_gradient_sums"] * 3
+
+
+def test_exact_graphs_keep_layers_whole_and_the_mode_compiles_anew() -> None:
+    net, x = Residual(), torch.randn(2, 3, 5, 5)
+    with normscope.exact_graphs():
+        forward, backward = ops_of(net, x)
+    again, _ = ops_of(net, x)
+
+    assert normscopes(forward) == ["batch_norm_statistics", "batch_norm_with_statistics"] * 3
+    assert normscopes(backward) == ["batch_norm_backward"] * 3
+    assert normscopes(again) == ["batch_norm_statistics"] * 3
+
+
+def exchanges_under(budget: float) -> tuple[list[str], list[str]]:
+    with functorch_config.patch(activation_memory_budget=budget):
+        forward, backward = ops_of(Residual("world"), torch.randn(2, 3, 9, 9))
+    first, second = (
+        [name for name in normscopes(names) if name != "keep_order"]
+        for names in (forward, backward)
+    )
+    return first, second
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.5, 1.0])
+def test_no_exchange_is_repeated_to_save_memory(ranks: RankPool, budget: float) -> None:
+    [(forward, backward)] = ranks.run(1, exchanges_under, budget, hang_seconds=400)
+
+    assert forward == ["batch_norm_statistics"] * 3
+    assert backward == ["batch_norm_gradient_sums"] * 3
+
+
+def bytes_kept(net: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> int:
+    """By autograd between forward and backward, apart from parameters."""
+    parameters = {p.data_ptr() for p in net.parameters()} | {x.data_ptr()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call(x)
+    return sum(kept.values())
+
+
+def test_a_graph_keeps_no_more_for_backward_than_eager_mode() -> None:
+    net, x = Residual(), torch.randn(2, 3, 16, 16)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: graph,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    compiled = torch.compile(net, fullgraph=True, backend=backend)
+
+    assert bytes_kept(net, compiled, x) <= bytes_kept(net, net, x)
+
+
+def chain_of_exchanges() -> list[list[bool]]:
+    """Whether each exchange needs what came of the one before, in forward and in backward."""
+    net, x = Residual("world"), torch.randn(2, 3, 5, 5)
+    needs: list[list[bool]] = []
+
+    def look(graph: torch.fx.GraphModule, _inputs: object) -> torch.fx.GraphModule:
+        behind: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+        met: list[torch.fx.Node] = []
+        needs.append([])
+        for node in graph.graph.nodes:
+            behind[node] = set().union(*({n, *behind[n]} for n in node.all_input_nodes))
+            if any(name in str(node.target) for name in ("_statistics", "_gradient_sums")):
+                needs[-1].append(not met or met[-1] in behind[node])
+                met.append(node)
+        return graph
+
+    backend = aot_autograd(fw_compiler=look, partition_fn=min_cut_rematerialization_partition)
+    step(net, torch.compile(net, fullgraph=True, backend=backend), x)
+    return needs
+
+
+def test_exchanges_of_branches_have_the_order_of_the_program(ranks: RankPool) -> None:
+    assert ranks.run(1, chain_of_exchanges, hang_seconds=400) == [[[True] * 3, [True] * 3]]
+
+
+def steps_on_unequal_ranks(options: dict[str, Any]) -> tuple[int, bool]:
+    """Graphs that differ by rank; exchanges, and whether a rank has what eager mode has."""
+    torch.manual_seed(0)
+    net = Residual(scope="world")
+    torch.manual_seed(distributed.get_rank())
+    x = torch.randn(2 + distributed.get_rank(), 3, 6, 6 + 4 * distributed.get_rank())
+    theirs = copy.deepcopy(net)
+    compiled = torch.compile(net, fullgraph=True, **options)
+    got, expected = step(net, compiled, x), step(theirs, theirs, x)
+    before = normscope.communication_counters().calls
+    step(net, compiled, x)
+    calls = normscope.communication_counters().calls - before
+    # Convolutions of 72 products and sums over the batch, in another order: float32's 1.2e-7.
+    return calls, all(
+        torch.allclose(a.float(), b.float(), rtol=0, atol=1e-4 * b.float().abs().amax().item())
+        for a, b in zip(got, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [BIT_TRUE, pytest.param({"dynamic": True}, marks=pytest.mark.slow)]
+)
+def test_ranks_whose_graphs_differ_meet_in_the_same_exchanges(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    for calls, equal in ranks.run(2, steps_on_unequal_ranks, options, hang_seconds=400):
+        assert calls == 2 * 3
+        assert equal
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_opcheck_passes_for_the_ops_of_graphs(slices: int) -> None:
+    torch.manual_seed(0)
+    scope = "local" if slices == 1 else f"slices:{slices}"
+    x = torch.randn(6, 3, 4, 5).to(memory_format=torch.channels_last)
+    buffers = (torch.zeros(3), torch.ones(3), torch.tensor(0))
+    arguments = (
+        x,
+        torch.ones(3),
+        torch.zeros(3),
+        *buffers,
+        0.1,
+        1e-5,
+        [4],
+        "pooled",
+        scope,
+        "",
+        "",
+    )
+    ops = torch.ops.normscope
+    torch.library.opcheck(ops.batch_norm_statistics.default, arguments)
+
+    statistics, *_ = ops.batch_norm_statistics(*arguments)
+    torch.library.opcheck(
+        ops.batch_norm_gradient_sums.default,
+        (torch.randn_like(x), x, torch.ones(3), statistics, True, True, True, scope, "", ""),
+    )
+
+
+def test_the_op_of_statistics_changes_nothing_it_is_given() -> None:
+    buffers = (torch.zeros(3), torch.ones(3), torch.tensor(7))
+    x = torch.randn(6, 3, 4, 5)
+    _, _, *new = torch.ops.normscope.batch_norm_statistics(
+        x, None, None, *buffers, 0.1, 1e-5, [4], "pooled", "local", "", ""
+    )
+
+    assert [buffer.sum().item() for buffer in buffers] == [0, 3, 7]
+    torch.testing.assert_close(new[0], 0.1 * x.mean((0, 2, 3)), rtol=1e-5, atol=1e-7)
+    assert new[2].item() == 8
