@@ -20,6 +20,7 @@
 #include "normscope/torch/exchanges.h"
 #include "normscope/torch/finite.h"
 #include "normscope/torch/group_registry.h"
+#include "normscope/torch/independent_values.h"
 
 namespace normscope::binding {
 namespace {
@@ -126,6 +127,13 @@ TORCH_LIBRARY(normscope, m) {
   m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
+  m.def("part_moments(Tensor x, int parts) -> Tensor moments", &part_moments_of);
+  m.def("independent_values(Tensor moments, int ranks, float eps) -> float[]",
+        &independent_values_of);
+  m.def(
+      "choose_scope(str layer, Tensor[] calls, float eps, float wanted, int[] host_of_rank) -> "
+      "(int chosen, str[] scopes, int[] ranks, Tensor values)",
+      &choose_scope_of);
   m.def("transport(str group_name) -> str", &transport_of);
   m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
   m.def("status_of_process(int process) -> str", &status);

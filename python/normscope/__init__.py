@@ -10,10 +10,11 @@ from normscope.faults import fail_fast, status
 from normscope.graphs import exact_graphs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
-from normscope.recommendation import ScopePlan, recommend_scopes
+from normscope.recommendation import recommend_scopes
 from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
+from normscope.scope_plan import ScopePlan
 from normscope.uneven import empty_batch_like, joined
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -48,3 +48,9 @@ def _matching(argument: str, patterns: Patterns, names: list[str]) -> list[str]:
             + ", ".join(map(repr, without))
         )
     return [name for found in matches.values() for name in found]
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What the forward of a layer was given, as hooks see it."""
+    x: torch.Tensor = args[0] if args else kwargs["input"]
+    return x

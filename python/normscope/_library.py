@@ -20,6 +20,15 @@ _ops = torch.ops.normscope
 batch_norm_forward = _ops.batch_norm_forward.default
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
+part_moments = cast("Callable[[torch.Tensor, int], torch.Tensor]", _ops.part_moments.default)
+independent_values = cast(
+    "Callable[[torch.Tensor, int, float], list[float]]", _ops.independent_values.default
+)
+choose_scope = cast(
+    "Callable[[str, list[torch.Tensor], float, float, list[int]], "
+    "tuple[int, list[str], list[int], torch.Tensor]]",
+    _ops.choose_scope.default,
+)
 fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
 fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)
 status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from normscope import _library, _process_group
-from normscope._layers import Patterns, named_layers
-from normscope.independent_values import PartMoments, relative_noise
+from normscope._layers import Patterns, input_of, named_layers
+from normscope.independent_values import PartMoments, independent_values
 from normscope.modules import BatchNorm
 from normscope.recommendation import DEFAULT_INDEPENDENT_VALUES
 from normscope.schedule import kept
@@ -39,7 +40,9 @@ class AdaptiveScope:
     ranks always agree: they follow rank 0.
 
     The moments are those of a training's own forwards, so that a probing step costs no other
-    forward; a compiled graph does not show its layers' inputs, and is not measured.
+    forward; a compiled graph does not show its layers' inputs, and is not measured. Of a layer that
+    runs several times in a step the call with the fewest elements counts. A layer that some rank
+    gives no element, or one that is not finite, keeps what it had.
 
     Args:
         model: A model with layers of normscope (of DistributedDataParallel, its ``module``).
@@ -161,15 +164,8 @@ class AdaptiveScope:
             return
         self._moments = {}
         for name, layer in self._layers.items():
-            self._hooks.append(layer.register_forward_pre_hook(self._look(name), with_kwargs=True))
-
-    def _look(self, name: str) -> Any:  # noqa: ANN401 - a hook
-        def look(layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A graph that is compiled now would go on to look when the hook is gone.
-            if layer.training and not torch.compiler.is_compiling():
-                self._moments[name] = PartMoments.of(args[0] if args else kwargs["input"])
-
-        return look
+            look = _Look(name, self._moments)
+            self._hooks.append(layer.register_forward_hook(look, with_kwargs=True))
 
     def _forget_hooks(self) -> None:
         for hook in self._hooks:
@@ -179,27 +175,21 @@ class AdaptiveScope:
     def _measure(self) -> None:
         """One exchange for all layers; a layer that a rank gave no input keeps what it had."""
         assert self._group is not None
-        message = []
-        for name, layer in self._layers.items():
-            moments = self._moments.get(name)
-            if moments is None:
-                message.append(torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64))
-            else:
-                fields = (moments.counts, moments.means, moments.variances)
-                message += [field.flatten() for field in fields]
-        self._moments = {}
-        rows = _library.gather(torch.cat(message), self._group.group_name, "AdaptiveScope")
-        begin = 0
-        for name, layer in self._layers.items():
-            channels = layer.num_features
-            counts, means, variances = rows[:, begin : begin + 1 + 2 * channels].split(
-                [1, channels, channels], dim=1
-            )
-            begin += 1 + 2 * channels
-            ranks = PartMoments(counts.T, means[None], variances[None])
-            if int((counts > 0).sum()) < self._ranks:
+        own = [
+            self._moments.get(name, PartMoments.of_nothing(layer.num_features))
+            for name, layer in self._layers.items()
+        ]
+        message = torch.cat([moments.rows.flatten() for moments in own])
+        rows = _library.gather(message, self._group.group_name, "AdaptiveScope")
+        sizes = [moments.rows.numel() for moments in own]
+        of_layers = zip(self._layers.items(), rows.split(sizes, dim=1), strict=True)
+        for (name, layer), of_ranks in of_layers:
+            ranks = PartMoments(of_ranks[None])
+            if int((ranks.counts > 0).sum()) < self._ranks:
                 continue
-            new = [relative_noise(ranks.joined(size), layer.eps) for size in self._sizes]
+            new = [_noise_of(ranks, layer.eps, size) for size in self._sizes]
+            if not all(map(math.isfinite, new)):
+                continue
             old = self._noise.get(name, new)
             self._noise[name] = [
                 before + _MOMENTUM * (now - before) for before, now in zip(old, new, strict=True)
@@ -236,6 +226,38 @@ class AdaptiveScope:
         if not self._history or self._history[-1][1] != scopes:
             # A choice is made after the step that it was measured in.
             self._history.append((self._last_step + 1 if self._history else 0, scopes))
+
+
+class _Look:
+    """A hook that puts down moments of what a layer was given.
+
+    A copy of the layer, or one from a file, has a hook that looks at nothing.
+    """
+
+    def __init__(self, name: str = "", moments: dict[str, PartMoments] | None = None) -> None:
+        self._name = name
+        self._moments = moments
+
+    def __call__(
+        self, layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _y: object
+    ) -> None:
+        # A graph that is compiled now would go on to look when the hook is gone.
+        if self._moments is None or not layer.training or torch.compiler.is_compiling():
+            return
+        moments = PartMoments.of(input_of(args, kwargs))
+        before = self._moments.get(self._name)
+        if before is None or moments.counts.item() < before.counts.item():
+            self._moments[self._name] = moments
+
+    def __reduce__(self) -> tuple[type[_Look], tuple[()]]:
+        return _Look, ()
+
+
+def _noise_of(ranks: PartMoments, eps: float, size: int) -> float:
+    """The squared relative error of the variance over so many ranks."""
+    values = independent_values(ranks, eps, size)
+    assert values is not None
+    return 2 / values.value
 
 
 def _scope_of(size: int, ranks: int) -> Scope:
