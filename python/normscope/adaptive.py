@@ -130,13 +130,14 @@ class AdaptiveScope:
         """How far the training is, what was measured, and the scopes of the layers."""
         return {
             "last_step": self._last_step,
+            "ranks": self._ranks,
             "noise": {name: list(values) for name, values in self._noise.items()},
             "scopes": {name: str(scope) for name, scope in self.scopes.items()},
             "history": [(step, dict(scopes)) for step, scopes in self._history],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Go on from a state; among other ranks than its own all layers begin anew with ``world``.
 
         Raises:
             ValueError: If it is not the state of such a model's layers.
@@ -147,15 +148,16 @@ class AdaptiveScope:
                 f"state_dict: expected scopes of {', '.join(self._layers)}, got {scopes!r}"
             )
         self._last_step = int(state_dict["last_step"])
-        # Of as many ranks only: there are other candidates elsewhere.
-        self._noise = {
-            name: list(values)
-            for name, values in state_dict["noise"].items()
-            if len(values) == len(self._sizes)
-        }
         self._history = [(step, dict(of_step)) for step, of_step in state_dict["history"]]
+        # What was measured among other ranks says nothing here, where there are other scopes.
+        is_of_these = state_dict["ranks"] == self._ranks
+        self._noise = (
+            {name: list(values) for name, values in state_dict["noise"].items()}
+            if is_of_these
+            else {}
+        )
         for name, scope in scopes.items():
-            self._layers[name].scope = scope
+            self._layers[name].scope = scope if is_of_these else Scope.world()
         self._forget_hooks()
         self._watch_if_due()
 

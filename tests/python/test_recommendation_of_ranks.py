@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers need which scope, found by ranks together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from noisy_network import noise_batches, small_network
+from rank_pool import RankPool
+from torch import distributed, nn
+
+import normscope
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_gets_the_plan_of_slices(ranks: RankPool, size: int) -> None:
+    plans = ranks.run(size, _plan_of_rank)
+    alone = normscope.recommend_scopes(small_network().eval(), noise_batches(12), 12, ranks=size)
+
+    assert all(plan == plans[0] for plan in plans)
+    for of_ranks, of_slices in zip(plans[0].layers, alone.layers, strict=True):
+        assert of_ranks.scope == of_slices.scope
+        for one, other in zip(of_ranks.candidates, of_slices.candidates, strict=True):
+            assert one.values is not None
+            assert other.values is not None
+            # Layers' inputs are float32, and depend on how a batch is cut in their last bits.
+            assert one.values.value == pytest.approx(other.values.value, rel=1e-4)
+    assert plans[0].layers[0].exchange_seconds is not None
+
+
+def _plan_of_rank() -> normscope.ScopePlan:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    shares = [batch.chunk(size)[rank] for batch in noise_batches(12)]
+    return normscope.recommend_scopes(small_network().eval(), shares, 12)
+
+
+def test_a_group_that_a_host_holds_is_called_node(ranks: RankPool) -> None:
+    for scopes in ranks.run(4, _scopes_on_two_hosts):
+        assert scopes == ["local", "node", "world"]
+
+
+def _scopes_on_two_hosts() -> list[str]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("NORMSCOPE_NODE", f"host {distributed.get_rank() // 2}")
+        plan = normscope.recommend_scopes(small_network().eval(), noise_batches(4))
+    return [candidate.scope for candidate in plan.layers[0].candidates]
+
+
+def test_a_plan_of_ranks_saves_exchanges(ranks: RankPool) -> None:
+    for sent, planned in ranks.run(2, _bytes_of_step):
+        assert sent == planned
+
+
+def _bytes_of_step() -> tuple[int, int]:
+    """What a step under the plan sends, and what the plan says."""
+    rank = distributed.get_rank()
+    network = small_network()
+    shares = [batch.chunk(2)[rank] for batch in noise_batches(32)]
+    plan = normscope.recommend_scopes(network, shares, 24)
+    plan.apply(network)
+    network(shares[0])  # the ranks agree on scopes at first use
+    before = normscope.communication_counters().bytes
+    network(shares[0]).sum().backward()
+    assert plan.exchanges_per_step == 2
+    return normscope.communication_counters().bytes - before, plan.bytes_per_step
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_fails_ends_the_wait_of_the_others(ranks: RankPool) -> None:
+    one, other = ranks.run(2, _error_of_a_failing_rank)
+
+    assert "mat1 and mat2" in one
+    assert "rank 0" in other
+
+
+def _error_of_a_failing_rank() -> str:
+    torch.manual_seed(0)
+    network = normscope.convert(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    width = 4 if distributed.get_rank() == 0 else 3
+    return _error_of(lambda: normscope.recommend_scopes(network, [torch.randn(4, width)]))
+
+
+@pytest.mark.parametrize("length", ["known", "unknown", "wrong"])
+def test_ranks_with_other_numbers_of_batches_are_told(ranks: RankPool, length: str) -> None:
+    got = "[1, 2, 3]" if length == "known" else "1 on ranks [0] and more on the others"
+    for error, again in ranks.run(3, _error_with_uneven_batches, length):
+        assert error == (
+            "ValueError: batches: expected the same number on every rank, since layers "
+            f"synchronize, got {got}"
+        )
+        # The group is as good as it was.
+        assert again == ["local", "world"]
+
+
+class _OfLength(list[torch.Tensor]):
+    """Batches that say that they are two."""
+
+    def __len__(self) -> int:
+        return 2
+
+
+def _error_with_uneven_batches(length: str) -> tuple[str, list[str]]:
+    own = noise_batches(4, count=1 + distributed.get_rank())
+    batches = {"known": own, "unknown": iter(own), "wrong": _OfLength(own)}[length]
+    error = _error_of(lambda: normscope.recommend_scopes(small_network(), batches))
+    plan = _plan_of_rank()
+    return error, [str(scope) for scope in plan.scopes.values()]
+
+
+def test_ranks_without_batches_are_told(ranks: RankPool) -> None:
+    errors = ranks.run(2, _error_without_batches)
+
+    assert errors == ["ValueError: batches: expected at least one, got none"] * 2
+
+
+def _error_without_batches() -> str:
+    return _error_of(lambda: normscope.recommend_scopes(small_network(), iter(())))
+
+
+def test_a_rank_whose_batches_fail_ends_the_wait_of_the_others(ranks: RankPool) -> None:
+    one, other = ranks.run(2, _error_with_failing_batches)
+
+    assert one == "OSError: no such image"
+    assert "rank 0" in other
+    assert "no such image" in other
+
+
+def _error_with_failing_batches() -> str:
+    def batches() -> Iterator[torch.Tensor]:
+        yield noise_batches(4)[0]
+        if distributed.get_rank() == 0:
+            raise OSError("no such image")
+        yield noise_batches(4)[1]
+
+    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches()))
+
+
+def test_ranks_that_want_different_numbers_are_told(ranks: RankPool) -> None:
+    for error in ranks.run(2, _error_with_other_numbers):
+        assert error == (
+            "ValueError: independent_values: expected the same number on every rank, got [4.0, 5.0]"
+        )
+
+
+def _error_with_other_numbers() -> str:
+    wanted = 4 + distributed.get_rank()
+    return _error_of(lambda: normscope.recommend_scopes(small_network(), noise_batches(4), wanted))
+
+
+def test_an_argument_that_one_rank_alone_has_wrong_ends_the_wait(ranks: RankPool) -> None:
+    one, other = ranks.run(2, _error_with_a_number_that_is_none)
+
+    assert one == "ValueError: independent_values: expected at least 2, got nan"
+    assert "rank 0" in other
+
+
+def _error_with_a_number_that_is_none() -> str:
+    wanted = math.nan if distributed.get_rank() == 0 else 4
+    return _error_of(lambda: normscope.recommend_scopes(small_network(), noise_batches(4), wanted))
+
+
+def _empty_on_one_rank() -> list[float]:
+    """What layers are worth, for which the last rank has no sample in every batch."""
+    size, rank = distributed.get_world_size(), distributed.get_rank()
+    own = [
+        batch.chunk(size - 1)[rank] if rank < size - 1 else batch[:0] for batch in noise_batches(8)
+    ]
+    plan = normscope.recommend_scopes(small_network().eval(), own, 2)
+    assert all(each.candidates[0].values is not None for each in plan.layers)
+    return [each.candidates[0].values.value for each in plan.layers if each.candidates[0].values]
+
+
+def test_a_rank_may_have_empty_batches(ranks: RankPool) -> None:
+    two = ranks.run(3, _empty_on_one_rank)
+
+    alone = normscope.recommend_scopes(small_network().eval(), noise_batches(8), 2, ranks=2)
+    for values in two:
+        for value, layer in zip(values, alone.layers, strict=True):
+            assert layer.candidates[0].values is not None
+            # Layers' inputs are float32, and depend on how a batch is cut in their last bits.
+            assert value == pytest.approx(layer.candidates[0].values.value, rel=1e-4)
+
+
+def test_every_rank_names_an_input_that_is_not_finite(ranks: RankPool) -> None:
+    for error in ranks.run(2, _error_with_nan_on_one_rank):
+        assert error == (
+            "ValueError: batches: expected finite inputs of every layer, got NaN or infinity in 1"
+        )
+
+
+def _error_with_nan_on_one_rank() -> str:
+    batches = noise_batches(4)
+    if distributed.get_rank() == 1:
+        batches[0][0, 0, 0, 0] = math.nan
+    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches))
+
+
+def test_a_compiled_model_and_a_parallel_one_are_measured(ranks: RankPool) -> None:
+    for compiled, parallel, plain in ranks.run(2, _plans_of_wrapped_models):
+        assert compiled == parallel == plain
+
+
+def _plans_of_wrapped_models() -> list[list[Any]]:
+    rank = distributed.get_rank()
+    batches = [batch.chunk(2)[rank] for batch in noise_batches(8)]
+    compiled = torch.compile(small_network().eval(), backend="eager")
+    compiled(batches[0])
+    parallel = nn.parallel.DistributedDataParallel(small_network().eval())
+    plans = [
+        normscope.recommend_scopes(model, batches)
+        for model in (compiled, parallel, parallel.module)
+    ]
+    return [
+        [(layer.scope, [each.values for each in layer.candidates]) for layer in plan.layers]
+        for plan in plans
+    ]
+
+
+def test_a_plan_of_other_ranks_is_warned_of(ranks: RankPool) -> None:
+    for text in ranks.run(2, _warning_of_other_ranks):
+        assert text == [
+            "plan: made for 4 ranks, and applied among 2, where its scopes were not measured"
+        ]
+
+
+def _warning_of_other_ranks() -> list[str]:
+    network = small_network()
+    plan = normscope.recommend_scopes(network.eval(), [b.chunk(2)[0] for b in noise_batches(16)], 2)
+    other = dataclasses.replace(plan, ranks=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan.apply(network)
+        other.apply(network)
+    return [str(warning.message) for warning in caught]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small network with a layer of many independent values and one of few, and inputs for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import normscope
+
+BATCHES = 8
+
+
+def small_network() -> nn.Sequential:
+    """The first layer normalizes 64 positions of noise an image, the last one value."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 16),
+        nn.BatchNorm1d(16),
+    )
+    normscope.convert(network, "local")
+    return network
+
+
+def noise_batches(samples: int, count: int = BATCHES) -> list[torch.Tensor]:
+    """The same ones at each call."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(samples, 3, 8, 8, generator=generator) for _ in range(count)]
