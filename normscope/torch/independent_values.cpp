@@ -74,7 +74,7 @@ std::vector<double> independent_values_of(const at::Tensor& moments, std::int64_
   return {values->value, values->lower, values->upper, values->noisiest_tenth};
 }
 
-ScopeChoiceFields choose_scope_of(std::string_view layer, const at::TensorList calls, double eps,
+ScopeChoiceFields choose_scope_of(std::string_view layer, at::TensorList calls, double eps,
                                   double wanted, at::IntArrayRef host_of_rank) {
   const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
   std::vector<PartMoments> moments;

@@ -28,7 +28,7 @@ namespace normscope::binding {
 // behind where they are extrapolated [candidates, 5]; NaN where there are none.
 using ScopeChoiceFields =
     std::tuple<std::int64_t, std::vector<std::string>, std::vector<std::int64_t>, at::Tensor>;
-[[nodiscard]] ScopeChoiceFields choose_scope_of(std::string_view layer, const at::TensorList calls,
+[[nodiscard]] ScopeChoiceFields choose_scope_of(std::string_view layer, at::TensorList calls,
                                                 double eps, double wanted,
                                                 at::IntArrayRef host_of_rank);
 

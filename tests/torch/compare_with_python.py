@@ -3,7 +3,8 @@
 
 usage: compare_with_python.py <python_counterpart>
 
-Checkpoints pass both ways; outputs, gradients and running statistics have the same bits.
+Checkpoints pass both ways; outputs, gradients and running statistics have the same bits. Both
+recommend the same scopes, from the same values.
 """
 
 from __future__ import annotations
@@ -57,11 +58,50 @@ def compare(program: str, scope: str, folder: Path) -> None:
     expect_equal(dict(theirs.state_dict()), dict(net.state_dict()))
 
 
+def recommended(plan: normscope.ScopePlan) -> str:
+    """What the program prints of a plan."""
+    lines = [f"{plan.independent_values:g} {plan.ranks} {plan.batches} {plan.bytes_per_step}"]
+    for layer in plan.layers:
+        lines.append(f"{layer.layer} {layer.channels} {layer.scope}")
+        for candidate in layer.candidates:
+            values = candidate.values
+            assert values is not None
+            fields = (values.value, values.lower, values.upper, values.noisiest_tenth)
+            numbers = " ".join(map(float.hex, fields))
+            lines.append(f"{candidate.scope} {candidate.ranks} {numbers}")
+    return "\n".join(lines)
+
+
+def in_same_notation(text: str) -> list[list[str]]:
+    """Words, of which hexadecimal numbers have one spelling."""
+    return [
+        [float.fromhex(word).hex() if "0x" in word else word for word in line.split()]
+        for line in text.splitlines()
+    ]
+
+
+def compare_plans(program: str, folder: Path) -> None:
+    """The plan of two layers for parts that stand for four ranks, with the default number."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(normscope.BatchNorm2d(3), normscope.BatchNorm2d(3))
+    inputs = torch.randn(6, 8, 3, 5, 6) + torch.randn(6, 8, 3, 1, 1)
+    given = str(folder / "in")
+    torch.save({"x": inputs}, given)
+
+    got = subprocess.run([program, given], check=True, capture_output=True, text=True).stdout
+
+    expected = recommended(normscope.recommend_scopes(net, list(inputs), ranks=4))
+    if in_same_notation(got) != in_same_notation(expected):
+        raise AssertionError(f"expected the plan\n{expected}\ngot\n{got}")
+
+
 def main() -> None:
-    """Compares scope by scope."""
+    """Compares scope by scope, and a plan."""
     for scope in SCOPES:
         with tempfile.TemporaryDirectory() as folder:
             compare(sys.argv[1], scope, Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        compare_plans(sys.argv[1], Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // usage: python_counterpart <scope> <start> <inputs> <outputs> <end>
+//        python_counterpart <inputs>
 //
 // What compare_with_python.py has a C++ program do: from a checkpoint of a layer, one step with
-// some inputs; what came out, and the layer's checkpoint after it.
+// some inputs; what came out, and the layer's checkpoint after it. Or a plan from some inputs.
 #include <cstdio>
 #include <exception>
 #include <span>
@@ -11,8 +12,10 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/types.h>
 
+#include "normscope/comm/self_communicator.h"
 #include "normscope/torch/nn/batch_norm.h"
 #include "normscope/torch/nn/checkpoint.h"
+#include "normscope/torch/nn/recommend_scopes.h"
 
 namespace {
 
@@ -49,11 +52,41 @@ void step(std::span<char*> arguments) {
   save_state_dict(*net, arguments[4]);
 }
 
+void recommend(const char* inputs_path) {
+  Tensors inputs;
+  const at::Tensor x = inputs.add("x", torch::empty({6, 8, 3, 5, 6}));
+  load_state_dict(inputs, inputs_path);
+  torch::nn::Sequential net(normscope::nn::BatchNorm2d(3), normscope::nn::BatchNorm2d(3));
+
+  const auto plan = normscope::nn::recommend_scopes(
+      *net, x.size(0), [&](std::int64_t batch) { net->forward(x[batch]); },
+      normscope::RankGroup(normscope::make_self_communicator()),
+      normscope::nn::RecommendOptions().ranks(4));
+
+  std::printf("%g %d %d %d\n", plan.independent_values, static_cast<int>(plan.ranks),
+              static_cast<int>(plan.batches), static_cast<int>(plan.bytes_per_step()));
+  for (const auto& layer : plan.layers) {
+    std::printf("%s %d %s\n", layer.layer.c_str(), static_cast<int>(layer.channels),
+                layer.chosen().scope.str().c_str());
+    for (const auto& candidate : layer.choice.candidates) {
+      const auto values = candidate.values.value();
+      std::printf("%s %d %a %a %a %a\n", candidate.scope.str().c_str(),
+                  static_cast<int>(candidate.ranks), values.value, values.lower, values.upper,
+                  values.noisiest_tenth);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    step(std::span(argv, static_cast<std::size_t>(argc)).subspan(1));
+    const auto arguments = std::span(argv, static_cast<std::size_t>(argc)).subspan(1);
+    if (arguments.size() == 1) {
+      recommend(arguments[0]);
+    } else {
+      step(arguments);
+    }
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "python_counterpart: %s\n", error.what());

@@ -51,6 +51,7 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x) {
       defined_or_none(this->num_batches_tracked), chosen.momentum(), chosen.eps(), Derived::kDims,
       name_of(chosen.slice_stats()), scope, chosen.group(), chosen.layer_name(),
       /*needs_backward=*/std::nullopt, /*decompose=*/std::nullopt);
+  if (this->input_observer) this->input_observer(x);
   return y;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -43,6 +44,12 @@ struct BatchNormOptions {
   TORCH_ARG(std::string, layer_name);
 };
 
+// A layer that shows what it was given in training: modules of libtorch have no hooks.
+struct InputObserved {
+  // Called with x after a forward that succeeded; none: nobody looks.
+  std::function<void(const at::Tensor& x)> input_observer;
+};
+
 // Batch normalization whose statistics have a scope: torch::nn's layer of the same name, with its
 // members and checkpoints. In training the ranks of the scope share statistics; each forward and
 // each backward is a collective, which all of them make in the same order. Evaluation is torch's
@@ -52,7 +59,8 @@ struct BatchNormOptions {
 // ranks meet in different calls, DistBackendError where they cannot exchange.
 template <std::size_t D, class Derived, class Theirs>
 // NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility): the modules inherit the constructors
-class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNormOptions> {
+class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>,
+                          public InputObserved {
  public:
   using TorchImpl = Theirs;
   using ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>::NormImplBase;

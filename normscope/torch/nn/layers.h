@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
+#include <string>
+#include <vector>
+
 #include <torch/nn/module.h>
 
 #include "normscope/torch/nn/batch_norm.h"
@@ -13,6 +17,26 @@ inline BatchNormOptions* options_of(::torch::nn::Module& module) {
   if (auto* layer = dynamic_cast<BatchNorm2dImpl*>(&module)) return &layer->options;
   if (auto* layer = dynamic_cast<BatchNorm3dImpl*>(&module)) return &layer->options;
   return nullptr;
+}
+
+// A layer of normscope in a module.
+struct NamedLayer {
+  std::string name;  // qualified
+  BatchNormOptions* options;
+  InputObserved* observed;
+};
+
+// In the module's order, each once.
+inline std::vector<NamedLayer> named_layers(::torch::nn::Module& module) {
+  std::vector<NamedLayer> layers;
+  module.apply([&](const std::string& name, ::torch::nn::Module& each) {
+    BatchNormOptions* options = options_of(each);
+    const bool is_known = std::ranges::count(layers, options, &NamedLayer::options) > 0;
+    if (options != nullptr && !is_known) {
+      layers.push_back({name, options, dynamic_cast<InputObserved*>(&each)});
+    }
+  });
+  return layers;
 }
 
 }  // namespace normscope::nn

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include "normscope/torch/nn/layers.h"
+
+namespace normscope::nn {
+
+// Puts back what running a module changes, when it ends; until then batch normalization uses the
+// statistics of the batch.
+class LeftAsItIs {
+ public:
+  explicit LeftAsItIs(::torch::nn::Module& module);
+  LeftAsItIs(const LeftAsItIs&) = delete;
+  LeftAsItIs& operator=(const LeftAsItIs&) = delete;
+  ~LeftAsItIs();
+
+ private:
+  struct Layer {
+    NamedLayer layer;
+    Scope scope;
+  };
+
+  std::vector<Layer> layers_;
+  std::vector<std::pair<::torch::nn::Module*, bool>> modes_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;        // and what they held
+  std::vector<std::pair<at::Generator, at::Tensor>> generators_;  // and their states
+};
+
+}  // namespace normscope::nn

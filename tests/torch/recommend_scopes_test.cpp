@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/nn/recommend_scopes.h"
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <gtest/gtest.h>
+#include <torch/nn/functional/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/pooling.h>
+#include <torch/types.h>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/nn/batch_norm.h"
+#include "normscope/torch/nn/convert.h"
+#include "tests/torch/groups.h"
+
+namespace normscope::testing {
+namespace {
+
+constexpr std::int64_t kBatches = 8;
+
+// The first layer normalizes 64 positions of noise an image, the last one value.
+torch::nn::Sequential network() {
+  torch::manual_seed(0);
+  return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3).padding(1)),
+                               nn::BatchNorm2d(8), torch::nn::Dropout(0.5),
+                               torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(),
+                               torch::nn::Linear(8, 16), nn::BatchNorm1d(16));
+}
+
+std::vector<at::Tensor> noise(std::int64_t samples) {
+  auto generator = at::detail::createCPUGenerator(1);
+  std::vector<at::Tensor> batches;
+  for (std::int64_t i = 0; i < kBatches; ++i) {
+    batches.push_back(torch::randn({samples, 3, 8, 8}, generator));
+  }
+  return batches;
+}
+
+nn::ScopePlan plan_of(torch::nn::Sequential& net, const std::vector<at::Tensor>& batches,
+                      const RankGroup& group, const nn::RecommendOptions& options) {
+  return nn::recommend_scopes(
+      *net, static_cast<std::int64_t>(batches.size()),
+      [&](std::int64_t batch) { net->forward(batches[static_cast<std::size_t>(batch)]); }, group,
+      options);
+}
+
+// Layers' scopes, and what a norm batch of each candidate is worth.
+std::vector<std::string> scopes_of(const nn::ScopePlan& plan) {
+  std::vector<std::string> scopes;
+  for (const nn::LayerPlan& layer : plan.layers) {
+    scopes.push_back(layer.layer + " " + layer.chosen().scope.str());
+  }
+  return scopes;
+}
+
+std::vector<double> values_of(const nn::ScopePlan& plan) {
+  std::vector<double> values;
+  for (const nn::LayerPlan& layer : plan.layers) {
+    for (const ScopeCandidate& candidate : layer.choice.candidates) {
+      values.push_back(candidate.values.value().value);
+    }
+  }
+  return values;
+}
+
+template <class Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+TEST(RecommendScopes, GivesLayersWithFewValuesWideScopes) {
+  torch::nn::Sequential net = network();
+  net->eval();
+
+  const nn::ScopePlan plan =
+      plan_of(net, noise(16), alone(), nn::RecommendOptions().independent_values(12).ranks(8));
+  plan.apply(*net);
+
+  EXPECT_EQ(scopes_of(plan), (std::vector<std::string>{"1 local", "6 world"}));
+  EXPECT_EQ(plan.layers[0].choice.candidates.size(), 4U);
+  EXPECT_EQ(plan.ranks, 8);
+  EXPECT_EQ(plan.batches, kBatches);
+  EXPECT_EQ(plan.exchanges_per_step(), 2);
+  EXPECT_EQ(plan.bytes_per_step(), 2 * (16 * 80 + 32));
+  EXPECT_EQ(net[1]->as<nn::BatchNorm2d>()->options.scope(), Scope::local());
+  EXPECT_EQ(net[6]->as<nn::BatchNorm1d>()->options.scope(), Scope::world());
+}
+
+class RecommendScopesOfRanks : public ::testing::TestWithParam<int> {};
+
+TEST_P(RecommendScopesOfRanks, IsThatOfSlicesOnEveryRank) {
+  const int ranks = GetParam();
+  const std::vector<at::Tensor> batches = noise(12);
+  torch::nn::Sequential net = network();
+  net->eval();
+  const auto options = nn::RecommendOptions().independent_values(12);
+  const nn::ScopePlan expected =
+      plan_of(net, batches, alone(), nn::RecommendOptions(options).ranks(ranks));
+
+  run_ranks(ranks, [&](const RankGroup& group) {
+    auto replica = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+    torch::nn::Sequential own(replica);
+    nn::convert(*own, Scope::local(), group);
+    std::vector<at::Tensor> shares;
+    for (const at::Tensor& batch : batches) shares.push_back(batch.chunk(ranks)[group.rank()]);
+
+    const nn::ScopePlan plan = plan_of(own, shares, group, options);
+
+    EXPECT_EQ(scopes_of(plan), scopes_of(expected));
+    EXPECT_EQ(plan.ranks, ranks);
+    EXPECT_TRUE(plan.layers[0].exchange_seconds.has_value());
+    const std::vector<double> values = values_of(plan), of_slices = values_of(expected);
+    ASSERT_EQ(values.size(), of_slices.size());
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      // Layers' inputs are float32, and depend on how a batch is cut in their last bits.
+      EXPECT_NEAR(values[i], of_slices[i], 1e-4 * of_slices[i]);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RecommendScopesOfRanks, ::testing::Values(2, 3, 4));
+
+class LeavesTheModule : public ::testing::TestWithParam<bool> {};
+
+TEST_P(LeavesTheModule, AsItWas) {
+  const bool throws = GetParam();
+  torch::nn::Sequential net = network();
+  net->push_back(torch::nn::BatchNorm1d(16));
+  net->forward(noise(4)[0]);
+  nn::set_scope(*net, Scope::slices(2));
+  net[1]->eval();
+  std::vector<at::Tensor> tensors = net->parameters(), before;
+  for (const at::Tensor& buffer : net->buffers()) tensors.push_back(buffer);
+  for (const at::Tensor& tensor : tensors) before.push_back(tensor.clone());
+  const at::Tensor generator = at::globalContext().defaultGenerator(at::kCPU).get_state();
+  const std::vector<at::Tensor> batches = noise(8);
+  const auto forward = [&](std::int64_t batch) {
+    net->forward(batches[static_cast<std::size_t>(batch)]);
+    if (throws && batch == 2) throw std::runtime_error("enough");
+  };
+
+  if (throws) {
+    EXPECT_THROW((void)nn::recommend_scopes(*net, kBatches, forward, alone()), std::runtime_error);
+  } else {
+    (void)nn::recommend_scopes(*net, kBatches, forward, alone(), nn::RecommendOptions().ranks(2));
+  }
+
+  for (std::size_t i = 0; i < tensors.size(); ++i) EXPECT_TRUE(torch::equal(tensors[i], before[i]));
+  EXPECT_TRUE(torch::equal(at::globalContext().defaultGenerator(at::kCPU).get_state(), generator));
+  EXPECT_TRUE(net->is_training());
+  EXPECT_FALSE(net[1]->is_training());
+  EXPECT_TRUE(net[7]->is_training());
+  EXPECT_EQ(net[1]->as<nn::BatchNorm2d>()->options.scope(), Scope::slices(2));
+  EXPECT_FALSE(net[1]->as<nn::BatchNorm2d>()->input_observer);
+}
+
+INSTANTIATE_TEST_SUITE_P(Whether, LeavesTheModule, ::testing::Bool(), [](const auto& parameters) {
+  return parameters.param ? "ItThrows" : "ItEnds";
+});
+
+TEST(RecommendScopes, IsRefusedWithWhatDoesNotFit) {
+  torch::nn::Sequential net = network(), none(torch::nn::Linear(2, 2));
+  const auto error = [&](torch::nn::Sequential& model, std::int64_t samples,
+                         const nn::RecommendOptions& options) {
+    return error_of([&] { (void)plan_of(model, noise(samples), alone(), options); });
+  };
+  const nn::RecommendOptions options;
+
+  EXPECT_EQ(error(net, 4, nn::RecommendOptions().independent_values(1.9)),
+            "independent_values: expected at least 2, got 1.9");
+  EXPECT_EQ(error(net, 4, nn::RecommendOptions().independent_values(std::nan(""))),
+            "independent_values: expected at least 2, got nan");
+  EXPECT_EQ(error(net, 4, nn::RecommendOptions().ranks(0)),
+            "ranks: expected at least 1, and no more where the group has 1, got 0");
+  EXPECT_EQ(error(net, 2, nn::RecommendOptions().ranks(3)),
+            "batches: expected at least 3 samples, one for each rank, got 2 in 1");
+  EXPECT_NE(error(none, 4, options).find("expected layers of normscope"), std::string::npos);
+  EXPECT_NE(error(net, 1, options).find("more than 1 value per channel"), std::string::npos);
+  EXPECT_EQ(error_of([&] { (void)nn::recommend_scopes(*net, 0, [](std::int64_t) {}, alone()); }),
+            "batches: expected at least one, got 0");
+}
+
+TEST(RecommendScopes, NamesALayerThatWasGivenWhatIsNotFinite) {
+  torch::nn::Sequential net = network();
+  std::vector<at::Tensor> batches = noise(4);
+  batches[3][0][0][0][0] = std::nan("");
+
+  EXPECT_EQ(
+      error_of([&] { (void)plan_of(net, batches, alone(), nn::RecommendOptions().ranks(2)); }),
+      "batches: expected finite inputs of every layer, got NaN or infinity in 1");
+}
+
+TEST(RecommendScopes, TellsRanksThatDiffer) {
+  run_ranks(3, [](const RankGroup& group) {
+    torch::nn::Sequential net = network();
+    nn::convert(*net, Scope::world(), group);
+    const std::vector<at::Tensor> batches = noise(4);
+    const auto error = [&](std::int64_t count, double wanted) {
+      return error_of([&] {
+        (void)nn::recommend_scopes(
+            *net, count, [](std::int64_t) {}, group,
+            nn::RecommendOptions().independent_values(wanted));
+      });
+    };
+
+    EXPECT_EQ(error(1 + group.rank(), 4),
+              "batches: expected the same number on every rank, since layers synchronize, got "
+              "[1, 2, 3]");
+    EXPECT_EQ(error(1, 4 + group.rank()),
+              "independent_values: expected the same number on every rank, got [4, 5, 6]");
+    // The group is as good as it was.
+    EXPECT_EQ(plan_of(net, batches, group, {}).layers.size(), 2U);
+  });
+}
+
+TEST(RecommendScopes, EndsTheWaitForARankThatThrows) {
+  run_ranks(2, [](const RankGroup& group) {
+    torch::nn::Sequential net = network();
+    nn::convert(*net, Scope::world(), group);
+    const at::Tensor x = noise(4)[0];
+
+    const std::string error = error_of([&] {
+      (void)nn::recommend_scopes(
+          *net, 2,
+          [&](std::int64_t batch) {
+            if (group.rank() == 0 && batch == 1) throw std::runtime_error("no such image");
+            net->forward(x);
+          },
+          group);
+    });
+
+    EXPECT_NE(error.find("no such image"), std::string::npos) << error;
+  });
+}
+
+TEST(RecommendScopes, TakesEmptyBatchesOfARank) {
+  run_ranks(2, [](const RankGroup& group) {
+    torch::nn::Sequential net = network();
+    nn::convert(*net, Scope::world(), group);
+    std::vector<at::Tensor> batches = noise(4);
+    if (group.rank() == 1) batches[0] = batches[0].narrow(0, 0, 0);
+
+    EXPECT_EQ(plan_of(net, batches, group, {}).layers.size(), 2U);
+  });
+}
+
+TEST(ScopePlan, IsRefusedByAModuleWithoutItsLayers) {
+  torch::nn::Sequential net = network(), none(torch::nn::Linear(2, 2));
+  const nn::ScopePlan plan = plan_of(net, noise(8), alone(), nn::RecommendOptions().ranks(2));
+
+  EXPECT_EQ(error_of([&] { plan.apply(*none); }),
+            "module: expected layers of normscope called 1, 6, got none");
+}
+
+}  // namespace
+}  // namespace normscope::testing
