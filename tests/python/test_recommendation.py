@@ -187,6 +187,8 @@ def test_inputs_that_are_not_finite_are_named(bad: float) -> None:
 class _CountsAnew(nn.Module):
     """A module that puts another tensor in the place of its buffer."""
 
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -219,10 +219,8 @@ def _plans_of_wrapped_models() -> list[list[Any]]:
     compiled = torch.compile(small_network().eval(), backend="eager")
     compiled(batches[0])
     parallel = nn.parallel.DistributedDataParallel(small_network().eval())
-    plans = [
-        normscope.recommend_scopes(model, batches)
-        for model in (compiled, parallel, parallel.module)
-    ]
+    models: list[nn.Module] = [cast("nn.Module", compiled), parallel, parallel.module]
+    plans = [normscope.recommend_scopes(model, batches) for model in models]
     return [
         [(layer.scope, [each.values for each in layer.candidates]) for layer in plan.layers]
         for plan in plans
