@@ -2,6 +2,7 @@
 #include "normscope/torch/nn/left_as_it_is.h"
 
 #include <mutex>
+#include <ranges>
 #include <set>
 
 #include <ATen/Context.h>
@@ -58,7 +59,7 @@ LeftAsItIs::~LeftAsItIs() {
     layer.observed->input_observer = nullptr;
   }
   // A layer that is there twice was in training the second time.
-  for (auto mode = modes_.rbegin(); mode != modes_.rend(); ++mode) mode->first->train(mode->second);
+  for (const auto& [module, mode] : std::views::reverse(modes_)) module->train(mode);
   for (const auto& [buffer, value] : buffers_) buffer.copy_(value);
   for (auto& [generator, state] : generators_) {
     const std::lock_guard lock(generator.mutex());

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <c10/core/GradMode.h>
@@ -82,7 +83,7 @@ auto with_peers_told(const RankGroup& group, const Work& work) {
 struct Watched {
   NamedLayer layer;
   // Moments of what it was given in a forward of the module, call by call.
-  std::vector<PartMoments> calls = {};
+  std::vector<PartMoments> calls;
   std::size_t calls_of_batch = 0;  // that the present batch has made
   double seconds = 0.0;            // in exchanges
   std::int64_t exchanges = 0;
@@ -158,7 +159,8 @@ void check_arguments(std::int64_t batches, const RankGroup& group,
 
 std::vector<Watched> layers_to_watch(::torch::nn::Module& module) {
   std::vector<Watched> watched;
-  for (NamedLayer& layer : named_layers(module)) watched.push_back({.layer = std::move(layer)});
+  for (NamedLayer& layer : named_layers(module))
+    watched.push_back({.layer = std::move(layer), .calls = {}});
   if (watched.empty()) {
     throw ArgumentError(
         "module: expected layers of normscope (normscope::nn::convert makes them), got " +
