@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import normscope
+from scope_layers import layer_table
 from scope_results import Result, append, line, read, table
 from scope_rules import Scopes, apply, never_changes, plan_of, schedule_of, steps_of_a_plan
 from scope_tasks import RANKS, STEPS, make_task
@@ -96,9 +97,16 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="append every training to FILE; what is there is not repeated"
     )
+    parser.add_argument(
+        "--layers", action="store_true", help="print what rules go by instead of training"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     known = read(given.results) if given.results else []
+    if given.layers:
+        for task in given.tasks:
+            print(layer_table(task, range(*given.seeds), known))
+        return
     results = []
     with Ranks() if given.on_ranks else nullcontext() as ranks:
         for task, seed, scopes in product(given.tasks, range(*given.seeds), given.scopes):

@@ -12,6 +12,7 @@ from torch import nn
 import normscope
 import recommended_scopes
 import scope_rules
+from scope_layers import layer_table
 from scope_results import Result, append, read, table
 from scope_tasks import RANKS, Task, make_task
 from scopes_on_ranks import train_as_rank
@@ -201,6 +202,22 @@ def test_what_is_known_is_not_trained_again(
 
     assert len(read(path)) == 2
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_table_has_what_rules_go_by_beside_what_was_lost() -> None:
+    qualities = (("world", 0.8), ("all-but:10", 0.4), ("only:10", 0.1))
+    known = [Result("digits", scopes, 0, quality, 1.0, 1.0, {}) for scopes, quality in qualities]
+
+    _, *rows = layer_table("digits", [0], known, steps=[0, 1]).splitlines()
+
+    task = make_task("digits", 0)
+    change = scope_rules.loss_changes(task)["10"]
+    assert [row.split()[0] for row in rows] == list(scope_rules.plan_of(task).scopes)
+    worth, of_first_weights, of_world = (rows[-1].split()[i] for i in (1, 2, -1))
+    assert float(worth) == pytest.approx(2 / scope_rules.rank(task, "noise", 0)["10"], abs=0.05)
+    assert float(of_first_weights) == pytest.approx(change, abs=5e-5)
+    assert of_world == "0.500"
+    assert rows[0].split()[-1] == "?"
 
 
 @pytest.mark.parametrize("scopes", ["world", "local", "progressive", "4", "4*"])
