@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from scipy import stats
+
 
 @dataclass(frozen=True)
 class Result:
@@ -42,11 +44,11 @@ def line(result: Result) -> str:
 
 
 def table(results: Iterable[Result]) -> str:
-    """Quality, and its ratio to that of world from the same seed: in the mean, and the least."""
+    """Quality, and its ratio to that of world from the same seed: mean and 90 % interval."""
     results = list(results)
     lines = [
-        f"{'':13}{'ranks':>6} {'scopes':24}{'seeds':>6}{'quality':>16}{'of world':>9}{'least':>7}"
-        f"{'exchanges':>10}{'bytes':>6}"
+        f"{'':13}{'ranks':>6} {'scopes':24}{'seeds':>6}{'quality':>16}{'of world':>9}"
+        f"{'90 % interval':>17}{'exchanges':>10}{'bytes':>6}"
     ]
     for key in dict.fromkeys((one.task, one.processes, one.scopes) for one in results):
         task, processes, scopes = key
@@ -63,8 +65,18 @@ def table(results: Iterable[Result]) -> str:
             f"{task:13}{processes:6} {scopes:24}{len(chosen):6}"
             f"{statistics.fmean(quality):8.3f} ± {spread:.3f}"
             f"{statistics.fmean(ratios) if ratios else float('nan'):9.3f}"
-            f"{min(ratios, default=float('nan')):7.3f}"
+            f"{_interval(ratios):>17}"
             f"{statistics.fmean(one.exchanges for one in chosen):10.0%}"
             f"{statistics.fmean(one.bytes for one in chosen):6.0%}"
         )
     return "\n".join(lines)
+
+
+def _interval(values: list[float]) -> str:
+    """Of the mean, by Student's distribution; empty for fewer than two values."""
+    if len(values) < 2:
+        return ""
+    error = statistics.stdev(values) / len(values) ** 0.5
+    reach = float(stats.t.ppf(0.95, len(values) - 1)) * error
+    mean = statistics.fmean(values)
+    return f"{mean - reach:.3f} to {mean + reach:.3f}"
