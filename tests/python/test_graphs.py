@@ -60,7 +60,7 @@ def compiled_like_eager(net: nn.Module, x: torch.Tensor, **options: Any) -> bool
 
 
 # A compiler of this kind runs the graph's operations one by one, each rounded as in eager mode.
-BIT_TRUE = {"backend": "aot_eager"}
+BIT_TRUE: dict[str, Any] = {"backend": "aot_eager"}
 
 
 @pytest.mark.parametrize("scope", ["local", "slices:3"])
@@ -256,6 +256,25 @@ def test_ranks_whose_graphs_differ_meet_in_the_same_exchanges(
     for calls, equal in ranks.run(2, steps_on_unequal_ranks, options, hang_seconds=400):
         assert calls == 2 * 3
         assert equal
+
+
+def trained_in_parallel(*, compiled: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = Residual("world")
+    call: Callable[..., torch.Tensor] = nn.parallel.DistributedDataParallel(net)
+    if compiled:
+        call = torch.compile(call, **BIT_TRUE)
+    torch.manual_seed(1 + distributed.get_rank())
+    return step(net, call, torch.randn(2, 3, 6, 6))
+
+
+def parallel_and_compiled() -> bool:
+    compiled, eager = trained_in_parallel(compiled=True), trained_in_parallel(compiled=False)
+    return all(map(torch.equal, compiled, eager))
+
+
+def test_data_parallel_graphs_have_the_bits_of_eager_mode(ranks: RankPool) -> None:
+    assert ranks.run(2, parallel_and_compiled, hang_seconds=400) == [True, True]
 
 
 @pytest.mark.parametrize("slices", [1, 4])
