@@ -118,11 +118,13 @@ class ScopePlan:
     @property
     def warnings(self) -> list[str]:
         """What there is to say against the plan; :func:`recommend_scopes` warns of it."""
-        reached = self.independent_values
+        wanted = self.independent_values
+        if math.isinf(wanted):
+            return []  # whatever was measured: world is what was asked for
         narrow = [
             plan.layer or "model"
             for plan in self.layers
-            if plan.chosen.values is not None and plan.chosen.values.value < reached
+            if plan.chosen.values is not None and plan.chosen.values.value < wanted
         ]
         vague = [
             plan.layer or "model"
@@ -130,10 +132,9 @@ class ScopePlan:
             if plan.chosen.values is not None and plan.chosen.values.relative_error > _LARGE_ERROR
         ]
         texts = []
-        # Nobody who asks for infinitely many expects them.
-        if narrow and not math.isinf(reached):
+        if narrow:
             texts.append(
-                f"not even world is worth {reached:g} independent values in "
+                f"not even world is worth {wanted:g} independent values in "
                 f"{', '.join(narrow)}: more samples in a step would help"
             )
         if vague:
