@@ -17,6 +17,8 @@ from torch._higher_order_ops.effects import with_effects
 
 import normscope
 
+pytestmark = pytest.mark.on_device
+
 
 @pytest.fixture(autouse=True)
 def _graphs_of_their_own() -> Iterator[None]:
