@@ -279,35 +279,6 @@ def test_data_parallel_graphs_have_the_bits_of_eager_mode(ranks: RankPool) -> No
     assert ranks.run(2, parallel_and_compiled, hang_seconds=400) == [True, True]
 
 
-@pytest.mark.parametrize("slices", [1, 4])
-def test_opcheck_passes_for_the_ops_of_graphs(slices: int) -> None:
-    torch.manual_seed(0)
-    scope = "local" if slices == 1 else f"slices:{slices}"
-    x = torch.randn(6, 3, 4, 5).to(memory_format=torch.channels_last)
-    buffers = (torch.zeros(3), torch.ones(3), torch.tensor(0))
-    arguments = (
-        x,
-        torch.ones(3),
-        torch.zeros(3),
-        *buffers,
-        0.1,
-        1e-5,
-        [4],
-        "pooled",
-        scope,
-        "",
-        "",
-    )
-    ops = torch.ops.normscope
-    torch.library.opcheck(ops.batch_norm_statistics.default, arguments)
-
-    statistics, *_ = ops.batch_norm_statistics(*arguments)
-    torch.library.opcheck(
-        ops.batch_norm_gradient_sums.default,
-        (torch.randn_like(x), x, torch.ones(3), statistics, True, True, True, scope, "", ""),
-    )
-
-
 def test_the_op_of_statistics_changes_nothing_it_is_given() -> None:
     buffers = (torch.zeros(3), torch.ones(3), torch.tensor(7))
     x = torch.randn(6, 3, 4, 5)

@@ -43,6 +43,20 @@ def test_opcheck_passes_for_the_forward(slices: int) -> None:
     )
 
 
+@pytest.mark.parametrize("slices", [1, 4])
+def test_opcheck_passes_for_the_ops_of_graphs(slices: int) -> None:
+    arguments = forward_arguments(slices=slices)
+    x, weight, scope = arguments[0], arguments[1], arguments[10]
+    ops = torch.ops.normscope
+    torch.library.opcheck(ops.batch_norm_statistics.default, arguments)
+
+    statistics, *_ = ops.batch_norm_statistics(*arguments)
+    torch.library.opcheck(
+        ops.batch_norm_gradient_sums.default,
+        (torch.randn_like(x), x, weight, statistics, True, True, True, scope, "", "layer"),
+    )
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_opcheck_passes_for_the_backward(affine: bool) -> None:  # noqa: FBT001
     x = torch.randn(X)
