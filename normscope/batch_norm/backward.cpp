@@ -21,6 +21,18 @@ void check(const BackwardArguments& arguments, const CallContext& context) {
     check_own_memory("dx", arguments.dx.read_only(), "x", arguments.x);
     check_own_memory("dx", arguments.dx.read_only(), "dy", arguments.dy);
   }
+  check_activation(arguments.activation, "y", arguments.y, arguments.x);
+  const bool has_residual = arguments.y.data != nullptr;
+  if (arguments.dz.data != nullptr) {
+    check_like_input("dz", arguments.dz.read_only(), arguments.x);
+    check_own_memory("dz", arguments.dz.read_only(), "x", arguments.x);
+    check_own_memory("dz", arguments.dz.read_only(), "dy", arguments.dy);
+    check_own_memory("dz", arguments.dz.read_only(), "y", arguments.y);
+  } else if (!arguments.x.empty() &&
+             needs_dz(arguments.activation, has_residual, context.device != nullptr)) {
+    throw ArgumentError("dz: expected data, since needs_dz(), got none");
+  }
+  check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
   check_channel_dtype("dweight", arguments.dweight.dtype, arguments.x);
   check_channel_dtype("dbias", arguments.dbias.dtype, arguments.x);
@@ -46,25 +58,87 @@ class OwnedGradientSums {
   AlignedVector<double> numbers_;
 };
 
+// Some channels of one norm batch, or of this rank's samples of it, and the sweeps of backward over
+// them. With an activation there are two ways: dz is written first, and takes dy's place in what
+// follows; or the sweeps make it of dy themselves, each for itself, and it is kept nowhere.
+class BackwardSweeps {
+ public:
+  // cut: the part of a tensor of the whole batch that is meant; begin: its first channel.
+  template <class Cut>
+  BackwardSweeps(const BackwardArguments& arguments, const Kernels& kernels,
+                 const Execution& execution, Statistics statistics, std::int64_t begin,
+                 const Cut& cut)
+      : kernels_(kernels),
+        execution_(execution),
+        activation_(arguments.activation),
+        x_(cut(arguments.x)),
+        dy_(cut(arguments.dy)),
+        dx_(cut(arguments.dx)),
+        statistics_(statistics),
+        weight_(arguments.weight.channel_range(begin)),
+        bias_(arguments.bias.channel_range(begin)) {
+    if (activation_.kind == Activation::kNone || arguments.dz.data == nullptr) return;
+    const MutableTensorView dz = cut(arguments.dz);
+    if (arguments.y.data != nullptr) {
+      kernels.gradient_of_output(execution, cut(arguments.y), dy_, activation_, dz);
+    } else {
+      kernels.activation_gradient(execution, x_, dy_, statistics, weight_, bias_, activation_, dz);
+    }
+    dy_ = dz.read_only();
+    activation_ = {};
+  }
+
+  [[nodiscard]] const TensorView& x() const { return x_; }
+  [[nodiscard]] const ChannelView& weight() const { return weight_; }
+
+  void add_gradient_sums(LimbsView limbs) const {
+    if (activation_.kind == Activation::kNone) {
+      kernels_.add_gradient_sums(execution_, x_, dy_, statistics_, limbs);
+    } else {
+      kernels_.add_activated_gradient_sums(execution_, x_, dy_, statistics_, weight_, bias_,
+                                           activation_, limbs);
+    }
+  }
+
+  // Where dx is wanted.
+  void input_gradient(GradientSums sums, double count) const {
+    if (dx_.data == nullptr) return;
+    if (activation_.kind == Activation::kNone) {
+      kernels_.input_gradient(execution_, x_, dy_, statistics_, weight_, sums, count, dx_);
+    } else {
+      kernels_.activated_input_gradient(execution_, x_, dy_, statistics_, weight_, bias_,
+                                        activation_, sums, count, dx_);
+    }
+  }
+
+ private:
+  const Kernels& kernels_;
+  const Execution& execution_;
+  ActivationFunction activation_;  // of what dy_ is the gradient
+  TensorView x_;
+  TensorView dy_;
+  MutableTensorView dx_;
+  Statistics statistics_;
+  ChannelView weight_;
+  ChannelView bias_;
+};
+
 // Single-rank path: sums, finalizes and applies some channels of a slice while they are in cache.
 void input_gradient_of_part(const BackwardArguments& arguments, const Kernels& kernels,
                             const SlicePart& part, const Execution& execution,
                             const GradientResults& of_slice) {
-  const TensorView x = part.of(arguments.x);
-  const TensorView dy = part.of(arguments.dy);
   const Statistics statistics =
       statistics_of_slice(arguments.statistics, part.slice, arguments.x.channels)
           .channel_range(part.begin);
+  const BackwardSweeps sweeps(arguments, kernels, execution, statistics, part.begin,
+                              [&](const auto& tensor) { return part.of(tensor); });
   const GradientResults results = of_slice.channel_range(part.begin);
-  kernels.add_gradient_sums(execution, x, dy, statistics, part.limbs);
+  sweeps.add_gradient_sums(part.limbs);
   kernels.finalize_gradient_sums(execution, part.limbs, statistics, results);
-  const ChannelView weight = arguments.weight.channel_range(part.begin);
-  const auto count = static_cast<double>(x.elements_per_channel());
-  coefficients_of(arguments).write_input_gradient(part.slice, part.begin, x.channels, statistics,
-                                                  weight, results.sums, count);
-  if (arguments.dx.data == nullptr) return;
-  kernels.input_gradient(execution, x, dy, statistics, weight, results.sums, count,
-                         part.of(arguments.dx));
+  const auto count = static_cast<double>(sweeps.x().elements_per_channel());
+  coefficients_of(arguments).write_input_gradient(part.slice, part.begin, sweeps.x().channels,
+                                                  statistics, sweeps.weight(), results.sums, count);
+  sweeps.input_gradient(results.sums, count);
 }
 
 void input_gradient_of_slices(const BackwardArguments& arguments, const ResolvedContext& context) {
@@ -75,7 +149,8 @@ void input_gradient_of_slices(const BackwardArguments& arguments, const Resolved
                                 .all = all ? all->view() : GradientSums{},
                                 .dweight = arguments.dweight,
                                 .dbias = arguments.dbias};
-  for_slice_parts(context, arguments.x, arguments.slices, 2,
+  const int tensors = arguments.dz.data == nullptr ? 2 : 3;
+  for_slice_parts(context, arguments.x, arguments.slices, tensors,
                   [&](const SlicePart& part, const Execution& execution) {
                     input_gradient_of_part(arguments, context.kernels, part, execution, results);
                   });
@@ -91,7 +166,9 @@ void input_gradient_synchronized(const BackwardArguments& arguments, const CallL
   const Statistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
   Message message(x.channels);
   OwnedGradientSums sums(x.channels);
-  kernels.add_gradient_sums(execution, x, arguments.dy, statistics, message.limbs());
+  const BackwardSweeps sweeps(arguments, kernels, execution, statistics, 0,
+                              [](const auto& tensor) { return tensor; });
+  sweeps.add_gradient_sums(message.limbs());
   kernels.finalize_gradient_sums(
       execution, message.limbs(), statistics,
       {.sums = sums.view(), .dweight = arguments.dweight, .dbias = arguments.dbias});
@@ -100,9 +177,25 @@ void input_gradient_synchronized(const BackwardArguments& arguments, const CallL
   kernels.finalize_gradient_sums(execution, message.limbs(), statistics, {.sums = sums.view()});
   coefficients_of(arguments).write_input_gradient(0, 0, x.channels, statistics, arguments.weight,
                                                   sums.view(), count);
-  if (arguments.dx.data == nullptr) return;
-  kernels.input_gradient(execution, x, arguments.dy, statistics, arguments.weight, sums.view(),
-                         count, arguments.dx);
+  sweeps.input_gradient(sums.view(), count);
+}
+
+// dy, or dz, which is written then.
+TensorView gradient_before_activation(const BackwardArguments& arguments, const DeviceStep& step) {
+  const DeviceKernels& kernels = *step.device.kernels;
+  const Stream stream = step.device.stream;
+  const TensorView& x = arguments.x;
+  if (arguments.activation.kind == Activation::kNone) return arguments.dy;
+  if (arguments.y.data != nullptr) {
+    kernels.gradient_of_output(stream, arguments.y, arguments.dy, step.batches,
+                               arguments.activation, arguments.dz);
+  } else {
+    kernels.use_statistics(stream, x.dtype, x.channels, arguments.slices, arguments.statistics,
+                           arguments.weight, arguments.bias, step.coefficients);
+    kernels.activation_gradient(stream, x, arguments.dy, step.batches, step.coefficients,
+                                arguments.activation, arguments.dz);
+  }
+  return arguments.dz.read_only();
 }
 
 // The same two on a device: the kernel of the sums uses them, or makes a message of them.
@@ -110,8 +203,8 @@ void input_gradient_on_device(const BackwardArguments& arguments, const CallLabe
                               const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;
   const TensorView& x = arguments.x;
-  const TensorView& dy = arguments.dy;
   DeviceStep step(device, x, arguments.slices, arguments.coefficients);
+  const TensorView dy = gradient_before_activation(arguments, step);
   const UseOfGradientSums own{.batches = step.batches,
                               .statistics = arguments.statistics,
                               .dweight = arguments.dweight,

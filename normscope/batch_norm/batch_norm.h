@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/core/activation.h"
 #include "normscope/core/execution.h"
 #include "normscope/core/export.h"
 #include "normscope/core/tensor_view.h"
@@ -63,14 +64,19 @@ struct ForwardArguments {
   std::int64_t slices = 1;  // as slice_count() gives it; more than one excludes an exchange
   SliceStats slice_stats = SliceStats::kPooled;
   BackwardNeeded backward = BackwardNeeded::kYes;
+  ActivationFunction activation = {};  // of y; kNone: y is what is normalized
+  // [N, C, *], x's dtype and layout: added before the activation, which then has to be one that
+  // output_tells_gradient(); none: nothing is added.
+  TensorView residual = {};
   double* statistics = nullptr;  // out [slices, 3, C]: mean_hi, mean_lo, inv_std
   double* counts = nullptr;      // out [slices]: elements a channel; none: not wanted
   // Out [slices, 4, C]: those of y, for callers that apply them; none: not wanted.
   Coefficients coefficients = {};
 };
 
-// Training forward: y = weight * (x - mean) * inv_std + bias over the norm batch, the running
-// statistics' update, and what backward needs. One all-reduce where the exchange has several ranks.
+// Training forward: y = activation(weight * (x - mean) * inv_std + bias + residual) over the norm
+// batch, the running statistics' update, and what backward needs. One all-reduce where the exchange
+// has several ranks.
 //
 // Throws ArgumentError before anything is updated or sent (the exchange is then marked as failed),
 // and what Exchange::all_reduce throws. A norm batch of one element a channel is an ArgumentError,
@@ -89,6 +95,8 @@ struct WithStatisticsArguments {
   ChannelView bias = {};               // [C]; none: zeros
   const double* statistics = nullptr;  // [slices, 3, C], from forward
   std::int64_t slices = 1;
+  ActivationFunction activation = {};  // as forward's
+  TensorView residual = {};            // as forward's
 };
 
 // Forward's y once more, to the bit, from the statistics that it answered. Nothing is sent.
@@ -104,11 +112,24 @@ struct BackwardArguments {
   ChannelView weight = {};             // [C]; none: ones
   const double* statistics = nullptr;  // [slices, 3, C], from forward
   std::int64_t slices = 1;
+  ActivationFunction activation = {};  // forward's
+  ChannelView bias = {};               // forward's, if there is an activation
+  TensorView y = {};                   // [N, C, *] forward's, if there was a residual
+  // Out [N, C, *], like dx: the gradient before the activation, which is the residual's. There has
+  // to be one if needs_dz(); if not, it may be absent, which saves a sweep.
+  MutableTensorView dz = {};
   MutableChannelView dweight = {};  // out [C] this rank's sum(dy * xhat); none: not wanted
   MutableChannelView dbias = {};    // out [C] this rank's sum(dy); none: not wanted
   // Out [slices, 5, C]: those of dx, for callers that apply them; none: not wanted.
   Coefficients coefficients = {};
 };
+
+// Whether backward needs BackwardArguments::dz.
+[[nodiscard]] constexpr bool needs_dz(const ActivationFunction& activation, bool has_residual,
+                                      bool is_on_device) noexcept {
+  if (activation.kind == Activation::kNone) return false;
+  return has_residual || is_on_device || !activation.is_piecewise_linear();
+}
 
 // Training backward: dx over the norm batch, dweight and dbias over this rank's samples. One
 // all-reduce where the exchange has several ranks, also where this rank wants no dx, since its

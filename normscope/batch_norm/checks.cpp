@@ -66,6 +66,16 @@ void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x
   }
 }
 
+void check_activation(const ActivationFunction& activation, std::string_view name,
+                      const TensorView& tensor, const TensorView& x) {
+  if (tensor.data == nullptr) return;
+  if (!activation.output_tells_gradient()) {
+    throw ArgumentError(expected(name, "none, or relu, relu6 or a leaky relu that does not fall",
+                                 "another activation"));
+  }
+  check_like_input(name, tensor, x);
+}
+
 void check_device(const CallContext& context) {
   if (context.device == nullptr) return;
   const DeviceContext& device = *context.device;

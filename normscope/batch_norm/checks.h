@@ -15,6 +15,9 @@ void check_like_input(std::string_view name, const TensorView& tensor, const Ten
 void check_own_memory(std::string_view name, const TensorView& output, std::string_view input_name,
                       const TensorView& input);
 void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x);
+// What is added before an activation, or forward's output then: `data` nullptr for none.
+void check_activation(const ActivationFunction& activation, std::string_view name,
+                      const TensorView& tensor, const TensorView& x);
 void check_device(const CallContext& context);
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context);
 

@@ -9,6 +9,7 @@
 #include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/message.h"
+#include "normscope/batch_norm/normalize.h"
 #include "normscope/batch_norm/parts.h"
 #include "normscope/core/error.h"
 
@@ -25,6 +26,7 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
   check_channel_dtype("running_mean", arguments.running.mean.dtype, arguments.x);
   check_channel_dtype("running_var", arguments.running.var.dtype, arguments.x);
+  check_activation(arguments.activation, "residual", arguments.residual, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
   if (arguments.running_average == RunningAverage::kCumulative &&
       arguments.running.updates == nullptr) {
@@ -90,7 +92,8 @@ void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
   coefficients_of(arguments).write_normalize(part.slice, part.begin, x.channels, statistics, weight,
                                              bias);
   if (arguments.y.data == nullptr) return;
-  kernels.normalize(execution, x, statistics, weight, bias, part.of(arguments.y));
+  normalize(kernels, execution, x, statistics, weight, bias, arguments.activation,
+            part.of(arguments.residual), part.of(arguments.y));
 }
 
 // The running statistics' update with the moments of all slices together.
@@ -113,7 +116,8 @@ void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& 
     const bool updates = !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
     return updates ? running.after(slice) : RunningUpdate{};
   };
-  for_slice_parts(context, x, arguments.slices, 1,
+  const int inputs = arguments.residual.data == nullptr ? 1 : 2;
+  for_slice_parts(context, x, arguments.slices, inputs,
                   [&](const SlicePart& part, const Execution& execution) {
                     normalize_part(arguments, context.kernels, part, execution,
                                    running_of(part.slice), pools ? all->limbs() : LimbsView{});
@@ -140,13 +144,13 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
   coefficients_of(arguments).write_normalize(0, 0, x.channels, statistics.read_only(),
                                              arguments.weight, arguments.bias);
   if (arguments.y.data == nullptr) return;
-  kernels.normalize(execution, x, statistics.read_only(), arguments.weight, arguments.bias,
-                    arguments.y);
+  normalize(kernels, execution, x, statistics.read_only(), arguments.weight, arguments.bias,
+            arguments.activation, arguments.residual, arguments.y);
 }
 
 // The same two on a device: the kernel of the sums uses them, or makes a message of them.
-void normalize_on_device(const ForwardArguments& arguments, const CallLabel& label,
-                         const DeviceContext& device, Exchange* exchange) {
+void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
+                   const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;
   const TensorView& x = arguments.x;
   DeviceStep step(device, x, arguments.slices, arguments.coefficients);
@@ -169,7 +173,7 @@ void normalize_on_device(const ForwardArguments& arguments, const CallLabel& lab
     kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
   }
   if (arguments.y.data == nullptr) return;
-  kernels.normalize(device.stream, x, step.batches, step.coefficients, arguments.y);
+  normalize_on_device(step, x, arguments.activation, arguments.residual, arguments.y);
 }
 
 }  // namespace
@@ -190,7 +194,7 @@ void batch_norm_forward(const ForwardArguments& arguments, const CallContext& co
     check_count(static_cast<double>((last - first) * arguments.x.positions));
   }
   if (context.device != nullptr) {
-    normalize_on_device(arguments, label, *context.device, exchange);
+    run_on_device(arguments, label, *context.device, exchange);
   } else if (exchange != nullptr) {
     normalize_synchronized(arguments, label, resolve(context));
   } else {

@@ -3,6 +3,7 @@
 #include "normscope/batch_norm/checks.h"
 #include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
+#include "normscope/batch_norm/normalize.h"
 #include "normscope/batch_norm/parts.h"
 
 namespace normscope {
@@ -15,6 +16,7 @@ void check(const WithStatisticsArguments& arguments, const CallContext& context)
   check_own_memory("y", arguments.y.read_only(), "x", arguments.x);
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
   check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
+  check_activation(arguments.activation, "residual", arguments.residual, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
 }
 
@@ -24,7 +26,7 @@ void apply_on_device(const WithStatisticsArguments& arguments, const DeviceConte
   device.kernels->use_statistics(device.stream, x.dtype, x.channels, arguments.slices,
                                  arguments.statistics, arguments.weight, arguments.bias,
                                  step.coefficients);
-  device.kernels->normalize(device.stream, x, step.batches, step.coefficients, arguments.y);
+  normalize_on_device(step, x, arguments.activation, arguments.residual, arguments.y);
 }
 
 }  // namespace
@@ -40,10 +42,10 @@ void batch_norm_with_statistics(const WithStatisticsArguments& arguments,
   const TensorView& x = arguments.x;
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
     const auto [first, last] = samples_of_slice(x.samples, arguments.slices, slice);
-    resolved.kernels.normalize(resolved.execution, x.sample_range(first, last),
-                               statistics_of_slice(arguments.statistics, slice, x.channels),
-                               arguments.weight, arguments.bias,
-                               arguments.y.sample_range(first, last));
+    normalize(resolved.kernels, resolved.execution, x.sample_range(first, last),
+              statistics_of_slice(arguments.statistics, slice, x.channels), arguments.weight,
+              arguments.bias, arguments.activation, arguments.residual.sample_range(first, last),
+              arguments.y.sample_range(first, last));
   }
 }
 

@@ -109,4 +109,15 @@ struct InputGradient {
   }
 };
 
+// The same, and y's formula, whose activation dy is the gradient of.
+template <class Value>
+struct ActivatedInputGradient {
+  InputGradient<Value> input_gradient;
+  Value bias;
+
+  [[nodiscard]] NORMSCOPE_INLINE Normalize<Value> normalize() const noexcept {
+    return {input_gradient.mean_hi, input_gradient.mean_lo, input_gradient.scale, bias};
+  }
+};
+
 }  // namespace normscope

@@ -6,6 +6,7 @@
 #include <limits>
 #include <string_view>
 
+#include "normscope/core/activation.h"
 #include "normscope/core/export.h"
 #include "normscope/core/header.h"
 #include "normscope/core/inline.h"
@@ -193,6 +194,17 @@ struct DeviceKernels {
   void (*input_gradient)(Stream stream, const TensorView& x, const TensorView& dy,
                          const NormBatches& batches, Coefficients coefficients,
                          const MutableTensorView& dx);
+
+  // As the functions of Kernels that have these names do, with the coefficients of normalize.
+  void (*normalize_activated)(Stream stream, const TensorView& x, const NormBatches& batches,
+                              Coefficients coefficients, const ActivationFunction& activation,
+                              const TensorView& residual, const MutableTensorView& y);
+  void (*activation_gradient)(Stream stream, const TensorView& x, const TensorView& dy,
+                              const NormBatches& batches, Coefficients coefficients,
+                              const ActivationFunction& activation, const MutableTensorView& dz);
+  void (*gradient_of_output)(Stream stream, const TensorView& y, const TensorView& dy,
+                             const NormBatches& batches, const ActivationFunction& activation,
+                             const MutableTensorView& dz);
 };
 
 // The kernels for a device's memory; nullptr if they were not built.

@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "normscope/core/activation.h"
 #include "normscope/core/execution.h"
 #include "normscope/core/export.h"
 #include "normscope/core/limbs.h"
@@ -49,6 +50,36 @@ struct Kernels {
   void (*input_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,
                          Statistics statistics, ChannelView weight, GradientSums sums, double count,
                          const MutableTensorView& dx);
+
+  // With an activation after it, z = weight * xhat + bias. Each operation is rounded to x's dtype,
+  // as if it were made alone. A residual (data nullptr: none) has x's shape, dtype and layout, and
+  // needs an activation that ActivationFunction::output_tells_gradient().
+
+  // y = activation(z + residual).
+  void (*normalize_activated)(const Execution& execution, const TensorView& x,
+                              Statistics statistics, ChannelView weight, ChannelView bias,
+                              const ActivationFunction& activation, const TensorView& residual,
+                              const MutableTensorView& y);
+
+  // dz = dy * activation'(z).
+  void (*activation_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,
+                              Statistics statistics, ChannelView weight, ChannelView bias,
+                              const ActivationFunction& activation, const MutableTensorView& dz);
+
+  // The same from y, if the activation's output tells its gradient.
+  void (*gradient_of_output)(const Execution& execution, const TensorView& y, const TensorView& dy,
+                             const ActivationFunction& activation, const MutableTensorView& dz);
+
+  // add_gradient_sums and input_gradient with dz = dy * activation'(z) for dy, which is kept
+  // nowhere; for activations that are piecewise linear.
+  void (*add_activated_gradient_sums)(const Execution& execution, const TensorView& x,
+                                      const TensorView& dy, Statistics statistics,
+                                      ChannelView weight, ChannelView bias,
+                                      const ActivationFunction& activation, LimbsView limbs);
+  void (*activated_input_gradient)(const Execution& execution, const TensorView& x,
+                                   const TensorView& dy, Statistics statistics, ChannelView weight,
+                                   ChannelView bias, const ActivationFunction& activation,
+                                   GradientSums sums, double count, const MutableTensorView& dx);
 };
 
 // Every backend that was built: the reference first, then from the plainest to the fastest.

@@ -121,6 +121,43 @@ Scope parsed_scope(std::string_view text) {
   return scope;
 }
 
+ActivationFunction parsed_activation(std::string_view name, double negative_slope) {
+  constexpr struct {
+    std::string_view name;
+    Activation kind;
+  } kNames[] = {{"none", Activation::kNone},   {"relu", Activation::kRelu},
+                {"relu6", Activation::kRelu6}, {"leaky_relu", Activation::kLeakyRelu},
+                {"silu", Activation::kSilu},   {"hard_swish", Activation::kHardSwish}};
+  for (const auto& known : kNames) {
+    if (known.name == name) return {known.kind, negative_slope};
+  }
+  TORCH_CHECK_VALUE(false, "activation: expected none, relu, relu6, leaky_relu, silu or ",
+                    "hard_swish, got \"", name, "\"");
+}
+
+ActivationFunction checked(const ActivationCall& op, const at::Tensor& x) {
+  const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
+  if (op.residual) {
+    TORCH_CHECK_VALUE(activation.output_tells_gradient(), "residual: expected none before ",
+                      op.activation, ", or before a leaky_relu that falls");
+    check_like_x(x, "residual", *op.residual);
+  }
+  return activation;
+}
+
+ActivationFunction checked(const ActivatedBackwardOpArguments& op) {
+  const BackwardOpArguments& layer = op.layer;
+  check_arguments(layer);
+  check_parameter_of_channels(layer.x, "bias", op.bias);
+  const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
+  if (op.y) {
+    TORCH_CHECK_VALUE(activation.output_tells_gradient(), "y: expected none after ", op.activation,
+                      ", or after a leaky_relu that falls");
+    check_like_x(layer.x, "y", *op.y);
+  }
+  return activation;
+}
+
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims) {
   TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected at least 2 dimensions, got ", x.dim());
   TORCH_CHECK_VALUE(dims.empty() || std::ranges::count(dims, x.dim()) > 0, "x: expected ",
@@ -151,6 +188,7 @@ void check_arguments(const WithStatisticsOpArguments& op) {
   check_parameter_of_channels(op.x, "weight", op.weight);
   check_parameter_of_channels(op.x, "bias", op.bias);
   check_statistics(op.x, op.statistics);
+  static_cast<void>(checked(op.activation, op.x));
 }
 
 void check_arguments(const BackwardOpArguments& op) { check_saved_by_forward(op); }

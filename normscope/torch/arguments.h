@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "normscope/core/activation.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/kernels.h"
 #include "normscope/torch/operators.h"
@@ -25,6 +26,13 @@ struct Slicing {
   SliceStats slice_stats;
 };
 [[nodiscard]] Slicing checked(const ForwardOpArguments& op, const Scope& scope);
+
+// The activation of this name.
+[[nodiscard]] ActivationFunction parsed_activation(std::string_view name, double negative_slope);
+// That of a forward, whose residual is checked.
+[[nodiscard]] ActivationFunction checked(const ActivationCall& op, const at::Tensor& x);
+// That of a backward, whose bias and y are checked.
+[[nodiscard]] ActivationFunction checked(const ActivatedBackwardOpArguments& op);
 
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
 void check_arguments(const WithStatisticsOpArguments& op);

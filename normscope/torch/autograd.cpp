@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/hardswish_backward.h>
+#include <ATen/ops/hardtanh_backward.h>
+#include <ATen/ops/leaky_relu_backward.h>
+#include <ATen/ops/threshold_backward.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "normscope/torch/arguments.h"
 #include "normscope/torch/exchanges.h"
 #include "normscope/torch/graph.h"
 #include "normscope/torch/operators.h"
@@ -26,6 +32,21 @@ const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
 
 const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
   static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<ActivatedForwardOp>& act_forward_op() {
+  static const auto op = op_named<ActivatedForwardOp>("normscope::batch_norm_act_forward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<ActivatedBackwardOp>& act_backward_op() {
+  static const auto op = op_named<ActivatedBackwardOp>("normscope::batch_norm_act_backward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<WithStatisticsOp>& with_statistics_op() {
+  static const auto op = op_named<WithStatisticsOp>("normscope::batch_norm_with_statistics");
   return op;
 }
 
@@ -136,6 +157,133 @@ class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoub
   }
 };
 
+// z of a forward once more, in a graph: what a backward that is differentiated needs.
+class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const OptionalTensor& weight, const OptionalTensor& bias,
+                            const at::Tensor& statistics, const ScopedCall& call) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
+    save(context, call);
+    return with_statistics_op().call(x, weight, bias, statistics, "none", /*negative_slope=*/0.0,
+                                     std::nullopt);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const OptionalTensor weight = defined_or_none(saved[1]);
+    const BackwardOpArguments op{gradients[0], saved[0],           weight,
+                                 saved[2],     {true, true, true}, call_saved_in(*context)};
+    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+    const at::Tensor none;
+    return {dx, weight ? dweight : none, dbias, none, none};
+  }
+};
+
+// The layer with an activation after it.
+class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const OptionalTensor& weight, const OptionalTensor& bias,
+                               const OptionalTensor& residual,
+                               const ActivatedForwardOpArguments& op) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [y, statistics] = op.pass_to(act_forward_op());
+    context->save_for_backward({x, weight.value_or(at::Tensor()), bias.value_or(at::Tensor()),
+                                statistics, residual ? y : at::Tensor()});
+    context->mark_non_differentiable({statistics});
+    context->saved_data["activation"] = std::string(op.activation.activation);
+    context->saved_data["negative_slope"] = op.activation.negative_slope;
+    context->saved_data["wants_dx"] = x.requires_grad();
+    context->saved_data["wants_dweight"] = requires_grad(weight);
+    context->saved_data["wants_dbias"] = requires_grad(bias);
+    context->saved_data["wants_dresidual"] = requires_grad(residual);
+    save(context, op.layer.call);
+    return {y, statistics};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const auto flag = [&](const char* name) { return context->saved_data.at(name).toBool(); };
+    const OptionalTensor weight = defined_or_none(saved[1]);
+    const OptionalTensor bias = defined_or_none(saved[2]);
+    const OptionalTensor y = defined_or_none(saved[4]);
+    const ActivatedBackwardOpArguments op{
+        context->saved_data.at("activation").toStringView(),
+        context->saved_data.at("negative_slope").toDouble(),
+        bias,
+        y,
+        {gradients[0],
+         saved[0],
+         weight,
+         saved[3],
+         {flag("wants_dx"), flag("wants_dweight"), flag("wants_dbias")},
+         call_saved_in(*context)}};
+    const auto [dx, dweight, dbias, dresidual] = reach_backend(op.layer.call, [&] {
+      return at::GradMode::is_enabled() ? by_single_operations(op) : op.pass_to(act_backward_op());
+    });
+    const at::Tensor none;
+    const WantedGradients& wanted = op.layer.wanted;
+    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
+            flag("wants_dresidual") ? dresidual : none, none};
+  }
+
+ private:
+  // In a graph of its own, since it is differentiated once more.
+  static ActivatedGradientTensors by_single_operations(const ActivatedBackwardOpArguments& op) {
+    const BackwardOpArguments& layer = op.layer;
+    const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
+    // The slope of a straight line does not depend on where: nothing flows to z, or y.
+    const at::Tensor z =
+        op.y ? op.y->detach()
+             : NormalizedAgain::apply(layer.x, layer.weight, op.bias, layer.statistics, layer.call);
+    const at::Tensor dz = activation_gradient(
+        activation, activation.is_piecewise_linear() ? z.detach() : z, layer.dy);
+    const BackwardOpArguments of_dz{dz,           layer.x,   layer.weight, layer.statistics,
+                                    layer.wanted, layer.call};
+    const auto [dx, dweight, dbias] = of_dz.pass_to(backward_op());
+    return {dx, dweight, dbias, dz};
+  }
+
+  // dy times the derivative at z, in torch's operations.
+  static at::Tensor activation_gradient(const ActivationFunction& activation, const at::Tensor& z,
+                                        const at::Tensor& dy) {
+    switch (activation.kind) {
+      case Activation::kRelu6: return at::hardtanh_backward(dy, z, 0, 6);
+      case Activation::kLeakyRelu:
+        return at::leaky_relu_backward(dy, z, activation.negative_slope, /*self_is_result=*/false);
+      case Activation::kHardSwish: return at::hardswish_backward(dy, z);
+      case Activation::kSilu: {
+        const at::Tensor sigmoid = z.sigmoid();
+        return dy * sigmoid * (1 + z * (1 - sigmoid));
+      }
+      default: return at::threshold_backward(dy, z, 0);
+    }
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& given) {
+  ActivatedForwardOpArguments op = given;
+  ForwardOpArguments& layer = op.layer;
+  layer.needs_backward = at::GradMode::is_enabled() &&
+                         (layer.x.requires_grad() || requires_grad(layer.weight) ||
+                          requires_grad(layer.bias) || requires_grad(op.activation.residual));
+  if (!*layer.needs_backward) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.pass_to(act_forward_op());
+  }
+  const variable_list outputs =
+      BatchNormAct::apply(layer.x, layer.weight, layer.bias, op.activation.residual, op);
+  return {outputs[0], outputs[1]};
+}
+
+// Whoever differentiates it has called it in single operations.
+ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.pass_to(act_backward_op());
+}
+
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
   ForwardOpArguments op = given;
   op.needs_backward = at::GradMode::is_enabled() &&
@@ -169,6 +317,8 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
 TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_act_forward", &Taken<ActivatedForwardOp, &act_forward>::call);
+  m.impl("batch_norm_act_backward", &Taken<ActivatedBackwardOp, &act_backward>::call);
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
 }
 

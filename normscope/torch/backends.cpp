@@ -45,6 +45,7 @@ RunningUpdate running_update(const ForwardOpArguments& op) {
 // Tensors of one forward, whose storage the arguments point to.
 struct PreparedForward {
   at::Tensor x;
+  at::Tensor residual;  // if there is one
   OptionalTensor weight;
   OptionalTensor bias;
   at::Tensor statistics;
@@ -56,9 +57,10 @@ struct PreparedForward {
 // What an op answers: a formula's output, or the coefficients of the formula.
 enum class Answer { kOutput, kCoefficients };
 
-PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, const Scope& scope,
-                                CallSite& site) {
+PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCall& activation,
+                                Answer answer, const Scope& scope, CallSite& site) {
   const Slicing slicing = checked(op, scope);
+  const ActivationFunction function = checked(activation, op.x);
   const std::int64_t slices = slice_count(op.x.size(0), slicing.slices_wanted);
   site.prepare(op.x, slices);
   PreparedForward prepared;
@@ -67,6 +69,11 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
     prefer_huge_pages(prepared.y);
     prepared.x = in_layout_of(prepared.y, op.x);
     prepared.arguments.y = mutable_view(prepared.y);
+    prepared.arguments.activation = function;
+    if (activation.residual) {
+      prepared.residual = in_layout_of(prepared.y, *activation.residual);
+      prepared.arguments.residual = view(prepared.residual);
+    }
   } else {
     prepared.coefficients = empty_coefficients(op.x, slices, Coefficients::kNormalize);
     prepared.x = in_kernel_layout(op.x);
@@ -102,11 +109,12 @@ void bump_versions(const ForwardOpArguments& op) {
   }
 }
 
-PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
+PreparedForward run_forward(const ForwardOpArguments& op, const ActivationCall& activation,
+                            Answer answer) {
   CallSite site(op.x);
   const ExchangeUse exchange(Direction::kForward, op.call, site.placement());
   PreparedForward prepared = prepare_or_fail(
-      exchange, [&] { return prepare_forward(op, answer, exchange.scope(), site); });
+      exchange, [&] { return prepare_forward(op, activation, answer, exchange.scope(), site); });
 
   check_finite(op.x, exchange.get(), Direction::kForward, op.call);
   run_as_torch(op.x, exchange,
@@ -114,10 +122,21 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   return prepared;
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
-  const PreparedForward done = run_forward(op, Answer::kOutput);
+std::tuple<at::Tensor, at::Tensor> forward_activated(const ForwardOpArguments& op,
+                                                     const ActivationCall& activation) {
+  const PreparedForward done = run_forward(op, activation, Answer::kOutput);
   bump_versions(op);
   return {done.y, done.statistics};
+}
+
+const OptionalTensor kNoTensor;
+
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  return forward_activated(op, {"none", 0.0, kNoTensor});
+}
+
+std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& op) {
+  return forward_activated(op.layer, op.activation);
 }
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
@@ -130,7 +149,7 @@ StatisticsTensors statistics(const ForwardOpArguments& op) {
   const PreparedForward done =
       run_forward({op.x, op.weight, op.bias, running_mean, running_var, num_batches_tracked,
                    op.momentum, op.eps, op.dims, op.slice_stats, op.call, op.needs_backward},
-                  Answer::kCoefficients);
+                  {"none", 0.0, kNoTensor}, Answer::kCoefficients);
   const auto given = [&](const OptionalTensor& buffer) {
     return buffer ? *buffer : at::empty({0}, op.x.options());
   };
@@ -146,6 +165,10 @@ struct PreparedBackward {
   Gradients gradients;
   at::Tensor coefficients;
   BackwardArguments arguments;
+  // With an activation.
+  OptionalTensor bias = {};
+  at::Tensor y = {};
+  at::Tensor dz = {};
 };
 
 PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, CallSite& site) {
@@ -185,16 +208,52 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
   return prepared;
 }
 
-PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
+// The memory and the arguments for the activation before a backward.
+void prepare_activation(const ActivatedBackwardOpArguments& op, const ActivationFunction& function,
+                        PreparedBackward& prepared) {
+  BackwardArguments& arguments = prepared.arguments;
+  arguments.activation = function;
+  prepared.bias = contiguous(op.bias);
+  arguments.bias = channel_view(prepared.bias);
+  if (op.y) {
+    prepared.y = in_layout_of(prepared.x, *op.y);
+    arguments.y = view(prepared.y);
+  }
+  const bool is_on_device = placement_of(op.layer.x).memory == Memory::kDevice;
+  if (needs_dz(function, op.y.has_value(), is_on_device)) {
+    prepared.dz = empty_output(op.layer.x);
+    // As all tensors of a call, it has the layout of x.
+    prepared.dz = in_layout_of(prepared.x, prepared.dz);
+    arguments.dz = mutable_view(prepared.dz);
+  }
+}
+
+template <class Prepare>
+PreparedBackward run_prepared_backward(const BackwardOpArguments& op, const Prepare& prepare) {
   CallSite site(op.x);
   const ExchangeUse exchange(Direction::kBackward, op.call, site.placement());
-  PreparedBackward prepared =
-      prepare_or_fail(exchange, [&] { return prepare_backward(op, answer, site); });
+  PreparedBackward prepared = prepare_or_fail(exchange, [&] { return prepare(site); });
 
   check_finite(op.dy, exchange.get(), Direction::kBackward, op.call);
   run_as_torch(op.x, exchange,
                [&] { batch_norm_backward(prepared.arguments, site.with(exchange, op.call)); });
   return prepared;
+}
+
+PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
+  return run_prepared_backward(op,
+                               [&](CallSite& site) { return prepare_backward(op, answer, site); });
+}
+
+ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
+  const PreparedBackward done = run_prepared_backward(op.layer, [&](CallSite& site) {
+    const ActivationFunction function = checked(op);
+    PreparedBackward prepared = prepare_backward(op.layer, Answer::kOutput, site);
+    prepare_activation(op, function, prepared);
+    return prepared;
+  });
+  const auto [dx, dweight, dbias] = done.gradients.tensors();
+  return {dx, dweight, dbias, op.y ? done.dz : at::empty({0}, op.layer.x.options())};
 }
 
 GradientTensors backward(const BackwardOpArguments& op) {
@@ -215,12 +274,16 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
   const at::Tensor x = in_layout_of(y, op.x);
   const OptionalTensor weight = contiguous(op.weight);
   const OptionalTensor bias = contiguous(op.bias);
+  const OptionalTensor& residual = op.activation.residual;
+  const at::Tensor added = residual ? in_layout_of(y, *residual) : at::Tensor();
   batch_norm_with_statistics({.x = view(x),
                               .y = mutable_view(y),
                               .weight = channel_view(weight),
                               .bias = channel_view(bias),
                               .statistics = op.statistics.const_data_ptr<double>(),
-                              .slices = op.statistics.size(0)},
+                              .slices = op.statistics.size(0),
+                              .activation = checked(op.activation, op.x),
+                              .residual = added.defined() ? view(added) : TensorView{}},
                              site.alone());
   return y;
 }
@@ -228,6 +291,8 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
 void register_ops(::torch::Library& m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_act_forward", &Taken<ActivatedForwardOp, &act_forward>::call);
+  m.impl("batch_norm_act_backward", &Taken<ActivatedBackwardOp, &act_backward>::call);
   m.impl("batch_norm_statistics", &Taken<StatisticsOp, &statistics>::call);
   m.impl("batch_norm_gradient_sums", &Taken<BackwardOp, &gradient_sums>::call);
   m.impl("batch_norm_with_statistics", &Taken<WithStatisticsOp, &with_statistics>::call);

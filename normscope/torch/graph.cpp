@@ -124,7 +124,9 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   update(op.running_var, running_var);
   update(op.num_batches_tracked, num_batches_tracked);
   if (!op.decompose.value_or(false)) {
-    return {with_statistics_op().call(op.x, op.weight, op.bias, statistics), statistics};
+    const at::Tensor y = with_statistics_op().call(op.x, op.weight, op.bias, statistics, "none",
+                                                   /*negative_slope=*/0.0, std::nullopt);
+    return {y, statistics};
   }
   return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics};
 }

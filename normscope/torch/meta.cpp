@@ -36,6 +36,12 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
   return {empty_output(op.x), empty_statistics(op.x, slices_of(op))};
 }
 
+std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& op) {
+  const std::tuple<at::Tensor, at::Tensor> outputs = forward(op.layer);
+  static_cast<void>(checked(op.activation, op.layer.x));
+  return outputs;
+}
+
 StatisticsTensors statistics(const ForwardOpArguments& op) {
   const c10::SymInt slices = slices_of(op);
   const auto like = [&](const OptionalTensor& buffer) {
@@ -50,6 +56,14 @@ GradientTensors backward(const BackwardOpArguments& op) {
   static_cast<void>(parsed_scope(op.call.scope));
   check_arguments(op);
   return Gradients(op.x, op.wanted).tensors();
+}
+
+ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
+  static_cast<void>(parsed_scope(op.layer.call.scope));
+  static_cast<void>(checked(op));
+  const at::Tensor& x = op.layer.x;
+  const auto [dx, dweight, dbias] = Gradients(x, op.layer.wanted).tensors();
+  return {dx, dweight, dbias, op.y ? empty_output(x) : at::empty({0}, x.options())};
 }
 
 GradientTensors gradient_sums(const BackwardOpArguments& op) {
@@ -77,6 +91,8 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
 TORCH_LIBRARY_IMPL(normscope, Meta, m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_act_forward", &Taken<ActivatedForwardOp, &act_forward>::call);
+  m.impl("batch_norm_act_backward", &Taken<ActivatedBackwardOp, &act_backward>::call);
   m.impl("batch_norm_statistics", &Taken<StatisticsOp, &statistics>::call);
   m.impl("batch_norm_gradient_sums", &Taken<BackwardOp, &gradient_sums>::call);
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);

@@ -71,7 +71,9 @@ std::vector<at::Tensor> copies_of(at::TensorList values) {
 // gradient of a loss that is differentiated a second time, with respect to t.
 // batch_norm_statistics and batch_norm_gradient_sums are forward and backward without what they
 // apply: they answer coefficients [slices, ., C], which a graph applies that is recorded with
-// decompose (graph.h). batch_norm_with_statistics repeats a forward's y from its statistics; it has
+// decompose (graph.h). batch_norm_act_forward and its backward are the layer with an activation
+// after it; y is what backward needs of a forward that had a residual, whose gradient it then
+// answers. batch_norm_with_statistics repeats a forward's y from its statistics; it has
 // no gradient of its own. needs_backward is for autograd alone to say: callers leave it out.
 //
 // group_name is that of a process group, "" for none; layer is a qualified name, "" where there is
@@ -92,6 +94,19 @@ TORCH_LIBRARY(normscope, m) {
       "-> (Tensor dx, Tensor dweight, Tensor dbias)",
       tags);
   m.def(
+      "batch_norm_act_forward(str activation, float negative_slope, Tensor? residual, Tensor x, "
+      "Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, float? momentum, float eps, int[] dims, str slice_stats, "
+      "str scope, str group_name, str layer, *, bool? needs_backward=None) "
+      "-> (Tensor y, Tensor statistics)",
+      tags);
+  m.def(
+      "batch_norm_act_backward(str activation, float negative_slope, Tensor? bias, Tensor? y, "
+      "Tensor dy, Tensor x, Tensor? weight, Tensor statistics, bool wants_dx, bool wants_dweight, "
+      "bool wants_dbias, str scope, str group_name, str layer) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
+      tags);
+  m.def(
       "batch_norm_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
       "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
       "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
@@ -110,8 +125,8 @@ TORCH_LIBRARY(normscope, m) {
       "str layer) -> (Tensor grad_dy, Tensor grad_x, Tensor grad_weight)",
       tags);
   m.def(
-      "batch_norm_with_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics) "
-      "-> Tensor y",
+      "batch_norm_with_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, *, "
+      "str activation=\"none\", float negative_slope=0., Tensor? residual=None) -> Tensor y",
       tags);
 
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);

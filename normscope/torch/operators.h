@@ -69,6 +69,35 @@ struct ForwardOpArguments {
   }
 };
 
+// What is applied after a layer: an activation by its name ("relu", "relu6", "leaky_relu", "silu",
+// "hard_swish"; "none" for none), and what is added before it.
+struct ActivationCall {
+  std::string_view activation = "none";
+  double negative_slope = 0.0;     // of leaky_relu
+  const OptionalTensor& residual;  // [N, C, *]
+};
+
+using ActivatedForwardOp = std::tuple<at::Tensor, at::Tensor>(
+    std::string_view activation, double negative_slope, const OptionalTensor& residual,
+    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& running_mean, const OptionalTensor& running_var,
+    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
+    at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
+    std::string_view group_name, std::string_view layer, std::optional<bool> needs_backward);
+
+struct ActivatedForwardOpArguments {
+  ActivationCall activation;
+  ForwardOpArguments layer;
+
+  auto pass_to(const c10::TypedOperatorHandle<ActivatedForwardOp>& op) const {
+    return op.call(activation.activation, activation.negative_slope, activation.residual, layer.x,
+                   layer.weight, layer.bias, layer.running_mean, layer.running_var,
+                   layer.num_batches_tracked, layer.momentum, layer.eps, layer.dims,
+                   layer.slice_stats, layer.call.scope, layer.call.group_name, layer.call.layer,
+                   layer.needs_backward);
+  }
+};
+
 using BackwardOp = GradientTensors(const at::Tensor& dy, const at::Tensor& x,
                                    const OptionalTensor& weight, const at::Tensor& statistics,
                                    bool wants_dx, bool wants_dweight, bool wants_dbias,
@@ -92,6 +121,29 @@ struct BackwardOpArguments {
   auto pass_to(const c10::TypedOperatorHandle<BackwardOp>& op) const {
     return op.call(dy, x, weight, statistics, wanted.dx, wanted.dweight, wanted.dbias, call.scope,
                    call.group_name, call.layer);
+  }
+};
+
+// The last one is the residual's.
+using ActivatedGradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+using ActivatedBackwardOp = ActivatedGradientTensors(
+    std::string_view activation, double negative_slope, const OptionalTensor& bias,
+    const OptionalTensor& y, const at::Tensor& dy, const at::Tensor& x,
+    const OptionalTensor& weight, const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
+    bool wants_dbias, std::string_view scope, std::string_view group_name, std::string_view layer);
+
+struct ActivatedBackwardOpArguments {
+  std::string_view activation;
+  double negative_slope;
+  const OptionalTensor& bias;  // [C]
+  const OptionalTensor& y;     // [N, C, *] forward's, if it had a residual
+  BackwardOpArguments layer;
+
+  auto pass_to(const c10::TypedOperatorHandle<ActivatedBackwardOp>& op) const {
+    return op.call(activation, negative_slope, bias, y, layer.dy, layer.x, layer.weight,
+                   layer.statistics, layer.wanted.dx, layer.wanted.dweight, layer.wanted.dbias,
+                   layer.call.scope, layer.call.group_name, layer.call.layer);
   }
 };
 
@@ -119,13 +171,16 @@ struct DoubleBackwardOpArguments {
 };
 
 using WithStatisticsOp = at::Tensor(const at::Tensor& x, const OptionalTensor& weight,
-                                    const OptionalTensor& bias, const at::Tensor& statistics);
+                                    const OptionalTensor& bias, const at::Tensor& statistics,
+                                    std::string_view activation, double negative_slope,
+                                    const OptionalTensor& residual);
 
 struct WithStatisticsOpArguments {
   const at::Tensor& x;           // [N, C, *]
   const OptionalTensor& weight;  // [C]
   const OptionalTensor& bias;    // [C]
   const at::Tensor& statistics;  // [slices, 3, C] float64
+  ActivationCall activation;
 };
 
 using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);

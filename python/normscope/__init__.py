@@ -2,6 +2,7 @@
 """Batch normalization whose statistics have a scope that the user chooses."""
 
 from normscope import _library, _own_groups, functional
+from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.adaptive import AdaptiveScope
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
@@ -23,6 +24,10 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "BatchNormAct",
+    "BatchNormAct1d",
+    "BatchNormAct2d",
+    "BatchNormAct3d",
     "CommunicationCounters",
     "ProgressiveScope",
     "Scope",

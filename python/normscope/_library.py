@@ -18,6 +18,7 @@ torch.ops.load_library(str(_path))
 _ops = torch.ops.normscope
 
 batch_norm_forward = _ops.batch_norm_forward.default
+batch_norm_act_forward = _ops.batch_norm_act_forward.default
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 part_moments = cast("Callable[[torch.Tensor, int], torch.Tensor]", _ops.part_moments.default)
@@ -54,7 +55,12 @@ version = cast("Callable[[], str]", _ops.version.default)
 
 # Compilers keep calls of these in the order of the program, and repeat none: ranks meet in them,
 # or between two of keep_order.
-for _op in (_ops.keep_order, _ops.batch_norm_backward, _ops.batch_norm_double_backward):
+for _op in (
+    _ops.keep_order,
+    _ops.batch_norm_backward,
+    _ops.batch_norm_act_backward,
+    _ops.batch_norm_double_backward,
+):
     _register_effectful_op(_op.default, _EffectType.ORDERED)
 
 # Whether layers in compiled graphs are one op each; see normscope.exact_graphs.
@@ -84,11 +90,47 @@ def batch_norm(
             )
         else:
             y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer)
-    except DistError:
-        raise  # from the library, which has told them what they need to know
     except (RuntimeError, TypeError) as error:
         # No others: checkpointing ends a recomputation by an exception of its own.
-        if group:
-            fail_exchange(scope, group, f"{type(error).__name__}: {error}")
+        _tell_peers(error, scope, group)
         raise
     return cast("torch.Tensor", y)
+
+
+def batch_norm_act(
+    activation: str,
+    negative_slope: float,
+    residual: torch.Tensor | None,
+    *arguments: Any,  # noqa: ANN401 - as the user gave them
+    scope: str,
+    slice_stats: str,
+    group: str,
+    layer: str,
+) -> torch.Tensor:
+    """Call the op of training with an activation; as :func:`batch_norm`.
+
+    Args:
+        activation: As the op's.
+        negative_slope: As the op's.
+        residual: As the op's.
+        arguments: Those of :func:`batch_norm`.
+        scope: As the op's.
+        slice_stats: As the op's.
+        group: As the op's ``group_name``.
+        layer: As the op's.
+    """
+    try:
+        y, _ = batch_norm_act_forward(
+            activation, negative_slope, residual, *arguments, slice_stats, scope, group, layer
+        )
+    except (RuntimeError, TypeError) as error:
+        _tell_peers(error, scope, group)
+        raise
+    return cast("torch.Tensor", y)
+
+
+def _tell_peers(error: Exception, scope: str, group: str) -> None:
+    """Tell the peers of a rank whose arguments did not reach the op."""
+    # Errors of the library itself have told them what they need to know.
+    if group and not isinstance(error, DistError):
+        fail_exchange(scope, group, f"{type(error).__name__}: {error}")

@@ -69,7 +69,7 @@ class _OverForwards(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func is not _library.batch_norm_forward:
+        if func not in (_library.batch_norm_forward, _library.batch_norm_act_forward):
             return func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
@@ -106,8 +106,18 @@ class _Replay(_OverForwards):
                 f"checkpoint_context: expected the recomputation to run {_described(call)} next, "
                 f"as the forward did, got {layer or 'a layer without a name'} on {[*x.shape]}"
             )
-        y = _library.batch_norm_with_statistics(x, given["weight"], given["bias"], call.statistics)
+        y = _library.batch_norm_with_statistics(
+            x,
+            given["weight"],
+            given["bias"],
+            call.statistics,
+            **{name: given[name] for name in _ACTIVATION if name in given},
+        )
         return y, call.statistics
+
+
+# Arguments of the layer with an activation after it.
+_ACTIVATION = ("activation", "negative_slope", "residual")
 
 
 def _described(call: _Call | None) -> str:

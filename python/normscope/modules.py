@@ -12,6 +12,8 @@ from normscope import _library, _process_group
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
 SliceStats = Literal["pooled", "first", "sequential"]
@@ -128,13 +130,17 @@ class BatchNorm(_BatchNorm):
         """Normalize ``input`` [N, C, *]."""
         if not self.training:
             return super().forward(input)
+        return self._train(input, _library.batch_norm)
+
+    def _train(self, input: torch.Tensor, op: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Normalize ``input`` by an op, with the arguments that all ops of training take."""
         has_statistics = self.track_running_stats
         scope, group_name = _process_group.scope_and_group_in_use(
             self.scope, self.group_name, input
         )
         if not self.layer_name and group_name and not self.scope.is_of_one_rank:
             self.layer_name = _process_group.name_of_layer(group_name)
-        y = _library.batch_norm(
+        y = op(
             input,
             self.weight,
             self.bias,

@@ -170,6 +170,38 @@ struct DeviceAsHost {
     memory.finish();
   }
 
+  static void normalize_activated(const Execution& execution, const TensorView& x,
+                                  Statistics statistics, ChannelView weight, ChannelView bias,
+                                  const ActivationFunction& activation, const TensorView& residual,
+                                  const MutableTensorView& y) {
+    Memory memory(x.channels);
+    memory.copy_statistics(statistics);
+    kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
+                             weight, bias, memory.rounded());
+    kDevice().normalize_activated(execution.stream, x, norm_batches(x, 1), memory.rounded(),
+                                  activation, residual, y);
+    memory.finish();
+  }
+
+  static void activation_gradient(const Execution& execution, const TensorView& x,
+                                  const TensorView& dy, Statistics statistics, ChannelView weight,
+                                  ChannelView bias, const ActivationFunction& activation,
+                                  const MutableTensorView& dz) {
+    Memory memory(x.channels);
+    memory.copy_statistics(statistics);
+    kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
+                             weight, bias, memory.rounded());
+    kDevice().activation_gradient(execution.stream, x, dy, norm_batches(x, 1), memory.rounded(),
+                                  activation, dz);
+    memory.finish();
+  }
+
+  static void gradient_of_output(const Execution& execution, const TensorView& y,
+                                 const TensorView& dy, const ActivationFunction& activation,
+                                 const MutableTensorView& dz) {
+    kDevice().gradient_of_output(execution.stream, y, dy, norm_batches(y, 1), activation, dz);
+  }
+
   static constexpr Kernels kernels(std::string_view name) {
     return {
         .name = name,
@@ -181,6 +213,12 @@ struct DeviceAsHost {
         .add_gradient_sums = add_gradient_sums,
         .finalize_gradient_sums = finalize_gradient_sums,
         .input_gradient = input_gradient,
+        .normalize_activated = normalize_activated,
+        .activation_gradient = activation_gradient,
+        .gradient_of_output = gradient_of_output,
+        // A device writes dz first.
+        .add_activated_gradient_sums = nullptr,
+        .activated_input_gradient = nullptr,
     };
   }
 };

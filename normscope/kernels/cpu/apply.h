@@ -20,6 +20,12 @@ NORMSCOPE_INLINE InputGradient<Value> formula_at(const InputGradientArrays<const
           load_bytes<Value>(formulas.slope + c)};
 }
 
+template <class Value, class Real>
+NORMSCOPE_INLINE ActivatedInputGradient<Value> formula_at(
+    const ActivatedInputGradientArrays<const Real>& formulas, std::int64_t c) {
+  return {formula_at<Value>(formulas.input_gradient, c), load_bytes<Value>(formulas.bias + c)};
+}
+
 template <class Real>
 NORMSCOPE_INLINE Normalize<Vector<Real>> broadcast_formula(const Normalize<Real>& one) {
   return {broadcast(one.mean_hi), broadcast(one.mean_lo), broadcast(one.scale),
@@ -32,28 +38,21 @@ NORMSCOPE_INLINE InputGradient<Vector<Real>> broadcast_formula(const InputGradie
           broadcast(one.mean_dy), broadcast(one.slope)};
 }
 
-// Inputs of a formula at one place: x, or x and dy.
+template <class Real>
+NORMSCOPE_INLINE ActivatedInputGradient<Vector<Real>> broadcast_formula(
+    const ActivatedInputGradient<Real>& one) {
+  return {broadcast_formula(one.input_gradient), broadcast(one.bias)};
+}
+
+// What a formula is applied to at one place. value(formula, load) is the result, where load(tensor)
+// gives a tensor's element there, or a vector of them.
 template <class Element>
 struct OneInput {
   const Element* x;
 
-  // For the vectors of a block, each with a formula of its own: formula_of(v).
-  template <class FormulaOf>
-  NORMSCOPE_INLINE Block<Element> apply_to_block(const FormulaOf& formula_of,
-                                                 std::int64_t i) const {
-    auto block = load_block(x + i);
-    for (int v = 0; v < kBlockVectors<Element>; ++v) {
-      block.vectors[v] = formula_of(v)(block.vectors[v]);
-    }
-    return block;
-  }
-  template <class Formula>
-  NORMSCOPE_INLINE auto apply_to_vector(const Formula& formula, std::int64_t i) const {
-    return formula(load(x + i));
-  }
-  template <class Formula>
-  NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
-    return formula(widen(x[i]));
+  template <class Formula, class Load>
+  NORMSCOPE_INLINE auto value(const Formula& formula, const Load& load) const {
+    return formula(load(x));
   }
 };
 
@@ -62,23 +61,9 @@ struct TwoInputs {
   const Element* x;
   const Element* dy;
 
-  template <class FormulaOf>
-  NORMSCOPE_INLINE Block<Element> apply_to_block(const FormulaOf& formula_of,
-                                                 std::int64_t i) const {
-    auto block = load_block(x + i);
-    const auto dy_block = load_block(dy + i);
-    for (int v = 0; v < kBlockVectors<Element>; ++v) {
-      block.vectors[v] = formula_of(v)(block.vectors[v], dy_block.vectors[v]);
-    }
-    return block;
-  }
-  template <class Formula>
-  NORMSCOPE_INLINE auto apply_to_vector(const Formula& formula, std::int64_t i) const {
-    return formula(load(x + i), load(dy + i));
-  }
-  template <class Formula>
-  NORMSCOPE_INLINE auto apply_to_one(const Formula& formula, std::int64_t i) const {
-    return formula(widen(x[i]), widen(dy[i]));
+  template <class Formula, class Load>
+  NORMSCOPE_INLINE auto value(const Formula& formula, const Load& load) const {
+    return formula(load(x), load(dy));
   }
 };
 

@@ -9,14 +9,20 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
                                           std::int64_t n, const Store& store, Element* output) {
   if (n < kElementsOf<Element>) {
     for (std::int64_t i = 0; i < n; ++i) {
-      output[i] = narrow<Element>(inputs.apply_to_one(formula, i));
+      const auto load_one = [i](const Element* from) { return widen(from[i]); };
+      output[i] = narrow<Element>(inputs.value(formula, load_one));
     }
     return;
   }
   const auto vector_formula = broadcast_formula(formula);
-  const auto formula_of = [&](int) { return vector_formula; };
-  store_vectors(output, n, store,
-                [=](std::int64_t i) { return narrow_block(inputs.apply_to_block(formula_of, i)); });
+  store_vectors(output, n, store, [=](std::int64_t i) {
+    Block<Element> result;
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      const auto load_vector = [=](const Element* from) { return load_block(from + i).vectors[v]; };
+      result.vectors[v] = inputs.value(vector_formula, load_vector);
+    }
+    return narrow_block(result);
+  });
 }
 
 // inputs_at(n, c, p) gives the inputs there.

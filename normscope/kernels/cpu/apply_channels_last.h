@@ -10,7 +10,8 @@ NORMSCOPE_INLINE void apply_to_row(const Inputs inputs, const Formulas& formulas
   using Real = Arithmetic<Element>;
   if (channels < kElementsOf<Element>) {
     for (std::int64_t c = 0; c < channels; ++c) {
-      output[c] = narrow<Element>(inputs.apply_to_one(formula_at<Real>(formulas, c), c));
+      const auto load_one = [c](const Element* from) { return widen(from[c]); };
+      output[c] = narrow<Element>(inputs.value(formula_at<Real>(formulas, c), load_one));
     }
     return;
   }
@@ -18,7 +19,8 @@ NORMSCOPE_INLINE void apply_to_row(const Inputs inputs, const Formulas& formulas
     Block<Element> result;
     for (int v = 0; v < kBlockVectors<Element>; ++v) {
       const std::int64_t begin = c + v * kLanesOf<Real>;
-      result.vectors[v] = inputs.apply_to_vector(formula_at<Vector<Real>>(formulas, begin), begin);
+      const auto load_vector = [begin](const Element* from) { return load(from + begin); };
+      result.vectors[v] = inputs.value(formula_at<Vector<Real>>(formulas, begin), load_vector);
     }
     return narrow_in_order<Element>(result);
   });

@@ -78,7 +78,6 @@ struct SumWithSpan {
 // A power of two that is more than the sum of a block's squares of numbers up to `largest`, so that
 // a float64 sum which begins with it stays below its double.
 NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
-  typedef std::uint64_t LongWords __attribute__((vector_size(kVectorBytes)));
   constexpr std::uint64_t kExponent = 0x7FF0000000000000U;
   const Doubles square = largest * largest;
   return reinterpret_cast<Doubles>(reinterpret_cast<LongWords>(square) & kExponent) * 0x1p8;
@@ -125,9 +124,9 @@ NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows
 }
 
 // The same of dy and dy (x - mean), whose sums have no lower part.
-template <int kVectors, class Element, class Use>
-NORMSCOPE_INLINE void sum_block(const GradientRun<Element>& run, std::int64_t rows,
-                                const float* means, const Use& use) {
+template <int kVectors, class AnyGradientRun, class Use>
+NORMSCOPE_INLINE void sum_block(const AnyGradientRun& run, std::int64_t rows, const float* means,
+                                const Use& use) {
   SumWithSpan values[kVectors];
   SumWithSpan products[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {

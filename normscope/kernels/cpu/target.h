@@ -5,6 +5,7 @@
 #include <limits>
 #include <string_view>
 
+#include "normscope/core/activation.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 #include "normscope/core/limbs.h"
@@ -66,6 +67,18 @@ struct InputGradientArrays {
   }
 };
 
+// ActivatedInputGradient, in the same way.
+template <class Number>
+struct ActivatedInputGradientArrays {
+  InputGradientArrays<Number> input_gradient;
+  Number* bias;  // [C]
+
+  [[nodiscard]] constexpr ActivatedInputGradientArrays<const Number> from(
+      std::int64_t c) const noexcept {
+    return {input_gradient.from(c), bias + c};
+  }
+};
+
 // Whether an output is read soon, or better passes the cache by.
 enum class Stores { kCached, kStreaming };
 
@@ -85,6 +98,26 @@ struct ElementKernels {
   void (*input_gradient)(const TensorView& x, const TensorView& dy,
                          const InputGradientArrays<const Real>& formulas, TileRange tiles,
                          Stores stores, const MutableTensorView& dx);
+
+  // As the functions of Kernels that have these names do.
+  void (*normalize_activated)(const TensorView& x, const NormalizeArrays<const Real>& formulas,
+                              const ActivationFunction& activation, const TensorView& residual,
+                              TileRange tiles, Stores stores, const MutableTensorView& y);
+  void (*activation_gradient)(const TensorView& x, const TensorView& dy,
+                              const NormalizeArrays<const Real>& formulas,
+                              const ActivationFunction& activation, TileRange tiles, Stores stores,
+                              const MutableTensorView& dz);
+  void (*gradient_of_output)(const TensorView& y, const TensorView& dy,
+                             const ActivationFunction& activation, TileRange tiles, Stores stores,
+                             const MutableTensorView& dz);
+  void (*add_activated_gradient_sums)(const TensorView& x, const TensorView& dy,
+                                      const NormalizeArrays<const Real>& formulas,
+                                      const ActivationFunction& activation, TileRange tiles,
+                                      LimbsView limbs);
+  void (*activated_input_gradient)(const TensorView& x, const TensorView& dy,
+                                   const ActivatedInputGradientArrays<const Real>& formulas,
+                                   const ActivationFunction& activation, TileRange tiles,
+                                   Stores stores, const MutableTensorView& dx);
 };
 
 // The kernels of one instruction set, which are compiled once for each: serial, and free of

@@ -140,3 +140,103 @@ struct GradientTerms {
             row_stride(dy)};
   }
 };
+
+// Of dz = dy * activation'(z) in place of dy, where z is y's formula of x. Coefficients of channels
+// that are neighbours are a vector's elements, as x's are; a plane's are the same for all of it.
+template <class Element, Layout kLayout>
+struct ActivatedGradientRun {
+  using ElementType = Element;
+  using Real = Arithmetic<Element>;
+  static constexpr int kInputs = 2;
+  const Element* x;
+  std::int64_t x_stride;
+  const Element* dy;
+  std::int64_t dy_stride;
+  NormalizeArrays<const Real> formulas;  // from the channel of x on
+  PiecewiseLinear<Real> function;
+
+  NORMSCOPE_INLINE ActivatedGradientRun at(std::int64_t row, std::int64_t i) const {
+    return {x + row * x_stride + i,
+            x_stride,
+            dy + row * dy_stride + i,
+            dy_stride,
+            formulas.from(kLayout == Layout::kChannelsLast ? i : 0),
+            function};
+  }
+  template <class Copy>
+  NORMSCOPE_INLINE ActivatedGradientRun copied(const Copy& copy) const {
+    return {copy(x, x_stride), kLanesOf<Real>, copy(dy, dy_stride),
+            kLanesOf<Real>,    formulas,       function};
+  }
+  NORMSCOPE_INLINE void prefetch_line() const {
+    prefetch(x);
+    prefetch(dy);
+  }
+
+  template <class Load, class Value>
+  NORMSCOPE_INLINE Terms<Value> terms(const Load& load, Value mean) const {
+    return of(load(x), load(dy), mean);
+  }
+  template <class LoadBlock, class Use>
+  NORMSCOPE_INLINE void for_block(const LoadBlock& load_block, Vector<Real> mean,
+                                  const Use& use) const {
+    const Block<Element> x_block = load_block(x);
+    const Block<Element> dy_block = load_block(dy);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
+    }
+  }
+
+ private:
+  template <class Value>
+  NORMSCOPE_INLINE Value coefficient(const Real* of_channel) const {
+    if constexpr (std::is_same_v<Value, Real>) {
+      return *of_channel;
+    } else if constexpr (kLayout == Layout::kChannelsLast) {
+      return load_bytes<Value>(of_channel);
+    } else {
+      return broadcast(*of_channel);
+    }
+  }
+  template <class Value>
+  NORMSCOPE_INLINE Value activation_gradient(Value one_x, Value one_dy) const {
+    const Normalize<Value> formula{
+        coefficient<Value>(formulas.mean_hi), coefficient<Value>(formulas.mean_lo),
+        coefficient<Value>(formulas.scale), coefficient<Value>(formulas.bias)};
+    return rounded<Element>(
+        function_of<Value>(function).gradient(rounded<Element>(formula(one_x)), one_dy));
+  }
+  template <class Value>
+  NORMSCOPE_INLINE Terms<Value> of(Value one_x, Value one_dy, Value mean) const {
+    Value dz;
+    if constexpr (std::is_same_v<Value, double> && !std::is_same_v<Real, double>) {
+      dz = static_cast<double>(
+          activation_gradient(static_cast<Real>(one_x), static_cast<Real>(one_dy)));
+    } else {
+      dz = activation_gradient(one_x, one_dy);
+    }
+    return {dz, dz * subtract(one_x, mean)};
+  }
+};
+
+template <class Element, Layout kLayout>
+struct ActivatedGradientTerms {
+  using Run = ActivatedGradientRun<Element, kLayout>;
+  static constexpr bool kHasPivot = false;
+  const TensorView& x;
+  const TensorView& dy;
+  NormalizeArrays<const Arithmetic<Element>> formulas;
+  PiecewiseLinear<Arithmetic<Element>> function;
+
+  [[nodiscard]] constexpr const Arithmetic<Element>* means_from(std::int64_t c) const {
+    return formulas.mean_hi + c;
+  }
+  NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    return {element_at<Element>(x, n, c, p),
+            row_stride(x),
+            element_at<Element>(dy, n, c, p),
+            row_stride(dy),
+            formulas.from(c),
+            function};
+  }
+};

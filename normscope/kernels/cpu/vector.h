@@ -40,6 +40,8 @@ using Vector = std::conditional_t<std::is_same_v<Real, double>, Doubles, Floats>
 template <class Real>
 inline constexpr int kLanesOf = kVectorBytes / static_cast<int>(sizeof(Real));
 
+typedef std::uint64_t LongWords __attribute__((vector_size(kVectorBytes)));
+
 template <class Any>
 NORMSCOPE_INLINE Any load_bytes(const void* from) {
   Any value;

@@ -5,65 +5,15 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "normscope/kernels/cuda/activated.cuh"
 #include "normscope/kernels/cuda/apply.cuh"
+#include "normscope/kernels/cuda/grid.h"
 #include "normscope/kernels/cuda/sum_channels_first.cuh"
 #include "normscope/kernels/cuda/sum_channels_last.cuh"
 #include "normscope/kernels/cuda/sum_elements.cuh"
 #include "normscope/kernels/device_kernels.h"
 
 namespace normscope::cuda {
-
-// Whether a kernel may be launched while the one before it on the stream still runs, which hides
-// the launch. Such a kernel begins with wait_for_earlier_kernel().
-enum class Order { kAfter, kEarly };
-
-// The kernels' grids. Device is what launches them: a GPU, or its stand-in on the host for tests.
-//
-//   struct Device {
-//     static int multiprocessors();
-//     static bool is_capturing(Stream stream);
-//     template <class Kernel, class... Arguments>
-//     static void launch(Stream stream, const Grid& grid, Order order, Kernel kernel,
-//                        Arguments... arguments);
-//   };
-struct Grid {
-  std::int64_t blocks_x;
-  std::int64_t blocks_y;
-  std::int64_t blocks_z;
-  int threads_x;
-  int threads_y;
-};
-
-[[nodiscard]] constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
-template <class Element, class Pointer>
-[[nodiscard]] auto elements_of(const BasicTensorView<Pointer>& x) {
-  using Pointed = std::conditional_t<std::is_same_v<Pointer, const void*>, const Element, Element>;
-  return Elements<Pointed>{static_cast<Pointed*>(x.data),
-                           x.samples,
-                           x.channels,
-                           x.positions,
-                           x.sample_stride,
-                           x.channel_stride,
-                           x.position_stride};
-}
-
-// Whether every run of neighbours begins at a multiple of `bytes`, and none ends within them.
-// Strides along one element do not matter.
-template <class Pointer>
-[[nodiscard]] bool has_packs(const BasicTensorView<Pointer>& x, std::int64_t bytes) {
-  const std::int64_t pack = bytes / size_of(x.dtype);
-  const bool is_first = x.layout() == Layout::kChannelsFirst;
-  const std::int64_t rows = is_first ? x.channels : x.positions;
-  const std::int64_t row_stride = is_first ? x.channel_stride : x.position_stride;
-  // Channels that do not fill a last pack would be read beyond their end; positions are not.
-  const bool fills = is_first || x.channels % pack == 0;
-  return reinterpret_cast<std::uintptr_t>(x.data) % static_cast<std::uintptr_t>(bytes) == 0 &&
-         fills && (x.samples <= 1 || x.sample_stride % pack == 0) &&
-         (rows <= 1 || row_stride % pack == 0);
-}
 
 template <class Device>
 struct Backend {
@@ -270,18 +220,26 @@ struct Backend {
     }
   }
 
+  // Writes y by a formula, whose inputs are `others`.
+  template <class Formula, class... Views>
+  static void apply_to(Stream stream, const Formula& formula, const NormBatches& batches,
+                       const MutableTensorView& y, const Views&... others) {
+    with_access(
+        kPackBytes,
+        [&](auto access) {
+          apply<access.value>(stream, y.layout(), formula, batches,
+                              elements_of<typename Formula::ElementType>(y));
+        },
+        y, others...);
+  }
+
   static void normalize(Stream stream, const TensorView& x, const NormBatches& batches,
                         Coefficients coefficients, const MutableTensorView& y) {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const NormalizeElements<Element> formula{
           elements_of<Element>(x), static_cast<const Arithmetic<Element>*>(coefficients.data)};
-      with_access(
-          kPackBytes,
-          [&](auto access) {
-            apply<access.value>(stream, x.layout(), formula, batches, elements_of<Element>(y));
-          },
-          x, y);
+      apply_to(stream, formula, batches, y, x);
     });
   }
 
@@ -293,12 +251,44 @@ struct Backend {
       const InputGradientElements<Element> formula{
           elements_of<Element>(x), elements_of<Element>(dy),
           static_cast<const Arithmetic<Element>*>(coefficients.data)};
-      with_access(
-          kPackBytes,
-          [&](auto access) {
-            apply<access.value>(stream, x.layout(), formula, batches, elements_of<Element>(dx));
-          },
-          x, dy, dx);
+      apply_to(stream, formula, batches, dx, x, dy);
+    });
+  }
+
+  static void normalize_activated(Stream stream, const TensorView& x, const NormBatches& batches,
+                                  Coefficients coefficients, const ActivationFunction& activation,
+                                  const TensorView& residual, const MutableTensorView& y) {
+    if (x.empty()) return;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      const ActivatedElements<Element> formula{
+          elements_of<Element>(x), elements_of<Element>(residual), activation,
+          static_cast<const Arithmetic<Element>*>(coefficients.data)};
+      apply_to(stream, formula, batches, y, x, residual.data == nullptr ? x : residual);
+    });
+  }
+
+  static void activation_gradient(Stream stream, const TensorView& x, const TensorView& dy,
+                                  const NormBatches& batches, Coefficients coefficients,
+                                  const ActivationFunction& activation,
+                                  const MutableTensorView& dz) {
+    if (x.empty()) return;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      const ActivationGradientElements<Element> formula{
+          elements_of<Element>(x), elements_of<Element>(dy), activation,
+          static_cast<const Arithmetic<Element>*>(coefficients.data)};
+      apply_to(stream, formula, batches, dz, x, dy);
+    });
+  }
+
+  static void gradient_of_output(Stream stream, const TensorView& y, const TensorView& dy,
+                                 const NormBatches& batches, const ActivationFunction& activation,
+                                 const MutableTensorView& dz) {
+    if (y.empty()) return;
+    with_element_type(y.dtype, [&]<class Element>(Element*) {
+      const GradientOfOutputElements<Element> formula{
+          elements_of<Element>(y), elements_of<Element>(dy),
+          piecewise_linear<Arithmetic<Element>>(activation)};
+      apply_to(stream, formula, batches, dz, y, dy);
     });
   }
 
@@ -316,6 +306,9 @@ struct Backend {
         .send_gradient_sums = send_gradient_sums,
         .use_gradient_sums = use_gradient_sums,
         .input_gradient = input_gradient,
+        .normalize_activated = normalize_activated,
+        .activation_gradient = activation_gradient,
+        .gradient_of_output = gradient_of_output,
     };
   }
 };

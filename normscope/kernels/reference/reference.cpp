@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/kernels/reference/reference.h"
 
+#include <cstddef>
+
+#include "normscope/core/activation.h"
+#include "normscope/core/aligned_vector.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/channel_values.h"
@@ -163,6 +167,95 @@ void input_gradient(const Execution& /*execution*/, const TensorView& x, const T
   }
 }
 
+// As an element of the dtype holds it.
+double rounded(double value, DType dtype) {
+  return with_element_type(dtype, [&]<class Element>(Element*) {
+    return static_cast<double>(widen(round_once<Element>(value)));
+  });
+}
+
+double activated(const ActivationFunction& activation, double z) {
+  double y = 0.0;
+  with_function<double>(activation, [&](const auto& function) { y = function(z); });
+  return y;
+}
+
+double gradient(const ActivationFunction& activation, double z, double dy) {
+  double dz = 0.0;
+  with_function<double>(activation, [&](const auto& function) { dz = function.gradient(z, dy); });
+  return dz;
+}
+
+// y(n, c, p) = value(n, c, p)
+template <class Value>
+void fill(const MutableTensorView& y, const Value& value) {
+  for (std::int64_t n = 0; n < y.samples; ++n) {
+    for (std::int64_t c = 0; c < y.channels; ++c) {
+      for (std::int64_t p = 0; p < y.positions; ++p) write(y, n, c, p, value(n, c, p));
+    }
+  }
+}
+
+// Memory of its own for a tensor of x's shape and dtype.
+class TensorLike {
+ public:
+  explicit TensorLike(const TensorView& x)
+      : bytes_(static_cast<std::size_t>(x.channels * x.elements_per_channel() * size_of(x.dtype))),
+        view_(channels_first(static_cast<void*>(bytes_.data()), x.dtype, x.samples, x.channels,
+                             x.positions)) {}
+
+  [[nodiscard]] const MutableTensorView& view() const { return view_; }
+
+ private:
+  AlignedVector<std::byte> bytes_;
+  MutableTensorView view_;
+};
+
+void normalize_activated(const Execution& execution, const TensorView& x, Statistics statistics,
+                         ChannelView weight, ChannelView bias, const ActivationFunction& activation,
+                         const TensorView& residual, const MutableTensorView& y) {
+  normalize(execution, x, statistics, weight, bias, y);
+  fill(y, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    double z = read(y.read_only(), n, c, p);
+    if (residual.data != nullptr) z = rounded(z + read(residual, n, c, p), y.dtype);
+    return activated(activation, z);
+  });
+}
+
+void gradient_of_output(const Execution& /*execution*/, const TensorView& y, const TensorView& dy,
+                        const ActivationFunction& activation, const MutableTensorView& dz) {
+  fill(dz, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    return gradient(activation, read(y, n, c, p), read(dy, n, c, p));
+  });
+}
+
+void activation_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
+                         Statistics statistics, ChannelView weight, ChannelView bias,
+                         const ActivationFunction& activation, const MutableTensorView& dz) {
+  const TensorLike z(x);
+  normalize(execution, x, statistics, weight, bias, z.view());
+  // z is what an output is to others.
+  gradient_of_output(execution, z.view().read_only(), dy, activation, dz);
+}
+
+void add_activated_gradient_sums(const Execution& execution, const TensorView& x,
+                                 const TensorView& dy, Statistics statistics, ChannelView weight,
+                                 ChannelView bias, const ActivationFunction& activation,
+                                 LimbsView limbs) {
+  const TensorLike dz(x);
+  activation_gradient(execution, x, dy, statistics, weight, bias, activation, dz.view());
+  add_gradient_sums(execution, x, dz.view().read_only(), statistics, limbs);
+}
+
+void activated_input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
+                              Statistics statistics, ChannelView weight, ChannelView bias,
+                              const ActivationFunction& activation, GradientSums sums, double count,
+                              const MutableTensorView& dx) {
+  const TensorLike dz(x);
+  activation_gradient(execution, x, dy, statistics, weight, bias, activation, dz.view());
+  input_gradient(execution, x, dz.view().read_only(), statistics, weight, sums, count, dx);
+}
+
 }  // namespace
 
 constinit const Kernels kKernels{
@@ -175,6 +268,11 @@ constinit const Kernels kKernels{
     .add_gradient_sums = add_gradient_sums,
     .finalize_gradient_sums = finalize_gradient_sums,
     .input_gradient = input_gradient,
+    .normalize_activated = normalize_activated,
+    .activation_gradient = activation_gradient,
+    .gradient_of_output = gradient_of_output,
+    .add_activated_gradient_sums = add_activated_gradient_sums,
+    .activated_input_gradient = activated_input_gradient,
 };
 
 }  // namespace normscope::reference

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "normscope/core/export.h"
+#include "normscope/core/inline.h"
+
+namespace normscope NORMSCOPE_EXPORT {
+
+// What is applied to normalized elements; kNone: nothing.
+enum class Activation { kNone, kRelu, kRelu6, kLeakyRelu, kSilu, kHardSwish };
+
+// An activation and its parameter.
+struct ActivationFunction {
+  Activation kind = Activation::kNone;
+  double negative_slope = 0.01;  // of kLeakyRelu
+
+  // Whether it consists of straight lines.
+  [[nodiscard]] constexpr bool is_piecewise_linear() const noexcept {
+    return kind == Activation::kRelu || kind == Activation::kRelu6 ||
+           kind == Activation::kLeakyRelu;
+  }
+  // Whether it has at an output's input the gradient that it has at the output itself.
+  [[nodiscard]] constexpr bool output_tells_gradient() const noexcept {
+    return is_piecewise_linear() && (kind != Activation::kLeakyRelu || negative_slope >= 0.0);
+  }
+};
+
+// The functions, with the operations of torch's kernels in their order, so that those without an
+// exponential have the same bits. Value is float, double, or a vector of them. Each has
+//   operator()(z): the output
+//   gradient(z, dy): dy times the derivative at z
+
+// ReLU, ReLU6 and leaky ReLU.
+template <class Value>
+struct PiecewiseLinear {
+  Value slope;  // up to 0; where it is 0, all there becomes 0, infinities too
+  Value top;    // the largest output; NaN, with which no comparison holds: there is none
+
+  NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
+    const Value upper = z > top ? top : z;
+    return z <= Value{} ? below(z) : upper;
+  }
+  NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
+    const Value upper = z >= top ? Value{} : dy;
+    return z <= Value{} ? below(dy) : upper;
+  }
+
+ private:
+  NORMSCOPE_INLINE Value below(Value value) const noexcept {
+    return slope == Value{} ? Value{} : value * slope;
+  }
+};
+
+template <class Real>
+[[nodiscard]] NORMSCOPE_INLINE PiecewiseLinear<Real> piecewise_linear(
+    const ActivationFunction& activation) noexcept {
+  constexpr Real kNone = std::numeric_limits<Real>::quiet_NaN();
+  const bool is_leaky = activation.kind == Activation::kLeakyRelu;
+  return {is_leaky ? static_cast<Real>(activation.negative_slope) : Real{0},
+          activation.kind == Activation::kRelu6 ? Real{6} : kNone};
+}
+
+// z * clamp(z + 3, 0, 6) / 6
+template <class Value>
+struct HardSwish {
+  NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
+    const Value six = Value{} + 6;
+    Value clamped = z + 3;
+    clamped = clamped < Value{} ? Value{} : clamped;
+    clamped = clamped > six ? six : clamped;
+    return z * clamped / 6;
+  }
+  NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
+    const Value three = Value{} + 3;
+    const Value half = (Value{} + 1) / 2;
+    const Value upper = z < three ? dy * (z / 3 + half) : dy;
+    return z <= -three ? Value{} : upper;
+  }
+};
+
+// What silu and its e^x need to know of the type of x. kScale keeps 2^-kScale e^x normal for all x
+// from -kOne to kLargest.
+template <class Real>
+struct Exponential;
+template <>
+struct Exponential<float> {
+  using Bits = std::int32_t;
+  static constexpr int kFractionBits = 23;
+  static constexpr int kBias = 127;
+  static constexpr int kScale = 64;
+  static constexpr int kDegree = 7;          // of e^r: the rest is below 2^-27
+  static constexpr float kLargest = 110.0F;  // kLargest / e^kLargest rounds to 0
+  static constexpr float kOne = 40.0F;       // 1 + e^-kOne rounds to 1
+  static constexpr float kToInteger = 0x1.8p23F;
+  static constexpr float kLog2E = 0x1.715476p0F;
+  static constexpr float kLn2Hi = 0x1.63p-1F;  // times k: exact
+  static constexpr float kLn2Lo = -0x1.bd0106p-13F;
+};
+template <>
+struct Exponential<double> {
+  using Bits = std::int64_t;
+  static constexpr int kFractionBits = 52;
+  static constexpr int kBias = 1023;
+  static constexpr int kScale = 512;
+  static constexpr int kDegree = 13;  // of e^r: the rest is below 2^-57
+  static constexpr double kLargest = 760.0;
+  static constexpr double kOne = 50.0;
+  static constexpr double kToInteger = 0x1.8p52;
+  static constexpr double kLog2E = 0x1.71547652b82fep0;
+  static constexpr double kLn2Hi = 0x1.62e42feep-1;
+  static constexpr double kLn2Lo = 0x1.a39ef35793c76p-33;
+};
+
+// The element type of a Value, and its bits as integers.
+template <class Value>
+struct ValueTraits {
+  using Real = Value;
+  using Bits = typename Exponential<Real>::Bits;
+};
+template <class Vector>
+  requires requires(Vector vector) { vector[0]; }
+struct ValueTraits<Vector> {
+  using Real = std::remove_cvref_t<decltype(Vector{}[0])>;
+  using Bits = decltype(Vector{} < Vector{});
+};
+
+template <class Real>
+[[nodiscard]] constexpr Real inverse_factorial(int n) {
+  double factorial = 1.0;
+  for (int i = 2; i <= n; ++i) factorial *= i;
+  return static_cast<Real>(1.0 / factorial);
+}
+
+// A sum and what its rounding lost. |a| is at least |b|, or a is 0.
+template <class Value>
+struct SumOfTwo {
+  Value sum;
+  Value lost;
+
+  NORMSCOPE_INLINE SumOfTwo(Value a, Value b) noexcept : sum(a + b), lost(b - (sum - a)) {}
+};
+
+// 2^-kScale e^x, and what is left of it, for x from -kOne to kLargest; NaN stays. With k the
+// integer next to x / ln 2: e^x = 2^k e^r, and e^r = 1 + r + r^2 times a polynomial. No operation
+// depends on the machine, so that every instruction set has the same bits.
+template <class Value>
+struct ScaledExponential {
+  using Real = typename ValueTraits<Value>::Real;
+  using Bits = typename ValueTraits<Value>::Bits;
+  using Constants = Exponential<Real>;
+
+  Value value;
+  Value rest;
+
+  NORMSCOPE_INLINE explicit ScaledExponential(Value x) noexcept {
+    const Value shifted = x * Constants::kLog2E + Constants::kToInteger;  // ends with the bits of k
+    const Value k = shifted - Constants::kToInteger;
+    const Value upper = x - k * Constants::kLn2Hi;
+    const SumOfTwo<Value> r(upper, -(k * Constants::kLn2Lo));
+    const SumOfTwo<Value> linear(Value{} + 1, r.sum);
+    const Value small = linear.lost + (r.lost + r.sum * r.sum * polynomial<2>(r.sum));
+    const SumOfTwo<Value> power(linear.sum, small);
+    constexpr typename Constants::Bits kExponent = Constants::kBias - Constants::kScale;
+    const Value factor = std::bit_cast<Value>((std::bit_cast<Bits>(shifted) + kExponent)
+                                              << Constants::kFractionBits);
+    value = power.sum * factor;
+    rest = power.lost * factor;
+  }
+
+  // 2^-kScale
+  static constexpr Real scale() {
+    Real power = 1;
+    for (int i = 0; i < Constants::kScale; ++i) power /= 2;
+    return power;
+  }
+
+ private:
+  // 1 / n! + r / (n + 1)! + r^2 / (n + 2)! + ...
+  template <int n>
+  static NORMSCOPE_INLINE Value polynomial(Value r) noexcept {
+    constexpr Real kFirst = inverse_factorial<Real>(n);
+    if constexpr (n == Constants::kDegree) {
+      return Value{} + kFirst;
+    } else {
+      return polynomial<n + 1>(r) * r + kFirst;
+    }
+  }
+};
+
+// z * sigmoid(z) = z / (1 + e^-z)
+template <class Value>
+struct Silu {
+  // Within 2 units in the last place: a quotient, corrected by what the denominator has lost.
+  NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
+    const Value bounded = within_bounds(z);
+    const ScaledExponential<Value> e(-bounded);
+    const Value one = Value{} + kScale;
+    const SumOfTwo<Value> from_one(one, e.value);
+    const SumOfTwo<Value> from_e(e.value, one);
+    const Value lost = (e.value > one ? from_e.lost : from_one.lost) + e.rest;
+    const Value quotient = bounded / from_one.sum;
+    const Value y = (quotient - quotient * (lost / from_one.sum)) * kScale;
+    return z > bounded ? z : y;
+  }
+  NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
+    const Value bounded = within_bounds(z);
+    const Value e = ScaledExponential<Value>(-bounded).value;
+    const Value sigmoid = kScale / (kScale + e);
+    const Value of_minus_z = e / (kScale + e);
+    return dy * sigmoid * (1 + bounded * of_minus_z);
+  }
+
+ private:
+  using Real = typename ValueTraits<Value>::Real;
+  static constexpr Real kScale = ScaledExponential<Value>::scale();
+
+  // Below them y rounds to 0, above to z.
+  static NORMSCOPE_INLINE Value within_bounds(Value z) noexcept {
+    const Value lower = Value{} - Exponential<Real>::kLargest;
+    const Value upper = Value{} + Exponential<Real>::kOne;
+    const Value from_below = z < lower ? lower : z;
+    return from_below > upper ? upper : from_below;
+  }
+};
+
+// Calls use(function) with the activation's function of single numbers.
+template <class Real, class Use>
+NORMSCOPE_INLINE void with_function(const ActivationFunction& activation, const Use& use) {
+  switch (activation.kind) {
+    case Activation::kSilu: use(Silu<Real>{}); return;
+    case Activation::kHardSwish: use(HardSwish<Real>{}); return;
+    default: use(piecewise_linear<Real>(activation));
+  }
+}
+
+}  // namespace normscope

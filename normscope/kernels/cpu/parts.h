@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <unistd.h>
+
+#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_line.h"
+#include "normscope/core/execution.h"
+#include "normscope/core/limbs.h"
+#include "normscope/core/tensor_view.h"
+#include "normscope/core/tiles.h"
+#include "normscope/kernels/cpu/channel_arrays.h"
+#include "normscope/kernels/cpu/target.h"
+
+// How a tensor's work is cut for threads, and how its outputs are stored.
+
+namespace normscope::cpu {
+
+// Below this many elements a second thread costs more than it saves: waking one takes about 5 us,
+// in which a core sums some ten thousand elements.
+inline constexpr std::int64_t kElementsPerThread = 16384;
+
+// Bytes of a run from which on streamed stores pay although its ends share their cache lines with
+// cached ones, and wait for them: between float32 planes of 33x33 and of 129x129.
+inline constexpr std::int64_t kStreamedRun = 128 * kCacheLine;
+
+// Bytes of a thread's part of a row from which on it is worth having: the hardware follows shorter
+// ones badly.
+inline constexpr std::int64_t kRowOfThread = 2048;
+
+// Bytes of a core's L2. What the system does not tell is taken to be 1 MiB.
+inline std::int64_t cache_per_core() {
+  static const std::int64_t kBytes = [] {
+    const long told = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return told > 0 ? std::int64_t{told} : std::int64_t{1} << 20;
+  }();
+  return kBytes;
+}
+
+inline std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+inline std::int64_t tile_count(const TensorView& x) {
+  return x.samples * tiles_per_sample(x.layout(), x.positions);
+}
+
+// Part `i` of [0, n) split into `parts` of nearly equal length.
+inline TileRange part_of(std::int64_t n, std::int64_t parts, std::int64_t i) {
+  return {n * i / parts, n * (i + 1) / parts};
+}
+
+inline std::int64_t useful_threads(std::int64_t threads, const TensorView& x) {
+  const std::int64_t elements = x.channels * x.elements_per_channel();
+  return std::clamp<std::int64_t>(elements / kElementsPerThread, 1, threads);
+}
+
+// Work is cut by channels where each thread's lie apart from the others' in memory, else by tiles:
+// then every thread has limbs of its own for all channels, which take time to add up.
+inline bool splits_by_channel(const TensorView& x, std::int64_t threads) {
+  if (x.layout() == Layout::kChannelsFirst) return x.channels >= threads;
+  const std::int64_t row = x.channels / threads * size_of(x.dtype);
+  return x.channels % threads == 0 && row % kCacheLine == 0 && row >= kRowOfThread;
+}
+
+// Calls sweep(channels, tiles) for parts of the tensor that together are all of it.
+template <class Sweep>
+void for_parts(const Execution& execution, const TensorView& x, const Sweep& sweep) {
+  const std::int64_t threads = useful_threads(execution.threads, x);
+  const TileRange all_channels{0, x.channels};
+  const TileRange all_tiles{0, tile_count(x)};
+  if (threads == 1) {
+    sweep(all_channels, all_tiles);
+  } else if (splits_by_channel(x, threads)) {
+    execution.parallel_for(
+        threads, [&](std::int64_t i) { sweep(part_of(x.channels, threads, i), all_tiles); });
+  } else {
+    execution.parallel_for(
+        threads, [&](std::int64_t i) { sweep(all_channels, part_of(all_tiles.end, threads, i)); });
+  }
+}
+
+// Calls sum(channels, tiles, limbs) for parts of the tensor, each with limbs of its own where parts
+// share channels, and never with more tiles than limbs can count.
+template <class Sum>
+void sum_parts(const Execution& execution, const TensorView& x, const Target& target,
+               LimbsView limbs, const Sum& sum) {
+  const auto sum_into = [&](TileRange channels, TileRange tiles, LimbsView into) {
+    for (std::int64_t begin = tiles.begin; begin < tiles.end; begin += kTilesBetweenCarries) {
+      sum(channels, TileRange{begin, std::min(begin + kTilesBetweenCarries, tiles.end)}, into);
+      target.canonicalize(into);
+    }
+  };
+  const std::int64_t threads = useful_threads(execution.threads, x);
+  if (threads == 1 || splits_by_channel(x, threads)) {
+    for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+      sum_into(channels, tiles, limbs.channel_range(channels.begin, channels.end));
+    });
+    return;
+  }
+  // From the limbs of one thread to those of the next, which share no cache line.
+  const std::int64_t stride = whole_lines<double>(limbs_size(x.channels));
+  AlignedVector<double> storage(static_cast<std::size_t>(threads * stride));
+  const auto own_limbs = [&](std::int64_t i) {
+    return LimbsView{storage.data() + i * stride, x.channels, x.channels};
+  };
+  execution.parallel_for(threads, [&](std::int64_t i) {
+    sum_into({0, x.channels}, part_of(tile_count(x), threads, i), own_limbs(i));
+  });
+  for (std::int64_t i = 0; i < threads; ++i) target.add_limbs(own_limbs(i), limbs);
+  target.canonicalize(limbs);
+}
+
+// Bytes of y, or of the tensor that y is some channels of: its samples' distance tells.
+inline double extent(const MutableTensorView& y) {
+  const double samples_apart =
+      static_cast<double>(y.samples) * static_cast<double>(y.sample_stride);
+  const double own =
+      static_cast<double>(y.channels) * static_cast<double>(y.elements_per_channel());
+  return std::max(samples_apart, own) * static_cast<double>(size_of(y.dtype));
+}
+
+// Outputs pass the cache by where they would not stay in it anyway, and lie in runs of whole cache
+// lines, or in such long ones that their ends do not matter. That makes the ops of networks some 6
+// % faster (docs/performance.md).
+inline Stores stores_for(const MutableTensorView& y) {
+  const bool is_channels_first = y.layout() == Layout::kChannelsFirst;
+  const std::int64_t run = (is_channels_first ? y.positions : y.channels) * size_of(y.dtype);
+  const bool has_whole_lines = run >= kStreamedRun || run % kCacheLine == 0;
+  const bool fits = extent(y) <= static_cast<double>(cache_per_core());
+  return has_whole_lines && !fits ? Stores::kStreaming : Stores::kCached;
+}
+
+}  // namespace normscope::cpu

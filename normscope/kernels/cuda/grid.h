@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "normscope/core/tensor_view.h"
+#include "normscope/kernels/cuda/packs.cuh"
+
+namespace normscope::cuda {
+
+// Whether a kernel may be launched while the one before it on the stream still runs, which hides
+// the launch. Such a kernel begins with wait_for_earlier_kernel().
+enum class Order { kAfter, kEarly };
+
+// The kernels' grids. Device is what launches them: a GPU, or its stand-in on the host for tests.
+//
+//   struct Device {
+//     static int multiprocessors();
+//     static bool is_capturing(Stream stream);
+//     template <class Kernel, class... Arguments>
+//     static void launch(Stream stream, const Grid& grid, Order order, Kernel kernel,
+//                        Arguments... arguments);
+//   };
+struct Grid {
+  std::int64_t blocks_x;
+  std::int64_t blocks_y;
+  std::int64_t blocks_z;
+  int threads_x;
+  int threads_y;
+};
+
+[[nodiscard]] constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
+  return (a + b - 1) / b;
+}
+
+template <class Element, class Pointer>
+[[nodiscard]] auto elements_of(const BasicTensorView<Pointer>& x) {
+  using Pointed = std::conditional_t<std::is_same_v<Pointer, const void*>, const Element, Element>;
+  return Elements<Pointed>{static_cast<Pointed*>(x.data),
+                           x.samples,
+                           x.channels,
+                           x.positions,
+                           x.sample_stride,
+                           x.channel_stride,
+                           x.position_stride};
+}
+
+// Whether every run of neighbours begins at a multiple of `bytes`, and none ends within them.
+// Strides along one element do not matter.
+template <class Pointer>
+[[nodiscard]] bool has_packs(const BasicTensorView<Pointer>& x, std::int64_t bytes) {
+  const std::int64_t pack = bytes / size_of(x.dtype);
+  const bool is_first = x.layout() == Layout::kChannelsFirst;
+  const std::int64_t rows = is_first ? x.channels : x.positions;
+  const std::int64_t row_stride = is_first ? x.channel_stride : x.position_stride;
+  // Channels that do not fill a last pack would be read beyond their end; positions are not.
+  const bool fills = is_first || x.channels % pack == 0;
+  return reinterpret_cast<std::uintptr_t>(x.data) % static_cast<std::uintptr_t>(bytes) == 0 &&
+         fills && (x.samples <= 1 || x.sample_stride % pack == 0) &&
+         (rows <= 1 || row_stride % pack == 0);
+}
+
+}  // namespace normscope::cuda
