@@ -6,6 +6,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "normscope/core/double_double.h"
 #include "normscope/core/export.h"
 #include "normscope/core/inline.h"
 
@@ -100,6 +101,7 @@ struct Exponential<float> {
   static constexpr float kLog2E = 0x1.715476p0F;
   static constexpr float kLn2Hi = 0x1.63p-1F;  // times k: exact
   static constexpr float kLn2Lo = -0x1.bd0106p-13F;
+  static constexpr Bits kInverse = 0x7EF311C3;
 };
 template <>
 struct Exponential<double> {
@@ -114,6 +116,7 @@ struct Exponential<double> {
   static constexpr double kLog2E = 0x1.71547652b82fep0;
   static constexpr double kLn2Hi = 0x1.62e42feep-1;
   static constexpr double kLn2Lo = 0x1.a39ef35793c76p-33;
+  static constexpr Bits kInverse = 0x7FDE623822FC16E6;
 };
 
 // The element type of a Value, and its bits as integers.
@@ -136,40 +139,25 @@ template <class Real>
   return static_cast<Real>(1.0 / factorial);
 }
 
-// A sum and what its rounding lost. |a| is at least |b|, or a is 0.
+// 2^-kScale e^x for x from -kOne to kLargest, as a pair; NaN stays. With k the integer next to
+// x / ln 2: e^x = 2^k e^r, and e^r = 1 + r + r^2 times a polynomial. No operation depends on the
+// machine, so that every instruction set has the same bits.
 template <class Value>
-struct SumOfTwo {
-  Value sum;
-  Value lost;
-
-  NORMSCOPE_INLINE SumOfTwo(Value a, Value b) noexcept : sum(a + b), lost(b - (sum - a)) {}
-};
-
-// 2^-kScale e^x, and what is left of it, for x from -kOne to kLargest; NaN stays. With k the
-// integer next to x / ln 2: e^x = 2^k e^r, and e^r = 1 + r + r^2 times a polynomial. No operation
-// depends on the machine, so that every instruction set has the same bits.
-template <class Value>
-struct ScaledExponential {
+class ScaledExponential {
+ public:
   using Real = typename ValueTraits<Value>::Real;
-  using Bits = typename ValueTraits<Value>::Bits;
-  using Constants = Exponential<Real>;
 
-  Value value;
-  Value rest;
-
-  NORMSCOPE_INLINE explicit ScaledExponential(Value x) noexcept {
+  static NORMSCOPE_INLINE DoubleDouble<Value> of(Value x) noexcept {
     const Value shifted = x * Constants::kLog2E + Constants::kToInteger;  // ends with the bits of k
     const Value k = shifted - Constants::kToInteger;
-    const Value upper = x - k * Constants::kLn2Hi;
-    const SumOfTwo<Value> r(upper, -(k * Constants::kLn2Lo));
-    const SumOfTwo<Value> linear(Value{} + 1, r.sum);
-    const Value small = linear.lost + (r.lost + r.sum * r.sum * polynomial<2>(r.sum));
-    const SumOfTwo<Value> power(linear.sum, small);
+    const Value r = (x - k * Constants::kLn2Hi) - k * Constants::kLn2Lo;
+    const DoubleDouble<Value> linear = fast_two_sum(Value{} + 1, r);
+    const DoubleDouble<Value> power =
+        fast_two_sum(linear.hi, linear.lo + r * r * polynomial<2>(r));
     constexpr typename Constants::Bits kExponent = Constants::kBias - Constants::kScale;
-    const Value factor = std::bit_cast<Value>((std::bit_cast<Bits>(shifted) + kExponent)
-                                              << Constants::kFractionBits);
-    value = power.sum * factor;
-    rest = power.lost * factor;
+    const auto factor = std::bit_cast<Value>((std::bit_cast<Bits>(shifted) + kExponent)
+                                             << Constants::kFractionBits);
+    return {power.hi * factor, power.lo * factor};
   }
 
   // 2^-kScale
@@ -180,6 +168,9 @@ struct ScaledExponential {
   }
 
  private:
+  using Bits = typename ValueTraits<Value>::Bits;
+  using Constants = Exponential<Real>;
+
   // 1 / n! + r / (n + 1)! + r^2 / (n + 2)! + ...
   template <int n>
   static NORMSCOPE_INLINE Value polynomial(Value r) noexcept {
@@ -195,24 +186,22 @@ struct ScaledExponential {
 // z * sigmoid(z) = z / (1 + e^-z)
 template <class Value>
 struct Silu {
-  // Within 2 units in the last place: a quotient, corrected by what the denominator has lost.
+  // Within 2 units in the last place: a quotient, corrected by what the denominator has lost. Where
+  // e^-z is below 1, that is found but for its own rounding.
   NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
     const Value bounded = within_bounds(z);
-    const ScaledExponential<Value> e(-bounded);
-    const Value one = Value{} + kScale;
-    const SumOfTwo<Value> from_one(one, e.value);
-    const SumOfTwo<Value> from_e(e.value, one);
-    const Value lost = (e.value > one ? from_e.lost : from_one.lost) + e.rest;
-    const Value quotient = bounded / from_one.sum;
-    const Value y = (quotient - quotient * (lost / from_one.sum)) * kScale;
+    const DoubleDouble<Value> e = ScaledExponential<Value>::of(-bounded);
+    const DoubleDouble<Value> denominator = fast_two_sum(e.hi, Value{} + kScale);
+    const Value lost = (denominator.lo + e.lo) * about_inverse(denominator.hi);
+    const Value quotient = bounded / denominator.hi;
+    const Value y = (quotient - quotient * lost) * kScale;
     return z > bounded ? z : y;
   }
   NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
     const Value bounded = within_bounds(z);
-    const Value e = ScaledExponential<Value>(-bounded).value;
-    const Value sigmoid = kScale / (kScale + e);
-    const Value of_minus_z = e / (kScale + e);
-    return dy * sigmoid * (1 + bounded * of_minus_z);
+    const Value e = ScaledExponential<Value>::of(-bounded).hi;
+    const Value inverse = 1 / (e + kScale);
+    return dy * (inverse * kScale) * (1 + bounded * (e * inverse));
   }
 
  private:
@@ -225,6 +214,12 @@ struct Silu {
     const Value upper = Value{} + Exponential<Real>::kOne;
     const Value from_below = z < lower ? lower : z;
     return from_below > upper ? upper : from_below;
+  }
+
+  // 1 / value within an eighth: exponents are negated as integers, fractions nearly so.
+  static NORMSCOPE_INLINE Value about_inverse(Value value) noexcept {
+    using Bits = typename ValueTraits<Value>::Bits;
+    return std::bit_cast<Value>(Exponential<Real>::kInverse - std::bit_cast<Bits>(value));
   }
 };
 
