@@ -105,6 +105,13 @@ void check_saved_by_forward(const OpArguments& op) {
   check_statistics(op.x, op.statistics);
 }
 
+constexpr struct {
+  std::string_view name;
+  Activation kind;
+} kActivations[] = {{"none", Activation::kNone},   {"relu", Activation::kRelu},
+                    {"relu6", Activation::kRelu6}, {"leaky_relu", Activation::kLeakyRelu},
+                    {"silu", Activation::kSilu},   {"hard_swish", Activation::kHardSwish}};
+
 SliceStats parsed_slice_stats(std::string_view text) {
   if (text == "pooled") return SliceStats::kPooled;
   if (text == "first") return SliceStats::kFirst;
@@ -121,14 +128,15 @@ Scope parsed_scope(std::string_view text) {
   return scope;
 }
 
+std::string_view name_of(Activation activation) noexcept {
+  for (const auto& known : kActivations) {
+    if (known.kind == activation) return known.name;
+  }
+  return "unknown";
+}
+
 ActivationFunction parsed_activation(std::string_view name, double negative_slope) {
-  constexpr struct {
-    std::string_view name;
-    Activation kind;
-  } kNames[] = {{"none", Activation::kNone},   {"relu", Activation::kRelu},
-                {"relu6", Activation::kRelu6}, {"leaky_relu", Activation::kLeakyRelu},
-                {"silu", Activation::kSilu},   {"hard_swish", Activation::kHardSwish}};
-  for (const auto& known : kNames) {
+  for (const auto& known : kActivations) {
     if (known.name == name) return {known.kind, negative_slope};
   }
   TORCH_CHECK_VALUE(false, "activation: expected none, relu, relu6, leaky_relu, silu or ",

@@ -27,7 +27,8 @@ struct Slicing {
 };
 [[nodiscard]] Slicing checked(const ForwardOpArguments& op, const Scope& scope);
 
-// The activation of this name.
+// An activation's name, and the activation of a name.
+[[nodiscard]] std::string_view name_of(Activation activation) noexcept;
 [[nodiscard]] ActivationFunction parsed_activation(std::string_view name, double negative_slope);
 // That of a forward, whose residual is checked.
 [[nodiscard]] ActivationFunction checked(const ActivationCall& op, const at::Tensor& x);

@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/core/error.h"
+#include "tests/batch_norm/activated_run.h"
 #include "tests/batch_norm/device_rank.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
@@ -116,6 +117,20 @@ TEST_P(OnADevice, TheBitsAreThoseOfTheHost) {
         run.step(device.context());
 
         ASSERT_NO_FATAL_FAILURE(expect_same(run, expected));
+      }
+    }
+  });
+}
+
+TEST_P(OnADevice, WithAnActivationItIsASequenceOfSingleOperations) {
+  run([](Exchange& exchange) {
+    DeviceRank device(&exchange);
+    const auto rank = static_cast<std::size_t>(exchange.communicator().rank());
+    const Assignment assignment = in_order(kSamples, exchange.communicator().size());
+    for (const Layer& layer : layers()) {
+      for (const Activated& activated : activated_layers(true)) {
+        ASSERT_NO_FATAL_FAILURE(
+            expect_single_operations(layer, activated, assignment[rank], 1, device.context()));
       }
     }
   });

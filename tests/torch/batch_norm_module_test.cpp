@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <functional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -192,6 +193,56 @@ TEST(Module, PrintsItsScope) {
   EXPECT_EQ(text.str(),
             "normscope::nn::BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=false, "
             "track_running_stats=true, scope=group:4)");
+}
+
+TEST(Module, WithAnActivationIsThatOfTorchAfterIt) {
+  const at::Tensor x = random({4, 3, 5, 5}, 0);
+  const at::Tensor residual = random({4, 3, 5, 5}, 1) - 7;
+  const auto sum = [](const at::Tensor& y, const at::Tensor& added) {
+    return added.defined() ? y + added : y;
+  };
+  const struct {
+    ActivationFunction activation;
+    std::function<at::Tensor(const at::Tensor&)> theirs;
+  } cases[] = {
+      {{Activation::kRelu}, [](const at::Tensor& z) { return at::relu(z); }},
+      {{Activation::kRelu6}, [](const at::Tensor& z) { return at::hardtanh(z, 0, 6); }},
+      {{Activation::kLeakyRelu, 0.2}, [](const at::Tensor& z) { return at::leaky_relu(z, 0.2); }},
+      {{Activation::kLeakyRelu, -1.5}, [](const at::Tensor& z) { return at::leaky_relu(z, -1.5); }},
+      {{Activation::kSilu}, [](const at::Tensor& z) { return at::silu(z); }},
+      {{Activation::kHardSwish}, [](const at::Tensor& z) { return at::hardswish(z); }},
+  };
+  for (const auto& [activation, theirs] : cases) {
+    for (const at::Tensor& added : {at::Tensor(), residual, residual.narrow(0, 0, 1)}) {
+      for (const bool trains : {true, false}) {
+        nn::BatchNorm2d ours(nn::BatchNormOptions(3).activation(activation));
+        nn::BatchNorm2d plain(3);
+        ours->to(torch::kDouble);
+        plain->to(torch::kDouble);
+        ours->train(trains);
+        plain->train(trains);
+        const at::Tensor one = x.detach().clone().requires_grad_();
+        const at::Tensor other = x.detach().clone().requires_grad_();
+
+        const at::Tensor y = ours->forward(one, added);
+        const at::Tensor expected = theirs(sum(plain->forward(other), added));
+        y.backward(y.detach().sin());
+        expected.backward(expected.detach().sin());
+
+        expect_near(y, expected, "y");
+        expect_near(one.grad(), other.grad(), "dx");
+        expect_near(ours->weight.grad(), plain->weight.grad(), "dweight");
+        expect_near(ours->running_var, plain->running_var, "running_var");
+      }
+    }
+  }
+}
+
+TEST(Module, PrintsItsActivation) {
+  std::stringstream text;
+  text << nn::BatchNorm2d(nn::BatchNormOptions(8).activation({Activation::kSilu}));
+
+  EXPECT_THAT(text.str(), HasSubstr("scope=world, activation=silu)"));
 }
 
 TEST(Module, StandsInASequentialWithoutAWrapper) {

@@ -115,7 +115,9 @@ struct ActivatedTwoInputs {
   }
 };
 
-struct NoFormulas {};
+struct NoFormulas {
+  [[nodiscard]] constexpr NoFormulas from(std::int64_t /*c*/) const { return {}; }
+};
 struct NoFormula {};
 template <class Value>
 NORMSCOPE_INLINE NoFormula formula_at(const NoFormulas& /*formulas*/, std::int64_t /*c*/) {

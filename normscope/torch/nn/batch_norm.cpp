@@ -8,6 +8,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/nn/functional/batchnorm.h>
 
+#include "normscope/torch/arguments.h"
 #include "normscope/torch/operators.h"
 
 namespace normscope::nn {
@@ -33,24 +34,78 @@ std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
   return op.call(scope, options.group(), x.size(0));
 }
 
+// Whether there is one op for an activation: not for all that torch's `+` takes.
+bool fuses(const ActivationFunction& activation, const at::Tensor& x, const at::Tensor& residual) {
+  if (!residual.defined()) return true;
+  return activation.output_tells_gradient() && residual.sizes() == x.sizes() &&
+         residual.dtype() == x.dtype() && residual.device() == x.device();
+}
+
+at::Tensor activated(const ActivationFunction& activation, const at::Tensor& y) {
+  switch (activation.kind) {
+    case Activation::kNone: break;
+    case Activation::kRelu: return at::relu(y);
+    case Activation::kRelu6: return at::hardtanh(y, 0, 6);
+    case Activation::kLeakyRelu: return at::leaky_relu(y, activation.negative_slope);
+    case Activation::kSilu: return at::silu(y);
+    case Activation::kHardSwish: return at::hardswish(y);
+  }
+  return y;
+}
+
 }  // namespace
 
 template <std::size_t D, class Derived, class Theirs>
-at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x) {
-  if (!this->is_training()) return evaluate(x);
-  static const auto op = op_named<binding::ForwardOp>("normscope::batch_norm_forward");
+at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x,
+                                                          const at::Tensor& residual) {
+  const ActivationFunction& activation = this->options.activation();
+  if (this->is_training() && fuses(activation, x, residual)) {
+    return train_step(x, activation, residual);
+  }
+  at::Tensor y = this->is_training() ? train_step(x, {}, {}) : evaluate(x);
+  if (residual.defined()) y = y + residual;
+  return activated(activation, y);
+}
+
+template <std::size_t D, class Derived, class Theirs>
+at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(const at::Tensor& x,
+                                                             const ActivationFunction& activation,
+                                                             const at::Tensor& residual) {
+  static const auto plain_op = op_named<binding::ForwardOp>("normscope::batch_norm_forward");
+  static const auto act_op =
+      op_named<binding::ActivatedForwardOp>("normscope::batch_norm_act_forward");
   const BatchNormOptions& chosen = this->options;
   const std::string scope = scope_in_use(chosen, x);
   // torch::nn::Module::to(dtype) has cast the counter as well.
   if (this->num_batches_tracked.defined() && this->num_batches_tracked.dtype() != at::kLong) {
     this->num_batches_tracked.set_data(this->num_batches_tracked.to(at::kLong));
   }
-  const auto [y, statistics] = op.call(
-      x, defined_or_none(this->weight), defined_or_none(this->bias),
-      defined_or_none(this->running_mean), defined_or_none(this->running_var),
-      defined_or_none(this->num_batches_tracked), chosen.momentum(), chosen.eps(), Derived::kDims,
-      name_of(chosen.slice_stats()), scope, chosen.group(), chosen.layer_name(),
-      /*needs_backward=*/std::nullopt, /*decompose=*/std::nullopt);
+  const auto weight = defined_or_none(this->weight);
+  const auto bias = defined_or_none(this->bias);
+  const auto running_mean = defined_or_none(this->running_mean);
+  const auto running_var = defined_or_none(this->running_var);
+  const auto num_batches_tracked = defined_or_none(this->num_batches_tracked);
+  const auto added = defined_or_none(residual);
+  const binding::ForwardOpArguments layer{
+      .x = x,
+      .weight = weight,
+      .bias = bias,
+      .running_mean = running_mean,
+      .running_var = running_var,
+      .num_batches_tracked = num_batches_tracked,
+      .momentum = chosen.momentum(),
+      .eps = chosen.eps(),
+      .dims = Derived::kDims,
+      .slice_stats = name_of(chosen.slice_stats()),
+      .call = {.scope = scope, .group_name = chosen.group(), .layer = chosen.layer_name()},
+      .needs_backward = std::nullopt};
+  const auto [y, statistics] =
+      activation.kind == Activation::kNone
+          ? layer.pass_to(plain_op)
+          : binding::ActivatedForwardOpArguments{{binding::name_of(activation.kind),
+                                                  activation.negative_slope, added},
+                                                 layer}
+                .pass_to(act_op);
   if (this->input_observer) this->input_observer(x);
   return y;
 }
@@ -92,7 +147,11 @@ void BatchNormImplBase<D, Derived, Theirs>::pretty_print(std::ostream& stream) c
   }
   stream << ", affine=" << chosen.affine()
          << ", track_running_stats=" << chosen.track_running_stats()
-         << ", scope=" << chosen.scope().str() << ")";
+         << ", scope=" << chosen.scope().str();
+  if (chosen.activation().kind != Activation::kNone) {
+    stream << ", activation=" << binding::name_of(chosen.activation().kind);
+  }
+  stream << ")";
 }
 
 template <std::size_t D, class Derived, class Theirs>

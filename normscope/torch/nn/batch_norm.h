@@ -12,6 +12,7 @@
 #include <torch/nn/pimpl.h>
 
 #include "normscope/batch_norm/batch_norm.h"
+#include "normscope/core/activation.h"
 #include "normscope/core/export.h"
 #include "normscope/core/scope.h"
 
@@ -38,6 +39,8 @@ struct BatchNormOptions {
   TORCH_ARG(Scope, scope) = Scope::world();
   // How the slices of slices:K update the running statistics.
   TORCH_ARG(SliceStats, slice_stats) = SliceStats::kPooled;
+  // What follows the normalization, in the same sweep; none: nothing.
+  TORCH_ARG(ActivationFunction, activation);
   // RankGroup::name() of the ranks that the scope speaks of; "": this rank alone.
   TORCH_ARG(std::string, group);
   // The layer's qualified name, by which errors call it.
@@ -65,8 +68,9 @@ class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNorm
   using TorchImpl = Theirs;
   using ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>::NormImplBase;
 
-  // Normalizes x [N, C, *].
-  at::Tensor forward(const at::Tensor& x);
+  // Normalizes x [N, C, *]; adds `residual`, if it is defined; applies the options' activation.
+  // Without an activation a residual is added by torch.
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
 
   // Takes the very parameters of torch's layer, and the memory of its buffers.
   void adopt(const Theirs& layer);
@@ -76,8 +80,12 @@ class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNorm
  protected:
   void _check_input_dim(const at::Tensor& x) override;
 
+  FORWARD_HAS_DEFAULT_ARGS({1, ::torch::nn::AnyValue(at::Tensor())})
+
  private:
   at::Tensor evaluate(const at::Tensor& x);
+  at::Tensor train_step(const at::Tensor& x, const ActivationFunction& activation,
+                        const at::Tensor& residual);
 };
 
 class BatchNorm1dImpl : public BatchNormImplBase<1, BatchNorm1dImpl, ::torch::nn::BatchNorm1dImpl> {
