@@ -2,11 +2,13 @@
 """Batch normalization whose statistics have a scope that the user chooses."""
 
 from normscope import _library, _own_groups, functional
+from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.adaptive import AdaptiveScope
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.faults import fail_fast, status
+from normscope.fusion import fuse
 from normscope.graphs import exact_graphs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
@@ -23,6 +25,10 @@ __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "BatchNormAct",
+    "BatchNormAct1d",
+    "BatchNormAct2d",
+    "BatchNormAct3d",
     "CommunicationCounters",
     "ProgressiveScope",
     "Scope",
@@ -36,6 +42,7 @@ __all__ = [
     "exact_graphs",
     "fail_fast",
     "functional",
+    "fuse",
     "joined",
     "recommend_scopes",
     "revert",
