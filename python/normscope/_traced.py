@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,9 +57,10 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """The qualified name of the module in whose forward a node stands, or that it calls."""
-    stack = node.meta.get("nn_module_stack")
-    return next(reversed(stack.values()))[0] if stack else ""
+    """The qualified name of the module in whose forward a node stands."""
+    stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack", {})
+    names = ["", *(name for name, _ in stack.values())]
+    return names[-2 if node.op == "call_module" else -1]
 
 
 def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -191,15 +193,16 @@ def _modes() -> tuple[object, ...]:
 
 def _trace(model: torch.nn.Module, *, training: bool) -> fx.Graph:
     """Trace a model all of whose modules are in one mode; it is restored afterwards."""
-    before = {module: dict(module.__dict__) for module in model.modules()}
-    for module in before:
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
         module.__dict__["training"] = training
+    before = [state for name, module in model.named_modules() for state in _states(name, module)]
     tracer = Tracer()
     specialized = _arguments_that_may_be_none(model)
     try:
         graph = tracer.trace(model, dict.fromkeys(specialized) or None)
         _check_tensors(model, graph)
-        _check_assignments(model, before)
+        _check_assignments(before)
     except _RefusalError as refusal:
         raise RuntimeError(str(refusal)) from None
     except Exception as error:
@@ -209,9 +212,10 @@ def _trace(model: torch.nn.Module, *, training: bool) -> fx.Graph:
             f"{_ADVICE}"
         ) from error
     finally:
-        for module, attributes in before.items():
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+        for state in before:
+            state.restore()
+        for module, mode in modes.items():
+            module.__dict__["training"] = mode
     for node in graph.nodes:
         node.type = None  # an annotation, which may be text, and text cannot be pickled
     for node in graph.find_nodes(op="placeholder"):
@@ -241,17 +245,49 @@ def _check_tensors(model: torch.nn.Module, graph: fx.Graph) -> None:
             )
 
 
-def _check_assignments(
-    model: torch.nn.Module, before: dict[torch.nn.Module, dict[str, Any]]
-) -> None:
-    for name, module in model.named_modules():
-        attributes = before[module]
-        for attribute, value in module.__dict__.items():
-            if attribute != "training" and attributes.get(attribute, before) is not value:
-                raise _RefusalError(
-                    f"{_named(name)}: expected a forward that assigns to no attribute, got one "
-                    f"that assigns to {attribute}, which a graph would not; {_ADVICE}"
-                )
+@dataclass(frozen=True)
+class _State:
+    """What a dict or a list held: a module's attributes, or one of them, as its buffers."""
+
+    name: str
+    holder: dict[Any, Any] | list[Any]
+    items: list[tuple[Any, Any]]
+
+    def changed(self) -> list[Any]:
+        """The keys of what is no longer what it was."""
+        now, before = dict(_items(self.holder)), dict(self.items)
+        keys = [*before, *(key for key in now if key not in before)]
+        return [key for key in keys if now.get(key, now) is not before.get(key, before)]
+
+    def restore(self) -> None:
+        if not self.changed():
+            return
+        self.holder.clear()
+        if isinstance(self.holder, dict):
+            self.holder.update(self.items)
+        else:
+            self.holder.extend(value for _, value in self.items)
+
+
+def _items(holder: dict[Any, Any] | list[Any]) -> list[tuple[Any, Any]]:
+    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+
+
+def _states(name: str, module: torch.nn.Module) -> Iterator[_State]:
+    """Of the module's attributes, and of those that hold others."""
+    yield _State(name, module.__dict__, _items(module.__dict__))
+    for attribute in module.__dict__.values():
+        if isinstance(attribute, dict | list):
+            yield _State(name, attribute, _items(attribute))
+
+
+def _check_assignments(before: list[_State]) -> None:
+    for state in before:
+        for key in state.changed():
+            raise _RefusalError(
+                f"{_named(state.name)}: expected a forward that assigns to nothing of its module, "
+                f"got one that assigns to {key!r}, which a graph would not; {_ADVICE}"
+            )
 
 
 def _hooks_lost(module: torch.nn.Module, name: str) -> str:

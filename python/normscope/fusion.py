@@ -181,7 +181,7 @@ def _fused(layer: nn.Module, pair: Pair) -> BatchNormAct:
 def _nothing_fused(model: nn.Module) -> str:
     text = (
         "fuse: expected layers of normscope that an activation follows, got none in "
-        f"{type(model).__qualname__}"
+        f"{type(model).__name__}"
     )
     plain = [
         name
