@@ -126,7 +126,7 @@ class _Search:
         in_place = source.target in _ADDITIONS_IN_PLACE
         if in_place and not self._can_be_fused(added[0]):
             return  # what is written into may be someone else's, under any name
-        for layer in sorted(added, key=self._positions.__getitem__, reverse=True):
+        for layer in added:  # of two layers it is the later one, since the earlier cannot move
             [residual] = (other for other in added if other is not layer)
             if self._can_be_fused(layer) and self._stays_right(layer, residual, node):
                 written: AddsInto = "output" if layer is added[0] else "residual"

@@ -187,12 +187,12 @@ class Stage(nn.Module):
         self.norm = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
         self.act = nn.SiLU(inplace=True)
         self.mean: torch.Tensor
-        self.register_buffer("mean", torch.full((4, 1, 1), 0.5), persistent=False)
+        self.register_buffer("mean", torch.full((4,), 0.5), persistent=False)
         self.unused = nn.ModuleDict({"norm": nn.BatchNorm1d(2)})
         normscope.convert(self, scope)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        x = x - self.mean
+        x = x - self.mean.view(4, 1, 1)
         if target is not None:
             x = x * target
         y = self.act(self.norm[0](self.conv[0](x)))
