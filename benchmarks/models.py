@@ -84,7 +84,7 @@ class AtrousPyramid(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [N, inputs, H, W] to [N, width, H, W]."""
-        of_image = self.image(x).expand(-1, -1, *x.shape[2:])
+        of_image = self.image(x).expand(-1, -1, x.shape[2], x.shape[3])
         y: torch.Tensor = self.fuse(torch.cat([*(b(x) for b in self.branches), of_image], 1))
         return y
 

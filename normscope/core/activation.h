@@ -39,8 +39,9 @@ struct ActivationFunction {
 // ReLU, ReLU6 and leaky ReLU.
 template <class Value>
 struct PiecewiseLinear {
-  Value slope;  // up to 0; where it is 0, all there becomes 0, infinities too
-  Value top;    // the largest output; NaN, with which no comparison holds: there is none
+  Value slope;         // up to 0; NaN: all there becomes 0, infinities too
+  Value top;           // the largest output; NaN, with which no comparison holds: there is none
+  Value slope_of_nan;  // 1, or 0: that up to 0
 
   NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
     const Value upper = z > top ? top : z;
@@ -48,12 +49,12 @@ struct PiecewiseLinear {
   }
   NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
     const Value upper = z >= top ? Value{} : dy;
-    return z <= Value{} ? below(dy) : upper;
+    return (z <= Value{}) | ((z != z) & (slope_of_nan == Value{})) ? below(dy) : upper;
   }
 
  private:
   NORMSCOPE_INLINE Value below(Value value) const noexcept {
-    return slope == Value{} ? Value{} : value * slope;
+    return slope != slope ? Value{} : value * slope;
   }
 };
 
@@ -62,8 +63,9 @@ template <class Real>
     const ActivationFunction& activation) noexcept {
   constexpr Real kNone = std::numeric_limits<Real>::quiet_NaN();
   const bool is_leaky = activation.kind == Activation::kLeakyRelu;
-  return {is_leaky ? static_cast<Real>(activation.negative_slope) : Real{0},
-          activation.kind == Activation::kRelu6 ? Real{6} : kNone};
+  return {is_leaky ? static_cast<Real>(activation.negative_slope) : kNone,
+          activation.kind == Activation::kRelu6 ? Real{6} : kNone,
+          activation.kind == Activation::kRelu ? Real{1} : Real{0}};
 }
 
 // z * clamp(z + 3, 0, 6) / 6
@@ -152,8 +154,7 @@ class ScaledExponential {
     const Value k = shifted - Constants::kToInteger;
     const Value r = (x - k * Constants::kLn2Hi) - k * Constants::kLn2Lo;
     const DoubleDouble<Value> linear = fast_two_sum(Value{} + 1, r);
-    const DoubleDouble<Value> power =
-        fast_two_sum(linear.hi, linear.lo + r * r * polynomial<2>(r));
+    const DoubleDouble<Value> power = fast_two_sum(linear.hi, linear.lo + r * r * polynomial<2>(r));
     constexpr typename Constants::Bits kExponent = Constants::kBias - Constants::kScale;
     const auto factor = std::bit_cast<Value>((std::bit_cast<Bits>(shifted) + kExponent)
                                              << Constants::kFractionBits);

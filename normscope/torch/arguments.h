@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "normscope/core/activation.h"
+#include "normscope/core/export.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/kernels.h"
 #include "normscope/torch/operators.h"
@@ -28,7 +29,7 @@ struct Slicing {
 [[nodiscard]] Slicing checked(const ForwardOpArguments& op, const Scope& scope);
 
 // An activation's name, and the activation of a name.
-[[nodiscard]] std::string_view name_of(Activation activation) noexcept;
+[[nodiscard]] NORMSCOPE_EXPORT std::string_view name_of(Activation activation) noexcept;
 [[nodiscard]] ActivationFunction parsed_activation(std::string_view name, double negative_slope);
 // That of a forward, whose residual is checked.
 [[nodiscard]] ActivationFunction checked(const ActivationCall& op, const at::Tensor& x);

@@ -8,6 +8,7 @@ from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.faults import fail_fast, status
+from normscope.fusion import fuse
 from normscope.graphs import exact_graphs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
@@ -41,6 +42,7 @@ __all__ = [
     "exact_graphs",
     "fail_fast",
     "functional",
+    "fuse",
     "joined",
     "recommend_scopes",
     "revert",

@@ -18,21 +18,58 @@ if TYPE_CHECKING:
     from normscope.scope import Scope
 
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
+AddsInto = Literal["new", "output", "residual"]
 
 
 class BatchNormAct(BatchNorm):
-    """Batch normalization, an optional addition, and an activation, in one sweep.
+    """Batch normalization, then an addition if there is something to add, then an activation.
 
         y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual)
 
+    The same numbers as three modules one after the other, in training and in evaluation, whatever
+    the residual's shape and dtype: a sum is broadcast and promoted as torch's. Everything else is
+    :class:`BatchNorm`'s. :func:`normscope.fuse` puts such layers into a model.
+
     Args:
-        num_features: C; every other argument up to ``scope`` is that of :class:`BatchNorm`.
-        activation: ``relu``, ``relu6``, ``leaky_relu``, ``silu`` or ``hard_swish``.
+        num_features: C; every other argument up to ``dtype`` is :class:`BatchNorm`'s.
+        eps: What is added to the variance.
+        momentum: Weight of the new statistics in the running ones; None: all have the same.
+        affine: Whether there are weight and bias.
+        track_running_stats: Whether there are running statistics.
+        device: Of the parameters and buffers.
+        dtype: Of the parameters and buffers.
+        activation: ``relu``, ``relu6``, ``leaky_relu``, ``silu`` or ``hard_swish``, each as torch's
+            function of that name has it.
+        negative_slope: Of ``leaky_relu``; the others have none.
+        scope: Who shares statistics, as :class:`BatchNorm`'s.
+        process_group: The ranks that the scope speaks of, as :class:`BatchNorm`'s.
+        slice_stats: How slices update the running statistics, as :class:`BatchNorm`'s.
+        keywords: What else the installed torch's class takes.
+
+    Attributes:
+        activation: What follows the normalization.
         negative_slope: Of ``leaky_relu``.
+
+    Shape:
+        - Input: [N, C, *]
+        - Residual: that of the input, or one that broadcasts with it
+        - Output: that of the input
+
+    Raises:
+        ValueError: If activation is none of those, or for a reason of :class:`BatchNorm`.
+        RuntimeError: If the residual does not broadcast with the input or lies on another device,
+            or for a reason of :class:`BatchNorm`.
+
+    Example:
+        >>> layer = BatchNormAct(3, activation="silu", scope="slices:2")
+        >>> x = torch.randn(4, 3, 5)
+        >>> layer(x, residual=x).shape
+        torch.Size([4, 3, 5])
     """
 
     activation: Activation
     negative_slope: float
+    _adds_into: AddsInto = "new"  # anything else's dtype and shape are those of the sum
 
     def __init__(
         self,
@@ -71,29 +108,39 @@ class BatchNormAct(BatchNorm):
         self.activation = activation
         self.negative_slope = negative_slope
 
-    def forward(
-        self, input: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *], add ``residual``, and activate."""
-        if not self.training or torch.compiler.is_compiling() or not self._fuses(input, residual):
-            y = super().forward(input)
-            return self._activate(y if residual is None else y + residual)
-        op = partial(_library.batch_norm_act, self.activation, self.negative_slope, residual)
-        return self._train(input, op)
+        if self.training and self._has_one_op(input, residual):
+            op = partial(_library.batch_norm_act, self.activation, self.negative_slope, residual)
+            return self._train(input, op)
+        y = super().forward(input)
+        if residual is not None:
+            y = self._add(y, residual)
+        return self._activate(y)
 
-    def _fuses(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-        """Whether there is one op for it: not for all that torch's ``+`` takes."""
+    def _has_one_op(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Whether one op does it all: not for every sum that torch can make."""
+        if torch.compiler.is_compiling():
+            return False  # compilers fuse by themselves
         if residual is None:
             return True
-        is_like_x = (residual.shape, residual.dtype, residual.device) == (
-            x.shape,
-            x.dtype,
-            x.device,
-        )
         rises = self.activation in ("relu", "relu6") or (
             self.activation == "leaky_relu" and self.negative_slope >= 0
         )
-        return is_like_x and rises
+        return (
+            rises
+            and isinstance(residual, torch.Tensor)
+            and residual.shape == x.shape
+            and residual.dtype == x.dtype
+            and residual.device == x.device
+        )
+
+    def _add(self, y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self._adds_into == "output":
+            return y.add_(residual)
+        if self._adds_into == "residual":
+            return residual.add_(y)
+        return y + residual
 
     def _activate(self, y: torch.Tensor) -> torch.Tensor:
         if self.activation == "leaky_relu":
@@ -115,18 +162,54 @@ _ACTIVATIONS = {
 
 
 class BatchNormAct1d(BatchNormAct, BatchNorm1d):
-    """:class:`BatchNormAct` of inputs [N, C] or [N, C, L]."""
+    """:class:`BatchNormAct` of inputs [N, C] or [N, C, L].
+
+    Arguments and errors are those of :class:`BatchNormAct`.
+
+    Shape:
+        - Input, and residual: [N, C] or [N, C, L]
+        - Output: that of the input
+
+    Example:
+        >>> layer = BatchNormAct1d(3, activation="leaky_relu", negative_slope=0.2)
+        >>> layer(torch.randn(4, 3)).shape
+        torch.Size([4, 3])
+    """
 
     dims: ClassVar[tuple[int, ...]] = (2, 3)
 
 
 class BatchNormAct2d(BatchNormAct, BatchNorm2d):
-    """:class:`BatchNormAct` of inputs [N, C, H, W]."""
+    """:class:`BatchNormAct` of inputs [N, C, H, W].
+
+    Arguments and errors are those of :class:`BatchNormAct`.
+
+    Shape:
+        - Input, and residual: [N, C, H, W]
+        - Output: that of the input
+
+    Example:
+        >>> layer = BatchNormAct2d(3, scope="local")
+        >>> layer(torch.randn(4, 3, 5, 5)).min() >= 0
+        tensor(True)
+    """
 
     dims: ClassVar[tuple[int, ...]] = (4,)
 
 
 class BatchNormAct3d(BatchNormAct, BatchNorm3d):
-    """:class:`BatchNormAct` of inputs [N, C, D, H, W]."""
+    """:class:`BatchNormAct` of inputs [N, C, D, H, W].
+
+    Arguments and errors are those of :class:`BatchNormAct`.
+
+    Shape:
+        - Input, and residual: [N, C, D, H, W]
+        - Output: that of the input
+
+    Example:
+        >>> layer = BatchNormAct3d(3, activation="hard_swish")
+        >>> layer(torch.randn(4, 3, 2, 5, 5)).shape
+        torch.Size([4, 3, 2, 5, 5])
+    """
 
     dims: ClassVar[tuple[int, ...]] = (5,)

@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope import _process_group
 from normscope._layers import Patterns, named_layers
+from normscope.activated import BatchNormAct
 from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.scope import Scope
@@ -32,6 +33,7 @@ _SCOPED: dict[type[torch.nn.Module], type[BatchNorm]] = {
 # What a scoped layer has and torch's has not.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
 _COUNT = "elements_seen"
+_OF_FUSED = ("activation", "negative_slope", "_adds_into")
 _ORIGINAL = "_original"
 
 
@@ -96,10 +98,12 @@ def revert(model: Model) -> Model:
     """Undo ``convert``: the layers get the classes and scopes back that they had before.
 
     What training has changed stays. A lazy layer that has seen an input by now becomes what torch
-    would have made of it.
+    would have made of it. Of a model and what ``fuse`` has made of it, the model can be reverted;
+    the fused layers then keep their scopes.
 
     Raises:
-        TypeError: If the class of a layer has been changed since; nothing has been reverted then.
+        TypeError: If the class of a layer has been changed since, or ``fuse`` has put an activation
+            into it; nothing has been reverted then.
         RuntimeError: If a torch.nn.SyncBatchNorm had a process group that is not in this process.
 
     Example:
@@ -156,6 +160,11 @@ def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
     if issubclass(original, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
         assert original.cls_to_become is not None
         original = original.cls_to_become
+    if isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct):
+        raise TypeError(
+            f"{name or 'model'}: expected the class that convert gave it, got "
+            f"{_named(type(layer))}, which normscope.fuse made; revert the model that was fused"
+        )
     if type(layer) is not _SCOPED.get(original, original):
         raise TypeError(
             f"{name or 'model'}: expected the class that convert gave it, got "
@@ -166,6 +175,9 @@ def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
 
 def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> None:
     attributes = layer.__dict__
+    if _OF_FUSED[0] in attributes and not isinstance(layer, BatchNormAct):
+        attributes = {key: attributes[key] for key in attributes if key not in _OF_FUSED}
+        object.__setattr__(layer, "__dict__", attributes)  # those that it had are the fused layer's
     if original_class is torch.nn.SyncBatchNorm:
         attributes["process_group"] = _process_group.named(layer.group_name)
     if not issubclass(original_class, BatchNorm):

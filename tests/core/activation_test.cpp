@@ -39,6 +39,7 @@ TEST(Activation, Relu6EndsAtSix) {
   EXPECT_EQ(relu6.gradient(5.5, 3.0), 3.0);
   EXPECT_EQ(relu6.gradient(6.0, 3.0), 0.0);
   EXPECT_EQ(relu6.gradient(0.0, 3.0), 0.0);
+  EXPECT_EQ(relu6.gradient(kNaN, 3.0), 0.0);
 }
 
 TEST(Activation, LeakyReluScalesWhatIsBelowZero) {
@@ -48,6 +49,7 @@ TEST(Activation, LeakyReluScalesWhatIsBelowZero) {
   EXPECT_EQ(leaky(2.0), 2.0);
   EXPECT_EQ(leaky.gradient(0.0, 4.0), 1.0);
   EXPECT_EQ(leaky.gradient(1.0, 4.0), 4.0);
+  EXPECT_EQ(leaky.gradient(kNaN, 4.0), 1.0);
 }
 
 TEST(Activation, HardSwishIsZeroThenAParabolaThenTheIdentity) {

@@ -23,6 +23,7 @@ DOCUMENTS = (
     "README.md",
     "docs/scopes.md",
     "docs/recommending.md",
+    "docs/fusing.md",
     "docs/migrating.md",
     "docs/faults.md",
 )

@@ -80,19 +80,21 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(const at::Tensor& x
   if (this->num_batches_tracked.defined() && this->num_batches_tracked.dtype() != at::kLong) {
     this->num_batches_tracked.set_data(this->num_batches_tracked.to(at::kLong));
   }
-  const auto weight = defined_or_none(this->weight);
-  const auto bias = defined_or_none(this->bias);
-  const auto running_mean = defined_or_none(this->running_mean);
-  const auto running_var = defined_or_none(this->running_var);
-  const auto num_batches_tracked = defined_or_none(this->num_batches_tracked);
-  const auto added = defined_or_none(residual);
+  const struct {
+    binding::OptionalTensor weight, bias, running_mean, running_var, num_batches_tracked, residual;
+  } given{defined_or_none(this->weight),
+          defined_or_none(this->bias),
+          defined_or_none(this->running_mean),
+          defined_or_none(this->running_var),
+          defined_or_none(this->num_batches_tracked),
+          defined_or_none(residual)};
   const binding::ForwardOpArguments layer{
       .x = x,
-      .weight = weight,
-      .bias = bias,
-      .running_mean = running_mean,
-      .running_var = running_var,
-      .num_batches_tracked = num_batches_tracked,
+      .weight = given.weight,
+      .bias = given.bias,
+      .running_mean = given.running_mean,
+      .running_var = given.running_var,
+      .num_batches_tracked = given.num_batches_tracked,
       .momentum = chosen.momentum(),
       .eps = chosen.eps(),
       .dims = Derived::kDims,
@@ -103,7 +105,7 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(const at::Tensor& x
       activation.kind == Activation::kNone
           ? layer.pass_to(plain_op)
           : binding::ActivatedForwardOpArguments{{binding::name_of(activation.kind),
-                                                  activation.negative_slope, added},
+                                                  activation.negative_slope, given.residual},
                                                  layer}
                 .pass_to(act_op);
   if (this->input_observer) this->input_observer(x);

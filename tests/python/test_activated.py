@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer with an activation has the bits of the layer, the addition and the activation in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+
+pytestmark = pytest.mark.on_device
+
+Tensors = dict[str, torch.Tensor]
+Activate = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: dict[str, tuple[dict[str, Any], Activate]] = {
+    "relu": ({}, functional.relu),
+    "relu6": ({"activation": "relu6"}, functional.relu6),
+    "hard_swish": ({"activation": "hard_swish"}, functional.hardswish),
+    "silu": ({"activation": "silu"}, functional.silu),
+    **{
+        f"leaky_relu({slope})": (
+            {"activation": "leaky_relu", "negative_slope": slope},
+            partial(functional.leaky_relu, negative_slope=slope),
+        )
+        for slope in (0.01, 0.3, 0.0, 1.5, -0.5)
+    },
+}
+# Of silu, in its own tests, bits are not asked: it has an exponential in it.
+EXACT = [name for name in ACTIVATIONS if name != "silu"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+CHANNELS = 5
+SHAPE = (6, CHANNELS, 3, 4)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def normal(dtype: torch.dtype) -> Tensors:
+    """An input, what is added, the output's gradient, and parameters."""
+    return {
+        "x": torch.randn(SHAPE).to(dtype),
+        "residual": torch.randn(SHAPE).to(dtype),
+        "dy": torch.randn(SHAPE).to(dtype),
+        "weight": 3 * torch.randn(CHANNELS),
+        "bias": torch.randn(CHANNELS),
+    }
+
+
+def off_centre(dtype: torch.dtype) -> Tensors:
+    return {**normal(dtype), "x": (3 * torch.randn(SHAPE) + 100).to(dtype)}
+
+
+def at_kinks(dtype: torch.dtype) -> Tensors:
+    """Halves are normalized to halves: 0.25 is their variance, and eps 0.75.
+
+    y is then 0 or 6, -3 or 3, 0, -6 or 0, and -6 or 6, in the five channels; all of them have a
+    bend of relu, relu6 or hard_swish in them, also with the multiples of 3 that are added.
+    """
+    halves = torch.tensor([0.5, -0.5]).repeat(SHAPE[0] * 6)
+    x = torch.stack([halves[torch.randperm(len(halves))] for _ in range(CHANNELS)])
+    return {
+        **normal(dtype),
+        "x": x.view(CHANNELS, SHAPE[0], 3, 4).transpose(0, 1).contiguous().to(dtype),
+        "residual": (3 * torch.randint(-2, 4, SHAPE)).to(dtype),
+        "weight": torch.tensor([6.0, 6.0, 0.0, -6.0, 12.0]),
+        "bias": torch.tensor([3.0, 0.0, 0.0, -3.0, 0.0]),
+    }
+
+
+def huge(dtype: torch.dtype) -> Tensors:
+    scale = torch.finfo(dtype).max / 16
+    step = normal(dtype)
+    return {**step, **{n: (step[n].double() * scale).to(dtype) for n in ("x", "residual", "dy")}}
+
+
+def tiny(dtype: torch.dtype) -> Tensors:
+    """Sums are subnormal in the dtype, and gradients too."""
+    step = normal(dtype)
+    scale = torch.finfo(dtype).tiny
+    small = {n: (step[n].double() * scale).to(dtype) for n in ("residual", "dy")}
+    parameters = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = (step["weight"].double() * scale).to(parameters)
+    return {**step, **small, "weight": weight, "bias": torch.zeros(CHANNELS)}
+
+
+def not_finite(dtype: torch.dtype) -> Tensors:
+    step = normal(dtype)
+    step["x"][0, 0, 0, 0], step["x"][1, 1, 0, 0] = torch.inf, torch.nan
+    step["residual"][0, 2, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    step["dy"][1, 3, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0])
+    return step
+
+
+def empty(dtype: torch.dtype) -> Tensors:
+    step = normal(dtype)
+    return {**step, **{name: step[name][:0] for name in ("x", "residual", "dy")}}
+
+
+DATA = [normal, off_centre, at_kinks, huge, tiny, not_finite, empty]
+
+
+def layers_of(
+    step: Tensors,
+    keywords: dict[str, Any],
+    **settings: Any,  # noqa: ANN401
+) -> tuple[normscope.BatchNormAct2d, normscope.BatchNorm2d]:
+    """A layer with its activation and one without, of the same parameters and state."""
+    dtype = step["x"].dtype if step["x"].dtype == torch.float64 else torch.float32
+    settings = {"eps": 0.75, "scope": "local", "dtype": dtype, **settings}
+    layers = (
+        normscope.BatchNormAct2d(CHANNELS, **settings, **keywords),
+        normscope.BatchNorm2d(CHANNELS, **settings),
+    )
+    for layer in layers:
+        if layer.affine:
+            state = {name: step[name] for name in ("weight", "bias")}
+            layer.load_state_dict(state, strict=False)
+    return layers
+
+
+def gradients_of(
+    layer: normscope.BatchNorm, call: Callable[..., torch.Tensor], step: Tensors
+) -> Tensors:
+    """What a call comes to, and all its gradients; ``step`` may lack a residual."""
+    given = [name for name in ("x", "residual") if name in step]
+    inputs: Tensors = {name: step[name].detach().requires_grad_() for name in given}
+    wanted: Tensors = {**inputs, **dict(layer.named_parameters())}
+    y = call(*inputs.values())
+    found = torch.autograd.grad(y, list(wanted.values()), step["dy"].to(y.dtype).expand_as(y))
+    gradients = {f"d {name}": g for name, g in zip(wanted, found, strict=True)}
+    return {"y": y.detach(), **gradients, **{n: b.clone() for n, b in layer.named_buffers()}}
+
+
+def in_turn(
+    layer: normscope.BatchNorm, activate: Activate, x: torch.Tensor, *residual: torch.Tensor
+) -> torch.Tensor:
+    y = layer(x)
+    for other in residual:
+        y = y + other
+    return activate(y)
+
+
+def assert_same(got: Tensors, expected: Tensors) -> None:
+    assert got.keys() == expected.keys()
+    for name, want in expected.items():
+        value = got[name]
+        assert (value.dtype, value.shape) == (want.dtype, want.shape), name
+        assert ((value == want) | (value.isnan() & want.isnan())).all(), name
+
+
+def without_gradients_of_nan(*found: Tensors) -> None:
+    """Leave out what comes of the derivative at NaN, which torch's loops do not agree on."""
+    for tensors in found:
+        is_nan = tensors["y"].isnan()
+        tensors["d bias"] = tensors["d bias"].where(~is_nan.any(dim=(0, 2, 3)), torch.nan)
+        if "d residual" in tensors:
+            tensors["d residual"] = tensors["d residual"].where(~is_nan, torch.nan)
+
+
+def with_format(step: Tensors, *, last: bool, residual: bool) -> Tensors:
+    if last:
+        images = ("x", "residual", "dy")
+        last_of = {n: step[n].to(memory_format=torch.channels_last) for n in images}
+        step = {**step, **last_of}
+    return {name: t for name, t in step.items() if residual or name != "residual"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_step_has_the_bits_of_its_parts(
+    name: str,
+    last: bool,  # noqa: FBT001
+    residual: bool,  # noqa: FBT001
+    dtype: torch.dtype,
+) -> None:
+    keywords, activate = ACTIVATIONS[name]
+    for data in DATA:
+        step = with_format(data(dtype), last=last, residual=residual)
+        ours, theirs = layers_of(step, keywords)
+
+        got = gradients_of(ours, ours, step)
+
+        expected = gradients_of(theirs, partial(in_turn, theirs, activate), step)
+        if name in ("relu6", "hard_swish"):
+            without_gradients_of_nan(got, expected)
+        assert_same(got, expected)
+        assert got["y"].stride() == expected["y"].stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_data_are_what_their_names_say(dtype: torch.dtype) -> None:
+    """Values at every bend, and sums below the smallest normal number."""
+    kinks, small = at_kinks(dtype), tiny(dtype)
+    of_kinks, of_small = (layers_of(step, {})[1](step["x"]) for step in (kinks, small))
+
+    pairs = [(0, 6), (-3, 3), (0, 0), (-6, 0), (-6, 6)]
+    assert [tuple(of_kinks[:, c].unique().tolist()) for c in range(CHANNELS)] == [
+        tuple(dict.fromkeys(pair)) for pair in pairs
+    ]
+    assert {-9, -6, -3, 0, 3, 6, 9, 12} <= set((of_kinks + kinks["residual"]).unique().tolist())
+    below = of_small.abs().double() < torch.finfo(dtype).tiny
+    assert (below & (of_small != 0)).sum() > of_small.numel() // 10
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"affine": False},
+    {"bias": False},
+    {"track_running_stats": False},
+    {"scope": "slices:2"},
+    {"scope": "slices:4", "slice_stats": "sequential", "momentum": None},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_so_has_one_with_other_arguments(
+    name: str,
+    training: bool,  # noqa: FBT001
+    settings: dict[str, Any],
+) -> None:
+    keywords, activate = ACTIVATIONS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        for residual in (False, True):
+            step = with_format(normal(dtype), last=residual, residual=residual)
+            ours, theirs = (
+                layer.train(training) for layer in layers_of(step, keywords, **settings)
+            )
+            expected = gradients_of(theirs, partial(in_turn, theirs, activate), step)
+
+            got = gradients_of(ours, ours, step)
+
+            if name == "silu" and training:
+                assert_near(got, expected, dtype)
+            else:
+                assert_same(got, expected)
+
+
+def assert_near(got: Tensors, expected: Tensors, dtype: torch.dtype) -> None:
+    """Off by silu's own roundings alone, which the input's gradient sees through sums.
+
+    An output is within 2 units in the last place on each side. A gradient is a product with a sum
+    of terms of order one, each rounded a few times, and dx adds three of such products: 8 eps of
+    the largest, three times and on both sides.
+    """
+    for name, want in expected.items():
+        if not want.is_floating_point() or name.startswith("running"):
+            assert torch.equal(got[name], want), name
+            continue
+        limit = 48 * torch.finfo(dtype).eps * want.double().abs().amax().item()
+        torch.testing.assert_close(got[name], want, rtol=0, atol=limit, msg=name)
+
+
+# In units in the last place; the wider dtypes show the exponential's own error.
+UNITS = {torch.float32: 2.0, torch.float64: 4.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_silu_is_that_of_float64_on_the_same_sum(dtype: torch.dtype, residual: bool) -> None:  # noqa: FBT001
+    step = with_format(normal(dtype), last=False, residual=residual)
+    # From -40 to 40, where exponentials of float32 do not overflow; most of it near zero.
+    step["weight"], step["bias"] = torch.tensor([1e-3, 1.0, 3.0, 5.0, 10.0]), torch.zeros(CHANNELS)
+    ours, theirs = layers_of(step, {"activation": "silu"})
+    z = in_turn(theirs, torch.clone, *(step[n] for n in ("x", "residual") if n in step)).double()
+    exact = z * torch.sigmoid(z)
+    slope = torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
+
+    got = gradients_of(ours, ours, step)
+
+    eps = torch.finfo(dtype).eps
+    unit = eps * 2.0 ** exact.abs().clamp(min=torch.finfo(dtype).tiny).log2().floor()
+    assert ((got["y"].double() - exact).abs() <= UNITS[dtype] * unit).all()
+    if residual:
+        # Two products of numbers below 1.3, and their sum, each rounded: 8 eps.
+        limit = 8 * eps * step["dy"].double().abs()
+        assert ((got["d residual"].double() - slope * step["dy"].double()).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_gradient_s_gradient_is_that_of_differences(name: str, residual: bool) -> None:  # noqa: FBT001
+    keywords, _ = ACTIVATIONS[name]
+    layer = normscope.BatchNormAct1d(
+        2, **keywords, scope="slices:2", track_running_stats=False, dtype=torch.float64
+    )
+    x = torch.randn(5, 2, 2, dtype=torch.float64)
+    parameters = torch.tensor([[1.5, -2.0], [0.3, 0.1]], dtype=torch.float64)
+    inputs = [x, *parameters, *([torch.randn_like(x)] if residual else [])]
+
+    def call(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *residual: torch.Tensor
+    ) -> torch.Tensor:
+        given = {"weight": weight, "bias": bias}
+        y: torch.Tensor = torch.func.functional_call(layer, given, (x, *residual))
+        return y
+
+    assert torch.autograd.gradgradcheck(call, [t.clone().requires_grad_() for t in inputs])
+
+
+# Of the largest entry. Both sides compute in float64 (eps 2e-16) on data of condition one.
+RELATIVE = 1e-10
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_second_gradients_are_those_of_its_parts(name: str, residual: bool) -> None:  # noqa: FBT001
+    keywords, activate = ACTIVATIONS[name]
+    step = with_format(normal(torch.float64), last=residual, residual=residual)
+    ours, theirs = layers_of(step, keywords)
+    weights = [torch.randn_like(step[n]) for n in step if n != "dy"]
+    found = []
+    for layer, call in ((ours, ours), (theirs, partial(in_turn, theirs, activate))):
+        inputs = [step[n].clone().requires_grad_() for n in ("x", "residual") if n in step]
+        of = [*inputs, *layer.parameters()]
+        dy = step["dy"].clone().requires_grad_()
+        first = torch.autograd.grad(call(*inputs), of, dy, create_graph=True)
+        total = torch.stack([(g * w).sum() for g, w in zip(first, weights, strict=True)]).sum()
+        found.append(torch.autograd.grad(total, [dy, *of], allow_unused=True))
+
+    for got, want in zip(*found, strict=True):
+        want = torch.zeros(()) if want is None else want
+        got = torch.zeros_like(want) if got is None else got
+        allowed = RELATIVE * want.abs().amax().item()
+        torch.testing.assert_close(
+            got, want.expand_as(got), rtol=0, atol=allowed, check_dtype=False
+        )
+
+
+@pytest.mark.parametrize("with_context", [True, False])
+@pytest.mark.parametrize("name", ["relu", "silu"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_checkpointed_layer_is_a_layer(name: str, residual: bool, with_context: bool) -> None:  # noqa: FBT001
+    step = with_format(normal(torch.bfloat16), last=True, residual=residual)
+    ours, alone = (layers_of(step, ACTIVATIONS[name][0], scope="slices:2")[0] for _ in range(2))
+    options: dict[str, Any] = {"context_fn": normscope.checkpoint_context} if with_context else {}
+
+    got = gradients_of(ours, partial(checkpoint, ours, use_reentrant=False, **options), step)
+
+    assert_same(got, gradients_of(alone, alone, step))
+    assert got["num_batches_tracked"] == 1

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer with an activation as a module: on ranks, in graphs, its memory, its errors, copies."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed, nn
+from torch.nn import functional
+
+import normscope
+from normscope.activated import Activation
+
+pytestmark = pytest.mark.on_device
+
+LAYERS: list[tuple[type[normscope.BatchNormAct], type[nn.Module], tuple[int, ...]]] = [
+    (normscope.BatchNormAct1d, nn.BatchNorm1d, (4, 3)),
+    (normscope.BatchNormAct1d, nn.BatchNorm1d, (4, 3, 5)),
+    (normscope.BatchNormAct2d, nn.BatchNorm2d, (4, 3, 5, 2)),
+    (normscope.BatchNormAct3d, nn.BatchNorm3d, (4, 3, 2, 3, 2)),
+]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def step(layer: nn.Module, call: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401
+    """All that comes out of a training step."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    y = call(*leaves)
+    found = torch.autograd.grad(y.float().sin().sum(), [*leaves, *layer.parameters()])
+    return [y.detach(), *found, *(buffer.clone() for buffer in layer.buffers())]
+
+
+SIZES = (3, 0, 2)
+
+
+def step_of_rank(activation: Activation, fused: bool) -> tuple[list[torch.Tensor], int]:  # noqa: FBT001
+    rank = distributed.get_rank()
+    generator = torch.Generator().manual_seed(1)
+    joined = (torch.randn(sum(SIZES), 4, 6, generator=generator) for _ in range(2))
+    x, residual = (t[split_of(SIZES, rank)] for t in joined)
+    act = normscope.BatchNormAct1d(4, activation=activation)
+    plain = normscope.BatchNorm1d(4)
+    apply = {"relu": functional.relu, "hard_swish": functional.hardswish}
+    before = normscope.communication_counters().calls
+    if fused:
+        found = step(act, act, x, residual)
+    else:
+        found = step(plain, lambda x, r: apply[activation](plain(x) + r), x, residual)
+    return found, normscope.communication_counters().calls - before
+
+
+@pytest.mark.parametrize("activation", ["relu", "hard_swish"])
+def test_ranks_have_the_bits_and_the_exchanges_of_its_parts(
+    ranks: RankPool, activation: Activation
+) -> None:
+    expected = ranks.run(len(SIZES), step_of_rank, activation, False)  # noqa: FBT003
+
+    got = ranks.run(len(SIZES), step_of_rank, activation, True)  # noqa: FBT003
+
+    for (ours, our_calls), (theirs, their_calls) in zip(got, expected, strict=True):
+        assert our_calls == their_calls == 2
+        assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.fixture
+def _graphs_of_their_own() -> Iterator[None]:
+    torch.compiler.reset()  # graphs of the same code count towards a limit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about itself
+        yield
+
+
+@pytest.mark.usefixtures("_graphs_of_their_own")
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_has_the_bits_of_eager_mode(activation: Activation, dtype: torch.dtype) -> None:
+    layer = normscope.BatchNormAct2d(3, activation=activation, scope="slices:2")
+    alone = copy.deepcopy(layer)
+    inputs = [torch.randn(4, 3, 5, 2).to(dtype) for _ in range(2)]
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+    for number in (1, 2):
+        got = step(layer, compiled, *inputs[:number])
+        expected = step(alone, alone, *inputs[:number])
+
+        if activation == "silu":  # a graph has torch's
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(
+                    a, b, rtol=2e-2, atol=2e-2 if dtype.itemsize == 2 else 1e-5
+                )
+        else:
+            assert all(map(torch.equal, got, expected))
+
+
+def kept_for_backward(layer: nn.Module, *inputs: torch.Tensor) -> tuple[set[int], torch.Tensor]:
+    """Where what autograd keeps lies, and the output."""
+    kept: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(*inputs)
+    return kept, y
+
+
+def place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("activation", "residual"),
+    [(activation, False) for activation in get_args(Activation)]
+    + [(activation, True) for activation in ("relu", "relu6", "leaky_relu")],
+)
+def test_of_the_input_s_size_x_is_kept_and_with_a_residual_y(
+    activation: Activation,
+    residual: bool,  # noqa: FBT001
+) -> None:
+    layer = normscope.BatchNormAct2d(3, activation=activation, scope="local")
+    x, other = (torch.randn(4, 3, 32, 32, requires_grad=True) for _ in range(2))
+
+    kept, y = kept_for_backward(layer, x, *([other] if residual else []))
+
+    parameters = {place(parameter) for parameter in layer.parameters()}
+    assert place(x) in kept
+    assert (place(y) in kept) == residual
+    # What is left are the statistics.
+    assert len(kept - parameters - {place(x), place(y)}) <= 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((4, 3, 5, 2), torch.float64),
+        ((4, 3, 5, 2), torch.bfloat16),
+        ((1, 3, 1, 1), torch.float32),
+        ((2,), torch.float32),
+        ((), torch.float64),
+        ((2, 4, 3, 5, 2), torch.float32),
+    ],
+)
+def test_a_sum_is_broadcast_and_promoted_as_torch_s(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    training: bool,  # noqa: FBT001
+) -> None:
+    layer = normscope.BatchNormAct2d(3, scope="local").train(training)
+    plain = normscope.BatchNorm2d(3, scope="local").train(training)
+    x, residual = torch.randn(4, 3, 5, 2), torch.randn(shape, dtype=dtype)
+
+    got = step(layer, layer, x, residual)
+    expected = step(plain, lambda x, r: functional.relu(plain(x) + r), x, residual)
+
+    for value, want in zip(got, expected, strict=True):
+        assert value.dtype == want.dtype
+        assert torch.equal(value, want)
+
+
+def test_a_number_is_added_as_torch_does() -> None:
+    layer: Any = normscope.BatchNormAct1d(3, scope="local")
+    plain = normscope.BatchNorm1d(3, scope="local")
+    x = torch.randn(4, 3)
+
+    assert torch.equal(layer(x, 2), functional.relu(plain(x) + 2))
+
+
+def test_what_is_wrong_is_named() -> None:
+    choices = "relu, relu6, leaky_relu, silu, hard_swish, got 'gelu'"
+    with pytest.raises(ValueError, match=f"^activation: expected one of {choices}$"):
+        normscope.BatchNormAct2d(3, activation="gelu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="scope: expected slices:K"):
+        normscope.BatchNormAct2d(3, scope="everyone")
+
+    layer = normscope.BatchNormAct2d(3)
+    x = torch.randn(4, 3, 2, 2)
+    for mode in (True, False):
+        layer.train(mode)
+        with pytest.raises(ValueError, match="x: expected 4 dimensions, got 3"):
+            layer(x[0], x[0])
+    for other in (torch.randn(4, 3, 2, 2, device="meta"), torch.randn(4, 3, 2, 5)):
+        with pytest.raises(RuntimeError):
+            layer(x, other)
+
+
+@pytest.mark.parametrize(("layer_class", "theirs", "shape"), LAYERS)
+def test_a_layer_is_torch_s_with_more_words(
+    layer_class: type[normscope.BatchNormAct], theirs: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    arguments = (3, 1e-3, 0.2, True, True, "cpu", torch.float64)
+    layer = layer_class(*arguments, activation="leaky_relu", negative_slope=0.25, scope="local")
+    plain = theirs(*arguments)
+
+    assert isinstance(layer, theirs)
+    words = "scope=local, activation=leaky_relu(0.25))"
+    assert (
+        repr(layer)
+        == f"{layer_class.__name__}{repr(plain).removeprefix(theirs.__name__)[:-1]}, {words}"
+    )
+    plain.load_state_dict(layer.state_dict())
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = functional.leaky_relu(plain.eval()(x) + x, 0.25)
+    assert torch.equal(layer.eval()(x, residual=x), expected)
+
+
+@pytest.mark.parametrize(
+    "layer_class", [normscope.BatchNormAct, *(layer for layer, _, _ in LAYERS[1:])]
+)
+def test_the_arguments_are_those_of_the_layer_and_two_more(
+    layer_class: type[normscope.BatchNormAct],
+) -> None:
+    ours = inspect.signature(layer_class).parameters
+    plain = inspect.signature(normscope.BatchNorm).parameters
+
+    more = {"activation", "negative_slope"}
+    assert [p for p in ours.values() if p.name not in more] == list(plain.values())
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more)
+
+
+def test_copies_have_the_activation_and_functions_see_the_layer() -> None:
+    layer = normscope.BatchNormAct1d(3, activation="silu", scope="slices:2")
+    model = nn.Sequential(layer)
+    x = torch.randn(4, 3)
+
+    for other in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is normscope.BatchNormAct1d
+        assert torch.equal(other(x), layer(x))
+    normscope.convert(model, "slices:4")
+    assert type(layer) is normscope.BatchNormAct1d
+    assert str(layer.scope) == "slices:4"
+    normscope.revert(model)
+    assert type(layer) is normscope.BatchNormAct1d
+    assert str(layer.scope) == "slices:2"
+    normscope.estimate_running_stats(model, [x])
+    # float32 sums of four numbers of order one
+    torch.testing.assert_close(layer.running_mean, x.mean(0), rtol=0, atol=1e-6)
