@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -37,9 +38,11 @@ ratio    torch's time divided by normscope's in the same round: above 1, normsco
          quartiles over the rounds
 ops      the same of the normalization ops, from as many rounds of profiled steps; a compiled
          network has none of its own
+fused    normscope.fuse has put activations and additions into the layers; ops are then both
+         networks' normalizations, activations and additions
 world    {SIZE_OF_WORLD} ranks with a batch each; torch's layers synchronize nothing"""
 
-COLUMNS = f"{'':58}{'step ms':>9}{'ratio':>7} {'(quartiles)':<11}{'ops ms':>9}{'ratio':>7}"
+COLUMNS = f"{'':65}{'step ms':>9}{'ratio':>7} {'(quartiles)':<11}{'ops ms':>9}{'ratio':>7}"
 
 
 # Networks by name, and the shape of an image.
@@ -63,6 +66,7 @@ class Setting:
         threads: Of each process.
         compiled: Whether by torch.compile.
         scope: local, or world on two ranks.
+        fused: Whether normscope's layers have taken in activations.
     """
 
     network: str
@@ -72,6 +76,7 @@ class Setting:
     threads: int = 1
     compiled: bool = False
     scope: str = "local"
+    fused: bool = False
 
     def __str__(self) -> str:
         mode = "compiled" if self.compiled else "eager"
@@ -79,7 +84,7 @@ class Setting:
         dtype = {"float32": "", "bfloat16": " bf16"}[self.dtype]
         return (
             f"{self.network} x{self.batch}{layout}{dtype}, {mode}, {self.threads} thread"
-            f"{'s' if self.threads > 1 else ''}, {self.scope}"
+            f"{'s' if self.threads > 1 else ''}, {self.scope}{', fused' if self.fused else ''}"
         )
 
 
@@ -104,7 +109,7 @@ def settings(*, thorough: bool) -> list[Setting]:
     """A few that differ in one thing each from an eager network in float32, or all combinations."""
     if thorough:
         return [
-            Setting(network, batch, layout, dtype, threads, compiled, scope)
+            Setting(network, batch, layout, dtype, threads, compiled, scope, fused)
             for network in NETWORKS
             for batch in (2, 8)
             for layout in ("contiguous", "channels_last")
@@ -112,6 +117,7 @@ def settings(*, thorough: bool) -> list[Setting]:
             for threads in (1, 2)
             for compiled in (False, True)
             for scope in ("local", "world")
+            for fused in (False, True)
         ]
     chosen = []
     for network in NETWORKS:
@@ -119,6 +125,8 @@ def settings(*, thorough: bool) -> list[Setting]:
             Setting(network, 2),
             Setting(network, 4, "channels_last"),
             Setting(network, 2, scope="world"),
+            Setting(network, 2, fused=True),
+            Setting(network, 4, "channels_last", fused=True),
         ]
     return [
         *chosen,
@@ -156,7 +164,8 @@ def _rank(rank: int, ranks: int, setting: Setting, store: Path) -> Result:
         )
     steps = _steps_of(setting)
     step = _taking_turns(steps, _seconds_of)
-    ops = None if setting.compiled else _taking_turns(steps, _seconds_of_ops)
+    with_activations = partial(_seconds_of_ops, with_activations=setting.fused)
+    ops = None if setting.compiled else _taking_turns(steps, with_activations)
     if ranks > 1:
         distributed.destroy_process_group()
     return Result(
@@ -179,6 +188,8 @@ def _steps_of(setting: Setting) -> dict[str, Callable[[], None]]:
     factory, image = NETWORKS[setting.network]
     theirs = factory()
     ours = normscope.convert(copy.deepcopy(theirs), setting.scope)
+    if setting.fused:
+        ours = normscope.fuse(ours)
     x = torch.randn(setting.batch, *image)
     is_3d = x.dim() == 5
     memory_format = torch.contiguous_format
@@ -239,18 +250,31 @@ def _seconds_of(step: Callable[[], None]) -> float:
     return perf_counter() - begin
 
 
-def _seconds_of_ops(step: Callable[[], None]) -> float:
+# Forward ops by name, and parts of the names of backward nodes.
+NORMALIZATIONS = (
+    {"aten::batch_norm", "normscope::batch_norm_forward", "normscope::batch_norm_act_forward"},
+    ("BatchNorm",),
+)
+ACTIVATIONS = (
+    {"aten::add", "aten::relu", "aten::relu_", "aten::hardtanh", "aten::hardtanh_"},
+    ("ReluBackward", "HardtanhBackward", "AddBackward"),
+)
+
+
+def _seconds_of_ops(step: Callable[[], None], *, with_activations: bool) -> float:
     """Those of the normalization ops of a step, with what they call."""
+    forwards, backwards = NORMALIZATIONS
+    if with_activations:
+        forwards, backwards = forwards | ACTIVATIONS[0], backwards + ACTIVATIONS[1]
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    forward = ("aten::batch_norm", "normscope::batch_norm_forward")
     microseconds = 0.0
     for event in profiler.events():
-        # normscope's op calls itself below autograd.
-        is_forward = event.name in forward and (
-            event.cpu_parent is None or event.cpu_parent.name not in forward
+        # An op inside another is a part of it: one below autograd, a sum of gradients.
+        is_forward = event.name in forwards and event.cpu_parent is None
+        is_backward = event.name.startswith("autograd::engine") and any(
+            name in event.name for name in backwards
         )
-        is_backward = event.name.startswith("autograd::engine") and "BatchNorm" in event.name
         if is_forward or is_backward:
             microseconds += event.cpu_time_total
     return float(microseconds) / 1e6
@@ -259,7 +283,7 @@ def _seconds_of_ops(step: Callable[[], None]) -> float:
 def row(setting: Setting, result: Result) -> str:
     """A line of the table."""
     lower, median, upper = result.ratio
-    text = f"{setting!s:58}{result.step:9.1f}{median:7.2f} ({lower:.2f}-{upper:.2f})"
+    text = f"{setting!s:65}{result.step:9.1f}{median:7.2f} ({lower:.2f}-{upper:.2f})"
     if result.ops is not None:
         text += f"{result.ops:9.2f}{result.ops_ratio:7.2f}"
     return text

@@ -128,7 +128,7 @@ struct BackwardArguments {
 [[nodiscard]] constexpr bool needs_dz(const ActivationFunction& activation, bool has_residual,
                                       bool is_on_device) noexcept {
   if (activation.kind == Activation::kNone) return false;
-  return has_residual || is_on_device || !activation.is_piecewise_linear();
+  return has_residual || is_on_device || !activation.is_clip();
 }
 
 // Training backward: dx over the norm batch, dweight and dbias over this rank's samples. One

@@ -20,14 +20,17 @@ struct ActivationFunction {
   Activation kind = Activation::kNone;
   double negative_slope = 0.01;  // of kLeakyRelu
 
-  // Whether it consists of straight lines.
+  // Whether it leaves an interval as it is, and is constant beyond it.
+  [[nodiscard]] constexpr bool is_clip() const noexcept {
+    return kind == Activation::kRelu || kind == Activation::kRelu6;
+  }
+  // Whether it is made of straight lines.
   [[nodiscard]] constexpr bool is_piecewise_linear() const noexcept {
-    return kind == Activation::kRelu || kind == Activation::kRelu6 ||
-           kind == Activation::kLeakyRelu;
+    return is_clip() || kind == Activation::kLeakyRelu;
   }
   // Whether it has at an output's input the gradient that it has at the output itself.
   [[nodiscard]] constexpr bool output_tells_gradient() const noexcept {
-    return is_piecewise_linear() && (kind != Activation::kLeakyRelu || negative_slope >= 0.0);
+    return is_clip() || (kind == Activation::kLeakyRelu && negative_slope >= 0.0);
   }
 };
 
@@ -36,37 +39,34 @@ struct ActivationFunction {
 //   operator()(z): the output
 //   gradient(z, dy): dy times the derivative at z
 
-// ReLU, ReLU6 and leaky ReLU.
+// ReLU and ReLU6. At NaN the gradient is dy, for which torch's loops do not agree in ReLU6.
 template <class Value>
-struct PiecewiseLinear {
-  Value slope;         // up to 0; NaN: all there becomes 0, infinities too
-  Value top;           // the largest output; NaN, with which no comparison holds: there is none
-  Value slope_of_nan;  // 1, or 0: that up to 0
+struct Clip {
+  Value top;  // NaN, with which no comparison holds: there is none
 
   NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
     const Value upper = z > top ? top : z;
-    return z <= Value{} ? below(z) : upper;
+    return z <= Value{} ? Value{} : upper;
   }
   NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
-    const Value upper = z >= top ? Value{} : dy;
-    return (z <= Value{}) | ((z != z) & (slope_of_nan == Value{})) ? below(dy) : upper;
-  }
-
- private:
-  NORMSCOPE_INLINE Value below(Value value) const noexcept {
-    return slope != slope ? Value{} : value * slope;
+    return (z <= Value{}) | (z >= top) ? Value{} : dy;
   }
 };
 
 template <class Real>
-[[nodiscard]] NORMSCOPE_INLINE PiecewiseLinear<Real> piecewise_linear(
-    const ActivationFunction& activation) noexcept {
-  constexpr Real kNone = std::numeric_limits<Real>::quiet_NaN();
-  const bool is_leaky = activation.kind == Activation::kLeakyRelu;
-  return {is_leaky ? static_cast<Real>(activation.negative_slope) : kNone,
-          activation.kind == Activation::kRelu6 ? Real{6} : kNone,
-          activation.kind == Activation::kRelu ? Real{1} : Real{0}};
+[[nodiscard]] NORMSCOPE_INLINE Clip<Real> clip_of(const ActivationFunction& activation) noexcept {
+  return {activation.kind == Activation::kRelu6 ? Real{6} : std::numeric_limits<Real>::quiet_NaN()};
 }
+
+template <class Value>
+struct LeakyRelu {
+  Value slope;  // up to 0
+
+  NORMSCOPE_INLINE Value operator()(Value z) const noexcept { return z > Value{} ? z : z * slope; }
+  NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
+    return z > Value{} ? dy : dy * slope;
+  }
+};
 
 // z * clamp(z + 3, 0, 6) / 6
 template <class Value>
@@ -228,9 +228,22 @@ struct Silu {
 template <class Real, class Use>
 NORMSCOPE_INLINE void with_function(const ActivationFunction& activation, const Use& use) {
   switch (activation.kind) {
+    case Activation::kLeakyRelu:
+      use(LeakyRelu<Real>{static_cast<Real>(activation.negative_slope)});
+      return;
     case Activation::kSilu: use(Silu<Real>{}); return;
     case Activation::kHardSwish: use(HardSwish<Real>{}); return;
-    default: use(piecewise_linear<Real>(activation));
+    default: use(clip_of<Real>(activation));
+  }
+}
+
+// The same for those that are piecewise linear.
+template <class Real, class Use>
+NORMSCOPE_INLINE void with_piecewise_linear(const ActivationFunction& activation, const Use& use) {
+  if (activation.kind == Activation::kLeakyRelu) {
+    use(LeakyRelu<Real>{static_cast<Real>(activation.negative_slope)});
+  } else {
+    use(clip_of<Real>(activation));
   }
 }
 

@@ -71,7 +71,7 @@ struct Kernels {
                              const ActivationFunction& activation, const MutableTensorView& dz);
 
   // add_gradient_sums and input_gradient with dz = dy * activation'(z) for dy, which is kept
-  // nowhere; for activations that are piecewise linear.
+  // nowhere; for activations that are clips.
   void (*add_activated_gradient_sums)(const Execution& execution, const TensorView& x,
                                       const TensorView& dy, Statistics statistics,
                                       ChannelView weight, ChannelView bias,

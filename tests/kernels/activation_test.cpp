@@ -162,7 +162,7 @@ TEST_P(ActivatedKernels, SumAndApplyTheGradientThatIsKeptNowhere) {
   if (kernels().add_activated_gradient_sums == nullptr) return;  // a device writes dz first
   for_activations([](const ActivationFunction& activation, const Shape& shape, const Tensor& x,
                      const Tensor& dy) {
-    if (!activation.is_piecewise_linear()) return;
+    if (!activation.is_clip()) return;
     Layer layer(kernels(), x);
     const Statistics statistics = layer.statistics.view().read_only();
     const Tensor dz = specified_dz(kernels(), activation, x, dy, layer);

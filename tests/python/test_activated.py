@@ -33,6 +33,8 @@ ACTIVATIONS: dict[str, tuple[dict[str, Any], Activate]] = {
     },
 }
 # Of silu, in its own tests, bits are not asked: it has an exponential in it.
+# Whose derivative at NaN depends, in torch, on where in the tensor it is.
+NOT_DEFINED_AT_NAN = ("relu6", "hard_swish")
 EXACT = [name for name in ACTIVATIONS if name != "silu"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 CHANNELS = 5
@@ -162,7 +164,7 @@ def assert_same(got: Tensors, expected: Tensors) -> None:
 
 
 def without_gradients_of_nan(*found: Tensors) -> None:
-    """Leave out what comes of the derivative at NaN, which torch's loops do not agree on."""
+    """Leave out what comes of the derivative at NaN."""
     for tensors in found:
         is_nan = tensors["y"].isnan()
         tensors["d bias"] = tensors["d bias"].where(~is_nan.any(dim=(0, 2, 3)), torch.nan)
@@ -191,12 +193,14 @@ def test_a_step_has_the_bits_of_its_parts(
     keywords, activate = ACTIVATIONS[name]
     for data in DATA:
         step = with_format(data(dtype), last=last, residual=residual)
+        if name in NOT_DEFINED_AT_NAN and residual:
+            step["residual"] = step["residual"].where(~step["residual"].isnan(), 1.0)
         ours, theirs = layers_of(step, keywords)
 
         got = gradients_of(ours, ours, step)
 
         expected = gradients_of(theirs, partial(in_turn, theirs, activate), step)
-        if name in ("relu6", "hard_swish"):
+        if name in NOT_DEFINED_AT_NAN:
             without_gradients_of_nan(got, expected)
         assert_same(got, expected)
         assert got["y"].stride() == expected["y"].stride()

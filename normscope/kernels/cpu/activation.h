@@ -31,8 +31,12 @@ NORMSCOPE_INLINE Floats rounded(Floats value) {
 
 // A function of single numbers as one of vectors, or as it is.
 template <class Value, class Real>
-NORMSCOPE_INLINE PiecewiseLinear<Value> function_of(const PiecewiseLinear<Real>& function) {
-  return {Value{} + function.slope, Value{} + function.top, Value{} + function.slope_of_nan};
+NORMSCOPE_INLINE Clip<Value> function_of(const Clip<Real>& function) {
+  return {Value{} + function.top};
+}
+template <class Value, class Real>
+NORMSCOPE_INLINE LeakyRelu<Value> function_of(const LeakyRelu<Real>& function) {
+  return {Value{} + function.slope};
 }
 template <class Value, class Real>
 NORMSCOPE_INLINE HardSwish<Value> function_of(const HardSwish<Real>& /*function*/) {

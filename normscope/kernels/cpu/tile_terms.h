@@ -153,7 +153,7 @@ struct ActivatedGradientRun {
   const Element* dy;
   std::int64_t dy_stride;
   NormalizeArrays<const Real> formulas;  // from the channel of x on
-  PiecewiseLinear<Real> function;
+  Clip<Real> function;
 
   NORMSCOPE_INLINE ActivatedGradientRun at(std::int64_t row, std::int64_t i) const {
     return {x + row * x_stride + i,
@@ -226,7 +226,7 @@ struct ActivatedGradientTerms {
   const TensorView& x;
   const TensorView& dy;
   NormalizeArrays<const Arithmetic<Element>> formulas;
-  PiecewiseLinear<Arithmetic<Element>> function;
+  Clip<Arithmetic<Element>> function;
 
   [[nodiscard]] constexpr const Arithmetic<Element>* means_from(std::int64_t c) const {
     return formulas.mean_hi + c;

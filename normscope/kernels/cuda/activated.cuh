@@ -102,7 +102,7 @@ struct GradientOfOutputElements {
 
   Elements<const Element> x;  // the output
   Elements<const Element> dy;
-  PiecewiseLinear<Real> function;
+  ActivationFunction activation;
   const Real* coefficients = nullptr;
 
   template <int kPack>
@@ -114,15 +114,19 @@ struct GradientOfOutputElements {
   struct Inputs {
     Pack<Element, kPack> y;
     Pack<Element, kPack> dy;
-    PiecewiseLinear<Real> function;
+    const ActivationFunction& activation;
 
     NORMSCOPE_INLINE Element apply(const Formula& /*formula*/, int j) const {
-      return narrow<Element>(function.gradient(widen(y.elements[j]), widen(dy.elements[j])));
+      Real dz = widen(dy.elements[j]);
+      with_piecewise_linear<Real>(activation, [&](const auto& function) {
+        dz = function.gradient(widen(y.elements[j]), dz);
+      });
+      return narrow<Element>(dz);
     }
   };
   template <int kPack>
   NORMSCOPE_INLINE Inputs<kPack> load(std::int64_t n, std::int64_t c, std::int64_t p) const {
-    return {load_pack<kPack>(x.at(n, c, p)), load_pack<kPack>(dy.at(n, c, p)), function};
+    return {load_pack<kPack>(x.at(n, c, p)), load_pack<kPack>(dy.at(n, c, p)), activation};
   }
 };
 

@@ -285,9 +285,8 @@ struct Backend {
                                  const MutableTensorView& dz) {
     if (y.empty()) return;
     with_element_type(y.dtype, [&]<class Element>(Element*) {
-      const GradientOfOutputElements<Element> formula{
-          elements_of<Element>(y), elements_of<Element>(dy),
-          piecewise_linear<Arithmetic<Element>>(activation)};
+      const GradientOfOutputElements<Element> formula{elements_of<Element>(y),
+                                                      elements_of<Element>(dy), activation};
       apply_to(stream, formula, batches, dz, y, dy);
     });
   }
