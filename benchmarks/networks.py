@@ -250,30 +250,38 @@ def _seconds_of(step: Callable[[], None]) -> float:
     return perf_counter() - begin
 
 
-# Forward ops by name, and parts of the names of backward nodes.
-NORMALIZATIONS = (
-    {"aten::batch_norm", "normscope::batch_norm_forward", "normscope::batch_norm_act_forward"},
+@dataclass(frozen=True)
+class _Ops:
+    """Forward ops by name, and what the names of their backward nodes contain."""
+
+    forward: frozenset[str]
+    backward: tuple[str, ...]
+
+
+_NORMALIZATIONS = _Ops(
+    frozenset(
+        {"aten::batch_norm", "normscope::batch_norm_forward", "normscope::batch_norm_act_forward"}
+    ),
     ("BatchNorm",),
 )
-ACTIVATIONS = (
-    {"aten::add", "aten::relu", "aten::relu_", "aten::hardtanh", "aten::hardtanh_"},
-    ("ReluBackward", "HardtanhBackward", "AddBackward"),
+_WITH_ACTIVATIONS = _Ops(
+    _NORMALIZATIONS.forward
+    | {"aten::add", "aten::relu", "aten::relu_", "aten::hardtanh", "aten::hardtanh_"},
+    (*_NORMALIZATIONS.backward, "ReluBackward", "HardtanhBackward", "AddBackward"),
 )
 
 
 def _seconds_of_ops(step: Callable[[], None], *, with_activations: bool) -> float:
     """Those of the normalization ops of a step, with what they call."""
-    forwards, backwards = NORMALIZATIONS
-    if with_activations:
-        forwards, backwards = forwards | ACTIVATIONS[0], backwards + ACTIVATIONS[1]
+    ops = _WITH_ACTIVATIONS if with_activations else _NORMALIZATIONS
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
     microseconds = 0.0
     for event in profiler.events():
         # An op inside another is a part of it: one below autograd, a sum of gradients.
-        is_forward = event.name in forwards and event.cpu_parent is None
+        is_forward = event.name in ops.forward and event.cpu_parent is None
         is_backward = event.name.startswith("autograd::engine") and any(
-            name in event.name for name in backwards
+            name in event.name for name in ops.backward
         )
         if is_forward or is_backward:
             microseconds += event.cpu_time_total

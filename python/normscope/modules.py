@@ -134,19 +134,31 @@ class BatchNorm(_BatchNorm):
 
     def _train(self, input: torch.Tensor, op: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Normalize ``input`` by an op, with the arguments that all ops of training take."""
-        has_statistics = self.track_running_stats
         scope, group_name = _process_group.scope_and_group_in_use(
-            self.scope, self.group_name, input
+            self._scope, self.group_name, input
         )
-        if not self.layer_name and group_name and not self.scope.is_of_one_rank:
+        if not self.layer_name and group_name and not self._scope.is_of_one_rank:
             self.layer_name = _process_group.name_of_layer(group_name)
+        # From where they are: torch.nn.Module looks for attributes a microsecond and longer.
+        parameters, buffers = self._parameters, self._buffers
+        has_statistics = self.track_running_stats
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+            running_mean = buffers["running_mean"] if has_statistics else None
+            running_var = buffers["running_var"] if has_statistics else None
+            num_batches_tracked = buffers["num_batches_tracked"] if has_statistics else None
+        except KeyError:  # parametrized ones, and those of replicas, are attributes
+            weight, bias = self.weight, self.bias
+            running_mean = self.running_mean if has_statistics else None
+            running_var = self.running_var if has_statistics else None
+            num_batches_tracked = self.num_batches_tracked if has_statistics else None
         y = op(
             input,
-            self.weight,
-            self.bias,
-            self.running_mean if has_statistics else None,
-            self.running_var if has_statistics else None,
-            self.num_batches_tracked if has_statistics else None,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            num_batches_tracked,
             self.momentum,
             self.eps,
             self.dims,

@@ -119,9 +119,7 @@ struct ActivatedTwoInputs {
   }
 };
 
-struct NoFormulas {
-  [[nodiscard]] constexpr NoFormulas from(std::int64_t /*c*/) const { return {}; }
-};
+struct NoFormulas {};
 struct NoFormula {};
 template <class Value>
 NORMSCOPE_INLINE NoFormula formula_at(const NoFormulas& /*formulas*/, std::int64_t /*c*/) {

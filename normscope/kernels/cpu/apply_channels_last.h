@@ -30,9 +30,6 @@ NORMSCOPE_INLINE void apply_to_row(const Inputs inputs, const Formulas& formulas
 // in which the sweep before has left the last ones.
 inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
 
-// Channels, or up to twice as many, whose coefficients stay in L1 while rows go by.
-inline constexpr std::int64_t kChannelsAtOnce = 512;
-
 // inputs_at(n, c, p) gives the inputs there.
 template <class Element, class InputsAt, class Formulas, class Store>
 NORMSCOPE_INLINE void apply_channels_last(const InputsAt& inputs_at, const Formulas& formulas,
@@ -40,21 +37,14 @@ NORMSCOPE_INLINE void apply_channels_last(const InputsAt& inputs_at, const Formu
                                           const MutableTensorView& y) {
   const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
   const std::int64_t rows_of_run = larger(1, kRun / row);
-  const auto apply_to_run = [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
-    std::int64_t next = 0;
-    for (std::int64_t c = 0; c < y.channels; c = next) {
-      next = y.channels - c < 2 * kChannelsAtOnce ? y.channels : c + kChannelsAtOnce;
-      for (std::int64_t p = begin; p < end; ++p) {
-        apply_to_row(inputs_at(n, c, p), formulas.from(c), next - c, store,
-                     element_at<Element>(y, n, c, p));
-      }
-    }
-  };
   for_samples_backwards(Layout::kChannelsLast, y.positions, tiles,
                         [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
                           while (end > begin) {
                             const std::int64_t first = larger(begin, end - rows_of_run);
-                            apply_to_run(n, first, end);
+                            for (std::int64_t p = first; p < end; ++p) {
+                              apply_to_row(inputs_at(n, 0, p), formulas, y.channels, store,
+                                           element_at<Element>(y, n, 0, p));
+                            }
                             end = first;
                           }
                         });

@@ -8,9 +8,9 @@
 #include <string>
 
 #include <torch/arg.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/common.h>
 #include <torch/nn/modules/container/any_value.h>
-#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 
 #include "normscope/batch_norm/batch_norm.h"
