@@ -7,9 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
+from torch.fx import Proxy
 from torch.nn import functional
 
 from normscope import _library
+from normscope._fx import call_of_module
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ class BatchNormAct(BatchNorm):
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *], add ``residual``, and activate."""
+        if isinstance(input, Proxy):
+            return call_of_module(self, input, *(() if residual is None else (residual,)))
         if self.training and self._has_one_op(input, residual):
             op = partial(_library.batch_norm_act, self.activation, self.negative_slope, residual)
             return self._train(input, op)

@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
+from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope import _library, _process_group
+from normscope._fx import call_of_module
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -128,6 +130,8 @@ class BatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize ``input`` [N, C, *]."""
+        if isinstance(input, Proxy):
+            return call_of_module(self, input)
         if not self.training:
             return super().forward(input)
         return self._train(input, _library.batch_norm)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in the graphs of torch.fx."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+
+def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> torch.Tensor:  # noqa: ANN401
+    """Put a call of a layer into the graph that ``x`` is of, as it is done for torch.nn's layers.
+
+    A tracer goes into modules of other libraries, and there is no list to join: so their forward
+    has to answer for itself.
+
+    Args:
+        module: The layer.
+        x: Its input.
+        arguments: What else its forward takes.
+
+    Raises:
+        TypeError: If the layer itself is traced, where a graph has no name for it.
+        NameError: If the model that is traced does not have the layer.
+    """
+    tracer = cast("fx.Tracer", x.tracer)
+    name = tracer.path_of_module(module)
+    if not name:
+        raise TypeError(
+            f"root: expected a model that has the layer, got the layer itself, a "
+            f"{type(module).__name__}; trace torch.nn.Sequential(layer)"
+        )
+    return cast("torch.Tensor", tracer.create_proxy("call_module", name, (x, *arguments), {}))

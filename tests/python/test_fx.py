@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers under torch.fx: calls of a module in the graph, as torch.nn's are."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import fx, nn
+
+import normscope
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        normscope.BatchNorm2d(3, scope="slices:2"),
+        nn.Sequential(normscope.BatchNormAct2d(3, activation="relu", scope="local")),
+    )
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 2, 6, 6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_is_a_call_of_a_module(training: bool) -> None:  # noqa: FBT001
+    net = model().train(training)
+
+    graph = fx.symbolic_trace(net).graph
+
+    calls = [node.target for node in graph.nodes if node.op == "call_module"]
+    assert calls == ["0", "1", "2.0"]
+    assert {node.op for node in graph.nodes} == {"placeholder", "call_module", "output"}
+
+
+def test_tracing_leaves_the_layers_as_they_were() -> None:
+    net = model()
+    before = copy.deepcopy(net)
+
+    fx.symbolic_trace(net)
+
+    assert [layer.elements_seen for layer in (net[1], net[2][0])] == [0, 0]  # type: ignore[index]
+    assert all(map(torch.equal, net.state_dict().values(), before.state_dict().values()))
+    pickle.loads(pickle.dumps(net))
+
+
+def test_what_was_traced_trains_and_evaluates_as_the_model() -> None:
+    net, x = model(), batch()
+    alone = copy.deepcopy(net)
+    traced = fx.symbolic_trace(net)
+
+    for mode in (True, False):
+        assert torch.equal(traced.train(mode)(x), alone.train(mode)(x))
+
+    assert net[1].elements_seen == alone[1].elements_seen > 0  # type: ignore[index]
+    assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
+
+
+def test_a_residual_is_an_argument_of_the_call() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = normscope.BatchNormAct2d(2, scope="local")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.norm(x, residual=x.sin())
+            return y
+
+    block, x = Block(), batch()
+    traced = fx.symbolic_trace(copy.deepcopy(block))
+
+    assert torch.equal(traced(x), block(x))
+
+
+def test_a_feature_can_be_taken_out() -> None:
+    net, x = model(), batch()
+    traced = fx.symbolic_trace(net)
+    node = next(node for node in traced.graph.nodes if node.target == "1")
+    next(node for node in traced.graph.nodes if node.op == "output").args = (node,)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+    feature = traced(x)
+
+    assert torch.equal(feature, net[1](net[0](x)))  # type: ignore[index]
+
+
+def test_a_layer_alone_cannot_be_traced() -> None:
+    with pytest.raises(TypeError, match="root: expected a model that has the layer, got"):
+        fx.symbolic_trace(normscope.BatchNorm2d(3))
