@@ -55,7 +55,10 @@ std::optional<DType> dtype_of(const at::Tensor& tensor) {
 }
 
 at::Tensor empty_output(const at::Tensor& x) {
-  return at::empty_like(x, x.options(), x.suggest_memory_format());
+  // Strides suggest no format if there are no elements; torch keeps them then.
+  const bool is_empty = !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.numel() == 0;
+  return at::empty_like(x, x.options(),
+                        is_empty ? at::MemoryFormat::Preserve : x.suggest_memory_format());
 }
 
 at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor) {

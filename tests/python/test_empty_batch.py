@@ -72,3 +72,22 @@ def test_slices_of_an_empty_batch_are_empty() -> None:
     assert layer(torch.zeros(0, 3, 5, 5)).shape == (0, 3, 5, 5)
     assert layer.num_batches_tracked is not None
     assert layer.num_batches_tracked.item() == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 3, 0, 5)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("training", [True, False])
+def test_no_samples_have_the_strides_that_torch_gives_them(
+    shape: tuple[int, ...],
+    layout: torch.memory_format,
+    training: bool,  # noqa: FBT001
+) -> None:
+    strides = []
+    for layer in (normscope.BatchNorm2d(shape[1]), torch.nn.BatchNorm2d(shape[1])):
+        x = torch.empty(shape).to(memory_format=layout).clone().requires_grad_()
+        y = layer.train(training)(x)
+        y.sum().backward()
+        assert x.grad is not None
+        strides.append((y.stride(), x.grad.stride()))
+
+    assert strides[0] == strides[1]
