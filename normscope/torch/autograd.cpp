@@ -52,6 +52,17 @@ const c10::TypedOperatorHandle<WithStatisticsOp>& with_statistics_op() {
 
 bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
 
+// Backward is all that there is: without this, what goes forward would be zeros.
+void check_no_forward_gradient(const ForwardOpArguments& op) {
+  const auto has_one = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+  };
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !has_one(op.x) && !(op.weight && has_one(*op.weight)) && !(op.bias && has_one(*op.bias)),
+      "normscope.batch_norm: expected no forward-mode derivative in training, got one; use reverse "
+      "mode (torch.autograd.grad, torch.autograd.functional.jvp), or eval()");
+}
+
 // Calls an op. Where the dispatcher has none for such tensors (sparse ones), no backend can tell
 // the peers that this rank will not come.
 template <class CallOp>
@@ -264,6 +275,7 @@ class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
 };
 
 std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& given) {
+  check_no_forward_gradient(given.layer);
   ActivatedForwardOpArguments op = given;
   ForwardOpArguments& layer = op.layer;
   layer.needs_backward = at::GradMode::is_enabled() &&
@@ -285,6 +297,7 @@ ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
+  check_no_forward_gradient(given);
   ForwardOpArguments op = given;
   op.needs_backward = at::GradMode::is_enabled() &&
                       (op.x.requires_grad() || requires_grad(op.weight) || requires_grad(op.bias));
