@@ -166,9 +166,9 @@ struct PreparedBackward {
   at::Tensor coefficients;
   BackwardArguments arguments;
   // With an activation.
-  OptionalTensor bias = {};
-  at::Tensor y = {};
-  at::Tensor dz = {};
+  OptionalTensor bias;
+  at::Tensor y;
+  at::Tensor dz;
 };
 
 PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, CallSite& site) {
@@ -183,6 +183,9 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
       .gradients = {op.x, {wants_dx, op.wanted.dweight, op.wanted.dbias}},
       .coefficients = {},
       .arguments = {},
+      .bias = std::nullopt,
+      .y = {},
+      .dz = {},
   };
   const Gradients& gradients = prepared.gradients;
   BackwardArguments& arguments = prepared.arguments;

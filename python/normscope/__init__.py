@@ -17,6 +17,7 @@ from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
 from normscope.scope_plan import ScopePlan
+from normscope.sync import SyncBatchNorm
 from normscope.uneven import empty_batch_like, joined
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "ProgressiveScope",
     "Scope",
     "ScopePlan",
+    "SyncBatchNorm",
     "checkpoint_context",
     "communication_counters",
     "convert",

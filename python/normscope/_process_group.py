@@ -7,6 +7,7 @@ import weakref
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 
 from normscope import _library
 from normscope.scope import Scope
@@ -30,14 +31,21 @@ def _watch(group: "distributed.ProcessGroup") -> None:
     weakref.finalize(group, _library.forget_destroyed_groups).atexit = False
 
 
-def name_of(group: "distributed.ProcessGroup | None") -> str | None:
+def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None:
     """The name that a layer keeps; None stands for the default group.
 
     Raises:
-        ValueError: If this process is not a rank of the group.
+        ValueError: If this process is not a rank of the group, or a mesh has several dimensions.
     """
     if group is None:
         return None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                "process_group: expected a mesh of one dimension, or one dimension of a mesh, as "
+                f'mesh["dp"], got one of {group.ndim}'
+            )
+        group = group.get_group()
     if not isinstance(group, distributed.ProcessGroup):  # new_group's answer on other ranks
         raise ValueError("process_group: expected a group that this rank is in, got another")
     _watch(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,6 +17,10 @@ from normscope.activated import BatchNormAct
 from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.scope import Scope
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -50,6 +54,8 @@ def convert(
     scope: Scope | str = "world",
     include: Patterns | None = None,
     exclude: Patterns | None = None,
+    *,
+    process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> Model:
     """Give the batch normalization layers of a model a scope, in place.
 
@@ -63,6 +69,8 @@ def convert(
         scope: Who shares statistics.
         include: Patterns of qualified names (as in fnmatch: ``"backbone.*"``); None for all.
         exclude: Patterns of qualified names that are left as they are; None for none.
+        process_group: The ranks that the scope speaks of, or a mesh of one dimension; None leaves
+            each layer the group that it has: of a torch.nn.SyncBatchNorm its own, else the default.
 
     Returns:
         The model. Where no layer was chosen it is as it was, with a warning.
@@ -71,7 +79,8 @@ def convert(
         TypeError: If a layer's class derives from torch's batch normalization but is not known
             here, since all that it adds would be lost: a forward, other methods, its own name in
             isinstance. It is named; nothing has been converted then.
-        ValueError: If the scope is malformed, or a pattern matches no layer.
+        ValueError: If the scope is malformed, a pattern matches no layer, or this process is not in
+            the group.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -79,6 +88,7 @@ def convert(
         Scope(text='slices:4')
     """
     scope = Scope(str(scope))
+    group_name = _process_group.name_of(process_group)
     layers = named_layers(model, _BatchNorm, include, exclude)
     if not layers:
         warnings.warn(
@@ -91,6 +101,8 @@ def convert(
         scoped = _converted(layer, scoped_class)
         scoped.scope = scope
         scoped.layer_name = name
+        if group_name is not None:
+            scoped.group_name = group_name
     return model
 
 

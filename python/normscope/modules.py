@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 SliceStats = Literal["pooled", "first", "sequential"]
 
@@ -53,9 +54,10 @@ class BatchNorm(_BatchNorm):
         device: Of the parameters and buffers.
         dtype: Of the parameters and buffers.
         scope: Who shares statistics: a :class:`~normscope.Scope` or its text.
-        process_group: The ranks that the scope speaks of; None for the default group of the time of
-            the call, if there is one. The layer keeps its name alone, so that it can be copied and
-            pickled; the name must stand for a group wherever the layer then trains.
+        process_group: The ranks that the scope speaks of, or a mesh of one dimension; None for the
+            default group of the time of the call, if there is one. The layer keeps its name alone,
+            so that it can be copied and pickled; the name must stand for a group wherever the layer
+            then trains.
         slice_stats: How the slices of ``slices:K`` update the running statistics: ``pooled``, once
             with the moments of all of them; ``first``, with the first slice's; ``sequential``, one
             after the other, each of which counts in ``num_batches_tracked``.
@@ -103,7 +105,7 @@ class BatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
         *,
         scope: Scope | str = "world",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         slice_stats: SliceStats = "pooled",
         **keywords: Any,  # noqa: ANN401 - those of the installed torch
     ) -> None:
@@ -127,6 +129,18 @@ class BatchNorm(_BatchNorm):
     @scope.setter
     def scope(self, scope: Scope | str) -> None:
         self._scope = Scope(str(scope))
+
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The ranks that the scope speaks of, as torch.nn.SyncBatchNorm's; None: the default group.
+
+        A group, or a ``torch.distributed`` DeviceMesh of one dimension, can be assigned.
+        """
+        return _process_group.named(self.group_name)
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
+        self.group_name = _process_group.name_of(group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize ``input`` [N, C, *]."""

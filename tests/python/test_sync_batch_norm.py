@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups and meshes, as torch.nn.SyncBatchNorm and its conversion take them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import normscope
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def expected_mean(ranks: list[int]) -> torch.Tensor:
+    return 0.1 * torch.cat([batch(rank) for rank in ranks]).mean(dim=(0, 2))
+
+
+def mean_of(layer: nn.Module) -> torch.Tensor:
+    layer(batch(distributed.get_rank()))
+    mean = layer.running_mean
+    assert isinstance(mean, torch.Tensor)
+    return mean
+
+
+def in_a_mesh() -> tuple[list[torch.Tensor], bool, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh["dp"].get_group()
+    assigned = normscope.BatchNorm1d(3, dtype=torch.float64)
+    assigned.process_group = mesh["dp"]
+    layers = [
+        normscope.BatchNorm1d(3, dtype=torch.float64, process_group=mesh["dp"]),
+        normscope.SyncBatchNorm(3, dtype=torch.float64, process_group=mesh["dp"]),
+        assigned,
+        normscope.convert(nn.BatchNorm1d(3, dtype=torch.float64), process_group=mesh["dp"]),
+        normscope.SyncBatchNorm.convert_sync_batchnorm(
+            nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64)), mesh["dp"]
+        )[0],
+    ]
+    means = [mean_of(layer) for layer in layers]
+    has_group = all(getattr(layer, "process_group", None) is group for layer in layers)
+    with pytest.raises(ValueError, match="process_group: expected a mesh of one dim") as error:
+        normscope.BatchNorm1d(3, process_group=mesh)
+    return means, has_group, str(error.value)
+
+
+def test_a_dimension_of_a_mesh_is_a_group(ranks: RankPool) -> None:
+    answers = ranks.run(4, in_a_mesh)
+
+    for rank, (means, has_group, error) in enumerate(answers):
+        for mean in means:
+            torch.testing.assert_close(mean, expected_mean([rank % 2, rank % 2 + 2]))
+        assert has_group
+        assert error.endswith("got one of 2")
+
+
+def with_the_default_group() -> tuple[torch.Tensor, bool]:
+    layer = normscope.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(3).double())
+    return mean_of(layer), layer.process_group is None
+
+
+def test_without_a_group_it_is_the_default_one(ranks: RankPool) -> None:
+    for mean, has_none in ranks.run(2, with_the_default_group):
+        torch.testing.assert_close(mean, expected_mean([0, 1]))
+        assert has_none
+
+
+def keeps_its_group() -> bool:
+    group = distributed.new_group([0, 1])
+    layer = normscope.convert(nn.SyncBatchNorm(3, process_group=group))
+    kept = layer.process_group is group
+    other = distributed.new_group([0, 1])
+    normscope.convert(layer, process_group=other)
+    return bool(kept and layer.process_group is other)
+
+
+def test_convert_keeps_a_group_unless_it_is_given_one(ranks: RankPool) -> None:
+    assert ranks.run(2, keeps_its_group) == [True, True]
+
+
+def test_the_arguments_are_those_of_torch() -> None:
+    ours = list(inspect.signature(normscope.SyncBatchNorm).parameters)
+    theirs = list(inspect.signature(nn.SyncBatchNorm).parameters)
+
+    assert ours[: ours.index("keywords")] == [name for name in theirs if name in ours]
+    assert set(theirs) - set(ours) <= {"bias"}
+    assert list(inspect.signature(nn.SyncBatchNorm.convert_sync_batchnorm).parameters) == list(
+        inspect.signature(normscope.SyncBatchNorm.convert_sync_batchnorm).parameters
+    )
