@@ -28,6 +28,7 @@ void check(const BackwardArguments& arguments, const CallContext& context) {
     check_own_memory("dz", arguments.dz.read_only(), "x", arguments.x);
     check_own_memory("dz", arguments.dz.read_only(), "dy", arguments.dy);
     check_own_memory("dz", arguments.dz.read_only(), "y", arguments.y);
+    check_own_memory("dx", arguments.dx.read_only(), "dz", arguments.dz.read_only());
   } else if (!arguments.x.empty() &&
              needs_dz(arguments.activation, has_residual, context.device != nullptr)) {
     throw ArgumentError("dz: expected data, since needs_dz(), got none");

@@ -21,6 +21,7 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   if (arguments.y.data != nullptr || arguments.coefficients.data == nullptr) {
     check_like_input("y", arguments.y.read_only(), arguments.x);
     check_own_memory("y", arguments.y.read_only(), "x", arguments.x);
+    check_own_memory("y", arguments.y.read_only(), "residual", arguments.residual);
   }
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
   check_channel_dtype("bias", arguments.bias.dtype, arguments.x);

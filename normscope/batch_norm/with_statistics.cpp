@@ -14,6 +14,7 @@ void check(const WithStatisticsArguments& arguments, const CallContext& context)
   check_input(arguments.x);
   check_like_input("y", arguments.y.read_only(), arguments.x);
   check_own_memory("y", arguments.y.read_only(), "x", arguments.x);
+  check_own_memory("y", arguments.y.read_only(), "residual", arguments.residual);
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
   check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
   check_activation(arguments.activation, "residual", arguments.residual, arguments.x);

@@ -73,6 +73,24 @@ TEST(ActivatedLayerRefuses, AResidualThatBackwardCouldNotFind) {
               ::testing::ThrowsMessage<ArgumentError>(::testing::StartsWith("residual: expected")));
 }
 
+// Outputs are written in vectors that overlap, from inputs that are read again.
+TEST(ActivatedLayerRefuses, OutputsInTheMemoryOfInputs) {
+  LayerRun run(Layer{}, first_samples(4));
+  ForwardArguments forward = run.forward_arguments();
+  forward.activation = {Activation::kRelu};
+  forward.residual = run.y.view().read_only();
+  EXPECT_THAT([&] { batch_norm_forward(forward, {}); },
+              ::testing::ThrowsMessage<ArgumentError>(::testing::StartsWith("y: expected memory")));
+
+  BackwardArguments backward = run.backward_arguments();
+  backward.activation = {Activation::kSilu};
+  for (Tensor* const tensor : {&run.x, &run.dy, &run.dx}) {
+    backward.dz = tensor->view();
+    EXPECT_THAT([&] { batch_norm_backward(backward, {}); },
+                ::testing::ThrowsMessage<ArgumentError>(::testing::HasSubstr("memory of its own")));
+  }
+}
+
 TEST(ActivatedLayerRefuses, ABackwardWithoutTheMemoryThatItNeeds) {
   LayerRun run(Layer{}, first_samples(4));
   batch_norm_forward(run.forward_arguments(), {});
