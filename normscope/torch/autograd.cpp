@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
 #include <string>
 
 #include <ATen/TensorOperators.h>
@@ -13,6 +14,7 @@
 #include "normscope/torch/exchanges.h"
 #include "normscope/torch/graph.h"
 #include "normscope/torch/operators.h"
+#include "normscope/torch/saved_call.h"
 
 namespace normscope::binding {
 namespace {
@@ -50,8 +52,6 @@ const c10::TypedOperatorHandle<WithStatisticsOp>& with_statistics_op() {
   return op;
 }
 
-bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
-
 // Backward is all that there is: without this, what goes forward would be zeros.
 void check_no_forward_gradient(const ForwardOpArguments& op) {
   const auto has_one = [](const at::Tensor& tensor) {
@@ -81,18 +81,6 @@ std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) 
   return op.pass_to(forward_op());
 }
 
-// What backward needs to know of a forward's call, and double backward of a backward's.
-void save(AutogradContext* context, const ScopedCall& call) {
-  context->saved_data["scope"] = std::string(call.scope);
-  context->saved_data["group_name"] = std::string(call.group_name);
-  context->saved_data["layer"] = std::string(call.layer);
-}
-
-ScopedCall call_saved_in(const AutogradContext& context) {
-  const auto text = [&](const char* name) { return context.saved_data.at(name).toStringView(); };
-  return {text("scope"), text("group_name"), text("layer")};
-}
-
 class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
  public:
   // The tensors that gradients flow to are arguments of their own: torch looks for them there.
@@ -102,22 +90,19 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     const auto [y, statistics] = below_autograd(op);
     context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
     context->mark_non_differentiable({statistics});
-    context->saved_data["wants_dx"] = x.requires_grad();
-    context->saved_data["wants_dweight"] = requires_grad(weight);
-    context->saved_data["wants_dbias"] = requires_grad(bias);
-    context->saved_data["decompose"] = op.decompose.value_or(false);
+    save_flags(context, x, weight, bias, op.decompose.value_or(false) ? kDecomposes : 0);
     save(context, op.call);
     return {y, statistics};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const auto flag = [&](const char* name) { return context->saved_data.at(name).toBool(); };
-    const WantedGradients wanted{flag("wants_dx"), flag("wants_dweight"), flag("wants_dbias")};
+    const std::int64_t flags = flags_saved_in(*context);
+    const WantedGradients wanted = wanted_by(flags);
     const ScopedCall call = call_saved_in(*context);
     const OptionalTensor weight = defined_or_none(saved[1]);
     const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], wanted, call};
-    const bool decompose = flag("decompose") && is_recorded_for_a_graph();
+    const bool decompose = (flags & kDecomposes) != 0 && is_recorded_for_a_graph();
     const auto [dx, dweight, dbias] = reach_backend(
         call, [&] { return decompose ? backward_in_graph(op) : op.pass_to(backward_op()); });
     const at::Tensor none;
@@ -206,17 +191,14 @@ class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
     context->mark_non_differentiable({statistics});
     context->saved_data["activation"] = std::string(op.activation.activation);
     context->saved_data["negative_slope"] = op.activation.negative_slope;
-    context->saved_data["wants_dx"] = x.requires_grad();
-    context->saved_data["wants_dweight"] = requires_grad(weight);
-    context->saved_data["wants_dbias"] = requires_grad(bias);
-    context->saved_data["wants_dresidual"] = requires_grad(residual);
+    save_flags(context, x, weight, bias, requires_grad(residual) ? kWantsDResidual : 0);
     save(context, op.layer.call);
     return {y, statistics};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
-    const auto flag = [&](const char* name) { return context->saved_data.at(name).toBool(); };
+    const std::int64_t flags = flags_saved_in(*context);
     const OptionalTensor weight = defined_or_none(saved[1]);
     const OptionalTensor bias = defined_or_none(saved[2]);
     const OptionalTensor y = defined_or_none(saved[4]);
@@ -225,19 +207,14 @@ class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
         context->saved_data.at("negative_slope").toDouble(),
         bias,
         y,
-        {gradients[0],
-         saved[0],
-         weight,
-         saved[3],
-         {flag("wants_dx"), flag("wants_dweight"), flag("wants_dbias")},
-         call_saved_in(*context)}};
+        {gradients[0], saved[0], weight, saved[3], wanted_by(flags), call_saved_in(*context)}};
     const auto [dx, dweight, dbias, dresidual] = reach_backend(op.layer.call, [&] {
       return at::GradMode::is_enabled() ? by_single_operations(op) : op.pass_to(act_backward_op());
     });
     const at::Tensor none;
     const WantedGradients& wanted = op.layer.wanted;
     return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
-            flag("wants_dresidual") ? dresidual : none, none};
+            (flags & kWantsDResidual) != 0 ? dresidual : none, none};
   }
 
  private:

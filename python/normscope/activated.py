@@ -16,6 +16,7 @@ from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, 
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from normscope.scope import Scope
 
@@ -86,7 +87,7 @@ class BatchNormAct(BatchNorm):
         activation: Activation = "relu",
         negative_slope: float = 0.01,
         scope: Scope | str = "world",
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         slice_stats: SliceStats = "pooled",
         **keywords: Any,  # noqa: ANN401 - those of the installed torch
     ) -> None:
