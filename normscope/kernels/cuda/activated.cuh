@@ -14,6 +14,36 @@ NORMSCOPE_INLINE Arithmetic<Element> rounded(Arithmetic<Element> value) {
   return widen(narrow<Element>(value));
 }
 
+// An activation whose parameter was rounded once.
+template <class Real>
+struct DeviceActivation {
+  Activation kind;
+  Real negative_slope;
+
+  // Calls use(function) with its function: once for a pack, so that nothing in it is looked up.
+  template <class Use>
+  NORMSCOPE_INLINE void with_function(const Use& use) const {
+    switch (kind) {
+      case Activation::kSilu: use(Silu<Real>{}); return;
+      case Activation::kHardSwish: use(HardSwish<Real>{}); return;
+      default: with_piecewise_linear(use);
+    }
+  }
+  template <class Use>
+  NORMSCOPE_INLINE void with_piecewise_linear(const Use& use) const {
+    if (kind == Activation::kLeakyRelu) {
+      use(LeakyRelu<Real>{negative_slope});
+    } else {
+      use(clip_of<Real>({kind, 0.0}));
+    }
+  }
+};
+
+template <class Real>
+[[nodiscard]] DeviceActivation<Real> rounded_once(const ActivationFunction& activation) {
+  return {activation.kind, static_cast<Real>(activation.negative_slope)};
+}
+
 // activation(normalized x + residual)
 template <class Element>
 struct ActivatedElements {
@@ -24,7 +54,7 @@ struct ActivatedElements {
 
   Elements<const Element> x;
   Elements<const Element> residual;  // data nullptr: there is none
-  ActivationFunction activation;
+  DeviceActivation<Real> activation;
   const Real* coefficients;  // [slices, kCount, C]
 
   template <int kPack>
@@ -37,13 +67,19 @@ struct ActivatedElements {
     Pack<Element, kPack> x;
     Pack<Element, kPack> residual;
     bool has_residual;
-    const ActivationFunction& activation;
+    const DeviceActivation<Real>& activation;
 
-    NORMSCOPE_INLINE Element apply(const Formula& formula, int j) const {
-      Real z = rounded<Element>(formula(widen(x.elements[j])));
-      if (has_residual) z = rounded<Element>(z + widen(residual.elements[j]));
-      with_function<Real>(activation, [&](const auto& function) { z = function(z); });
-      return narrow<Element>(z);
+    template <class FormulaOf>
+    NORMSCOPE_INLINE Pack<Element, kPack> apply(const FormulaOf& formula_of) const {
+      Pack<Element, kPack> y;
+      activation.with_function([&](const auto& function) {
+        y = pack_of<Element, kPack>([&](int j) {
+          Real z = rounded<Element>(formula_of(j)(widen(x.elements[j])));
+          if (has_residual) z = rounded<Element>(z + widen(residual.elements[j]));
+          return narrow<Element>(function(z));
+        });
+      });
+      return y;
     }
   };
   template <int kPack>
@@ -65,7 +101,7 @@ struct ActivationGradientElements {
 
   Elements<const Element> x;
   Elements<const Element> dy;
-  ActivationFunction activation;
+  DeviceActivation<Real> activation;
   const Real* coefficients;  // [slices, kCount, C]
 
   template <int kPack>
@@ -77,13 +113,18 @@ struct ActivationGradientElements {
   struct Inputs {
     Pack<Element, kPack> x;
     Pack<Element, kPack> dy;
-    const ActivationFunction& activation;
+    const DeviceActivation<Real>& activation;
 
-    NORMSCOPE_INLINE Element apply(const Formula& formula, int j) const {
-      const Real z = rounded<Element>(formula(widen(x.elements[j])));
-      Real dz = widen(dy.elements[j]);
-      with_function<Real>(activation, [&](const auto& function) { dz = function.gradient(z, dz); });
-      return narrow<Element>(dz);
+    template <class FormulaOf>
+    NORMSCOPE_INLINE Pack<Element, kPack> apply(const FormulaOf& formula_of) const {
+      Pack<Element, kPack> dz;
+      activation.with_function([&](const auto& function) {
+        dz = pack_of<Element, kPack>([&](int j) {
+          const Real z = rounded<Element>(formula_of(j)(widen(x.elements[j])));
+          return narrow<Element>(function.gradient(z, widen(dy.elements[j])));
+        });
+      });
+      return dz;
     }
   };
   template <int kPack>
@@ -102,7 +143,7 @@ struct GradientOfOutputElements {
 
   Elements<const Element> x;  // the output
   Elements<const Element> dy;
-  ActivationFunction activation;
+  DeviceActivation<Real> activation;
   const Real* coefficients = nullptr;
 
   template <int kPack>
@@ -114,14 +155,17 @@ struct GradientOfOutputElements {
   struct Inputs {
     Pack<Element, kPack> y;
     Pack<Element, kPack> dy;
-    const ActivationFunction& activation;
+    const DeviceActivation<Real>& activation;
 
-    NORMSCOPE_INLINE Element apply(const Formula& /*formula*/, int j) const {
-      Real dz = widen(dy.elements[j]);
-      with_piecewise_linear<Real>(activation, [&](const auto& function) {
-        dz = function.gradient(widen(y.elements[j]), dz);
+    template <class FormulaOf>
+    NORMSCOPE_INLINE Pack<Element, kPack> apply(const FormulaOf& /*formula_of*/) const {
+      Pack<Element, kPack> dz;
+      activation.with_piecewise_linear([&](const auto& function) {
+        dz = pack_of<Element, kPack>([&](int j) {
+          return narrow<Element>(function.gradient(widen(y.elements[j]), widen(dy.elements[j])));
+        });
       });
-      return narrow<Element>(dz);
+      return dz;
     }
   };
   template <int kPack>

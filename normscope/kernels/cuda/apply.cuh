@@ -7,6 +7,14 @@
 
 namespace normscope::cuda {
 
+// A pack of value(j).
+template <class Element, int kPack, class Value>
+NORMSCOPE_INLINE Pack<Element, kPack> pack_of(const Value& value) {
+  Pack<Element, kPack> pack;
+  for (int j = 0; j < kPack; ++j) pack.elements[j] = value(j);
+  return pack;
+}
+
 // What an element becomes, with the coefficients that were rounded once for its channel.
 
 template <class Element>
@@ -28,8 +36,10 @@ struct NormalizeElements {
   struct Inputs {
     Pack<Element, kPack> x;
 
-    NORMSCOPE_INLINE Element apply(const Formula& formula, int j) const {
-      return narrow<Element>(formula(widen(x.elements[j])));
+    template <class FormulaOf>
+    NORMSCOPE_INLINE Pack<Element, kPack> apply(const FormulaOf& formula_of) const {
+      return pack_of<Element, kPack>(
+          [&](int j) { return narrow<Element>(formula_of(j)(widen(x.elements[j]))); });
     }
   };
   template <int kPack>
@@ -60,8 +70,11 @@ struct InputGradientElements {
     Pack<Element, kPack> x;
     Pack<Element, kPack> dy;
 
-    NORMSCOPE_INLINE Element apply(const Formula& formula, int j) const {
-      return narrow<Element>(formula(widen(x.elements[j]), widen(dy.elements[j])));
+    template <class FormulaOf>
+    NORMSCOPE_INLINE Pack<Element, kPack> apply(const FormulaOf& formula_of) const {
+      return pack_of<Element, kPack>([&](int j) {
+        return narrow<Element>(formula_of(j)(widen(x.elements[j]), widen(dy.elements[j])));
+      });
     }
   };
   template <int kPack>
@@ -106,12 +119,11 @@ __global__ void __launch_bounds__(kBlockThreads)
     const auto formula = LoadedFormulas<1, Apply>(apply, slice, c)[0];
     for (std::int64_t i = first; i < packs; i += step) {
       const auto inputs = apply.template load<kPack>(n, c, i * kPack);
-      Pack<typename Apply::ElementType, kPack> outputs;
-      for (int j = 0; j < kPack; ++j) outputs.elements[j] = inputs.apply(formula, j);
-      store_pack(y.at(n, c, i * kPack), outputs);
+      store_pack(y.at(n, c, i * kPack), inputs.apply([&](int /*j*/) { return formula; }));
     }
     for (std::int64_t p = packs * kPack + first; p < y.positions; p += step) {
-      *y.at(n, c, p) = apply.template load<1>(n, c, p).apply(formula, 0);
+      const auto inputs = apply.template load<1>(n, c, p);
+      store_pack(y.at(n, c, p), inputs.apply([&](int /*j*/) { return formula; }));
     }
   }
 }
@@ -136,9 +148,7 @@ __global__ void __launch_bounds__(kBlockThreads)
       const std::int64_t n = batches.first_sample(slice) + row / y.positions;
       const std::int64_t p = row % y.positions;
       const auto inputs = apply.template load<kPack>(n, c, p);
-      Pack<Element, kPack> outputs;
-      for (int j = 0; j < kPack; ++j) outputs.elements[j] = inputs.apply(formulas[j], j);
-      store_pack(y.at(n, c, p), outputs);
+      store_pack(y.at(n, c, p), inputs.apply([&](int j) { return formulas[j]; }));
     }
   }
 }

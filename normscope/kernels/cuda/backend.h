@@ -259,11 +259,13 @@ struct Backend {
                                   Coefficients coefficients, const ActivationFunction& activation,
                                   const TensorView& residual, const MutableTensorView& y) {
     if (x.empty()) return;
+    const TensorView& added = residual.data == nullptr ? x : residual;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const ActivatedElements<Element> formula{
-          elements_of<Element>(x), elements_of<Element>(residual), activation,
+          elements_of<Element>(x), elements_of<Element>(residual),
+          rounded_once<Arithmetic<Element>>(activation),
           static_cast<const Arithmetic<Element>*>(coefficients.data)};
-      apply_to(stream, formula, batches, y, x, residual.data == nullptr ? x : residual);
+      apply_to(stream, formula, batches, y, x, added);
     });
   }
 
@@ -274,7 +276,8 @@ struct Backend {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const ActivationGradientElements<Element> formula{
-          elements_of<Element>(x), elements_of<Element>(dy), activation,
+          elements_of<Element>(x), elements_of<Element>(dy),
+          rounded_once<Arithmetic<Element>>(activation),
           static_cast<const Arithmetic<Element>*>(coefficients.data)};
       apply_to(stream, formula, batches, dz, x, dy);
     });
@@ -285,8 +288,9 @@ struct Backend {
                                  const MutableTensorView& dz) {
     if (y.empty()) return;
     with_element_type(y.dtype, [&]<class Element>(Element*) {
-      const GradientOfOutputElements<Element> formula{elements_of<Element>(y),
-                                                      elements_of<Element>(dy), activation};
+      const GradientOfOutputElements<Element> formula{
+          elements_of<Element>(y), elements_of<Element>(dy),
+          rounded_once<Arithmetic<Element>>(activation)};
       apply_to(stream, formula, batches, dz, y, dy);
     });
   }
