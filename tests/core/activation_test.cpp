@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/core/activation.h"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -9,6 +7,8 @@
 #include <type_traits>
 
 #include <gtest/gtest.h>
+
+#include "normscope/core/activation_functions.h"
 
 namespace normscope::testing {
 namespace {

@@ -2,7 +2,7 @@
 //
 // What is normalized and activated in one sweep is, to the bit, what a sequence of single
 // operations makes, each of which stores its result.
-#include "normscope/core/activation.h"
+#include "tests/support/activation.h"
 
 #include <cstdint>
 #include <string>
@@ -11,10 +11,10 @@
 
 #include <gtest/gtest.h>
 
+#include "normscope/core/activation_functions.h"
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
 #include "tests/kernels/kernels_under_test.h"
-#include "tests/support/activation.h"
 #include "tests/support/execution.h"
 
 namespace normscope::testing {

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "normscope/core/activation.h"
+#include "normscope/core/activation_functions.h"
 #include "normscope/core/element.h"
 
 namespace normscope::testing {
@@ -27,7 +27,7 @@ inline constexpr ActivationFunction kAllActivations[] = {
 }
 
 // Single operations on elements of a dtype, each of which stores its result: by the formulas of
-// core/activation.h, which have tests of their own.
+// core/activation_functions.h, which have tests of their own.
 
 [[nodiscard]] inline double activated(DType dtype, const ActivationFunction& activation, double z) {
   return with_element_type(dtype, [&]<class Element>(Element*) {

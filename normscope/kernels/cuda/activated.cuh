@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "normscope/core/activation.h"
+#include "normscope/core/activation_functions.h"
 #include "normscope/kernels/cuda/apply.cuh"
 
 namespace normscope::cuda {

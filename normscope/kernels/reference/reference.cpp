@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "normscope/core/activation.h"
+#include "normscope/core/activation_functions.h"
 #include "normscope/core/aligned_vector.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
