@@ -29,6 +29,8 @@ site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 mkdir "$away/tests"
 cp pyproject.toml "$away"
 cp -r docs "$away" # test_semantics.py holds itself against it
+mkdir "$away/benchmarks"
+cp benchmarks/models.py "$away/benchmarks" # networks that test_fusion.py fuses
 cp -r tests/python "$away/tests"
 if [ -d tests/support ]; then
   cp -r tests/support "$away/tests"
