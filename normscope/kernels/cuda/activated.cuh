@@ -58,11 +58,6 @@ struct ActivatedElements {
   const Real* coefficients;  // [slices, kCount, C]
 
   template <int kPack>
-  static NORMSCOPE_INLINE Formula formula(const Pack<Real, kPack> (&of)[kCount], int j) {
-    return NormalizeElements<Element>::template formula<kPack>(of, j);
-  }
-
-  template <int kPack>
   struct Inputs {
     Pack<Element, kPack> x;
     Pack<Element, kPack> residual;
@@ -105,11 +100,6 @@ struct ActivationGradientElements {
   const Real* coefficients;  // [slices, kCount, C]
 
   template <int kPack>
-  static NORMSCOPE_INLINE Formula formula(const Pack<Real, kPack> (&of)[kCount], int j) {
-    return NormalizeElements<Element>::template formula<kPack>(of, j);
-  }
-
-  template <int kPack>
   struct Inputs {
     Pack<Element, kPack> x;
     Pack<Element, kPack> dy;
@@ -145,11 +135,6 @@ struct GradientOfOutputElements {
   Elements<const Element> dy;
   DeviceActivation<Real> activation;
   const Real* coefficients = nullptr;
-
-  template <int kPack>
-  static NORMSCOPE_INLINE Formula formula(const Pack<Real, kPack>*, int) {
-    return {};
-  }
 
   template <int kPack>
   struct Inputs {

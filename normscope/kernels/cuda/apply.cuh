@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
+#include <utility>
+
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/cuda/packs.cuh"
 #include "normscope/kernels/device_kernels.h"
@@ -11,6 +14,9 @@ namespace normscope::cuda {
 template <class Element, int kPack, class Value>
 NORMSCOPE_INLINE Pack<Element, kPack> pack_of(const Value& value) {
   Pack<Element, kPack> pack;
+#if defined(__CUDACC__)
+#pragma unroll  // else sm_100 keeps packs in memory where an activation is computed
+#endif
   for (int j = 0; j < kPack; ++j) pack.elements[j] = value(j);
   return pack;
 }
@@ -26,11 +32,6 @@ struct NormalizeElements {
 
   Elements<const Element> x;
   const Real* coefficients;  // [slices, kCount, C]
-
-  template <int kPack>
-  static NORMSCOPE_INLINE Formula formula(const Pack<Real, kPack> (&of)[kCount], int j) {
-    return {of[0].elements[j], of[1].elements[j], of[2].elements[j], of[3].elements[j]};
-  }
 
   template <int kPack>
   struct Inputs {
@@ -58,12 +59,6 @@ struct InputGradientElements {
   Elements<const Element> x;
   Elements<const Element> dy;
   const Real* coefficients;  // [slices, kCount, C]
-
-  template <int kPack>
-  static NORMSCOPE_INLINE Formula formula(const Pack<Real, kPack> (&of)[kCount], int j) {
-    return {of[0].elements[j], of[1].elements[j], of[2].elements[j], of[3].elements[j],
-            of[4].elements[j]};
-  }
 
   template <int kPack>
   struct Inputs {
@@ -94,8 +89,16 @@ struct LoadedFormulas {
     for (int k = 0; k < Apply::kCount; ++k) values[k] = load_pack<kPack>(at + k * channels);
   }
 
+  // Of the channel c + j: its coefficients are the members of a formula, in their order.
   NORMSCOPE_INLINE typename Apply::Formula operator[](int j) const {
-    return Apply::template formula<kPack>(values, j);
+    return formula(j, std::make_index_sequence<Apply::kCount>{});
+  }
+
+ private:
+  template <std::size_t... kIndices>
+  NORMSCOPE_INLINE typename Apply::Formula formula([[maybe_unused]] int j,
+                                                   std::index_sequence<kIndices...>) const {
+    return {values[kIndices].elements[j]...};
   }
 };
 
