@@ -124,9 +124,9 @@ NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows
 }
 
 // The same of dy and dy (x - mean), whose sums have no lower part.
-template <int kVectors, class AnyGradientRun, class Use>
-NORMSCOPE_INLINE void sum_block(const AnyGradientRun& run, std::int64_t rows, const float* means,
-                                const Use& use) {
+template <int kVectors, class Element, class Gradient, class Use>
+NORMSCOPE_INLINE void sum_block(const GradientRun<Element, Gradient>& run, std::int64_t rows,
+                                const float* means, const Use& use) {
   SumWithSpan values[kVectors];
   SumWithSpan products[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {

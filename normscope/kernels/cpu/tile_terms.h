@@ -80,110 +80,39 @@ struct MomentTerms {
   }
 };
 
-// dy and dy (x - mean)
-template <class Element>
-struct GradientRun {
-  using ElementType = Element;
-  using Real = Arithmetic<Element>;
-  static constexpr int kInputs = 2;
-  const Element* x;
-  std::int64_t x_stride;
-  const Element* dy;
-  std::int64_t dy_stride;
+// What the gradient sums are of: dy itself.
+struct OutputGradient {
+  [[nodiscard]] constexpr OutputGradient from(std::int64_t /*c*/) const { return *this; }
+  [[nodiscard]] constexpr OutputGradient at(std::int64_t /*i*/) const { return *this; }
 
-  NORMSCOPE_INLINE GradientRun at(std::int64_t row, std::int64_t i) const {
-    return {x + row * x_stride + i, x_stride, dy + row * dy_stride + i, dy_stride};
-  }
-  template <class Copy>
-  NORMSCOPE_INLINE GradientRun copied(const Copy& copy) const {
-    return {copy(x, x_stride), kLanesOf<Real>, copy(dy, dy_stride), kLanesOf<Real>};
-  }
-  NORMSCOPE_INLINE void prefetch_line() const {
-    prefetch(x);
-    prefetch(dy);
-  }
-
-  template <class Load, class Value>
-  NORMSCOPE_INLINE Terms<Value> terms(const Load& load, Value mean) const {
-    return of(load(x), load(dy), mean);
-  }
-  template <class LoadBlock, class Use>
-  NORMSCOPE_INLINE void for_block(const LoadBlock& load_block, Vector<Real> mean,
-                                  const Use& use) const {
-    const Block<Element> x_block = load_block(x);
-    const Block<Element> dy_block = load_block(dy);
-    for (int v = 0; v < kBlockVectors<Element>; ++v) {
-      use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
-    }
-  }
-
- private:
   template <class Value>
-  static NORMSCOPE_INLINE Terms<Value> of(Value x, Value dy, Value mean) {
-    return {dy, dy * subtract(x, mean)};
+  NORMSCOPE_INLINE Value operator()(Value /*x*/, Value dy) const {
+    return dy;
   }
 };
 
-template <class Element>
-struct GradientTerms {
-  using Run = GradientRun<Element>;
-  static constexpr bool kHasPivot = false;
-  const TensorView& x;
-  const TensorView& dy;
-  const Arithmetic<Element>* mean_hi;  // [C]
-
-  [[nodiscard]] constexpr const Arithmetic<Element>* means_from(std::int64_t c) const {
-    return mean_hi + c;
-  }
-  NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
-    return {element_at<Element>(x, n, c, p), row_stride(x), element_at<Element>(dy, n, c, p),
-            row_stride(dy)};
-  }
-};
-
-// Of dz = dy * activation'(z) in place of dy, where z is y's formula of x. Coefficients of channels
-// that are neighbours are a vector's elements, as x's are; a plane's are the same for all of it.
+// Or dz = dy * activation'(z), where z is y's formula of x. Coefficients of channels that are
+// neighbours are a vector's elements, as x's are; a plane's are the same for all of it.
 template <class Element, Layout kLayout>
-struct ActivatedGradientRun {
-  using ElementType = Element;
+struct ActivatedOutputGradient {
   using Real = Arithmetic<Element>;
-  static constexpr int kInputs = 2;
-  const Element* x;
-  std::int64_t x_stride;
-  const Element* dy;
-  std::int64_t dy_stride;
   NormalizeArrays<const Real> formulas;  // from the channel of x on
   Clip<Real> function;
 
-  NORMSCOPE_INLINE ActivatedGradientRun at(std::int64_t row, std::int64_t i) const {
-    return {x + row * x_stride + i,
-            x_stride,
-            dy + row * dy_stride + i,
-            dy_stride,
-            formulas.from(kLayout == Layout::kChannelsLast ? i : 0),
-            function};
+  NORMSCOPE_INLINE ActivatedOutputGradient from(std::int64_t c) const {
+    return {formulas.from(c), function};
   }
-  template <class Copy>
-  NORMSCOPE_INLINE ActivatedGradientRun copied(const Copy& copy) const {
-    return {copy(x, x_stride), kLanesOf<Real>, copy(dy, dy_stride),
-            kLanesOf<Real>,    formulas,       function};
-  }
-  NORMSCOPE_INLINE void prefetch_line() const {
-    prefetch(x);
-    prefetch(dy);
+  // That of the i-th neighbour in memory.
+  NORMSCOPE_INLINE ActivatedOutputGradient at(std::int64_t i) const {
+    return from(kLayout == Layout::kChannelsLast ? i : 0);
   }
 
-  template <class Load, class Value>
-  NORMSCOPE_INLINE Terms<Value> terms(const Load& load, Value mean) const {
-    return of(load(x), load(dy), mean);
-  }
-  template <class LoadBlock, class Use>
-  NORMSCOPE_INLINE void for_block(const LoadBlock& load_block, Vector<Real> mean,
-                                  const Use& use) const {
-    const Block<Element> x_block = load_block(x);
-    const Block<Element> dy_block = load_block(dy);
-    for (int v = 0; v < kBlockVectors<Element>; ++v) {
-      use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
+  template <class Value>
+  NORMSCOPE_INLINE Value operator()(Value x, Value dy) const {
+    if constexpr (std::is_same_v<Value, double> && !std::is_same_v<Real, double>) {
+      return static_cast<double>(gradient(static_cast<Real>(x), static_cast<Real>(dy)));
+    } else {
+      return gradient(x, dy);
     }
   }
 
@@ -199,44 +128,75 @@ struct ActivatedGradientRun {
     }
   }
   template <class Value>
-  NORMSCOPE_INLINE Value activation_gradient(Value one_x, Value one_dy) const {
+  NORMSCOPE_INLINE Value gradient(Value x, Value dy) const {
     const Normalize<Value> formula{
         coefficient<Value>(formulas.mean_hi), coefficient<Value>(formulas.mean_lo),
         coefficient<Value>(formulas.scale), coefficient<Value>(formulas.bias)};
     return rounded<Element>(
-        function_of<Value>(function).gradient(rounded<Element>(formula(one_x)), one_dy));
+        function_of<Value>(function).gradient(rounded<Element>(formula(x)), dy));
   }
+};
+
+// dz and dz (x - mean), where Gradient gives dz.
+template <class Element, class Gradient>
+struct GradientRun {
+  using ElementType = Element;
+  using Real = Arithmetic<Element>;
+  static constexpr int kInputs = 2;
+  const Element* x;
+  std::int64_t x_stride;
+  const Element* dy;
+  std::int64_t dy_stride;
+  Gradient gradient;
+
+  NORMSCOPE_INLINE GradientRun at(std::int64_t row, std::int64_t i) const {
+    return {x + row * x_stride + i, x_stride, dy + row * dy_stride + i, dy_stride, gradient.at(i)};
+  }
+  template <class Copy>
+  NORMSCOPE_INLINE GradientRun copied(const Copy& copy) const {
+    return {copy(x, x_stride), kLanesOf<Real>, copy(dy, dy_stride), kLanesOf<Real>, gradient};
+  }
+  NORMSCOPE_INLINE void prefetch_line() const {
+    prefetch(x);
+    prefetch(dy);
+  }
+
+  template <class Load, class Value>
+  NORMSCOPE_INLINE Terms<Value> terms(const Load& load, Value mean) const {
+    return of(load(x), load(dy), mean);
+  }
+  template <class LoadBlock, class Use>
+  NORMSCOPE_INLINE void for_block(const LoadBlock& load_block, Vector<Real> mean,
+                                  const Use& use) const {
+    const Block<Element> x_block = load_block(x);
+    const Block<Element> dy_block = load_block(dy);
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      use(v, of(x_block.vectors[v], dy_block.vectors[v], mean));
+    }
+  }
+
+ private:
   template <class Value>
   NORMSCOPE_INLINE Terms<Value> of(Value one_x, Value one_dy, Value mean) const {
-    Value dz;
-    if constexpr (std::is_same_v<Value, double> && !std::is_same_v<Real, double>) {
-      dz = static_cast<double>(
-          activation_gradient(static_cast<Real>(one_x), static_cast<Real>(one_dy)));
-    } else {
-      dz = activation_gradient(one_x, one_dy);
-    }
+    const Value dz = gradient(one_x, one_dy);
     return {dz, dz * subtract(one_x, mean)};
   }
 };
 
-template <class Element, Layout kLayout>
-struct ActivatedGradientTerms {
-  using Run = ActivatedGradientRun<Element, kLayout>;
+template <class Element, class Gradient>
+struct GradientTerms {
+  using Run = GradientRun<Element, Gradient>;
   static constexpr bool kHasPivot = false;
   const TensorView& x;
   const TensorView& dy;
-  NormalizeArrays<const Arithmetic<Element>> formulas;
-  Clip<Arithmetic<Element>> function;
+  const Arithmetic<Element>* mean_hi;  // [C]
+  Gradient gradient;
 
   [[nodiscard]] constexpr const Arithmetic<Element>* means_from(std::int64_t c) const {
-    return formulas.mean_hi + c;
+    return mean_hi + c;
   }
   NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
-    return {element_at<Element>(x, n, c, p),
-            row_stride(x),
-            element_at<Element>(dy, n, c, p),
-            row_stride(dy),
-            formulas.from(c),
-            function};
+    return {element_at<Element>(x, n, c, p), row_stride(x), element_at<Element>(dy, n, c, p),
+            row_stride(dy), gradient.from(c)};
   }
 };
