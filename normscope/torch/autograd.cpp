@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
+#include <functional>
+#include <initializer_list>
 #include <string>
 
 #include <ATen/TensorOperators.h>
@@ -47,20 +49,25 @@ const c10::TypedOperatorHandle<ActivatedBackwardOp>& act_backward_op() {
   return op;
 }
 
-const c10::TypedOperatorHandle<WithStatisticsOp>& with_statistics_op() {
-  static const auto op = op_named<WithStatisticsOp>("normscope::batch_norm_with_statistics");
-  return op;
-}
-
 // Backward is all that there is: without this, what goes forward would be zeros.
-void check_no_forward_gradient(const ForwardOpArguments& op) {
-  const auto has_one = [](const at::Tensor& tensor) {
-    return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
-  };
+void check_no_forward_gradient(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !has_one(op.x) && !(op.weight && has_one(*op.weight)) && !(op.bias && has_one(*op.bias)),
+      !tensor._fw_grad(/*level=*/0).defined(),
       "normscope.batch_norm: expected no forward-mode derivative in training, got one; use reverse "
       "mode (torch.autograd.grad, torch.autograd.functional.jvp), or eval()");
+}
+
+// Whether a forward of these inputs is to be followed by a backward.
+bool needs_backward(const at::Tensor& x,
+                    std::initializer_list<std::reference_wrapper<const OptionalTensor>> others) {
+  check_no_forward_gradient(x);
+  bool one_requires_grad = x.requires_grad();
+  for (const OptionalTensor& other : others) {
+    if (!other) continue;
+    check_no_forward_gradient(*other);
+    one_requires_grad = one_requires_grad || other->requires_grad();
+  }
+  return at::GradMode::is_enabled() && one_requires_grad;
 }
 
 // Calls an op. Where the dispatcher has none for such tensors (sparse ones), no backend can tell
@@ -162,8 +169,7 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
     save(context, call);
-    return with_statistics_op().call(x, weight, bias, statistics, "none", /*negative_slope=*/0.0,
-                                     std::nullopt);
+    return WithStatisticsOpArguments{x, weight, bias, statistics}.pass_to(with_statistics_op());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -252,12 +258,10 @@ class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
 };
 
 std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& given) {
-  check_no_forward_gradient(given.layer);
   ActivatedForwardOpArguments op = given;
   ForwardOpArguments& layer = op.layer;
-  layer.needs_backward = at::GradMode::is_enabled() &&
-                         (layer.x.requires_grad() || requires_grad(layer.weight) ||
-                          requires_grad(layer.bias) || requires_grad(op.activation.residual));
+  layer.needs_backward =
+      needs_backward(layer.x, {layer.weight, layer.bias, op.activation.residual});
   if (!*layer.needs_backward) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.pass_to(act_forward_op());
@@ -274,10 +278,8 @@ ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
-  check_no_forward_gradient(given);
   ForwardOpArguments op = given;
-  op.needs_backward = at::GradMode::is_enabled() &&
-                      (op.x.requires_grad() || requires_grad(op.weight) || requires_grad(op.bias));
+  op.needs_backward = needs_backward(op.x, {op.weight, op.bias});
   if (!*op.needs_backward) return below_autograd(op);
   const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, op);
   return {outputs[0], outputs[1]};

@@ -129,10 +129,8 @@ std::tuple<at::Tensor, at::Tensor> forward_activated(const ForwardOpArguments& o
   return {done.y, done.statistics};
 }
 
-const OptionalTensor kNoTensor;
-
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
-  return forward_activated(op, {"none", 0.0, kNoTensor});
+  return forward_activated(op, ActivationCall{});
 }
 
 std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& op) {
@@ -149,7 +147,7 @@ StatisticsTensors statistics(const ForwardOpArguments& op) {
   const PreparedForward done =
       run_forward({op.x, op.weight, op.bias, running_mean, running_var, num_batches_tracked,
                    op.momentum, op.eps, op.dims, op.slice_stats, op.call, op.needs_backward},
-                  {"none", 0.0, kNoTensor}, Answer::kCoefficients);
+                  ActivationCall{}, Answer::kCoefficients);
   const auto given = [&](const OptionalTensor& buffer) {
     return buffer ? *buffer : at::empty({0}, op.x.options());
   };

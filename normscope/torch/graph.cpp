@@ -26,11 +26,6 @@ const c10::TypedOperatorHandle<BackwardOp>& gradient_sums_op() {
   return op;
 }
 
-const c10::TypedOperatorHandle<WithStatisticsOp>& with_statistics_op() {
-  static const auto op = op_named<WithStatisticsOp>("normscope::batch_norm_with_statistics");
-  return op;
-}
-
 // Coefficients [slices, ., C] of the slices of x that a scope makes, in a shape that broadcasts
 // over x.
 class CoefficientsOf {
@@ -124,9 +119,8 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   update(op.running_var, running_var);
   update(op.num_batches_tracked, num_batches_tracked);
   if (!op.decompose.value_or(false)) {
-    const at::Tensor y = with_statistics_op().call(op.x, op.weight, op.bias, statistics, "none",
-                                                   /*negative_slope=*/0.0, std::nullopt);
-    return {y, statistics};
+    const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
+    return {again.pass_to(with_statistics_op()), statistics};
   }
   return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics};
 }

@@ -71,10 +71,11 @@ struct ForwardOpArguments {
 
 // What is applied after a layer: an activation by its name ("relu", "relu6", "leaky_relu", "silu",
 // "hard_swish"; "none" for none), and what is added before it.
+inline const OptionalTensor kNoTensor;
 struct ActivationCall {
   std::string_view activation = "none";
-  double negative_slope = 0.0;     // of leaky_relu
-  const OptionalTensor& residual;  // [N, C, *]
+  double negative_slope = 0.0;                 // of leaky_relu
+  const OptionalTensor& residual = kNoTensor;  // [N, C, *]
 };
 
 using ActivatedForwardOp = std::tuple<at::Tensor, at::Tensor>(
@@ -180,7 +181,12 @@ struct WithStatisticsOpArguments {
   const OptionalTensor& weight;  // [C]
   const OptionalTensor& bias;    // [C]
   const at::Tensor& statistics;  // [slices, 3, C] float64
-  ActivationCall activation;
+  ActivationCall activation = {};
+
+  auto pass_to(const c10::TypedOperatorHandle<WithStatisticsOp>& op) const {
+    return op.call(x, weight, bias, statistics, activation.activation, activation.negative_slope,
+                   activation.residual);
+  }
 };
 
 using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);
@@ -215,6 +221,11 @@ struct Taken<Result(Arguments...), kernel> {
 template <class Op>
 [[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
+}
+
+[[nodiscard]] inline const c10::TypedOperatorHandle<WithStatisticsOp>& with_statistics_op() {
+  static const auto op = op_named<WithStatisticsOp>("normscope::batch_norm_with_statistics");
+  return op;
 }
 
 [[nodiscard]] inline OptionalTensor defined_or_none(const at::Tensor& tensor) {

@@ -157,7 +157,7 @@ class BatchNorm(_BatchNorm):
         )
         if not self.layer_name and group_name and not self._scope.is_of_one_rank:
             self.layer_name = _process_group.name_of_layer(group_name)
-        # From where they are: torch.nn.Module looks for attributes a microsecond and longer.
+        # From where they are: torch.nn.Module takes long to find attributes.
         parameters, buffers = self._parameters, self._buffers
         has_statistics = self.track_running_stats
         try:

@@ -32,6 +32,11 @@ def of_the_weight(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return tangent
 
 
+def of_the_residual(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    tangent: torch.Tensor = torch.func.jvp(lambda r: layer(x, r), (x,), (x,))[1]
+    return tangent
+
+
 FORWARD_MODE: list[Callable[[Any, torch.Tensor], torch.Tensor]] = [
     lambda layer, x: torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1],
     lambda layer, x: torch.func.jacfwd(layer)(x),
@@ -57,6 +62,16 @@ def test_in_training_it_raises_and_updates_nothing(derivative: Callable[..., Any
 
         assert layer.elements_seen == 0
         assert all(map(torch.equal, layer.state_dict().values(), before.values()))
+
+
+def test_a_residual_has_none_either() -> None:
+    layer = normscope.BatchNormAct2d(3, scope="local")
+
+    with pytest.raises(NotImplementedError, match=r"forward-mode .* use reverse mode"):
+        of_the_residual(layer, torch.randn(4, 3, 2, 2))
+
+    assert layer.elements_seen == 0
+    assert layer.num_batches_tracked == 0
 
 
 @pytest.mark.parametrize("derivative", FORWARD_MODE)
