@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -14,21 +13,14 @@
 #include "normscope/core/activation_functions.h"
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
+#include "tests/kernels/kernel_suite.h"
 #include "tests/kernels/kernels_under_test.h"
 #include "tests/support/execution.h"
 
 namespace normscope::testing {
 namespace {
 
-using Combination = std::tuple<const Kernels*, DType, Layout>;
-
-std::string name_of_combination(const ::testing::TestParamInfo<Combination>& combination) {
-  const auto& [kernels, dtype, layout] = combination.param;
-  return std::string(kernels->name) + "_" + std::string(normscope::name_of(dtype)) + "_" +
-         name_of(layout);
-}
-
-// A norm batch, and the activation's place behind it.
+// A layer's parameters, and the statistics of its input.
 struct Layer {
   Layer(const Kernels& kernels, const Tensor& x)
       : weight(parameters(DType::kFloat32, x.channels(), 1.5)),
@@ -45,21 +37,8 @@ struct Layer {
   OwnedStatistics statistics;
 };
 
-class ActivatedKernels : public ::testing::TestWithParam<Combination> {
+class ActivatedKernels : public KernelSuite {
  protected:
-  [[nodiscard]] static const Kernels& kernels() { return *std::get<0>(GetParam()); }
-  [[nodiscard]] static DType dtype() { return std::get<1>(GetParam()); }
-  [[nodiscard]] static Layout layout() { return std::get<2>(GetParam()); }
-
-  [[nodiscard]] static Tensor tensor(const Shape& shape, Gaps gaps = {}) {
-    return {dtype(), layout(), shape.samples, shape.channels, shape.positions, gaps};
-  }
-  [[nodiscard]] static Tensor filled(const Shape& shape, Inputs inputs, Role role) {
-    Tensor x = tensor(shape);
-    fill(x, inputs, role);
-    return x;
-  }
-
   // Calls check(activation, shape, x, dy) for what can go wrong.
   template <class Check>
   static void for_activations(const Check& check) {

@@ -6,13 +6,13 @@
 #include <bit>
 #include <cstdint>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
+#include "tests/kernels/kernel_suite.h"
 #include "tests/kernels/kernels_under_test.h"
 #include "tests/kernels/tile_specification.h"
 #include "tests/support/exact_sum.h"
@@ -21,29 +21,7 @@
 namespace normscope::testing {
 namespace {
 
-using Combination = std::tuple<const Kernels*, DType, Layout>;
-
-std::string name_of_combination(const ::testing::TestParamInfo<Combination>& combination) {
-  const auto& [kernels, dtype, layout] = combination.param;
-  return std::string(kernels->name) + "_" + std::string(normscope::name_of(dtype)) + "_" +
-         name_of(layout);
-}
-
-class KernelBits : public ::testing::TestWithParam<Combination> {
- protected:
-  [[nodiscard]] static const Kernels& kernels() { return *std::get<0>(GetParam()); }
-  [[nodiscard]] static DType dtype() { return std::get<1>(GetParam()); }
-  [[nodiscard]] static Layout layout() { return std::get<2>(GetParam()); }
-
-  [[nodiscard]] static Tensor tensor(const Shape& shape, Gaps gaps = {}) {
-    return {dtype(), layout(), shape.samples, shape.channels, shape.positions, gaps};
-  }
-  [[nodiscard]] static Tensor filled(const Shape& shape, Inputs inputs, Role role) {
-    Tensor x = tensor(shape);
-    fill(x, inputs, role);
-    return x;
-  }
-};
+class KernelBits : public KernelSuite {};
 
 void expect_limbs(const OwnedLimbs& got, std::int64_t c, const ChannelLimbs& expected) {
   for (int sum = 0; sum < kSums; ++sum) {

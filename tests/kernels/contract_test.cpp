@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
+#include "tests/kernels/kernel_suite.h"
 #include "tests/kernels/kernels_under_test.h"
 #include "tests/support/execution.h"
 #include "tests/support/oracle.h"
@@ -21,23 +21,8 @@
 namespace normscope::testing {
 namespace {
 
-using Combination = std::tuple<const Kernels*, DType, Layout>;
-
-std::string name_of_combination(const ::testing::TestParamInfo<Combination>& combination) {
-  const auto& [kernels, dtype, layout] = combination.param;
-  return std::string(kernels->name) + "_" + std::string(normscope::name_of(dtype)) + "_" +
-         name_of(layout);
-}
-
-class KernelContract : public ::testing::TestWithParam<Combination> {
+class KernelContract : public KernelSuite {
  protected:
-  [[nodiscard]] static const Kernels& kernels() { return *std::get<0>(GetParam()); }
-  [[nodiscard]] static DType dtype() { return std::get<1>(GetParam()); }
-  [[nodiscard]] static Layout layout() { return std::get<2>(GetParam()); }
-
-  [[nodiscard]] static Tensor tensor(const Shape& shape, Gaps gaps = {}) {
-    return {dtype(), layout(), shape.samples, shape.channels, shape.positions, gaps};
-  }
   static void expect_strides_and_parts_change_nothing(const Shape& shape);
 };
 
