@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
 AddsInto = Literal["new", "output", "residual"]
 
+# The attributes that a layer with an activation has, and one without has not.
+OWN_ATTRIBUTES = ("activation", "negative_slope", "_adds_into")
+
 
 class BatchNormAct(BatchNorm):
     """Batch normalization, then an addition if there is something to add, then an activation.

@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope import _process_group
 from normscope._layers import Patterns, named_layers
-from normscope.activated import BatchNormAct
+from normscope.activated import OWN_ATTRIBUTES, BatchNormAct
 from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.scope import Scope
@@ -37,7 +37,6 @@ _SCOPED: dict[type[torch.nn.Module], type[BatchNorm]] = {
 # What a scoped layer has and torch's has not.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
 _COUNT = "elements_seen"
-_OF_FUSED = ("activation", "negative_slope", "_adds_into")
 _ORIGINAL = "_original"
 
 
@@ -187,8 +186,8 @@ def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
 
 def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> None:
     attributes = layer.__dict__
-    if _OF_FUSED[0] in attributes and not isinstance(layer, BatchNormAct):
-        attributes = {key: attributes[key] for key in attributes if key not in _OF_FUSED}
+    if OWN_ATTRIBUTES[0] in attributes and not isinstance(layer, BatchNormAct):
+        attributes = {key: attributes[key] for key in attributes if key not in OWN_ATTRIBUTES}
         object.__setattr__(layer, "__dict__", attributes)  # those that it had are the fused layer's
     if original_class is torch.nn.SyncBatchNorm:
         attributes["process_group"] = _process_group.named(layer.group_name)

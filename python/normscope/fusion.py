@@ -15,7 +15,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from normscope._fused_module import FusedModule, tree_with
 from normscope._pairs import FUSED, Pair, pairs_of
 from normscope._traced import has_hooks, traced
-from normscope.activated import BatchNormAct
+from normscope.activated import OWN_ATTRIBUTES, BatchNormAct
 from normscope.modules import BatchNorm
 
 # Whose modules call the one that they contain in ways of their own.
@@ -158,11 +158,8 @@ def _containing(model: nn.Module, layers: set[nn.Module]) -> Iterator[tuple[str,
 
 
 def _settings(pair: Pair) -> dict[str, Any]:
-    return {
-        "activation": pair.activation,
-        "negative_slope": pair.negative_slope,
-        "_adds_into": pair.adds_into,
-    }
+    values = (pair.activation, pair.negative_slope, pair.adds_into)
+    return dict(zip(OWN_ATTRIBUTES, values, strict=True))
 
 
 def _fused(layer: nn.Module, pair: Pair) -> BatchNormAct:
