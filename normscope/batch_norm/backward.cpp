@@ -7,8 +7,8 @@
 #include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/message.h"
+#include "normscope/batch_norm/owned_gradient_sums.h"
 #include "normscope/batch_norm/parts.h"
-#include "normscope/core/aligned_vector.h"
 
 namespace normscope {
 namespace {
@@ -43,21 +43,6 @@ void check(const BackwardArguments& arguments, const CallContext& context) {
 WantedCoefficients coefficients_of(const BackwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
-
-// Gradient sums of their own for all channels.
-class OwnedGradientSums {
- public:
-  explicit OwnedGradientSums(std::int64_t channels)
-      : channels_(channels), numbers_(static_cast<std::size_t>(2 * channels)) {}
-
-  [[nodiscard]] GradientSums view() noexcept {
-    return {numbers_.data(), numbers_.data() + channels_};
-  }
-
- private:
-  std::int64_t channels_;
-  AlignedVector<double> numbers_;
-};
 
 // Some channels of one norm batch, or of this rank's samples of it, and the sweeps of backward over
 // them. With an activation there are two ways: dz is written first, and takes dy's place in what

@@ -8,6 +8,7 @@
 #include "normscope/core/activation.h"
 #include "normscope/core/execution.h"
 #include "normscope/core/export.h"
+#include "normscope/core/message_view.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
@@ -69,7 +70,10 @@ struct ForwardArguments {
   // output_tells_gradient(); none: nothing is added.
   TensorView residual = {};
   double* statistics = nullptr;  // out [slices, 3, C]: mean_hi, mean_lo, inv_std
-  double* counts = nullptr;      // out [slices]: elements a channel; none: not wanted
+  double* counts = nullptr;      // out [slices]: elements per channel; none: not wanted
+  // The moments of the norm batch are added to it, for batch_norm_finalize(): of all slices, or the
+  // first one's for kFirst. `data` nullptr: not wanted.
+  MessageView accumulated = {};
   // Out [slices, 4, C]: those of y, for callers that apply them; none: not wanted.
   Coefficients coefficients = {};
 };

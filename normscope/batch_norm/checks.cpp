@@ -115,6 +115,13 @@ void throw_reported(const CallContext& context) {
   }
 }
 
+void check_count(double count) {
+  if (count == 1.0) {
+    throw OneValueError(
+        "x: expected more than 1 value per channel in the norm batch when training, got 1");
+  }
+}
+
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context) {
   if (slices < 1 || slices != slice_count(x.samples, slices)) {
     throw ArgumentError(expected("slices", "a number that slice_count() gives for the samples",

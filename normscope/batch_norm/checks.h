@@ -19,6 +19,9 @@ void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x
 void check_activation(const ActivationFunction& activation, std::string_view name,
                       const TensorView& tensor, const TensorView& x);
 void check_device(const CallContext& context);
+// A variance of one value is no variance: throws OneValueError. On several ranks all of them find
+// this together, on a device by NormBatches::count().
+void check_count(double count);
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context);
 
 // Throws what an earlier call found on its device.

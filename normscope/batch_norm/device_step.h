@@ -46,7 +46,7 @@ struct DeviceStep {
   const DeviceContext& device;
   NormBatches batches;
   DeviceScratch scratch;
-  DeviceMessage message;
+  MessageView message;
   Coefficients coefficients;
 };
 

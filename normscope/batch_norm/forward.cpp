@@ -39,15 +39,6 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   }
 }
 
-// A variance of one value is no variance. On several ranks all of them find this together, on a
-// device by NormBatches::count().
-void check_count(double count) {
-  if (count == 1.0) {
-    throw OneValueError(
-        "x: expected more than 1 value per channel in the norm batch when training, got 1");
-  }
-}
-
 WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
@@ -97,6 +88,14 @@ void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
             part.of(arguments.residual), part.of(arguments.y));
 }
 
+LimbsView accumulated_limbs(const ForwardArguments& arguments) {
+  return arguments.accumulated.data == nullptr ? LimbsView{} : arguments.accumulated.limbs();
+}
+
+void accumulate_count(const ForwardArguments& arguments, double count) {
+  if (arguments.accumulated.data != nullptr) arguments.accumulated.header()[kCount] += count;
+}
+
 // The running statistics' update with the moments of all slices together.
 void update_running_with_all(const ForwardArguments& arguments, const ResolvedContext& context,
                              const RunningUpdate& running, LimbsView all) {
@@ -104,7 +103,9 @@ void update_running_with_all(const ForwardArguments& arguments, const ResolvedCo
   std::vector<double> unused(static_cast<std::size_t>(statistics_size(1, x.channels)));
   context.kernels.finalize_moments(
       context.execution, all, static_cast<double>(x.elements_per_channel()), arguments.eps, x.dtype,
-      {.statistics = statistics_of_slice(unused.data(), 0, x.channels), .running = running});
+      {.statistics = statistics_of_slice(unused.data(), 0, x.channels),
+       .running = running,
+       .pooled = accumulated_limbs(arguments)});
 }
 
 void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
@@ -113,17 +114,25 @@ void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& 
   const RunningUpdates running(arguments);
   std::optional<Message> all;
   if (pools) all.emplace(x.channels);
+  const bool only_first = arguments.slice_stats == SliceStats::kFirst;
+  const auto updates_with = [&](std::int64_t slice) { return !only_first || slice == 0; };
   const auto running_of = [&](std::int64_t slice) {
-    const bool updates = !pools && (arguments.slice_stats != SliceStats::kFirst || slice == 0);
-    return updates ? running.after(slice) : RunningUpdate{};
+    return !pools && updates_with(slice) ? running.after(slice) : RunningUpdate{};
+  };
+  const auto pooled_of = [&](std::int64_t slice) {
+    if (pools) return all->limbs();
+    return updates_with(slice) ? accumulated_limbs(arguments) : LimbsView{};
   };
   const int inputs = arguments.residual.data == nullptr ? 1 : 2;
   for_slice_parts(context, x, arguments.slices, inputs,
                   [&](const SlicePart& part, const Execution& execution) {
                     normalize_part(arguments, context.kernels, part, execution,
-                                   running_of(part.slice), pools ? all->limbs() : LimbsView{});
+                                   running_of(part.slice), pooled_of(part.slice));
                   });
   if (pools) update_running_with_all(arguments, context, running.after(0), all->limbs());
+  const auto [first, last] =
+      samples_of_slice(x.samples, only_first ? arguments.slices : 1, /*slice=*/0);
+  accumulate_count(arguments, static_cast<double>((last - first) * x.positions));
 }
 
 // Local sums, one all-reduce, finalize, apply.
@@ -139,9 +148,12 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
   const double count =
       message.all_reduce(label, static_cast<double>(x.elements_per_channel()), *context.exchange);
   check_count(count);
-  kernels.finalize_moments(
-      execution, message.limbs(), count, arguments.eps, x.dtype,
-      {.statistics = statistics, .running = running.after(0), .count = arguments.counts});
+  kernels.finalize_moments(execution, message.limbs(), count, arguments.eps, x.dtype,
+                           {.statistics = statistics,
+                            .running = running.after(0),
+                            .pooled = accumulated_limbs(arguments),
+                            .count = arguments.counts});
+  accumulate_count(arguments, count);
   coefficients_of(arguments).write_normalize(0, 0, x.channels, statistics.read_only(),
                                              arguments.weight, arguments.bias);
   if (arguments.y.data == nullptr) return;
@@ -164,6 +176,7 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
                    .slice_stats = arguments.slice_stats,
                    .statistics = arguments.statistics,
                    .counts = arguments.counts,
+                   .accumulated = arguments.accumulated,
                    .coefficients = step.coefficients};
   if (exchange == nullptr) {
     kernels.moments(device.stream, x, step.scratch, use);

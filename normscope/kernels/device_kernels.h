@@ -11,6 +11,7 @@
 #include "normscope/core/header.h"
 #include "normscope/core/inline.h"
 #include "normscope/core/limbs.h"
+#include "normscope/core/message_view.h"
 #include "normscope/core/stream.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/kernels.h"
@@ -78,9 +79,9 @@ struct NormBatches {
     return is_good ? totals[kCount] : std::numeric_limits<double>::quiet_NaN();
   }
 
-  // Puts down why count() is NaN.
+  // Puts down why count() is NaN, if there is a report.
   NORMSCOPE_INLINE void report_error() const noexcept {
-    if (totals == nullptr) return;
+    if (totals == nullptr || report == nullptr) return;
     if (!ranks_agree(totals, ranks)) {
       report->mismatch = call;
     } else if (totals[kCount] == 1.0) {
@@ -118,6 +119,7 @@ struct UseOfMoments {
   SliceStats slice_stats = SliceStats::kPooled;
   double* statistics = nullptr;    // out [slices, 3, C]: mean_hi, mean_lo, inv_std
   double* counts = nullptr;        // out [slices]; none: not wanted
+  MessageView accumulated = {};    // += the moments; none: not wanted
   Coefficients coefficients = {};  // out, for normalize
 };
 
@@ -129,19 +131,6 @@ struct UseOfGradientSums {
   MutableChannelView dweight = {};  // out [C] sum(dy * xhat) over all slices; none: not wanted
   MutableChannelView dbias = {};    // out [C] sum(dy) over all slices; none: not wanted
   Coefficients coefficients = {};   // out, for input_gradient; none: not wanted
-};
-
-// What a rank sends: the limbs of its sums, then Exchange's header.
-struct DeviceMessage {
-  double* data = nullptr;  // limbs_size(channels) + kHeaderSize doubles
-  std::int64_t channels = 0;
-
-  [[nodiscard]] NORMSCOPE_INLINE LimbsView limbs() const noexcept {
-    return {data, channels, channels};
-  }
-  [[nodiscard]] NORMSCOPE_INLINE double* header() const noexcept {
-    return data + kSums * kLimbs * channels;
-  }
 };
 
 // One backend for a device's memory, which the host cannot touch. Each function queues one kernel
@@ -162,10 +151,10 @@ struct DeviceKernels {
 
   // Sums them over this rank's samples for a message, in canonical form, behind the header.
   void (*send_moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
-                       const DeviceMessage& message, const Header& header);
+                       const MessageView& message, const Header& header);
 
   // Uses the totals of a message.
-  void (*use_moments)(Stream stream, DType x_dtype, const DeviceMessage& message,
+  void (*use_moments)(Stream stream, DType x_dtype, const MessageView& message,
                       DeviceScratch scratch, const UseOfMoments& use);
 
   // The coefficients of statistics that are there already.
@@ -184,10 +173,10 @@ struct DeviceKernels {
   // Sums them over this rank's samples for a message, and for `own` dweight and dbias.
   void (*send_gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
                              DeviceScratch scratch, const UseOfGradientSums& own,
-                             const DeviceMessage& message, const Header& header);
+                             const MessageView& message, const Header& header);
 
   // Uses the totals of a message.
-  void (*use_gradient_sums)(Stream stream, DType x_dtype, const DeviceMessage& message,
+  void (*use_gradient_sums)(Stream stream, DType x_dtype, const MessageView& message,
                             DeviceScratch scratch, const UseOfGradientSums& use);
 
   // dx = weight * inv_std * (dy - g1 / n - xhat * g2 / n)

@@ -16,6 +16,11 @@ void check_dtype(const at::Tensor& x) {
               c10::toString(x.scalar_type()));
 }
 
+void check_device(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.device() == x.device(), name, ": expected the device of x (", x.device(),
+              "), got ", tensor.device());
+}
+
 // `x` has the channels that the first of the parameters has.
 void check_channels(const at::Tensor& x, std::string_view name, const OptionalTensor& parameter) {
   if (!parameter) return;
@@ -38,25 +43,20 @@ void check_buffer(std::string_view name, const OptionalTensor& buffer) {
   TORCH_CHECK(!buffer || buffer->is_contiguous(), name, ": expected a contiguous tensor");
 }
 
-void check_running_statistics(const ForwardOpArguments& op) {
+void check_buffers(const at::Tensor& x, const OptionalTensor& running_mean,
+                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked) {
   TORCH_CHECK(
-      op.running_mean.has_value() == op.running_var.has_value(),
+      running_mean.has_value() == running_var.has_value(),
       "running_var: expected a tensor where running_mean is one, and none where it is none");
-  check_buffer("running_mean", op.running_mean);
-  check_buffer("running_var", op.running_var);
-  if (!op.num_batches_tracked) return;
-  const at::Tensor& tracked = *op.num_batches_tracked;
+  check_buffer("running_mean", running_mean);
+  check_buffer("running_var", running_var);
+  if (!num_batches_tracked) return;
+  const at::Tensor& tracked = *num_batches_tracked;
   TORCH_CHECK(tracked.scalar_type() == at::kLong, "num_batches_tracked: expected int64, got ",
               c10::toString(tracked.scalar_type()));
-  TORCH_CHECK(tracked.device() == op.x.device(), "num_batches_tracked: expected the device of x (",
-              op.x.device(), "), got ", tracked.device());
+  check_device(x, "num_batches_tracked", tracked);
   TORCH_CHECK(tracked.sym_numel() == 1, "num_batches_tracked: expected 1 number, got ",
               tracked.sym_numel());
-}
-
-void check_device(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.device() == x.device(), name, ": expected the device of x (", x.device(),
-              "), got ", tensor.device());
 }
 
 void check_like_x(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
@@ -186,8 +186,41 @@ Slicing checked(const ForwardOpArguments& op, const Scope& scope) {
                     {"running_var", op.running_var}};
   for (const auto& [name, tensor] : parameters) check_channels(op.x, name, tensor);
   for (const auto& [name, tensor] : parameters) check_parameter(op.x, name, tensor);
-  check_running_statistics(op);
+  check_buffers(op.x, op.running_mean, op.running_var, op.num_batches_tracked);
+  if (op.accumulated) check_moments(op.x, "accumulated", *op.accumulated);
   return {scope.kind() == Scope::Kind::kSlices ? scope.count() : 1, slice_stats};
+}
+
+void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor& moments) {
+  TORCH_CHECK(moments.scalar_type() == at::kDouble, name, ": expected float64, got ",
+              c10::toString(moments.scalar_type()));
+  TORCH_CHECK(moments.dim() == 1 && moments.sym_size(0) == moments_size(x.sym_size(1)), name,
+              ": expected the shape [", moments_size(x.sym_size(1)), "], got ",
+              moments.sym_sizes());
+  TORCH_CHECK(moments.is_contiguous(), name, ": expected a contiguous tensor");
+  check_device(x, name, moments);
+}
+
+void check_running(const at::Tensor& x, const OptionalTensor& running_mean,
+                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked) {
+  check_parameter_of_channels(x, "running_mean", running_mean);
+  check_parameter_of_channels(x, "running_var", running_var);
+  check_buffers(x, running_mean, running_var, num_batches_tracked);
+}
+
+void check_weight(const at::Tensor& x, const OptionalTensor& weight) {
+  check_parameter_of_channels(x, "weight", weight);
+}
+
+void check_part(const at::Tensor& x) {
+  check_dimensions(x, {});
+  check_dtype(x);
+}
+
+void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& statistics) {
+  check_part(x);
+  check_like_x(x, "dy", dy);
+  check_statistics(x, statistics);
 }
 
 void check_arguments(const WithStatisticsOpArguments& op) {

@@ -8,6 +8,8 @@
 
 #include "normscope/core/activation.h"
 #include "normscope/core/export.h"
+#include "normscope/core/header.h"
+#include "normscope/core/limbs.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/kernels.h"
 #include "normscope/torch/operators.h"
@@ -35,6 +37,19 @@ struct Slicing {
 [[nodiscard]] ActivationFunction checked(const ActivationCall& op, const at::Tensor& x);
 // That of a backward, whose bias and y are checked.
 [[nodiscard]] ActivationFunction checked(const ActivatedBackwardOpArguments& op);
+
+// Numbers of a tensor of moments, or of sums, for so many channels.
+template <class Int>
+[[nodiscard]] Int moments_size(const Int& channels) {
+  return channels * Int(kSums * kLimbs) + Int(kHeaderSize);
+}
+void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor& moments);
+void check_running(const at::Tensor& x, const OptionalTensor& running_mean,
+                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked);
+void check_weight(const at::Tensor& x, const OptionalTensor& weight);
+// Of one part of a norm batch; dy and statistics [1, 3, C] in backward.
+void check_part(const at::Tensor& x);
+void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& statistics);
 
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
 void check_arguments(const WithStatisticsOpArguments& op);

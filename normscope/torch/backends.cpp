@@ -88,6 +88,9 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCa
   arguments.weight = channel_view(prepared.weight);
   arguments.bias = channel_view(prepared.bias);
   arguments.running = running_update(op);
+  if (op.accumulated && !runs_inside_a_backward()) {
+    arguments.accumulated = {op.accumulated->mutable_data_ptr<double>(), op.x.size(1)};
+  }
   if (!op.momentum && arguments.running.updates != nullptr) {
     arguments.running_average = RunningAverage::kCumulative;
   }
@@ -104,7 +107,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCa
 void bump_versions(const ForwardOpArguments& op) {
   if (runs_inside_a_backward()) return;
   for (const OptionalTensor* buffer :
-       {&op.running_mean, &op.running_var, &op.num_batches_tracked}) {
+       {&op.running_mean, &op.running_var, &op.num_batches_tracked, &op.accumulated}) {
     if (*buffer && !(*buffer)->is_inference()) ::torch::autograd::impl::bump_version(**buffer);
   }
 }
@@ -144,15 +147,16 @@ StatisticsTensors statistics(const ForwardOpArguments& op) {
   const OptionalTensor running_mean = copy(op.running_mean);
   const OptionalTensor running_var = copy(op.running_var);
   const OptionalTensor num_batches_tracked = copy(op.num_batches_tracked);
-  const PreparedForward done =
-      run_forward({op.x, op.weight, op.bias, running_mean, running_var, num_batches_tracked,
-                   op.momentum, op.eps, op.dims, op.slice_stats, op.call, op.needs_backward},
-                  ActivationCall{}, Answer::kCoefficients);
+  const OptionalTensor accumulated = copy(op.accumulated);
+  const PreparedForward done = run_forward(
+      {op.x, op.weight, op.bias, running_mean, running_var, num_batches_tracked, op.momentum,
+       op.eps, op.dims, op.slice_stats, op.call, accumulated, op.needs_backward},
+      ActivationCall{}, Answer::kCoefficients);
   const auto given = [&](const OptionalTensor& buffer) {
     return buffer ? *buffer : at::empty({0}, op.x.options());
   };
-  return {done.statistics, done.coefficients, given(running_mean), given(running_var),
-          given(num_batches_tracked)};
+  return {done.statistics,    done.coefficients,          given(running_mean),
+          given(running_var), given(num_batches_tracked), given(accumulated)};
 }
 
 // Tensors of one backward, whose storage the arguments point to.

@@ -104,20 +104,31 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   const Scope scope = parsed_scope(op.call.scope);
   const bool meets = meets_ranks(scope, op.call);
   const OptionalTensor weight = meets ? keep_order({weight_of(op)})[0] : op.weight;
-  const ForwardOpArguments with_weight{
-      op.x,        weight, op.bias, op.running_mean, op.running_var, op.num_batches_tracked,
-      op.momentum, op.eps, op.dims, op.slice_stats,  op.call,        op.needs_backward};
-  auto [statistics, coefficients, running_mean, running_var, num_batches_tracked] =
+  const ForwardOpArguments with_weight{op.x,
+                                       weight,
+                                       op.bias,
+                                       op.running_mean,
+                                       op.running_var,
+                                       op.num_batches_tracked,
+                                       op.momentum,
+                                       op.eps,
+                                       op.dims,
+                                       op.slice_stats,
+                                       op.call,
+                                       op.accumulated,
+                                       op.needs_backward};
+  auto [statistics, coefficients, running_mean, running_var, num_batches_tracked, accumulated] =
       with_weight.pass_to(statistics_op());
   if (meets) {
-    const std::vector<at::Tensor> kept =
-        keep_order({statistics, coefficients, running_mean, running_var, num_batches_tracked});
-    std::tie(statistics, coefficients, running_mean, running_var, num_batches_tracked) =
-        std::tie(kept[0], kept[1], kept[2], kept[3], kept[4]);
+    const std::vector<at::Tensor> kept = keep_order(
+        {statistics, coefficients, running_mean, running_var, num_batches_tracked, accumulated});
+    std::tie(statistics, coefficients, running_mean, running_var, num_batches_tracked,
+             accumulated) = std::tie(kept[0], kept[1], kept[2], kept[3], kept[4], kept[5]);
   }
   update(op.running_mean, running_mean);
   update(op.running_var, running_var);
   update(op.num_batches_tracked, num_batches_tracked);
+  update(op.accumulated, accumulated);
   if (!op.decompose.value_or(false)) {
     const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
     return {again.pass_to(with_statistics_op()), statistics};

@@ -47,9 +47,10 @@ StatisticsTensors statistics(const ForwardOpArguments& op) {
   const auto like = [&](const OptionalTensor& buffer) {
     return buffer ? at::empty_like(*buffer) : at::empty({0}, op.x.options());
   };
-  return {empty_statistics(op.x, slices),
-          empty_coefficients(op.x, slices, Coefficients::kNormalize), like(op.running_mean),
-          like(op.running_var), like(op.num_batches_tracked)};
+  return {
+      empty_statistics(op.x, slices), empty_coefficients(op.x, slices, Coefficients::kNormalize),
+      like(op.running_mean),          like(op.running_var),
+      like(op.num_batches_tracked),   like(op.accumulated)};
 }
 
 GradientTensors backward(const BackwardOpArguments& op) {

@@ -74,7 +74,9 @@ std::vector<at::Tensor> copies_of(at::TensorList values) {
 // decompose (graph.h). batch_norm_act_forward and its backward are the layer with an activation
 // after it; y is what backward needs of a forward that had a residual, whose gradient it then
 // answers. batch_norm_with_statistics repeats a forward's y from its statistics; it has
-// no gradient of its own. needs_backward is for autograd alone to say: callers leave it out.
+// no gradient of its own. To `accumulated` a forward adds the moments of its norm batch, of which
+// batch_norm_finalize makes an update of running statistics; that and the ops of parts after it are
+// batch_norm/moments.h's. needs_backward is for autograd alone to say: callers leave it out.
 //
 // group_name is that of a process group, "" for none; layer is a qualified name, "" where there is
 // none; dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for
@@ -86,7 +88,8 @@ TORCH_LIBRARY(normscope, m) {
       "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
       "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
-      "bool? needs_backward=None, bool? decompose=None) -> (Tensor y, Tensor statistics)",
+      "Tensor(d!)? accumulated=None, bool? needs_backward=None, bool? decompose=None) "
+      "-> (Tensor y, Tensor statistics)",
       tags);
   m.def(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
@@ -97,8 +100,8 @@ TORCH_LIBRARY(normscope, m) {
       "batch_norm_act_forward(str activation, float negative_slope, Tensor? residual, Tensor x, "
       "Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? num_batches_tracked, float? momentum, float eps, int[] dims, str slice_stats, "
-      "str scope, str group_name, str layer, *, bool? needs_backward=None) "
-      "-> (Tensor y, Tensor statistics)",
+      "str scope, str group_name, str layer, *, Tensor(d!)? accumulated=None, "
+      "bool? needs_backward=None) -> (Tensor y, Tensor statistics)",
       tags);
   m.def(
       "batch_norm_act_backward(str activation, float negative_slope, Tensor? bias, Tensor? y, "
@@ -110,8 +113,9 @@ TORCH_LIBRARY(normscope, m) {
       "batch_norm_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
       "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
       "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
-      "bool? needs_backward=None) -> (Tensor statistics, Tensor coefficients, "
-      "Tensor running_mean, Tensor running_var, Tensor num_batches_tracked)",
+      "Tensor? accumulated=None, bool? needs_backward=None) -> (Tensor statistics, "
+      "Tensor coefficients, Tensor running_mean, Tensor running_var, Tensor num_batches_tracked, "
+      "Tensor accumulated)",
       // x may come in the layout that others want it in.
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
   m.def(
@@ -127,6 +131,21 @@ TORCH_LIBRARY(normscope, m) {
   m.def(
       "batch_norm_with_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, *, "
       "str activation=\"none\", float negative_slope=0., Tensor? residual=None) -> Tensor y",
+      tags);
+
+  m.def("batch_norm_moments(Tensor x) -> Tensor moments", tags);
+  m.def(
+      "batch_norm_finalize(Tensor moments, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType dtype) "
+      "-> Tensor statistics",
+      tags);
+  m.def(
+      "batch_norm_part_gradient_sums(Tensor dy, Tensor x, Tensor statistics) "
+      "-> (Tensor sums, Tensor dweight, Tensor dbias)",
+      tags);
+  m.def(
+      "batch_norm_part_input_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
+      "Tensor sums) -> Tensor dx",
       tags);
 
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);

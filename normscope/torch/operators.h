@@ -17,6 +17,7 @@ namespace normscope::binding {
 // The C++ types of the ops that operators.cpp declares, and what each is given, as one struct.
 using OptionalTensor = std::optional<at::Tensor>;
 using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+inline const OptionalTensor kNoTensor;
 
 // A layer's call: who shares its statistics, and what errors name.
 struct ScopedCall {
@@ -30,18 +31,21 @@ using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
     const OptionalTensor& running_mean, const OptionalTensor& running_var,
     const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
     at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
-    std::string_view group_name, std::string_view layer, std::optional<bool> needs_backward,
-    std::optional<bool> decompose);
+    std::string_view group_name, std::string_view layer, const OptionalTensor& accumulated,
+    std::optional<bool> needs_backward, std::optional<bool> decompose);
 
 // The same but for `decompose`. It changes none of its arguments: it answers statistics,
-// coefficients and the buffers' new values, an empty tensor for a buffer that was not given.
-using StatisticsTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using StatisticsOp = StatisticsTensors(
-    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
-    std::string_view group_name, std::string_view layer, std::optional<bool> needs_backward);
+// coefficients and the new values of the buffers and of `accumulated`, an empty tensor for one that
+// was not given.
+using StatisticsTensors =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using StatisticsOp =
+    StatisticsTensors(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                      const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
+                      double eps, at::IntArrayRef dims, std::string_view slice_stats,
+                      std::string_view scope, std::string_view group_name, std::string_view layer,
+                      const OptionalTensor& accumulated, std::optional<bool> needs_backward);
 
 struct ForwardOpArguments {
   const at::Tensor& x;                        // [N, C, *]
@@ -55,23 +59,24 @@ struct ForwardOpArguments {
   at::IntArrayRef dims;  // the numbers of dimensions that x may have; none: any from 2
   std::string_view slice_stats;
   ScopedCall call;
-  std::optional<bool> needs_backward;            // none: as autograd finds
-  std::optional<bool> decompose = std::nullopt;  // what graph.h makes of it; none: nothing
+  const OptionalTensor& accumulated = kNoTensor;  // [moments_size(C)] float64 += the moments
+  std::optional<bool> needs_backward;             // none: as autograd finds
+  std::optional<bool> decompose = std::nullopt;   // what graph.h makes of it; none: nothing
 
   auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
     return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-                   dims, slice_stats, call.scope, call.group_name, call.layer, needs_backward,
-                   decompose);
+                   dims, slice_stats, call.scope, call.group_name, call.layer, accumulated,
+                   needs_backward, decompose);
   }
   auto pass_to(const c10::TypedOperatorHandle<StatisticsOp>& op) const {
     return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-                   dims, slice_stats, call.scope, call.group_name, call.layer, needs_backward);
+                   dims, slice_stats, call.scope, call.group_name, call.layer, accumulated,
+                   needs_backward);
   }
 };
 
 // What is applied after a layer: an activation by its name ("relu", "relu6", "leaky_relu", "silu",
 // "hard_swish"; "none" for none), and what is added before it.
-inline const OptionalTensor kNoTensor;
 struct ActivationCall {
   std::string_view activation = "none";
   double negative_slope = 0.0;                 // of leaky_relu
@@ -84,7 +89,8 @@ using ActivatedForwardOp = std::tuple<at::Tensor, at::Tensor>(
     const OptionalTensor& running_mean, const OptionalTensor& running_var,
     const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
     at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
-    std::string_view group_name, std::string_view layer, std::optional<bool> needs_backward);
+    std::string_view group_name, std::string_view layer, const OptionalTensor& accumulated,
+    std::optional<bool> needs_backward);
 
 struct ActivatedForwardOpArguments {
   ActivationCall activation;
@@ -95,7 +101,7 @@ struct ActivatedForwardOpArguments {
                    layer.weight, layer.bias, layer.running_mean, layer.running_var,
                    layer.num_batches_tracked, layer.momentum, layer.eps, layer.dims,
                    layer.slice_stats, layer.call.scope, layer.call.group_name, layer.call.layer,
-                   layer.needs_backward);
+                   layer.accumulated, layer.needs_backward);
   }
 };
 
@@ -187,6 +193,22 @@ struct WithStatisticsOpArguments {
     return op.call(x, weight, bias, statistics, activation.activation, activation.negative_slope,
                    activation.residual);
   }
+};
+
+// What a forward makes of the moments of a norm batch, which may be sums of such tensors.
+using FinalizeOp = at::Tensor(const at::Tensor& moments, const OptionalTensor& running_mean,
+                              const OptionalTensor& running_var,
+                              const OptionalTensor& num_batches_tracked,
+                              std::optional<double> momentum, double eps, at::ScalarType dtype);
+
+struct FinalizeOpArguments {
+  const at::Tensor& moments;                  // [moments_size(C)] float64
+  const OptionalTensor& running_mean;         // [C]
+  const OptionalTensor& running_var;          // [C]
+  const OptionalTensor& num_batches_tracked;  // [] int64
+  std::optional<double> momentum;             // none: cumulative average
+  double eps;
+  at::ScalarType dtype;  // of x
 };
 
 using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);

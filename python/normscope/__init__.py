@@ -2,6 +2,7 @@
 """Batch normalization whose statistics have a scope that the user chooses."""
 
 from normscope import _library, _own_groups, functional
+from normscope.accumulation import accumulate
 from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.adaptive import AdaptiveScope
 from normscope.checkpoint import checkpoint_context
@@ -35,6 +36,7 @@ __all__ = [
     "Scope",
     "ScopePlan",
     "SyncBatchNorm",
+    "accumulate",
     "checkpoint_context",
     "communication_counters",
     "convert",

@@ -36,6 +36,7 @@ status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)
 batch_norm_with_statistics = cast(
     "Callable[..., torch.Tensor]", _ops.batch_norm_with_statistics.default
 )
+batch_norm_finalize = cast("Callable[..., torch.Tensor]", _ops.batch_norm_finalize.default)
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
 resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
 gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.default)
@@ -73,6 +74,7 @@ def batch_norm(
     slice_stats: str,
     group: str,
     layer: str,
+    **accumulated: torch.Tensor,
 ) -> torch.Tensor:
     """Call the op of training; the peers of a rank whose arguments do not reach it are told.
 
@@ -82,14 +84,21 @@ def batch_norm(
         slice_stats: As the op's.
         group: As the op's ``group_name``.
         layer: As the op's.
+        accumulated: As the op's, if there is one.
     """
     try:
         if torch.compiler.is_compiling():
             y, _ = batch_norm_forward(
-                *arguments, slice_stats, scope, group, layer, decompose=not exact_graphs
+                *arguments,
+                slice_stats,
+                scope,
+                group,
+                layer,
+                decompose=not exact_graphs,
+                **accumulated,
             )
         else:
-            y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer)
+            y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer, **accumulated)
     except (RuntimeError, TypeError) as error:
         # No others: checkpointing ends a recomputation by an exception of its own.
         _tell_peers(error, scope, group)
@@ -106,6 +115,7 @@ def batch_norm_act(
     slice_stats: str,
     group: str,
     layer: str,
+    **accumulated: torch.Tensor,
 ) -> torch.Tensor:
     """Call the op of training with an activation; as :func:`batch_norm`.
 
@@ -118,10 +128,19 @@ def batch_norm_act(
         slice_stats: As the op's.
         group: As the op's ``group_name``.
         layer: As the op's.
+        accumulated: As the op's, if there is one.
     """
     try:
         y, _ = batch_norm_act_forward(
-            activation, negative_slope, residual, *arguments, slice_stats, scope, group, layer
+            activation,
+            negative_slope,
+            residual,
+            *arguments,
+            slice_stats,
+            scope,
+            group,
+            layer,
+            **accumulated,
         )
     except (RuntimeError, TypeError) as error:
         _tell_peers(error, scope, group)

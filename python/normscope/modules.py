@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from normscope.accumulation import _Accumulator
 
 SliceStats = Literal["pooled", "first", "sequential"]
 
@@ -93,6 +96,7 @@ class BatchNorm(_BatchNorm):
     group_name: str | None
     layer_name: str
     elements_seen: int | None = 0
+    _accumulator: _Accumulator | None = None  # in a block of accumulate
 
     def __init__(
         self,
@@ -170,6 +174,10 @@ class BatchNorm(_BatchNorm):
             running_mean = self.running_mean if has_statistics else None
             running_var = self.running_var if has_statistics else None
             num_batches_tracked = self.num_batches_tracked if has_statistics else None
+        accumulator = self._accumulator
+        if accumulator is not None:
+            running_mean = running_var = num_batches_tracked = None
+            op = partial(op, accumulated=accumulator.moments)
         y = op(
             input,
             weight,
@@ -196,12 +204,18 @@ class BatchNorm(_BatchNorm):
             wanted = " or ".join(map(str, self.dims))
             raise ValueError(f"x: expected {wanted} dimensions, got {input.dim()}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_accumulator", None)  # a copy is in no block
+        return state
+
     def _count_elements(self, x: torch.Tensor) -> None:
+        counter = self if self._accumulator is None else self._accumulator
         if torch.compiler.is_compiling():
-            self.elements_seen = None  # a graph that held the count would be compiled every step
-        elif self.elements_seen is not None and not _recomputes():
+            counter.elements_seen = None  # a graph that held the count would be compiled every step
+        elif counter.elements_seen is not None and not _recomputes():
             # torch.nn.Module's own assignment takes microseconds.
-            object.__setattr__(self, "elements_seen", self.elements_seen + x.numel())
+            object.__setattr__(counter, "elements_seen", counter.elements_seen + x.numel())
 
     def extra_repr(self) -> str:
         """Torch's text, and the scope."""

@@ -16,6 +16,7 @@
 #include "tests/batch_norm/activated_run.h"
 #include "tests/batch_norm/device_rank.h"
 #include "tests/batch_norm/layer_run.h"
+#include "tests/batch_norm/parts_run.h"
 #include "tests/comm/worlds.h"
 #include "tests/kernels/kernels_under_test.h"
 
@@ -166,6 +167,15 @@ TEST_P(OnADevice, OneValueOverAllRanksGivesNaNAndTheNextCallThrows) {
                       HasSubstr("in an earlier call, forward of block.bn (5 channels, scope "
                                 "world), whose results are NaN")));
   });
+}
+
+TEST(PartsOnADevice, HaveTheBitsOfOneBatch) {
+  DeviceRank device(nullptr);
+  for (const Layer& layer : layers()) {
+    ASSERT_NO_FATAL_FAILURE(expect_parts_are_one_batch(layer, device.context()));
+    ASSERT_NO_FATAL_FAILURE(expect_gradients_of_parts(layer, device.context()));
+    ASSERT_NO_FATAL_FAILURE(expect_accumulated_is_one_update(layer, device.context()));
+  }
 }
 
 class RanksOnADevice : public OnADevice {};
@@ -327,7 +337,7 @@ TEST(AloneOnADevice, ADevicesErrorIsThrownAndFailsTheGroup) {
     Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
     DeviceRank device(&exchange);
     DeviceKernels broken = device_kernels_under_test();
-    broken.send_moments = [](Stream, const TensorView&, DeviceScratch, const DeviceMessage&,
+    broken.send_moments = [](Stream, const TensorView&, DeviceScratch, const MessageView&,
                              const Header&) { throw DeviceError("cuda: out of memory"); };
     device.device().kernels = &broken;
     LayerRun run(Layer{}, first_samples(2));

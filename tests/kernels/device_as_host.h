@@ -29,7 +29,7 @@ struct DeviceAsHost {
           channels_(channels) {}
 
     DeviceScratch scratch() { return {zeros.data(), channels_}; }
-    DeviceMessage sent() { return {message.data(), channels_}; }
+    MessageView sent() { return {message.data(), channels_}; }
 
     Coefficients rounded() { return {coefficients.data()}; }
 

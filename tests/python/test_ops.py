@@ -41,6 +41,11 @@ def test_opcheck_passes_for_the_forward(slices: int) -> None:
     torch.library.opcheck(
         torch.ops.normscope.batch_norm_forward.default, forward_arguments(slices=slices)
     )
+    torch.library.opcheck(
+        torch.ops.normscope.batch_norm_forward.default,
+        forward_arguments(slices=slices),
+        {"accumulated": torch.zeros(34, dtype=torch.float64)},
+    )
 
 
 @pytest.mark.parametrize("slices", [1, 4])
@@ -88,6 +93,22 @@ def test_opcheck_passes_for_the_repeated_forward(slices: int) -> None:
     torch.library.opcheck(
         torch.ops.normscope.batch_norm_with_statistics.default, (*arguments[:3], statistics)
     )
+
+
+def test_opcheck_passes_for_the_ops_of_parts() -> None:
+    ops = torch.ops.normscope
+    x, weight, _, *buffers = forward_arguments()[:6]
+    moments = ops.batch_norm_moments(x)
+    statistics = ops.batch_norm_finalize(moments, *buffers, 0.1, 1e-5, x.dtype)
+    dy = torch.randn_like(x)
+    sums, *_ = ops.batch_norm_part_gradient_sums(dy, x, statistics)
+    for op, arguments in (
+        (ops.batch_norm_moments, (x,)),
+        (ops.batch_norm_finalize, (moments, *buffers, 0.1, 1e-5, x.dtype)),
+        (ops.batch_norm_part_gradient_sums, (dy, x, statistics)),
+        (ops.batch_norm_part_input_gradient, (dy, x, weight, statistics, sums)),
+    ):
+        torch.library.opcheck(op.default, arguments)
 
 
 @pytest.mark.parametrize("scope", ["local", "slices:4"])

@@ -85,7 +85,7 @@ struct Backend {
   // Adds the sums of all slices, and launches the one kernel also if there are none to add.
   template <class AnyTerms, class Use, class... Views>
   static void add_sums(Stream stream, const AnyTerms& terms, const DeviceScratch& scratch,
-                       const Use& use, const DeviceMessage& message, const Header& header,
+                       const Use& use, const MessageView& message, const Header& header,
                        const Views&... views) {
     using Element = typename AnyTerms::ElementType;
     using After = AfterSums<typename AnyTerms::User>;
@@ -112,7 +112,7 @@ struct Backend {
   }
 
   static void sum_moments(Stream stream, const TensorView& x, const DeviceScratch& scratch,
-                          const UseOfMoments& use, const DeviceMessage& message,
+                          const UseOfMoments& use, const MessageView& message,
                           const Header& header) {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       add_sums(stream, MomentTerms<Element>{elements_of<Element>(x)}, scratch, use, message, header,
@@ -122,7 +122,7 @@ struct Backend {
 
   static void sum_gradients(Stream stream, const TensorView& x, const TensorView& dy,
                             const DeviceScratch& scratch, const UseOfGradientSums& use,
-                            const DeviceMessage& message, const Header& header) {
+                            const MessageView& message, const Header& header) {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const GradientTerms<Element> terms{elements_of<Element>(x), elements_of<Element>(dy),
                                          use.statistics};
@@ -136,7 +136,7 @@ struct Backend {
   }
 
   static void send_moments(Stream stream, const TensorView& x, DeviceScratch scratch,
-                           const DeviceMessage& message, const Header& header) {
+                           const MessageView& message, const Header& header) {
     sum_moments(stream, x, scratch, {.batches = norm_batches(x, 1)}, message, header);
   }
 
@@ -147,7 +147,7 @@ struct Backend {
 
   static void send_gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
                                  DeviceScratch scratch, const UseOfGradientSums& own,
-                                 const DeviceMessage& message, const Header& header) {
+                                 const MessageView& message, const Header& header) {
     sum_gradients(stream, x, dy, scratch, own, message, header);
   }
 
@@ -169,20 +169,20 @@ struct Backend {
   }
 
   template <class User>
-  static void use_totals(Stream stream, const DeviceMessage& message, const DeviceScratch& scratch,
+  static void use_totals(Stream stream, const MessageView& message, const DeviceScratch& scratch,
                          const User& user) {
     Device::launch(stream, grid_of_channels(message.channels, 1), Order::kAfter, use_message<User>,
                    message, scratch.tickets(1), user);
   }
 
-  static void use_moments(Stream stream, DType x_dtype, const DeviceMessage& message,
+  static void use_moments(Stream stream, DType x_dtype, const MessageView& message,
                           DeviceScratch scratch, const UseOfMoments& use) {
     with_arithmetic(x_dtype, [&]<class Real>(Real*) {
       use_totals(stream, message, scratch, MomentsUser<Real>{use, message.channels});
     });
   }
 
-  static void use_gradient_sums(Stream stream, DType x_dtype, const DeviceMessage& message,
+  static void use_gradient_sums(Stream stream, DType x_dtype, const MessageView& message,
                                 DeviceScratch scratch, const UseOfGradientSums& use) {
     with_arithmetic(x_dtype, [&]<class Real>(Real*) {
       use_totals(stream, message, scratch, GradientSumsUser<Real>{use, message.channels});

@@ -96,6 +96,7 @@ struct MomentsUser {
                       of_channel.mean_hi, of_channel.mean_lo, of_channel.inv_std,
                       channel_value(use.weight, c, 1.0), channel_value(use.bias, c, 0.0)));
     if (updates_with(slice)) update(found, n, slice, c);
+    if (accumulates(slice)) accumulate(limbs, c);
     if (!pools()) return;
     for (int sum = 0; sum < kSums; ++sum) {
       for (int k = 0; k < kLimbs; ++k) channel.pooled.values[sum][k] += limbs.values[sum][k];
@@ -116,6 +117,7 @@ struct MomentsUser {
     for (std::int64_t slice = 0; slice < use.batches.slices; ++slice) {
       const double n = use.batches.count(slice);
       if (use.counts != nullptr) use.counts[slice] = n;
+      if (accumulates(slice)) use.accumulated.header()[kCount] += n;
       const bool is_update = pools() ? slice == 0 : updates_with(slice);
       if (is_update && n > 0.0) use.running.count();
     }
@@ -127,6 +129,18 @@ struct MomentsUser {
   }
   NORMSCOPE_INLINE bool updates_with(std::int64_t slice) const {
     return !pools() && (use.slice_stats != SliceStats::kFirst || slice == 0);
+  }
+
+  NORMSCOPE_INLINE bool accumulates(std::int64_t slice) const {
+    return use.accumulated.data != nullptr && (use.slice_stats != SliceStats::kFirst || slice == 0);
+  }
+
+  __device__ void accumulate(const ChannelLimbs& limbs, std::int64_t c) const {
+    for (int sum = 0; sum < kSums; ++sum) {
+      for (int k = 0; k < kLimbs; ++k) {
+        use.accumulated.limbs().limb(sum, k)[c] += limbs.values[sum][k];
+      }
+    }
   }
 
   static NORMSCOPE_INLINE Moments<double> moments_of(const ChannelLimbs& limbs, double n) {
@@ -193,7 +207,7 @@ struct GradientSumsUser {
 template <class User>
 struct AfterSums {
   User user;
-  DeviceMessage message;  // data nullptr: there is none
+  MessageView message;  // data nullptr: there is none
   Header header;
 
   __device__ void channel(const DeviceScratch& scratch, std::int64_t c) const {
@@ -225,7 +239,7 @@ struct AfterSums {
 // Uses the totals of a message; a thread per channel.
 // Limits: 24 to 96 registers; bytes: 0 stack, 0 spilled, 16 shared.
 template <class User>
-__global__ void use_message(DeviceMessage message, unsigned* ticket, User user) {
+__global__ void use_message(MessageView message, unsigned* ticket, User user) {
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (c < message.channels) {
     typename User::Channel channel;

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/batch_norm/moments.h"
+
+#include <string>
+
+#include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/context.h"
+#include "normscope/batch_norm/device_step.h"
+#include "normscope/batch_norm/owned_gradient_sums.h"
+#include "normscope/batch_norm/parts.h"
+#include "normscope/core/error.h"
+
+namespace normscope {
+namespace {
+
+Header header_of(const TensorView& x) {
+  Header header;
+  header.fields[kCount] = static_cast<double>(x.elements_per_channel());
+  return header;
+}
+
+void write_header(const TensorView& x, const MessageView& message) {
+  const Header header = header_of(x);
+  for (int i = 0; i < kHeaderSize; ++i) message.header()[i] = header.fields[i];
+}
+
+void check_message(std::string_view name, const MessageView& message, std::int64_t channels) {
+  if (message.data != nullptr && message.channels == channels) return;
+  throw ArgumentError(std::string(name) + ": expected " + std::to_string(channels) +
+                      " channels, got " +
+                      (message.data == nullptr ? "no data" : std::to_string(message.channels)));
+}
+
+void check(const GradientSumsArguments& arguments) {
+  check_input(arguments.x);
+  check_like_input("dy", arguments.dy, arguments.x);
+  check_message("sums", arguments.sums, arguments.x.channels);
+  check_channel_dtype("dweight", arguments.dweight.dtype, arguments.x);
+  check_channel_dtype("dbias", arguments.dbias.dtype, arguments.x);
+}
+
+void check(const InputGradientArguments& arguments) {
+  check_input(arguments.x);
+  check_like_input("dy", arguments.dy, arguments.x);
+  check_like_input("dx", arguments.dx.read_only(), arguments.x);
+  check_own_memory("dx", arguments.dx.read_only(), "x", arguments.x);
+  check_own_memory("dx", arguments.dx.read_only(), "dy", arguments.dy);
+  check_message("sums", arguments.sums, arguments.x.channels);
+  check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
+}
+
+// The norm batch that a message tells of.
+NormBatches batch_of(const MessageView& message) {
+  NormBatches batches;
+  batches.totals = message.header();
+  return batches;
+}
+
+// No tensor, but its dtype and channels.
+TensorView nothing_of(DType dtype, std::int64_t channels) {
+  TensorView x;
+  x.dtype = dtype;
+  x.channels = channels;
+  return x;
+}
+
+double momentum_of(const FinalizeArguments& arguments) {
+  if (arguments.running_average == RunningAverage::kExponential) return arguments.running.momentum;
+  if (arguments.running.updates == nullptr) {
+    throw ArgumentError(
+        "running.updates: expected the number so far for a cumulative average, got none");
+  }
+  return cumulative_momentum(*arguments.running.updates);
+}
+
+}  // namespace
+
+void batch_norm_moments(const TensorView& x, const MessageView& out, const CallContext& context) {
+  check_device(context);
+  check_input(x);
+  check_message("out", out, x.channels);
+  if (context.device != nullptr) {
+    const DeviceStep step(*context.device, x, 1);
+    context.device->kernels->send_moments(context.device->stream, x, step.scratch, out,
+                                          header_of(x));
+    return;
+  }
+  const ResolvedContext resolved = resolve(context);
+  clear(out.limbs());
+  resolved.kernels.add_moments(resolved.execution, x, out.limbs());
+  write_header(x, out);
+}
+
+void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& context) {
+  check_device(context);
+  const std::int64_t channels = arguments.moments.channels;
+  check_message("moments", arguments.moments, channels);
+  const TensorView x = nothing_of(arguments.x_dtype, channels);
+  check_channel_dtype("running_mean", arguments.running.mean.dtype, x);
+  check_channel_dtype("running_var", arguments.running.var.dtype, x);
+  if (context.device != nullptr) {
+    const DeviceStep step(*context.device, x, 1);
+    context.device->kernels->use_moments(context.device->stream, x.dtype, arguments.moments,
+                                         step.scratch,
+                                         {.batches = batch_of(arguments.moments),
+                                          .eps = arguments.eps,
+                                          .running = arguments.running,
+                                          .running_average = arguments.running_average,
+                                          .statistics = arguments.statistics,
+                                          .coefficients = step.coefficients});
+    return;
+  }
+  const double count = arguments.moments.header()[kCount];
+  check_count(count);
+  RunningUpdate running = arguments.running;
+  running.momentum = momentum_of(arguments);
+  const ResolvedContext resolved = resolve(context);
+  resolved.kernels.finalize_moments(
+      resolved.execution, arguments.moments.limbs(), count, arguments.eps, x.dtype,
+      {.statistics = statistics_of_slice(arguments.statistics, 0, channels), .running = running});
+}
+
+void batch_norm_part_gradient_sums(const GradientSumsArguments& arguments,
+                                   const CallContext& context) {
+  check_device(context);
+  check(arguments);
+  const TensorView& x = arguments.x;
+  if (context.device != nullptr) {
+    const DeviceStep step(*context.device, x, 1);
+    context.device->kernels->send_gradient_sums(context.device->stream, x, arguments.dy,
+                                                step.scratch,
+                                                {.batches = step.batches,
+                                                 .statistics = arguments.statistics,
+                                                 .dweight = arguments.dweight,
+                                                 .dbias = arguments.dbias},
+                                                arguments.sums, header_of(x));
+    return;
+  }
+  const ResolvedContext resolved = resolve(context);
+  const Statistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
+  OwnedGradientSums own(x.channels);
+  clear(arguments.sums.limbs());
+  resolved.kernels.add_gradient_sums(resolved.execution, x, arguments.dy, statistics,
+                                     arguments.sums.limbs());
+  resolved.kernels.finalize_gradient_sums(
+      resolved.execution, arguments.sums.limbs(), statistics,
+      {.sums = own.view(), .dweight = arguments.dweight, .dbias = arguments.dbias});
+  write_header(x, arguments.sums);
+}
+
+void batch_norm_part_input_gradient(const InputGradientArguments& arguments,
+                                    const CallContext& context) {
+  check_device(context);
+  check(arguments);
+  const TensorView& x = arguments.x;
+  if (context.device != nullptr) {
+    const DeviceContext& device = *context.device;
+    const DeviceStep step(device, x, 1);
+    device.kernels->use_gradient_sums(device.stream, x.dtype, arguments.sums, step.scratch,
+                                      {.batches = batch_of(arguments.sums),
+                                       .statistics = arguments.statistics,
+                                       .weight = arguments.weight,
+                                       .coefficients = step.coefficients});
+    device.kernels->input_gradient(device.stream, x, arguments.dy, step.batches, step.coefficients,
+                                   arguments.dx);
+    return;
+  }
+  const ResolvedContext resolved = resolve(context);
+  const Statistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
+  OwnedGradientSums sums(x.channels);
+  resolved.kernels.finalize_gradient_sums(resolved.execution, arguments.sums.limbs(), statistics,
+                                          {.sums = sums.view()});
+  resolved.kernels.input_gradient(resolved.execution, x, arguments.dy, statistics, arguments.weight,
+                                  sums.view(), arguments.sums.header()[kCount], arguments.dx);
+}
+
+}  // namespace normscope

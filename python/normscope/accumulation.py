@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One update of the running statistics for several batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from normscope import _library
+from normscope.modules import BatchNorm
+
+
+@dataclass
+class _Accumulator:
+    """What a layer has seen since the block began."""
+
+    moments: torch.Tensor  # as the ops': of all norm batches so far
+    elements_seen: int | None = 0  # as a layer's
+
+
+@contextmanager
+def accumulate(model: torch.nn.Module) -> Iterator[None]:
+    """Update running statistics once for all training forwards of a ``with`` block.
+
+    For gradient accumulation: each forward is normalized with the statistics of its own norm batch,
+    as ever, but running statistics take one step, on leaving the block, with the moments of all
+    norm batches together. They get the same bits as if the batches had been one.
+    ``num_batches_tracked`` then counts one. Within the block they stay as they are; so they do if
+    it raises.
+
+    Layers of normscope with running statistics take part, on every rank alike; nothing is sent that
+    would not be sent without it. Of ``slices:K`` with ``slice_stats="first"``, the first slices'
+    moments are taken; ``sequential`` is taken as ``pooled``.
+
+    Args:
+        model: A model, or a layer itself.
+
+    Raises:
+        ValueError: If the model has no layers of normscope with running statistics, or one is lazy
+            and has seen no input.
+        RuntimeError: If a layer is in such a block already.
+
+    Example:
+        >>> layer = torch.nn.Sequential(BatchNorm(1, momentum=1.0))
+        >>> with accumulate(layer):
+        ...     for micro_batch in torch.tensor([[[1.0], [2.0]], [[3.0], [6.0]]]):
+        ...         _ = layer(micro_batch)
+        >>> layer[0].running_mean, layer[0].num_batches_tracked
+        (tensor([3.]), tensor(1))
+    """
+    layers = _layers_of(model)
+    for layer in layers:
+        layer._accumulator = _Accumulator(_no_moments(layer))
+    try:
+        yield
+        accumulators = [layer._accumulator for layer in layers]
+    finally:
+        for layer in layers:
+            del layer._accumulator
+    for layer, accumulator in zip(layers, accumulators, strict=True):
+        assert accumulator is not None
+        _commit(layer, accumulator)
+
+
+def _layers_of(model: torch.nn.Module) -> list[BatchNorm]:
+    layers = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BatchNorm) or not layer.track_running_stats:
+            continue
+        assert layer.running_mean is not None
+        if is_lazy(layer.running_mean):
+            raise ValueError(
+                f"{name or 'model'}: expected a layer that has seen an input, got a lazy one"
+            )
+        if layer._accumulator is not None:
+            raise RuntimeError(
+                f"{name or 'model'}: expected a layer outside of other blocks of accumulate, got "
+                "one inside"
+            )
+        layers.append(layer)
+    if not layers:
+        raise ValueError(
+            "model: expected layers of normscope with running statistics, got "
+            f"{type(model).__qualname__} without any"
+        )
+    return layers
+
+
+def _no_moments(layer: BatchNorm) -> torch.Tensor:
+    size = _library.message_bytes(layer.num_features) // torch.float64.itemsize
+    assert layer.running_mean is not None
+    return torch.zeros(size, dtype=torch.float64, device=layer.running_mean.device)
+
+
+def _commit(layer: BatchNorm, accumulator: _Accumulator) -> None:
+    assert layer.running_mean is not None
+    _library.batch_norm_finalize(
+        accumulator.moments,
+        layer.running_mean,
+        layer.running_var,
+        layer.num_batches_tracked,
+        layer.momentum,
+        layer.eps,
+        layer.running_mean.dtype,
+    )
+    if layer.elements_seen is None or accumulator.elements_seen is None:
+        layer.elements_seen = None
+    else:
+        layer.elements_seen += accumulator.elements_seen

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several batches update running statistics once, with the bits of one batch of them all."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+
+pytestmark = pytest.mark.on_device
+
+MICRO_BATCHES = (3, 1, 0, 4)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def buffers_of(layer: normscope.BatchNorm) -> dict[str, Any]:
+    return {name: value.clone() for name, value in layer.named_buffers()} | {
+        "elements_seen": layer.elements_seen
+    }
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(a, expected[name]) if isinstance(a, torch.Tensor) else a == expected[name]
+        for name, a in found.items()
+    )
+
+
+def accumulate(model: nn.Module, batches: Iterable[torch.Tensor] = ()) -> None:
+    with normscope.accumulate(model):
+        for batch in batches:
+            model(batch)
+
+
+def expect_equal_running_statistics(
+    layer: normscope.BatchNorm, expected: normscope.BatchNorm
+) -> None:
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_the_bits_are_those_of_one_batch(
+    dtype: torch.dtype, memory_format: torch.memory_format, momentum: float | None
+) -> None:
+    x = (1e3 + torch.randn(sum(MICRO_BATCHES), 5, 7, 3)).to(dtype).to(memory_format=memory_format)
+    layer = normscope.BatchNorm2d(5, momentum=momentum, dtype=dtype)
+    layer(torch.randn(2, 5, 3, 3, dtype=dtype))
+    joined = copy.deepcopy(layer)
+    before = buffers_of(layer)
+
+    with normscope.accumulate(layer):
+        for part in x.split(list(MICRO_BATCHES)):
+            layer(part)
+            assert same(buffers_of(layer), before)
+    joined(x)
+
+    assert not same(buffers_of(layer), before)
+    assert same(buffers_of(layer), buffers_of(joined))
+
+
+def test_outputs_and_gradients_are_those_without_it() -> None:
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    layer = normscope.BatchNorm1d(3)
+
+    def step() -> list[torch.Tensor]:
+        y = layer(x)
+        return [y, *torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()])]
+
+    expected = step()
+    with normscope.accumulate(layer):
+        found = step()
+
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("slice_stats", ["pooled", "first", "sequential"])
+def test_slices_are_pooled(slice_stats: normscope.modules.SliceStats) -> None:
+    x = torch.randn(8, 3, 5)
+    layer = normscope.BatchNorm1d(3, scope="slices:2", slice_stats=slice_stats)
+    joined = normscope.BatchNorm1d(3, scope="local")
+
+    accumulate(layer, x.split(4))
+    joined(torch.cat([x[:2], x[4:6]]) if slice_stats == "first" else x)
+
+    expect_equal_running_statistics(layer, joined)
+    assert layer.elements_seen == x.numel()
+
+
+RANKS = 3
+STEPS = ((2, 0, 3), (1, 4, 0))
+
+
+def buffers_on_ranks() -> list[dict[str, Any]]:
+    """After micro-batches of ragged sizes, alone or with an activation."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for layer in (normscope.BatchNorm1d(4), normscope.BatchNormAct1d(4)):
+        with normscope.accumulate(layer):
+            for sizes in STEPS:
+                x = torch.randn(sum(sizes), 4, 6, generator=generator)
+                layer(x[split_of(sizes, distributed.get_rank())].requires_grad_()).sum().backward()
+        found.append({**buffers_of(layer), "elements_seen": None})
+    return found
+
+
+def test_the_norm_batches_of_ranks_are_pooled(ranks: RankPool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    expected = []
+    for _ in range(2):
+        layer = normscope.BatchNorm1d(4)
+        layer(torch.cat([torch.randn(sum(s), 4, 6, generator=generator) for s in STEPS]))
+        expected.append({**buffers_of(layer), "elements_seen": None})
+
+    for found in ranks.run(RANKS, buffers_on_ranks):
+        assert all(map(same, found, expected))
+
+
+def test_an_error_discards_what_was_seen() -> None:
+    layer = normscope.BatchNorm1d(3)
+    before = buffers_of(layer)
+
+    with pytest.raises(RuntimeError, match="x: expected 3 channels"):
+        accumulate(layer, [torch.randn(4, 3), torch.randn(4, 2)])
+    assert same(buffers_of(layer), before)
+
+    layer(torch.randn(4, 3))
+    assert layer.num_batches_tracked == 1
+
+
+def test_a_block_without_a_forward_changes_nothing() -> None:
+    layer = normscope.BatchNorm1d(3)
+    before = buffers_of(layer)
+    with normscope.accumulate(layer):
+        layer.eval()(torch.randn(4, 3))
+    assert same(buffers_of(layer), before)
+
+
+def test_recomputed_forwards_count_once() -> None:
+    x = torch.randn(6, 3, requires_grad=True)
+    layer, joined = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
+    with normscope.accumulate(layer):
+        for part in x.split(3):
+            checkpoint(layer, part, use_reentrant=False).sum().backward()
+    joined(x)
+    assert same(buffers_of(layer), buffers_of(joined))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_compiled_layers_accumulate(exact: bool) -> None:  # noqa: FBT001
+    x = torch.randn(6, 3, 4)
+    layer, joined = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with normscope.exact_graphs(exact):
+        compiled(x[:2])
+        joined(x[:2])
+        for _ in range(2):
+            with normscope.accumulate(layer):
+                for part in (x[:2], x[2:4], x[4:]):
+                    compiled(part).sum().backward()
+            joined(x)
+    expect_equal_running_statistics(layer, joined)
+    assert layer.elements_seen is None
+
+
+def test_copies_are_outside_of_the_block() -> None:
+    layer = normscope.BatchNorm1d(3)
+    with normscope.accumulate(layer):
+        copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    for other in copies:
+        other(torch.randn(4, 3))
+        assert other.num_batches_tracked == 1
+
+
+def test_layers_of_torch_go_on_as_ever() -> None:
+    theirs, ours = nn.BatchNorm1d(3), normscope.BatchNorm1d(3)
+    accumulate(nn.Sequential(theirs, ours), torch.randn(2, 4, 3))
+    assert theirs.num_batches_tracked == 2
+    assert ours.num_batches_tracked == 1
+
+
+def test_errors_name_what_was_expected() -> None:
+    layer = normscope.BatchNorm1d(3)
+    statless = normscope.BatchNorm1d(3, track_running_stats=False)
+    with pytest.raises(ValueError, match="model: expected layers of normscope with running"):
+        accumulate(nn.Sequential(nn.BatchNorm1d(3), statless))
+    with normscope.accumulate(layer):
+        with pytest.raises(RuntimeError, match="0: expected a layer outside of other blocks"):
+            accumulate(nn.Sequential(layer))
+        layer(torch.randn(4, 3))
+    assert layer.num_batches_tracked == 1
+    lazy = normscope.convert(nn.Sequential(nn.LazyBatchNorm1d()))
+    with pytest.raises(ValueError, match="0: expected a layer that has seen an input"):
+        accumulate(lazy)
+
+
+def test_the_op_refuses_other_memory() -> None:
+    def call(accumulated: torch.Tensor) -> None:
+        torch.ops.normscope.batch_norm_forward(
+            torch.randn(4, 3), *[None] * 6, 1e-5, [], "pooled", "local", "", "",
+            accumulated=accumulated,
+        )  # fmt: skip
+
+    with pytest.raises(RuntimeError, match=r"accumulated: expected float64, got Float"):
+        call(torch.zeros(34))
+    with pytest.raises(RuntimeError, match=r"accumulated: expected the shape \[34\], got \[33\]"):
+        call(torch.zeros(33, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="accumulated: expected a contiguous tensor"):
+        call(torch.zeros(68, dtype=torch.float64)[::2])
