@@ -36,7 +36,15 @@ status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)
 batch_norm_with_statistics = cast(
     "Callable[..., torch.Tensor]", _ops.batch_norm_with_statistics.default
 )
+batch_norm_moments = cast("Callable[[torch.Tensor], torch.Tensor]", _ops.batch_norm_moments.default)
 batch_norm_finalize = cast("Callable[..., torch.Tensor]", _ops.batch_norm_finalize.default)
+batch_norm_part_gradient_sums = cast(
+    "Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]",
+    _ops.batch_norm_part_gradient_sums.default,
+)
+batch_norm_part_input_gradient = cast(
+    "Callable[..., torch.Tensor]", _ops.batch_norm_part_input_gradient.default
+)
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
 resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
 gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.default)

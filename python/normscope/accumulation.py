@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import is_lazy
 
-from normscope import _library
+from normscope._moments import no_moments, update_running
 from normscope.modules import BatchNorm
 
 
@@ -54,7 +54,7 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
     """
     layers = _layers_of(model)
     for layer in layers:
-        layer._accumulator = _Accumulator(_no_moments(layer))
+        layer._accumulator = _Accumulator(no_moments(layer))
     try:
         yield
         accumulators = [layer._accumulator for layer in layers]
@@ -63,7 +63,7 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
             del layer._accumulator
     for layer, accumulator in zip(layers, accumulators, strict=True):
         assert accumulator is not None
-        _commit(layer, accumulator)
+        update_running(layer, accumulator.moments, accumulator.elements_seen)
 
 
 def _layers_of(model: torch.nn.Module) -> list[BatchNorm]:
@@ -88,26 +88,3 @@ def _layers_of(model: torch.nn.Module) -> list[BatchNorm]:
             f"{type(model).__qualname__} without any"
         )
     return layers
-
-
-def _no_moments(layer: BatchNorm) -> torch.Tensor:
-    size = _library.message_bytes(layer.num_features) // torch.float64.itemsize
-    assert layer.running_mean is not None
-    return torch.zeros(size, dtype=torch.float64, device=layer.running_mean.device)
-
-
-def _commit(layer: BatchNorm, accumulator: _Accumulator) -> None:
-    assert layer.running_mean is not None
-    _library.batch_norm_finalize(
-        accumulator.moments,
-        layer.running_mean,
-        layer.running_var,
-        layer.num_batches_tracked,
-        layer.momentum,
-        layer.eps,
-        layer.running_mean.dtype,
-    )
-    if layer.elements_seen is None or accumulator.elements_seen is None:
-        layer.elements_seen = None
-    else:
-        layer.elements_seen += accumulator.elements_seen

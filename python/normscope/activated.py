@@ -130,6 +130,8 @@ class BatchNormAct(BatchNorm):
         """Whether one op does it all: not for every sum that torch can make."""
         if torch.compiler.is_compiling():
             return False  # compilers fuse by themselves
+        if self._meeting is not None:
+            return False  # replicas of torch.nn.DataParallel meet within the layer
         if residual is None:
             return True
         rises = self.activation in ("relu", "relu6") or (

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normscope import _library, _process_group
+from normscope import _library, _process_group, _replicas
 from normscope._fx import call_of_module
 from normscope.scope import Scope
 
@@ -97,6 +97,7 @@ class BatchNorm(_BatchNorm):
     layer_name: str
     elements_seen: int | None = 0
     _accumulator: _Accumulator | None = None  # in a block of accumulate
+    _meeting: _replicas.Meeting | None = None  # of a replica of torch.nn.DataParallel
 
     def __init__(
         self,
@@ -159,6 +160,8 @@ class BatchNorm(_BatchNorm):
         scope, group_name = _process_group.scope_and_group_in_use(
             self._scope, self.group_name, input
         )
+        if self._meeting is not None and not Scope(scope).is_of_one_rank:
+            return self._meeting.normalize(self, input, scope, group_name)
         if not self.layer_name and group_name and not self._scope.is_of_one_rank:
             self.layer_name = _process_group.name_of_layer(group_name)
         # From where they are: torch.nn.Module takes long to find attributes.
@@ -203,6 +206,14 @@ class BatchNorm(_BatchNorm):
         if self.dims and input.dim() not in self.dims:
             wanted = " or ".join(map(str, self.dims))
             raise ValueError(f"x: expected {wanted} dimensions, got {input.dim()}")
+
+    def _replicate_for_data_parallel(self) -> BatchNorm:
+        replica: BatchNorm = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica._meeting = _replicas.open_meeting(self)
+        is_first = replica._meeting.join(replica)
+        if not is_first:
+            replica._accumulator = None  # as its buffers, what it counts would be lost
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

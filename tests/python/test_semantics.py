@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, split_of
+from replicas import replicas_of, run_replicas
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
@@ -403,3 +404,21 @@ def test_activation_checkpointing_never_updates_twice(
         assert_near(got.pop("dx"), expected["dx"][split_of((1, 3), rank)])
         for name, value in got.items():
             assert_near(value, expected[name])
+
+
+def test_replicas_of_data_parallel_share_statistics() -> None:
+    layer, expected = (normscope.BatchNorm2d(3, dtype=torch.float64) for _ in range(2))
+    x = joined(5)
+    outputs = run_replicas(replicas_of(layer, 2), x.split([2, 3]))
+    assert torch.equal(torch.cat(outputs), expected(x))
+    assert all(map(torch.equal, layer.buffers(), expected.buffers()))
+
+
+def test_accumulate_makes_one_update_of_several_batches() -> None:
+    layer, expected = (normscope.BatchNorm2d(3, dtype=torch.float64) for _ in range(2))
+    x = joined(5)
+    with normscope.accumulate(layer):
+        for part in x.split([2, 3]):
+            layer(part)
+    expected(x)
+    assert all(map(torch.equal, layer.buffers(), expected.buffers()))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running statistics from moments that have been added up elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from normscope import _library
+
+if TYPE_CHECKING:
+    from normscope.modules import BatchNorm
+
+
+def no_moments(layer: BatchNorm) -> torch.Tensor:
+    """What moments of a layer are added to."""
+    size = _library.message_bytes(layer.num_features) // torch.float64.itemsize
+    assert layer.running_mean is not None
+    return torch.zeros(size, dtype=torch.float64, device=layer.running_mean.device)
+
+
+def update_running(layer: BatchNorm, moments: torch.Tensor, elements: int | None) -> None:
+    """Update the running statistics of a layer once, if it has any.
+
+    Args:
+        layer: The layer.
+        moments: Of the norm batch.
+        elements: Of this rank in it; None if that is not known.
+    """
+    if not layer.track_running_stats:
+        return
+    accumulator = layer._accumulator
+    if accumulator is not None:
+        accumulator.moments += moments
+    else:
+        assert layer.running_mean is not None
+        _library.batch_norm_finalize(
+            moments,
+            layer.running_mean,
+            layer.running_var,
+            layer.num_batches_tracked,
+            layer.momentum,
+            layer.eps,
+            layer.running_mean.dtype,
+        )
+    counter = layer if accumulator is None else accumulator
+    if elements is None or counter.elements_seen is None:
+        counter.elements_seen = None
+    else:
+        counter.elements_seen += elements

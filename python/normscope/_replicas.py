@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Statistics over the replicas of torch.nn.DataParallel, which are threads of one process.
+
+Forward meets in the threads. Backward need not have a thread for each replica, so replicas meet in
+the graph there:
+
+    x ---> _Moments ---> _Sum ---> _Normalize ---> y        of each replica; _Sum is of all of them
+     \__________________________/
+
+Forward sends the moments of x along the arrows, and backward the sums of the gradients against
+them: _Normalize's backward makes a replica's sums of dy, _Sum's adds them, and _Moments' makes dx.
+Sums of moments are exact, whatever their order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.constants import default_pg_timeout
+
+from normscope import _library, _process_group
+from normscope._moments import update_running
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from normscope.modules import BatchNorm
+
+_COUNT = -4  # of elements, in moments: the first of the four numbers after the sums
+
+_POLL = 0.05  # seconds
+_POLLS_ALONE = 20  # after which nobody is thought to come
+
+
+@dataclass
+class _Call:
+    """One replica's forward, and what its backward leaves for the next step."""
+
+    statistics: torch.Tensor | None = None
+    dy: torch.Tensor | None = None
+
+
+class _Moments(torch.autograd.Function):
+    """The moments of a replica's x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        call: _Call,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        return _library.batch_norm_moments(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        sums: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        dy, ctx.call.dy = ctx.call.dy, None
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        if dy is None:  # the loss does not depend on this replica's y
+            dy = torch.zeros_like(x)
+        statistics = ctx.call.statistics
+        dx = _library.batch_norm_part_input_gradient(dy, x, weight, statistics, sums)
+        return dx, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The moments of all replicas, on the device of each."""
+
+    @staticmethod
+    def forward(ctx: Any, *moments: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        total = _sum(moments, moments[0].device)
+        ctx.set_materialize_grads(False)
+        ctx.devices = [of_replica.device for of_replica in moments]
+        ctx.count = total[_COUNT].clone()
+        return _on_devices(total, ctx.devices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        *sums: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        total = _sum([s for s in sums if s is not None], ctx.count.device)
+        total[_COUNT] = ctx.count  # also of replicas whose y the loss does not depend on
+        return _on_devices(total, ctx.devices)
+
+
+class _Normalize(torch.autograd.Function):
+    """A replica's y, from what the moments of all replicas come to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        moments: torch.Tensor,
+        call: _Call,
+    ) -> torch.Tensor:
+        y = _library.batch_norm_with_statistics(x, weight, bias, call.statistics)
+        ctx.save_for_backward(x)
+        ctx.call = call
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        dy: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        sums, dweight, dbias = _library.batch_norm_part_gradient_sums(dy, x, ctx.call.statistics)
+        ctx.call.dy = dy
+        wants = ctx.needs_input_grad
+        return None, dweight if wants[1] else None, dbias if wants[2] else None, sums, None
+
+
+def _sum(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    total = parts[0].to(device, copy=True)
+    for part in parts[1:]:
+        total += part.to(device)
+    return total
+
+
+def _on_devices(total: torch.Tensor, devices: list[torch.device]) -> tuple[torch.Tensor, ...]:
+    return tuple(total.to(device, copy=True) for device in devices)
+
+
+@dataclass
+class _Arrival:
+    """What a replica brings to a round."""
+
+    moments: torch.Tensor
+    x: torch.Tensor
+    call: _Call
+
+
+@dataclass
+class _Round:
+    """One call of a layer by all of its replicas."""
+
+    arrivals: dict[int, _Arrival] = field(default_factory=dict)  # by replica
+    totals: tuple[torch.Tensor, ...] | None = None  # by replica, when all have come
+    error: str = ""
+
+
+class Meeting:
+    """The replicas that torch.nn.parallel.replicate() has made of a layer for one forward."""
+
+    def __init__(self, layer: BatchNorm) -> None:
+        self._layer = weakref.ref(layer)
+        self.is_open = True  # for replicas, until one of them has been called
+        self._replicas: list[weakref.ref[BatchNorm]] = []
+        self._rounds: dict[int, _Round] = {}
+        self._calls: dict[int, int] = {}  # by replica
+        self._error = ""
+        self._condition = threading.Condition()
+
+    def join(self, replica: BatchNorm) -> bool:
+        """Count a replica in, and answer whether it is the first."""
+        self._replicas.append(weakref.ref(replica))
+        return len(self._replicas) == 1
+
+    def normalize(
+        self, replica: BatchNorm, x: torch.Tensor, scope: str, group_name: str
+    ) -> torch.Tensor:
+        """Normalize one replica's part of the batch of all of them.
+
+        Raises:
+            ValueError: If the replicas have one value per channel together.
+            RuntimeError: If the other replicas do not come, or come with other inputs, or the scope
+                is none that replicas know.
+        """
+        weight, bias = replica.weight, replica.bias
+        call = _Call()
+        try:
+            replica._check_input_dim(x)
+            _check_scope(scope, group_name)
+            moments: torch.Tensor = _Moments.apply(x, weight, call)  # type: ignore[no-untyped-call]
+            with self._condition:
+                total = self._meet(replica, _Arrival(moments, x, call))
+        except BaseException as error:
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+        y: torch.Tensor = _Normalize.apply(x, weight, bias, total, call)  # type: ignore[no-untyped-call]
+        return y
+
+    def _meet(self, replica: BatchNorm, arrival: _Arrival) -> torch.Tensor:
+        """The moments of all replicas, on the device of this one."""
+        if self.is_open:
+            self.is_open = False
+            self._replicas = [ref for ref in self._replicas if ref() is not None]
+        index = next(i for i, ref in enumerate(self._replicas) if ref() is replica)
+        number = self._calls.get(index, 0)
+        self._calls[index] = number + 1
+        this_round = self._rounds.setdefault(number, _Round(error=self._error))
+        this_round.arrivals[index] = arrival
+        if len(this_round.arrivals) == len(self._replicas) and not this_round.error:
+            self._finish(this_round)
+            del self._rounds[number]
+            self._condition.notify_all()
+        else:
+            self._wait(this_round)
+        assert this_round.totals is not None
+        return this_round.totals[index]
+
+    def _finish(self, this_round: _Round) -> None:
+        """What follows when all replicas have come, by the last of them."""
+        arrivals = [this_round.arrivals[i] for i in range(len(self._replicas))]
+        for i, arrival in enumerate(arrivals):
+            if (arrival.x.dtype, arrival.x.shape[1]) != (
+                arrivals[0].x.dtype,
+                arrivals[0].x.shape[1],
+            ):
+                raise RuntimeError(
+                    f"x: expected {arrivals[0].x.shape[1]} channels of {arrivals[0].x.dtype}, as "
+                    f"replica 0 has, got {arrival.x.shape[1]} of {arrival.x.dtype} in replica {i}"
+                )
+        if sum(a.x.numel() for a in arrivals) == arrivals[0].x.shape[1]:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input sizes "
+                f"{', '.join(str(arrival.x.shape) for arrival in arrivals)}"
+            )
+        layer = self._layer()
+        assert layer is not None  # its replicas do not outlive a forward
+        totals = _Sum.apply(*(arrival.moments for arrival in arrivals))  # type: ignore[no-untyped-call]
+        for arrival, total in zip(arrivals, totals, strict=True):
+            arrival.call.statistics = _library.batch_norm_finalize(
+                total.detach(), None, None, None, None, layer.eps, arrival.x.dtype
+            )
+        update_running(layer, totals[0].detach(), sum(a.x.numel() for a in arrivals))
+        this_round.totals = totals
+
+    def _wait(self, this_round: _Round) -> None:
+        deadline = time.monotonic() + _time_limit()
+        polls_alone = 0
+        while this_round.totals is None and not this_round.error:
+            if self._condition.wait(_POLL):
+                continue
+            polls_alone = polls_alone + 1 if _no_thread_works() else 0
+            if polls_alone >= _POLLS_ALONE or time.monotonic() > deadline:
+                missing = set(range(len(self._replicas))) - this_round.arrivals.keys()
+                this_round.error = (
+                    f"replicas {', '.join(map(str, sorted(missing)))} did not come to it: they "
+                    "have failed, or do not call it"
+                )
+        if this_round.error:
+            layer = self._layer()
+            raise RuntimeError(
+                f"{getattr(layer, 'layer_name', '') or type(layer).__name__}: expected all "
+                f"{len(self._replicas)} replicas of torch.nn.DataParallel in a forward; "
+                f"{this_round.error}"
+            )
+
+    def _fail(self, reason: str) -> None:
+        with self._condition:
+            self._error = self._error or f"another has failed: {reason}"
+            for waiting in self._rounds.values():
+                waiting.error = waiting.error or self._error
+            self._condition.notify_all()
+
+
+def _check_scope(scope: str, group_name: str) -> None:
+    if scope not in ("world", "node"):
+        raise RuntimeError(
+            f"scope: expected world, node, local or slices under torch.nn.DataParallel, got {scope}"
+        )
+    ranks = _process_group.size_of(_process_group.named(group_name)) if group_name else 1
+    if ranks > 1:
+        raise RuntimeError(
+            f"process_group: expected one rank under torch.nn.DataParallel, got {ranks}; use "
+            "DistributedDataParallel with a process for each device"
+        )
+    if torch._C._current_graph_task_id() >= 0:
+        raise RuntimeError(
+            "scope: expected local or slices for a layer that is recomputed under "
+            f"torch.nn.DataParallel, got {scope}: backward has no thread for each replica"
+        )
+
+
+def _time_limit() -> float:
+    return float(os.environ.get("NORMSCOPE_TIMEOUT") or default_pg_timeout.total_seconds())
+
+
+def _no_thread_works() -> bool:
+    """Whether every thread of the process waits for another: nobody will come then."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.daemon or thread is threading.current_thread():
+            continue
+        frame = frames.get(thread.ident or 0)
+        if frame is None or frame.f_code.co_filename != threading.__file__:
+            return False
+    return True
+
+
+_open_meetings: weakref.WeakKeyDictionary[BatchNorm, Meeting] = weakref.WeakKeyDictionary()
+
+
+def open_meeting(layer: BatchNorm) -> Meeting:
+    """Where the replicas meet that are being made of a layer."""
+    meeting = _open_meetings.get(layer)
+    if meeting is None or not meeting.is_open:
+        meeting = _open_meetings[layer] = Meeting(layer)
+    return meeting

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under torch.nn.DataParallel, the replicas of a layer share statistics as ranks do."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from replicas import replicas_of, run_replicas
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+
+pytestmark = pytest.mark.on_device
+
+SIZES = [3, 0, 4]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def forward(model: nn.Module, x: torch.Tensor, sizes: list[int] = SIZES) -> list[Any]:
+    return run_replicas(replicas_of(model, len(sizes)), x.split(sizes))
+
+
+def joined_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    outputs = forward(model, x)
+    assert all(isinstance(y, torch.Tensor) for y in outputs), outputs
+    return torch.cat(outputs)
+
+
+def errors_of(outputs: list[Any]) -> list[str]:
+    assert all(isinstance(error, Exception) for error in outputs), outputs
+    return [f"{type(error).__name__}: {error}" for error in outputs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("keywords", [{}, {"affine": False, "momentum": None}])
+def test_the_bits_are_those_of_the_joined_batch(
+    dtype: torch.dtype, memory_format: torch.memory_format, keywords: dict[str, Any]
+) -> None:
+    layer = normscope.BatchNorm2d(5, dtype=dtype, **keywords)
+    x = (100 + torch.randn(sum(SIZES), 5, 6, 3)).to(dtype).to(memory_format=memory_format)
+    found = []
+    for call in (joined_output, lambda model, x: model(x)):
+        model, leaf = copy.deepcopy(layer), x.clone().requires_grad_()
+        for _ in range(2):
+            y = call(model, leaf)
+        y.float().sin().sum().backward()
+        found.append((model, y, leaf.grad))
+
+    (model, y, dx), (expected_model, expected_y, expected_dx) = found
+    assert torch.equal(y, expected_y)
+    assert dx is not None
+    assert expected_dx is not None
+    assert torch.equal(dx, expected_dx)
+    assert all(map(torch.equal, model.buffers(), expected_model.buffers()))
+    assert model.num_batches_tracked == 2
+    assert model.elements_seen == expected_model.elements_seen
+    for parameter, expected in zip(model.parameters(), expected_model.parameters(), strict=True):
+        # Sums over replicas are autograd's.
+        rtol = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 5e-2)
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=rtol, atol=rtol)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        normscope.BatchNormAct2d(4, activation="silu"),
+        nn.Conv2d(4, 4, 3),
+        normscope.BatchNorm2d(4),
+    ).double()
+
+
+def test_a_network_trains_as_in_one_process() -> None:
+    model, expected = network(), network()
+    expected.load_state_dict(model.state_dict())
+    for net, call in ((model, joined_output), (expected, lambda model, x: model(x))):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(sum(SIZES), 3, 8, 8, dtype=torch.float64, generator=generator)
+            optimizer.zero_grad()
+            call(net, x).sin().sum().backward()
+            optimizer.step()
+    for value, wanted in zip(
+        model.state_dict().values(), expected.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_replica_outside_of_the_loss_counts() -> None:
+    layer = normscope.BatchNorm1d(3).double()
+    x = torch.randn(sum(SIZES), 3, 4, dtype=torch.float64, requires_grad=True)
+    first, *_ = forward(layer, x)
+    [found] = torch.autograd.grad(first.sin().sum(), x)
+    [expected] = torch.autograd.grad(layer(x)[: SIZES[0]].sin().sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_a_layer_can_be_called_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = normscope.BatchNorm1d(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.bn(self.bn(x).relu())
+            return y
+
+    model = Twice()
+    expected = copy.deepcopy(model)
+    x = torch.randn(sum(SIZES), 3)
+    assert torch.equal(joined_output(model, x), expected(x))
+    assert all(map(torch.equal, model.buffers(), expected.buffers()))
+    assert model.bn.num_batches_tracked == 2
+
+
+def test_no_gradient_and_no_running_statistics_are_needed() -> None:
+    layer = normscope.BatchNorm1d(3, track_running_stats=False)
+    x = torch.randn(sum(SIZES), 3)
+    with torch.no_grad():
+        assert torch.equal(joined_output(layer, x), layer(x))
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2", "norm_batch:2"])
+def test_narrow_scopes_stay_within_a_replica(scope: str) -> None:
+    layer = normscope.BatchNorm1d(3, scope=scope)
+    expected = copy.deepcopy(layer)
+    x = torch.randn(8, 3, 5)
+    y = torch.cat(forward(layer, x, [4, 4]))
+    assert torch.equal(
+        y, torch.cat([expected(x[:4]), normscope.BatchNorm1d(3, scope=scope)(x[4:])])
+    )
+    assert all(map(torch.equal, layer.buffers(), expected.buffers()))
+
+
+def test_evaluation_is_as_ever() -> None:
+    layer = normscope.BatchNorm1d(3).eval()
+    x = torch.randn(sum(SIZES), 3)
+    assert torch.equal(joined_output(layer, x), layer(x))
+
+
+def test_micro_batches_accumulate() -> None:
+    layer = normscope.BatchNorm1d(3)
+    expected = copy.deepcopy(layer)
+    x = torch.randn(2 * sum(SIZES), 3)
+    with normscope.accumulate(layer):
+        for part in x.chunk(2):
+            joined_output(layer, part)
+        assert layer.num_batches_tracked == 0
+    expected(x)
+    assert all(map(torch.equal, layer.buffers(), expected.buffers()))
+
+
+def test_a_replica_that_fails_ends_the_others_forward() -> None:
+    start = time.monotonic()
+    outputs = forward(network(), torch.randn(4, 2, 8, 8).double(), [2, 2])
+    assert all("expected input" in error for error in errors_of(outputs))
+
+    layer = normscope.BatchNorm1d(3)
+    parts = [torch.randn(2, 3), torch.ones(2, 3, 1, 1)]
+    first, second = errors_of(run_replicas(replicas_of(layer, 2), parts))
+    assert "x: expected 2 or 3 dimensions, got 4" in second
+    assert "BatchNorm1d: expected all 2 replicas" in first
+    assert "another has failed: ValueError: x: expected 2 or 3 dimensions" in first
+
+    ours, other = replicas_of(layer, 2)
+    outputs = run_replicas([ours, lambda x: other(nn.Linear(4, 3)(x))], [torch.randn(2, 3)] * 2)
+    first, second = errors_of(outputs)
+    assert "mat1 and mat2 shapes cannot be multiplied" in second
+    assert "replicas 1 did not come to it: they have failed" in first
+    assert time.monotonic() - start < 20
+
+
+def test_replicas_with_other_inputs_are_refused() -> None:
+    replicas = replicas_of(normscope.BatchNorm1d(3), 2)
+    errors = errors_of(run_replicas(replicas, [torch.randn(2, 3), torch.randn(2, 3).double()]))
+    expected = "expected 3 channels of torch.float32, as replica 0 has, got 3 of torch.float64"
+    assert all(expected in error for error in errors)
+
+
+def test_one_value_has_no_variance() -> None:
+    layer = normscope.BatchNorm1d(3)
+    errors = errors_of(forward(layer, torch.randn(1, 3), [1, 0]))
+    assert all("Expected more than 1 value per channel" in error for error in errors)
+    assert layer.num_batches_tracked == 0
+
+
+def test_scopes_of_ranks_are_refused() -> None:
+    layer = normscope.BatchNorm1d(3, scope="group:2")
+    for error in errors_of(forward(layer, torch.randn(4, 3), [2, 2])):
+        assert "scope: expected world, node, local or slices under torch.nn.DataParallel" in error
+
+
+def refusals_of_rank() -> list[str]:
+    return errors_of(forward(normscope.BatchNorm1d(3), torch.randn(4, 3), [2, 2]))
+
+
+def test_replicas_in_several_processes_are_refused(ranks: RankPool) -> None:
+    for errors in ranks.run(2, refusals_of_rank):
+        assert all("process_group: expected one rank under" in error for error in errors)
+
+
+def test_recomputation_is_refused() -> None:
+    layer = normscope.BatchNorm1d(3)
+    replicas = [
+        lambda x, replica=replica: checkpoint(replica, x, use_reentrant=False)
+        for replica in replicas_of(layer, 2)
+    ]
+    outputs = run_replicas(replicas, [torch.randn(2, 3, requires_grad=True) for _ in range(2)])
+    with pytest.raises(RuntimeError, match="scope: expected local or slices for a layer that is"):
+        torch.cat(outputs).sum().backward()
+
+
+def test_backward_can_be_repeated_but_not_differentiated() -> None:
+    x = torch.randn(sum(SIZES), 3, requires_grad=True)
+    loss = joined_output(normscope.BatchNorm1d(3), x).sin().sum()
+    [once] = torch.autograd.grad(loss, x, retain_graph=True)
+    [twice] = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(once, twice)
+    [differentiable] = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        differentiable.sum().backward()
+
+
+def test_dropped_replicas_are_not_waited_for() -> None:
+    layer = normscope.BatchNorm1d(3)
+    x = torch.randn(sum(SIZES), 3)
+    replicas_of(layer, 2)
+    assert torch.equal(joined_output(layer, x), layer(x))
+
+
+def test_data_parallel_without_devices_calls_the_model() -> None:
+    model = network()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    expected = copy.deepcopy(model)(x)
+    assert torch.equal(nn.DataParallel(model)(x), expected)

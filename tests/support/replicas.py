@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.nn.DataParallel does in a forward, on any device: replicas, each in a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def replicas_of(model: nn.Module, number: int) -> list[nn.Module]:
+    """Replicas as torch.nn.parallel.replicate() makes them, all on the device of the model.
+
+    Parameters are views of the model's, through which gradients flow; the first replica has the
+    model's buffers, the others have copies.
+    """
+    modules = list(model.modules())
+    copies = {m: [m._replicate_for_data_parallel() for _ in range(number)] for m in modules}
+    for module, replicas in copies.items():
+        for i, replica in enumerate(replicas):
+            for name, child in module._modules.items():
+                setattr(replica, name, None if child is None else copies[child][i])
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    replica._parameters[name] = None
+                else:
+                    setattr(replica, name, parameter.view_as(parameter))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and i > 0:
+                    setattr(replica, name, buffer.clone())
+    found: list[nn.Module] = copies[model]
+    return found
+
+
+def run_replicas(
+    replicas: Sequence[Callable[[torch.Tensor], Any]], parts: Sequence[torch.Tensor]
+) -> list[Any]:
+    """What each replica makes of its part, in a thread of its own, or the error that it raises."""
+    results: list[Any] = [None] * len(replicas)
+    with_gradients = torch.is_grad_enabled()
+
+    def run(i: int) -> None:
+        torch.set_grad_enabled(with_gradients)
+        try:
+            results[i] = replicas[i](parts[i])
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(replicas))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
