@@ -288,7 +288,8 @@ def test_package(check: Check, way: Way) -> None:
         [
             *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"),
             *("-W", "default"),  # torch's own are no business of this check
-            *("tests/python/test_cuda.py", f"--junitxml={junit}"),
+            *("tests/python/test_cuda.py", "tests/python/test_cuda_replicas.py"),
+            f"--junitxml={junit}",
         ],
         junit,
         environment,

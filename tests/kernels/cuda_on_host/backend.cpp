@@ -2,6 +2,7 @@
 #include "tests/kernels/cuda_on_host/backend.h"
 
 #include <atomic>
+#include <mutex>
 
 // clang-format off: the language comes before what is written in it
 #include "tests/kernels/cuda_on_host/device.h"
@@ -13,6 +14,9 @@ namespace {
 
 std::atomic<int> launched = 0;
 
+// The kernels of one stream come one after the other, whichever thread launches them.
+std::mutex stream_mutex;
+
 struct Device {
   // Few, so that small tensors have blocks that share channels, and tests stay quick.
   static int multiprocessors() { return 1; }
@@ -22,6 +26,7 @@ struct Device {
   template <class Kernel, class... Arguments>
   static void launch(Stream /*stream*/, const cuda::Grid& grid, cuda::Order order, Kernel kernel,
                      Arguments... arguments) {
+    const std::lock_guard lock(stream_mutex);
     run_grid({static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y),
               static_cast<unsigned>(grid.blocks_z)},
              {static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y), 1},
