@@ -8,6 +8,7 @@ from normscope.adaptive import AdaptiveScope
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
+from normscope.deployment import to_torch
 from normscope.faults import fail_fast, status
 from normscope.fusion import fuse
 from normscope.graphs import exact_graphs
@@ -53,6 +54,7 @@ __all__ = [
     "set_scope",
     "status",
     "sync_running_stats",
+    "to_torch",
 ]
 
 _kernels = _own_groups.register()

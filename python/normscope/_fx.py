@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,8 @@ def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> tor
 
     A tracer goes into modules of other libraries, and there is no list to join: so their forward
     has to answer for itself.
+
+    The quantization of torch.ao passes over what it does not know; that is warned of.
 
     Args:
         module: The layer.
@@ -30,5 +33,12 @@ def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> tor
         raise TypeError(
             f"root: expected a model that has the layer, got the layer itself, a "
             f"{type(module).__name__}; trace torch.nn.Sequential(layer)"
+        )
+    if any(base.__module__.startswith("torch.ao.") for base in type(tracer).__mro__):
+        warnings.warn(
+            f"{name}: torch.ao.quantization fuses and quantizes torch's layers alone, and got a "
+            f"{type(module).__name__} of normscope, which it leaves as it is; give it "
+            "normscope.to_torch(model)",
+            stacklevel=2,
         )
     return cast("torch.Tensor", tracer.create_proxy("call_module", name, (x, *arguments), {}))

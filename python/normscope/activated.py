@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch.fx import Proxy
-from torch.nn import functional
 
 from normscope import _library
 from normscope._fx import call_of_module
+from normscope._scripted import activated, added, evaluated
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class BatchNormAct(BatchNorm):
         torch.Size([4, 3, 5])
     """
 
+    __constants__ = [*BatchNorm.__constants__, *OWN_ATTRIBUTES]  # noqa: RUF012 - torch's
+
     activation: Activation
     negative_slope: float
     _adds_into: AddsInto = "new"  # anything else's dtype and shape are those of the sum
@@ -116,15 +118,28 @@ class BatchNormAct(BatchNorm):
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *], add ``residual``, and activate."""
-        if isinstance(input, Proxy):
-            return call_of_module(self, input, *(() if residual is None else (residual,)))
-        if self.training and self._has_one_op(input, residual):
-            op = partial(_library.batch_norm_act, self.activation, self.negative_slope, residual)
-            return self._train(input, op)
-        y = super().forward(input)
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            if isinstance(input, Proxy):
+                return call_of_module(self, input, *(() if residual is None else (residual,)))
+            if self.training and self._has_one_op(input, residual):
+                op = partial(
+                    _library.batch_norm_act, self.activation, self.negative_slope, residual
+                )
+                return self._train(input, op)
+            y = super().forward(input)
+        else:
+            y = evaluated(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.training,
+                self.eps,
+            )
         if residual is not None:
-            y = self._add(y, residual)
-        return self._activate(y)
+            y = added(y, residual, self._adds_into)
+        return activated(y, self.activation, self.negative_slope)
 
     def _has_one_op(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
         """Whether one op does it all: not for every sum that torch can make."""
@@ -145,30 +160,10 @@ class BatchNormAct(BatchNorm):
             and residual.device == x.device
         )
 
-    def _add(self, y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if self._adds_into == "output":
-            return y.add_(residual)
-        if self._adds_into == "residual":
-            return residual.add_(y)
-        return y + residual
-
-    def _activate(self, y: torch.Tensor) -> torch.Tensor:
-        if self.activation == "leaky_relu":
-            return functional.leaky_relu(y, self.negative_slope)
-        return _ACTIVATIONS[self.activation](y)
-
     def extra_repr(self) -> str:
         """Torch's text, the scope, and the activation."""
         slope = f"({self.negative_slope})" if self.activation == "leaky_relu" else ""
         return f"{super().extra_repr()}, activation={self.activation}{slope}"
-
-
-_ACTIVATIONS = {
-    "relu": functional.relu,
-    "relu6": functional.relu6,
-    "silu": functional.silu,
-    "hard_swish": functional.hardswish,
-}
 
 
 class BatchNormAct1d(BatchNormAct, BatchNorm1d):

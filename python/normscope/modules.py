@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope import _library, _process_group, _replicas
 from normscope._fx import call_of_module
+from normscope._scripted import evaluated
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -99,6 +100,15 @@ class BatchNorm(_BatchNorm):
     _accumulator: _Accumulator | None = None  # in a block of accumulate
     _meeting: _replicas.Meeting | None = None  # of a replica of torch.nn.DataParallel
 
+    # What is of no type that TorchScript knows; evaluation needs none of it.
+    __jit_ignored_attributes__: ClassVar[list[str]] = [
+        "slice_stats",
+        "group_name",
+        "layer_name",
+        "elements_seen",
+    ]
+    __jit_unused_properties__: ClassVar[list[str]] = ["scope", "process_group"]
+
     def __init__(
         self,
         num_features: int,
@@ -149,11 +159,21 @@ class BatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize ``input`` [N, C, *]."""
-        if isinstance(input, Proxy):
-            return call_of_module(self, input)
-        if not self.training:
-            return super().forward(input)
-        return self._train(input, _library.batch_norm)
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            if isinstance(input, Proxy):
+                return call_of_module(self, input)
+            if not self.training:
+                return super().forward(input)
+            return self._train(input, _library.batch_norm)
+        return evaluated(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.eps,
+        )
 
     def _train(self, input: torch.Tensor, op: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Normalize ``input`` by an op, with the arguments that all ops of training take."""

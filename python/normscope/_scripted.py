@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch.jit.script compiles of layers: evaluation."""
+
+import torch
+from torch.nn import functional
+
+
+def evaluated(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,  # noqa: FBT001 - TorchScript's calls are by position
+    eps: float,
+) -> torch.Tensor:
+    """Normalize by running statistics, or by those of ``x`` if there are none.
+
+    Args:
+        x: [N, C, *].
+        running_mean: [C].
+        running_var: [C].
+        weight: [C].
+        bias: [C].
+        training: Whether the layer is in training.
+        eps: What is added to the variance.
+
+    Raises:
+        RuntimeError: In training, which is not compiled.
+    """
+    if training:
+        raise RuntimeError(
+            "training: expected a scripted layer of normscope in evaluation, got one in training; "
+            "call eval(), or script normscope.to_torch(model), which shares no statistics"
+        )
+    has_none = running_mean is None and running_var is None
+    return functional.batch_norm(x, running_mean, running_var, weight, bias, has_none, 0.0, eps)
+
+
+def activated(y: torch.Tensor, activation: str, negative_slope: float) -> torch.Tensor:
+    """Call torch's function of an activation.
+
+    Args:
+        y: What it is given.
+        activation: As BatchNormAct's.
+        negative_slope: As BatchNormAct's.
+    """
+    if activation == "relu":
+        return functional.relu(y)
+    if activation == "relu6":
+        return functional.relu6(y)
+    if activation == "leaky_relu":
+        return functional.leaky_relu(y, negative_slope)
+    if activation == "silu":
+        return functional.silu(y)
+    assert activation == "hard_swish"
+    return functional.hardswish(y)
+
+
+def added(y: torch.Tensor, residual: torch.Tensor, adds_into: str) -> torch.Tensor:
+    """Add a residual, into one of the two or something new.
+
+    Args:
+        y: The layer's output.
+        residual: What is added to it.
+        adds_into: ``new``, ``output`` or ``residual``.
+    """
+    if adds_into == "output":
+        return y.add_(residual)
+    if adds_into == "residual":
+        return residual.add_(y)
+    return y + residual

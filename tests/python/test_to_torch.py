@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""to_torch makes a model of torch's own layers, whatever way normscope's came into it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+
+OWN_CLASSES = {
+    normscope.BatchNorm1d: nn.BatchNorm1d,
+    normscope.BatchNorm2d: nn.BatchNorm2d,
+    normscope.BatchNorm3d: nn.BatchNorm3d,
+}
+ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "leaky_relu": nn.LeakyReLU,
+    "silu": nn.SiLU,
+    "hard_swish": nn.Hardswish,
+}
+
+
+class Centred(normscope.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) - 0.5
+
+
+class Block(nn.Module):
+    """A residual block, whose sum is new or written into one of the two."""
+
+    def __init__(self, adds_into: str = "new") -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(3)
+        self.norm2 = nn.BatchNorm2d(3)
+        self.adds_into = adds_into
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual: torch.Tensor = self.norm1(x)
+        y: torch.Tensor = self.norm2(x)
+        if self.adds_into == "residual":
+            residual += y
+            y = residual
+        elif self.adds_into == "output":
+            y += residual
+        else:
+            y = y + residual
+        return y.relu()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """With running statistics that are not those of a new layer; in evaluation."""
+    model(batch() * 2 + 1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("own_class", OWN_CLASSES)
+def test_a_layer_has_the_class_and_attributes_that_torch_gives(own_class: type[nn.Module]) -> None:
+    layer = own_class(3, eps=1e-3, momentum=None, affine=False, scope="slices:2")
+    weight = layer.running_mean
+
+    assert normscope.to_torch(layer) is layer
+
+    assert type(layer) is OWN_CLASSES[own_class]  # type: ignore[index]
+    assert layer.__dict__.keys() == OWN_CLASSES[own_class](3).__dict__.keys()  # type: ignore[index]
+    assert (layer.eps, layer.momentum, layer.affine) == (1e-3, None, False)
+    assert layer.running_mean is weight
+
+
+def test_a_converted_layer_gets_the_class_back_that_it_had() -> None:
+    model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d()))
+
+    normscope.to_torch(model)
+
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, nn.LazyBatchNorm2d]
+    assert model[0].__dict__.keys() == nn.BatchNorm2d(3).__dict__.keys()
+
+
+def test_a_lazy_layer_that_has_seen_an_input_is_lazy_no_more() -> None:
+    model = normscope.convert(nn.Sequential(nn.LazyBatchNorm2d()))
+    model(batch())
+
+    normscope.to_torch(model)
+
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+def test_hooks_mode_and_state_stay() -> None:
+    model = nn.Sequential(normscope.BatchNorm2d(3, scope="local"))
+    called = []
+    model[0].register_forward_hook(lambda *_: called.append("forward"))
+    trained(model)
+    expected, state = model(batch()), copy.deepcopy(model.state_dict())
+
+    normscope.to_torch(model)
+
+    assert torch.equal(model(batch()), expected)
+    assert called == ["forward"] * 3
+    assert not model[0].training
+    assert model.state_dict().keys() == state.keys()
+    assert all(map(torch.equal, model.state_dict().values(), state.values()))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        normscope.SyncBatchNorm(3),
+        normscope.BatchNorm(3),
+        normscope.convert(nn.SyncBatchNorm(3)),
+        normscope.BatchNormAct(3),
+    ],
+    ids=["SyncBatchNorm", "BatchNorm", "converted", "BatchNormAct"],
+)
+def test_a_layer_of_any_dimensions_is_told_which(layer: nn.Module) -> None:
+    model = nn.Sequential(normscope.BatchNorm2d(3), nn.Sequential(copy.deepcopy(layer)))
+    expected = trained(model)(batch())
+
+    for wrong in (None, nn.SyncBatchNorm, normscope.BatchNorm2d):
+        with pytest.raises(ValueError, match=r"any_dims: expected torch.nn.BatchNorm1d.* for 1\.0"):
+            normscope.to_torch(model, any_dims=wrong)
+        assert type(model[0]) is normscope.BatchNorm2d
+
+    normscope.to_torch(model, any_dims=nn.BatchNorm2d)
+    assert nn.BatchNorm2d in {type(module) for module in model[1].modules()}
+    assert torch.equal(model(batch()), expected)
+
+
+def test_an_unknown_subclass_is_refused_by_name_and_nothing_is_changed() -> None:
+    model = nn.Sequential(normscope.BatchNorm2d(3), nn.Sequential(Centred(3)))
+
+    with pytest.raises(TypeError, match=r"1\.0: expected a layer of normscope, got .*\.Centred"):
+        normscope.to_torch(model)
+
+    assert type(model[0]) is normscope.BatchNorm2d
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_layer_with_an_activation_becomes_two(activation: str) -> None:
+    model = nn.Module()
+    model.norm = normscope.BatchNormAct2d(3, activation=activation, negative_slope=0.2)  # type: ignore[arg-type]
+    model.alias = model.norm
+    parameters = list(model.parameters())
+    expected = trained(model.norm)(batch())
+
+    normscope.to_torch(model)
+
+    norm, act = model.get_submodule("norm.0"), model.get_submodule("norm.1")
+    assert (type(norm), type(act)) == (nn.BatchNorm2d, ACTIVATIONS[activation])
+    assert norm.__dict__.keys() == nn.BatchNorm2d(3).__dict__.keys()
+    assert model.alias is model.norm
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    assert {module.training for module in model.norm.modules()} == {False}
+    assert torch.equal(model.norm(batch()), expected)
+
+
+def test_a_layer_with_an_activation_is_replaced_by_what_comes_back() -> None:
+    layer = normscope.BatchNormAct2d(3)
+    expected = trained(layer)(batch(), batch().sin())
+
+    replacement = normscope.to_torch(layer)
+
+    assert torch.equal(replacement(batch(), batch().sin()), expected)
+    assert type(layer) is normscope.BatchNormAct2d
+
+
+def test_a_layer_with_an_activation_and_hooks_is_refused() -> None:
+    model = nn.Sequential(normscope.BatchNorm2d(3), normscope.BatchNormAct2d(3))
+    model[1].register_forward_hook(lambda *_: None)
+
+    with pytest.raises(RuntimeError, match="1: expected a layer without forward or backward hooks"):
+        normscope.to_torch(model)
+
+    assert type(model[0]) is normscope.BatchNorm2d
+
+
+@pytest.mark.parametrize("adds_into", ["new", "output", "residual"])
+def test_a_fused_model_can_be_deployed(adds_into: str) -> None:
+    model = trained(normscope.convert(Block(adds_into), "local"))
+    fused = normscope.fuse(model)
+    expected = model(batch())
+
+    normscope.to_torch(fused)
+
+    assert vars(fused.norm2)["adds_into"] == adds_into
+    assert type(model.norm2) is normscope.BatchNorm2d
+    assert not any(isinstance(module, normscope.BatchNorm) for module in fused.modules())
+    for deployed in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert torch.equal(deployed(batch()), expected)
+
+
+def test_a_model_that_was_fused_can_be_deployed() -> None:
+    model = trained(normscope.convert(Block(), "local"))
+    fused = normscope.fuse(model)
+    expected = model(batch())
+
+    normscope.to_torch(model)
+
+    assert type(model.norm2) is nn.BatchNorm2d
+    assert model.norm2.__dict__.keys() == nn.BatchNorm2d(3).__dict__.keys()
+    assert torch.equal(model(batch()), expected)
+    assert torch.equal(fused(batch()), expected)
+    assert isinstance(fused.norm2, normscope.BatchNormAct2d)
