@@ -112,11 +112,8 @@ class BatchNormThenActivation(nn.Sequential):
         - Output: that of the input
 
     Example:
-        >>> to_torch(BatchNormAct2d(8, activation="silu"))
-        BatchNormThenActivation(
-          (0): BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
-          (1): SiLU()
-        )
+        >>> [type(module).__name__ for module in to_torch(BatchNormAct2d(8, activation="silu"))]
+        ['BatchNorm2d', 'SiLU']
     """
 
     def __init__(self, layer: BatchNormAct, torch_class: type[nn.Module]) -> None:

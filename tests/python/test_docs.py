@@ -19,6 +19,16 @@ import draw_scopes
 import normscope
 
 ROOT = Path(__file__).parents[2]
+# The tools that models are deployed with warn of themselves and of what they use.
+DEPLOYING = pytest.param(
+    "docs/deploying.md",
+    marks=[
+        pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+        pytest.mark.filterwarnings("ignore::FutureWarning"),
+        pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),
+        pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quant:UserWarning"),
+    ],
+)
 DOCUMENTS = (
     "README.md",
     "docs/scopes.md",
@@ -26,6 +36,7 @@ DOCUMENTS = (
     "docs/fusing.md",
     "docs/migrating.md",
     "docs/faults.md",
+    DEPLOYING,
 )
 
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)

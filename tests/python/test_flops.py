@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of floating point operations count the layers as torch's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import normscope
+from normscope.flops import fvcore_handles
+
+
+def network(norm: type[nn.Module], act: type[nn.Module], *, affine: bool = True) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm(8, affine=affine), act(), nn.Conv2d(8, 2, 3), nn.Flatten()
+    )
+
+
+def of_torch(*, affine: bool = True) -> nn.Module:
+    return network(nn.BatchNorm2d, nn.ReLU, affine=affine)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 3, 8, 8)
+
+
+def counted(model: nn.Module) -> tuple[Counter[str], Counter[str]]:
+    """What fvcore counts of each operator, and what it says that it does not know."""
+    from fvcore.nn import FlopCountAnalysis
+
+    analysis = FlopCountAnalysis(model, batch()).unsupported_ops_warnings(False)  # noqa: FBT003
+    analysis.set_op_handle(**fvcore_handles)
+    return analysis.by_operator(), analysis.unsupported_ops()
+
+
+LAYERS = [(normscope.BatchNorm2d, nn.ReLU), (normscope.BatchNormAct2d, nn.Identity)]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("norm", "act"), LAYERS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_fvcore_counts_a_layer_as_torchs(
+    norm: type[nn.Module],
+    act: type[nn.Module],
+    training: bool,  # noqa: FBT001
+    affine: bool,  # noqa: FBT001
+) -> None:
+    model = network(norm, act, affine=affine).train(training)
+
+    counts, unsupported = counted(model)
+
+    assert counts == counted(of_torch(affine=affine).train(training))[0]
+    assert counts["batch_norm"] > 0
+    assert not unsupported
+
+
+def flops(model: nn.Module) -> int:
+    with FlopCounterMode(display=False) as counter:
+        model(batch()).sum().backward()
+    total: int = counter.get_total_flops()
+    return total
+
+
+@pytest.mark.parametrize(("norm", "act"), LAYERS)
+def test_torch_counts_a_model_as_torchs(norm: type[nn.Module], act: type[nn.Module]) -> None:
+    assert flops(network(norm, act)) == flops(of_torch()) > 0

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning gives layers a scope by a plugin, for the time of a fit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed, nn
+
+import normscope
+
+STEPS = 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+    ).double()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return rank + torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=generator)
+
+
+def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
+    """A fit by Lightning of a model without a scope: its classes while and after, and its state."""
+    import lightning
+
+    from normscope.lightning import ScopeSync
+
+    seen = []
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append([getattr(self.net[i], "scope", None) for i in (1, 4)])  # type: ignore[index]
+            loss: torch.Tensor = self.net(x).sub(1).square().sum()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    rank = distributed.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank)
+    task = Task()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        plugins=[ScopeSync(scope, exclude=exclude)],
+        use_distributed_sampler=False,
+        max_epochs=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = [batch(step, rank) for step in range(STEPS)]
+    trainer.fit(task, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return {
+        "scopes": [[scope and str(scope) for scope in scopes] for scopes in seen],
+        "classes": {type(task.net[i]).__module__ for i in (1, 4)},  # type: ignore[index]
+        "state": {name: value.clone() for name, value in task.net.state_dict().items()},
+    }
+
+
+def test_layers_have_the_scope_during_the_fit_alone(ranks: RankPool, tmp_path: Path) -> None:
+    answers = ranks.run(2, fit, str(tmp_path), "world", None)
+
+    for answer in answers:
+        assert answer["scopes"] == [["world", "world"]] * STEPS
+        assert answer["classes"] == {"torch.nn.modules.batchnorm"}
+    mine, theirs = (answer["state"] for answer in answers)
+    assert all(map(torch.equal, mine.values(), theirs.values()))
+
+
+def test_the_fit_is_that_of_the_joined_batch(ranks: RankPool, tmp_path: Path) -> None:
+    [got, _] = ranks.run(2, fit, str(tmp_path), "world", None)
+
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.cat([batch(step, rank) for rank in range(2)])
+        (net(x).sub(1).square().sum() / 2).backward()  # DistributedDataParallel averages
+        optimizer.step()
+    for name, value in net.state_dict().items():
+        # In float64 (eps 2e-16): three steps of a net of two layers amplify little.
+        allowed = 1e-10 * value.abs().amax().item()
+        torch.testing.assert_close(got["state"][name], value, rtol=0, atol=allowed, msg=name)
+
+
+def test_names_choose_layers(ranks: RankPool, tmp_path: Path) -> None:
+    answers = ranks.run(2, fit, str(tmp_path), "local", "net.4")
+
+    assert [answer["scopes"] for answer in answers] == [[["local", None]] * STEPS] * 2
+
+
+def test_a_malformed_scope_is_refused_at_once() -> None:
+    from normscope.lightning import ScopeSync
+
+    with pytest.raises(ValueError, match="scope"):
+        ScopeSync("slices")
+
+
+def test_normscope_does_not_import_lightning() -> None:
+    code = "import sys, normscope; sys.exit('lightning' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert not hasattr(normscope, "ScopeSync")
