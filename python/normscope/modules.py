@@ -106,6 +106,7 @@ class BatchNorm(_BatchNorm):
         "group_name",
         "layer_name",
         "elements_seen",
+        "_accumulator",
     ]
     __jit_unused_properties__: ClassVar[list[str]] = ["scope", "process_group"]
 

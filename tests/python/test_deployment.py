@@ -128,6 +128,18 @@ def test_a_scripted_model_evaluates() -> None:
     assert "normscope::" not in str(torch.jit.script(model).inlined_graph)
 
 
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("track_running_stats", [True, False])
+def test_a_scripted_layer_may_lack_parameters_and_statistics(
+    affine: bool,  # noqa: FBT001
+    track_running_stats: bool,  # noqa: FBT001
+) -> None:
+    layer = normscope.BatchNorm2d(3, affine=affine, track_running_stats=track_running_stats)
+    layer(batch(1))
+
+    assert torch.equal(torch.jit.script(layer.eval())(batch()), layer(batch()))
+
+
 def test_a_scripted_model_does_not_train() -> None:
     scripted = torch.jit.script(normscope.BatchNorm2d(3).eval())
 
