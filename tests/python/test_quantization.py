@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What folds and quantizes torch's layers does so with those that to_torch makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from deployed_networks import PLAIN, assert_close, batch, layers, network, of_torch, plain, trained
+from rank_pool import RankPool
+from torch import distributed, fx, nn
+
+import normscope
+
+# What the tools say of themselves and of what they use; none of it is of normscope's.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quant:UserWarning"),
+]
+
+
+def fuse_eager(model: nn.Module) -> nn.Module:
+    from torch.ao.quantization import fuse_modules
+
+    names = ["norm.0", "norm.1"] if isinstance(model.norm, nn.Sequential) else ["norm", "act"]
+    fused: nn.Module = fuse_modules(model, [["conv", *names]])
+    return fused
+
+
+def fuse_fx(model: nn.Module) -> nn.Module:
+    from torch.ao.quantization.quantize_fx import fuse_fx
+
+    return fuse_fx(model)
+
+
+def fuse_experimental(model: nn.Module) -> nn.Module:
+    from torch.fx.experimental.optimization import fuse
+
+    return fuse(model)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("fuse", [fuse_eager, fuse_fx, fuse_experimental])
+def test_layers_are_folded_into_convolutions(
+    fuse: Callable[[nn.Module], nn.Module], kind: str
+) -> None:
+    model = plain(kind)
+    expected = model(batch())
+
+    fused = fuse(normscope.to_torch(model, any_dims=nn.BatchNorm2d))
+
+    assert not layers(fused)
+    assert_close(fused(batch()), expected)
+
+
+@pytest.mark.parametrize("fuse", [fuse_fx, fuse_experimental])
+def test_layers_with_a_sum_are_folded(fuse: Callable[[nn.Module], nn.Module]) -> None:
+    model = network()
+    expected = model(batch())
+
+    fused = fuse(normscope.to_torch(normscope.fuse(model), any_dims=nn.BatchNorm2d))
+
+    assert not layers(fused)
+    assert_close(fused(batch()), expected)
+
+
+def test_a_layer_is_folded_by_hand() -> None:
+    conv, norm = nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8)
+    expected = trained(nn.Sequential(conv, norm))(batch())
+
+    folded = nn.utils.fuse_conv_bn_eval(conv, norm)
+
+    assert_close(folded(batch()), expected)
+
+
+def quantize_eager(model: nn.Module) -> nn.Module:
+    from torch.ao import quantization
+
+    wrapped = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).eval()
+    wrapped.qconfig = quantization.get_default_qconfig("x86")
+    prepared = quantization.prepare(wrapped)
+    prepared(batch())
+    quantized: nn.Module = quantization.convert(prepared)
+    return quantized
+
+
+def test_a_model_is_quantized_eagerly_as_that_of_torchs_layers() -> None:
+    quantized = quantize_eager(fuse_eager(normscope.to_torch(plain("class"))))
+
+    assert not layers(quantized)
+    assert torch.equal(quantized(batch()), quantize_eager(fuse_eager(of_torch()))(batch()))
+
+
+def quantize(model: nn.Module) -> nn.Module:
+    from torch.ao.quantization import get_default_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+    prepared = prepare_fx(model, get_default_qconfig_mapping(), (batch(),))
+    prepared(batch())
+    quantized: nn.Module = convert_fx(prepared)
+    return quantized
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_quantized_model_is_that_of_torchs_layers(kind: str) -> None:
+    quantized = quantize(normscope.to_torch(plain(kind), any_dims=nn.BatchNorm2d))
+
+    assert not layers(quantized)
+    assert torch.equal(quantized(batch()), quantize(of_torch())(batch()))
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_quantization_warns_of_layers_that_it_passes_over(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"norm: torch.ao.*normscope.to_torch\(model\)"):
+        quantize(plain(kind))
+
+
+def prepare_qat(model: nn.Module) -> fx.GraphModule:
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    model = normscope.to_torch(model).train()
+    return prepare_qat_fx(model, get_default_qat_qconfig_mapping(), (batch(),))
+
+
+def train_quantized() -> tuple[list[torch.Tensor], int, bool]:
+    """Training with a scope, on two ranks: the running statistics, and what is left of layers."""
+    from torch.ao.quantization.quantize_fx import convert_fx
+
+    prepared = normscope.convert(prepare_qat(plain("class")), "world")
+    prepared(batch(distributed.get_rank())).square().sum().backward()
+    [layer] = [module for module in prepared.modules() if isinstance(module, normscope.BatchNorm2d)]
+    statistics = [layer.running_mean.clone(), layer.running_var.clone()]  # type: ignore[union-attr]
+    expected = prepared.eval()(batch())
+    quantized = convert_fx(normscope.revert(prepared))
+    # Of outputs in steps of a 255th of their range, the weights too: a few steps.
+    near = (quantized(batch()) - expected).abs().max() < 0.05 * expected.abs().max()
+    return statistics, len(layers(quantized)), bool(near)
+
+
+def test_ranks_share_statistics_in_training_for_quantization(ranks: RankPool) -> None:
+    (mine, left, near), (theirs, *_) = ranks.run(2, train_quantized)
+
+    alone = prepare_qat(plain("class"))
+    alone(batch(0))
+    assert all(map(torch.equal, mine, theirs))
+    [layer] = [module for module in alone.modules() if isinstance(module, nn.BatchNorm2d)]
+    assert layer.running_mean is not None
+    assert not torch.allclose(mine[0], layer.running_mean)
+    assert (left, near) == (0, True)
+
+
+def quantize_pt2e(model: nn.Module, *, is_qat: bool) -> Any:  # noqa: ANN401 - a GraphModule
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+    from torchao.quantization.pt2e.quantize_pt2e import (
+        convert_pt2e,
+        prepare_pt2e,
+        prepare_qat_pt2e,
+    )
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        X86InductorQuantizer,
+        get_default_x86_inductor_quantization_config,
+    )
+
+    quantizer = X86InductorQuantizer()
+    quantizer.set_global(get_default_x86_inductor_quantization_config(is_qat=is_qat))
+    program = torch.export.export(model.train(is_qat), (batch(),)).module()
+    prepared = (prepare_qat_pt2e if is_qat else prepare_pt2e)(program, quantizer)
+    prepared(batch())
+    if is_qat:
+        move_exported_model_to_eval(prepared)
+    return convert_pt2e(prepared)
+
+
+def test_an_exported_model_is_quantized_as_that_of_torchs_layers() -> None:
+    got, expected = (quantize_pt2e(m, is_qat=False) for m in (plain("class"), of_torch()))
+
+    assert torch.equal(got(batch()), expected(batch()))
+
+
+@pytest.mark.slow
+def test_an_exported_model_trains_for_quantization_with_torchs_layers() -> None:
+    model = normscope.to_torch(plain("activated"))
+
+    got, expected = (quantize_pt2e(m, is_qat=True) for m in (model, of_torch()))
+
+    assert not any("norm" in str(node.target) for node in got.graph.nodes)
+    assert torch.equal(got(batch()), expected(batch()))
+
+
+def test_a_copy_can_be_deployed_while_the_model_trains_on() -> None:
+    model = network()
+
+    deployed = normscope.to_torch(copy.deepcopy(model), any_dims=nn.BatchNorm2d)
+
+    assert torch.equal(deployed(batch()), model(batch()))
+    assert len([m for m in model.modules() if isinstance(m, normscope.BatchNorm)]) == 3
