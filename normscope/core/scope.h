@@ -37,6 +37,11 @@ class Scope {
   [[nodiscard]] std::string str() const;
   [[nodiscard]] Kind kind() const noexcept { return kind_; }
 
+  // Whether a rank shares with no other, however many there are.
+  [[nodiscard]] bool is_of_one_rank() const noexcept {
+    return kind_ == Kind::kLocal || kind_ == Kind::kSlices;
+  }
+
   // The K or M of slices:K, group:K and norm_batch:M; 0 elsewhere.
   [[nodiscard]] std::int64_t count() const noexcept { return count_; }
 

@@ -13,14 +13,10 @@
 namespace normscope::binding {
 namespace {
 
-bool is_of_one_rank(const Scope& scope) {
-  return scope.kind() == Scope::Kind::kLocal || scope.kind() == Scope::Kind::kSlices;
-}
-
 // What is not a scope may have been meant for all ranks.
 bool is_of_one_rank(std::string_view text) {
   try {
-    return is_of_one_rank(Scope::parse(text));
+    return Scope::parse(text).is_of_one_rank();
   } catch (const ArgumentError&) {
     return false;
   }
@@ -41,7 +37,7 @@ Scope parse_or_fail(const ScopedCall& call) {
 ExchangeUse::ExchangeUse(Direction direction, const ScopedCall& call,
                          const std::optional<Placement>& placement)
     : scope_(parse_or_fail(call)) {
-  if (is_of_one_rank(scope_)) {
+  if (scope_.is_of_one_rank()) {
     const auto group = used_group_named(call.group_name, placement);
     if (group) group->show_call_alone({.what = name_of(direction), .layer = call.layer});
     return;

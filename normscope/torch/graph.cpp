@@ -12,6 +12,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "normscope/torch/arguments.h"
+#include "normscope/torch/results.h"
 
 namespace normscope::binding {
 namespace {
@@ -71,9 +72,7 @@ at::Tensor input_gradient(const at::Tensor& x, const at::Tensor& dy, const Coeff
 }
 
 bool meets_ranks(const Scope& scope, const ScopedCall& call) {
-  const bool is_of_one_rank =
-      scope.kind() == Scope::Kind::kLocal || scope.kind() == Scope::Kind::kSlices;
-  return !is_of_one_rank && !call.group_name.empty();
+  return !scope.is_of_one_rank() && !call.group_name.empty();
 }
 
 std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
@@ -84,8 +83,7 @@ std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
 // Ones in place of none, with the same results.
 at::Tensor weight_of(const ForwardOpArguments& op) {
   if (op.weight) return *op.weight;
-  const at::ScalarType dtype = op.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::ones_symint({op.x.sym_size(1)}, op.x.options().dtype(dtype));
+  return at::ones_symint({op.x.sym_size(1)}, arithmetic_options(op.x));
 }
 
 void update(const OptionalTensor& buffer, const at::Tensor& value) {

@@ -8,16 +8,15 @@
 namespace normscope::binding {
 namespace {
 
-// Of the type that x is computed in.
-at::TensorOptions arithmetic_options(const at::Tensor& x) {
-  return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-}
-
 at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& channels) {
   return at::empty_symint({channels}, arithmetic_options(x));
 }
 
 }  // namespace
+
+at::TensorOptions arithmetic_options(const at::Tensor& x) {
+  return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
 
 at::TensorOptions float64_options(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
 

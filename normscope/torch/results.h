@@ -16,6 +16,9 @@ namespace normscope::binding {
 // The options of what is computed in float64 beside x.
 [[nodiscard]] at::TensorOptions float64_options(const at::Tensor& x);
 
+// Those of the type that x is computed in.
+[[nodiscard]] at::TensorOptions arithmetic_options(const at::Tensor& x);
+
 // Coefficients [slices, numbers, C] of formulas of x's arithmetic.
 [[nodiscard]] at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
                                             std::int64_t numbers);

@@ -57,6 +57,14 @@ TEST(ScopeTest, DifferentSpellingsDiffer) {
   EXPECT_NE(Scope::ranks({{0, 1}}), Scope::ranks({{1, 0}}));
 }
 
+TEST(ScopeTest, ThoseOfOneRankAreLocalAndSlices) {
+  for (const Spelling& spelling : spellings()) {
+    const bool is_expected =
+        spelling.kind == Scope::Kind::kLocal || spelling.kind == Scope::Kind::kSlices;
+    EXPECT_EQ(spelling.scope.is_of_one_rank(), is_expected) << spelling.text;
+  }
+}
+
 TEST(ScopeTest, CountsAndSetsAreKept) {
   EXPECT_EQ(Scope::parse("slices:8").count(), 8);
   EXPECT_EQ(Scope::parse("norm_batch:9223372036854775807").count(), 9223372036854775807);

@@ -96,8 +96,7 @@ struct MomentsUser {
                       of_channel.mean_hi, of_channel.mean_lo, of_channel.inv_std,
                       channel_value(use.weight, c, 1.0), channel_value(use.bias, c, 0.0)));
     if (updates_with(slice)) update(found, n, slice, c);
-    if (accumulates(slice)) accumulate(limbs, c);
-    if (!pools()) return;
+    if (!pools() && !accumulates(slice)) return;
     for (int sum = 0; sum < kSums; ++sum) {
       for (int k = 0; k < kLimbs; ++k) channel.pooled.values[sum][k] += limbs.values[sum][k];
     }
@@ -105,7 +104,9 @@ struct MomentsUser {
   }
 
   __device__ void end(Channel& channel, std::int64_t c) const {
-    if (use.statistics == nullptr || !pools()) return;
+    if (use.statistics == nullptr) return;
+    if (use.accumulated.data != nullptr) accumulate(channel.pooled, c);
+    if (!pools()) return;
     channel.pooled.canonicalize_all();
     update(moments_of(channel.pooled, channel.pooled_count), channel.pooled_count, 0, c);
   }
