@@ -24,7 +24,8 @@ def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> tor
         arguments: What else its forward takes.
 
     Raises:
-        TypeError: If the layer itself is traced, where a graph has no name for it.
+        TypeError: If the layer itself is traced, where a graph has no name for it; or if its class
+            has a forward of its own, which the call would run inside of what it does besides.
         NameError: If the model that is traced does not have the layer.
     """
     tracer = cast("fx.Tracer", x.tracer)
@@ -33,6 +34,12 @@ def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> tor
         raise TypeError(
             f"root: expected a model that has the layer, got the layer itself, a "
             f"{type(module).__name__}; trace torch.nn.Sequential(layer)"
+        )
+    if type(module).forward.__module__.partition(".")[0] != "normscope":
+        raise TypeError(
+            f"{name}: expected a layer with a forward of normscope, got a {type(module).__name__} "
+            "with its own, of which a graph would do a part twice; trace with a torch.fx.Tracer "
+            "whose is_leaf_module is True for it"
         )
     if any(base.__module__.startswith("torch.ao.") for base in type(tracer).__mro__):
         warnings.warn(

@@ -92,3 +92,26 @@ def test_a_feature_can_be_taken_out() -> None:
 def test_a_layer_alone_cannot_be_traced() -> None:
     with pytest.raises(TypeError, match="root: expected a model that has the layer, got"):
         fx.symbolic_trace(normscope.BatchNorm2d(3))
+
+
+class Doubled(normscope.BatchNorm2d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class WholeLayers(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, normscope.BatchNorm) or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+
+def test_a_forward_of_one_s_own_is_not_put_into_a_graph_twice() -> None:
+    net = nn.Sequential(Doubled(2, scope="local"))
+    x = batch()
+
+    with pytest.raises(TypeError, match="0: expected a layer with a forward of normscope, got a D"):
+        fx.symbolic_trace(net)
+    traced = fx.GraphModule(net, WholeLayers().trace(net))
+
+    assert torch.equal(traced(x), net(x))
