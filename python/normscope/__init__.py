@@ -15,6 +15,7 @@ from normscope.graphs import exact_graphs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
 from normscope.recommendation import recommend_scopes
+from normscope.registry import register_conversion
 from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope import Scope
@@ -50,6 +51,7 @@ __all__ = [
     "fuse",
     "joined",
     "recommend_scopes",
+    "register_conversion",
     "revert",
     "set_scope",
     "status",

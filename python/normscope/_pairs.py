@@ -31,7 +31,7 @@ FUSED: Mapping[type[nn.Module], type[BatchNormAct]] = {
     BatchNorm3d: BatchNormAct3d,
 }
 
-_ACTIVATIONS: Mapping[object, Activation] = {
+ACTIVATIONS: Mapping[object, Activation] = {
     **dict.fromkeys((nn.ReLU, functional.relu, functional.relu_, torch.relu, torch.relu_), "relu"),
     **dict.fromkeys(("relu", "relu_"), "relu"),  # methods
     **dict.fromkeys((nn.ReLU6, functional.relu6), "relu6"),
@@ -105,7 +105,7 @@ class _Search:
     def pairs(self) -> Iterator[Pair]:
         for node in self._nodes:
             key = type(self._modules[node.target]) if node.op == "call_module" else node.target
-            activation = _ACTIVATIONS.get(key)
+            activation = ACTIVATIONS.get(key)
             if activation is None or len(node.all_input_nodes) != 1 or self._is_patched(node):
                 continue
             [source] = node.all_input_nodes

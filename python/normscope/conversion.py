@@ -14,8 +14,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from normscope import _process_group
 from normscope._layers import Patterns, named_layers
 from normscope.activated import OWN_ATTRIBUTES, BatchNormAct
-from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
-from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.modules import BatchNorm
+from normscope.registry import Conversion, conversion_of, named
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-
-_SCOPED: dict[type[torch.nn.Module], type[BatchNorm]] = {
-    torch.nn.BatchNorm1d: BatchNorm1d,
-    torch.nn.BatchNorm2d: BatchNorm2d,
-    torch.nn.BatchNorm3d: BatchNorm3d,
-    torch.nn.SyncBatchNorm: BatchNorm,
-    torch.nn.LazyBatchNorm1d: LazyBatchNorm1d,
-    torch.nn.LazyBatchNorm2d: LazyBatchNorm2d,
-    torch.nn.LazyBatchNorm3d: LazyBatchNorm3d,
-}
 
 # What a scoped layer has and torch's has not.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
@@ -46,6 +36,7 @@ class _Original:
 
     layer_class: type[torch.nn.Module]
     settings: dict[str, Any]
+    added: tuple[str, ...] = ()  # by register_conversion's attributes
 
 
 def convert(
@@ -75,9 +66,10 @@ def convert(
         The model. Where no layer was chosen it is as it was, with a warning.
 
     Raises:
-        TypeError: If a layer's class derives from torch's batch normalization but is not known
-            here, since all that it adds would be lost: a forward, other methods, its own name in
-            isinstance. It is named; nothing has been converted then.
+        TypeError: If a layer's class derives from torch's batch normalization but is neither known
+            here nor from :func:`~normscope.register_conversion`, since all that it adds would be
+            lost: a forward, other methods, its own name in isinstance. It is named; nothing has
+            been converted then.
         ValueError: If the scope is malformed, a pattern matches no layer, or this process is not in
             the group.
 
@@ -95,9 +87,9 @@ def convert(
             f"{type(model).__qualname__}",
             stacklevel=2,
         )
-    scoped_classes = [_scoped_class(layer, name) for name, layer in layers]
-    for (name, layer), scoped_class in zip(layers, scoped_classes, strict=True):
-        scoped = _converted(layer, scoped_class)
+    conversions = [_conversion(layer, name) for name, layer in layers]
+    for (name, layer), (scoped_class, added) in zip(layers, conversions, strict=True):
+        scoped = _converted(layer, scoped_class, added)
         scoped.scope = scope
         scoped.layer_name = name
         if group_name is not None:
@@ -132,34 +124,40 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _scoped_class(layer: _BatchNorm, name: str) -> type[BatchNorm]:
-    """The class that a layer gets, or keeps."""
+def _conversion(layer: _BatchNorm, name: str) -> tuple[type[BatchNorm], dict[str, Any]]:
+    """The class that a layer gets, or keeps, and the attributes that it gets with it."""
     if isinstance(layer, BatchNorm):
-        return type(layer)
-    if type(layer) in _SCOPED:
-        return _SCOPED[type(layer)]
-    base = next(known for known in type(layer).__mro__ if known in _SCOPED or known is _BatchNorm)
+        return type(layer), {}
+    conversion = conversion_of(type(layer))
+    if conversion is not None:
+        return conversion.scoped_class, conversion.values_of(layer)
+    bases = (base for base in type(layer).__mro__ if issubclass(base, _BatchNorm))
+    base = next(b for b in bases if b is _BatchNorm or (_is_torchs(b) and conversion_of(b)))
+    of_base = conversion_of(base) or Conversion(BatchNorm)
     added = "forward" if type(layer).forward is not base.forward else "members"
-    advice = _SCOPED.get(base, BatchNorm).__name__
     raise TypeError(
         f"{name or 'model'}: expected a layer of torch.nn or normscope, got "
-        f"{_named(type(layer))}, whose own {added} would be lost; derive it from normscope."
-        f"{advice} instead of torch.nn.{base.__name__}, or leave it out with exclude={name!r}"
+        f"{named(type(layer))}, whose own {added} would be lost; derive it from normscope."
+        f"{of_base.scoped_class.__name__} instead of torch.nn.{base.__name__}, say what becomes of "
+        f"it with normscope.register_conversion, or leave it out with exclude={name!r}"
     )
 
 
-def _converted(layer: _BatchNorm, scoped_class: type[BatchNorm]) -> BatchNorm:
+def _converted(
+    layer: _BatchNorm, scoped_class: type[BatchNorm], added: dict[str, Any]
+) -> BatchNorm:
     attributes = layer.__dict__
     if _ORIGINAL in attributes:
         assert isinstance(layer, BatchNorm)
         return layer
-    settings = {key: attributes[key] for key in _SETTINGS if key in attributes}
-    if not settings:
+    settings = {key: attributes[key] for key in (*_SETTINGS, *added) if key in attributes}
+    if not isinstance(layer, BatchNorm):
         attributes["slice_stats"] = "pooled"
         # torch.nn.SyncBatchNorm has a group; a scoped layer keeps its name.
         attributes["group_name"] = _process_group.name_of(attributes.get("process_group"))
         attributes.pop("process_group", None)
-    attributes[_ORIGINAL] = _Original(type(layer), settings)
+    attributes.update(added)
+    attributes[_ORIGINAL] = _Original(type(layer), settings, tuple(added))
     layer.__class__ = scoped_class
     assert isinstance(layer, BatchNorm)
     return layer
@@ -171,17 +169,19 @@ def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
     if issubclass(original, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
         assert original.cls_to_become is not None
         original = original.cls_to_become
-    if isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct):
-        raise TypeError(
-            f"{name or 'model'}: expected the class that convert gave it, got "
-            f"{_named(type(layer))}, which normscope.fuse made; revert the model that was fused"
-        )
-    if type(layer) is not _SCOPED.get(original, original):
-        raise TypeError(
-            f"{name or 'model'}: expected the class that convert gave it, got "
-            f"{_named(type(layer))}; undo first what has changed it"
-        )
-    return original
+    conversion = conversion_of(original)
+    if type(layer) is (conversion.scoped_class if conversion else original):
+        return original
+    fused = isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct)
+    advice = (
+        ", which normscope.fuse made; revert the model that was fused"
+        if fused
+        else "; undo first what has changed it"
+    )
+    raise TypeError(
+        f"{name or 'model'}: expected the class that convert gave it, got "
+        f"{named(type(layer))}{advice}"
+    )
 
 
 def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> None:
@@ -189,14 +189,17 @@ def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> No
     if OWN_ATTRIBUTES[0] in attributes and not isinstance(layer, BatchNormAct):
         attributes = {key: attributes[key] for key in attributes if key not in OWN_ATTRIBUTES}
         object.__setattr__(layer, "__dict__", attributes)  # those that it had are the fused layer's
-    if original_class is torch.nn.SyncBatchNorm:
+    if issubclass(original_class, torch.nn.SyncBatchNorm):
         attributes["process_group"] = _process_group.named(layer.group_name)
     if not issubclass(original_class, BatchNorm):
         for key in (*_SETTINGS, _COUNT):
             attributes.pop(key, None)
-    attributes.update(attributes.pop(_ORIGINAL).settings)
+    original: _Original = attributes.pop(_ORIGINAL)
+    for key in original.added:
+        attributes.pop(key, None)
+    attributes.update(original.settings)
     layer.__class__ = original_class  # type: ignore[assignment]
 
 
-def _named(layer_class: type[torch.nn.Module]) -> str:
-    return f"{layer_class.__module__}.{layer_class.__qualname__}"
+def _is_torchs(layer_class: type[torch.nn.Module]) -> bool:
+    return layer_class.__module__.startswith("torch.")

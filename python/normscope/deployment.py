@@ -21,12 +21,12 @@ from normscope.conversion import (
     _COUNT,
     _ORIGINAL,
     _SETTINGS,
-    _named,
     _original_class,
     _revert_layer,
 )
 from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.registry import named
 from normscope.sync import SyncBatchNorm
 
 _TORCH: dict[type[nn.Module], type[nn.Module]] = {
@@ -145,7 +145,7 @@ def _torch_class(layer: BatchNorm, name: str, any_dims: type[_BatchNorm] | None)
     if type(layer) in _TORCH:
         return _TORCH[type(layer)]
     raise TypeError(
-        f"{name}: expected a layer of normscope, got {_named(type(layer))}, whose own "
+        f"{name}: expected a layer of normscope, got {named(type(layer))}, whose own "
         "members would be lost; replace it first"
     )
 
@@ -156,7 +156,7 @@ def _checked(any_dims: type[_BatchNorm] | None, layer: BatchNorm, name: str) -> 
         raise ValueError(
             f"any_dims: expected torch.nn.BatchNorm1d, 2d or 3d for {name}, a "
             f"{type(layer).__qualname__}, which takes inputs of any number of dimensions, "
-            f"got {_named(any_dims) if isinstance(any_dims, type) else any_dims!r}"
+            f"got {named(any_dims) if isinstance(any_dims, type) else any_dims!r}"
         )
     return any_dims
 

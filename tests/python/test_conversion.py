@@ -217,8 +217,8 @@ def test_a_subclass_with_torchs_forward_is_refused_too() -> None:
     with pytest.raises(
         TypeError,
         match=r"0: .*\.Named, whose own members would be lost; derive it from "
-        r"normscope\.BatchNorm2d instead of torch\.nn\.BatchNorm2d, or leave it out with "
-        "exclude='0'",
+        r"normscope\.BatchNorm2d instead of torch\.nn\.BatchNorm2d, say what becomes of it with "
+        r"normscope\.register_conversion, or leave it out with exclude='0'",
     ):
         normscope.convert(model)
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``convert`` makes of timm's layers. Importing this module imports timm."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from timm import layers as timm_layers
+from torch.fx import Proxy
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from normscope import _library
+from normscope._fx import call_of_module
+from normscope._pairs import ACTIVATIONS
+from normscope._scripted import evaluated
+from normscope._traced import has_hooks
+from normscope.modules import BatchNorm2d
+from normscope.registry import register_conversion
+
+if TYPE_CHECKING:
+    from normscope.activated import Activation
+
+
+class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[misc]
+    """Normalization, then ``drop``, then ``act``; one op of all if drop does nothing.
+
+    It also stands in for timm's SyncBatchNormAct, which may lack drop and act. It derives from
+    timm's class because timm's own functions ask for it: ``freeze_batch_norm_2d`` would lose the
+    activation of any other layer.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize ``x`` [N, C, H, W], drop, and activate."""
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            if isinstance(x, Proxy):
+                return call_of_module(self, x)
+            if not self.training:
+                return self._drop_and_act(_BatchNorm.forward(self, x))
+            activation = self._activation()
+            if activation is None:
+                return self._drop_and_act(self._train(x, _library.batch_norm))
+            slope = getattr(self.act, "negative_slope", 0.01)
+            return self._train(x, partial(_library.batch_norm_act, activation, slope, None))
+        y = evaluated(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.eps,
+        )
+        activated: torch.Tensor = self.act(self.drop(y))  # type: ignore[operator]
+        return activated
+
+    def _drop_and_act(self, y: torch.Tensor) -> torch.Tensor:
+        for name in ("drop", "act"):
+            module = self._modules.get(name)
+            if module is not None:
+                y = module(y)
+        return y
+
+    def _activation(self) -> Activation | None:
+        """What the op can do of what follows; None if the modules have to be called."""
+        if torch.compiler.is_compiling():
+            return None  # compilers fuse by themselves
+        if self._meeting is not None:
+            return None  # replicas of torch.nn.DataParallel meet within the layer
+        drop, act = self._modules.get("drop"), self._modules.get("act")
+        if act is None or not (drop is None or _is(drop, torch.nn.Identity)):
+            return None
+        return ACTIVATIONS.get(type(act)) if _is(act, type(act)) else None
+
+
+def _is(module: torch.nn.Module, module_class: type[torch.nn.Module]) -> bool:
+    """Whether nobody notices that the module is not called."""
+    return (
+        type(module) is module_class
+        and "forward" not in vars(module)
+        and not has_hooks(module)
+        and not torch.nn.modules.module._has_any_global_hook()
+    )
+
+
+class SplitBatchNorm2d(timm_layers.SplitBatchNorm2d, BatchNorm2d):  # type: ignore[misc]
+    """timm's forward, whose ``super().forward`` is normscope's; ``aux_bn`` are layers as others."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize the first part of ``input`` [N, C, H, W], and let ``aux_bn`` do the others."""
+        if isinstance(input, Proxy):
+            return call_of_module(self, input)
+        y: torch.Tensor = super().forward(input)
+        return y
+
+
+register_conversion(timm_layers.BatchNormAct2d, BatchNormAct2d)
+register_conversion(timm_layers.SyncBatchNormAct, BatchNormAct2d)
+register_conversion(timm_layers.SplitBatchNorm2d, SplitBatchNorm2d)

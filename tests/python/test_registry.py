@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""register_conversion teaches convert a class of one's own, and revert gives it back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+
+
+class Scaled(nn.BatchNorm2d):
+    """What calls the forward that it derives from."""
+
+    def __init__(self, num_features: int, gain: float) -> None:
+        super().__init__(num_features, dtype=torch.float64)
+        self.gain = nn.Parameter(torch.tensor(gain, dtype=torch.float64))
+        self.note = "mine"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.gain * super().forward(input)
+
+
+class ScopedScaled(Scaled, normscope.BatchNorm2d):
+    pass
+
+
+class Activated(nn.BatchNorm2d):
+    """What normscope has a layer for, which reads other attributes."""
+
+    slope = 0.2
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.leaky_relu(super().forward(input), self.slope)
+
+
+def attributes_of(layer: Activated) -> dict[str, Any]:
+    return {"activation": "leaky_relu", "negative_slope": layer.slope}
+
+
+class Synced(nn.SyncBatchNorm):
+    pass
+
+
+class ScopedSynced(normscope.BatchNorm):
+    pass
+
+
+normscope.register_conversion(Scaled, ScopedScaled)
+normscope.register_conversion(Activated, normscope.BatchNormAct2d, attributes=attributes_of)
+normscope.register_conversion(Synced, ScopedSynced)
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(6, 3, 4, 4, dtype=torch.float64)
+
+
+def test_a_registered_class_trains_as_before_with_a_scope() -> None:
+    model: Any = nn.Sequential(Scaled(3, 1.5))
+    plain, x = copy.deepcopy(model), batch()
+
+    normscope.convert(model, "slices:2")
+    y = model(x)
+    y.square().sum().backward()
+
+    parts = [plain(part) for part in x.chunk(2)]
+    torch.cat(parts).square().sum().backward()
+    # Numbers of order one, each a few dozen roundings of 1e-16 off.
+    torch.testing.assert_close(y, torch.cat(parts), rtol=0, atol=1e-13)
+    torch.testing.assert_close(model[0].gain.grad, plain[0].gain.grad, rtol=1e-13, atol=0)
+    assert type(model[0]) is ScopedScaled
+    assert isinstance(model[0], Scaled)
+    assert (str(model[0].scope), model[0].layer_name, model[0].note) == ("slices:2", "0", "mine")
+    model.eval()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model(x), plain.eval()(x))
+
+
+def test_revert_gives_the_class_and_the_attributes_back() -> None:
+    model: Any = nn.Sequential(Scaled(3, 2.0), Activated(3), Synced(3))
+    before = [dict(layer.__dict__) for layer in model]
+    ids = [id(tensor) for tensor in model.parameters()]
+
+    normscope.convert(model, "local")
+    normscope.convert(model, "slices:3")
+    model[:2](batch())
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(layer) for layer in other] == [
+            ScopedScaled,
+            normscope.BatchNormAct2d,
+            ScopedSynced,
+        ]
+        normscope.revert(other)
+        assert [type(layer) for layer in other] == [Scaled, Activated, Synced]
+        assert [layer.__dict__.keys() for layer in other] == [b.keys() for b in before]
+
+    assert [id(tensor) for tensor in model.parameters()] == ids
+
+
+def test_attributes_are_what_the_scoped_class_reads() -> None:
+    model: Any = nn.Sequential(Activated(3, dtype=torch.float64))
+    model[0].negative_slope = "of the layer"
+    plain, x = copy.deepcopy(model), batch()
+
+    normscope.convert(model, "local")
+
+    assert (model[0].activation, model[0].negative_slope) == ("leaky_relu", 0.2)
+    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-13)
+    normscope.revert(model)
+    assert model[0].negative_slope == "of the layer"
+
+
+def test_a_class_that_derives_from_a_registered_one_is_unknown() -> None:
+    class Further(Scaled):
+        pass
+
+    with pytest.raises(TypeError, match=r"0: .*Further, whose own forward would be lost; .*regist"):
+        normscope.convert(nn.Sequential(Further(3, 1.0)))
+
+
+def test_the_same_registration_may_be_made_again() -> None:
+    normscope.register_conversion(Scaled, ScopedScaled)
+    normscope.register_conversion(Activated, normscope.BatchNormAct2d, attributes=attributes_of)
+
+
+class Layer2d(nn.BatchNorm2d):
+    pass
+
+
+class Scoped2d(Layer2d, normscope.BatchNorm2d):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "scoped_class", "error", "message"),
+    [
+        (nn.Linear, Scoped2d, TypeError, "layer_class: .* torch's batch norm.*, got .*Linear$"),
+        (Layer2d(3), Scoped2d, TypeError, r"layer_class: .*, got Layer2d\(3"),
+        (Scoped2d, Scoped2d, TypeError, "layer_class: .*Scoped2d, whose layers have a scope"),
+        (Layer2d, nn.BatchNorm2d, TypeError, r"scoped_class: .* normscope\.BatchNorm2d for layers"),
+        (Layer2d, normscope.BatchNorm1d, TypeError, r"normscope\.BatchNorm2d .*\.BatchNorm1d$"),
+        (Layer2d, None, TypeError, "scoped_class: .*, got None"),
+        (Scaled, normscope.BatchNorm2d, ValueError, "got .*Scaled, which is registered for .*Scop"),
+        (nn.BatchNorm2d, Scoped2d, ValueError, r"registered for normscope\.modules\.BatchNorm2d"),
+    ],
+)
+def test_what_cannot_be_registered_is_named(
+    layer_class: Any,  # noqa: ANN401 - what may be wrong
+    scoped_class: Any,  # noqa: ANN401
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        normscope.register_conversion(layer_class, scoped_class)
+
+    with pytest.raises(TypeError, match="Layer2d, whose own members would be lost"):
+        normscope.convert(Layer2d(3))
+
+
+def test_other_attributes_for_a_registered_class_are_refused() -> None:
+    with pytest.raises(ValueError, match="Activated, which is registered with other attributes"):
+        normscope.register_conversion(Activated, normscope.BatchNormAct2d)
+    attributes: Any = {"activation": "relu"}
+    with pytest.raises(TypeError, match="attributes: expected a function of a layer, got dict"):
+        normscope.register_conversion(Layer2d, Scoped2d, attributes=attributes)
+
+
+class WithModule(nn.BatchNorm2d):
+    pass
+
+
+def test_attributes_are_plain_values() -> None:
+    normscope.register_conversion(
+        WithModule, normscope.BatchNorm2d, attributes=lambda _: {"act": nn.ReLU()}
+    )
+    model = nn.Sequential(nn.BatchNorm2d(3), WithModule(3))
+
+    with pytest.raises(TypeError, match=r"WithModule: expected plain .*, got act, a R"):
+        normscope.convert(model)
+
+    assert [type(layer) for layer in model] == [nn.BatchNorm2d, WithModule]
