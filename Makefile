@@ -48,8 +48,9 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 # Two pips must not write into one environment; compilers and tests use JOBS.
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
-  check-mpi check-slow check-without-torch install-tree check-install check-examples docs check-docs \
-  check-wheel lint lint-formats lint-types lint-names format bench bench-networks gpu-check carry clean
+  check-mpi check-slow check-clients check-without-torch install-tree check-install check-examples docs \
+  check-docs check-wheel lint lint-formats lint-types lint-names format bench bench-networks gpu-check \
+  carry clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization whose statistics have a scope"
@@ -66,9 +67,12 @@ $(python):
 	$(PYTHON) -m venv $(environment)
 	$(install) 'pip>=25.1' # which knows dependency groups
 
+# Groups with torch or what is built against it, unless the environment is lent.
+with_torch := $(if $(site),,torch clients)
+
 # The dependency group of pyproject.toml that is called so.
 $(stamps)/%: pyproject.toml | $(python)
-	$(install) --group $* $(if $(filter torch$(site),$*),$$($(python) scripts/torch_pip_options.py))
+	$(install) --group $* $(if $(filter $(with_torch),$*),$$($(python) scripts/torch_pip_options.py))
 	@mkdir -p $(@D) && touch $@
 
 # The same build directory serves the tests, so that nothing is compiled twice.
@@ -130,7 +134,7 @@ carry: $(stamps)/googletest
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-without-torch check-install check-examples check-docs check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
+check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-clients check-without-torch check-install check-examples check-docs check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
 
 # NCCL's header is all that is wanted of it, where there is a compiler for what includes it.
 ifneq ($(shell command -v nvcc),)
@@ -165,6 +169,10 @@ check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
 
 check-slow: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m slow --junitxml=$(results)/check-slow.xml
+
+# The models of other libraries, which come from the package index.
+check-clients: $(stamps)/normscope $(stamps)/test $(stamps)/clients
+	$(pytest) tests/clients --junitxml=$(results)/check-clients.xml
 
 check-without-torch: $(stamps)/googletest
 	scripts/test_without_torch.sh $(results)/check-without-torch.xml

@@ -30,7 +30,7 @@ site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 mkdir "$away/tests"
 cp pyproject.toml "$away"
 cp -r docs "$away" # test_semantics.py reads it
-cp -r tests/python tests/support "$away/tests"
+cp -r tests/conftest.py tests/python tests/support "$away/tests"
 
 cd "$away"
 unset PYTHONPATH

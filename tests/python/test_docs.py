@@ -2,23 +2,24 @@
 """The documents do what they say, and the layers do what the pictures show.
 
 Each block that begins with ```python runs, one after the other in one namespace a document, as the
-only rank of a world. A block of another library begins with ```python before and does not run.
+only rank of a world. A block that needs other libraries begins with ```python clients and runs in
+tests/clients. What begins with ```python before is of another library alone, and does not run, nor
+does ```python ultralytics.
 """
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from documents import FENCED, ROOT, run_blocks
 from rank_pool import RankPool
 from torch import distributed
 
 import draw_scopes
 import normscope
 
-ROOT = Path(__file__).parents[2]
 # The tools that models are deployed with warn of themselves and of what they use.
 DEPLOYING = pytest.param(
     "docs/deploying.md",
@@ -39,39 +40,16 @@ DOCUMENTS = (
     DEPLOYING,
 )
 
-FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
 
 DRAWN = {row.label: row for picture in draw_scopes.PICTURES.values() for row in picture.rows}
 SAMPLES = 2  # of each rank
 
 
-@pytest.fixture
-def world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """What torchrun tells its processes; a document may or may not initialize the group."""
-    monkeypatch.chdir(tmp_path)  # it may write files
-    # Port 0: any that is free.
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_python_blocks_run(document: str) -> None:
-    text = (ROOT / document).read_text()
-    blocks = [match for match in FENCED.finditer(text) if match["language"] == "python"]
-
-    namespace: dict[str, object] = {"__name__": document}
-    for block in blocks:
-        # Line numbers of a traceback are the document's.
-        above = "\n" * text.count("\n", 0, block.start("code"))
-        exec(compile(above + block["code"], ROOT / document, "exec"), namespace)
-
-    assert blocks
+    assert run_blocks(document, ("python",))
 
 
 @pytest.mark.parametrize(

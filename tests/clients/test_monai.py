@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MONAI's networks of volumes and of images."""
+
+from __future__ import annotations
+
+import client
+import pytest
+from client import Client, Step, samples, seeded
+from monai.networks.nets import DenseNet, SegResNet, UNet
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+
+def of_volumes(model: nn.Module, part: slice) -> Tensor:
+    y: Tensor = model(samples(1, 16, 16, 16)[part])
+    return y
+
+
+def of_images(model: nn.Module, part: slice) -> Tensor:
+    y: Tensor = model(samples(1, 32, 32)[part])
+    return y
+
+
+def unet(norm: str) -> nn.Module:
+    network: nn.Module = UNet(
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=2,
+        channels=(4, 8, 16),
+        strides=(2, 2),
+        num_res_units=1,
+        norm=norm,
+    )
+    return network
+
+
+def segresnet() -> nn.Module:
+    network: nn.Module = SegResNet(
+        spatial_dims=3,
+        init_filters=4,
+        out_channels=2,
+        norm="batch",
+        blocks_down=(1, 1),
+        blocks_up=(1,),
+    )
+    return network
+
+
+def densenet() -> nn.Module:
+    network: nn.Module = DenseNet(
+        spatial_dims=2,
+        in_channels=1,
+        out_channels=2,
+        init_features=8,
+        growth_rate=4,
+        block_config=(2, 2),
+    )
+    return network
+
+
+CLIENTS = {
+    "unet": Client(lambda: seeded(lambda: unet("batch")), of_volumes),
+    "synchronized": Client(lambda: seeded(lambda: unet("syncbatch")), of_volumes),
+    "segresnet": Client(lambda: seeded(segresnet), of_volumes),
+    "densenet": Client(lambda: seeded(densenet), of_images),
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_network_trains_as_with_torch_s_layers(name: str) -> None:
+    client.assert_trains_as_torch(CLIENTS[name])
+
+
+def on_rank(name: str) -> Step:
+    return client.step_on_rank(CLIENTS[name])
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
+    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""segmentation_models_pytorch: decoders of its own on encoders of its own and of timm."""
+
+from __future__ import annotations
+
+import client
+import pytest
+import segmentation_models_pytorch as smp
+from client import Client, Step, samples, seeded
+from rank_pool import RankPool
+from torch import Tensor, nn
+
+
+def segmented(model: nn.Module, part: slice) -> Tensor:
+    y: Tensor = model(samples(3, 64, 64)[part])
+    return y
+
+
+def unet() -> nn.Module:
+    model: nn.Module = smp.Unet(
+        "resnet18",
+        encoder_weights=None,
+        encoder_depth=3,
+        decoder_channels=(64, 32, 16),
+        decoder_attention_type="scse",
+        classes=2,
+    )
+    return model
+
+
+def deeplab() -> nn.Module:
+    model: nn.Module = smp.DeepLabV3Plus(
+        "tu-mobilenetv3_small_050",  # timm's
+        encoder_weights=None,
+        decoder_channels=32,
+        decoder_aspp_dropout=0.0,
+        classes=2,
+    )
+    return model
+
+
+CLIENTS = {
+    "unet": Client(lambda: seeded(unet), segmented),
+    "deeplab": Client(lambda: seeded(deeplab), segmented),
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_network_trains_as_with_torch_s_layers(name: str) -> None:
+    client.assert_trains_as_torch(CLIENTS[name])
+
+
+def on_rank(name: str) -> Step:
+    return client.step_on_rank(CLIENTS[name])
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
+    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)

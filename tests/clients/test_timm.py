@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""timm: a model of each of its modules converts, and layers with an activation train as timm's."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import client
+import pytest
+import timm
+import torch
+from client import Client, Step, samples, seeded
+from rank_pool import RankPool
+from replicas import replicas_of, run_replicas
+from timm import layers as timm_layers
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook
+
+import normscope
+
+# One of each module of timm that has models with batch normalization.
+MODELS = (
+    "botnet26t_256",
+    "bat_resnext26ts",
+    "convmixer_768_32",
+    "cpubone_b0_bfrobust",
+    "cs3darknet_focus_l",
+    "cspnext_l",
+    "densenet121",
+    "dla34",
+    "dpn48b",
+    "efficientformer_l1",
+    "efficientformerv2_l",
+    "efficientnet_b0",
+    "efficientvim_m1",
+    "efficientvit_b0",
+    "efficientvit_m0",
+    "fasternet_l",
+    "fastvit_ma36",
+    "ghostnet_050",
+    "hardcorenas_a",
+    "hgnet_base",
+    "hrnet_w18",
+    "iformer_h",
+    "inception_next_atto",
+    "inception_resnet_v2",
+    "inception_v3",
+    "inception_v4",
+    "lcnetv2_base",
+    "levit_128",
+    "lowformer_b0",
+    "coatnet_0_224",
+    "fbnetv3_b",
+    "mobilevit_s",
+    "nasnetalarge",
+    "nextvit_base",
+    "pnasnet5large",
+    "regnetv_040",
+    "repghostnet_050",
+    "repvit_m0_9",
+    "res2net50_14w_8s",
+    "resnest14d",
+    "ecaresnet26t",
+    "resnetv2_18",
+    "rexnet_100",
+    "selecsls42",
+    "legacy_senet154",
+    "shvit_s1",
+    "skresnet18",
+    "starnet_s1",
+    "swiftformer_l1",
+    "tiny_vit_5m_224",
+    "tresnet_l",
+    "vgg11_bn",
+    "visformer_small",
+    "vit_base_mci_224",
+    "volo_d1_224",
+    "eca_vovnet39b",
+    "legacy_xception",
+    "xception41",
+    "xcit_large_24_p8_224",
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_each_module_converts_and_reverts(name: str) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    before = {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()}
+
+    normscope.convert(model, "slices:2")
+
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    assert layers
+    assert all(isinstance(layer, normscope.BatchNorm) for layer in layers)
+    normscope.revert(model)
+    assert {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()} == before
+
+
+def test_every_module_has_its_model() -> None:
+    modules = {timm.models.model_entrypoint(name).__module__ for name in MODELS}
+
+    assert len(modules) == len(MODELS) == 59
+
+
+def classified(model: nn.Module, part: slice) -> torch.Tensor:
+    y: torch.Tensor = model(samples(3, 64, 64)[part])
+    return y
+
+
+def client_of(name: str, **keywords: object) -> Client:
+    return Client(lambda: seeded(lambda: timm.create_model(name, **keywords)), classified)
+
+
+CLIENTS = {
+    "resnet": client_of("resnet10t"),
+    "resnetv2": client_of("resnetv2_18"),  # relu
+    "efficientnet": client_of("test_efficientnet"),  # silu
+    "mobilenetv3": client_of("mobilenetv3_small_050"),  # hard_swish
+    "cspnet": client_of("cspresnet50"),  # leaky_relu
+    "byobnet": client_of("test_byobnet"),
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_network_trains_as_timm_s(name: str) -> None:
+    client.assert_trains_as_torch(CLIENTS[name])
+
+
+def on_rank(name: str) -> Step:
+    return client.step_on_rank(CLIENTS[name])
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
+    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)
+
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "relu": {"act_layer": nn.ReLU},
+    "relu6": {"act_layer": "relu6"},
+    "leaky_relu": {"act_layer": "leaky_relu", "act_kwargs": {"negative_slope": 0.3}},
+    "silu": {"act_layer": "silu"},
+    "hard_swish": {"act_layer": "hard_swish"},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "none": {"apply_act": False},
+    "gelu": {"act_layer": "gelu", "inplace": False},
+    "drop": {"drop_layer": nn.Tanh, "inplace": False},
+    "own class": {"act_layer": timm_layers.HardSwish, "inplace": False},
+}
+
+
+def layer_of(keywords: dict[str, Any]) -> nn.Module:
+    return seeded(lambda: timm_layers.BatchNormAct2d(3, **keywords))
+
+
+def outputs(model: nn.Module, part: slice) -> torch.Tensor:
+    y: torch.Tensor = model(samples(3, 5, 5)[part].clone().requires_grad_() * 2)
+    return y
+
+
+def has_one_op(layer: nn.Module) -> bool:
+    """Whether autograd has one node for all that the layer does."""
+    node = layer(samples(3, 5, 5).requires_grad_()).grad_fn
+    assert node is not None
+    return "BatchNormAct" in node.name()
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *OTHERS])
+def test_layers_compute_what_timm_s_do(name: str) -> None:
+    def network() -> nn.Sequential:
+        return nn.Sequential(layer_of((ACTIVATIONS | OTHERS)[name]))
+
+    client.assert_trains_as_torch(Client(network, outputs))
+
+    assert has_one_op(normscope.convert(network()[0], "local")) == (name in ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ["drop", "act"])
+def test_hooks_of_what_follows_are_called(name: str) -> None:
+    layer: Any = normscope.convert(layer_of({}), "local")
+    called: list[str] = []
+    layer.get_submodule(name).register_forward_hook(lambda *_: called.append(name))
+
+    layer(samples(3, 5, 5))
+
+    assert called == [name]
+
+
+def test_hooks_of_all_modules_are_called() -> None:
+    layer: Any = normscope.convert(layer_of({}), "local")
+    called: list[nn.Module] = []
+
+    hook = register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        layer(samples(3, 5, 5))
+    finally:
+        hook.remove()
+
+    assert called == [layer.drop, layer.act, layer]
+
+
+def test_layers_compile_into_one_graph() -> None:
+    model: Any = nn.Sequential(*[layer_of(ACTIVATIONS["silu"]), layer_of(OTHERS["gelu"])])
+    converted = normscope.convert(copy.deepcopy(model), "local")
+    x = samples(3, 5, 5)
+
+    compiled: Any = torch.compile(converted, backend="eager", fullgraph=True)
+
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=client.TOLERANCE)
+
+
+def test_nothing_imports_timm_for_models_without_it() -> None:
+    program = """
+import sys
+import normscope, torch
+
+class Own(torch.nn.BatchNorm2d):
+    pass
+
+normscope.convert(torch.nn.BatchNorm2d(3))
+try:
+    normscope.convert(Own(3))
+except TypeError:
+    sys.exit("timm" in sys.modules)
+sys.exit(2)
+"""
+
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_layers_are_copied_pickled_and_traced() -> None:
+    model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "slices:2"))
+    x = samples(3, 5, 5)
+
+    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fx.symbolic_trace(model)]
+
+    expected = model(x)
+    for other in others:
+        assert torch.equal(other(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_layers_are_scripted_for_evaluation() -> None:
+    model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "local")).eval()
+    x = samples(3, 5, 5)
+
+    assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
+def test_replicas_meet_and_activate() -> None:
+    model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "world"))
+    x = samples(3, 5, 5)
+    expected = copy.deepcopy(model)(x)
+
+    outputs = run_replicas(replicas_of(model, 2), x.chunk(2))
+
+    torch.testing.assert_close(torch.cat(outputs), expected, rtol=0, atol=client.TOLERANCE)
+
+
+def test_timm_s_own_layers_are_deployed() -> None:
+    model = normscope.convert(CLIENTS["efficientnet"].network(), "slices:2").eval()
+    classes = [type(layer) for layer in CLIENTS["efficientnet"].network().modules()]
+    expected = model(samples(3, 64, 64))
+
+    assert [type(layer) for layer in normscope.to_torch(model).modules()] == classes
+
+    assert torch.equal(model(samples(3, 64, 64)), expected)
+
+
+def test_timm_s_synchronized_layers_convert_and_revert() -> None:
+    model: Any = timm_layers.convert_sync_batchnorm(CLIENTS["resnetv2"].network())
+    classes = [type(layer) for layer in model.modules()]
+    assert timm_layers.SyncBatchNormAct in classes
+
+    normscope.convert(model, "local")
+
+    expected = client.step_of(CLIENTS["resnetv2"].network(), classified)
+    client.assert_equal_steps(client.step_of(model, classified), expected)
+    normscope.revert(model)
+    assert [type(layer) for layer in model.modules()] == classes
+
+
+def test_timm_s_conversions_keep_the_activation_of_a_converted_model() -> None:
+    x = samples(3, 64, 64)
+    plain: Any = CLIENTS["efficientnet"].network()
+    expected = plain.eval()(x)
+    for change in (timm_layers.freeze_batch_norm_2d, timm_layers.convert_sync_batchnorm):
+        model = normscope.convert(CLIENTS["efficientnet"].network(), "local").eval()
+
+        changed: nn.Module = change(model)
+
+        assert not any(isinstance(layer, normscope.BatchNorm) for layer in changed.modules())
+        torch.testing.assert_close(changed(x), expected, rtol=0, atol=client.TOLERANCE)
+
+
+def split() -> nn.Module:
+    model: nn.Module = timm_layers.convert_splitbn_model(CLIENTS["resnetv2"].network(), 2)
+    return model.double()
+
+
+def test_split_layers_train_as_timm_s() -> None:
+    client.assert_trains_as_torch(Client(split, classified))
+
+
+def test_frozen_layers_are_left_as_they_are() -> None:
+    model = timm_layers.freeze_batch_norm_2d(CLIENTS["resnetv2"].network())
+
+    with pytest.warns(UserWarning, match="layers to convert, got none in ResNetV2"):
+        normscope.convert(model)
+
+
+def test_features_come_from_a_converted_model() -> None:
+    plain = seeded(lambda: timm.create_model("test_efficientnet", features_only=True))
+    model = normscope.convert(copy.deepcopy(plain), "local")
+    x = samples(3, 64, 64)
+
+    for feature, expected in zip(model(x), plain(x), strict=True):
+        torch.testing.assert_close(feature, expected, rtol=0, atol=client.TOLERANCE)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch_geometric: normalization over the nodes of graphs of unequal sizes."""
+
+from __future__ import annotations
+
+import client
+import pytest
+import torch
+from client import Client, Step, seeded
+from rank_pool import RankPool
+from torch import Tensor, nn
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import GCNConv, global_add_pool, models
+from torch_geometric.nn.norm import BatchNorm, HeteroBatchNorm
+
+import normscope
+
+
+def graphs() -> list[Data]:
+    generator = torch.Generator().manual_seed(1)
+
+    def graph(nodes: int) -> Data:
+        x = torch.randn(nodes, 5, dtype=torch.float64, generator=generator)
+        return Data(x=x, edge_index=torch.randint(nodes, (2, 3 * nodes), generator=generator))
+
+    return [graph(nodes) for nodes in range(6, 6 + 3 * client.SAMPLES, 3)]
+
+
+def of_graphs(model: nn.Module, part: slice) -> Tensor:
+    batch = Batch.from_data_list(graphs()[part])
+    y: Tensor = global_add_pool(model(batch.x, batch.edge_index), batch.batch)
+    return y
+
+
+class Network(nn.Module):
+    """Two convolutions with torch_geometric's own layer, which holds one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GCNConv(5, 8), GCNConv(8, 3)
+        self.norm = BatchNorm(8)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        y: Tensor = self.second(self.norm(self.first(x, edges)).relu(), edges)
+        return y
+
+
+def gin() -> nn.Module:
+    model: nn.Module = models.GIN(5, 8, num_layers=2, out_channels=3, norm="BatchNorm")
+    return model
+
+
+CLIENTS = {
+    "gcn": Client(lambda: seeded(Network), of_graphs),
+    "gin": Client(lambda: seeded(gin), of_graphs),
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_network_trains_as_with_torch_s_layers(name: str) -> None:
+    client.assert_trains_as_torch(CLIENTS[name])
+
+
+def on_rank(name: str) -> Step:
+    return client.step_on_rank(CLIENTS[name])
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
+    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)
+
+
+def test_a_layer_of_node_types_is_no_batch_normalization_of_torch() -> None:
+    with pytest.warns(UserWarning, match="layers to convert, got none in HeteroBatchNorm"):
+        normscope.convert(HeteroBatchNorm(8, num_types=2))

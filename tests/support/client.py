@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of the networks of every library: that they train as with torch's own layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torchvision_operators  # noqa: F401 - before any client is imported
+from rank_pool import RankPool
+from torch import distributed, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import normscope
+
+SAMPLES = 4
+RANKS = 2
+
+# Of the largest number of its kind. A layer differs by some roundings of 1e-16; networks of a
+# hundred layers multiply that by what they multiply any change of their inputs by.
+TOLERANCE = 1e-9
+
+Outputs = Callable[[nn.Module, slice], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Client:
+    """A network in float64, the same at each call, and what it makes of samples.
+
+    Args:
+        network: Makes it.
+        outputs: [n, *] of the n samples that a slice of all SAMPLES chooses.
+    """
+
+    network: Callable[[], nn.Module]
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step computes: outputs [n, *], gradients and buffers by name."""
+
+    outputs: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def seeded(network: Callable[[], nn.Module]) -> nn.Module:
+    """What a function makes, in float64 and in training, the same at each call."""
+    torch.manual_seed(0)
+    return network().double().train()
+
+
+def samples(*shape: int) -> torch.Tensor:
+    """All samples, [SAMPLES, *shape], the same at each call."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=generator)
+
+
+def step_of(model: nn.Module, outputs: Outputs, part: slice = slice(SAMPLES)) -> Step:
+    """A step whose loss is a sum over samples."""
+    y = outputs(model, part)
+    weights = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(y[0].shape)
+    loss: torch.Tensor = (weights * y + y.square()).sum()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return Step(y.detach(), gradients, {n: b.clone() for n, b in model.named_buffers()})
+
+
+def step_on_rank(client: Client) -> Step:
+    """The step of this rank's share of the samples, whose layers have the scope world."""
+    model = normscope.convert(client.network())
+    share = SAMPLES // distributed.get_world_size()
+    first = distributed.get_rank() * share
+    return step_of(model, client.outputs, slice(first, first + share))
+
+
+def assert_equal_steps(got: Step, expected: Step) -> None:
+    """They are as near to each other as TOLERANCE says."""
+    assert expected.gradients
+    assert got.gradients.keys() == expected.gradients.keys()
+    assert got.buffers.keys() == expected.buffers.keys()
+    _assert_near({"": got.outputs}, {"": expected.outputs})
+    _assert_near(got.gradients, expected.gradients)
+    _assert_near(got.buffers, expected.buffers)
+
+
+def _assert_near(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    largest = max((t.abs().max().item() for t in expected.values() if t.numel()), default=0.0)
+    for name, tensor in expected.items():
+        error = (got[name] - tensor).abs().max().item() if tensor.numel() else 0.0
+        assert error <= TOLERANCE * largest, f"{name}: off by {error}, of {largest}"
+
+
+def assert_trains_as_torch(client: Client) -> None:
+    """A step of the scope local is that of the library's own layers, and the way back is open."""
+    plain = client.network()
+    model = copy.deepcopy(plain)
+    classes = [type(layer) for layer in plain.modules()]
+
+    assert normscope.convert(model, "local") is model
+
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    assert layers
+    assert all(isinstance(layer, normscope.BatchNorm) for layer in layers)
+    assert_equal_steps(step_of(model, client.outputs), step_of(plain, client.outputs))
+    # A checkpoint of the one is one of the other.
+    other = client.network()
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        evaluated = client.outputs(model.eval(), slice(SAMPLES))
+        assert torch.equal(evaluated, client.outputs(other.eval(), slice(SAMPLES)))
+    normscope.revert(model)
+    assert [type(layer) for layer in model.modules()] == classes
+    with torch.no_grad():
+        assert torch.equal(evaluated, client.outputs(model, slice(SAMPLES)))
+
+
+def assert_ranks_train_as_one(
+    client: Client, ranks: RankPool, on_rank: Callable[[str], Step], name: str
+) -> None:
+    """The scope world on ranks of a share of the batch each is torch on the whole batch."""
+    steps: list[Step] = ranks.run(RANKS, on_rank, name)
+
+    outputs = torch.cat([step.outputs for step in steps])
+    gradients = {
+        key: sum((step.gradients[key] for step in steps), torch.zeros(()))
+        for key in steps[0].gradients
+    }
+    expected = step_of(client.network(), client.outputs)
+    for step in steps:
+        assert_equal_steps(Step(outputs, gradients, step.buffers), expected)
