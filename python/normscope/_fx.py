@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
 
 
-def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> torch.Tensor:  # noqa: ANN401
+def call_of_module(
+    module: torch.nn.Module, x: fx.Proxy, *arguments: object, mask: object = None
+) -> torch.Tensor:
     """Put a call of a layer into the graph that ``x`` is of, as it is done for torch.nn's layers.
 
     A tracer goes into modules of other libraries, and there is no list to join: so their forward
@@ -22,6 +24,7 @@ def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> tor
         module: The layer.
         x: Its input.
         arguments: What else its forward takes.
+        mask: The keyword of that name; None for none.
 
     Raises:
         TypeError: If the layer itself is traced, where a graph has no name for it; or if its class
@@ -48,4 +51,6 @@ def call_of_module(module: torch.nn.Module, x: fx.Proxy, *arguments: Any) -> tor
             "normscope.to_torch(model)",
             stacklevel=2,
         )
-    return cast("torch.Tensor", tracer.create_proxy("call_module", name, (x, *arguments), {}))
+    keywords = {} if mask is None else {"mask": mask}
+    call = tracer.create_proxy("call_module", name, (x, *arguments), keywords)
+    return cast("torch.Tensor", call)

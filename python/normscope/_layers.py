@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from normscope.activated import BatchNormAct
+
 Layer = TypeVar("Layer", bound=torch.nn.Module)
 Patterns = str | Iterable[str]
 
@@ -50,7 +52,10 @@ def _matching(argument: str, patterns: Patterns, names: list[str]) -> list[str]:
     return [name for found in matches.values() for name in found]
 
 
-def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What the forward of a layer was given, as hooks see it."""
-    x: torch.Tensor = args[0] if args else kwargs["input"]
-    return x
+def input_of(
+    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the forward of a layer was given, as hooks see it: the input and its mask."""
+    names = ("input", "residual", "mask") if isinstance(layer, BatchNormAct) else ("input", "mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return given["input"], given.get("mask")

@@ -109,7 +109,7 @@ def batch_norm(
             y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer, **accumulated)
     except (RuntimeError, TypeError) as error:
         # No others: checkpointing ends a recomputation by an exception of its own.
-        _tell_peers(error, scope, group)
+        tell_peers(error, scope, group)
         raise
     return cast("torch.Tensor", y)
 
@@ -151,12 +151,16 @@ def batch_norm_act(
             **accumulated,
         )
     except (RuntimeError, TypeError) as error:
-        _tell_peers(error, scope, group)
+        tell_peers(error, scope, group)
         raise
     return cast("torch.Tensor", y)
 
 
-def _tell_peers(error: Exception, scope: str, group: str) -> None:
+# running_mean, running_var and num_batches_tracked.
+Running = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def tell_peers(error: Exception, scope: str, group: str) -> None:
     """Tell the peers of a rank whose arguments did not reach the op."""
     # Errors of the library itself have told them what they need to know.
     if group and not isinstance(error, DistError):

@@ -28,6 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from normscope import _library, _process_group
 from normscope._moments import update_running
+from normscope._rows import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,9 +179,14 @@ class Meeting:
         return len(self._replicas) == 1
 
     def normalize(
-        self, replica: BatchNorm, x: torch.Tensor, scope: str, group_name: str
+        self,
+        replica: BatchNorm,
+        x: torch.Tensor,
+        scope: str,
+        group_name: str,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Normalize one replica's part of the batch of all of them.
+        """Normalize one replica's part of the batch of all of them, or what a mask leaves of it.
 
         Raises:
             ValueError: If the replicas have one value per channel together.
@@ -192,6 +198,9 @@ class Meeting:
         try:
             replica._check_input_dim(x)
             _check_scope(scope, group_name)
+            if mask is not None:
+                rows, whole = Rows.of(x, mask), x
+                x = rows.take(x)
             moments: torch.Tensor = _Moments.apply(x, weight, call)  # type: ignore[no-untyped-call]
             with self._condition:
                 total = self._meet(replica, _Arrival(moments, x, call))
@@ -199,7 +208,7 @@ class Meeting:
             self._fail(f"{type(error).__name__}: {error}")
             raise
         y: torch.Tensor = _Normalize.apply(x, weight, bias, total, call)  # type: ignore[no-untyped-call]
-        return y
+        return y if mask is None else rows.put(y, whole)
 
     def _meet(self, replica: BatchNorm, arrival: _Arrival) -> torch.Tensor:
         """The moments of all replicas, on the device of this one."""

@@ -13,6 +13,7 @@ def evaluated(
     bias: torch.Tensor | None,
     training: bool,  # noqa: FBT001 - TorchScript's calls are by position
     eps: float,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalize by running statistics, or by those of ``x`` if there are none.
 
@@ -24,9 +25,11 @@ def evaluated(
         bias: [C].
         training: Whether the layer is in training.
         eps: What is added to the variance.
+        mask: [N, 1, *], True where x counts; None if it all does.
 
     Raises:
-        RuntimeError: In training, which is not compiled.
+        RuntimeError: In training, which is not compiled; or if there is a mask and no running
+            statistics.
     """
     if training:
         raise RuntimeError(
@@ -34,7 +37,23 @@ def evaluated(
             "call eval(), or script normscope.to_torch(model), which shares no statistics"
         )
     has_none = running_mean is None and running_var is None
+    if mask is not None:
+        if has_none:
+            raise RuntimeError(
+                "mask: expected a scripted layer that has running statistics, got one without"
+            )
+        x = filled(x, mask)
     return functional.batch_norm(x, running_mean, running_var, weight, bias, has_none, 0.0, eps)
+
+
+def filled(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Put zeros where a mask is False; of a larger shape if the two broadcast.
+
+    Args:
+        x: What is masked, in whose memory format the result is; masked_fill's is not.
+        mask: That is True where x counts.
+    """
+    return torch.where(mask, x, 0.0)
 
 
 def activated(y: torch.Tensor, activation: str, negative_slope: float) -> torch.Tensor:

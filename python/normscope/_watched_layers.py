@@ -43,14 +43,14 @@ class WatchedLayer:
     seconds: float = 0.0
     exchanges: int = 0
 
-    def look(self, x: torch.Tensor) -> None:
-        """Take the moments of an input."""
+    def look(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Take the moments of an input, of which a mask says what counts."""
         if self.parts is not None and x.shape[0] < self.parts:
             raise ValueError(
                 f"batches: expected at least {self.parts} samples, one for each rank, got "
                 f"{x.shape[0]} in {self.name or 'model'}"
             )
-        moments = PartMoments.of(x, 1 if self.parts is None else self.parts)
+        moments = PartMoments.of(x, 1 if self.parts is None else self.parts, mask=mask)
         if self.calls_of_batch == len(self.calls):
             self.calls.append(moments)
         else:
@@ -68,11 +68,11 @@ def watched(watch: WatchedLayer) -> Iterator[None]:
         nonlocal before
         before = communication_counters()
 
-    def end(_layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _y: object) -> None:
+    def end(layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _y: object) -> None:
         after = communication_counters()
         watch.exchanges += after.calls - before.calls
         watch.seconds += after.seconds - before.seconds
-        watch.look(input_of(args, kwargs))
+        watch.look(*input_of(layer, args, kwargs))
 
     hooks = [
         watch.layer.register_forward_pre_hook(begin),

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization with the activation that follows it."""
 
+# A mask is given by name; TorchScript reads comments of types in a forward as its own.
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from functools import partial
@@ -11,10 +14,13 @@ from torch.fx import Proxy
 
 from normscope import _library
 from normscope._fx import call_of_module
-from normscope._scripted import activated, added, evaluated
+from normscope._rows import Residual
+from normscope._scripted import activated, added, evaluated, filled
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,10 +65,12 @@ class BatchNormAct(BatchNorm):
     Shape:
         - Input: [N, C, *]
         - Residual: that of the input, or one that broadcasts with it
+        - Mask: that of :class:`BatchNorm`; the output is 0 where it is False, after the activation
         - Output: that of the input
 
     Raises:
-        ValueError: If activation is none of those, or for a reason of :class:`BatchNorm`.
+        ValueError: If activation is none of those, the residual of an input with a mask is larger
+            than the input, or for a reason of :class:`BatchNorm`.
         RuntimeError: If the residual does not broadcast with the input or lies on another device,
             or for a reason of :class:`BatchNorm`.
 
@@ -116,32 +124,51 @@ class BatchNormAct(BatchNorm):
         self.activation = activation
         self.negative_slope = negative_slope
 
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalize ``input`` [N, C, *], add ``residual``, and activate."""
+    def forward(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,  # TorchScript knows no default of one by name alone
+    ) -> torch.Tensor:
+        """Normalize ``input`` [N, C, *], add ``residual``, and activate; 0 if ``mask`` is False."""
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             if isinstance(input, Proxy):
-                return call_of_module(self, input, *(() if residual is None else (residual,)))
+                others = () if residual is None else (residual,)
+                return call_of_module(self, input, *others, mask=mask)
+            if mask is not None:
+                return self._normalize_masked(input, mask, residual)
             if self.training and self._has_one_op(input, residual):
-                op = partial(
-                    _library.batch_norm_act, self.activation, self.negative_slope, residual
-                )
-                return self._train(input, op)
-            y = super().forward(input)
-        else:
-            y = evaluated(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                self.training,
-                self.eps,
-            )
+                return self._train(input, self._op(input, residual))
+            return self._finish(super().forward(input), residual)
+        y = evaluated(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            self.eps,
+            mask,
+        )
         if residual is not None:
             y = added(y, residual, self._adds_into)
+        y = activated(y, self.activation, self.negative_slope)
+        return y if mask is None else filled(y, mask)
+
+    def _op(self, x: torch.Tensor, residual: Residual) -> Callable[..., torch.Tensor]:
+        if self._has_one_op(x, residual):
+            assert not isinstance(residual, float)
+            return partial(_library.batch_norm_act, self.activation, self.negative_slope, residual)
+        return lambda *given, **keywords: self._finish(
+            _library.batch_norm(*given, **keywords), residual
+        )
+
+    def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
+        if residual is not None:
+            y = added(y, residual, self._adds_into)  # type: ignore[arg-type] # or a number
         return activated(y, self.activation, self.negative_slope)
 
-    def _has_one_op(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    def _has_one_op(self, x: torch.Tensor, residual: Residual) -> bool:
         """Whether one op does it all: not for every sum that torch can make."""
         if torch.compiler.is_compiling():
             return False  # compilers fuse by themselves

@@ -246,7 +246,8 @@ class _Look:
         # A graph that is compiled now would go on to look when the hook is gone.
         if self._moments is None or not layer.training or torch.compiler.is_compiling():
             return
-        moments = PartMoments.of(input_of(args, kwargs))
+        x, mask = input_of(layer, args, kwargs)
+        moments = PartMoments.of(x, mask=mask)
         before = self._moments.get(self._name)
         if before is None or moments.counts.item() < before.counts.item():
             self._moments[self._name] = moments

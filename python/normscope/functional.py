@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from normscope import _library, _process_group
+from normscope._masked import MaskedOp, normalize_filled, normalize_rows
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def batch_norm(
     scope: Scope | str = "world",
     process_group: ProcessGroup | None = None,
     slice_stats: SliceStats = "pooled",
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalize over the norm batch that the scope chooses, as :class:`normscope.BatchNorm` does.
 
@@ -49,14 +51,16 @@ def batch_norm(
         process_group: The ranks that the scope speaks of; None for the default group, if there is
             one.
         slice_stats: How the slices of ``slices:K`` update the running statistics.
+        mask: True where x counts; elsewhere the result is 0. None if all of x counts.
 
     Shape:
         - x, and the result: [N, C, *]
         - running_mean, running_var, weight, bias: [C]
+        - mask: bool [N, 1, *]
 
     Raises:
-        ValueError: If scope, slice_stats or eps is malformed, or a norm batch has one value per
-            channel.
+        ValueError: If scope, slice_stats, eps or mask is malformed, or a norm batch has one value
+            per channel.
         RuntimeError: If shapes or dtypes do not fit, or the ranks cannot exchange.
 
     Example:
@@ -69,11 +73,21 @@ def batch_norm(
     parsed = Scope(str(scope))
     if not training:
         has_none = running_mean is None and running_var is None
-        return torch.nn.functional.batch_norm(
-            x, running_mean, running_var, weight, bias, has_none, eps=eps
-        )
+
+        def evaluate(x: torch.Tensor, _residual: None = None) -> torch.Tensor:
+            return torch.nn.functional.batch_norm(
+                x, running_mean, running_var, weight, bias, has_none, eps=eps
+            )
+
+        if mask is None:
+            return evaluate(x)
+        normalize = normalize_rows if has_none else normalize_filled
+        return normalize(x, mask, None, evaluate)
     text, group_name = _process_group.scope_and_group_in_use(parsed, given, x)
-    return _library.batch_norm(
+    op = _library.batch_norm
+    if mask is not None:
+        op = MaskedOp(mask, lambda *_: _library.batch_norm, lambda y, _: y)
+    return op(
         x,
         weight,
         bias,

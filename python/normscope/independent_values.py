@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from normscope import _library
+from normscope._rows import unmasked_rows
 
 # Standard errors that the ends of a 90 % interval lie from the estimate.
 _ERRORS_OF_INTERVAL = 1.645
@@ -26,9 +27,18 @@ class PartMoments:
     rows: torch.Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, parts: int = 1) -> PartMoments:
-        """Of one batch x [N, C, *], cut along N as torch.tensor_split does."""
-        return cls(_library.part_moments(x, parts))
+    def of(
+        cls, x: torch.Tensor, parts: int = 1, *, mask: torch.Tensor | None = None
+    ) -> PartMoments:
+        """Of one batch x [N, C, *], cut along N as torch.tensor_split does.
+
+        A mask [N, 1, *] says what of it counts.
+        """
+        if mask is None:
+            return cls(_library.part_moments(x, parts))
+        cut = zip(x.tensor_split(parts), mask.tensor_split(parts), strict=True)
+        rows = [_library.part_moments(unmasked_rows(*part), 1) for part in cut]
+        return cls(torch.cat(rows, dim=1))
 
     @classmethod
     def of_nothing(cls, channels: int) -> PartMoments:

@@ -8,19 +8,27 @@ import torch
 from normscope.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 
-class LazyBatchNorm1d(torch.nn.LazyBatchNorm1d, BatchNorm1d):
+class _TakesMask(torch.nn.modules.batchnorm._LazyNormBase):
+    """A lazy layer whose first input may have a mask."""
+
+    def initialize_parameters(self, input: torch.Tensor, *, mask: object = None) -> None:
+        """Take the number of channels from ``input`` [N, C, *]."""
+        super().initialize_parameters(input)
+
+
+class LazyBatchNorm1d(_TakesMask, torch.nn.LazyBatchNorm1d, BatchNorm1d):
     """A torch.nn.LazyBatchNorm1d that becomes a :class:`normscope.BatchNorm1d`."""
 
     cls_to_become = BatchNorm1d
 
 
-class LazyBatchNorm2d(torch.nn.LazyBatchNorm2d, BatchNorm2d):
+class LazyBatchNorm2d(_TakesMask, torch.nn.LazyBatchNorm2d, BatchNorm2d):
     """A torch.nn.LazyBatchNorm2d that becomes a :class:`normscope.BatchNorm2d`."""
 
     cls_to_become = BatchNorm2d
 
 
-class LazyBatchNorm3d(torch.nn.LazyBatchNorm3d, BatchNorm3d):
+class LazyBatchNorm3d(_TakesMask, torch.nn.LazyBatchNorm3d, BatchNorm3d):
     """A torch.nn.LazyBatchNorm3d that becomes a :class:`normscope.BatchNorm3d`."""
 
     cls_to_become = BatchNorm3d

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -12,7 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope import _library, _process_group, _replicas
 from normscope._fx import call_of_module
-from normscope._scripted import evaluated
+from normscope._masked import MaskedOp, normalize_alone, normalize_filled, recomputes
+from normscope._rows import Residual
+from normscope._scripted import evaluated, filled
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class BatchNorm(_BatchNorm):
     * In training, parameters and running statistics are float32 or of the input's dtype.
     * The gradient can be differentiated once more, which is a collective of its own: all ranks of
       the scope do so, or none. A third derivative raises.
+    * ``layer(x, mask=mask)`` leaves out what the mask does not keep: padding, for example. y is 0
+      there, and nothing that lies there reaches a statistic or a gradient.
     * A forward inside a backward, as activation checkpointing makes it, leaves the running
       statistics alone; see :func:`~normscope.checkpoint_context`.
 
@@ -78,17 +81,23 @@ class BatchNorm(_BatchNorm):
 
     Shape:
         - Input: [N, C, *]
+        - Mask: bool [N, 1, *], True where the input counts; None if it all does
         - Output: that of the input, in its dtype and memory format
 
     Raises:
         ValueError: If scope or slice_stats is malformed, the input has another number of
-            dimensions, or a norm batch has one value per channel.
+            dimensions, the mask another shape, dtype or device, or a norm batch has one value per
+            channel.
         RuntimeError: If channels or dtypes do not fit, or the ranks cannot exchange.
 
     Example:
         >>> layer = BatchNorm(3, scope="slices:2")
         >>> layer(torch.randn(4, 3, 5)).shape
         torch.Size([4, 3, 5])
+        >>> layer(torch.ones(2, 3, 2), mask=torch.tensor([[[True, True]], [[False, False]]]))[1]
+        tensor([[0., 0.],
+                [0., 0.],
+                [0., 0.]], grad_fn=<SelectBackward0>)
     """
 
     dims: ClassVar[tuple[int, ...]] = ()  # that an input may have; (): any from 2
@@ -158,15 +167,17 @@ class BatchNorm(_BatchNorm):
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         self.group_name = _process_group.name_of(group)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize ``input`` [N, C, *]."""
+    def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalize ``input`` [N, C, *], where ``mask`` [N, 1, *] is True; else y is 0."""
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             if isinstance(input, Proxy):
-                return call_of_module(self, input)
+                return call_of_module(self, input, mask=mask)
+            if mask is not None:
+                return self._normalize_masked(input, mask, None)
             if not self.training:
                 return super().forward(input)
             return self._train(input, _library.batch_norm)
-        return evaluated(
+        y = evaluated(
             input,
             self.running_mean,
             self.running_var,
@@ -174,7 +185,30 @@ class BatchNorm(_BatchNorm):
             self.bias,
             self.training,
             self.eps,
+            mask,
         )
+        return y if mask is None else filled(y, mask)
+
+    def _normalize_masked(
+        self, x: torch.Tensor, mask: torch.Tensor, residual: Residual
+    ) -> torch.Tensor:
+        if self.training:
+            return self._train(x, MaskedOp(mask, self._op, self._finish, residual))
+        self._check_input_dim(x)
+        if self.running_mean is not None or self.running_var is not None:
+            return normalize_filled(x, mask, residual, self._evaluate)
+        return normalize_alone(x, mask, residual, self, self._finish)
+
+    def _op(self, x: torch.Tensor, residual: Residual) -> Callable[..., torch.Tensor]:
+        """The op of training for an input, or a part of it, and what is added to its output."""
+        return _library.batch_norm
+
+    def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
+        """What follows on the normalization."""
+        return y
+
+    def _evaluate(self, x: torch.Tensor, residual: Residual) -> torch.Tensor:
+        return self._finish(super().forward(x), residual)
 
     def _train(self, input: torch.Tensor, op: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Normalize ``input`` by an op, with the arguments that all ops of training take."""
@@ -182,7 +216,10 @@ class BatchNorm(_BatchNorm):
             self._scope, self.group_name, input
         )
         if self._meeting is not None and not Scope(scope).is_of_one_rank:
-            return self._meeting.normalize(self, input, scope, group_name)
+            if not isinstance(op, MaskedOp):
+                return self._meeting.normalize(self, input, scope, group_name)
+            y = self._meeting.normalize(self, input, scope, group_name, op.mask)
+            return op.finish(y)
         if not self.layer_name and group_name and not self._scope.is_of_one_rank:
             self.layer_name = _process_group.name_of_layer(group_name)
         # From where they are: torch.nn.Module takes long to find attributes.
@@ -198,10 +235,10 @@ class BatchNorm(_BatchNorm):
             running_mean = self.running_mean if has_statistics else None
             running_var = self.running_var if has_statistics else None
             num_batches_tracked = self.num_batches_tracked if has_statistics else None
-        accumulator = self._accumulator
+        accumulator, moments = self._accumulator, {}
         if accumulator is not None:
             running_mean = running_var = num_batches_tracked = None
-            op = partial(op, accumulated=accumulator.moments)
+            moments = {"accumulated": accumulator.moments}
         y = op(
             input,
             weight,
@@ -216,9 +253,10 @@ class BatchNorm(_BatchNorm):
             slice_stats=self.slice_stats,
             group=group_name,
             layer=self.layer_name,
+            **moments,
         )
         if has_statistics:
-            self._count_elements(input)
+            self._count_elements(input, op)
         return y
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation; the op's text
@@ -241,22 +279,18 @@ class BatchNorm(_BatchNorm):
         state.pop("_accumulator", None)  # a copy is in no block
         return state
 
-    def _count_elements(self, x: torch.Tensor) -> None:
+    def _count_elements(self, x: torch.Tensor, op: Callable[..., torch.Tensor]) -> None:
         counter = self if self._accumulator is None else self._accumulator
         if torch.compiler.is_compiling():
             counter.elements_seen = None  # a graph that held the count would be compiled every step
-        elif counter.elements_seen is not None and not _recomputes():
+        elif counter.elements_seen is not None and not recomputes():
+            elements = op.elements if isinstance(op, MaskedOp) else x.numel()
             # torch.nn.Module's own assignment takes microseconds.
-            object.__setattr__(counter, "elements_seen", counter.elements_seen + x.numel())
+            object.__setattr__(counter, "elements_seen", counter.elements_seen + elements)
 
     def extra_repr(self) -> str:
         """Torch's text, and the scope."""
         return f"{super().extra_repr()}, scope={self.scope}"  # type: ignore[no-untyped-call]
-
-
-def _recomputes() -> bool:
-    """Whether a backward is running, as in checkpointing: it updates no running statistics."""
-    return torch._C._current_graph_task_id() >= 0
 
 
 class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):

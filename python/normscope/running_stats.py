@@ -15,6 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from normscope import _library, _process_group
+from normscope._layers import input_of
+from normscope._rows import unmasked_rows
 from normscope.modules import BatchNorm
 
 if TYPE_CHECKING:
@@ -271,7 +273,9 @@ def _moments_of_inputs(
     seen = {layer: _no_elements(layer) for _, layer in layers}
 
     def watch(layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[layer] = seen[layer].merged(_Moments.of(args[0] if args else kwargs["input"]))
+        x, mask = input_of(layer, args, kwargs)
+        counting = x if mask is None else unmasked_rows(x, mask)
+        seen[layer] = seen[layer].merged(_Moments.of(counting))
 
     hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in seen]
     try:

@@ -26,7 +26,7 @@ class Scaled(nn.BatchNorm2d):
         return self.gain * super().forward(input)
 
 
-class ScopedScaled(Scaled, normscope.BatchNorm2d):
+class ScopedScaled(Scaled, normscope.BatchNorm2d):  # type: ignore[misc] # no masks
     pass
 
 

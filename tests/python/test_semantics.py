@@ -161,6 +161,41 @@ def test_a_rank_with_an_empty_batch_takes_part_with_count_zero(
     assert got["num_batches_tracked"].item() == 0
 
 
+def step_of_masked_rank() -> tuple[Tensors, torch.Tensor]:
+    x = joined(4)[split_of((1, 3), distributed.get_rank())]
+    mask = x[:, :1] > 7
+    answers = step(
+        Masked(normscope.BatchNorm2d(3, dtype=torch.float64), mask),
+        torch.where(mask, x, float("nan")),
+    )
+    return answers, mask
+
+
+class Masked(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.layer, self.mask = layer, mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x, mask=self.mask)
+        return y
+
+
+def test_only_what_a_mask_leaves_counts_and_zeros_are_elsewhere(ranks: RankPool) -> None:
+    rows = joined(4).movedim(1, -1)
+    expected = step(normscope.BatchNorm1d(3, dtype=torch.float64), rows[rows[..., 0] > 7])
+    answers = ranks.run(2, step_of_masked_rank)
+
+    for name in ("y", "dx"):
+        got = [got[name].movedim(1, -1)[mask.squeeze(1)] for got, mask in answers]
+        assert torch.equal(torch.cat(got), expected[name])
+    for got, mask in answers:
+        assert got["y"][~mask.expand_as(got["y"])].count_nonzero() == 0
+        assert got["dx"][~mask.expand_as(got["y"])].count_nonzero() == 0
+        for name in ("running_mean", "running_var"):
+            assert torch.equal(got[f"layer.{name}"], expected[name])
+
+
 def weighted_means_of_joined_batches(values: tuple[tuple[float, ...], ...]) -> list[float]:
     own = values[distributed.get_rank()]
     batches = [torch.arange(n).double() for n in own]

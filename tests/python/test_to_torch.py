@@ -27,7 +27,7 @@ ACTIVATIONS = {
 
 
 class Centred(normscope.BatchNorm2d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(input) - 0.5
 
 

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks: as torch's layer on the values that count, with the bits of ours on them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, get_args
+
+import pytest
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import normscope
+from normscope.modules import SliceStats
+
+pytestmark = pytest.mark.on_device
+
+# Of a few hundred entries of order one, in float64: eps 2e-16 times some hundred roundings.
+ROUNDING = 1e-12
+
+LAYERS: dict[int, type[normscope.BatchNorm]] = {
+    2: normscope.BatchNorm1d,
+    3: normscope.BatchNorm1d,
+    4: normscope.BatchNorm2d,
+    5: normscope.BatchNorm3d,
+}
+SHAPES = [(9, 3), (6, 3, 8), (6, 3, 5, 4), (6, 3, 2, 3, 2)]
+TRASH = (float("nan"), float("inf"), -float("inf"), 1e30)
+
+Tensors = dict[str, torch.Tensor]
+
+
+def masked_input(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input far from zero, and a mask of about half of it."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 2 + 5
+    mask = torch.rand(shape[0], 1, *shape[2:], generator=generator) > 0.5
+    return x.to(dtype), mask
+
+
+def with_trash(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """What is masked replaced by what must not get out."""
+    trash = torch.tensor(TRASH, dtype=x.dtype).repeat(x.numel())[: x.numel()]
+    return torch.where(mask, x, trash.view(x.shape))
+
+
+def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x.movedim(1, -1)[mask.squeeze(1)]
+
+
+def step(layer: _BatchNorm, x: torch.Tensor, **keywords: Any) -> Tensors:  # noqa: ANN401
+    """A forward, and a backward whose gradient is no constant; gradients are new ones."""
+    x = x.detach().requires_grad_()
+    y = layer(x, **keywords)
+    dy = y.detach().double().sin().to(y.dtype)
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    gradients = torch.autograd.grad(y, list(inputs.values()), dy)
+    return {
+        "y": y.detach(),
+        **{f"d{name}": g for name, g in zip(inputs, gradients, strict=True)},
+        **copy.deepcopy(layer.state_dict()),
+    }
+
+
+def calls() -> int:
+    return normscope.communication_counters().calls
+
+
+def assert_as_on_rows(got: Tensors, rows: Tensors, mask: torch.Tensor, *, bits: bool) -> None:
+    """As a step on the rows, and zeros elsewhere."""
+    for name, value in got.items():
+        wanted = rows[name]
+        if name in ("y", "dx"):
+            assert value[~mask.expand_as(value)].count_nonzero() == 0
+            value = rows_of(value, mask)
+        if bits:
+            assert torch.equal(value, wanted), name
+        else:
+            torch.testing.assert_close(value, wanted, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_a_step_is_torch_s_on_what_counts(shape: tuple[int, ...], momentum: float | None) -> None:
+    x, mask = masked_input(shape)
+    theirs = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+    ours = LAYERS[len(shape)](3, momentum=momentum, dtype=torch.float64)
+
+    for _ in range(2):
+        expected = step(theirs, rows_of(x, mask))
+        assert_as_on_rows(step(ours, with_trash(x, mask), mask=mask), expected, mask, bits=False)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_bits_are_ours_on_the_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, mask = masked_input(shape, dtype)
+    layer = LAYERS[len(shape)](3, dtype=torch.float64 if dtype == torch.float64 else None)
+    alone = normscope.BatchNorm(3, dtype=layer.weight.dtype)
+
+    expected = step(alone, rows_of(x, mask))
+
+    assert_as_on_rows(step(layer, with_trash(x, mask), mask=mask), expected, mask, bits=True)
+    assert layer.elements_seen == 3 * int(mask.sum())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_of_ones_is_none_but_for_roundings(training: bool) -> None:  # noqa: FBT001
+    x, mask = masked_input((6, 3, 5, 4))
+    for scope in ("world", "slices:3"):
+        layer = normscope.BatchNorm2d(3, scope=scope, dtype=torch.float64).train(training)
+        alone = copy.deepcopy(layer)
+
+        got, expected = step(layer, x, mask=torch.ones_like(mask)), step(alone, x)
+
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=ROUNDING, atol=ROUNDING)
+        assert layer.elements_seen == alone.elements_seen
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_y_and_dx_keep_the_memory_format(
+    training: bool,  # noqa: FBT001
+    layout: torch.memory_format,
+) -> None:
+    x, mask = masked_input((6, 3, 5, 4))
+    x = x.to(memory_format=layout)
+    layer = normscope.BatchNorm2d(3, dtype=torch.float64).train(training)
+
+    got = step(layer, x, mask=mask)
+
+    assert got["y"].stride() == got["dx"].stride() == x.stride()
+
+
+def reference_on_slices(
+    layer: nn.BatchNorm1d, parts: list[torch.Tensor], slice_stats: str
+) -> torch.Tensor:
+    counted = {"pooled": [torch.cat(parts)], "first": parts[:1], "sequential": parts}[slice_stats]
+    with torch.no_grad():
+        for rows in counted:
+            if len(rows):
+                layer(rows)
+    return torch.cat(
+        [
+            functional.batch_norm(rows, None, None, layer.weight, layer.bias, training=True)
+            for rows in parts
+        ]
+    )
+
+
+@pytest.mark.parametrize("slice_stats", get_args(SliceStats))
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("hidden", [None, 0, 1])
+def test_slices_are_of_samples(
+    slice_stats: SliceStats, momentum: float | None, hidden: int | None
+) -> None:
+    x, mask = masked_input((7, 3, 5, 4))  # slices of 3, 3 and 1 samples
+    if hidden is not None:
+        mask.chunk(3)[hidden].zero_()
+    theirs = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+    ours = normscope.BatchNorm2d(
+        3, momentum=momentum, dtype=torch.float64, scope="slices:3", slice_stats=slice_stats
+    )
+    cut = zip(x.chunk(3), mask.chunk(3), strict=True)
+    leaves = [rows_of(*part).requires_grad_() for part in cut]
+
+    y = reference_on_slices(theirs, leaves, slice_stats)
+    gradients = torch.autograd.grad(y, [*leaves, *theirs.parameters()], y.detach().sin())
+    got = step(ours, with_trash(x, mask), mask=mask)
+
+    rows = {"y": y.detach(), "dx": torch.cat(gradients[:3]), **theirs.state_dict()}
+    rows.update(zip(("dweight", "dbias"), gradients[3:], strict=True))
+    assert_as_on_rows(got, rows, mask, bits=False)
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2", "norm_batch:2"])
+def test_one_value_raises_and_updates_nothing(scope: str) -> None:
+    x, mask = masked_input((4, 3, 5, 4))
+    mask[-2:] = False
+    mask[-1, 0, 0, 0] = True
+    if scope == "local":
+        mask[:2] = False
+    for slice_stats in get_args(SliceStats):
+        layer = normscope.BatchNorm2d(3, scope=scope, slice_stats=slice_stats, dtype=torch.float64)
+        before = copy.deepcopy(layer.state_dict())
+
+        with pytest.raises(
+            ValueError, match="Expected more than 1 value per channel when training"
+        ):
+            layer(x, mask=mask)
+
+        assert all(torch.equal(value, before[n]) for n, value in layer.state_dict().items())
+        assert layer.elements_seen == 0
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2"])
+def test_where_nothing_counts_nothing_is_updated(scope: str) -> None:
+    layer = normscope.BatchNorm2d(3, scope=scope)
+    x, mask = masked_input((4, 3, 5, 4), torch.float32)
+    before = copy.deepcopy(layer.state_dict())
+
+    got = step(layer, with_trash(x, mask & False), mask=mask & False)
+
+    for name in ("y", "dx", "dweight", "dbias"):
+        assert got[name].count_nonzero() == 0
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def step_of_rank(
+    scope: str, sizes: tuple[int, ...], hidden: tuple[int, ...]
+) -> tuple[Tensors, int, int | None]:
+    rank = distributed.get_rank()
+    x, mask = masked_input((sum(sizes), 3, 5, 4), torch.float32)
+    part = split_of(sizes, rank)
+    x, mask = x[part][..., : 5 - rank, :], mask[part][..., : 5 - rank, :].clone()
+    if rank in hidden:
+        mask.zero_()
+    layer = normscope.BatchNorm2d(3, scope=scope)
+    before = calls()
+    got = step(layer, with_trash(x, mask), mask=mask)
+    return got, calls() - before, layer.elements_seen
+
+
+@pytest.mark.parametrize(
+    ("scope", "sizes", "hidden"),
+    [
+        ("world", (3, 2), ()),
+        ("world", (3, 1, 2), (1,)),
+        ("world", (2, 0, 2), (2,)),
+        ("norm_batch:7", (2, 3, 1), (0,)),
+        ("world", (2, 2), (0, 1)),
+    ],
+)
+def test_ranks_are_exact_and_each_exchanges_whatever_is_masked(
+    ranks: RankPool, scope: str, sizes: tuple[int, ...], hidden: tuple[int, ...]
+) -> None:
+    x, mask = masked_input((sum(sizes), 3, 5, 4), torch.float32)
+    parts = []
+    for rank in range(len(sizes)):
+        part = split_of(sizes, rank)
+        own = mask[part][..., : 5 - rank, :] & (rank not in hidden)
+        parts.append((rows_of(x[part][..., : 5 - rank, :], own), own))
+    expected = step(normscope.BatchNorm(3), torch.cat([rows for rows, _ in parts]))
+
+    answers = ranks.run(len(sizes), step_of_rank, scope, sizes, hidden)
+
+    begin = 0
+    for (rows, own), (got, made, seen) in zip(parts, answers, strict=True):
+        end = begin + len(rows)
+        for name in ("y", "dx"):
+            assert torch.equal(rows_of(got[name], own), expected[name][begin:end])
+            assert got[name][~own.expand_as(got[name])].count_nonzero() == 0
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert torch.equal(got[name], expected[name])
+        assert made == (2 if scope == "world" else 3)  # the agreement on samples is one
+        assert seen == rows.numel()
+        begin = end
+
+
+def layer_of_a_wrong_mask() -> str:
+    x, mask = masked_input((4, 3, 5, 4), torch.float32)
+    given = mask if distributed.get_rank() == 0 else mask.expand(4, 3, 5, 4)
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        normscope.BatchNorm2d(3)(x, mask=given)
+    return str(raised.value)
+
+
+def test_peers_of_a_rank_whose_mask_is_wrong_are_told(ranks: RankPool) -> None:
+    told, own = ranks.run(2, layer_of_a_wrong_mask)
+
+    assert own == "mask: expected shape [4, 1, 5, 4], as x [N, 1, *], got [4, 3, 5, 4]"
+    assert "ValueError: mask: expected shape" in told
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda mask: mask.float(), "a tensor of torch.bool, got torch.float32"),
+        (lambda mask: mask.tolist(), "a tensor of torch.bool, got list"),
+        (lambda mask: mask[:, 0], r"shape \[4, 1, 5, 4\], as x \[N, 1, \*\], got \[4, 5, 4\]"),
+        (lambda mask: mask[:1], r"shape \[4, 1, 5, 4\], .* got \[1, 1, 5, 4\]"),
+        (lambda mask: mask.to("meta"), "x's device, cpu, got meta"),
+    ],
+)
+def test_what_is_wrong_with_a_mask_is_named(
+    training: bool,  # noqa: FBT001
+    change: Any,  # noqa: ANN401
+    message: str,
+) -> None:
+    x, mask = masked_input((4, 3, 5, 4), torch.float32)
+    layer = normscope.BatchNorm2d(3, scope="local").train(training)
+
+    with pytest.raises(ValueError, match=f"^mask: expected {message}$"):
+        layer(x, mask=change(mask))
+    with pytest.raises(ValueError, match=r"^x: expected 4 dimensions, got 3$"):
+        layer(x[0], mask=mask[0])
+    with pytest.raises(RuntimeError):
+        layer(x[:, :2], mask=mask)
+
+
+def test_slices_may_be_more_than_any_batch_has_and_their_rule_is_checked() -> None:
+    x, mask = masked_input((4, 3, 5, 4))
+
+    def call(count: int, slice_stats: Any) -> torch.Tensor:  # noqa: ANN401
+        return normscope.functional.batch_norm(
+            x, None, None, training=True, scope=f"slices:{count}", mask=mask,
+            slice_stats=slice_stats,
+        )  # fmt: skip
+
+    assert torch.equal(call(2**62, "pooled"), call(4, "pooled"))
+    with pytest.raises(ValueError, match="slice_stats: expected pooled, first or sequential"):
+        call(2, "last")
+
+
+def test_a_lazy_layer_takes_its_channels_from_a_masked_input() -> None:
+    x, mask = masked_input((4, 3, 5, 4), torch.float32)
+    layer: Any = normscope.convert(nn.LazyBatchNorm2d(), scope="local")
+
+    y = layer(x, mask=mask)
+
+    assert type(layer) is normscope.BatchNorm2d
+    assert torch.equal(y, normscope.BatchNorm2d(3, scope="local")(x, mask=mask))

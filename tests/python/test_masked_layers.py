@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks beside all else that a layer does: activations, evaluation, graphs, checkpointing."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+from rank_pool import RankPool, split_of
+from torch import distributed, fx, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+from normscope.activated import Activation
+
+pytestmark = pytest.mark.on_device
+
+# Of a few hundred entries of order one, in float64: eps 2e-16 times some hundred roundings.
+ROUNDING = 1e-12
+
+Call = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def inputs(dtype: torch.dtype = torch.float32, count: int = 2) -> list[torch.Tensor]:
+    """A mask [6, 1, 5, 4], and inputs that are not finite where it is False."""
+    mask = torch.rand(6, 1, 5, 4) > 0.5
+    trash = torch.tensor([float("nan"), float("inf")], dtype=dtype)
+    others = [torch.randn(6, 3, 5, 4, dtype=dtype) + 2 for _ in range(count)]
+    return [mask, *(torch.where(mask, x, trash.repeat(10).view(5, 4)) for x in others)]
+
+
+def step(layer: nn.Module, call: Call, mask: torch.Tensor, *given: torch.Tensor) -> Any:  # noqa: ANN401
+    """All that comes out of a training step: y, gradients, buffers."""
+    leaves = [t.clone().requires_grad_() for t in given]
+    y = call(*leaves, mask=mask)
+    dy = y.detach().double().sin().to(y.dtype)
+    found = torch.autograd.grad(y, [*leaves, *layer.parameters()], dy)
+    return [y.detach(), *found, *(buffer.clone() for buffer in layer.buffers())]
+
+
+def on_rows(layer: nn.Module) -> Call:
+    """The same by torch's indexing, with a layer for rows [M, C]."""
+
+    def call(x: torch.Tensor, *residual: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        taken = [t.expand(x.shape).movedim(1, -1)[mask.squeeze(1)] for t in (x, *residual)]
+        rows = layer(*taken)
+        y = rows.new_zeros(x.movedim(1, -1).shape)
+        y = y.index_put(mask.squeeze(1).nonzero(as_tuple=True), rows)
+        moved: torch.Tensor = y.movedim(-1, 1)
+        return moved
+
+    return call
+
+
+def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_activation_has_the_bits_of_its_layer_on_rows(
+    activation: Activation,
+    training: bool,  # noqa: FBT001
+    count: int,
+) -> None:
+    layer = normscope.BatchNormAct2d(3, activation=activation, scope="local").double()
+    alone = normscope.BatchNormAct1d(3, activation=activation, scope="local").double()
+    nn.init.normal_(layer.bias)
+    alone.load_state_dict(layer.state_dict())
+    mask, *given = inputs(torch.float64, count)
+
+    got = step(layer.train(training), layer, mask, *given)
+
+    expected = step(alone.train(training), on_rows(alone), mask, *given)
+    if training:
+        assert_equal(got, expected)
+    else:  # torch's, whose sums depend on the layout
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
+    assert got[0][~mask.expand_as(got[0])].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scope", ["local", "slices:2"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 1, 1), torch.float32), ((), torch.float64), ((6, 3, 5, 4), None)]
+)
+def test_a_residual_broadcasts_and_promotes(
+    training: bool,  # noqa: FBT001
+    scope: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+) -> None:
+    layer = normscope.BatchNormAct2d(3, scope=scope).train(training)
+    plain = normscope.BatchNorm2d(3, scope=scope).train(training)
+    mask, x = inputs(count=1)
+    residual = torch.randn(shape, dtype=dtype)
+
+    def parts(x: torch.Tensor, residual: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return functional.relu(plain(x, mask=mask) + residual * mask)
+
+    got, expected = step(layer, layer, mask, x, residual), step(plain, parts, mask, x, residual)
+
+    of_residual = 2  # torch's sum, whose order is another
+    torch.testing.assert_close(got.pop(of_residual), expected.pop(of_residual))
+    assert_equal(got, expected)
+    number: Any = 2
+    assert torch.equal(layer(x, number, mask=mask), layer(x, torch.tensor(2.0), mask=mask))
+
+
+def test_a_residual_that_is_larger_is_named() -> None:
+    layer = normscope.BatchNormAct2d(3, scope="local")
+    mask, x = inputs(count=1)
+    words = r"^residual: expected with a mask a shape that broadcasts to x's, \[6, 3, 5, 4\], got"
+
+    for mode in (True, False):
+        with pytest.raises(ValueError, match=words):
+            layer.train(mode)(x, torch.randn(2, 6, 3, 5, 4), mask=mask)
+
+
+@pytest.mark.parametrize("scope", ["world", "slices:3"])
+def test_evaluation_is_torch_s_to_the_bit_and_hides_what_is_masked(scope: str) -> None:
+    layer = normscope.BatchNorm2d(3, scope=scope)
+    mask, x = inputs(count=1)
+    layer(x, mask=mask)
+    theirs = nn.BatchNorm2d(3).eval()
+    theirs.load_state_dict(layer.state_dict())
+    clean = torch.where(mask, x, torch.zeros(()))
+
+    def reference(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = theirs(x)
+        return torch.where(mask, y, torch.zeros(()))
+
+    assert_equal(step(layer.eval(), layer, mask, x), step(theirs, reference, mask, clean))
+
+
+def test_evaluation_without_running_statistics_uses_what_counts_here() -> None:
+    layer = normscope.BatchNorm2d(3, track_running_stats=False).eval()
+    theirs = nn.BatchNorm1d(3, track_running_stats=False).eval()
+    mask, x = inputs(count=1)
+
+    assert_equal(step(layer, layer, mask, x), step(theirs, on_rows(theirs), mask, x))
+    assert layer(x, mask=mask & False).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scope", ["local", "slices:2"])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_the_function_has_the_layer_s_bits(training: bool, scope: str, tracked: bool) -> None:  # noqa: FBT001
+    layer = normscope.BatchNorm2d(3, scope=scope, track_running_stats=tracked).train(training)
+    other = copy.deepcopy(layer)
+    mask, x = inputs(count=1)
+
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return normscope.functional.batch_norm(
+            x, other.running_mean, other.running_var, other.weight, other.bias, training,
+            scope=scope, mask=mask,
+        )  # fmt: skip
+
+    got, expected = step(other, function, mask, x), step(layer, layer, mask, x)
+
+    assert_equal(got[:6], expected[:6])  # the function counts no batches
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2"])
+def test_second_derivatives_are_torch_s_on_rows(scope: str) -> None:
+    mask, x = inputs(torch.float64, 1)
+
+    def penalty(call: Call, leaf: torch.Tensor) -> torch.Tensor:
+        y = call(leaf, mask=mask)
+        [dx] = torch.autograd.grad(y.sin().sum(), leaf, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), leaf)[0]
+
+    layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope)
+    theirs = on_rows(nn.BatchNorm1d(3, dtype=torch.float64))
+    got = penalty(layer, x.requires_grad_())
+
+    parts = 1 if scope == "local" else 2
+
+    def expected_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        cut = zip(x.chunk(parts), mask.chunk(parts), strict=True)
+        return torch.cat([theirs(part, mask=m) for part, m in cut])
+
+    expected = penalty(expected_of, x.detach().requires_grad_())
+    torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2"])
+@pytest.mark.parametrize("context", [None, normscope.checkpoint_context])
+def test_checkpointing_updates_once(scope: str, context: Any) -> None:  # noqa: ANN401
+    mask, x = inputs(count=1)
+    layer = normscope.BatchNorm2d(3, scope=scope)
+    alone = copy.deepcopy(layer)
+    options = {} if context is None else {"context_fn": context}
+
+    def call(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(layer, x, mask=mask, use_reentrant=False, **options)
+        return y
+
+    assert_equal(step(layer, call, mask, x), step(alone, alone, mask, x))
+    assert layer.elements_seen == alone.elements_seen
+
+
+def test_autocast_keeps_the_input_s_dtype() -> None:
+    layer = normscope.BatchNormAct2d(3, scope="local")
+    alone = copy.deepcopy(layer)
+    mask, x, residual = inputs(torch.bfloat16)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = step(layer, layer, mask, x, residual)
+
+    assert got[0].dtype == torch.bfloat16
+    assert_equal(got, step(alone, alone, mask, x, residual))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scope", ["local", "slices:2"])
+def test_a_compiled_layer_has_the_bits_and_is_compiled_once(training: bool, scope: str) -> None:  # noqa: FBT001
+    torch.compiler.reset()
+    layer = normscope.BatchNormAct2d(3, scope=scope).train(training)
+    alone = copy.deepcopy(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about itself
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=not training)
+        for number in range(4):
+            mask, *given = inputs()
+            with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
+                got = step(layer, compiled, mask, *given)
+
+            assert_equal(got, step(alone, alone, mask, *given))
+    if training:
+        with pytest.raises(Exception, match=r"a mask in training: .* compile without fullgraph"):
+            torch.compile(layer, backend="eager", fullgraph=True)(given[0], mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_scripted_layer_evaluates_with_a_mask() -> None:
+    mask, x, residual = inputs()
+    for layer, given in (
+        (normscope.BatchNorm2d(3), [x]),
+        (normscope.BatchNormAct2d(3, activation="silu"), [x, residual]),
+    ):
+        scripted = torch.jit.script(layer.eval())
+
+        assert torch.equal(scripted(*given, mask=mask), layer(*given, mask=mask))
+    alone = torch.jit.script(normscope.BatchNorm2d(3, track_running_stats=False).eval())
+    with pytest.raises(Exception, match="mask: expected a scripted layer that has running"):
+        alone(x, mask=mask)
+
+
+class Masked(nn.Module):
+    """A layer whose mask is an input of the model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x, mask=mask)
+        return functional.relu(y)
+
+
+def test_a_mask_is_an_argument_of_a_traced_call() -> None:
+    model = Masked(normscope.BatchNorm2d(3, scope="local"))
+    mask, x = inputs(count=1)
+
+    traced = fx.symbolic_trace(copy.deepcopy(model))
+    with pytest.warns(UserWarning, match="that an activation follows, got none in Masked"):
+        normscope.fuse(copy.deepcopy(model))
+
+    assert torch.equal(traced(x, mask), model(x, mask))
+
+
+def test_what_is_masked_is_no_error_to_detect_non_finite() -> None:
+    layer = normscope.BatchNorm2d(3, scope="slices:2", slice_stats="sequential")
+    mask, x = inputs(count=1)
+
+    with normscope.detect_non_finite():
+        layer(x, mask=mask)
+        before = copy.deepcopy(layer.state_dict())
+        x[-1, 0, 0, 0], mask[-1, 0, 0, 0] = float("nan"), True
+        with pytest.raises(RuntimeError, match="finite"):
+            layer(x, mask=mask)
+
+    # The first slice alone would have been fine.
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def pooled(shares: tuple[int, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    mask, x = inputs(torch.float64, 1)
+    part = split_of(shares, distributed.get_rank())
+    layer = normscope.BatchNorm2d(3, momentum=1.0, dtype=torch.float64, scope="local")
+    model = Masked(layer)
+    model(x[part], mask[part])
+    normscope.sync_running_stats(model)
+    answers = [layer.running_mean.clone(), layer.running_var.clone()]  # type: ignore[union-attr]
+    normscope.estimate_running_stats(model, [(x[part], mask[part])])
+    return [*answers, layer.running_mean, layer.running_var]  # type: ignore[list-item]
+
+
+def test_running_statistics_of_ranks_weigh_what_counts(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    mask, x = inputs(torch.float64, 1)
+    parts = [rows_of(x[part], mask[part]) for part in (slice(0, 2), slice(2, 6))]
+    everything = torch.cat(parts)
+    mean, var = everything.mean(0), everything.var(0)
+    shares = [len(rows) / len(everything) for rows in parts]
+    spread = sum(
+        w * (rows.var(0) + (rows.mean(0) - mean) ** 2)
+        for w, rows in zip(shares, parts, strict=True)
+    )
+
+    for answers in ranks.run(2, pooled, (2, 4)):
+        for got, expected in zip(answers, (mean, spread, mean, var), strict=True):
+            torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x.movedim(1, -1)[mask.squeeze(1)]
+
+
+@pytest.mark.filterwarnings("ignore:the standard error exceeds")
+def test_a_recommendation_is_of_what_counts() -> None:
+    batches = [tuple(reversed(inputs(count=1))) for _ in range(3)]
+    clean = [(torch.where(mask, x, torch.tensor(1e3)), mask) for x, mask in batches]
+    model = Masked(normscope.BatchNorm2d(3, scope="local"))
+
+    by_name, on_clean, by_position = (
+        normscope.recommend_scopes(net, given, ranks=2).layers[0].candidates
+        for net, given in ((model, batches), (model, clean), (model.layer, batches))
+    )
+
+    assert by_name == on_clean == by_position
