@@ -13,6 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope import _process_group
 from normscope._layers import Patterns, named_layers
+from normscope._parametrized import class_of, set_class
 from normscope.activated import OWN_ATTRIBUTES, BatchNormAct
 from normscope.modules import BatchNorm
 from normscope.registry import Conversion, conversion_of, named
@@ -51,8 +52,9 @@ def convert(
 
     A layer stays the object that it is and changes its class alone: parameters, buffers, hooks,
     flags, dtype, device and every reference to it stay. Layers that have a scope already get the
-    new one, those of a class that derives from normscope's too. torch's lazy layers stay lazy until
-    their first input. Each layer learns its qualified name, by which errors call it.
+    new one, those of a class that derives from normscope's too. Parametrizations stay, those of
+    ``torch.nn.utils.parametrize`` and its older forms. torch's lazy layers stay lazy until their
+    first input. Each layer learns its qualified name, by which errors call it.
 
     Args:
         model: The model, or a layer itself.
@@ -127,17 +129,18 @@ def revert(model: Model) -> Model:
 def _conversion(layer: _BatchNorm, name: str) -> tuple[type[BatchNorm], dict[str, Any]]:
     """The class that a layer gets, or keeps, and the attributes that it gets with it."""
     if isinstance(layer, BatchNorm):
-        return type(layer), {}
-    conversion = conversion_of(type(layer))
+        return class_of(layer), {}  # type: ignore[return-value]
+    layer_class = class_of(layer)
+    conversion = conversion_of(layer_class)
     if conversion is not None:
         return conversion.scoped_class, conversion.values_of(layer)
-    bases = (base for base in type(layer).__mro__ if issubclass(base, _BatchNorm))
+    bases = (base for base in layer_class.__mro__ if issubclass(base, _BatchNorm))
     base = next(b for b in bases if b is _BatchNorm or (_is_torchs(b) and conversion_of(b)))
     of_base = conversion_of(base) or Conversion(BatchNorm)
-    added = "forward" if type(layer).forward is not base.forward else "members"
+    added = "forward" if layer_class.forward is not base.forward else "members"
     raise TypeError(
         f"{name or 'model'}: expected a layer of torch.nn or normscope, got "
-        f"{named(type(layer))}, whose own {added} would be lost; derive it from normscope."
+        f"{named(layer_class)}, whose own {added} would be lost; derive it from normscope."
         f"{of_base.scoped_class.__name__} instead of torch.nn.{base.__name__}, say what becomes of "
         f"it with normscope.register_conversion, or leave it out with exclude={name!r}"
     )
@@ -157,8 +160,8 @@ def _converted(
         attributes["group_name"] = _process_group.name_of(attributes.get("process_group"))
         attributes.pop("process_group", None)
     attributes.update(added)
-    attributes[_ORIGINAL] = _Original(type(layer), settings, tuple(added))
-    layer.__class__ = scoped_class
+    attributes[_ORIGINAL] = _Original(class_of(layer), settings, tuple(added))
+    set_class(layer, scoped_class)
     assert isinstance(layer, BatchNorm)
     return layer
 
@@ -170,7 +173,7 @@ def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
         assert original.cls_to_become is not None
         original = original.cls_to_become
     conversion = conversion_of(original)
-    if type(layer) is (conversion.scoped_class if conversion else original):
+    if class_of(layer) is (conversion.scoped_class if conversion else original):
         return original
     fused = isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct)
     advice = (
@@ -198,7 +201,7 @@ def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> No
     for key in original.added:
         attributes.pop(key, None)
     attributes.update(original.settings)
-    layer.__class__ = original_class  # type: ignore[assignment]
+    set_class(layer, original_class)
 
 
 def _is_torchs(layer_class: type[torch.nn.Module]) -> bool:
