@@ -110,6 +110,7 @@ def batch_norm(
     except (RuntimeError, TypeError) as error:
         # No others: checkpointing ends a recomputation by an exception of its own.
         tell_peers(error, scope, group)
+        _name_transforms(error)
         raise
     return cast("torch.Tensor", y)
 
@@ -152,6 +153,7 @@ def batch_norm_act(
         )
     except (RuntimeError, TypeError) as error:
         tell_peers(error, scope, group)
+        _name_transforms(error)
         raise
     return cast("torch.Tensor", y)
 
@@ -165,3 +167,21 @@ def tell_peers(error: Exception, scope: str, group: str) -> None:
     # Errors of the library itself have told them what they need to know.
     if group and not isinstance(error, DistError):
         fail_exchange(scope, group, f"{type(error).__name__}: {error}")
+
+
+def transforms() -> list[str]:
+    """The transforms of torch.func that this call is in, the outermost first."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return [interpreter.key().name.lower() for interpreter in stack]
+
+
+def _name_transforms(error: Exception) -> None:
+    """Raise for a call in transforms of torch.func, of which torch says what it could not do."""
+    unknown = isinstance(error, (DistError, NotImplementedError, TypeError))
+    if unknown or torch.compiler.is_compiling() or not transforms():
+        return
+    raise RuntimeError(
+        "normscope.batch_norm: expected no transform of torch.func around a layer in training, got "
+        f"{', '.join(transforms())}; use torch.autograd.grad or torch.autograd.functional in place "
+        "of grad, vjp and jacrev, a loop in place of vmap, or eval()"
+    ) from error

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from normscope import _library
+
 Residual = torch.Tensor | float | None
 
 
@@ -65,7 +67,15 @@ class Rows:
         Raises:
             ValueError: If it is no mask of x.
         """
-        return cls(checked(x, mask).squeeze(1).nonzero(as_tuple=True))
+        try:
+            return cls(checked(x, mask).squeeze(1).nonzero(as_tuple=True))
+        except RuntimeError as error:
+            if "vmap" not in _library.transforms():
+                raise
+            raise ValueError(
+                "mask: expected one that torch.func.vmap does not map over, since how many "
+                "elements count is data, got one that it does; use a loop"
+            ) from error
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows [M, C] of x [N, C, *]."""
@@ -106,6 +116,8 @@ def _put(
 class _Take(torch.autograd.Function):
     """The rows of x; the gradient of :class:`_Put`."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: torch.Tensor, *where: torch.Tensor) -> torch.Tensor:
         return x.movedim(1, -1)[where]
@@ -129,6 +141,8 @@ class _Take(torch.autograd.Function):
 
 class _Put(torch.autograd.Function):
     """Rows among zeros; the gradient of :class:`_Take`."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(

@@ -457,3 +457,18 @@ def test_accumulate_makes_one_update_of_several_batches() -> None:
             layer(part)
     expected(x)
     assert all(map(torch.equal, layer.buffers(), expected.buffers()))
+
+
+def test_torch_func_evaluates_as_torch_and_raises_in_training() -> None:
+    ours, theirs = normscope.BatchNorm2d(3).double(), torch.nn.BatchNorm2d(3).double()
+    x, state = joined(4), dict(ours.state_dict())
+
+    torch.func.functional_call(ours, {k: v.clone() for k, v in state.items()}, (x,))
+    for transform in (torch.func.vmap(ours), torch.func.jacrev(ours)):
+        with pytest.raises(RuntimeError, match=r"got \w+; use torch.autograd.grad .* or eval\(\)"):
+            transform(x[None])
+
+    assert ours.num_batches_tracked == 0
+    ours.eval()
+    theirs.eval()
+    assert torch.equal(torch.func.vmap(ours)(x[None]), torch.func.vmap(theirs)(x[None]))

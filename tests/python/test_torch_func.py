@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.func: torch's own results in evaluation; in training an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from torch import distributed, func, nn
+
+import normscope
+
+# torch's own, from what it imports for transforms.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+# Of a few dozen entries of order one, in float64: eps 2e-16 times some hundred roundings.
+ROUNDING = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def batch(*more: int) -> torch.Tensor:
+    return torch.randn(*more, 4, 3, 2, 2, dtype=torch.float64)
+
+
+def pair(**keywords: Any) -> tuple[nn.Module, normscope.BatchNorm2d]:  # noqa: ANN401
+    """torch's layer and ours, with the same state, which is not that of a new layer."""
+    theirs = nn.BatchNorm2d(3, dtype=torch.float64, **keywords)
+    theirs(batch() * 2 + 1)
+    nn.init.normal_(theirs.weight)
+    ours = normscope.convert(copy.deepcopy(theirs), "local")
+    assert isinstance(ours, normscope.BatchNorm2d)
+    return theirs, ours
+
+
+def loss_of(layer: nn.Module) -> Callable[..., torch.Tensor]:
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = func.functional_call(layer, parameters, (x,))
+        return y.square().sum()
+
+    return loss
+
+
+def per_sample(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    of_one = func.vmap(func.grad(loss_of(layer)), in_dims=(None, 0))
+    return of_one(parameters, x[:, None])["weight"]
+
+
+def tracing(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
+    return func.functionalize(layer)(x)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "grad": lambda layer, x: func.grad(lambda t: layer(t).sin().sum())(x),
+    "vjp": lambda layer, x: func.vjp(layer, x)[1](x)[0],
+    "jacrev": lambda layer, x: func.jacrev(layer)(x),
+    "vmap": lambda layer, x: func.vmap(layer)(torch.stack([x, x + 1])),
+    "vmap, grad": per_sample,
+    "functionalize": tracing,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("tracked", [True, False])
+def test_in_evaluation_transforms_are_those_of_torch(name: str, tracked: bool) -> None:  # noqa: FBT001
+    theirs, ours = pair(track_running_stats=tracked)
+    x = batch()
+
+    got, expected = (TRANSFORMS[name](layer.eval(), x) for layer in (ours, theirs))
+
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("activated", [True, False])
+def test_in_training_the_error_names_them_and_what_to_do(
+    name: str,
+    tracked: bool,  # noqa: FBT001
+    activated: bool,  # noqa: FBT001
+) -> None:
+    layer_class = normscope.BatchNormAct2d if activated else normscope.BatchNorm2d
+    layer = layer_class(3, dtype=torch.float64, track_running_stats=tracked, scope="local")
+    before = copy.deepcopy(layer.state_dict())
+    words = "expected no transform of torch.func around a layer in training, got"
+    given = "grad" if name in ("vjp", "jacrev") else name  # as torch calls them all
+
+    with pytest.raises(RuntimeError, match=rf"{words} {given}; use .*, or eval\(\)$"):
+        TRANSFORMS[name](layer, batch())
+
+    assert layer.elements_seen == 0
+    assert all(map(torch.equal, layer.state_dict().values(), before.values()))
+
+
+def test_what_a_transform_does_not_reach_runs_in_training() -> None:
+    layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope="local")
+    x, ones = batch(), torch.ones(2, dtype=torch.float64)
+    y = copy.deepcopy(layer)(x).square().sum()
+
+    scaled = func.vmap(lambda t: t * layer(x).square().sum())(ones)
+
+    assert torch.equal(scaled, torch.stack([y, y]))
+    assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("same", [True, False])
+def test_an_ensemble_evaluates_as_torch_s(tracked: bool, same: bool) -> None:  # noqa: FBT001
+    pairs = [pair(track_running_stats=tracked) for _ in range(3)]
+    x = batch() if same else batch(3)
+    outputs = []
+    for layers in zip(*pairs, strict=True):
+        models: list[nn.Module] = [nn.Sequential(layer, nn.ReLU()).eval() for layer in layers]
+        parameters, buffers = func.stack_module_state(models)
+        skeleton = copy.deepcopy(models[0]).to("meta")
+
+        def of_one(*state: Any, base: nn.Module = skeleton) -> Any:  # noqa: ANN401
+            *tensors, x = state
+            return func.functional_call(base, tuple(tensors), (x,))
+
+        dims = (0, 0, None if same else 0)
+        outputs.append(func.vmap(of_one, in_dims=dims)(parameters, buffers, x))
+
+    theirs, ours = outputs
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours[1], models[1](x if same else x[1]))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_functional_call_trains_with_the_state_that_it_is_given(momentum: float | None) -> None:
+    theirs, ours = pair(momentum=momentum)
+    x, state = batch(), {name: value + 1 for name, value in theirs.state_dict().items()}
+    own = copy.deepcopy(ours.state_dict())
+    answers = []
+    for layer in (theirs, ours):
+        given = {name: value.clone() for name, value in state.items()}
+        weight = given["weight"].requires_grad_()
+        y = func.functional_call(layer, given, (x,))
+        [dweight] = torch.autograd.grad(y.sin().sum(), weight)
+        answers.append([y, dweight, *given.values()])
+
+    for expected, got in zip(*answers, strict=True):
+        torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
+    assert all(map(torch.equal, ours.state_dict().values(), own.values()))
+
+
+def test_derivatives_of_torch_autograd_work_in_training() -> None:
+    theirs, ours = pair()
+    x = batch()
+    jacobian: Any = torch.autograd.functional.jacobian
+    hessian: Any = torch.autograd.functional.hessian
+
+    for vectorize in (False, True):
+        got, expected = (jacobian(layer, x, vectorize=vectorize) for layer in (ours, theirs))
+        torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
+        got, expected = (
+            hessian(lambda t, f=layer: f(t).sin().sum(), x, vectorize=vectorize)
+            for layer in (ours, theirs)
+        )
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)  # second sums of sums
+
+
+def vmapped_on_rank_1() -> str:
+    layer = normscope.BatchNorm2d(3, dtype=torch.float64)
+    call = func.vmap(layer) if distributed.get_rank() == 1 else layer
+    x = batch(2) if distributed.get_rank() == 1 else batch()
+    with pytest.raises(RuntimeError) as raised:
+        call(x)
+    return str(raised.value)
+
+
+def test_peers_of_a_rank_in_a_transform_are_told(ranks: RankPool) -> None:
+    told, own = ranks.run(2, vmapped_on_rank_1)
+
+    assert "got vmap; use" in own
+    assert "rank 1" in told
+
+
+def masks(x: torch.Tensor) -> torch.Tensor:
+    return x[..., :1, :, :] > 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_under_a_transform(training: bool) -> None:  # noqa: FBT001
+    _, layer = pair()
+    _, alone = pair(track_running_stats=False)
+    layer.train(training)
+    alone.train(training)
+    xs, mask = batch(2), masks(batch())
+
+    def call(f: nn.Module = layer) -> Any:  # noqa: ANN401
+        return func.vmap(lambda x: f(x, mask=mask))(xs)
+
+    if training:
+        with pytest.raises(RuntimeError, match=r"expected no transform of torch.func .* got vmap;"):
+            call()
+    else:
+        for f in (layer, alone):
+            expected = torch.stack([f(x, mask=mask) for x in xs])
+            torch.testing.assert_close(call(f), expected, rtol=ROUNDING, atol=ROUNDING)
+        got = func.grad(lambda x: alone(x, mask=mask).sin().sum())(xs[0])
+        leaf = xs[0].clone().requires_grad_()
+        [expected] = torch.autograd.grad(alone(leaf, mask=mask).sin().sum(), leaf)
+        torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
+        tangent = func.jvp(lambda x: alone(x, mask=mask), (leaf.detach(),), (xs[1],))[1]
+        product = torch.autograd.functional.jvp(lambda x: alone(x, mask=mask), xs[0], xs[1])[1]
+        torch.testing.assert_close(tangent, product, rtol=ROUNDING, atol=ROUNDING)
+    with pytest.raises(ValueError, match=r"mask: expected one that torch.func.vmap does not map"):
+        func.vmap(lambda x, m: alone(x, mask=m))(xs, masks(xs))
