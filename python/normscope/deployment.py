@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope._layers import named_layers
+from normscope._parametrized import class_of, set_class
 from normscope._scripted import added
 from normscope._traced import has_hooks
 from normscope.activated import (
@@ -89,7 +90,7 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
             _revert_layer(layer, torch_class)
         else:
             object.__setattr__(layer, "__dict__", _attributes_of_torch(layer))
-            layer.__class__ = torch_class  # type: ignore[assignment]
+            set_class(layer, torch_class)
     for module in list(model.modules()):
         for name, child in module._modules.items():
             module._modules[name] = replaced.get(child, child)
@@ -138,12 +139,14 @@ def _torch_class(layer: BatchNorm, name: str, any_dims: type[_BatchNorm] | None)
             f"{name}: expected a layer without forward or backward hooks, which two modules "
             f"replace, got a {type(layer).__qualname__} with hooks; remove them"
         )
-    if type(layer) in _OF_ANY_DIMENSIONS:
+    # Of two modules, parametrizations would stay with neither.
+    layer_class = type(layer) if isinstance(layer, BatchNormAct) else class_of(layer)
+    if layer_class in _OF_ANY_DIMENSIONS:
         return _checked(any_dims, layer, name)
     if _goes_back(layer):
         return _original_class(layer, name)
-    if type(layer) in _TORCH:
-        return _TORCH[type(layer)]
+    if layer_class in _TORCH:
+        return _TORCH[layer_class]
     raise TypeError(
         f"{name}: expected a layer of normscope, got {named(type(layer))}, whose own "
         "members would be lost; replace it first"

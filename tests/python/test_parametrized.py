@@ -140,6 +140,29 @@ def test_what_is_parametrized_after_convert_can_be_reverted() -> None:
     assert type(net) is nn.BatchNorm2d
 
 
+@pytest.mark.parametrize("converted", [True, False])
+def test_to_torch_keeps_parametrizations(converted: bool) -> None:  # noqa: FBT001
+    layer = nn.BatchNorm2d(4) if converted else normscope.BatchNorm2d(4)
+    net = nn.Sequential(doubled(layer))
+    normscope.convert(net, "slices:2")
+    net(torch.randn(4, 4, 3, 3))
+    net.eval()
+    x = torch.randn(4, 4, 3, 3)
+    y = net(x)
+
+    normscope.to_torch(net)
+
+    assert parametrize.type_before_parametrizations(net[0]) is nn.BatchNorm2d
+    assert torch.equal(net(x), y)
+
+
+def test_to_torch_names_an_activated_layer_with_parametrizations() -> None:
+    layer = doubled(normscope.BatchNormAct2d(4))
+
+    with pytest.raises(TypeError, match=r"got .*ParametrizedBatchNormAct2d, whose own members"):
+        normscope.to_torch(nn.Sequential(layer))
+
+
 def test_a_copy_keeps_its_class() -> None:
     net = model(doubled)
     twin = copy.deepcopy(net)
