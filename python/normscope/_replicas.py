@@ -304,7 +304,11 @@ def _check_scope(scope: str, group_name: str) -> None:
 
 
 def _time_limit() -> float:
-    return float(os.environ.get("NORMSCOPE_TIMEOUT") or default_pg_timeout.total_seconds())
+    text = os.environ.get("NORMSCOPE_TIMEOUT") or str(default_pg_timeout.total_seconds())
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"NORMSCOPE_TIMEOUT: expected seconds, got {text!r}") from None
 
 
 def _no_thread_works() -> bool:
