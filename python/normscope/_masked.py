@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope import _library
 from normscope._library import Running
+from normscope._moments import no_moments
 from normscope._rows import Residual, Rows, broadcast, checked
 from normscope._scripted import filled
 
@@ -167,7 +168,7 @@ class _Slices:
         none: Running = (None, None, None)
         # Of copies: what raises for the last slice updates nothing.
         updated: Running = (_copy(running[0]), _copy(running[1]), _copy(running[2]))
-        sums = self._no_moments()
+        sums = no_moments(self.rows.shape[1], self.rows.device)
         pools = slice_stats == "pooled" or accumulated is not None
         counted = 1 if slice_stats == "first" else len(self.sizes)
         outputs = []
@@ -190,10 +191,6 @@ class _Slices:
             if buffer is not None and value is not None:
                 buffer.detach().copy_(value)
         return torch.cat(outputs)
-
-    def _no_moments(self) -> torch.Tensor:
-        size = _library.message_bytes(self.rows.shape[1]) // torch.float64.itemsize
-        return self.rows.new_zeros(size, dtype=torch.float64, requires_grad=False)
 
 
 def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from normscope.modules import BatchNorm
 
 
-def no_moments(layer: BatchNorm) -> torch.Tensor:
-    """What moments of a layer are added to."""
-    size = _library.message_bytes(layer.num_features) // torch.float64.itemsize
-    assert layer.running_mean is not None
-    return torch.zeros(size, dtype=torch.float64, device=layer.running_mean.device)
+def no_moments(channels: int, device: torch.device) -> torch.Tensor:
+    """What moments are added to."""
+    size = _library.message_bytes(channels) // torch.float64.itemsize
+    return torch.zeros(size, dtype=torch.float64, device=device)
 
 
 def update_running(layer: BatchNorm, moments: torch.Tensor, elements: int | None) -> None:

@@ -53,17 +53,21 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
         (tensor([3.]), tensor(1))
     """
     layers = _layers_of(model)
-    for layer in layers:
-        layer._accumulator = _Accumulator(no_moments(layer))
+    accumulators = [_Accumulator(_no_moments(layer)) for layer in layers]
+    for layer, accumulator in zip(layers, accumulators, strict=True):
+        layer._accumulator = accumulator
     try:
         yield
-        accumulators = [layer._accumulator for layer in layers]
     finally:
         for layer in layers:
             del layer._accumulator
     for layer, accumulator in zip(layers, accumulators, strict=True):
-        assert accumulator is not None
         update_running(layer, accumulator.moments, accumulator.elements_seen)
+
+
+def _no_moments(layer: BatchNorm) -> torch.Tensor:
+    assert layer.running_mean is not None
+    return no_moments(layer.num_features, layer.running_mean.device)
 
 
 def _layers_of(model: torch.nn.Module) -> list[BatchNorm]:
