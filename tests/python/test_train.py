@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The script to copy from, as a user starts it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "examples/train.py"
+
+DIGITS = 360  # held out
+
+# What ten classes give by chance, and five standard deviations of the accuracy of so many guesses.
+CHANCE = 0.1 + 5 * (0.1 * 0.9 / DIGITS) ** 0.5
+
+TIMEOUT_SECONDS = 120  # some twenty times what it takes
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def plain_network() -> nn.Module:
+    spec = importlib.util.spec_from_file_location("examples_train", TRAIN)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    network: nn.Module = module.network()
+    return network
+
+
+@pytest.mark.parametrize(
+    ("modules", "scope", "ranks"),
+    [
+        pytest.param(TORCHRUN, "world", 2, id="two ranks, world"),
+        pytest.param(
+            TORCHRUN, "recommended", 2, id="two ranks, recommended", marks=pytest.mark.slow
+        ),
+        pytest.param((), "world", 1, id="one process"),
+    ],
+)
+def test_the_script_learns_and_its_checkpoint_is_torchs(
+    tmp_path: Path, modules: tuple[str, ...], scope: str, ranks: int
+) -> None:
+    path = tmp_path / "digits.pt"
+    started = ["-m", *modules] if modules else []
+    options = ["--device", "cpu", "--scope", scope, "--epochs", "1", "--batch", "8"]
+
+    run = subprocess.run(
+        [sys.executable, *started, str(TRAIN), *options, "--checkpoint", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_SECONDS,
+        # As torchrun sets it: threads that share cores wait for each other.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+    assert run.returncode == 0, run.stderr
+    told = re.search(
+        r"^accuracy ([\d.]+) on (\d+) held-out digits \(ranks: (\d)\)$", run.stdout, re.M
+    )
+    assert told, run.stdout
+    assert float(told[1]) > CHANCE
+    assert (int(told[2]), int(told[3])) == (DIGITS, ranks)
+    assert ("independent values of a norm batch" in run.stdout) == (scope == "recommended")
+    network = plain_network()
+    assert {type(layer).__module__.split(".")[0] for layer in network.modules()} == {"torch"}
+    network.load_state_dict(torch.load(path))
