@@ -58,6 +58,8 @@ def test_python_blocks_run(document: str) -> None:
         *DOCUMENTS,
         "docs/cpp.md",
         "docs/demo.md",
+        "docs/environment.md",
+        "docs/semantics.md",
         "examples/README.md",
         "ARCHITECTURE.md",
         "CONTRIBUTING.md",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script to copy from, as a user starts it."""
+"""The script to copy from, as a user starts it, and what README.md shows of it."""
 
 from __future__ import annotations
 
@@ -75,3 +75,22 @@ def test_the_script_learns_and_its_checkpoint_is_torchs(
     network = plain_network()
     assert {type(layer).__module__.split(".")[0] for layer in network.modules()} == {"torch"}
     network.load_state_dict(torch.load(path))
+
+
+def test_the_diff_of_the_readme_is_what_the_script_has() -> None:
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    script = [line.strip().partition("  # ") for line in TRAIN.read_text().splitlines()]
+    lines = [line for line, _, _ in script]
+
+    shown = [
+        line
+        for line in diff.splitlines()
+        if line[1:].strip() not in ("", "...") and not line.startswith("-")
+    ]
+    places, after = [], 0
+    for line in shown:  # in the script's order
+        places.append(lines.index(line[1:].partition("  # ")[0].strip(), after))
+        after = places[-1] + 1
+    added = [place for line, place in zip(shown, places, strict=True) if line.startswith("+")]
+
+    assert [script[place][2][:1] for place in added] == ["1", "2", "3", "4"]
