@@ -6,6 +6,15 @@ include_guard(GLOBAL)
 # into that very process, so any other torch would be a wrong one.
 # Choose the interpreter with -DPython_EXECUTABLE=..., or point Torch_DIR at a libtorch.
 macro(normscope_use_torch_of_python)
+  # A build directory remembers the torch that it found. Another interpreter has another one.
+  if(DEFINED Python_EXECUTABLE
+     AND DEFINED NORMSCOPE_PYTHON_OF_TORCH
+     AND NOT Python_EXECUTABLE STREQUAL NORMSCOPE_PYTHON_OF_TORCH
+  )
+    foreach(normscope_found IN ITEMS Torch_DIR Caffe2_DIR TORCH_LIBRARY c10_LIBRARY NORMSCOPE_PYTHON_OF_TORCH)
+      unset(${normscope_found} CACHE)
+    endforeach()
+  endif()
   if(NOT Torch_DIR)
     find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
     execute_process(
@@ -13,19 +22,24 @@ macro(normscope_use_torch_of_python)
       OUTPUT_VARIABLE normscope_torch_prefix
       OUTPUT_STRIP_TRAILING_WHITESPACE
       ERROR_VARIABLE normscope_torch_import_error
+      ERROR_STRIP_TRAILING_WHITESPACE
       RESULT_VARIABLE normscope_torch_import_result
     )
     if(NOT normscope_torch_import_result EQUAL 0)
+      # The last line of a traceback.
+      string(REGEX REPLACE ".*\n" "" normscope_torch_import_error "${normscope_torch_import_error}")
       message(
         FATAL_ERROR
-          "normscope is compiled against the torch that it will be used with, and "
-          "${Python_EXECUTABLE} cannot import one:\n${normscope_torch_import_error}"
-          "Install torch first, then build without isolation:\n"
+          "Install torch first, then install normscope without build isolation:\n"
           "  pip install torch scikit-build-core cmake ninja\n"
           "  pip install --no-build-isolation .\n"
-          "or configure with -DNORMSCOPE_BUILD_TORCH=OFF for the C++ library alone."
+          "normscope is compiled against the torch that will load it, and "
+          "${Python_EXECUTABLE} has none (${normscope_torch_import_error}): a plain \"pip install .\" "
+          "builds in an empty environment. "
+          "The C++ library alone needs no torch: configure it with -DNORMSCOPE_BUILD_TORCH=OFF."
       )
     endif()
+    set(NORMSCOPE_PYTHON_OF_TORCH ${Python_EXECUTABLE} CACHE INTERNAL "Whose torch was found")
     list(APPEND CMAKE_PREFIX_PATH ${normscope_torch_prefix})
   endif()
 endmacro()

@@ -29,7 +29,7 @@ site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 mkdir "$away/tests"
 cp pyproject.toml "$away"
-cp -r docs "$away" # test_semantics.py reads it
+cp -r cmake docs "$away" # test_compiled.py and test_semantics.py read them
 cp -r tests/conftest.py tests/python tests/support "$away/tests"
 
 cd "$away"
@@ -38,5 +38,5 @@ unset PYTHONPATH
 import normscope, sys
 assert normscope.__file__.startswith(sys.prefix), normscope.__file__"
 "$fresh" -m pytest -q -m "not slow" --doctest-modules --junitxml="$results" --pyargs normscope \
-  tests/python/test_command.py tests/python/test_conversion.py tests/python/test_graphs.py \
-  tests/python/test_own_groups.py tests/python/test_semantics.py
+  tests/python/test_command.py tests/python/test_compiled.py tests/python/test_conversion.py \
+  tests/python/test_graphs.py tests/python/test_own_groups.py tests/python/test_semantics.py

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization whose statistics have a scope that the user chooses."""
 
-from normscope import _library, _own_groups, functional
+# _compiled comes first: other modules import what an unsuitable torch may not have.
+from normscope import _compiled, _library, _own_groups, functional  # noqa: F401
 from normscope.accumulation import accumulate
 from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.adaptive import AdaptiveScope

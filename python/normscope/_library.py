@@ -3,7 +3,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,9 +11,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 # torch.distributed.DistError, which not every build of torch has.
 DistError: type[Exception] = torch._C._DistError
 
-# The file's name ends with its version.
-[_path] = Path(__file__).parent.glob("libnormscope_torch.so.*")
-torch.ops.load_library(str(_path))
+# normscope._compiled has loaded them.
 _ops = torch.ops.normscope
 
 batch_norm_forward = _ops.batch_norm_forward.default

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What somebody is told whose torch is not the one that the library was compiled with."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from normscope import _compiled
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(_compiled.__file__).parent
+RELEASE = torch.__version__.partition("+")[0]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """The installed package, with a version file that can be written."""
+    package = tmp_path / "normscope"
+    package.mkdir()
+    for path in PACKAGE.iterdir():
+        if path.suffix == ".py" or ".so" in path.suffixes:
+            (package / path.name).symlink_to(path)
+    return package
+
+
+def test_the_package_knows_the_torch_that_it_was_compiled_with() -> None:
+    assert (PACKAGE / "torch_version.txt").read_text() == f"{RELEASE}\n"
+
+
+def test_another_release_of_torch_is_refused_on_import(package: Path) -> None:
+    (package / "torch_version.txt").write_text("2.11.0\n")
+
+    run = subprocess.run(
+        [sys.executable, "-c", "import normscope"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=package.parent,  # whose packages come first
+    )
+
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1] == (
+        "ImportError: normscope: expected torch 2.11.0, which it was compiled with, "
+        f"got torch {torch.__version__}. To compile it for this torch, run in normscope's source "
+        "directory: pip install --no-build-isolation --force-reinstall --no-deps ."
+    )
+
+
+@pytest.mark.parametrize("build", ["", "+cpu", "+cu130"])
+def test_builds_of_one_release_are_tried(package: Path, build: str) -> None:
+    (package / "torch_version.txt").write_text(f"{RELEASE}{build}\n")
+
+    _compiled.load(package)
+
+
+@pytest.mark.parametrize("compiled_with", [RELEASE, None])
+def test_a_library_that_does_not_load_is_named_with_both_versions(
+    tmp_path: Path, compiled_with: str | None
+) -> None:
+    (tmp_path / "libnormscope_torch.so.0.1").write_text("no library")
+    if compiled_with:
+        (tmp_path / "torch_version.txt").write_text(f"{compiled_with}\n")
+    known = compiled_with or "of an unknown release"
+
+    with pytest.raises(ImportError) as raised:
+        _compiled.load(tmp_path)
+
+    text = str(raised.value)
+    assert f"compiled with torch {known}, its library does not load into torch {RELEASE}" in text
+    assert "libnormscope_torch.so.0.1: " in text
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_a_build_without_torch_says_first_what_to_do(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without site-packages
+    python.chmod(0o755)
+    script = tmp_path / "configure.cmake"
+    script.write_text(
+        f"set(Python_EXECUTABLE {python})\n"
+        f"include({ROOT}/cmake/TorchOfPython.cmake)\n"
+        "normscope_use_torch_of_python()\n"
+    )
+
+    run = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=False)
+
+    assert run.returncode != 0
+    told = re.sub(r"\s+", " ", run.stderr)
+    assert re.search(
+        r"\(message\): Install torch first, then install normscope without build", told
+    )
+    assert "pip install --no-build-isolation . " in told
+    assert f"{python} has none (ModuleNotFoundError: No module named 'torch')" in told
