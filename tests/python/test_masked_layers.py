@@ -331,17 +331,3 @@ def test_running_statistics_of_ranks_weigh_what_counts(ranks: RankPool) -> None:
 
 def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.movedim(1, -1)[mask.squeeze(1)]
-
-
-@pytest.mark.filterwarnings("ignore:the standard error exceeds")
-def test_a_recommendation_is_of_what_counts() -> None:
-    batches = [tuple(reversed(inputs(count=1))) for _ in range(3)]
-    clean = [(torch.where(mask, x, torch.tensor(1e3)), mask) for x, mask in batches]
-    model = Masked(normscope.BatchNorm2d(3, scope="local"))
-
-    by_name, on_clean, by_position = (
-        normscope.recommend_scopes(net, given, ranks=2).layers[0].candidates
-        for net, given in ((model, batches), (model, clean), (model.layer, batches))
-    )
-
-    assert by_name == on_clean == by_position

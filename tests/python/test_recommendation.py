@@ -281,3 +281,30 @@ def test_a_layer_that_may_need_less_is_marked_and_goes_wide() -> None:
 def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Masked(nn.Module):
+    """A layer whose mask is an input of the model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x, mask=mask)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:the standard error exceeds")
+def test_of_a_layer_with_a_mask_what_counts_is_measured() -> None:
+    torch.manual_seed(0)
+    clean = [(torch.randn(6, 3, 5, 4) + 2, torch.rand(6, 1, 5, 4) > 0.5) for _ in range(3)]
+    batches = [(torch.where(mask, x, torch.tensor(math.nan)), mask) for x, mask in clean]
+    model = Masked(normscope.BatchNorm2d(3, scope="local"))
+
+    by_name, on_clean, by_position = (
+        normscope.recommend_scopes(net, given, ranks=2).layers[0].candidates
+        for net, given in ((model, batches), (model, clean), (model.layer, batches))
+    )
+
+    assert by_name == on_clean == by_position
