@@ -67,12 +67,9 @@ $(python):
 	$(PYTHON) -m venv $(environment)
 	$(install) 'pip>=25.1' # which knows dependency groups
 
-# Groups with torch or what is built against it, unless the environment is lent.
-with_torch := $(if $(site),,torch clients)
-
 # The dependency group of pyproject.toml that is called so.
 $(stamps)/%: pyproject.toml | $(python)
-	$(install) --group $* $(if $(filter $(with_torch),$*),$$($(python) scripts/torch_pip_options.py))
+	$(install) --group $* $(if $(filter torch$(site),$*),$$($(python) scripts/torch_pip_options.py))
 	@mkdir -p $(@D) && touch $@
 
 # The same build directory serves the tests, so that nothing is compiled twice.
@@ -175,8 +172,21 @@ check-slow: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m slow --junitxml=$(results)/check-slow.xml
 
 # The models of other libraries, which come from the package index.
-check-clients: $(stamps)/normscope $(stamps)/test $(stamps)/clients
-	$(pytest) tests/clients --junitxml=$(results)/check-clients.xml
+# In an environment of their own, to which the usual one is lent: torch's CPU build and the index's
+# torchvision do not go together, and other libraries import torchvision where it is found.
+clients := $(if $(site),$(environment),build/clients)
+$(stamps)/clients: pyproject.toml $(stamps)/torch $(stamps)/test
+ifndef site
+	rm -rf $(clients)
+	$(python) -m venv --without-pip $(clients)
+	$(python) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(clients)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth
+	$(clients)/bin/python -m pip install --quiet --group clients $$($(python) scripts/torch_pip_options.py)
+endif
+	@mkdir -p $(@D) && touch $@
+
+check-clients: $(stamps)/normscope $(stamps)/clients
+	$(clients)/bin/python -m pytest tests/clients --junitxml=$(results)/check-clients.xml
 
 check-without-torch: $(stamps)/googletest
 	scripts/test_without_torch.sh $(results)/check-without-torch.xml
