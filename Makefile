@@ -174,7 +174,7 @@ check-slow: $(stamps)/normscope $(stamps)/test
 # The models of other libraries, which come from the package index.
 # In an environment of their own, to which the usual one is lent: torch's CPU build and the index's
 # torchvision do not go together, and other libraries import torchvision where it is found.
-clients := $(if $(site),$(environment),build/clients)
+clients := $(environment)$(if $(site),,/clients)
 $(stamps)/clients: pyproject.toml $(stamps)/torch $(stamps)/test
 ifndef site
 	rm -rf $(clients)
