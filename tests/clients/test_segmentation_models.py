@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import client
-import pytest
 import segmentation_models_pytorch as smp
-from client import Client, Step, samples, seeded
-from rank_pool import RankPool
+from client import Client, NetworkTests, samples, seeded
 from torch import Tensor, nn
 
 
@@ -45,15 +42,5 @@ CLIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_a_network_trains_as_with_torch_s_layers(name: str) -> None:
-    client.assert_trains_as_torch(CLIENTS[name])
-
-
-def on_rank(name: str) -> Step:
-    return client.step_on_rank(CLIENTS[name])
-
-
-@pytest.mark.parametrize("name", CLIENTS)
-def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
-    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)
+class TestNetworks(NetworkTests):
+    """Of all CLIENTS."""

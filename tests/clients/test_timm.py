@@ -13,8 +13,7 @@ import client
 import pytest
 import timm
 import torch
-from client import Client, Step, samples, seeded
-from rank_pool import RankPool
+from client import Client, NetworkTests, samples, seeded
 from replicas import replicas_of, run_replicas
 from timm import layers as timm_layers
 from torch import fx, nn
@@ -127,18 +126,8 @@ CLIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_a_network_trains_as_timm_s(name: str) -> None:
-    client.assert_trains_as_torch(CLIENTS[name])
-
-
-def on_rank(name: str) -> Step:
-    return client.step_on_rank(CLIENTS[name])
-
-
-@pytest.mark.parametrize("name", CLIENTS)
-def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
-    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)
+class TestNetworks(NetworkTests):
+    """Of all CLIENTS."""
 
 
 ACTIVATIONS: dict[str, dict[str, Any]] = {

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import client
 import pytest
 import torch
-from client import Client, Step, seeded
-from rank_pool import RankPool
+from client import SAMPLES, Client, NetworkTests, seeded
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GCNConv, global_add_pool, models
@@ -23,7 +21,7 @@ def graphs() -> list[Data]:
         x = torch.randn(nodes, 5, dtype=torch.float64, generator=generator)
         return Data(x=x, edge_index=torch.randint(nodes, (2, 3 * nodes), generator=generator))
 
-    return [graph(nodes) for nodes in range(6, 6 + 3 * client.SAMPLES, 3)]
+    return [graph(nodes) for nodes in range(6, 6 + 3 * SAMPLES, 3)]
 
 
 def of_graphs(model: nn.Module, part: slice) -> Tensor:
@@ -56,18 +54,8 @@ CLIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_a_network_trains_as_with_torch_s_layers(name: str) -> None:
-    client.assert_trains_as_torch(CLIENTS[name])
-
-
-def on_rank(name: str) -> Step:
-    return client.step_on_rank(CLIENTS[name])
-
-
-@pytest.mark.parametrize("name", CLIENTS)
-def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
-    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)
+class TestNetworks(NetworkTests):
+    """Of all CLIENTS."""
 
 
 def test_a_layer_of_node_types_is_no_batch_normalization_of_torch() -> None:

@@ -7,10 +7,8 @@ from functools import partial
 from typing import Any
 
 import client
-import pytest
 import torch
-from client import Client, Step, samples, seeded
-from rank_pool import RankPool
+from client import Client, NetworkTests, samples, seeded
 from torch import nn
 from torchvision import models
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -50,18 +48,8 @@ CLIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_a_network_trains_as_with_torch_s_layers(name: str) -> None:
-    client.assert_trains_as_torch(CLIENTS[name])
-
-
-def on_rank(name: str) -> Step:
-    return client.step_on_rank(CLIENTS[name])
-
-
-@pytest.mark.parametrize("name", CLIENTS)
-def test_ranks_train_as_one_process_on_the_whole_batch(name: str, ranks: RankPool) -> None:
-    client.assert_ranks_train_as_one(CLIENTS[name], ranks, on_rank, name)
+class TestNetworks(NetworkTests):
+    """Of all CLIENTS."""
 
 
 def detector() -> nn.Module:

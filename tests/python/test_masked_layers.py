@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from masked_network import Masked
 from rank_pool import RankPool, split_of
 from torch import distributed, fx, nn
 from torch.nn import functional
@@ -259,18 +260,6 @@ def test_a_scripted_layer_evaluates_with_a_mask() -> None:
     alone = torch.jit.script(normscope.BatchNorm2d(3, track_running_stats=False).eval())
     with pytest.raises(Exception, match="mask: expected a scripted layer that has running"):
         alone(x, mask=mask)
-
-
-class Masked(nn.Module):
-    """A layer whose mask is an input of the model."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x, mask=mask)
-        return functional.relu(y)
 
 
 def test_a_mask_is_an_argument_of_a_traced_call() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from masked_network import Masked
 from noisy_network import BATCHES, noise_batches, small_network
 from torch import nn
 
@@ -281,18 +282,6 @@ def test_a_layer_that_may_need_less_is_marked_and_goes_wide() -> None:
 def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-class Masked(nn.Module):
-    """A layer whose mask is an input of the model."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x, mask=mask)
-        return y
 
 
 @pytest.mark.filterwarnings("ignore:the standard error exceeds")

@@ -7,9 +7,10 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torchvision_operators  # noqa: F401 - before any client is imported
-from rank_pool import RankPool
+from rank_pool import RankPool, module_of
 from torch import distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -69,8 +70,17 @@ def step_of(model: nn.Module, outputs: Outputs, part: slice = slice(SAMPLES)) ->
     return Step(y.detach(), gradients, {n: b.clone() for n, b in model.named_buffers()})
 
 
-def step_on_rank(client: Client) -> Step:
-    """The step of this rank's share of the samples, whose layers have the scope world."""
+def step_on_rank(file: str, name: str) -> Step:
+    """The step of this rank's share of the samples, whose layers have the scope world.
+
+    Args:
+        file: That has CLIENTS.
+        name: Of one of them.
+    """
+    # Ranks import this file under a name of their own, by which nobody else knows its classes.
+    from client import step_of
+
+    client: Client = module_of(file).CLIENTS[name]
     model = normscope.convert(client.network())
     share = SAMPLES // distributed.get_world_size()
     first = distributed.get_rank() * share
@@ -118,17 +128,23 @@ def assert_trains_as_torch(client: Client) -> None:
         assert torch.equal(evaluated, client.outputs(model, slice(SAMPLES)))
 
 
-def assert_ranks_train_as_one(
-    client: Client, ranks: RankPool, on_rank: Callable[[str], Step], name: str
-) -> None:
-    """The scope world on ranks of a share of the batch each is torch on the whole batch."""
-    steps: list[Step] = ranks.run(RANKS, on_rank, name)
+class NetworkTests:
+    """What a test file asks of its CLIENTS, which are Clients by name, by a class of this one."""
 
-    outputs = torch.cat([step.outputs for step in steps])
-    gradients = {
-        key: sum((step.gradients[key] for step in steps), torch.zeros(()))
-        for key in steps[0].gradients
-    }
-    expected = step_of(client.network(), client.outputs)
-    for step in steps:
-        assert_equal_steps(Step(outputs, gradients, step.buffers), expected)
+    def test_a_network_trains_as_with_the_library_s_layers(self, client: Client) -> None:
+        assert_trains_as_torch(client)
+
+    def test_ranks_train_as_one_process_on_the_whole_batch(
+        self, request: pytest.FixtureRequest, name: str, client: Client, ranks: RankPool
+    ) -> None:
+        """The scope world on ranks of a share of the batch each is torch on the whole batch."""
+        steps: list[Step] = ranks.run(RANKS, step_on_rank, str(request.path), name)
+
+        outputs = torch.cat([step.outputs for step in steps])
+        gradients = {
+            key: sum((step.gradients[key] for step in steps), torch.zeros(()))
+            for key in steps[0].gradients
+        }
+        expected = step_of(client.network(), client.outputs)
+        for step in steps:
+            assert_equal_steps(Step(outputs, gradients, step.buffers), expected)

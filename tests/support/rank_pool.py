@@ -215,7 +215,7 @@ def _run(rank: int, task: Task) -> Answer:
     with contextlib.redirect_stdout(io.StringIO()), _environment(task.environment):
         try:
             # What it imports takes seconds, which are none of the group's.
-            function = getattr(_module_of(task.file), task.function)
+            function = getattr(module_of(task.file), task.function)
             with _process_group(rank, task):
                 return Answer(function(*task.arguments), None)
         except BaseException:
@@ -246,7 +246,7 @@ def _process_group(rank: int, task: Task) -> Iterator[None]:
 
 
 @cache
-def _module_of(file: str) -> ModuleType:
+def module_of(file: str) -> ModuleType:
     name = f"ranks_of_{Path(file).stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
