@@ -12,15 +12,15 @@
 
 namespace normscope {
 
-// The functions, with the operations of torch's kernels in their order, so that those without an
-// exponential have the same bits. Value is float, double, or a vector of them. Each has
+// The functions use the same operations in the same order as torch's kernels. Those without an
+// exponential therefore give the same bits. Value is float, double, or a vector of them. Each has
 //   operator()(z): the output
 //   gradient(z, dy): dy times the derivative at z
 
-// ReLU and ReLU6. At NaN the gradient is dy, for which torch's loops do not agree in ReLU6.
+// ReLU and ReLU6. The gradient at NaN is dy; for ReLU6, torch's own loops disagree there.
 template <class Value>
 struct Clip {
-  Value top;  // NaN, with which no comparison holds: there is none
+  Value top;  // NaN means no upper bound: every comparison with it is false
 
   NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
     const Value upper = z > top ? top : z;
@@ -38,7 +38,7 @@ template <class Real>
 
 template <class Value>
 struct LeakyRelu {
-  Value slope;  // up to 0
+  Value slope;  // the slope for negative z
 
   NORMSCOPE_INLINE Value operator()(Value z) const noexcept { return z > Value{} ? z : z * slope; }
   NORMSCOPE_INLINE Value gradient(Value z, Value dy) const noexcept {
@@ -64,7 +64,7 @@ struct HardSwish {
   }
 };
 
-// What silu and its e^x need to know of the type of x. kScale keeps 2^-kScale e^x normal for all x
+// Constants of silu and of its e^x for each type of x. kScale keeps 2^-kScale e^x normal for all x
 // from -kOne to kLargest.
 template <class Real>
 struct Exponential;
@@ -74,12 +74,12 @@ struct Exponential<float> {
   static constexpr int kFractionBits = 23;
   static constexpr int kBias = 127;
   static constexpr int kScale = 64;
-  static constexpr int kDegree = 7;          // of e^r: the rest is below 2^-27
+  static constexpr int kDegree = 7;          // of e^r: the remainder is below 2^-27
   static constexpr float kLargest = 110.0F;  // kLargest / e^kLargest rounds to 0
   static constexpr float kOne = 40.0F;       // 1 + e^-kOne rounds to 1
   static constexpr float kToInteger = 0x1.8p23F;
   static constexpr float kLog2E = 0x1.715476p0F;
-  static constexpr float kLn2Hi = 0x1.63p-1F;  // times k: exact
+  static constexpr float kLn2Hi = 0x1.63p-1F;  // k * kLn2Hi is exact
   static constexpr float kLn2Lo = -0x1.bd0106p-13F;
   static constexpr Bits kInverse = 0x7EF311C3;
 };
@@ -89,7 +89,7 @@ struct Exponential<double> {
   static constexpr int kFractionBits = 52;
   static constexpr int kBias = 1023;
   static constexpr int kScale = 512;
-  static constexpr int kDegree = 13;  // of e^r: the rest is below 2^-57
+  static constexpr int kDegree = 13;  // of e^r: the remainder is below 2^-57
   static constexpr double kLargest = 760.0;
   static constexpr double kOne = 50.0;
   static constexpr double kToInteger = 0x1.8p52;
@@ -99,7 +99,7 @@ struct Exponential<double> {
   static constexpr Bits kInverse = 0x7FDE623822FC16E6;
 };
 
-// The element type of a Value, and its bits as integers.
+// The element type of a Value, and the integer type with the same bits.
 template <class Value>
 struct ValueTraits {
   using Real = Value;
@@ -119,16 +119,16 @@ template <class Real>
   return static_cast<Real>(1.0 / factorial);
 }
 
-// 2^-kScale e^x for x from -kOne to kLargest, as a pair; NaN stays. With k the integer next to
-// x / ln 2: e^x = 2^k e^r, and e^r = 1 + r + r^2 times a polynomial. No operation depends on the
-// machine, so that every instruction set has the same bits.
+// 2^-kScale e^x for x from -kOne to kLargest, as a pair; NaN stays NaN. With k the integer nearest
+// to x / ln 2: e^x = 2^k e^r, and e^r = 1 + r + r^2 times a polynomial. All operations round the
+// same on every machine, so every instruction set gives the same bits.
 template <class Value>
 class ScaledExponential {
  public:
   using Real = typename ValueTraits<Value>::Real;
 
   static NORMSCOPE_INLINE DoubleDouble<Value> of(Value x) noexcept {
-    const Value shifted = x * Constants::kLog2E + Constants::kToInteger;  // ends with the bits of k
+    const Value shifted = x * Constants::kLog2E + Constants::kToInteger;  // low bits: k
     const Value k = shifted - Constants::kToInteger;
     const Value r = (x - k * Constants::kLn2Hi) - k * Constants::kLn2Lo;
     const DoubleDouble<Value> linear = fast_two_sum(Value{} + 1, r);
@@ -165,8 +165,8 @@ class ScaledExponential {
 // z * sigmoid(z) = z / (1 + e^-z)
 template <class Value>
 struct Silu {
-  // Within 2 units in the last place: a quotient, corrected by what the denominator has lost. Where
-  // e^-z is below 1, that is found but for its own rounding.
+  // Accurate to 2 units in the last place: the quotient is corrected by the rounding error of the
+  // denominator. For e^-z below 1 that error is known up to its own rounding.
   NORMSCOPE_INLINE Value operator()(Value z) const noexcept {
     const Value bounded = within_bounds(z);
     const DoubleDouble<Value> e = ScaledExponential<Value>::of(-bounded);
@@ -187,7 +187,7 @@ struct Silu {
   using Real = typename ValueTraits<Value>::Real;
   static constexpr Real kScale = ScaledExponential<Value>::scale();
 
-  // Below them y rounds to 0, above to z.
+  // Below the lower bound y rounds to 0; above the upper bound y rounds to z.
   static NORMSCOPE_INLINE Value within_bounds(Value z) noexcept {
     const Value lower = Value{} - Exponential<Real>::kLargest;
     const Value upper = Value{} + Exponential<Real>::kOne;
@@ -195,14 +195,15 @@ struct Silu {
     return from_below > upper ? upper : from_below;
   }
 
-  // 1 / value within an eighth: exponents are negated as integers, fractions nearly so.
+  // 1 / value, with an error below an eighth: negating the bits as an integer negates the exponent
+  // and nearly inverts the fraction.
   static NORMSCOPE_INLINE Value about_inverse(Value value) noexcept {
     using Bits = typename ValueTraits<Value>::Bits;
     return std::bit_cast<Value>(Exponential<Real>::kInverse - std::bit_cast<Bits>(value));
   }
 };
 
-// Calls use(function) with the activation's function of single numbers.
+// Calls use(function) with the function object for this activation, for scalar values.
 template <class Real, class Use>
 NORMSCOPE_INLINE void with_function(const ActivationFunction& activation, const Use& use) {
   switch (activation.kind) {
@@ -215,7 +216,7 @@ NORMSCOPE_INLINE void with_function(const ActivationFunction& activation, const 
   }
 }
 
-// The same for those that are piecewise linear.
+// The same for piecewise linear activations.
 template <class Real, class Use>
 NORMSCOPE_INLINE void with_piecewise_linear(const ActivationFunction& activation, const Use& use) {
   if (activation.kind == Activation::kLeakyRelu) {

@@ -9,7 +9,7 @@
 
 namespace normscope {
 
-// Memory that begins with a cache line.
+// Allocates memory that starts at a cache line.
 template <class T>
 struct CacheLineAllocator {
   using value_type = T;  // NOLINT(readability-identifier-naming): the standard's name
@@ -29,8 +29,8 @@ struct CacheLineAllocator {
   static constexpr std::align_val_t kAlignment{kCacheLine};
 };
 
-// For what vectors are loaded from and stored to: a vector that lies in two cache lines takes twice
-// as long.
+// For arrays that are read and written with vector instructions: a vector that straddles two cache
+// lines takes twice as long.
 template <class T>
 using AlignedVector = std::vector<T, CacheLineAllocator<T>>;
 

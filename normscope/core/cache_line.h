@@ -6,10 +6,10 @@
 
 namespace normscope {
 
-// Bytes.
+// In bytes.
 inline constexpr std::int64_t kCacheLine = 64;
 
-// The bytes of the cache lines that so many bytes take, from a line's begin on.
+// `bytes` rounded up to whole cache lines.
 [[nodiscard]] constexpr std::size_t whole_cache_lines(std::size_t bytes) noexcept {
   constexpr std::size_t kLine{kCacheLine};
   return (bytes + kLine - 1) / kLine * kLine;

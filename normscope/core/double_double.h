@@ -7,8 +7,8 @@ namespace normscope {
 
 // An unevaluated sum hi + lo of two doubles with |lo| <= ulp(hi) / 2: about 106 bits (Dekker 1971).
 // Real is double, or a vector of doubles. Products and sums are rounded separately: a fused
-// multiply-add rounds once, and not every instruction set has it. Only the error of a product,
-// which is exact either way, is a fused multiply-add on devices.
+// multiply-add rounds once, and not every instruction set has one. Devices use a fused multiply-add
+// only for the error of a product, which is exact either way.
 template <class Real>
 struct DoubleDouble {
   Real hi;
@@ -30,7 +30,7 @@ NORMSCOPE_INLINE DoubleDouble<Real> fast_two_sum(Real a, Real b) noexcept {
   return {sum, b - (sum - a)};
 }
 
-// The 26 leading bits of a, and the rest (Veltkamp 1968).
+// The 26 leading bits of a, and the remainder (Veltkamp 1968).
 template <class Real>
 NORMSCOPE_INLINE DoubleDouble<Real> split_in_halves(Real a) noexcept {
   const Real scaled = a * 134217729.0;  // 2^27 + 1
@@ -51,7 +51,7 @@ NORMSCOPE_INLINE Real product_error(Real a, Real b, Real product) noexcept {
 #endif
 }
 
-// The same for a b whose lower half is zero, as that of every float32.
+// The same for a b whose lower half is zero, such as any float32.
 template <class Real>
 NORMSCOPE_INLINE Real narrow_product_error(Real a, Real b, Real product) noexcept {
 #if defined(__CUDA_ARCH__)

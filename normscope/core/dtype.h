@@ -22,7 +22,7 @@ inline constexpr DType kAllDTypes[] = {DType::kFloat32, DType::kFloat64, DType::
   return 0;
 }
 
-// torch's name of the type.
+// The name of the type in torch.
 [[nodiscard]] constexpr std::string_view name_of(DType dtype) noexcept {
   switch (dtype) {
     case DType::kFloat32: return "float32";

@@ -9,7 +9,7 @@
 
 namespace normscope {
 
-// Storage of the 16-bit types. They have no arithmetic: elements are widened to float32 first.
+// Storage for the 16-bit types. They have no arithmetic: elements are widened to float32 first.
 struct BFloat16 {
   std::uint16_t bits;
 };
@@ -17,7 +17,7 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-// The type that an element type's arithmetic is done in.
+// The type in which arithmetic on an element type is done.
 template <class Element>
 struct ArithmeticType {
   using Type = float;
@@ -84,8 +84,9 @@ NORMSCOPE_INLINE Float16 narrow<Float16>(float x) noexcept {
   return {static_cast<std::uint16_t>(sign | ((rounded - 0x38000000U) >> 13U))};
 }
 
-// A double that is rounded once, although the way to a 16-bit type leads over float32: a float32
-// that was rounded to odd keeps what the second rounding needs to know (Boldo and Melquiond 2008).
+// Rounds a double to the element type with a single rounding. The conversion to a 16-bit type goes
+// through a float32 rounded to odd, which keeps what the second rounding needs (Boldo and Melquiond
+// 2008).
 template <class Element>
 NORMSCOPE_INLINE Element round_once(double x) noexcept {
   if constexpr (sizeof(Element) >= sizeof(float)) {

@@ -7,21 +7,21 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// What every exception of this library derives from. The text says which argument, what was
+// The base class of all exceptions of this library. The text says which argument is wrong, what was
 // expected and what was given.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The caller's arguments do not fit. Nothing was updated, nothing was sent.
+// The caller's arguments do not fit. Nothing was updated and nothing was sent.
 class ArgumentError : public Error {
  public:
   using Error::Error;
 };
 
-// A norm batch has one value per channel, which has no variance. On several ranks all of them find
-// this together, and the group stays usable.
+// A norm batch has one value per channel, which has no variance. With several ranks, every rank of
+// the norm batch throws this, and the group stays usable.
 class OneValueError : public ArgumentError {
  public:
   using ArgumentError::ArgumentError;
@@ -34,14 +34,14 @@ class CommunicationError : public Error {
   using Error::Error;
 };
 
-// A wait ended at its time limit; the text names the ranks that have not come where the transport
-// can tell. The group cannot be used any more.
+// A wait reached its time limit. The text names the missing ranks if the transport knows them. The
+// group cannot be used any more.
 class TimeoutError : public CommunicationError {
  public:
   using CommunicationError::CommunicationError;
 };
 
-// A device refused what it was asked for: the text says what, and the device's own reason.
+// A device refused a request. The text says which one, and gives the device's own reason.
 class DeviceError : public Error {
  public:
   using Error::Error;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Stands at a header's namespace where programs that link the shared library may use what follows.
-// Everything else is hidden in it.
+// Marks a namespace in a header whose declarations programs may use when they link the shared
+// library. All other symbols of the library are hidden.
 #define NORMSCOPE_EXPORT __attribute__((visibility("default")))

@@ -15,7 +15,7 @@ struct TileMoments {
   DoubleDouble<Real> sum_of_squares;
 };
 
-// From the sums about a pivot a, s = sum(x - a) and q = sum((x - a)^2):
+// From the sums around a pivot a, s = sum(x - a) and q = sum((x - a)^2):
 //   sum(x) = n a + s        sum(x^2) = (n a + 2 s) a + q
 template <class Real>
 NORMSCOPE_INLINE TileMoments<Real> moments_about_zero(Real n, Real pivot, Real s, Real q) noexcept {
@@ -23,8 +23,8 @@ NORMSCOPE_INLINE TileMoments<Real> moments_about_zero(Real n, Real pivot, Real s
   return {add(base, s), add(multiply(add(base, s + s), pivot), q)};
 }
 
-// The same bits in fewer operations for a pivot that float32 can hold and an n below 2^27: their
-// product is exact, and the pivot's lower half zero.
+// The same bits in fewer operations, for a pivot that float32 can represent and n below 2^27: n *
+// pivot is exact, and the lower half of the pivot is zero.
 template <class Real>
 NORMSCOPE_INLINE TileMoments<Real> moments_about_narrow_pivot(Real n, Real pivot, Real s,
                                                               Real q) noexcept {
@@ -35,7 +35,7 @@ NORMSCOPE_INLINE TileMoments<Real> moments_about_narrow_pivot(Real n, Real pivot
   return {two_sum(base, s), add(fast_two_sum(product, rest + twice.lo * pivot), q)};
 }
 
-// The total that canonical limbs stand for.
+// The total of canonical limbs.
 template <class Real>
 NORMSCOPE_INLINE DoubleDouble<Real> total(const Real (&limbs)[kLimbs]) noexcept {
   DoubleDouble<Real> sum = two_sum(limbs[kLimbs - 2], limbs[kLimbs - 1]);
@@ -49,7 +49,7 @@ struct Moments {
   Real population_variance;
 };
 
-// mean = S1 / n, var = (S2 - S1 * mean) / n, not below 0; NaN stays NaN.
+// mean = S1 / n, var = (S2 - S1 * mean) / n, clamped at 0 from below; NaN stays NaN.
 template <class Real>
 NORMSCOPE_INLINE Moments<Real> moments(DoubleDouble<Real> sum, DoubleDouble<Real> sum_of_squares,
                                        Real n) noexcept {
@@ -74,7 +74,7 @@ NORMSCOPE_INLINE Real updated_running(Real running, Real batch, double momentum)
   return running + (batch - running) * momentum;
 }
 
-// A mean as two float32 numbers, which float32 arithmetic subtracts one after the other.
+// A mean as two float32 numbers, to be subtracted one after the other in float32 arithmetic.
 NORMSCOPE_INLINE DoubleDouble<double> float32_pair(DoubleDouble<double> mean) noexcept {
   const double hi = static_cast<double>(static_cast<float>(mean.hi));
   return {hi, static_cast<double>(static_cast<float>((mean.hi - hi) + mean.lo))};
@@ -109,7 +109,7 @@ struct InputGradient {
   }
 };
 
-// The same, and y's formula, whose activation dy is the gradient of.
+// InputGradient together with the formula of y, for a dy that is the gradient of activation(y).
 template <class Value>
 struct ActivatedInputGradient {
   InputGradient<Value> input_gradient;

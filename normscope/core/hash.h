@@ -11,10 +11,10 @@ class Hash {
  public:
   void add(std::string_view bytes) noexcept {
     for (const char byte : bytes) add_byte(static_cast<unsigned char>(byte));
-    add_byte(0xFF);  // an end, so that "ab", "c" is not "a", "bc"
+    add_byte(0xFF);  // a terminator: ("ab", "c") and ("a", "bc") must differ
   }
 
-  // The last of its bits, a number that a double holds where they are at most 53.
+  // The lowest `bits` bits. A double represents them exactly for bits <= 53.
   [[nodiscard]] std::uint64_t low_bits(int bits) const noexcept {
     return value_ & ((std::uint64_t{1} << bits) - 1);
   }

@@ -10,12 +10,12 @@
 namespace normscope {
 namespace {
 
-// Standard errors that the ends of a 90 % interval lie from the estimate.
+// Half the width of a 90 % confidence interval, in standard errors.
 constexpr double kErrorsOfInterval = 1.645;
 
 constexpr double kNoisiestTenth = 0.9;
 
-// A part's moments.
+// The moments of one part.
 struct Part {
   double count;
   std::span<const double> means;      // [C]
@@ -27,7 +27,7 @@ Part part_of(std::span<const double> row) {
   return {row[0], row.subspan(1, channels), row.subspan(1 + channels)};
 }
 
-// The parts that have elements, of all batches but one; `left_out` is none for -1.
+// The nonempty parts of all batches except `left_out`; -1 leaves none out.
 std::vector<Part> parts_with_elements(const PartMoments& moments, std::int64_t left_out = -1) {
   std::vector<Part> parts;
   for (std::int64_t batch = 0; batch < moments.batches; ++batch) {
@@ -40,13 +40,13 @@ std::vector<Part> parts_with_elements(const PartMoments& moments, std::int64_t l
   return parts;
 }
 
-// s^2 / V^2 of each channel whose variance V is not below eps. There are at least two parts.
+// s^2 / V^2 of each channel whose variance V is at least eps. Expects at least two parts.
 std::vector<double> relative_spreads(const std::vector<Part>& parts, std::int64_t channels,
                                      double eps) {
   const auto count = static_cast<double>(parts.size());
   double elements = 0.0;
   for (const Part& part : parts) elements += part.count;
-  // Uneven parts count by their size; 1 is that of the mean part.
+  // Parts are weighted by size; the mean part has weight 1.
   const auto weight = [&](const Part& part) { return part.count * (count / elements); };
   std::vector<double> spreads;
   std::vector<double> errors(parts.size());
@@ -74,7 +74,7 @@ std::vector<double> relative_spreads(const std::vector<Part>& parts, std::int64_
 
 // A of docs/numerics.md from s^2 / V^2; V^2 itself is too large by s^2 / P.
 double noise_of(double spread, std::size_t parts) {
-  // 1 where a single part has all of the variance.
+  // The share is 1 if a single part has all of the variance.
   constexpr double kLeast = 1e-3;
   const double share = spread / static_cast<double>(parts);
   return spread / std::max(1.0 - share, kLeast);
@@ -84,7 +84,7 @@ double mean_of(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// Between the two nearest in order; 0 of none. NaN where there is one.
+// Interpolates between the two nearest values. 0 for no values; NaN if any value is NaN.
 double quantile(std::vector<double> values, double share) {
   if (values.empty()) return 0.0;
   if (std::ranges::any_of(values, [](double value) { return std::isnan(value); })) {
@@ -97,19 +97,19 @@ double quantile(std::vector<double> values, double share) {
   return std::lerp(values[below], values[above], place - static_cast<double>(below));
 }
 
-// The squared relative error of a part's variance, averaged over the channels: 2 / value. 0 where
-// no channel is left.
+// The squared relative error of a part's variance, averaged over the channels: 2 / value. 0 if no
+// channel is left.
 double mean_noise(const std::vector<double>& spreads, std::size_t parts) {
   return spreads.empty() ? 0.0 : noise_of(mean_of(spreads), parts);
 }
 
-// The normal values whose variance has this squared relative error.
+// How many independent normal values have a variance with this squared relative error.
 double worth(double noise) {
   return noise <= 0.0 ? std::numeric_limits<double>::infinity() : 2.0 / noise;
 }
 
-// The standard error of the noise, by leaving out one batch after the other. NaN where nothing is
-// left to compare without one of them.
+// The standard error of the noise, from leaving out one batch at a time. NaN if fewer than two
+// parts remain without some batch.
 double jackknife_error(const PartMoments& moments, double eps) {
   std::vector<double> noises;
   for (std::int64_t batch = 0; batch < moments.batches; ++batch) {
@@ -124,7 +124,7 @@ double jackknife_error(const PartMoments& moments, double eps) {
   return std::sqrt((batches - 1.0) / batches * squares);
 }
 
-// The row of some parts together (Chan et al. 1979).
+// Appends the row of several parts taken together (Chan et al. 1979).
 void append_joined(const std::vector<Part>& parts, std::vector<double>& rows) {
   double elements = 0.0;
   for (const Part& part : parts) elements += part.count;

@@ -13,12 +13,12 @@ namespace normscope NORMSCOPE_EXPORT {
 // How many independent values the statistics of a norm batch are worth: docs/numerics.md,
 // "Independent values".
 
-// Moments of the parts that batches were cut into: of ranks, or of slices. A row for each part: how
-// many elements each channel has (none: an empty part), the means [C], and the variances [C] with
-// the divisor n.
+// Moments of the parts into which batches were cut: ranks or slices. One row per part: the number
+// of elements per channel (0 for an empty part), the means [C], and the variances [C] with divisor
+// n.
 struct PartMoments {
   std::int64_t batches = 0;
-  std::int64_t parts = 0;  // of each batch
+  std::int64_t parts = 0;  // per batch
   std::int64_t channels = 0;
   std::vector<double> rows;  // [batches, parts, 1 + 2 C]
 
@@ -33,26 +33,27 @@ struct PartMoments {
   }
 };
 
-// Those of `count` consecutive parts together, for each batch; `count` divides the parts.
+// Joins every `count` consecutive parts of each batch. `count` must divide the number of parts.
 [[nodiscard]] PartMoments joined(const PartMoments& moments, std::int64_t count);
 
-// The normal values whose variance is as noisy as that of a norm batch of one part.
+// The number of independent normal values whose variance is as noisy as that of a norm batch of one
+// part.
 struct IndependentValues {
-  double value = 0.0;  // over all channels, whose squared relative errors are averaged
-  // The ends of the 90 % interval, by a jackknife over the batches; NaN for one batch.
+  double value = 0.0;  // from the squared relative errors averaged over all channels
+  // The 90 % confidence interval, from a jackknife over the batches; NaN for one batch.
   double lower = 0.0;
   double upper = 0.0;
-  double noisiest_tenth = 0.0;  // what one channel in ten has less than
+  double noisiest_tenth = 0.0;  // one channel in ten has fewer
 };
 
-// Those of a norm batch of so many parts, if the parts are independent.
+// The values of a norm batch of `factor` parts, if the parts are independent.
 [[nodiscard]] IndependentValues times(const IndependentValues& values, double factor) noexcept;
 
-// Estimates them from the moments of parts, against those of all parts together. Channels whose
-// variance is below eps are left out, since eps normalizes them and not their statistics; a layer
-// of such channels alone is worth infinitely many values. Moments that are not finite make NaN.
+// Estimates them by comparing the moments of the parts with those of all parts together. Channels
+// whose variance is below eps are left out: they are normalized by eps rather than by their
+// statistics. If no channel is left, the result is infinite. Moments that are not finite give NaN.
 //
-// None where fewer than two parts have elements: nothing can then be compared.
+// Returns nullopt if fewer than two parts have elements.
 [[nodiscard]] std::optional<IndependentValues> independent_values(const PartMoments& moments,
                                                                   double eps);
 

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Arithmetic that several instruction sets (and later the device) share. Always inlined: a copy
-// that one translation unit emitted for a newer instruction set could otherwise be linked into all
-// of them.
+// For arithmetic that several instruction sets and the device share. Always inlined: otherwise the
+// linker could choose a copy compiled for a newer instruction set for all translation units.
 #if defined(__CUDACC__)
 #define NORMSCOPE_INLINE __host__ __device__ __forceinline__
 #else

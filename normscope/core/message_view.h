@@ -9,9 +9,9 @@
 
 namespace normscope {
 
-// The sums of a norm batch, or of a part of it, as ranks send them: limbs, then the header. Not
-// owned. The sum of two, number by number, is exact and stands for both: up to 2^23 that are
-// canonical can be added.
+// A non-owning view of the sums of a norm batch, or of a part of it, as ranks send them: limbs,
+// then the header. Adding two messages number by number is exact and gives the message of both; up
+// to 2^23 canonical messages can be added.
 struct MessageView {
   double* data = nullptr;  // limbs_size(channels) + kHeaderSize doubles
   std::int64_t channels = 0;

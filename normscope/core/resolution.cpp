@@ -76,7 +76,7 @@ std::vector<int> leaders_of(const Scope& scope, std::span<const std::int64_t> ho
     case Scope::Kind::kWorld: return std::vector<int>(ranks, 0);
     case Scope::Kind::kNormBatch: break;
   }
-  throw ArgumentError("scope: expected what resolve_norm_batch makes of it, got " + scope.str());
+  throw ArgumentError("scope: expected a scope resolved by resolve_norm_batch, got " + scope.str());
 }
 
 }  // namespace normscope

@@ -26,7 +26,7 @@ std::optional<std::int64_t> parse_integer(std::string_view text) {
   return value;
 }
 
-// What stands before the first `separator`, and behind it; nothing behind where there is none.
+// The text before and after the first `separator`; nullopt if there is none.
 std::pair<std::string_view, std::optional<std::string_view>> cut(std::string_view text,
                                                                  char separator) {
   const std::size_t at = text.find(separator);

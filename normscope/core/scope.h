@@ -10,9 +10,10 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// Who shares statistics. A value: it parses, prints, compares, and knows no process group.
+// Which ranks share statistics. A plain value: it parses, prints and compares, and refers to no
+// process group.
 //
-//   slices:K        each of K slices of this rank's batch, for itself
+//   slices:K        K slices of this rank's batch, each on its own
 //   local           this rank
 //   group:K         K consecutive ranks
 //   node            the ranks of one host
@@ -31,21 +32,21 @@ class Scope {
   [[nodiscard]] static Scope ranks(std::vector<std::vector<std::int64_t>> sets);
   [[nodiscard]] static Scope norm_batch(std::int64_t samples);  // samples >= 1
 
-  // The inverse of str(). Throws ArgumentError, which lists what can be written.
+  // The inverse of str(). Throws ArgumentError, whose text lists the valid spellings.
   [[nodiscard]] static Scope parse(std::string_view text);
 
   [[nodiscard]] std::string str() const;
   [[nodiscard]] Kind kind() const noexcept { return kind_; }
 
-  // Whether a rank shares with no other, however many there are.
+  // Whether a rank shares statistics with no other rank, however many ranks there are.
   [[nodiscard]] bool is_of_one_rank() const noexcept {
     return kind_ == Kind::kLocal || kind_ == Kind::kSlices;
   }
 
-  // The K or M of slices:K, group:K and norm_batch:M; 0 elsewhere.
+  // The K or M of slices:K, group:K and norm_batch:M; 0 for other scopes.
   [[nodiscard]] std::int64_t count() const noexcept { return count_; }
 
-  // The sets of ranks:...; empty elsewhere.
+  // The sets of ranks:...; empty for other scopes.
   [[nodiscard]] const std::vector<std::vector<std::int64_t>>& sets() const noexcept {
     return sets_;
   }

@@ -16,7 +16,7 @@ void check_finite(std::string_view layer, const PartMoments& moments) {
                       (layer.empty() ? std::string("the model") : std::string(layer)));
 }
 
-// Consecutive ranks that each host holds; 0 where hosts hold others, or there is one.
+// The number of consecutive ranks per host; 0 if hosts differ in this, or if there is one host.
 std::int64_t ranks_of_a_host(std::span<const std::int64_t> host_of_rank) {
   const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
   const auto size = static_cast<std::int64_t>(std::ranges::count(host_of_rank, host_of_rank[0]));
@@ -35,7 +35,7 @@ Scope scope_of(std::int64_t size, std::int64_t ranks, std::int64_t ranks_of_host
   return size == ranks_of_host ? Scope::node() : Scope::group(size);
 }
 
-// What one call's norm batch of `size` ranks is worth.
+// What a norm batch of `size` ranks is worth for one call.
 ScopeCandidate measured(const PartMoments& moments, double eps, std::int64_t size) {
   ScopeCandidate candidate{.ranks = size, .values = independent_values(joined(moments, size), eps)};
   if (!candidate.values && size > 1) {

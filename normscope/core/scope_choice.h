@@ -14,31 +14,31 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// What a norm batch should be worth where nothing else is said; docs/recommending.md says what it
-// was chosen from.
+// The default number of independent values wanted of a norm batch; docs/recommending.md explains
+// the choice.
 inline constexpr double kDefaultIndependentValues = 4.0;
 
-// A scope that a layer may get, and what its statistics would be worth.
+// A candidate scope for a layer, and what its statistics would be worth.
 struct ScopeCandidate {
   Scope scope = Scope::world();
-  std::int64_t ranks = 1;                   // that share
-  std::optional<IndependentValues> values;  // none: could not be measured
-  bool extrapolated = false;                // whether they follow from those of `local`
+  std::int64_t ranks = 1;                   // that share statistics
+  std::optional<IndependentValues> values;  // nullopt: could not be measured
+  bool extrapolated = false;                // whether they were extrapolated from those of `local`
 };
 
 struct ScopeChoice {
   std::vector<ScopeCandidate> candidates;  // from the narrowest to the widest
-  std::size_t chosen = 0;                  // of them
+  std::size_t chosen = 0;                  // index into candidates
 };
 
-// The narrowest scope whose norm batch is worth `wanted` independent values with the lower end of
-// its interval, or `world` where none is: local, group:K where K divides the ranks (node where that
-// is what each of several hosts holds), world.
+// Chooses the narrowest scope for which the lower end of the interval is at least `wanted`
+// independent values, or `world` if there is none. The candidates are local, group:K for every K
+// that divides the ranks (node if each of several hosts has K ranks), and world.
 //
-// `calls` are the moments of what the layer was given in a forward of the model, call by call: each
-// call has statistics of its own, and the noisiest one counts. The parts of each are the ranks, of
-// which host_of_rank names the hosts by any number that their ranks have in common. `layer` is
-// named in errors.
+// `calls` has one entry per call of the layer in one forward of the model: the moments of its
+// input, with one part per rank. Each call has its own statistics; the noisiest call decides.
+// host_of_rank [ranks] holds any number that is the same for all ranks of a host. Errors name
+// `layer`.
 //
 // Throws ArgumentError if a moment is not finite.
 [[nodiscard]] ScopeChoice choose_scope(std::string_view layer, std::span<const PartMoments> calls,

@@ -3,10 +3,10 @@
 
 namespace normscope {
 
-// Where the numbers lie that work is done on.
+// Which memory the data is in.
 enum class Memory { kHost, kDevice };
 
-// The queue of a device on which work is ordered: a cudaStream_t, or nothing on the CPU.
+// The queue that orders work on a device: a cudaStream_t, or nothing on the CPU.
 struct Stream {
   void* handle = nullptr;
   Memory memory = Memory::kHost;

@@ -8,12 +8,12 @@
 
 namespace normscope {
 
-// Which index runs fastest in memory.
+// Which index varies fastest in memory.
 enum class Layout { kChannelsFirst, kChannelsLast };
 
-// A tensor [N, C, *] folded to [samples, channels, positions], not owned. Strides are in elements.
-// Kernels need one of two layouts: position_stride == 1 (channels first: N, C, H, W) or
-// channel_stride == 1 (channels last: N, H, W, C); the other strides are free.
+// A non-owning view of a tensor [N, C, *] folded to [samples, channels, positions]. Strides are in
+// elements. Kernels need one of two layouts: position_stride == 1 (channels first: N, C, H, W) or
+// channel_stride == 1 (channels last: N, H, W, C). The other strides are free.
 template <class Pointer>
 struct BasicTensorView {
   Pointer data = nullptr;
@@ -33,8 +33,8 @@ struct BasicTensorView {
     return samples == 0 || channels == 0 || positions == 0;
   }
 
-  // One position per channel has the same tiles either way, so that the choice there is free; with
-  // more positions it follows from the strides, so that it is the same on every rank.
+  // With one position per channel, both layouts have the same tiles, so either may be chosen. With
+  // more positions the layout follows from the strides alone and is the same on every rank.
   [[nodiscard]] constexpr Layout layout() const noexcept {
     if (positions == 1) return channel_stride == 1 ? Layout::kChannelsLast : Layout::kChannelsFirst;
     return position_stride == 1 ? Layout::kChannelsFirst : Layout::kChannelsLast;
@@ -44,7 +44,6 @@ struct BasicTensorView {
     return empty() || positions == 1 || position_stride == 1 || channel_stride == 1;
   }
 
-  // The samples [begin, end) of this tensor.
   [[nodiscard]] constexpr BasicTensorView sample_range(std::int64_t begin,
                                                        std::int64_t end) const noexcept {
     BasicTensorView part = *this;
@@ -53,7 +52,6 @@ struct BasicTensorView {
     return part;
   }
 
-  // The channels [begin, end) of this tensor.
   [[nodiscard]] constexpr BasicTensorView channel_range(std::int64_t begin,
                                                         std::int64_t end) const noexcept {
     BasicTensorView part = *this;
@@ -62,7 +60,7 @@ struct BasicTensorView {
     return part;
   }
 
-  // The same tensor, to read only.
+  // The same tensor, read-only.
   [[nodiscard]] constexpr BasicTensorView<const void*> read_only() const noexcept {
     return {data,      dtype,         samples,        channels,
             positions, sample_stride, channel_stride, position_stride};

@@ -8,19 +8,19 @@
 
 namespace normscope {
 
-// A tile is a fixed range of the positions of one sample and channel, summed in one fixed tree:
-// lanes that each add a chain of elements in order, folded in halves. It depends on the layout and
-// on the number of positions only, so that no split over samples, threads or instruction sets
-// changes a bit: docs/numerics.md, section "Tiles". Backends share these numbers; changing one
-// changes all results.
+// A tile is a fixed range of the positions of one sample and channel. It is summed in one fixed
+// tree: lanes that each add a chain of elements in order, folded in halves. The tree depends only
+// on the layout and on the number of positions. No split over samples, threads or instruction sets
+// can therefore change a bit: docs/numerics.md, section "Tiles". All backends share these numbers;
+// changing one changes all results.
 struct TileShape {
   std::int64_t positions;      // of a full tile
   std::int64_t lanes;          // a power of two
-  std::int64_t chain;          // elements that a lane adds at most
-  std::int64_t pivot_samples;  // elements at most that the pivot is the mean of
+  std::int64_t chain;          // the most elements that a lane adds
+  std::int64_t pivot_samples;  // the most elements that the pivot is the mean of
 };
 
-// By value, since device code cannot refer to the host's objects.
+// Returned by value: device code cannot refer to the host's objects.
 [[nodiscard]] constexpr TileShape tile_shape(Layout layout) noexcept {
   if (layout == Layout::kChannelsFirst) return {2048, 64, 32, 64};
   return {128, 4, 32, 8};
@@ -46,7 +46,7 @@ inline constexpr std::int64_t kMaxLanes = 64;
   return (positions + size - 1) / size;
 }
 
-// The pivot of a tile of n elements is the mean of `count` of them, `stride` apart, beginning with
+// The pivot of a tile of n elements is the mean of `count` of them, `stride` apart, starting with
 // the first.
 struct PivotSamples {
   std::int64_t count;

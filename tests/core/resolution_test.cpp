@@ -68,7 +68,7 @@ TEST(ResolutionTest, WhatDoesNotFitTheRanksIsRefusedByName) {
   EXPECT_EQ(refusal_of("ranks:0,1/9,2", 4), "scope: ranks:0,1/9,2: expected ranks below 4, got 9");
   EXPECT_EQ(refusal_of("ranks:4", 4), "scope: ranks:4: expected ranks below 4, got 4");
   EXPECT_EQ(refusal_of("norm_batch:8", 4),
-            "scope: expected what resolve_norm_batch makes of it, got norm_batch:8");
+            "scope: expected a scope resolved by resolve_norm_batch, got norm_batch:8");
 }
 
 std::string resolved(std::int64_t wanted, std::int64_t samples, std::int64_t ranks) {
