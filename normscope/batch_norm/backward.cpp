@@ -31,7 +31,7 @@ void check(const BackwardArguments& arguments, const CallContext& context) {
     check_own_memory("dx", arguments.dx.read_only(), "dz", arguments.dz.read_only());
   } else if (!arguments.x.empty() &&
              needs_dz(arguments.activation, has_residual, context.device != nullptr)) {
-    throw ArgumentError("dz: expected data, since needs_dz(), got none");
+    throw ArgumentError("dz: expected data if needs_dz(), got none");
   }
   check_channel_dtype("bias", arguments.bias.dtype, arguments.x);
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
@@ -44,12 +44,12 @@ WantedCoefficients coefficients_of(const BackwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
-// Some channels of one norm batch, or of this rank's samples of it, and the sweeps of backward over
-// them. With an activation there are two ways: dz is written first, and takes dy's place in what
-// follows; or the sweeps make it of dy themselves, each for itself, and it is kept nowhere.
+// The sweeps of backward over some channels of one norm batch, or of this rank's samples of it.
+// With an activation there are two ways. Either dz is written first and replaces dy in what
+// follows, or each sweep computes dz from dy on the fly and nothing stores it.
 class BackwardSweeps {
  public:
-  // cut: the part of a tensor of the whole batch that is meant; begin: its first channel.
+  // cut(tensor): the part of a whole batch's tensor to work on; begin: its first channel.
   template <class Cut>
   BackwardSweeps(const BackwardArguments& arguments, const Kernels& kernels,
                  const Execution& execution, Statistics statistics, std::int64_t begin,
@@ -86,7 +86,7 @@ class BackwardSweeps {
     }
   }
 
-  // Where dx is wanted.
+  // Does nothing if dx is not wanted.
   void input_gradient(GradientSums sums, double count) const {
     if (dx_.data == nullptr) return;
     if (activation_.kind == Activation::kNone) {
@@ -100,7 +100,7 @@ class BackwardSweeps {
  private:
   const Kernels& kernels_;
   const Execution& execution_;
-  ActivationFunction activation_;  // of what dy_ is the gradient
+  ActivationFunction activation_;  // dy_ is the gradient of its output
   TensorView x_;
   TensorView dy_;
   MutableTensorView dx_;
@@ -142,7 +142,7 @@ void input_gradient_of_slices(const BackwardArguments& arguments, const Resolved
                   });
 }
 
-// Local sums, one all-reduce, finalize, apply.
+// Several ranks: local sums, one all-reduce, finalize, apply.
 void input_gradient_synchronized(const BackwardArguments& arguments, const CallLabel& label,
                                  const ResolvedContext& context) {
   const Kernels& kernels = context.kernels;
@@ -166,7 +166,8 @@ void input_gradient_synchronized(const BackwardArguments& arguments, const CallL
   sweeps.input_gradient(sums.view(), count);
 }
 
-// dy, or dz, which is written then.
+// The gradient before the activation: dy without an activation, otherwise dz, which is written
+// here.
 TensorView gradient_before_activation(const BackwardArguments& arguments, const DeviceStep& step) {
   const DeviceKernels& kernels = *step.device.kernels;
   const Stream stream = step.device.stream;
@@ -184,7 +185,8 @@ TensorView gradient_before_activation(const BackwardArguments& arguments, const 
   return arguments.dz.read_only();
 }
 
-// The same two on a device: the kernel of the sums uses them, or makes a message of them.
+// Both paths on a device: the kernel that sums also finalizes, or writes a message for the
+// exchange.
 void input_gradient_on_device(const BackwardArguments& arguments, const CallLabel& label,
                               const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;
@@ -207,7 +209,7 @@ void input_gradient_on_device(const BackwardArguments& arguments, const CallLabe
     use.batches = step.all_reduce(*exchange, label, [&](const Header& header) {
       kernels.send_gradient_sums(device.stream, x, dy, step.scratch, own, step.message, header);
     });
-    // Also if nobody wants dx: the totals say whether the ranks disagreed.
+    // Even if dx is not wanted: the totals tell whether the ranks disagreed.
     kernels.use_gradient_sums(device.stream, x.dtype, step.message, step.scratch, use);
   }
   if (arguments.dx.data == nullptr) return;

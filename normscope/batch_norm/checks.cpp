@@ -99,13 +99,13 @@ void throw_reported(const CallContext& context) {
     return;
   }
   DeviceReport& report = *context.device->report;
-  // The device may be writing at this moment.
+  // The device may be writing concurrently.
   const auto take = [](int& call) { return std::atomic_ref(call).exchange(0); };
   if (const int call = take(report.mismatch)) {
     throw MismatchError("the ranks of a scope met in different calls: this rank's " +
                         context.exchange->reported_call(call) +
-                        ", whose results are NaN, found that on its device. NORMSCOPE_CHECK=1 "
-                        "finds it before, and says what each rank was doing");
+                        " found this on its device, and its results are NaN. NORMSCOPE_CHECK=1 "
+                        "finds it earlier, and says what each rank was doing");
   }
   if (const int call = take(report.one_value)) {
     throw OneValueError(

@@ -11,8 +11,8 @@
 namespace normscope {
 namespace {
 
-// Writes the members of formula_of(c), a struct of Real alone, for `count` channels from `begin`
-// on.
+// Writes the members of formula_of(c), a struct that holds only Reals, for `count` channels
+// starting at `begin`.
 template <class Real, class FormulaOf>
 void write(Real* to, std::int64_t channels, std::int64_t begin, std::int64_t count,
            const FormulaOf& formula_of) {
@@ -26,7 +26,8 @@ void write(Real* to, std::int64_t channels, std::int64_t begin, std::int64_t cou
   }
 }
 
-// Calls function(pointer) with the coefficients of a slice, `numbers` per channel, in their type.
+// Calls function(pointer) with a typed pointer to the coefficients of a slice, `numbers` per
+// channel. Does nothing if they are not wanted.
 template <class Function>
 void with_slice(const WantedCoefficients& wanted, std::int64_t slice, std::int64_t numbers,
                 const Function& function) {

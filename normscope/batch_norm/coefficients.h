@@ -11,15 +11,15 @@
 
 namespace normscope {
 
-// Coefficients [slices, ., C] that a caller on the host wants to apply by itself; data nullptr:
-// nobody does, and nothing is written.
+// Coefficients [slices, ., C] for a caller on the host that applies them itself. data nullptr: not
+// wanted, and nothing is written.
 struct WantedCoefficients {
   Coefficients to;
   DType x_dtype;
   std::int64_t channels;  // C
 
-  // The channels of `statistics` are `begin` and those after it, `count` of them; so are those of
-  // the other arguments.
+  // Writes the coefficients of the channels [begin, begin + count). All arguments hold those
+  // channels only.
   void write_normalize(std::int64_t slice, std::int64_t begin, std::int64_t count,
                        Statistics statistics, ChannelView weight, ChannelView bias) const;
   // sums: over the n elements of the norm batch.

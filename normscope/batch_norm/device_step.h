@@ -9,9 +9,9 @@
 
 namespace normscope {
 
-// What one direction works on in a device's memory.
+// The buffers that one direction uses in device memory.
 struct DeviceStep {
-  // wanted: where the caller has the coefficients put; none: in the workspace.
+  // wanted: where the caller wants the coefficients; none: they go into the workspace.
   DeviceStep(const DeviceContext& context, const TensorView& x, std::int64_t slices,
              Coefficients wanted = {})
       : device(context),
@@ -22,8 +22,8 @@ struct DeviceStep {
     if (wanted.data == nullptr) coefficients.data = context.workspace + message_size(x.channels);
   }
 
-  // Replaces the message, which write_message(header) queues, by its total over the ranks. Returns
-  // the norm batch that they share.
+  // Queues write_message(header), and then replaces the message by its total over the ranks.
+  // Returns the norm batch that the ranks share.
   template <class WriteMessage>
   [[nodiscard]] NormBatches all_reduce(Exchange& exchange, const CallLabel& label,
                                        const WriteMessage& write_message) const {

@@ -48,11 +48,10 @@ std::string_view bytes_of(const double& number) {
   return {reinterpret_cast<const char*>(&number), sizeof(number)};
 }
 
-// Texts travel as numbers, six bytes in each, so that any transport that adds doubles can carry
-// them.
+// Texts travel as numbers, six bytes per number, which any transport that adds doubles can carry.
 constexpr std::size_t kBytesPerNumber = 6;
 
-// Bytes of a text beyond which it is cut, for the sake of the message's size among many ranks.
+// Longer texts are cut, in bytes. This bounds the size of the message for many ranks.
 constexpr std::size_t kLongestText = 4096;
 
 void encode(std::string_view text, std::span<double> numbers) {
@@ -110,7 +109,7 @@ class CountedExchange {
   std::chrono::steady_clock::time_point begin_;
 };
 
-// Shows a call to the peers and to the observer, while this lives.
+// Shows a call to the peers and to the observer during its own lifetime.
 class ShownCall {
  public:
   ShownCall(Communicator& communicator, const CallLabel& label, std::span<const double> message)
@@ -179,8 +178,8 @@ int Exchange::all_reduce_on_device(const CallLabel& label, double count, std::sp
   });
 }
 
-// Calls sum(this rank's header), behind a comparison of the headers alone where that must go ahead,
-// and says in every error what was being done. Returns the label's number.
+// Calls sum(this rank's header), first comparing the headers on their own if necessary. Adds to
+// every error what this rank was doing. Returns the label's number.
 template <class Sum>
 int Exchange::meet(const CallLabel& label, double count, std::span<const double> message,
                    const Sum& sum) {
@@ -190,10 +189,10 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
   hash.add(name_of(label.direction));
   hash.add(std::to_string(label.channels));
   const std::uint64_t label_hash = hash.value();
-  // A layer without a name is told from its like by its place in the sequence of calls.
+  // A layer without a name is identified by its position in the sequence of calls.
   if (label.layer.empty()) hash.add(std::to_string(calls_));
   calls_ += 1;
-  // Not part of what a layer is known by: a schedule may change it in every step.
+  // Not part of label_hash: a schedule may change these in every step.
   hash.add(bytes_of(label.eps));
   hash.add(bytes_of(label.momentum));
 
@@ -213,7 +212,7 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
     }
     sum(header);
     shown.finish();
-    // Not before all have met: what is new to one rank must be new to all.
+    // Only after all ranks have met: a label must be new to all ranks or to none.
     if (!is_new) return seen->second;
     labels_.push_back(describe(label));
     return seen_[label_hash] = static_cast<int>(labels_.size());
@@ -230,7 +229,7 @@ const std::string& Exchange::reported_call(int number) const {
   return labels_.at(static_cast<std::size_t>(number) - 1);
 }
 
-// Throws where the totals of the header show that the ranks came with different calls.
+// Throws if the totals of the header show that the ranks made different calls.
 void Exchange::compare(std::span<const double> totals) const {
   if (!ranks_agree(totals.data(), communicator_->size())) throw MismatchError("");
 }
@@ -239,7 +238,7 @@ int Exchange::name_of_rank(std::size_t rank) const noexcept {
   return names_.empty() ? static_cast<int>(rank) : names_[rank];
 }
 
-// The label, and which ranks the communicator's own numbers stand for.
+// The label, and the names of the communicator's ranks.
 std::string Exchange::describe_here(const CallLabel& label) const {
   std::string text = describe(label);
   for (std::size_t rank = 0; rank < names_.size(); ++rank) {
@@ -249,7 +248,7 @@ std::string Exchange::describe_here(const CallLabel& label) const {
   return text;
 }
 
-// All ranks know by now that they disagree; they tell each other what each of them was doing.
+// Every rank now knows that the ranks disagree. They tell each other what each of them was doing.
 void Exchange::throw_mismatch(const CallLabel& label) {
   const auto ranks = static_cast<std::size_t>(communicator_->size());
   const auto own = static_cast<std::size_t>(communicator_->rank());
@@ -274,7 +273,7 @@ void Exchange::throw_mismatch(const CallLabel& label) {
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     texts.push_back(decode(of_rank(rank).first(numbers_per_text)));
   }
-  // Then it is what seldom differs.
+  // The labels are equal, so the rarer cause must be different numbers.
   if (std::ranges::count(texts, texts[0]) == std::ssize(texts)) {
     for (std::size_t rank = 0; rank < ranks; ++rank) {
       texts[rank] += with_numbers(of_rank(rank)[numbers_per_text], of_rank(rank).back());

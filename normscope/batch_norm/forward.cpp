@@ -43,7 +43,7 @@ WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
-// The updates of the running statistics, one after the other.
+// The successive updates of the running statistics in one call.
 class RunningUpdates {
  public:
   explicit RunningUpdates(const ForwardArguments& arguments)
@@ -51,7 +51,7 @@ class RunningUpdates {
         is_cumulative_(arguments.running_average == RunningAverage::kCumulative),
         updates_before_(is_cumulative_ ? *update_.updates : 0) {}
 
-  // The one that comes after `earlier` others of this call.
+  // The update that follows `earlier` others of this call.
   [[nodiscard]] RunningUpdate after(std::int64_t earlier) const {
     RunningUpdate update = update_;
     if (is_cumulative_) update.momentum = cumulative_momentum(updates_before_ + earlier);
@@ -61,7 +61,7 @@ class RunningUpdates {
  private:
   RunningUpdate update_;
   bool is_cumulative_;
-  std::int64_t updates_before_;  // this call
+  std::int64_t updates_before_;  // before this call
 };
 
 // Single-rank path: sums, finalizes and applies some channels of a slice while they are in cache.
@@ -96,7 +96,7 @@ void accumulate_count(const ForwardArguments& arguments, double count) {
   if (arguments.accumulated.data != nullptr) arguments.accumulated.header()[kCount] += count;
 }
 
-// The running statistics' update with the moments of all slices together.
+// Updates the running statistics with the moments of all slices together.
 void update_running_with_all(const ForwardArguments& arguments, const ResolvedContext& context,
                              const RunningUpdate& running, LimbsView all) {
   const TensorView& x = arguments.x;
@@ -135,7 +135,7 @@ void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& 
   accumulate_count(arguments, static_cast<double>((last - first) * x.positions));
 }
 
-// Local sums, one all-reduce, finalize, apply.
+// Several ranks: local sums, one all-reduce, finalize, apply.
 void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& label,
                             const ResolvedContext& context) {
   const Kernels& kernels = context.kernels;
@@ -161,7 +161,8 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
             arguments.activation, arguments.residual, arguments.y);
 }
 
-// The same two on a device: the kernel of the sums uses them, or makes a message of them.
+// Both paths on a device: the kernel that sums also finalizes, or writes a message for the
+// exchange.
 void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
                    const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;

@@ -9,7 +9,7 @@
 
 namespace normscope {
 
-// What a direction sends, for all channels: the limbs of its sums, then Exchange's header.
+// What one direction sends, for all channels: the limbs of its sums, then the header of Exchange.
 class Message {
  public:
   explicit Message(std::int64_t channels)
@@ -18,7 +18,7 @@ class Message {
 
   [[nodiscard]] LimbsView limbs() noexcept { return {numbers_.data(), channels_, channels_}; }
 
-  // Replaces the limbs by their totals over the ranks; returns that of the count.
+  // Replaces the limbs by their totals over the ranks; returns the total count.
   [[nodiscard]] double all_reduce(const CallLabel& label, double count, Exchange& exchange);
 
  private:

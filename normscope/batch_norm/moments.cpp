@@ -49,14 +49,14 @@ void check(const InputGradientArguments& arguments) {
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
 }
 
-// The norm batch that a message tells of.
+// The norm batch that a message describes.
 NormBatches batch_of(const MessageView& message) {
   NormBatches batches;
   batches.totals = message.header();
   return batches;
 }
 
-// No tensor, but its dtype and channels.
+// A tensor view without data, with only a dtype and a number of channels.
 TensorView nothing_of(DType dtype, std::int64_t channels) {
   TensorView x;
   x.dtype = dtype;

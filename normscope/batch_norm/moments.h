@@ -10,27 +10,27 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// Forward and backward in two steps each, for norm batches whose parts meet outside an Exchange: in
-// calls that come one after the other, or in the threads of one process. The parts' sums are added
-// number by number, and the results are those of the whole norm batch, to the bit. Nothing is sent:
-// a context's exchange is not used.
+// Forward and backward in two steps each, for norm batches whose parts are combined outside an
+// Exchange: over several calls, or over the threads of one process. The caller adds the parts'
+// messages number by number; the results are then those of the whole norm batch, bit for bit.
+// Nothing is sent: a context's exchange is not used.
 //
 // All throw ArgumentError.
 
-// out = the moments of x.
+// Writes the moments of x to out.
 void batch_norm_moments(const TensorView& x, const MessageView& out, const CallContext& context);
 
 struct FinalizeArguments {
   MessageView moments;              // of a norm batch
-  DType x_dtype = DType::kFloat32;  // of its tensors
+  DType x_dtype = DType::kFloat32;  // the dtype of its tensors
   double eps = 1e-5;                // >= 0
   RunningUpdate running = {};       // [C] float32 or x's dtype
   RunningAverage running_average = RunningAverage::kExponential;
   double* statistics = nullptr;  // out [3, C]: mean_hi, mean_lo, inv_std
 };
 
-// What forward makes of the moments: statistics, and the running statistics' update. On the host,
-// throws OneValueError if the norm batch has one value per channel.
+// The rest of forward, from the moments: the statistics and the update of the running statistics.
+// On the host, throws OneValueError if the norm batch has one value per channel.
 void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& context);
 
 struct GradientSumsArguments {
@@ -38,11 +38,11 @@ struct GradientSumsArguments {
   TensorView dy;                       // [N, C, *], x's dtype and layout
   const double* statistics = nullptr;  // [3, C], from batch_norm_finalize()
   MessageView sums;                    // out
-  MutableChannelView dweight = {};     // out [C] of x's samples; none: not wanted
-  MutableChannelView dbias = {};       // out [C] of x's samples; none: not wanted
+  MutableChannelView dweight = {};     // out [C] over x's samples; none: not wanted
+  MutableChannelView dbias = {};       // out [C] over x's samples; none: not wanted
 };
 
-// sums = those of the gradients of x's samples.
+// Writes the gradient sums over x's samples to `sums`.
 void batch_norm_part_gradient_sums(const GradientSumsArguments& arguments,
                                    const CallContext& context);
 
@@ -55,7 +55,7 @@ struct InputGradientArguments {
   MessageView sums;                    // of the norm batch
 };
 
-// What backward makes of the sums: dx.
+// The rest of backward, from the sums: dx.
 void batch_norm_part_input_gradient(const InputGradientArguments& arguments,
                                     const CallContext& context);
 

@@ -20,7 +20,7 @@ inline void normalize(const Kernels& kernels, const Execution& execution, const 
   }
 }
 
-// With the step's coefficients.
+// The same on a device, with the step's coefficients.
 inline void normalize_on_device(const DeviceStep& step, const TensorView& x,
                                 const ActivationFunction& activation, const TensorView& residual,
                                 const MutableTensorView& y) {

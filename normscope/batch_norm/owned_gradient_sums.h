@@ -9,7 +9,7 @@
 
 namespace normscope {
 
-// Gradient sums of their own for all channels.
+// Gradient sums for all channels, in memory that this object owns.
 class OwnedGradientSums {
  public:
   explicit OwnedGradientSums(std::int64_t channels)

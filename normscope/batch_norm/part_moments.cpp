@@ -12,7 +12,7 @@
 namespace normscope {
 namespace {
 
-// Canonical limbs of a channel.
+// The total of one channel's canonical limbs.
 DoubleDouble<double> total_of(LimbsView limbs, int sum, std::int64_t c) {
   double values[kLimbs];
   for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];

@@ -10,11 +10,11 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// The moments of x [N, C, *] cut along N into parts whose sizes differ by one at most, the larger
-// ones first: how many independent values a batch is worth is estimated from them. x is in the
-// host's memory.
+// The moments of x [N, C, *], cut along N into parts whose sizes differ by at most one, larger
+// parts first. The number of independent values of a batch is estimated from them. x must be in
+// host memory.
 //
-// Throws ArgumentError.
+// Throws ArgumentError if `parts` is below 1, or if x is invalid.
 [[nodiscard]] PartMoments part_moments(const TensorView& x, std::int64_t parts,
                                        const Kernels& kernels, const Execution& execution);
 

@@ -19,7 +19,7 @@ std::int64_t slice_count(std::int64_t samples, std::int64_t wanted) {
     throw ArgumentError("slices: expected at least 1, got " + std::to_string(wanted));
   }
   if (samples == 0) return 1;
-  // Rounded up without a sum that may overflow.
+  // Rounds up; (samples + wanted - 1) could overflow.
   const std::int64_t size = (samples - 1) / wanted + 1;
   return (samples - 1) / size + 1;
 }

@@ -10,9 +10,9 @@
 
 namespace normscope {
 
-// Calls work(begin, end, execution) for chunks of channels that fit the caches, so that what one
-// sweep has read is still there for the next. Chunks run at once, each on one thread; where one
-// chunk is all there is, it gets all threads.
+// Calls work(begin, end, execution) for chunks of channels that fit the caches: what one sweep
+// reads is then still cached for the next. Chunks run concurrently, each on one thread. A single
+// chunk gets all threads.
 template <class Work>
 void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int tensors,
                         const Work& work) {
@@ -38,7 +38,7 @@ void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int
 // Sets limbs to zero.
 void clear(LimbsView limbs) noexcept;
 
-// The samples [begin, end) of a slice: those of torch.chunk.
+// The samples [begin, end) of a slice, cut as by torch.chunk.
 struct SampleRange {
   std::int64_t begin;
   std::int64_t end;
@@ -46,7 +46,7 @@ struct SampleRange {
 [[nodiscard]] SampleRange samples_of_slice(std::int64_t samples, std::int64_t slices,
                                            std::int64_t slice) noexcept;
 
-// Channels [begin, end) of a slice, and zeros for their sums.
+// The channels [begin, end) of a slice, and limbs set to zero for their sums.
 struct SlicePart {
   std::int64_t slice;
   SampleRange samples;
@@ -60,9 +60,9 @@ struct SlicePart {
   }
 };
 
-// Calls work(part, execution) for chunks of channels of all slices; a channel's slices come one
-// after the other. A chunk's thread takes all slices of it, so that threads with chunks of their
-// own wait for each other once.
+// Calls work(part, execution) for chunks of channels of all slices. The slices of a channel come
+// one after the other. One thread takes all slices of its chunk, which leaves one barrier at the
+// end instead of one per slice.
 template <class Work>
 void for_slice_parts(const ResolvedContext& context, const TensorView& x, std::int64_t slices,
                      int tensors, const Work& work) {

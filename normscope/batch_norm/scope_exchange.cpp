@@ -11,8 +11,8 @@
 namespace normscope {
 namespace {
 
-// This rank's number and everyone else's, in the order of the ranks. Every rank adds to zeros, so
-// that the sum gathers.
+// The numbers of all ranks, in rank order. Each rank puts its own number into a vector of zeros,
+// and the sum gathers them.
 std::vector<double> gather(Exchange& group, const CallLabel& label, std::int64_t own) {
   const auto ranks = static_cast<std::size_t>(group.communicator().size());
   std::vector<double> message(ranks + kHeaderSize);
@@ -44,7 +44,8 @@ std::optional<Scope> agree_on_norm_batch(Exchange& group, const Scope& scope,
 }
 
 std::vector<std::int64_t> gather_samples(Exchange& group, std::int64_t own) {
-  // A name: the label of a call without one counts the calls before it, which a rank may have more.
+  // With a fixed name. An unnamed label counts the calls before it, and ranks may differ in that
+  // number.
   const CallLabel label{.layer = "joined", .scope = "world", .direction = Direction::kStep};
   const std::vector<double> gathered = gather(group, label, own);
   return {gathered.begin(), gathered.end()};
