@@ -9,7 +9,7 @@
 
 namespace normscope {
 
-// view[c], or `otherwise` where there is none.
+// view[c], or `otherwise` if the view has no data.
 [[nodiscard]] NORMSCOPE_INLINE double channel_value(ChannelView view, std::int64_t c,
                                                     double otherwise) {
   if (view.data == nullptr) return otherwise;
@@ -18,7 +18,7 @@ namespace normscope {
   });
 }
 
-// view[c] = value, rounded once; nothing where there is no view.
+// Sets view[c] to value, rounded once; does nothing if the view has no data.
 NORMSCOPE_INLINE void set_channel_value(MutableChannelView view, std::int64_t c, double value) {
   if (view.data == nullptr) return;
   with_element_type(view.dtype, [&]<class Element>(Element*) {
@@ -46,7 +46,7 @@ template <class Real>
           static_cast<Real>(inv_std * (dy_xhat / n))};
 }
 
-// What becomes of the sums of channel c.
+// Writes the results that follow from the sums of channel c.
 NORMSCOPE_INLINE void use_gradient_sums(const GradientResults& results, std::int64_t c) {
   double dy = results.sums.dy[c];
   double dy_xhat = results.sums.dy_xhat[c];

@@ -9,14 +9,14 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// Per-channel numbers that somebody else owns: weight, bias, running statistics, their gradients.
-// [C]
+// A non-owning view of per-channel numbers [C]: weight, bias, running statistics, or their
+// gradients.
 template <class Pointer>
 struct BasicChannelView {
-  Pointer data = nullptr;  // nullptr: there is none
+  Pointer data = nullptr;  // nullptr: absent
   DType dtype = DType::kFloat32;
 
-  // The channels from `begin` on.
+  // The channels from `begin` to the last.
   [[nodiscard]] BasicChannelView channel_range(std::int64_t begin) const noexcept {
     using Byte = std::conditional_t<std::is_same_v<Pointer, const void*>, const char, char>;
     if (data == nullptr) return *this;

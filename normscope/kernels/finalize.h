@@ -10,7 +10,7 @@
 
 namespace normscope {
 
-// What follows from the totals of a channel, in all backends: docs/numerics.md, "Finalize".
+// What all backends compute from the totals of a channel: docs/numerics.md, "Finalize".
 
 struct ChannelStatistics {
   double mean_hi;
@@ -18,7 +18,7 @@ struct ChannelStatistics {
   double inv_std;
 };
 
-// is_float64: whether x is.
+// is_float64: whether x is float64.
 [[nodiscard]] NORMSCOPE_INLINE ChannelStatistics statistics_of(const Moments<double>& moments,
                                                                double eps, bool is_float64) {
   const DoubleDouble<double> mean = is_float64 ? moments.mean : float32_pair(moments.mean);

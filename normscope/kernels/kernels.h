@@ -16,8 +16,8 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// One backend for the host's memory. Tensors have a kernel layout (TensorView::has_kernel_layout),
-// dy, y and dx that of x; channel views hold x.channels entries. Nothing throws but what
+// One backend for host memory. Tensors have a kernel layout (TensorView::has_kernel_layout); dy, y
+// and dx have the layout of x. Channel views hold x.channels entries. Nothing throws, except what
 // `execution.parallel_for` throws.
 struct Kernels {
   std::string_view name;
@@ -25,11 +25,12 @@ struct Kernels {
   // Whether this machine can run it.
   bool (*can_run)();
 
-  // How many channels at a time keep `tensors` tensors of x's size in the caches between the sweep
-  // that sums and the sweep that applies; x.channels where there is nothing to gain.
+  // How many channels to process at a time: `tensors` tensors of that many channels of x then stay
+  // cached between the sweep that sums and the sweep that applies. Returns x.channels if chunks
+  // would gain nothing.
   std::int64_t (*channels_per_chunk)(const TensorView& x, int tensors, int threads);
 
-  // limbs += sums of x and x^2, in canonical form.
+  // Adds the sums of x and x^2 to the limbs, which end in canonical form.
   void (*add_moments)(const Execution& execution, const TensorView& x, LimbsView limbs);
 
   void (*finalize_moments)(const Execution& execution, LimbsView limbs, double count, double eps,
@@ -39,7 +40,7 @@ struct Kernels {
   void (*normalize)(const Execution& execution, const TensorView& x, Statistics statistics,
                     ChannelView weight, ChannelView bias, const MutableTensorView& y);
 
-  // limbs += sums of dy and dy * (x - mean_hi), in canonical form.
+  // Adds the sums of dy and dy * (x - mean_hi) to the limbs, which end in canonical form.
   void (*add_gradient_sums)(const Execution& execution, const TensorView& x, const TensorView& dy,
                             Statistics statistics, LimbsView limbs);
 
@@ -51,9 +52,9 @@ struct Kernels {
                          Statistics statistics, ChannelView weight, GradientSums sums, double count,
                          const MutableTensorView& dx);
 
-  // With an activation after it, z = weight * xhat + bias. Each operation is rounded to x's dtype,
-  // as if it were made alone. A residual (data nullptr: none) has x's shape, dtype and layout, and
-  // needs an activation that ActivationFunction::output_tells_gradient().
+  // The following functions also apply an activation to z = weight * xhat + bias. Every operation
+  // is rounded to x's dtype, as if it were a separate op. A residual (data nullptr: none) has x's
+  // shape, dtype and layout. It requires an activation with output_tells_gradient().
 
   // y = activation(z + residual).
   void (*normalize_activated)(const Execution& execution, const TensorView& x,
@@ -66,12 +67,12 @@ struct Kernels {
                               Statistics statistics, ChannelView weight, ChannelView bias,
                               const ActivationFunction& activation, const MutableTensorView& dz);
 
-  // The same from y, if the activation's output tells its gradient.
+  // The same from y, for activations with output_tells_gradient().
   void (*gradient_of_output)(const Execution& execution, const TensorView& y, const TensorView& dy,
                              const ActivationFunction& activation, const MutableTensorView& dz);
 
-  // add_gradient_sums and input_gradient with dz = dy * activation'(z) for dy, which is kept
-  // nowhere; for activations that are clips.
+  // add_gradient_sums and input_gradient with dz = dy * activation'(z) in place of dy. dz is
+  // computed on the fly and not stored. Only for activations with is_clip().
   void (*add_activated_gradient_sums)(const Execution& execution, const TensorView& x,
                                       const TensorView& dy, Statistics statistics,
                                       ChannelView weight, ChannelView bias,
@@ -82,17 +83,18 @@ struct Kernels {
                                    GradientSums sums, double count, const MutableTensorView& dx);
 };
 
-// Every backend that was built: the reference first, then from the plainest to the fastest.
+// All backends that were built: the reference first, then from the plainest to the fastest.
 [[nodiscard]] std::span<const Kernels* const> built_kernels();
 
-// Those of them that this machine can run.
+// The built backends that this machine can run.
 [[nodiscard]] std::span<const Kernels* const> available_kernels();
 
-// The fastest available one, or the one that the environment variable NORMSCOPE_KERNELS names (read
-// once). Throws ArgumentError, with the names, where that one is not available.
+// The fastest available backend, or the one named by the environment variable NORMSCOPE_KERNELS
+// (read once). Throws ArgumentError, which lists the names, if that one is not available.
 [[nodiscard]] const Kernels& default_kernels();
 
-// The available backend called `name`. Throws ArgumentError, with the names.
+// The available backend called `name`. Throws ArgumentError, which lists the names, if there is
+// none.
 [[nodiscard]] const Kernels& kernels_named(std::string_view name);
 
 }  // namespace normscope

@@ -20,12 +20,12 @@ struct GradientSums {
   }
 };
 
-// What becomes of the moments of a norm batch. Where data is absent, nothing does.
+// Outputs of finalize_moments; outputs without data are skipped.
 struct MomentsResults {
   MutableStatistics statistics;
   RunningUpdate running = {};
-  LimbsView pooled = {};    // += the limbs, for norm batches that update as one
-  double* count = nullptr;  // = the norm batch's
+  LimbsView pooled = {};    // += the limbs, for norm batches that share one running update
+  double* count = nullptr;  // = the norm batch's count
 
   [[nodiscard]] MomentsResults channel_range(std::int64_t begin, std::int64_t end) const noexcept {
     return {statistics.channel_range(begin), running.channel_range(begin),
@@ -34,12 +34,12 @@ struct MomentsResults {
   }
 };
 
-// What becomes of the gradient sums of a norm batch, or of one rank's part of it.
+// Outputs of finalize_gradient_sums, for a norm batch or for one rank's part of it.
 struct GradientResults {
   GradientSums sums;
-  GradientSums all = {};            // += sums, for a rank of several norm batches
-  MutableChannelView dweight = {};  // = all.dy_xhat where there is all, else sums.dy_xhat
-  MutableChannelView dbias = {};    // = all.dy, or sums.dy
+  GradientSums all = {};            // += sums, for a rank with several norm batches
+  MutableChannelView dweight = {};  // = all.dy_xhat if `all` is present, else sums.dy_xhat
+  MutableChannelView dbias = {};    // = all.dy if `all` is present, else sums.dy
 
   [[nodiscard]] GradientResults channel_range(std::int64_t begin) const noexcept {
     return {sums.channel_range(begin), all.dy == nullptr ? all : all.channel_range(begin),

@@ -10,7 +10,7 @@
 namespace normscope NORMSCOPE_EXPORT {
 
 // What forward keeps for backward. The mean is a pair whose parts have the precision of the
-// arithmetic (float32 for inputs up to float32, else float64): docs/numerics.md, "Finalize".
+// arithmetic (float32 for inputs up to float32, otherwise float64): docs/numerics.md, "Finalize".
 template <class Number>
 struct BasicStatistics {
   Number* mean_hi = nullptr;  // [C]
@@ -28,13 +28,13 @@ struct BasicStatistics {
 using Statistics = BasicStatistics<const double>;
 using MutableStatistics = BasicStatistics<double>;
 
-// Doubles of ForwardArguments::statistics.
+// The size of ForwardArguments::statistics in doubles.
 [[nodiscard]] constexpr std::int64_t statistics_size(std::int64_t slices,
                                                      std::int64_t channels) noexcept {
   return slices * 3 * channels;
 }
 
-// The statistics of slice `slice` in an array [slices, 3, C].
+// The statistics of one slice in an array [slices, 3, C].
 template <class Number>
 [[nodiscard]] constexpr BasicStatistics<Number> statistics_of_slice(
     Number* statistics, std::int64_t slice, std::int64_t channels) noexcept {
@@ -42,8 +42,8 @@ template <class Number>
   return {begin, begin + channels, begin + 2 * channels};
 }
 
-// running += momentum * (batch - running), and the update is counted. What is absent stays so;
-// nothing happens where the norm batch is empty.
+// An update of the running statistics: running += momentum * (batch - running), and `updates` += 1.
+// Absent buffers are skipped. An empty norm batch changes nothing.
 struct RunningUpdate {
   MutableChannelView mean;  // [C]
   MutableChannelView var;   // [C], of the sample variance (divides by n - 1)
@@ -60,17 +60,17 @@ struct RunningUpdate {
   }
 };
 
-// How running statistics weigh their updates: each by RunningUpdate::momentum, or all that
-// RunningUpdate::updates has counted the same.
+// How running statistics weigh their updates: by RunningUpdate::momentum, or equally for all
+// updates that RunningUpdate::updates has counted.
 enum class RunningAverage { kExponential, kCumulative };
 
-// The momentum by which a cumulative average takes its next update.
+// The momentum of the next update of a cumulative average, after `updates` earlier ones.
 [[nodiscard]] NORMSCOPE_INLINE double cumulative_momentum(std::int64_t updates) noexcept {
   return 1.0 / (static_cast<double>(updates) + 1.0);
 }
 
-// How the slices of a batch update the running statistics: once with the moments of all of them,
-// with the first slice's, or one after the other.
+// How the slices of a batch update the running statistics: once with the moments of all slices,
+// once with those of the first slice, or once per slice in order.
 enum class SliceStats { kPooled, kFirst, kSequential };
 
 }  // namespace normscope

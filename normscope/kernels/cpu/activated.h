@@ -12,7 +12,7 @@
 
 namespace normscope::cpu {
 
-// The functions of Kernels that apply an activation as well.
+// The functions of Kernels that apply an activation.
 template <const Target& kTarget>
 struct Activated {
   static void normalize(const Execution& execution, const TensorView& x, Statistics statistics,

@@ -3,7 +3,7 @@
 // Activations of vectors, and the sweeps that apply them. Included once by each target (vector.h
 // says why).
 
-// A value as an element holds it: what a sequence of single operations would have stored.
+// Rounds a value to Element, as a sequence of single operations would store it.
 template <class Element>
 NORMSCOPE_INLINE float rounded(float value) {
   return widen(narrow<Element>(value));
@@ -29,7 +29,7 @@ NORMSCOPE_INLINE Floats rounded(Floats value) {
   }
 }
 
-// A function of single numbers as one of vectors, or as it is.
+// Converts a function object on scalars to one on Value, a scalar or a vector.
 template <class Value, class Real>
 NORMSCOPE_INLINE Clip<Value> function_of(const Clip<Real>& function) {
   return {Value{} + function.top};
@@ -47,7 +47,7 @@ NORMSCOPE_INLINE Silu<Value> function_of(const Silu<Real>& /*function*/) {
   return {};
 }
 
-// Inputs of the sweeps, as in apply.h. Every operation's result is rounded as an element.
+// Inputs of the sweeps, as in apply.h. The result of every operation is rounded to Element.
 
 // activation(formula(x))
 template <class Element, class Function>
@@ -90,7 +90,7 @@ struct ActivationGradient {
   }
 };
 
-// The same from the activation's output y, which tells it. There is no formula.
+// The same from the activation's output y, which must tell the gradient. There is no formula.
 template <class Element, class Function>
 struct GradientOfOutput {
   const Element* y;
@@ -104,7 +104,7 @@ struct GradientOfOutput {
   }
 };
 
-// The input gradient of dy * activation'(z), where z is y's formula of x.
+// The input gradient for dy * activation'(z), where z is the formula of y applied to x.
 template <class Element, class Function>
 struct ActivatedTwoInputs {
   const Element* x;

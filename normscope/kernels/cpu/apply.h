@@ -2,8 +2,8 @@
 //
 // What the sweeps that apply have in common. Included once by each target (vector.h says why).
 
-// The formulas, element by element. Formula is Normalize or InputGradient, Formulas the struct of
-// arrays that its members come from.
+// formula_at() loads the coefficients of channel c, or of a vector of channels starting at c.
+// Formula is Normalize or InputGradient; Formulas is the struct of arrays with its members.
 
 template <class Value, class Real>
 NORMSCOPE_INLINE Normalize<Value> formula_at(const NormalizeArrays<const Real>& formulas,
@@ -44,8 +44,8 @@ NORMSCOPE_INLINE ActivatedInputGradient<Vector<Real>> broadcast_formula(
   return {broadcast_formula(one.input_gradient), broadcast(one.bias)};
 }
 
-// What a formula is applied to at one place. value(formula, load) is the result, where load(tensor)
-// gives a tensor's element there, or a vector of them.
+// The inputs of a formula at one place. value(formula, load) returns the result; load(tensor)
+// returns the tensor's element at that place, or a vector of elements.
 template <class Element>
 struct OneInput {
   const Element* x;
@@ -70,10 +70,10 @@ struct TwoInputs {
 inline constexpr auto kStoreCached = [](void* to, Words words) { store_bytes(to, words); };
 inline constexpr auto kStoreStreaming = [](void* to, Words words) { stream_words(to, words); };
 
-// Stores words_at(i) for i from 0 to n, a vector's bytes of Element at a time: aligned ones by
-// `store`, one of the above, and what no whole aligned vector covers by vectors that overlap it.
-// These write the same numbers twice, which is why outputs may not be inputs. n is at least one
-// vector.
+// Stores words_at(i) for i from 0 to n, one vector of Elements at a time. Whole aligned vectors go
+// through `store`, which is one of the above. The ends are covered by unaligned vectors that
+// overlap them; these write some elements twice, which is why an output must not also be an input.
+// n is at least one vector.
 template <class Element, class Store, class WordsAt>
 NORMSCOPE_INLINE void store_vectors(Element* output, std::int64_t n, const Store& store,
                                     const WordsAt& words_at) {
@@ -84,9 +84,9 @@ NORMSCOPE_INLINE void store_vectors(Element* output, std::int64_t n, const Store
   if (i < n) store_bytes(output + n - kWidth, words_at(n - kWidth));
 }
 
-// Calls apply(sample, begin, end) for the positions of the tiles: sample by sample, the last ones
-// first, since the sweep before has left those in the cache; in each sample forwards, as the
-// hardware fetches ahead best.
+// Calls apply(sample, begin, end) for the positions of the tiles, sample by sample. The last
+// samples come first, because the previous sweep has left them in the cache. Positions within a
+// sample go forwards, which suits the hardware prefetcher.
 template <class Apply>
 NORMSCOPE_INLINE void for_samples_backwards(Layout layout, std::int64_t positions, TileRange tiles,
                                             const Apply& apply) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Applies formulas to tensors whose positions are neighbours in memory. Included once by each
-// target (vector.h says why).
+// Applies formulas to tensors with contiguous positions. Included once by each target (vector.h
+// says why).
 
-// n neighbours of one channel.
+// Applies the formula to n contiguous elements of one channel.
 template <class Element, class Inputs, class Formula, class Store>
 NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula formula,
                                           std::int64_t n, const Store& store, Element* output) {
@@ -25,7 +25,7 @@ NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula for
   });
 }
 
-// inputs_at(n, c, p) gives the inputs there.
+// inputs_at(n, c, p) returns the inputs at that place.
 template <class Element, class InputsAt, class Formulas, class Store>
 NORMSCOPE_INLINE void apply_channels_first(const InputsAt& inputs_at, const Formulas& formulas,
                                            TileRange tiles, const Store& store,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Applies formulas to tensors whose channels are neighbours in memory. Included once by each target
-// (vector.h says why).
+// Applies formulas to tensors with contiguous channels. Included once by each target (vector.h says
+// why).
 
-// All channels of one position.
+// Applies the formulas to all channels of one position.
 template <class Element, class Inputs, class Formulas, class Store>
 NORMSCOPE_INLINE void apply_to_row(const Inputs inputs, const Formulas& formulas,
                                    std::int64_t channels, const Store& store, Element* output) {
@@ -26,11 +26,11 @@ NORMSCOPE_INLINE void apply_to_row(const Inputs inputs, const Formulas& formulas
   });
 }
 
-// Bytes of an input that are gone through forwards, as the hardware fetches ahead; half of an L2,
-// in which the sweep before has left the last ones.
+// The size of a run of an input in bytes. A run is read forwards, which suits the hardware
+// prefetcher. Half of an L2 cache, where the previous sweep has left the last elements.
 inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
 
-// inputs_at(n, c, p) gives the inputs there.
+// inputs_at(n, c, p) returns the inputs at that place.
 template <class Element, class InputsAt, class Formulas, class Store>
 NORMSCOPE_INLINE void apply_channels_last(const InputsAt& inputs_at, const Formulas& formulas,
                                           TileRange tiles, const Store& store,

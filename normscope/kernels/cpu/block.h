@@ -2,9 +2,9 @@
 //
 // Blocks of elements, and narrowing to them. Included once by each target (vector.h says why).
 
-// A block: the elements in a vector's bytes, as one vector or, where they have 16 bits, as two.
-// bfloat16 comes as the elements of even and of odd index, which are each a shift or a mask away
-// from float32; all else comes in order.
+// A block: as many elements as fit one vector's bytes, held as one vector, or as two for 16-bit
+// elements. bfloat16 elements are split into even and odd indices, each a shift or a mask away from
+// float32. All other types are in order.
 template <class Element>
 inline constexpr int kBlockVectors = sizeof(Element) == 2 ? 2 : 1;
 template <class Element>
@@ -34,7 +34,7 @@ NORMSCOPE_INLINE AnyVector every_second(AnyVector low, AnyVector high,
   return __builtin_shufflevector(low, high, (2 * kIndices + kFirst)...);
 }
 
-// The `count` elements from `from` on, fewer than a block, as load_partial has it.
+// Loads the `count` elements starting at `from`, fewer than a block, as load_partial does.
 template <class Element>
 NORMSCOPE_INLINE Block<Element> load_partial_block(const Element* from, std::int64_t count) {
   constexpr std::int64_t kWidth = kLanesOf<Arithmetic<Element>>;
@@ -49,14 +49,14 @@ NORMSCOPE_INLINE Block<Element> load_partial_block(const Element* from, std::int
   }
 }
 
-// How many of the first `count` elements of a block lie in its vector v.
+// How many of the first `count` elements of a block are in its vector v.
 template <class Element>
 NORMSCOPE_INLINE std::int64_t count_in_vector(std::int64_t count, int v) {
   if constexpr (kBlockIsInterleaved<Element>) return (count + 1 - v) / 2;
   return count - v * kLanesOf<Arithmetic<Element>>;
 }
 
-// Value where the element's index is below `count`, else 0.
+// The elements of value with an index below `count`; 0 for the others.
 template <class Real>
 NORMSCOPE_INLINE Vector<Real> first_elements(Vector<Real> value, std::int64_t count) {
   constexpr auto kIndices = std::make_index_sequence<kLanesOf<Real>>{};
@@ -64,7 +64,7 @@ NORMSCOPE_INLINE Vector<Real> first_elements(Vector<Real> value, std::int64_t co
   return indices < broadcast(static_cast<Real>(count)) ? value : Vector<Real>{};
 }
 
-// Narrowed to 16 bits, to nearest, ties to even: two vectors into one.
+// Narrowing two vectors to one of 16-bit elements, to nearest, ties to even.
 
 // The upper 16 bits of each word.
 NORMSCOPE_INLINE Words upper_halves(Words low, Words high) {
@@ -75,7 +75,7 @@ NORMSCOPE_INLINE Words upper_halves(Words low, Words high) {
 #elif defined(__AVX2__)
   const __m256i packed = _mm256_packs_epi32(_mm256_srai_epi32(reinterpret_cast<__m256i>(low), 16),
                                             _mm256_srai_epi32(reinterpret_cast<__m256i>(high), 16));
-  constexpr int kQuartersInOrder = 0xD8;  // packing works on each half of the register for itself
+  constexpr int kQuartersInOrder = 0xD8;  // packing works on each half of the register separately
   return reinterpret_cast<Words>(_mm256_permute4x64_epi64(packed, kQuartersInOrder));
 #elif defined(__SSE2__)
   return reinterpret_cast<Words>(
@@ -88,8 +88,8 @@ NORMSCOPE_INLINE Words upper_halves(Words low, Words high) {
 #endif
 }
 
-// Rounds to the upper 16 bits. A NaN stays one: those that arise in arithmetic, and those that come
-// from bfloat16 elements, have no bits in the lower half that could carry it beyond the last NaN.
+// Rounds to the upper 16 bits. A NaN stays a NaN: NaNs from arithmetic or from bfloat16 elements
+// have no bits in the lower half that could carry past the last NaN.
 NORMSCOPE_INLINE Words round_to_upper_half(Floats value) {
   const Words bits = reinterpret_cast<Words>(value);
   return bits + 0x7FFFU + ((bits >> 16U) & 1U);
@@ -129,7 +129,7 @@ NORMSCOPE_INLINE Words narrow_in_order(const Block<Element>& block) {
   }
 }
 
-// A block's bytes.
+// The bytes of a block.
 template <class Element>
 NORMSCOPE_INLINE Words narrow_block(const Block<Element>& block) {
   if constexpr (kBlockIsInterleaved<Element>) {

@@ -12,15 +12,15 @@
 
 namespace normscope::cpu {
 
-// The numbers that fill the cache lines which `count` numbers take.
+// `count` numbers, rounded up to whole cache lines.
 template <class Number>
 inline std::int64_t whole_lines(std::int64_t count) {
   const std::size_t bytes = whole_cache_lines(static_cast<std::size_t>(count) * sizeof(Number));
   return static_cast<std::int64_t>(bytes / sizeof(Number));
 }
 
-// So many arrays [C], each of which begins with a cache line. A vector's width of numbers can be
-// read from each channel on.
+// Several arrays [C], each starting at a cache line. A full vector can be read from any channel,
+// even past the last one.
 template <class Real>
 class ChannelArrays {
  public:
@@ -31,11 +31,11 @@ class ChannelArrays {
   [[nodiscard]] Real* operator[](int array) { return values_.data() + array * stride_; }
 
  private:
-  std::int64_t stride_;  // from array to array
+  std::int64_t stride_;  // between arrays
   AlignedVector<Real> values_;
 };
 
-// The formula of y, or of dx, of every channel.
+// The coefficients of the formula of y (or dx) for every channel.
 template <class Real>
 class NormalizeFormulas {
  public:
@@ -49,7 +49,7 @@ class NormalizeFormulas {
     }
   }
 
-  // Those of the channels from c on.
+  // The formulas of the channels from c on.
   [[nodiscard]] NormalizeArrays<const Real> from(std::int64_t c) const { return formulas_.from(c); }
 
  private:

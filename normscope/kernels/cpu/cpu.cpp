@@ -15,10 +15,10 @@ namespace {
 
 template <const Target& kTarget>
 struct Backend {
-  // As many channels as fill a core's L2 twice: a sweep finds there, or in an L3, most of what the
-  // sweep before has read, and fewer channels would be read in shorter runs, which memory is slower
-  // at (docs/performance.md). Whole vectors of channels where planes are small, so that
-  // neighbouring ones share no cache line.
+  // As many channels as fill a core's L2 twice. A sweep then finds most of what the previous sweep
+  // read in the L2 or an L3. Fewer channels would mean shorter runs, which memory serves more
+  // slowly (docs/performance.md). If planes are small, chunks are whole vectors of channels, which
+  // keeps neighbouring chunks from sharing a cache line.
   static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
     if (x.layout() == Layout::kChannelsLast) {
       const std::int64_t parts = useful_threads(threads, x);
@@ -29,7 +29,7 @@ struct Backend {
     const std::int64_t fitting = 2 * cache_per_core() / bytes_per_channel;
     const std::int64_t fair_share = ceil_divide(x.channels, threads);
     const std::int64_t most = std::clamp<std::int64_t>(fitting, 1, fair_share);
-    // As many for each thread.
+    // The same number of chunks for each thread.
     const std::int64_t chunks = ceil_divide(ceil_divide(x.channels, most), threads) * threads;
     const std::int64_t chunk = ceil_divide(x.channels, chunks);
     return chunk > 8 ? ceil_divide(chunk, 8) * 8 : chunk;

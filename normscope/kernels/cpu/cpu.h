@@ -5,8 +5,8 @@
 
 namespace normscope::cpu {
 
-// One backend for each instruction set, from the same source; from the plainest to the widest.
-// Which ones a machine can run is told by Kernels::can_run.
+// One backend per instruction set, compiled from the same source; from the plainest to the widest.
+// Kernels::can_run tells which of them a machine can run.
 extern const Kernels kBaselineKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fetching of what is summed next. Included once by each target (vector.h says why).
+// Prefetches what is summed next. Included once by each target (vector.h says why).
 //
-// Sums go through memory in an order that the hardware does not foresee: a few channels of all
-// rows, or parts of a few planes. In `make bench-networks` fetching makes the normalization ops of
-// networks a tenth faster.
+// Sums go through memory in an order that the hardware does not predict: a few channels of all
+// rows, or parts of a few planes. In `make bench-networks`, prefetching makes the normalization ops
+// of networks 10 % faster.
 
-// Fetches rows of `row_length` elements in the order in which they lie in memory: `count` elements
-// with each step of what is summed meanwhile.
+// Prefetches rows of `row_length` elements in memory order, `count` elements per call, while
+// something else is summed.
 template <class Run>
 class FetchAhead {
  public:

@@ -2,12 +2,12 @@
 //
 // Sums of a vector's elements. Included once by each target (vector.h says why).
 
-// The sums of as many vectors as each has elements, at once: element i is that of vector i, whose
-// upper half is added to its lower, and so on.
+// Sums N vectors of N elements each at once: element i of the result is the sum of vector i. Each
+// sum adds the upper half of the vector to its lower half, and so on.
 //
-// Each step halves what is left of every vector, and puts two of them side by side: with x = (x0,
-// x1, ...) the groups of kGroup elements that stand for vectors, the sums of x's halves and of y's
-// make the vector (x0, y0, x1, y1, ...).
+// Each step halves all vectors, and interleaves the results for two of them. x = (x0, x1, ...)
+// consists of groups of kGroup elements, one group per original vector. The sums of x's halves and
+// of y's halves then form the vector (x0, y0, x1, y1, ...).
 template <int kGroup, int kHalf, class AnyVector, std::size_t... kIndices>
 NORMSCOPE_INLINE AnyVector halves_of(AnyVector x, AnyVector y, std::index_sequence<kIndices...>) {
   constexpr std::size_t kSize = sizeof...(kIndices);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tile sums into limbs, many channels at a time. Included once by each target (vector.h says why).
+// Adds tile sums to limbs, many channels at a time. Included once by each target (vector.h says
+// why).
 
-// Adds what of the parts [kDoubles channels, or 1] lies on grid k to limb(sum, k)[c], and returns
-// the rest.
+// Adds the share of `part` that is a multiple of grid k to limb(sum, k)[c], and returns the
+// remainder. A part has kDoubles channels, or one.
 template <class Real>
 NORMSCOPE_INLINE Real add_on_grid(const LimbsView& limbs, int sum, int k, std::int64_t c,
                                   Real part) {
@@ -13,9 +14,9 @@ NORMSCOPE_INLINE Real add_on_grid(const LimbsView& limbs, int sum, int k, std::i
   return part - on_grid;
 }
 
-// On the grids from kFirst on, which the parts do not reach beyond. A double has bits on at most
-// three grids, and parts of like size mostly begin on the first one: looking at it, and at the
-// next, whether there are any would take longer.
+// Adds `part` to the grids from kFirst on; it must have no bits on coarser grids. A double has bits
+// on at most three grids, and parts of similar size mostly start at kFirst. The first two grids are
+// therefore added unconditionally: testing for nonzero bits would take longer.
 template <int kFirst, class Real>
 NORMSCOPE_INLINE void add_from_grid(const LimbsView& limbs, int sum, std::int64_t c, Real part) {
   constexpr int kUsual = kFirst + 2 < kLimbs ? kFirst + 2 : kLimbs;
@@ -39,7 +40,8 @@ NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c, 
   }
 }
 
-// lo is at most 2^-53 of hi: where hi begins on the second grid, lo begins on the third or below.
+// lo is at most 2^-53 of hi: if hi starts on the second grid, lo starts on the third or a finer
+// one.
 template <class Real>
 NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c,
                                DoubleDouble<Real> part) {
@@ -52,8 +54,8 @@ NORMSCOPE_INLINE void add_part(const LimbsView& limbs, int sum, std::int64_t c,
   }
 }
 
-// Calls function(c, Real) for all channels: vectors first, then single ones, with a Real to tell
-// by.
+// Calls function(c, Real{}) for all channels: vectors of channels first, then single channels. The
+// type of the second argument tells which.
 template <class Function>
 NORMSCOPE_INLINE void for_channels(std::int64_t channels, const Function& function) {
   std::int64_t c = 0;

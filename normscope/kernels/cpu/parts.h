@@ -16,7 +16,7 @@
 #include "normscope/kernels/cpu/channel_arrays.h"
 #include "normscope/kernels/cpu/target.h"
 
-// How a tensor's work is cut for threads, and how its outputs are stored.
+// How a tensor's work is split among threads, and how its outputs are stored.
 
 namespace normscope::cpu {
 
@@ -24,15 +24,16 @@ namespace normscope::cpu {
 // in which a core sums some ten thousand elements.
 inline constexpr std::int64_t kElementsPerThread = 16384;
 
-// Bytes of a run from which on streamed stores pay although its ends share their cache lines with
-// cached ones, and wait for them: between float32 planes of 33x33 and of 129x129.
+// The size of a run in bytes from which streaming stores pay off, even if the ends of the run share
+// cache lines with cached stores and wait for them. Measured between float32 planes of 33x33 and
+// 129x129.
 inline constexpr std::int64_t kStreamedRun = 128 * kCacheLine;
 
-// Bytes of a thread's part of a row from which on it is worth having: the hardware follows shorter
-// ones badly.
+// The smallest part of a row, in bytes, that is worth giving to a thread: the hardware prefetches
+// shorter ones badly.
 inline constexpr std::int64_t kRowOfThread = 2048;
 
-// Bytes of a core's L2. What the system does not tell is taken to be 1 MiB.
+// The size of a core's L2 in bytes; 1 MiB if the system does not report it.
 inline std::int64_t cache_per_core() {
   static const std::int64_t kBytes = [] {
     const long told = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -57,15 +58,16 @@ inline std::int64_t useful_threads(std::int64_t threads, const TensorView& x) {
   return std::clamp<std::int64_t>(elements / kElementsPerThread, 1, threads);
 }
 
-// Work is cut by channels where each thread's lie apart from the others' in memory, else by tiles:
-// then every thread has limbs of its own for all channels, which take time to add up.
+// Work is split by channels if the threads' channels are far enough apart in memory, otherwise by
+// tiles. With tiles every thread needs its own limbs for all channels, and adding them up takes
+// time.
 inline bool splits_by_channel(const TensorView& x, std::int64_t threads) {
   if (x.layout() == Layout::kChannelsFirst) return x.channels >= threads;
   const std::int64_t row = x.channels / threads * size_of(x.dtype);
   return x.channels % threads == 0 && row % kCacheLine == 0 && row >= kRowOfThread;
 }
 
-// Calls sweep(channels, tiles) for parts of the tensor that together are all of it.
+// Calls sweep(channels, tiles) for parts that together cover the tensor.
 template <class Sweep>
 void for_parts(const Execution& execution, const TensorView& x, const Sweep& sweep) {
   const std::int64_t threads = useful_threads(execution.threads, x);
@@ -82,8 +84,8 @@ void for_parts(const Execution& execution, const TensorView& x, const Sweep& swe
   }
 }
 
-// Calls sum(channels, tiles, limbs) for parts of the tensor, each with limbs of its own where parts
-// share channels, and never with more tiles than limbs can count.
+// Calls sum(channels, tiles, limbs) for parts that together cover the tensor. Parts that share
+// channels get their own limbs. No call gets more tiles than limbs can count.
 template <class Sum>
 void sum_parts(const Execution& execution, const TensorView& x, const Target& target,
                LimbsView limbs, const Sum& sum) {
@@ -100,7 +102,7 @@ void sum_parts(const Execution& execution, const TensorView& x, const Target& ta
     });
     return;
   }
-  // From the limbs of one thread to those of the next, which share no cache line.
+  // The distance between the limbs of two threads, which share no cache line.
   const std::int64_t stride = whole_lines<double>(limbs_size(x.channels));
   AlignedVector<double> storage(static_cast<std::size_t>(threads * stride));
   const auto own_limbs = [&](std::int64_t i) {
@@ -113,7 +115,7 @@ void sum_parts(const Execution& execution, const TensorView& x, const Target& ta
   target.canonicalize(limbs);
 }
 
-// Bytes of y, or of the tensor that y is some channels of: its samples' distance tells.
+// The size in bytes of the whole tensor that y may be some channels of, judging by sample_stride.
 inline double extent(const MutableTensorView& y) {
   const double samples_apart =
       static_cast<double>(y.samples) * static_cast<double>(y.sample_stride);
@@ -122,9 +124,9 @@ inline double extent(const MutableTensorView& y) {
   return std::max(samples_apart, own) * static_cast<double>(size_of(y.dtype));
 }
 
-// Outputs pass the cache by where they would not stay in it anyway, and lie in runs of whole cache
-// lines, or in such long ones that their ends do not matter. That makes the ops of networks some 6
-// % faster (docs/performance.md).
+// Outputs bypass the cache if they would not fit in it anyway, and if their runs are whole cache
+// lines, or so long that the ends do not matter. This makes the ops of networks about 6 % faster
+// (docs/performance.md).
 inline Stores stores_for(const MutableTensorView& y) {
   const bool is_channels_first = y.layout() == Layout::kChannelsFirst;
   const std::int64_t run = (is_channels_first ? y.positions : y.channels) * size_of(y.dtype);

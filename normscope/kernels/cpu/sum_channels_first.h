@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of tensors whose positions are neighbours in memory. Included once by each target (vector.h
-// says why).
+// Sums tensors with contiguous positions. Included once by each target (vector.h says why).
 //
-// As many channels at a time as a vector has elements, so that their lanes are folded together.
-// run_of(i) is the i-th of them, or the last one for an i beyond.
+// Sums as many channels at a time as a vector has elements, and folds their lanes together.
+// run_of(i) is the run of channel i of these; for larger i it is that of the last channel.
 
-// Short tiles: at most kMaxLanes elements, each of which has a lane of its own.
+// Short tiles: at most kMaxLanes elements, one per lane.
 
-// Lanes that have been folded once, of a vector's width of channels.
+// The lanes of a vector's width of channels, folded once.
 template <class Real>
 struct HalvedLanes {
   static constexpr int kHalf = kLaneVectors<Real> / 2;
   Vector<Real> vectors[kHalf][kLanesOf<Real>];
 
-  // To one number a channel.
+  // Folds the lanes of each channel to one number.
   NORMSCOPE_INLINE Vector<Real> fold() {
     for (int half = kHalf / 2; half >= 1; half /= 2) {
       for (int v = 0; v < half; ++v) {
@@ -26,8 +25,9 @@ struct HalvedLanes {
 };
 
 // Calls set(v, i, value) for every vector v of HalvedLanes and every channel i. The value is the
-// sum of one or two of full(i, w) and rest(i, w, valid), the vectors w of n lanes, or zero where
-// there is none. How many lanes they have is looked at once for all channels.
+// sum of the vectors v and v + kHalf of the channel's n lanes: full(i, w) for a full vector,
+// rest(i, w, valid) for a partial one, and zero for none. The number of lanes is tested once for
+// all channels.
 template <class Real, class Full, class Rest, class Set>
 NORMSCOPE_INLINE void halve_lanes(std::int64_t n, const Full& full, const Rest& rest,
                                   const Set& set) {
@@ -50,7 +50,8 @@ NORMSCOPE_INLINE void halve_lanes(std::int64_t n, const Full& full, const Rest& 
   }
 }
 
-// `valid` neighbours of vector v, fewer than it has elements; what follows them is unspecified.
+// Loads the `valid` elements of vector v, fewer than a full vector. The other elements are
+// unspecified.
 template <class Element>
 NORMSCOPE_INLINE auto load_rest(const Element* from, int v, std::int64_t valid) {
   return v == 0 ? load_few(from, valid) : load_partial(from, valid);
@@ -95,10 +96,10 @@ NORMSCOPE_INLINE auto sums_of_short_tiles(const RunOf& run_of, std::int64_t n,
   return Sums{first.fold(), second.fold()};
 }
 
-// Long tiles: more elements than lanes. Only the first `count` channels are looked at.
+// Long tiles: more elements than lanes. Only the first `count` channels are summed.
 
-// The lanes of as many channels as a vector has elements, folded to a vector a channel; to two
-// where the lanes lie in the order of interleaved blocks.
+// The lanes of a vector's width of channels, folded to one vector per channel, or to two if the
+// lanes are in the order of interleaved blocks.
 template <class Element>
 struct FoldedLanes {
   using Real = Arithmetic<Element>;
@@ -110,7 +111,7 @@ struct FoldedLanes {
     for (int v = 0; v < kVectors; ++v) vectors[v][i] = lanes[v];
   }
 
-  // To one number a channel.
+  // Folds the lanes of each channel to one number.
   NORMSCOPE_INLINE Vector<Real> fold() const {
     if constexpr (kVectors == 1) return fold_across<Real>(vectors[0]);
     return fold_across<Real>(vectors[0]) + fold_across<Real>(vectors[kVectors - 1]);
@@ -124,12 +125,12 @@ NORMSCOPE_INLINE auto gather(const Element* x, std::int64_t stride,
   return Vector<Real>{widen(x[static_cast<std::int64_t>(kIndices) * stride])...};
 }
 
-// As many elements as there are lanes, `stride` apart, one a lane: the lanes folded to a vector.
+// Loads one element per lane, `stride` apart, and folds the lanes to one vector.
 template <class Element, class Real = Arithmetic<Element>>
 NORMSCOPE_INLINE Vector<Real> fold_elements(const Element* x, std::int64_t stride) {
   constexpr int kWidth = kLanesOf<Real>;
   Vector<Real> lanes[kLaneVectors<Real>];
-#pragma GCC unroll 1  // else GCC 12 keeps 64 addresses, in memory
+#pragma GCC unroll 1  // otherwise GCC 12 keeps 64 addresses in memory
   for (int v = 0; v < kLaneVectors<Real>; ++v) {
     lanes[v] = gather(x, stride, std::make_index_sequence<kWidth>{});
     x += kWidth * stride;
@@ -149,13 +150,13 @@ NORMSCOPE_INLINE auto pivots_of_long_tiles(const RunOf& run_of, std::int64_t n, 
   return fold_across<Real>(lanes) / broadcast(static_cast<Real>(samples.count));
 }
 
-// Sums n neighbours, at least as many as there are lanes, as channel i of the two: lane l takes l,
-// l + 64, ...
+// Sums n contiguous elements, at least one per lane, into channel i of `first` and `second`: lane l
+// takes the elements l, l + 64, ...
 template <class Run, class Element = typename Run::ElementType, class Real = typename Run::Real>
 NORMSCOPE_INLINE void sum_neighbours(const Run& run, std::int64_t n, Real center,
                                      FetchAhead<Run> fetch_ahead, int i,
                                      FoldedLanes<Element>& first, FoldedLanes<Element>& second) {
-  // As many vectors at a time as leave room in 16 registers.
+  // As many vectors at a time as 16 registers have room for.
   constexpr int kVectors = 4;
   constexpr int kBlocks = kVectors / kBlockVectors<Element>;
   constexpr std::int64_t kBlockElements = kBlockVectors<Element> * kLanesOf<Real>;
@@ -200,7 +201,7 @@ NORMSCOPE_INLINE void sum_neighbours(const Run& run, std::int64_t n, Real center
   second.set(i, lane_second);
 }
 
-// next_of(i) is fetched while the i-th channel is summed.
+// next_of(i) is prefetched while channel i is summed.
 template <class RunOf, class NextOf, class Real>
 NORMSCOPE_INLINE auto sums_of_long_tiles(const RunOf& run_of, const NextOf& next_of, std::int64_t n,
                                          int count, const Real* centers) {

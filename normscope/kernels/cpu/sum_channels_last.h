@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of tensors whose channels are neighbours in memory. Included once by each target (vector.h
-// says why).
+// Sums tensors with contiguous channels. Included once by each target (vector.h says why).
 //
-// Four vectors of channels at a time, then one; what is left is copied into columns of a full
-// vector's width.
+// Takes four vectors of channels at a time, then one. Remaining channels are copied into columns as
+// wide as a full vector.
 
-// A tile of fewer channels than a vector has elements, with zeros beside them.
+// A tile with fewer channels than a vector has elements, padded with zeros.
 template <class Element>
 struct NarrowTile {
   static constexpr std::int64_t kWidth = kLanesOf<Arithmetic<Element>>;
@@ -36,7 +35,7 @@ NORMSCOPE_INLINE auto pivots_of_rows(const Run& run, std::int64_t rows) {
   return lanes[0] / broadcast(static_cast<Real>(samples.count));
 }
 
-// Sums kVectors vectors of channels over n rows as those of the batch from `slot` on: lane l takes
+// Sums kVectors vectors of channels over n rows into the batch, starting at `slot`. Lane l takes
 // the rows 32 l to 32 l + 31.
 template <int kVectors, class Run, class Real>
 NORMSCOPE_INLINE void sum_rows(const Run& run, std::int64_t n, FetchAhead<Run>& fetch_ahead,

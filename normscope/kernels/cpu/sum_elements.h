@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums of [N, C] inputs, where each element is a tile of its own. Included once by each target
+// Sums of [N, C] inputs, in which each element is its own tile. Included once by each target
 // (vector.h says why).
 //
-// Such an element is its own pivot: x and x^2 go into the limbs as they are, dy and dy (x - mean)
-// as the arithmetic's type holds them. One by one they would cost some twenty instructions an
-// element; so the rows of a block are added in float64 first, where the largest and the smallest
-// magnitude show that these additions are exact as well.
+// Each element is its own pivot: x and x^2 go into the limbs unrounded, dy and dy (x - mean)
+// rounded to the type of the arithmetic. One at a time, this would take some twenty instructions
+// per element. The rows of a block are therefore first added in float64, if the largest and the
+// smallest magnitude prove that these additions are exact.
 
-// More rows share the limbs' cost, but are exact less often: above all products, which span more.
+// More rows share the cost of the limbs, but are exact less often, above all for products, whose
+// magnitudes span more.
 inline constexpr int kMomentRows = 64;
 inline constexpr int kGradientRows = 32;
 
-// Bits below the finest grid, 2^-100, are rounded away element by element, so that an element which
-// has any may not be added to others first. The last bit of these numbers, and of their squares, is
-// 2^-100.
+// Bits below the finest grid, 2^-100, are rounded away element by element. An element with such
+// bits must not be added to others first. These are the smallest numbers whose last bit, or the
+// last bit of whose square, is 2^-100.
 inline constexpr float kLeastOnGrid = 0x1p-77F;
 inline constexpr float kLeastWithSquareOnGrid = 0x1p-27F;
 
-// Significands of 24 bits whose magnitudes span at most this lie within 46 bits, or 47, and as many
-// of them as a block has rows add up within the 53 of a float64.
+// 24-bit significands whose magnitudes differ by at most these factors fit within 46 or 47 bits. As
+// many of them as a block has rows then add up within the 53 bits of a float64.
 inline constexpr float kSpanOfMoments = 0x1p22F;
 inline constexpr float kSpanOfGradients = 0x1p23F;
 
-// The largest and the smallest magnitude of each channel of a block, zeros apart. Magnitudes are
-// compared as integers, which order them alike.
+// The largest and the smallest nonzero magnitude of each channel of a block. Magnitudes are
+// compared as integers, which gives the same order.
 class MagnitudeSpan {
  public:
   NORMSCOPE_INLINE void add(Floats value) {
@@ -33,8 +34,8 @@ class MagnitudeSpan {
     smallest_ = min(smallest_, reinterpret_cast<Integers>(magnitude + kZeroIsLargest));
   }
 
-  // Whether all are finite, none is below `least`, and the largest is at most `span` times the
-  // smallest.
+  // Whether all magnitudes are finite, none is below `least`, and the largest is at most `span`
+  // times the smallest. Zeros are ignored.
   NORMSCOPE_INLINE bool is_narrow(float least, float span) const {
     const Floats largest = reinterpret_cast<Floats>(largest_);
     const Floats smallest =
@@ -45,7 +46,7 @@ class MagnitudeSpan {
     return all_set(reinterpret_cast<Words>(narrow));
   }
 
-  // The largest magnitudes, half of the channels each.
+  // The largest magnitudes, in two halves of the channels.
   NORMSCOPE_INLINE WideHalves largest() const {
     return wide_halves(reinterpret_cast<Floats>(largest_));
   }
@@ -54,7 +55,7 @@ class MagnitudeSpan {
   typedef std::int32_t Integers __attribute__((vector_size(kVectorBytes)));
 
   static constexpr std::uint32_t kMagnitude = 0x7FFFFFFFU;
-  static constexpr std::uint32_t kZeroIsLargest = 0x7FFFFFFFU;  // all others wrap to below zero
+  static constexpr std::uint32_t kZeroIsLargest = 0x7FFFFFFFU;  // all others become negative
 
   static NORMSCOPE_INLINE Integers max(Integers a, Integers b) { return a > b ? a : b; }
   static NORMSCOPE_INLINE Integers min(Integers a, Integers b) { return a < b ? a : b; }
@@ -63,7 +64,7 @@ class MagnitudeSpan {
   Integers smallest_ = Integers{} + 0x7FFFFFFF;
 };
 
-// A sum in float64, and the span that tells afterwards whether it is exact.
+// A sum in float64, and the span of its terms, which tells whether the sum is exact.
 struct SumWithSpan {
   WideHalves halves;
   MagnitudeSpan span;
@@ -75,25 +76,25 @@ struct SumWithSpan {
   }
 };
 
-// A power of two that is more than the sum of a block's squares of numbers up to `largest`, so that
-// a float64 sum which begins with it stays below its double.
+// A power of two that exceeds the sum of a block's squares of numbers up to `largest`. A float64
+// sum that starts with it stays below twice its value.
 NORMSCOPE_INLINE Doubles base_of_squares(Doubles largest) {
   constexpr std::uint64_t kExponent = 0x7FF0000000000000U;
   const Doubles square = largest * largest;
   return reinterpret_cast<Doubles>(reinterpret_cast<LongWords>(square) & kExponent) * 0x1p8;
 }
 
-// A square has 48 bits, and all of them lie within 92, which is more than a float64 holds. A sum
-// that begins with a base keeps of every square the same upper bits; the lower ones, exact in a
-// float64 themselves, have a sum of their own. With k the exponent of the largest square: the base
-// is 2^(k+8), its last bit 2^(k-44), what it leaves of 64 squares at most 2^(k-39), and their last
-// bit 2^(k-91) or above.
+// A square has 48 bits, and all squares of a block fit within 92 bits, more than a float64 holds. A
+// sum that starts with a base keeps the same upper bits of every square. The remaining lower bits
+// are exact in a float64 and get a sum of their own. With k the exponent of the largest square: the
+// base is 2^(k+8), and its last bit is 2^(k-44). The lower bits of 64 squares add up to at most
+// 2^(k-39), and their last bit is 2^(k-91) or above.
 //
-// Calls use(v, are_exact, sum, upper, lower) for the vectors of channels of a block.
+// Calls use(v, are_exact, sum, upper, lower) for each vector v of channels of a block.
 template <int kVectors, class Element, class Use>
 NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows,
                                 const float* /*means*/, const Use& use) {
-  // The rows once more, side by side.
+  // A copy of the rows, side by side.
   alignas(kVectorBytes) float values[kMomentRows][kVectors][kFloats];
   MagnitudeSpan spans[kVectors];
   for (std::int64_t row = 0; row < rows; ++row) {
@@ -123,7 +124,7 @@ NORMSCOPE_INLINE void sum_block(const MomentRun<Element>& run, std::int64_t rows
   }
 }
 
-// The same of dy and dy (x - mean), whose sums have no lower part.
+// The same for dy and dy (x - mean), whose sums have no lower part.
 template <int kVectors, class Element, class Gradient, class Use>
 NORMSCOPE_INLINE void sum_block(const GradientRun<Element, Gradient>& run, std::int64_t rows,
                                 const float* means, const Use& use) {
@@ -143,8 +144,8 @@ NORMSCOPE_INLINE void sum_block(const GradientRun<Element, Gradient>& run, std::
   }
 }
 
-// Channels [begin, end), at most a vector's width, one element after the other. Out of line: seldom
-// needed, and large.
+// Adds the channels [begin, end), at most a vector's width, one element at a time. Out of line
+// because it is rarely needed, and large.
 template <class AnyTerms>
 [[gnu::noinline]] void add_one_by_one(const AnyTerms& terms, TileRange samples, std::int64_t begin,
                                       std::int64_t end, const LimbsView& limbs) {
@@ -183,7 +184,7 @@ NORMSCOPE_INLINE void add_halves(const LimbsView& limbs, int sum, std::int64_t c
   for (int half = 0; half < 2; ++half) add_part(limbs, sum, c + half * kDoubles, parts.of[half]);
 }
 
-// kVectors vectors of channels from `begin` on.
+// Adds kVectors vectors of channels, starting at `begin`.
 template <int kVectors, class AnyTerms>
 NORMSCOPE_INLINE void add_block(const AnyTerms& terms, TileRange samples, std::int64_t begin,
                                 const LimbsView& limbs) {
@@ -206,9 +207,9 @@ template <class AnyTerms>
 void add_sums_of_elements(const AnyTerms& terms, TileRange samples, LimbsView limbs) {
   using Run = typename AnyTerms::Run;
   constexpr std::int64_t kRows = AnyTerms::kHasPivot ? kMomentRows : kGradientRows;
-  // A block is a cache line of channels wide, since rows lie far apart, and all of what is fetched
-  // should be used; but two vectors at most, as many as have sums in registers. Where so many
-  // channels are not left, it is one vector wide.
+  // A block is one cache line of channels wide: rows are far apart in memory, and all that is
+  // fetched should be used. It is at most two vectors wide, because more sums do not fit the
+  // registers. Remaining channels are taken one vector at a time.
   constexpr int kVectors = kLineElements<typename Run::ElementType> < 2 * kFloats ? 1 : 2;
   constexpr std::int64_t kWidth = kVectors * kFloats;
   for (std::int64_t n = samples.begin; n < samples.end; n += kRows) {

@@ -14,21 +14,21 @@
 
 namespace normscope::cpu {
 
-// Tiles of a tensor: sample by sample, in each sample by position; every one for all of the
-// tensor's channels.
+// A range of a tensor's tiles, ordered by sample and then by position. Each tile stands for all
+// channels of the tensor.
 struct TileRange {
   std::int64_t begin;
   std::int64_t end;
 };
 
-// A NaN as arithmetic makes it: rounding to 16 bits counts on it.
+// Replaces any NaN by the one that arithmetic produces, which rounding to 16 bits relies on.
 template <class Real>
 [[nodiscard]] NORMSCOPE_INLINE Real with_plain_nan(Real value) noexcept {
   return value == value ? value : std::numeric_limits<Real>::quiet_NaN();
 }
 
-// The formulas Normalize and InputGradient of many channels, an array for each coefficient. Number
-// is the type of the arithmetic, or const.
+// The coefficients of Normalize or InputGradient for many channels, one array per coefficient.
+// Number is the type of the arithmetic, possibly const.
 template <class Number>
 struct NormalizeArrays {
   Number* mean_hi;  // [C]
@@ -42,7 +42,7 @@ struct NormalizeArrays {
     scale[c] = with_plain_nan(formula.scale);
     bias[c] = with_plain_nan(formula.bias);
   }
-  // The channels from c on, to read.
+  // The channels from c on, read-only.
   [[nodiscard]] constexpr NormalizeArrays<const Number> from(std::int64_t c) const noexcept {
     return {mean_hi + c, mean_lo + c, scale + c, bias + c};
   }
@@ -67,7 +67,7 @@ struct InputGradientArrays {
   }
 };
 
-// ActivatedInputGradient, in the same way.
+// The same for ActivatedInputGradient.
 template <class Number>
 struct ActivatedInputGradientArrays {
   InputGradientArrays<Number> input_gradient;
@@ -79,11 +79,11 @@ struct ActivatedInputGradientArrays {
   }
 };
 
-// Whether an output is read soon, or better passes the cache by.
+// Whether an output is read again soon, or should bypass the cache.
 enum class Stores { kCached, kStreaming };
 
 // The work of one thread for one element type. Sums of at most kTilesBetweenCarries tiles are added
-// to canonical limbs, which are to be made canonical again.
+// to canonical limbs, which the caller must then canonicalize again.
 template <class Element>
 struct ElementKernels {
   using Real = Arithmetic<Element>;
@@ -91,7 +91,7 @@ struct ElementKernels {
   void (*add_moments)(const TensorView& x, TileRange tiles, LimbsView limbs);
   void (*add_gradient_sums)(const TensorView& x, const TensorView& dy, const Real* mean_hi,
                             TileRange tiles, LimbsView limbs);
-  // Both go through the tiles backwards, since the sweep before has left the last ones in the
+  // Both go through the tiles backwards, because the previous sweep has left the last ones in the
   // cache.
   void (*normalize)(const TensorView& x, const NormalizeArrays<const Real>& formulas,
                     TileRange tiles, Stores stores, const MutableTensorView& y);
@@ -99,7 +99,7 @@ struct ElementKernels {
                          const InputGradientArrays<const Real>& formulas, TileRange tiles,
                          Stores stores, const MutableTensorView& dx);
 
-  // As the functions of Kernels that have these names do.
+  // The same as the functions of Kernels with these names.
   void (*normalize_activated)(const TensorView& x, const NormalizeArrays<const Real>& formulas,
                               const ActivationFunction& activation, const TensorView& residual,
                               TileRange tiles, Stores stores, const MutableTensorView& y);
@@ -120,8 +120,8 @@ struct ElementKernels {
                                    Stores stores, const MutableTensorView& dx);
 };
 
-// The kernels of one instruction set, which are compiled once for each: serial, and free of
-// everything (containers, standard algorithms) whose code another translation unit might share.
+// The kernels of one instruction set, compiled once for each set. They are serial, and use nothing
+// (containers, standard algorithms) whose code another translation unit might share.
 struct Target {
   std::string_view name;
   bool (*can_run)();
@@ -134,8 +134,8 @@ struct Target {
   void (*add_limbs)(LimbsView from, LimbsView to);  // to += from
   void (*canonicalize)(LimbsView limbs);
 
-  // The mean, as a pair, of canonical or not yet canonical limbs, and in place of inv_std the
-  // population variance.
+  // Writes the mean as a pair and, in place of inv_std, the population variance. The limbs need not
+  // be canonical.
   void (*moments)(LimbsView limbs, double count, MutableStatistics to);
   void (*gradient_sums)(LimbsView limbs, Statistics statistics, GradientSums sums);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every machine of the architecture that is compiled for can run: SSE2 on x86-64.
+// Runs on every machine of the architecture that is compiled for: SSE2 on x86-64.
 #define NORMSCOPE_TARGET kBaseline
 #define NORMSCOPE_TARGET_NAME "baseline"
 #define NORMSCOPE_TARGET_RUNS true

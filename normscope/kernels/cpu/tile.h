@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where tiles and elements lie. Included once by each target (vector.h says why).
+// The places of tiles and elements in a tensor. Included once by each target (vector.h says why).
 
-// Where a tile lies.
+// The place of a tile.
 struct Tile {
   std::int64_t sample;
   std::int64_t begin;  // position

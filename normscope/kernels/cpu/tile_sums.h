@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tiles of many channels at a time: their sums, in the tree of core/tiles.h, on the way into the
-// limbs. Included once by each target (vector.h says why).
+// The sums of the tiles of many channels at a time, in the tree of core/tiles.h, before they go
+// into the limbs. Included once by each target (vector.h says why).
 
-// Channels whose tiles wait for their turn in the limbs.
+// How many channels' tile sums are collected before they go into the limbs.
 inline constexpr std::int64_t kBatchChannels = 128;
 
 // Channels [begin, end) of a tile, at most kBatchChannels.
@@ -13,8 +13,8 @@ struct TileChannels {
   std::int64_t end;
 };
 
-// Sums over the same tile of up to kBatchChannels channels. Whole vectors are set, as far as the
-// channels reach.
+// Sums over the same tile for up to kBatchChannels channels. Entries are set one whole vector at a
+// time, possibly past the last channel.
 template <class Real>
 struct TileBatch {
   alignas(kVectorBytes) Real center[kBatchChannels];    // the pivot a, or the mean
@@ -28,7 +28,7 @@ struct TileBatch {
   }
 };
 
-// Where centers are means. Where they are pivots, each tile's sums find them.
+// Sets the centers if they are means. Pivots are computed together with each tile's sums.
 template <class AnyTerms, class Real>
 NORMSCOPE_INLINE void set_means(const AnyTerms& terms, const TileChannels& block,
                                 TileBatch<Real>& batch) {
@@ -41,11 +41,11 @@ NORMSCOPE_INLINE void set_means(const AnyTerms& terms, const TileChannels& block
   }
 }
 
-// Vectors that hold a tile's lanes.
+// How many vectors hold the lanes of a tile.
 template <class Real>
 inline constexpr int kLaneVectors = kMaxLanes / kLanesOf<Real>;
 
-// Adds the upper half of the lanes to the lower, and so on, until kCount are left, the first ones.
+// Adds the upper half of the lanes to the lower half, and so on, until the first kCount are left.
 template <int kCount, class Value, std::size_t kSize>
 NORMSCOPE_INLINE void fold_halves(Value (&lanes)[kSize]) {
   for (int half = static_cast<int>(kSize) / 2; half >= kCount; half /= 2) {
@@ -53,7 +53,7 @@ NORMSCOPE_INLINE void fold_halves(Value (&lanes)[kSize]) {
   }
 }
 
-// Lanes in memory: where elements come one at a time.
+// Lanes in memory, for elements that come one at a time.
 struct LanesInFloat64 {
   double values[kMaxLanes] = {};
 
@@ -63,7 +63,7 @@ struct LanesInFloat64 {
   }
 };
 
-// The pivot of a tile of n rows, in float64 but for its last rounding.
+// The pivot of a tile of n rows, in float64 except for the final rounding.
 template <class Run>
 [[gnu::noinline]] auto pivot_in_float64(Layout layout, const Run& run, std::int64_t n) {
   const PivotSamples samples = pivot_samples(layout, n);
@@ -92,7 +92,7 @@ NORMSCOPE_INLINE bool is_finite(Value value) {
   return value - value == 0;
 }
 
-// Sums again, in float64, the tiles whose sums in float32 are not finite: in float64 they may be.
+// Repeats in float64 the tile sums that are not finite in float32. In float64 they may be finite.
 template <class AnyTerms, class Real>
 NORMSCOPE_INLINE void sum_overflown_again(const AnyTerms& terms, Layout layout,
                                           const TileChannels& block, TileBatch<Real>& batch) {
@@ -116,7 +116,7 @@ NORMSCOPE_INLINE void sum_overflown_again(const AnyTerms& terms, Layout layout,
   }
 }
 
-// Sums about a pivot become those about zero.
+// Converts sums around a pivot to sums around zero.
 template <class Real, class Value>
 NORMSCOPE_INLINE TileMoments<Value> tile_moments(Value n, Value pivot, Value first, Value second) {
   if constexpr (std::is_same_v<Real, double>)
@@ -143,8 +143,8 @@ NORMSCOPE_INLINE void add_batch(const TileBatch<Real>& batch, std::int64_t tile_
   });
 }
 
-// Adds tiles to limbs, a block of channels at a time. sum(block, next, batch) sums one; `next`
-// comes after it, or is itself the last one.
+// Adds tiles to limbs, one block of channels at a time. sum(block, next, batch) sums one block.
+// `next` is the block after it, or the block itself if it is the last.
 template <class Real, class AnyTerms, class Sum>
 NORMSCOPE_INLINE void add_tiles(const AnyTerms& terms, Layout layout, TileRange tiles,
                                 const LimbsView& limbs, const Sum& sum) {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the two sums of a tile add, element by element. Included once by each target (vector.h says
-// why).
+// What the two sums of a tile add per element. Included once by each target (vector.h says why).
 //
-// Terms are of a tensor, or of two: their run(n, c, p) is a view of the elements from a place on,
-// in rows. A row is a position, or a sample where each has one position.
+// Terms belong to one tensor or to two. Their run(n, c, p) is a view of the elements from that
+// place on, in rows. A row is a position, or a sample if each sample has one position.
 
 template <class Value>
 struct Terms {
@@ -20,7 +19,7 @@ NORMSCOPE_INLINE std::int64_t row_stride(const TensorView& x) {
   return x.positions == 1 ? x.sample_stride : x.position_stride;
 }
 
-// What runs load: a vector of neighbours, a block of them, or one element as a Value.
+// What runs load: a vector of contiguous elements, a block of them, or one element as a Value.
 inline constexpr auto kLoadVector = [](const auto* from) { return load(from); };
 inline constexpr auto kLoadBlock = [](const auto* from) { return load_block(from); };
 template <class Value>
@@ -38,8 +37,8 @@ struct MomentRun {
   NORMSCOPE_INLINE MomentRun at(std::int64_t row, std::int64_t i) const {
     return {x + row * x_stride + i, x_stride};
   }
-  // The inputs in other memory, where rows are a vector's width of elements apart: copy(input,
-  // stride) says where.
+  // The same run with its inputs copied to other memory, in which rows are a vector's width of
+  // elements apart. copy(input, stride) copies an input and returns its new address.
   template <class Copy>
   NORMSCOPE_INLINE MomentRun copied(const Copy& copy) const {
     return {copy(x, x_stride), kLanesOf<Real>};
@@ -50,7 +49,7 @@ struct MomentRun {
   NORMSCOPE_INLINE Terms<Value> terms(const Load& load, Value pivot) const {
     return of(load(x), pivot);
   }
-  // Calls use(v, terms) for the vectors of a block.
+  // Calls use(v, terms) for each vector v of a block.
   template <class LoadBlock, class Use>
   NORMSCOPE_INLINE void for_block(const LoadBlock& load_block, Vector<Real> pivot,
                                   const Use& use) const {
@@ -80,7 +79,7 @@ struct MomentTerms {
   }
 };
 
-// What the gradient sums are of: dy itself.
+// The gradient whose sums are computed: dy itself.
 struct OutputGradient {
   [[nodiscard]] constexpr OutputGradient from(std::int64_t /*c*/) const { return *this; }
   [[nodiscard]] constexpr OutputGradient at(std::int64_t /*i*/) const { return *this; }
@@ -91,18 +90,19 @@ struct OutputGradient {
   }
 };
 
-// Or dz = dy * activation'(z), where z is y's formula of x. Coefficients of channels that are
-// neighbours are a vector's elements, as x's are; a plane's are the same for all of it.
+// Or dz = dy * activation'(z), where z is the formula of y applied to x. If channels are
+// contiguous, the coefficients are vectors, as x is; in a plane, all elements have the same
+// coefficients.
 template <class Element, Layout kLayout>
 struct ActivatedOutputGradient {
   using Real = Arithmetic<Element>;
-  NormalizeArrays<const Real> formulas;  // from the channel of x on
+  NormalizeArrays<const Real> formulas;  // starting at x's channel
   Clip<Real> function;
 
   NORMSCOPE_INLINE ActivatedOutputGradient from(std::int64_t c) const {
     return {formulas.from(c), function};
   }
-  // That of the i-th neighbour in memory.
+  // The gradient for the i-th contiguous element.
   NORMSCOPE_INLINE ActivatedOutputGradient at(std::int64_t i) const {
     return from(kLayout == Layout::kChannelsLast ? i : 0);
   }
@@ -137,7 +137,7 @@ struct ActivatedOutputGradient {
   }
 };
 
-// dz and dz (x - mean), where Gradient gives dz.
+// dz and dz (x - mean). Gradient computes dz.
 template <class Element, class Gradient>
 struct GradientRun {
   using ElementType = Element;

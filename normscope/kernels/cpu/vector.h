@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Vectors of one instruction set. Included once by each target_*.cpp, inside that target's
-// namespace, so that no function compiled for one instruction set can stand in for another's: no
+// namespace: no function compiled for one instruction set can then replace another's. Hence no
 // include guard.
 //
-// Vectors are those of the compiler (GCC and Clang: vector_size), of the width that the target's
-// flags allow. An operation on a vector is that operation on each of its elements, so that the
-// width changes no bit.
+// Vectors are those of the compiler (GCC and Clang: vector_size), as wide as the target's flags
+// allow. An operation on a vector applies to each of its elements; the width changes no bit.
 
 #if defined(__AVX512F__)
 inline constexpr int kVectorBytes = 64;
@@ -20,8 +19,8 @@ inline constexpr int kFloats = kVectorBytes / 4;
 inline constexpr int kDoubles = kVectorBytes / 8;
 
 #if defined(__AVX512F__)
-// The masked forms of some instructions with all bits set: the plain ones' declarations in GCC 12
-// warn about a value that is never used.
+// For the masked forms of some instructions, used with all bits set: in GCC 12, the declarations of
+// the plain forms warn about an unused value.
 inline constexpr __mmask16 kAllFloats = 0xFFFF;
 inline constexpr __mmask8 kAllDoubles = 0xFF;
 #endif
@@ -32,11 +31,11 @@ typedef std::uint32_t Words __attribute__((vector_size(kVectorBytes)));
 typedef float FloatsOfDoubles __attribute__((vector_size(kVectorBytes / 2)));
 typedef std::uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
 
-// The vector whose elements have the type Real, which is float or double.
+// The vector with elements of type Real, which is float or double.
 template <class Real>
 using Vector = std::conditional_t<std::is_same_v<Real, double>, Doubles, Floats>;
 
-// Elements of a Vector<Real>.
+// The number of elements of a Vector<Real>.
 template <class Real>
 inline constexpr int kLanesOf = kVectorBytes / static_cast<int>(sizeof(Real));
 
@@ -56,7 +55,7 @@ NORMSCOPE_INLINE void store_bytes(void* to, Any value) {
 
 template <class Real>
 NORMSCOPE_INLINE Vector<Real> broadcast(Real value) {
-  return value - Vector<Real>{};  // x - 0 is x, also for -0
+  return value - Vector<Real>{};  // x - 0 is x, even for -0
 }
 
 template <class AnyVector, std::size_t... kIndices>
@@ -71,25 +70,25 @@ NORMSCOPE_INLINE Words join_halves(__m256i low, __m256i high) {
 }
 #endif
 
-// Elements of a cache line.
+// The number of elements in a cache line.
 template <class Element>
 inline constexpr std::int64_t kLineElements =
     kCacheLine / static_cast<std::int64_t>(sizeof(Element));
 
-// Fetches the cache line of `from`, which may lie beyond what can be read. Into L2: inputs beyond
-// the caches are read faster so than by way of L1 (docs/performance.md).
+// Prefetches the cache line at `from`, which may be past readable memory. It goes into L2: inputs
+// larger than the caches are read faster that way than through L1 (docs/performance.md).
 NORMSCOPE_INLINE void prefetch(const void* from) {
   constexpr int kForReading = 0;
   constexpr int kIntoL2 = 2;
   __builtin_prefetch(from, kForReading, kIntoL2);
 }
 
-// Loads, widened to the type that the arithmetic is done in.
+// Loads, widened to the type of the arithmetic.
 
 NORMSCOPE_INLINE Floats load(const float* from) { return load_bytes<Floats>(from); }
 NORMSCOPE_INLINE Doubles load(const double* from) { return load_bytes<Doubles>(from); }
 
-// GCC 12 takes five instructions for what one does, where a conversion doubles a vector's width.
+// GCC 12 takes five instructions instead of one for a conversion that doubles a vector's width.
 NORMSCOPE_INLINE Words widen_words(HalfWords halves) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Words>(
@@ -117,8 +116,8 @@ NORMSCOPE_INLINE Floats load(const Float16* from) {
 #endif
 }
 
-// a * b + c for products that float64 holds exactly. Fused or not, that is rounded once; fused, it
-// leaves the units that only add to others.
+// a * b + c for products that float64 holds exactly. Fused or not, the result is rounded once. The
+// fused form keeps the units that can only add free for other additions.
 NORMSCOPE_INLINE Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Doubles>(_mm512_fmadd_pd(
@@ -131,8 +130,8 @@ NORMSCOPE_INLINE Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
 #endif
 }
 
-// a - b. Fused with a product by 1 it is rounded as ever, but leaves the units that only add to the
-// sums that follow, which would else wait for them.
+// a - b. As a fused multiplication by 1 it is rounded the same, but keeps the units that can only
+// add free for the sums that follow, which would otherwise wait for them.
 template <class Value>
 NORMSCOPE_INLINE Value subtract(Value a, Value b) {
 #if defined(__AVX512F__)
@@ -149,7 +148,7 @@ NORMSCOPE_INLINE Value subtract(Value a, Value b) {
   return a - b;
 }
 
-// `count` elements, fewer than a vector, then zeros. Out of line: seldom needed.
+// Loads `count` elements, fewer than a vector, then zeros. Out of line because it is rarely needed.
 template <class Element, class Real = Arithmetic<Element>>
 [[gnu::noinline]] Vector<Real> load_few(const Element* from, std::int64_t count) {
   Real few[kLanesOf<Real>] = {};
@@ -157,8 +156,8 @@ template <class Element, class Real = Arithmetic<Element>>
   return load(few);
 }
 
-// The same where a vector's width of elements up to the last one is readable; what follows them is
-// unspecified.
+// The same if a whole vector that ends with the last of these elements is readable. What follows
+// them in the result is unspecified.
 template <class Element>
 NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   using Real = Arithmetic<Element>;
@@ -183,7 +182,7 @@ NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   return load_bytes<Vector<Real>>(twice + kWidth - count);
 }
 
-// GCC 12 widens halves of what one instruction takes whole.
+// GCC 12 converts in two halves what one instruction converts at once.
 NORMSCOPE_INLINE Doubles widen_floats(FloatsOfDoubles floats) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Doubles>(
@@ -195,7 +194,7 @@ NORMSCOPE_INLINE Doubles widen_floats(FloatsOfDoubles floats) {
 #endif
 }
 
-// Elements as float64: kDoubles of them, or one.
+// Loads elements as float64: kDoubles of them, or one.
 template <class Value>
 NORMSCOPE_INLINE Value load_wide(const float* from) {
   if constexpr (std::is_same_v<Value, double>)
@@ -208,13 +207,13 @@ NORMSCOPE_INLINE Value load_wide(const double* from) {
   return load_bytes<Value>(from);
 }
 
-// kDoubles elements from `kFirst` on.
+// The kDoubles elements starting at kFirst.
 template <int kFirst, std::size_t... kIndices>
 NORMSCOPE_INLINE FloatsOfDoubles part_of(Floats values, std::index_sequence<kIndices...>) {
   return __builtin_shufflevector(values, values, (kIndices + kFirst)...);
 }
 
-// A vector of float32 as two of float64.
+// A vector of float32, widened to two of float64.
 struct WideHalves {
   Doubles of[2] = {};
 };
@@ -231,7 +230,7 @@ NORMSCOPE_INLINE void store_wide(double* to, Floats values) {
 }
 NORMSCOPE_INLINE void store_wide(double* to, Doubles values) { store_bytes(to, values); }
 
-// Whether a comparison holds for all elements: it sets all bits of an element, or none.
+// Whether a comparison holds for all elements. A comparison sets all bits of an element, or none.
 NORMSCOPE_INLINE bool all_set(Words words) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(words),
@@ -247,7 +246,7 @@ NORMSCOPE_INLINE bool all_set(Words words) {
 #endif
 }
 
-// Whether some element is not zero; NaN is not.
+// Whether any element is not zero. NaN counts as not zero.
 NORMSCOPE_INLINE bool any_nonzero(Doubles value) {
 #if defined(__AVX512F__)
   return _mm512_cmp_pd_mask(reinterpret_cast<__m512d>(value), _mm512_setzero_pd(), _CMP_NEQ_UQ) !=
@@ -265,18 +264,18 @@ NORMSCOPE_INLINE bool any_nonzero(Doubles value) {
 }
 NORMSCOPE_INLINE bool any_nonzero(double value) { return value != 0.0; }
 
-// A vector's bytes of an output: elements of 16 bits come as two vectors of the arithmetic.
+// How many elements of an output fill a vector. 16-bit elements take two vectors of the arithmetic.
 template <class Element>
 inline constexpr int kElementsOf = kVectorBytes / static_cast<int>(sizeof(Element));
 
-// Elements from `from` to the next address that a whole number of vectors leads to.
+// The number of elements from `from` to the next address that is aligned to a vector.
 template <class Element>
 NORMSCOPE_INLINE std::int64_t elements_before_alignment(const Element* from) {
   const auto address = reinterpret_cast<std::uintptr_t>(from);
   return static_cast<std::int64_t>((0 - address) % kVectorBytes / sizeof(Element));
 }
 
-// A store that passes the cache by; `to` is aligned to kVectorBytes.
+// A store that bypasses the cache. `to` must be aligned to kVectorBytes.
 NORMSCOPE_INLINE void stream_words(void* to, Words value) {
 #if defined(__AVX512F__)
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(value));
@@ -289,7 +288,7 @@ NORMSCOPE_INLINE void stream_words(void* to, Words value) {
 #endif
 }
 
-// Makes streamed stores visible to other threads in order with what follows.
+// Makes streaming stores visible to other threads before any later store.
 NORMSCOPE_INLINE void finish_streaming() {
 #if defined(__SSE2__)
   _mm_sfence();

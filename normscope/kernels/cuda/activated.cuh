@@ -6,21 +6,22 @@
 
 namespace normscope::cuda {
 
-// What an element becomes with an activation after it, or before its gradient.
+// How elements are computed if an activation follows, in forward and in backward.
 
-// A value as an element holds it: what a sequence of single operations would have stored.
+// Rounds a value to Element, as a sequence of single operations would store it.
 template <class Element>
 NORMSCOPE_INLINE Arithmetic<Element> rounded(Arithmetic<Element> value) {
   return widen(narrow<Element>(value));
 }
 
-// An activation whose parameter was rounded once.
+// An activation with its parameter rounded to Real.
 template <class Real>
 struct DeviceActivation {
   Activation kind;
   Real negative_slope;
 
-  // Calls use(function) with its function: once for a pack, so that nothing in it is looked up.
+  // Calls use(function) with its function object. Called once per pack: nothing is looked up
+  // inside.
   template <class Use>
   NORMSCOPE_INLINE void with_function(const Use& use) const {
     switch (kind) {
@@ -53,7 +54,7 @@ struct ActivatedElements {
   static constexpr int kCount = Coefficients::kNormalize;
 
   Elements<const Element> x;
-  Elements<const Element> residual;  // data nullptr: there is none
+  Elements<const Element> residual;  // data nullptr: none
   DeviceActivation<Real> activation;
   const Real* coefficients;  // [slices, kCount, C]
 

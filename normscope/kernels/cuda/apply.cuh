@@ -10,18 +10,18 @@
 
 namespace normscope::cuda {
 
-// A pack of value(j).
+// Makes a pack of the elements value(j).
 template <class Element, int kPack, class Value>
 NORMSCOPE_INLINE Pack<Element, kPack> pack_of(const Value& value) {
   Pack<Element, kPack> pack;
 #if defined(__CUDACC__)
-#pragma unroll  // else sm_100 keeps packs in memory where an activation is computed
+#pragma unroll  // otherwise sm_100 keeps packs in memory if there is an activation
 #endif
   for (int j = 0; j < kPack; ++j) pack.elements[j] = value(j);
   return pack;
 }
 
-// What an element becomes, with the coefficients that were rounded once for its channel.
+// How elements are computed, with coefficients that were rounded once per channel.
 
 template <class Element>
 struct NormalizeElements {
@@ -78,7 +78,7 @@ struct InputGradientElements {
   }
 };
 
-// The coefficients of kPack channels from c on.
+// The coefficients of kPack channels, starting at c.
 template <int kPack, class Apply>
 struct LoadedFormulas {
   Pack<typename Apply::Real, kPack> values[Apply::kCount > 0 ? Apply::kCount : 1];
@@ -89,7 +89,7 @@ struct LoadedFormulas {
     for (int k = 0; k < Apply::kCount; ++k) values[k] = load_pack<kPack>(at + k * channels);
   }
 
-  // Of the channel c + j: its coefficients are the members of a formula, in their order.
+  // The formula of channel c + j. Its members are the coefficients, in their order.
   NORMSCOPE_INLINE typename Apply::Formula operator[](int j) const {
     return formula(j, std::make_index_sequence<Apply::kCount>{});
   }
@@ -102,7 +102,7 @@ struct LoadedFormulas {
   }
 };
 
-// A warp per plane; gridDim.y warps share a plane's positions, gridDim.z blocks the slices.
+// One warp per plane. gridDim.y warps share a plane's positions, gridDim.z blocks the slices.
 // Limits: 24 to 112 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// Threads are packs of channels in x; in y they share the rows, which are samples and positions;
-// gridDim.z blocks share the slices.
+// threadIdx.x selects a pack of channels. threadIdx.y and gridDim.y share the rows, which are
+// samples and positions; gridDim.z blocks share the slices.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads)

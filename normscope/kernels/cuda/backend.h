@@ -17,11 +17,11 @@ namespace normscope::cuda {
 
 template <class Device>
 struct Backend {
-  // Blocks that keep every multiprocessor busy: several each, since some of them wait.
+  // Enough blocks to keep every multiprocessor busy: several each, because some of them wait.
   static constexpr std::int64_t kBlocksPerMultiprocessor = 8;
   static constexpr std::int64_t kMostInYOrZ = 65535;
 
-  // A grid of `columns` blocks for each slice, each split while there is work and room for more.
+  // A grid of `columns` blocks per slice. Columns are split while there is work and room for more.
   static Grid grid(std::int64_t columns, std::int64_t slices, std::int64_t work_per_column,
                    int threads_x, int threads_y) {
     const std::int64_t blocks_x = std::max<std::int64_t>(columns, 1);
@@ -35,7 +35,7 @@ struct Backend {
   template <Access kAccess>
   using AccessConstant = std::integral_constant<Access, kAccess>;
 
-  // Calls function with packs of so many bytes as its constant if all the tensors have them.
+  // Calls function with a constant: kPacks if all tensors allow packs of `bytes`, else kElements.
   template <class Function, class... Views>
   static void with_access(std::int64_t bytes, const Function& function, const Views&... views) {
     if ((has_packs(views, bytes) && ...)) {
@@ -82,7 +82,7 @@ struct Backend {
         Order::kAfter, add_elements<kAccess, AnyTerms, After>, terms, batches, scratch, after);
   }
 
-  // Adds the sums of all slices, and launches the one kernel also if there are none to add.
+  // Adds the sums of all slices. Launches its one kernel even if there is nothing to add.
   template <class AnyTerms, class Use, class... Views>
   static void add_sums(Stream stream, const AnyTerms& terms, const DeviceScratch& scratch,
                        const Use& use, const MessageView& message, const Header& header,
@@ -151,14 +151,14 @@ struct Backend {
     sum_gradients(stream, x, dy, scratch, own, message, header);
   }
 
-  // ---- What follows from sums ------------------------------------------------------------------
+  // ---- From sums to results --------------------------------------------------------------------
 
   static constexpr int kChannelThreads = 128;
   static Grid grid_of_channels(std::int64_t channels, std::int64_t slices) {
     return grid(ceil_divide(channels, kChannelThreads), slices, 1, kChannelThreads, 1);
   }
 
-  // Calls function with a null pointer of the type of the dtype's arithmetic.
+  // Calls function with a null pointer to the type of the dtype's arithmetic.
   template <class Function>
   static void with_arithmetic(DType x_dtype, const Function& function) {
     if (x_dtype == DType::kFloat64) {
@@ -220,7 +220,7 @@ struct Backend {
     }
   }
 
-  // Writes y by a formula, whose inputs are `others`.
+  // Writes y with a formula whose inputs are `others`.
   template <class Formula, class... Views>
   static void apply_to(Stream stream, const Formula& formula, const NormBatches& batches,
                        const MutableTensorView& y, const Views&... others) {

@@ -12,7 +12,7 @@ namespace {
 
 void check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
-  // Else the runtime's next caller would be told of it, too.
+  // Clears the error. Otherwise the runtime would report it to its next caller, too.
   (void)cudaGetLastError();
   throw DeviceError(std::string("cuda: ") + call + ": " + cudaGetErrorString(error));
 }
@@ -63,8 +63,8 @@ struct CurrentDevice {
   }
 };
 
-// Whether the current device has code to run: for other architectures than those that this was
-// compiled for, there is none.
+// Whether there is code for the current device. There is none for architectures other than those
+// that this file was compiled for.
 bool can_run() {
   int count = 0;
   cudaFuncAttributes attributes;

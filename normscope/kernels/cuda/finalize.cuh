@@ -8,8 +8,8 @@
 
 namespace normscope::cuda {
 
-// What follows from the sums of a channel: by the blocks of a sum's kernel that finish last, or, if
-// the sums are a message's totals, by a kernel of its own.
+// From the sums of a channel to results. This is done by the last blocks of the kernel that sums
+// or, for the totals of a message, by a kernel of its own.
 
 // The limbs of both sums of one channel of a norm batch, in canonical form.
 struct ChannelLimbs {
@@ -32,7 +32,8 @@ NORMSCOPE_INLINE ChannelLimbs read_limbs(const LimbsView& from, std::int64_t c) 
   return limbs;
 }
 
-// Leaves zeros. The loads bypass L1, which does not see what other multiprocessors have added.
+// Reads limbs and sets them to zero. The loads bypass L1, which does not see the additions of other
+// multiprocessors.
 __device__ inline ChannelLimbs take_limbs(const LimbsView& scratch, std::int64_t c) {
   ChannelLimbs limbs;
   for (int sum = 0; sum < kSums; ++sum) {
@@ -69,13 +70,13 @@ NORMSCOPE_INLINE void write_formula(Coefficients to, std::int64_t slice, std::in
   write_coefficients<Coefficients::kInputGradient>(to, slice, channels, c, values);
 }
 
-// Uses moments. Real is the type of x's arithmetic.
+// Finalizes moments. Real is the type of x's arithmetic.
 template <class Real>
 struct MomentsUser {
   UseOfMoments use;
   std::int64_t channels;
 
-  // What is known of a channel after some of its slices.
+  // What is accumulated for a channel over its slices.
   struct Channel {
     ChannelLimbs pooled = {};
     double pooled_count = 0.0;
@@ -111,8 +112,8 @@ struct MomentsUser {
     update(moments_of(channel.pooled, channel.pooled_count), channel.pooled_count, 0, c);
   }
 
-  // What belongs to no channel; after all channels, since cumulative averages read the number of
-  // updates.
+  // Results that belong to no channel. Called after all channels, because cumulative averages read
+  // the number of updates.
   __device__ void once() const {
     use.batches.report_error();
     for (std::int64_t slice = 0; slice < use.batches.slices; ++slice) {
@@ -149,7 +150,7 @@ struct MomentsUser {
     return moments(limbs.total(kSumOfValues), limbs.total(kSumOfProducts), n);
   }
 
-  // The update after `earlier` others of this call.
+  // The update that follows `earlier` others of this call.
   __device__ void update(const Moments<double>& found, double n, std::int64_t earlier,
                          std::int64_t c) const {
     RunningUpdate running = use.running;
@@ -161,7 +162,7 @@ struct MomentsUser {
   }
 };
 
-// Uses gradient sums.
+// Finalizes gradient sums.
 template <class Real>
 struct GradientSumsUser {
   UseOfGradientSums use;
@@ -189,7 +190,7 @@ struct GradientSumsUser {
                                                       channel_value(use.weight, c, 1.0), dy,
                                                       dy_xhat, use.batches.count(slice)));
     }
-    // The sum of one slice is taken as it is: 0 + x loses the sign of a zero.
+    // The sum of a single slice is taken as it is: 0 + x would lose the sign of a zero.
     const bool is_all = use.batches.slices == 1;
     channel.dy = is_all ? dy : dy + channel.dy;
     channel.dy_xhat = is_all ? dy_xhat : dy_xhat + channel.dy_xhat;
@@ -203,12 +204,12 @@ struct GradientSumsUser {
   __device__ void once() const { use.batches.report_error(); }
 };
 
-// What the last blocks do with the sums that all blocks have added: use them, and put them into a
-// message if there is one.
+// What the last blocks do with the sums that all blocks have added: finalize them and, if there is
+// a message, write them to it.
 template <class User>
 struct AfterSums {
   User user;
-  MessageView message;  // data nullptr: there is none
+  MessageView message;  // data nullptr: none
   Header header;
 
   __device__ void channel(const DeviceScratch& scratch, std::int64_t c) const {
@@ -237,7 +238,7 @@ struct AfterSums {
   }
 };
 
-// Uses the totals of a message; a thread per channel.
+// Finalizes from the totals of a message; one thread per channel.
 // Limits: 24 to 96 registers; bytes: 0 stack, 0 spilled, 16 shared.
 template <class User>
 __global__ void use_message(MessageView message, unsigned* ticket, User user) {
@@ -250,8 +251,8 @@ __global__ void use_message(MessageView message, unsigned* ticket, User user) {
   if (is_last_block(ticket, gridDim.x) && threadIdx.x == 0) user.once();
 }
 
-// The coefficients of statistics [slices, 3, C]; a thread per channel, gridDim.y blocks share the
-// slices.
+// Computes the coefficients from statistics [slices, 3, C]. One thread per channel; gridDim.y
+// blocks share the slices.
 // Limits: 16 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
 template <class Real>
 __global__ void write_coefficients_of_statistics(std::int64_t channels, std::int64_t slices,

@@ -9,11 +9,11 @@
 
 namespace normscope::cuda {
 
-// Whether a kernel may be launched while the one before it on the stream still runs, which hides
-// the launch. Such a kernel begins with wait_for_earlier_kernel().
+// kEarly: the kernel may be launched while the previous one on the stream still runs, which hides
+// the launch. Such a kernel must begin with wait_for_earlier_kernel().
 enum class Order { kAfter, kEarly };
 
-// The kernels' grids. Device is what launches them: a GPU, or its stand-in on the host for tests.
+// The kernels' grids. Device launches them: a GPU, or its stand-in on the host for tests.
 //
 //   struct Device {
 //     static int multiprocessors();
@@ -46,15 +46,15 @@ template <class Element, class Pointer>
                            x.position_stride};
 }
 
-// Whether every run of neighbours begins at a multiple of `bytes`, and none ends within them.
-// Strides along one element do not matter.
+// Whether the tensor can be read in packs of `bytes`: every contiguous run starts at a multiple of
+// `bytes`, and a run of channels ends at one. Strides of extents of 1 do not matter.
 template <class Pointer>
 [[nodiscard]] bool has_packs(const BasicTensorView<Pointer>& x, std::int64_t bytes) {
   const std::int64_t pack = bytes / size_of(x.dtype);
   const bool is_first = x.layout() == Layout::kChannelsFirst;
   const std::int64_t rows = is_first ? x.channels : x.positions;
   const std::int64_t row_stride = is_first ? x.channel_stride : x.position_stride;
-  // Channels that do not fill a last pack would be read beyond their end; positions are not.
+  // A partial last pack of channels would be read past its end. Positions are handled separately.
   const bool fills = is_first || x.channels % pack == 0;
   return reinterpret_cast<std::uintptr_t>(x.data) % static_cast<std::uintptr_t>(bytes) == 0 &&
          fills && (x.samples <= 1 || x.sample_stride % pack == 0) &&

@@ -10,8 +10,9 @@ NORMSCOPE_INLINE int thread_of_block() {
   return static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
 }
 
-// Whether this block is the last of `blocks` to get here, for all of its threads, which all call
-// it. What the other blocks have done before is then visible to it. The ticket ends as zero.
+// Whether this block is the last of `blocks` to get here. All threads of the block must call it,
+// and all get the answer. The last block sees everything that the other blocks have done before.
+// The ticket ends as zero.
 __device__ inline bool is_last_block(unsigned* ticket, unsigned blocks) {
   __shared__ bool is_last;
   __syncthreads();
@@ -24,9 +25,9 @@ __device__ inline bool is_last_block(unsigned* ticket, unsigned blocks) {
   return is_last;
 }
 
-// Ends a kernel that has added sums to the scratch memory: the last block of a column calls
+// Ends a kernel that has added sums to the scratch memory. The last block of a column calls
 // after.channel(scratch, c) for its channels [begin, end), and one thread of the last block of all
-// calls after.once(). Together they save a launch, some 2 us.
+// calls after.once(). This saves a launch, about 2 us.
 template <class After>
 __device__ void finish_channels(const DeviceScratch& scratch, const NormBatches& batches,
                                 std::int64_t begin, std::int64_t end, const After& after) {

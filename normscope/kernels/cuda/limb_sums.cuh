@@ -9,7 +9,7 @@
 
 namespace normscope::cuda {
 
-// Adds to a limb in memory. Most limbs are zero, and cost nothing.
+// Adds to a limb in memory. Most limbs are zero and are skipped.
 __device__ inline void add_limb(const LimbsView& limbs, int sum, int k, std::int64_t c,
                                 double value) {
   if (value != 0.0) atomicAdd(limbs.limb(sum, k) + c, value);
@@ -26,7 +26,7 @@ class ThreadLimbs {
     }
   }
 
-  // Real is the type of the arithmetic, which the pivot has.
+  // Real is the type of the arithmetic, and of the pivot.
   template <class Real>
   NORMSCOPE_INLINE void add_moments(double size, double pivot, double first, double second) {
     const TileMoments<double> tile = sizeof(Real) < sizeof(double)
@@ -39,7 +39,7 @@ class ThreadLimbs {
     count_tile();
   }
 
-  // The moments of a tile of one element: x, and x^2, which float64 holds if x is a float32.
+  // The moments of a tile of one element: x and x^2. float64 holds the square of a float32 exactly.
   NORMSCOPE_INLINE void add_square(float x) {
     const auto wide = static_cast<double>(x);
     add(0, wide);
@@ -60,7 +60,7 @@ class ThreadLimbs {
     count_tile();
   }
 
-  // The limbs of a sum in canonical form, so that what others add to them stays exact.
+  // The limbs of a sum in canonical form, which others can be added to exactly.
   NORMSCOPE_INLINE const double (&canonical(int sum)) [kLimbs] {
     canonicalize(limbs_[sum]);
     return limbs_[sum];

@@ -6,8 +6,8 @@
 #include "normscope/core/element.h"
 #include "normscope/core/tensor_view.h"
 
-// Device code. It is compiled by nvcc, and by the host's compiler for tests, which supply what CUDA
-// builds into the language (threadIdx, __syncthreads, atomicAdd, ...): docs/decisions/0014.
+// Device code. Tests also compile it with the host's compiler, and supply what CUDA builds into the
+// language (threadIdx, __syncthreads, atomicAdd, ...): docs/decisions/0014.
 
 namespace normscope::cuda {
 
@@ -15,8 +15,8 @@ inline constexpr int kWarp = 32;
 inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 inline constexpr int kBlockThreads = 256;
 
-// Waits until the kernels before this one have ended. A kernel that is launched while the one
-// before it still runs (Order::kEarly) calls this first, in every thread.
+// Waits until the previous kernels have ended. A kernel that is launched while the previous one
+// still runs (Order::kEarly) must call this first, in every thread.
 __device__ inline void wait_for_earlier_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -25,11 +25,11 @@ __device__ inline void wait_for_earlier_kernel() {
 #endif
 }
 
-// A memory transaction of a thread is widest at 16 bytes.
+// The widest memory transaction of a thread is 16 bytes.
 inline constexpr int kPackBytes = 16;
 
-// How many elements a thread takes at a time: as many as fill a pack where every run of neighbours
-// begins at a multiple of 16 bytes, else one.
+// How many elements a thread takes at a time: a full pack if every contiguous run starts at a
+// multiple of 16 bytes, otherwise one.
 enum class Access { kPacks, kElements };
 
 template <class Element, Access kAccess>
@@ -51,7 +51,7 @@ NORMSCOPE_INLINE void store_pack(Element* to, const Pack<Element, kSize>& pack) 
   *reinterpret_cast<Pack<Element, kSize>*>(to) = pack;
 }
 
-// A tensor as kernels take it: typed, the dtype gone.
+// A typed tensor view for kernels.
 template <class Element>
 struct Elements {
   Element* data;

@@ -5,12 +5,12 @@
 
 namespace normscope::cuda {
 
-// The threads that sum one tile together: as many as hold its 64 lanes, each a pack's width of
-// them. With packs a thread has neighbouring lanes, else lanes that a group apart, so that threads
-// read neighbours.
+// The threads that sum one tile together. They hold its 64 lanes, each thread as many as a pack has
+// elements. With packs, a thread has neighbouring lanes. Otherwise its lanes are kThreads apart,
+// and neighbouring threads read neighbouring elements.
 template <class Element, Access kAccess>
 struct Group {
-  static constexpr int kLanes = kPackBytes / static_cast<int>(sizeof(Element));  // of a thread
+  static constexpr int kLanes = kPackBytes / static_cast<int>(sizeof(Element));  // per thread
   static constexpr int kThreads = static_cast<int>(kChannelsFirstTile.lanes) / kLanes;
   static constexpr int kPerBlock = kBlockThreads / kThreads;
 
@@ -18,8 +18,8 @@ struct Group {
     return kAccess == Access::kPacks ? thread * kLanes + j : thread + kThreads * j;
   }
 
-  // Adds the upper half of the lanes to the lower, and so on; for the group's first thread. The
-  // whole warp takes part.
+  // Adds the upper half of the lanes to the lower half, and so on. The group's first thread gets
+  // the result. The whole warp must take part.
   template <class Real>
   static __device__ Real fold(Real (&lanes)[kLanes]) {
     if (kAccess == Access::kElements) fold_own(lanes);
@@ -32,7 +32,7 @@ struct Group {
     return lanes[0];
   }
 
-  // What the group's first thread has, for all of it.
+  // The value of the group's first thread, for the whole group.
   template <class Real>
   static __device__ Real of_first_thread(Real value) {
     return __shfl_sync(kWholeWarp, value, 0, kThreads);
@@ -47,7 +47,7 @@ struct Group {
   }
 };
 
-// The mean of spread elements, in Real; for the whole group.
+// The pivot of a tile (the mean of some of its elements), computed in Real, for the whole group.
 template <class Real, Access kAccess, class Element>
 __device__ Real pivot_of_tile(const Element* x, std::int64_t size, int thread) {
   using G = Group<Element, kAccess>;
@@ -62,7 +62,7 @@ __device__ Real pivot_of_tile(const Element* x, std::int64_t size, int thread) {
   return sum / static_cast<Real>(samples.count);
 }
 
-// Both sums of a tile, in Real; for the group's first thread.
+// Both sums of a tile, computed in Real. The group's first thread gets the result.
 template <class Real, Access kAccess, class Run>
 __device__ Terms<Real> sums_of_tile(const Run& run, std::int64_t size, Real center, int thread) {
   using Element = std::remove_const_t<std::remove_pointer_t<decltype(run.x)>>;
@@ -92,7 +92,7 @@ __device__ Terms<Real> sums_of_tile(const Run& run, std::int64_t size, Real cent
   return {first_sum, G::fold(second)};
 }
 
-// Both sums, and what they are about.
+// Both sums, and the center that they are taken around.
 struct CenteredSums {
   double center;
   Terms<double> sums;
@@ -105,10 +105,10 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice,
   const auto run = terms.run(tile.sample, c, tile.begin);
   double center = 0.0;
   if constexpr (AnyTerms::kHasPivot) {
-    // In float64 too, the pivot is rounded to the type of the arithmetic.
+    // Even in float64, the pivot is rounded to the type of the arithmetic.
     center = static_cast<double>(
         static_cast<Arithmetic>(pivot_of_tile<Real, kAccess>(run.x, tile.size, thread)));
-  } else if (tile.size > 0) {  // else there may be no such channel
+  } else if (tile.size > 0) {  // otherwise the channel may not exist
     center = static_cast<double>(static_cast<Arithmetic>(terms.mean(slice, c)));
   }
   const Terms<Real> sums =
@@ -116,8 +116,8 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice,
   return {center, {static_cast<double>(sums.first), static_cast<double>(sums.second)}};
 }
 
-// Adds the tiles of all channels to their limbs. A channel has `groups` groups of a block (a power
-// of two) and gridDim.y blocks, which share its tiles; gridDim.z blocks share the slices.
+// Adds the tiles of all channels to their limbs. The tiles of a channel are shared by `groups`
+// groups of a block (a power of two) and by gridDim.y blocks. gridDim.z blocks share the slices.
 // Limits: 56 to 128 registers; bytes: 32 stack, 80 spilled, 16 shared.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         batches.samples_of(slice) * tiles_per_sample(Layout::kChannelsFirst, positions);
     const std::int64_t tiles = c < scratch.channels ? all_tiles : 0;
     ThreadLimbs own;
-    // All threads of a warp make every turn: they fold together.
+    // All threads of a warp must run every iteration, because they fold together.
     for (std::int64_t turn = std::int64_t{blockIdx.y} * groups; turn < all_tiles;
          turn += std::int64_t{gridDim.y} * groups) {
       Tile tile = tile_at<Layout::kChannelsFirst>(turn + group % groups, tiles, positions);

@@ -5,26 +5,26 @@
 
 namespace normscope::cuda {
 
-// A block is kWarp packs of channels wide; each column of it has threads for the lanes of
+// A block is kWarp packs of channels wide. Each of its columns has one thread for every lane of
 // kTilesPerBlock tiles.
 inline constexpr int kTileLanes = static_cast<int>(kChannelsLastTile.lanes);
 inline constexpr std::int64_t kTileChain = kChannelsLastTile.chain;
 inline constexpr int kTilesPerBlock = kBlockThreads / kWarp / kTileLanes;
 
-// One number a channel and lane, for the threads of a tile to exchange.
+// One number per channel and lane, which the threads of a tile exchange.
 template <class Real, int kPack>
 struct LaneExchange {
   Real values[kTilesPerBlock][kTileLanes][kWarp][kPack];
 };
 
-// (l0 + l2) + (l1 + l3) of a channel.
+// (l0 + l2) + (l1 + l3) of one channel.
 template <class Real, int kPack>
 __device__ Real fold_lanes(const LaneExchange<Real, kPack>& lanes, int tile, int j) {
   const auto lane = [&](int l) { return lanes.values[tile][l][threadIdx.x][j]; };
   return (lane(0) + lane(2)) + (lane(1) + lane(3));
 }
 
-// The sums of one channel of a tile in float64, by one thread alone: seldom needed.
+// Sums one channel of a tile in float64, in a single thread. Rarely needed.
 template <class AnyTerms>
 __device__ CenteredSums sums_in_float64(const AnyTerms& terms, std::int64_t slice, const Tile& tile,
                                         std::int64_t c) {
@@ -58,8 +58,8 @@ __device__ CenteredSums sums_in_float64(const AnyTerms& terms, std::int64_t slic
            (lanes[0].second + lanes[2].second) + (lanes[1].second + lanes[3].second)}};
 }
 
-// Adds the tiles of all channels to their limbs. blockIdx.x tells the channels; gridDim.y blocks
-// share the tiles, gridDim.z blocks the slices. threadIdx.y tells tile and lane.
+// Adds the tiles of all channels to their limbs. blockIdx.x selects the channels, threadIdx.y the
+// tile and the lane. gridDim.y blocks share the tiles, gridDim.z blocks the slices.
 // Limits: 56 to 128 registers; bytes: 288 stack, 16 spilled, 16400 shared.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kBlockThreads)
   using Element = typename AnyTerms::ElementType;
   using Real = Arithmetic<Element>;
   constexpr int kPack = kPackSize<Element, kAccess>;
-  // A pack's channels are shared out to the lanes' threads when tiles go into limbs.
+  // When tile sums go into limbs, the threads of the lanes divide the channels of a pack.
   constexpr int kOwn = kPack > kTileLanes ? kPack / kTileLanes : 1;
   __shared__ LaneExchange<Real, kPack> exchange[2];
 
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         batches.samples_of(slice) * tiles_per_sample(Layout::kChannelsLast, positions);
     ThreadLimbs own[kOwn];
 
-    // All threads of a block make every turn: they meet at barriers.
+    // All threads of a block must run every iteration, because they meet at barriers.
     for (std::int64_t turn = std::int64_t{blockIdx.y} * kTilesPerBlock; turn < tiles;
          turn += std::int64_t{gridDim.y} * kTilesPerBlock) {
       Tile tile = tile_at<Layout::kChannelsLast>(turn + slot, tiles, positions);

@@ -5,25 +5,25 @@
 
 namespace normscope::cuda {
 
-// Sums of inputs that have one position per channel, where each element is a tile.
+// Sums of inputs with one position per channel, in which each element is a tile.
 
-// The channels that a thread takes together: as many as their limbs leave registers for.
+// How many channels a thread takes together: as many as have their limbs in registers.
 template <Access kAccess>
 inline constexpr int kElementWidth = kAccess == Access::kPacks ? 2 : 1;
 
-// Rows that a thread has under way at once.
+// How many rows a thread loads at once.
 inline constexpr int kRowsAtOnce = 4;
 
-inline constexpr int kElementRows = kBlockThreads / kWarp;  // of a block
+inline constexpr int kElementRows = kBlockThreads / kWarp;  // per block
 
-// The limbs of one sum for the rows of a block, to be added up.
+// The limbs of one sum for each row of a block's threads, to be added up.
 template <int kWidth>
 struct RowExchange {
   double limbs[kElementRows][kLimbs][kWarp * kWidth];
 };
 
-// Adds the limbs of a sum of all threads of a block, so that one atomic per limb and channel is
-// left of kElementRows.
+// Adds the limbs of one sum over all threads of a block. This leaves one atomic operation per limb
+// and channel instead of kElementRows.
 template <int kSum, int kWidth>
 __device__ void add_rows(RowExchange<kWidth>& exchange, ThreadLimbs (&own)[kWidth],
                          const LimbsView& limbs, std::int64_t first_channel) {
@@ -46,7 +46,8 @@ __device__ void add_rows(RowExchange<kWidth>& exchange, ThreadLimbs (&own)[kWidt
   __syncthreads();
 }
 
-// Threads are channels in x, rows in y; gridDim.y blocks share the rows, gridDim.z the slices.
+// threadIdx.x selects channels, threadIdx.y a row. gridDim.y blocks share the rows, gridDim.z
+// blocks the slices.
 // Limits: 56 to 128 registers; bytes: 0 stack, 0 spilled, 20496 shared.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads)

@@ -7,8 +7,8 @@
 
 namespace normscope::cuda {
 
-// What the two sums of a tile add, element by element. Real is the type that they are added in:
-// the arithmetic's, or float64 where a tile is summed again.
+// What the two sums of a tile add per element. Real is the type in which they are added: the type
+// of the arithmetic, or float64 if a tile is summed again.
 
 template <class Real>
 struct Terms {
@@ -39,7 +39,7 @@ struct MomentTerms {
       return of(static_cast<Real>(widen(x[i])), pivot);
     }
 
-    // The terms of kSize neighbours, about centers[0], centers[kStep], ...
+    // The terms of kSize contiguous elements, around centers[0], centers[kStep], ...
     template <int kSize, int kStep, class Real>
     NORMSCOPE_INLINE void pack_at(std::int64_t i, const Real* centers,
                                   Terms<Real> (&terms)[kSize]) const {
@@ -66,7 +66,7 @@ struct MomentTerms {
     limbs.add_moments<Arithmetic<Element>>(size, center, first, second);
   }
 
-  // Tiles of one element each, which is its own pivot: of kWidth channels of a sample.
+  // Tiles of one element each, which is its own pivot, for kWidth channels of one sample.
   template <int kWidth>
   using Row = Pack<Element, kWidth>;
   template <int kWidth>
@@ -89,7 +89,7 @@ struct GradientTerms {
 
   Elements<const Element> x;
   Elements<const Element> dy;
-  const double* statistics;  // [slices, 3, C], beginning with the means
+  const double* statistics;  // [slices, 3, C], with the means first
 
   NORMSCOPE_INLINE double mean(std::int64_t slice, std::int64_t c) const {
     return statistics[slice * 3 * x.channels + c];
@@ -157,14 +157,14 @@ struct GradientTerms {
 
 NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Where a tile lies.
+// The place of a tile.
 struct Tile {
   std::int64_t sample;
   std::int64_t begin;  // position
-  std::int64_t size;   // positions; 0: there is none
+  std::int64_t size;   // positions; 0: no tile
 };
 
-// Tile `index` of `count` of a channel.
+// Tile `index` of a channel's `count` tiles.
 template <Layout kLayout>
 NORMSCOPE_INLINE Tile tile_at(std::int64_t index, std::int64_t count, std::int64_t positions) {
   constexpr std::int64_t kSize = tile_shape(kLayout).positions;

@@ -167,7 +167,7 @@ void input_gradient(const Execution& /*execution*/, const TensorView& x, const T
   }
 }
 
-// As an element of the dtype holds it.
+// The value rounded to the dtype.
 double rounded(double value, DType dtype) {
   return with_element_type(dtype, [&]<class Element>(Element*) {
     return static_cast<double>(widen(round_once<Element>(value)));
@@ -186,7 +186,7 @@ double gradient(const ActivationFunction& activation, double z, double dy) {
   return dz;
 }
 
-// y(n, c, p) = value(n, c, p)
+// Sets y(n, c, p) to value(n, c, p) for all elements.
 template <class Value>
 void fill(const MutableTensorView& y, const Value& value) {
   for (std::int64_t n = 0; n < y.samples; ++n) {
@@ -196,7 +196,7 @@ void fill(const MutableTensorView& y, const Value& value) {
   }
 }
 
-// Memory of its own for a tensor of x's shape and dtype.
+// Owns memory for a tensor with x's shape and dtype.
 class TensorLike {
  public:
   explicit TensorLike(const TensorView& x)
@@ -234,7 +234,7 @@ void activation_gradient(const Execution& execution, const TensorView& x, const 
                          const ActivationFunction& activation, const MutableTensorView& dz) {
   const TensorLike z(x);
   normalize(execution, x, statistics, weight, bias, z.view());
-  // z is what an output is to others.
+  // gradient_of_output() evaluates the gradient at its first argument; here that is z itself.
   gradient_of_output(execution, z.view().read_only(), dy, activation, dz);
 }
 

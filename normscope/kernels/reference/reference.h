@@ -6,8 +6,8 @@
 namespace normscope::reference {
 
 // The definition of correct: plain loops, one element at a time, all arithmetic in float64 or
-// wider. Its tile is a whole (sample, channel), so that its results too do not depend on a split
-// over ranks.
+// wider. Its tile is a whole (sample, channel), which keeps its results independent of how a batch
+// is split over ranks.
 extern const Kernels kKernels;
 
 }  // namespace normscope::reference
