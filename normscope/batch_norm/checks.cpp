@@ -70,7 +70,8 @@ void check_activation(const ActivationFunction& activation, std::string_view nam
                       const TensorView& tensor, const TensorView& x) {
   if (tensor.data == nullptr) return;
   if (!activation.output_tells_gradient()) {
-    throw ArgumentError(expected(name, "none, or relu, relu6 or a leaky relu that does not fall",
+    throw ArgumentError(expected(name,
+                                 "none, or relu, relu6 or a leaky_relu with a slope of at least 0",
                                  "another activation"));
   }
   check_like_input(name, tensor, x);
@@ -128,8 +129,8 @@ void check_slices(std::int64_t slices, const TensorView& x, const CallContext& c
                                  std::to_string(slices) + " for " + std::to_string(x.samples)));
   }
   if (slices > 1 && context.exchange != nullptr && context.exchange->sends()) {
-    throw ArgumentError(expected("slices", "1 where statistics are shared with other ranks",
-                                 std::to_string(slices)));
+    throw ArgumentError(
+        expected("slices", "1 if statistics are shared with other ranks", std::to_string(slices)));
   }
 }
 

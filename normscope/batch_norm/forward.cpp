@@ -32,7 +32,8 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   if (arguments.running_average == RunningAverage::kCumulative &&
       arguments.running.updates == nullptr) {
     throw ArgumentError(
-        "running.updates: expected the number so far for a cumulative average, got none");
+        "running.updates: expected the number of updates so far for a cumulative average, got "
+        "none");
   }
   if (!(arguments.eps >= 0.0)) {
     throw ArgumentError("eps: expected at least 0, got " + std::to_string(arguments.eps));

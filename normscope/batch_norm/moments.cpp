@@ -68,7 +68,8 @@ double momentum_of(const FinalizeArguments& arguments) {
   if (arguments.running_average == RunningAverage::kExponential) return arguments.running.momentum;
   if (arguments.running.updates == nullptr) {
     throw ArgumentError(
-        "running.updates: expected the number so far for a cumulative average, got none");
+        "running.updates: expected the number of updates so far for a cumulative average, got "
+        "none");
   }
   return cumulative_momentum(*arguments.running.updates);
 }

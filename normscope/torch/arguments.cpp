@@ -21,7 +21,7 @@ void check_device(const at::Tensor& x, std::string_view name, const at::Tensor& 
               "), got ", tensor.device());
 }
 
-// `x` has the channels that the first of the parameters has.
+// Checks that `x` has as many channels as the parameter.
 void check_channels(const at::Tensor& x, std::string_view name, const OptionalTensor& parameter) {
   if (!parameter) return;
   TORCH_CHECK(parameter->dim() == 1, name, ": expected 1 dimension, got ", parameter->dim());
@@ -38,16 +38,15 @@ void check_parameter(const at::Tensor& x, std::string_view name, const OptionalT
               "), got ", parameter->device());
 }
 
-// What is written through a plain pointer.
+// For buffers that are written through a plain pointer.
 void check_buffer(std::string_view name, const OptionalTensor& buffer) {
   TORCH_CHECK(!buffer || buffer->is_contiguous(), name, ": expected a contiguous tensor");
 }
 
 void check_buffers(const at::Tensor& x, const OptionalTensor& running_mean,
                    const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked) {
-  TORCH_CHECK(
-      running_mean.has_value() == running_var.has_value(),
-      "running_var: expected a tensor where running_mean is one, and none where it is none");
+  TORCH_CHECK(running_mean.has_value() == running_var.has_value(),
+              "running_var: expected a tensor if running_mean is one, and none otherwise");
   check_buffer("running_mean", running_mean);
   check_buffer("running_var", running_var);
   if (!num_batches_tracked) return;
@@ -73,7 +72,7 @@ void check_parameter_of_channels(const at::Tensor& x, std::string_view name,
   check_parameter(x, name, parameter);
 }
 
-// What forward answers, and other ops read through a plain pointer.
+// Checks statistics from forward, which other ops read through a plain pointer.
 void check_statistics(const at::Tensor& x, const at::Tensor& statistics) {
   TORCH_CHECK(statistics.scalar_type() == at::kDouble, "statistics: expected float64, got ",
               c10::toString(statistics.scalar_type()));
@@ -85,7 +84,7 @@ void check_statistics(const at::Tensor& x, const at::Tensor& statistics) {
   check_device(x, "statistics", statistics);
 }
 
-// The gradient of a parameter's gradient.
+// Checks the gradient of a parameter's gradient.
 void check_parameter_gradient(const at::Tensor& x, std::string_view name,
                               const OptionalTensor& gradient) {
   if (!gradient) return;
@@ -95,7 +94,7 @@ void check_parameter_gradient(const at::Tensor& x, std::string_view name,
   check_device(x, name, *gradient);
 }
 
-// What backward and double backward have in common.
+// Checks that backward and double backward share.
 template <class OpArguments>
 void check_saved_by_forward(const OpArguments& op) {
   check_dimensions(op.x, {});
@@ -124,7 +123,7 @@ SliceStats parsed_slice_stats(std::string_view text) {
 Scope parsed_scope(std::string_view text) {
   Scope scope = as_torch([&] { return Scope::parse(text); });
   TORCH_CHECK_VALUE(scope.kind() != Scope::Kind::kNormBatch,
-                    "scope: expected what the op resolve_scope makes of it, got ", text);
+                    "scope: expected a scope resolved by the op resolve_scope, got ", text);
   return scope;
 }
 
@@ -147,7 +146,7 @@ ActivationFunction checked(const ActivationCall& op, const at::Tensor& x) {
   const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
   if (op.residual) {
     TORCH_CHECK_VALUE(activation.output_tells_gradient(), "residual: expected none before ",
-                      op.activation, ", or before a leaky_relu that falls");
+                      op.activation, ", or before a leaky_relu with a negative slope");
     check_like_x(x, "residual", *op.residual);
   }
   return activation;
@@ -160,7 +159,7 @@ ActivationFunction checked(const ActivatedBackwardOpArguments& op) {
   const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
   if (op.y) {
     TORCH_CHECK_VALUE(activation.output_tells_gradient(), "y: expected none after ", op.activation,
-                      ", or after a leaky_relu that falls");
+                      ", or after a leaky_relu with a negative slope");
     check_like_x(layer.x, "y", *op.y);
   }
   return activation;

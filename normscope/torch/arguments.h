@@ -16,29 +16,29 @@
 
 namespace normscope::binding {
 
-// Backends check what the ops are given alike, that of tensors without storage among them, so that
-// a mistake shows while a graph is traced. What follows throws what Python shows as ValueError
-// where torch's layers raise one, else as RuntimeError, naming the argument.
+// Argument checks that all backends share. They also work on tensors without storage, which shows a
+// mistake while a graph is traced. Errors name the argument. Python sees a ValueError if torch's
+// layers raise one, otherwise a RuntimeError.
 
-// A scope that a call can run with: norm_batch:M has been resolved.
+// Parses a scope that a call can run with. Throws for norm_batch:M, which must be resolved first.
 [[nodiscard]] Scope parsed_scope(std::string_view text);
 
 // How a forward divides its batch.
 struct Slicing {
-  std::int64_t slices_wanted;  // 1 where the ranks of a group share statistics
+  std::int64_t slices_wanted;  // 1 if the ranks of a group share statistics
   SliceStats slice_stats;
 };
 [[nodiscard]] Slicing checked(const ForwardOpArguments& op, const Scope& scope);
 
-// An activation's name, and the activation of a name.
+// The name of an activation, and the activation of a name.
 [[nodiscard]] NORMSCOPE_EXPORT std::string_view name_of(Activation activation) noexcept;
 [[nodiscard]] ActivationFunction parsed_activation(std::string_view name, double negative_slope);
-// That of a forward, whose residual is checked.
+// Checks the activation of a forward, and its residual.
 [[nodiscard]] ActivationFunction checked(const ActivationCall& op, const at::Tensor& x);
-// That of a backward, whose bias and y are checked.
+// Checks the arguments of a backward with an activation, including bias and y.
 [[nodiscard]] ActivationFunction checked(const ActivatedBackwardOpArguments& op);
 
-// Numbers of a tensor of moments, or of sums, for so many channels.
+// The size of a tensor of moments, or of gradient sums.
 template <class Int>
 [[nodiscard]] Int moments_size(const Int& channels) {
   return channels * Int(kSums * kLimbs) + Int(kHeaderSize);
@@ -47,7 +47,7 @@ void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor&
 void check_running(const at::Tensor& x, const OptionalTensor& running_mean,
                    const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked);
 void check_weight(const at::Tensor& x, const OptionalTensor& weight);
-// Of one part of a norm batch; dy and statistics [1, 3, C] in backward.
+// Check one part of a norm batch; in backward also dy and the statistics [1, 3, C].
 void check_part(const at::Tensor& x);
 void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& statistics);
 
@@ -56,7 +56,7 @@ void check_arguments(const WithStatisticsOpArguments& op);
 void check_arguments(const BackwardOpArguments& op);
 void check_arguments(const DoubleBackwardOpArguments& op);
 
-// torch's error where a norm batch has one value per channel.
+// Throws torch's own error for one value per channel.
 [[noreturn]] void throw_one_value_per_channel(const at::Tensor& x);
 
 }  // namespace normscope::binding

@@ -49,7 +49,7 @@ const c10::TypedOperatorHandle<ActivatedBackwardOp>& act_backward_op() {
   return op;
 }
 
-// Backward is all that there is: without this, what goes forward would be zeros.
+// Only reverse mode is implemented: without this check, forward-mode derivatives would be zeros.
 void check_no_forward_gradient(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !tensor._fw_grad(/*level=*/0).defined(),
@@ -57,7 +57,7 @@ void check_no_forward_gradient(const at::Tensor& tensor) {
       "mode (torch.autograd.grad, torch.autograd.functional.jvp), or eval()");
 }
 
-// Whether a forward of these inputs is to be followed by a backward.
+// Whether a backward follows a forward of these inputs.
 bool needs_backward(const at::Tensor& x,
                     std::initializer_list<std::reference_wrapper<const OptionalTensor>> others) {
   check_no_forward_gradient(x);
@@ -70,8 +70,8 @@ bool needs_backward(const at::Tensor& x,
   return at::GradMode::is_enabled() && one_requires_grad;
 }
 
-// Calls an op. Where the dispatcher has none for such tensors (sparse ones), no backend can tell
-// the peers that this rank will not come.
+// Calls an op. If the dispatcher has no kernel for the tensors (such as sparse ones), no backend
+// tells the peers that this rank will not come; this function does.
 template <class CallOp>
 auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
   try {
@@ -90,7 +90,7 @@ std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) 
 
 class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
  public:
-  // The tensors that gradients flow to are arguments of their own: torch looks for them there.
+  // Tensors that get gradients are separate arguments, because torch looks for them there.
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const OptionalTensor& weight, const OptionalTensor& bias,
                                const ForwardOpArguments& op) {
@@ -143,7 +143,7 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
   }
 };
 
-// Gradients that cannot be differentiated again: an error then, not a zero.
+// Gradients that cannot be differentiated again. Trying to is an error, rather than giving zeros.
 class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoubleBackward> {
  public:
   static variable_list forward(AutogradContext*, const OptionalTensor&, const OptionalTensor&,
@@ -160,7 +160,7 @@ class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoub
   }
 };
 
-// z of a forward once more, in a graph: what a backward that is differentiated needs.
+// Recomputes z of a forward, with a graph. Needed if a backward is itself differentiated.
 class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
@@ -183,7 +183,7 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
   }
 };
 
-// The layer with an activation after it.
+// The layer followed by an activation.
 class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
@@ -224,11 +224,11 @@ class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
   }
 
  private:
-  // In a graph of its own, since it is differentiated once more.
+  // Records a graph, because the result is differentiated once more.
   static ActivatedGradientTensors by_single_operations(const ActivatedBackwardOpArguments& op) {
     const BackwardOpArguments& layer = op.layer;
     const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
-    // The slope of a straight line does not depend on where: nothing flows to z, or y.
+    // The slope of a piecewise linear activation is constant: no gradient flows to z or y.
     const at::Tensor z =
         op.y ? op.y->detach()
              : NormalizedAgain::apply(layer.x, layer.weight, op.bias, layer.statistics, layer.call);
@@ -240,7 +240,7 @@ class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
     return {dx, dweight, dbias, dz};
   }
 
-  // dy times the derivative at z, in torch's operations.
+  // dy times the derivative at z, as operations of torch.
   static at::Tensor activation_gradient(const ActivationFunction& activation, const at::Tensor& z,
                                         const at::Tensor& dy) {
     switch (activation.kind) {
@@ -271,7 +271,7 @@ std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments
   return {outputs[0], outputs[1]};
 }
 
-// Whoever differentiates it has called it in single operations.
+// Needs no graph: a backward that is differentiated runs by_single_operations() instead.
 ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   return op.pass_to(act_backward_op());

@@ -13,9 +13,9 @@
 
 namespace normscope::binding {
 
-// The two halves of a backend's call: on its own, and with the other ranks.
+// The two stages of a backend's call: before the exchange, and with the other ranks.
 
-// Runs what comes before the exchange. The peers of a rank that fails there need not wait for it.
+// Runs what comes before the exchange. If it throws, tells the peers not to wait for this rank.
 template <class Prepare>
 auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
   try {
@@ -29,13 +29,14 @@ auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
   }
 }
 
-// Runs what meets the other ranks; its errors get the types that torch's own have in Python.
+// Runs what meets the other ranks. Converts errors to the types of torch's own in Python.
 template <class Call>
 void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
   try {
     call();
   } catch (const OneValueError& error) {
-    // On a device the ranks find it together, and this one is told at its next call, of another x.
+    // On a device the ranks find this together. This one hears of it in its next call, with another
+    // x.
     const bool is_told_later =
         exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice;
     if (is_told_later) TORCH_CHECK_VALUE(false, error.what());

@@ -25,11 +25,11 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
 
-// Such a forward repeats one that was made before, as activation checkpointing does: its batch is
-// in the running statistics already.
+// Whether this forward repeats an earlier one, as activation checkpointing does. Its batch is then
+// already in the running statistics.
 bool runs_inside_a_backward() { return ::torch::autograd::get_current_graph_task_id() >= 0; }
 
-// As torch, running statistics stay where nothing counts the updates of a cumulative average.
+// As in torch, running statistics do not change if nothing counts a cumulative average's updates.
 RunningUpdate running_update(const ForwardOpArguments& op) {
   RunningUpdate running;
   running.momentum = op.momentum.value_or(0.0);
@@ -42,19 +42,19 @@ RunningUpdate running_update(const ForwardOpArguments& op) {
   return running;
 }
 
-// Tensors of one forward, whose storage the arguments point to.
+// The tensors of one forward; the arguments point to their storage.
 struct PreparedForward {
   at::Tensor x;
   at::Tensor residual;  // if there is one
   OptionalTensor weight;
   OptionalTensor bias;
   at::Tensor statistics;
-  at::Tensor y;  // or
+  at::Tensor y;  // or coefficients
   at::Tensor coefficients;
   ForwardArguments arguments;
 };
 
-// What an op answers: a formula's output, or the coefficients of the formula.
+// What an op returns: the output of a formula, or the coefficients of the formula.
 enum class Answer { kOutput, kCoefficients };
 
 PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCall& activation,
@@ -103,7 +103,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCa
   return prepared;
 }
 
-// Autograd has to know that they were written.
+// Tells autograd that the buffers were written.
 void bump_versions(const ForwardOpArguments& op) {
   if (runs_inside_a_backward()) return;
   for (const OptionalTensor* buffer :
@@ -159,7 +159,7 @@ StatisticsTensors statistics(const ForwardOpArguments& op) {
           given(running_var), given(num_batches_tracked), given(accumulated)};
 }
 
-// Tensors of one backward, whose storage the arguments point to.
+// The tensors of one backward; the arguments point to their storage.
 struct PreparedBackward {
   at::Tensor x;
   at::Tensor dy;
@@ -167,7 +167,7 @@ struct PreparedBackward {
   Gradients gradients;
   at::Tensor coefficients;
   BackwardArguments arguments;
-  // With an activation.
+  // Only with an activation.
   OptionalTensor bias;
   at::Tensor y;
   at::Tensor dz;
@@ -213,7 +213,7 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
   return prepared;
 }
 
-// The memory and the arguments for the activation before a backward.
+// Sets up the memory and the arguments of the activation in a backward.
 void prepare_activation(const ActivatedBackwardOpArguments& op, const ActivationFunction& function,
                         PreparedBackward& prepared) {
   BackwardArguments& arguments = prepared.arguments;
@@ -227,7 +227,7 @@ void prepare_activation(const ActivatedBackwardOpArguments& op, const Activation
   const bool is_on_device = placement_of(op.layer.x).memory == Memory::kDevice;
   if (needs_dz(function, op.y.has_value(), is_on_device)) {
     prepared.dz = empty_output(op.layer.x);
-    // As all tensors of a call, it has the layout of x.
+    // Like all tensors of a call, dz has the layout of x.
     prepared.dz = in_layout_of(prepared.x, prepared.dz);
     arguments.dz = mutable_view(prepared.dz);
   }
@@ -305,7 +305,7 @@ void register_ops(::torch::Library& m) {
 
 }  // namespace
 
-// The same on both: x says where the kernels are.
+// The same for both: x tells which kernels to use.
 TORCH_LIBRARY_IMPL(normscope, CPU, m) { register_ops(m); }
 TORCH_LIBRARY_IMPL(normscope, CUDA, m) { register_ops(m); }
 

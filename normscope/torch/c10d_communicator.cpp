@@ -22,22 +22,22 @@
 namespace normscope::binding {
 namespace {
 
-// What a frame begins with: the length of the message in float64 numbers, and its square. Their
-// sums over R ranks are R * length and R * length^2 only where all ranks have this length; both are
-// exact while R * length^2 <= 2^53.
+// A frame starts with the length of the message in float64 numbers, and its square. Their sums over
+// R ranks are R * length and R * length^2 only if all ranks have this length. Both are exact while
+// R * length^2 <= 2^53.
 constexpr std::size_t kLengthFields = 2;
 
-// float64 numbers of a frame: 32 KiB, which hold 409 channels. Over Gloo a second all-reduce costs
-// more than the padding of a short message.
+// The float64 numbers of a frame: 32 KiB, enough for 409 channels. Over Gloo, a second all-reduce
+// costs more than the padding of a short message.
 constexpr std::size_t kFrameLength = 4096;
 
-// Backends have no exception of their own for it.
+// Backends have no exception of their own for a timeout.
 bool tells_of_time_out(std::string_view text) {
   return text.find("imed out") != std::string_view::npos ||
          text.find("imeout") != std::string_view::npos;
 }
 
-// What an observer threw to end a wait.
+// Carries what an observer threw to end a wait.
 struct Interruption : std::exception {
   explicit Interruption(std::exception_ptr thrown) : cause(std::move(thrown)) {}
   std::exception_ptr cause;
@@ -71,7 +71,8 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
       transport_(group->getBackend(placement.device)->getBackendName()),
       sums_on_device_(transport_ == "nccl") {
   if (time_limit) options_.timeout = *time_limit;
-  // NCCL then sums on the caller's stream: one of its own would wait for that, and that for it.
+  // NCCL then sums on the caller's stream. With a stream of its own, the two would wait for each
+  // other.
   if (sums_on_device_) options_.asyncOp = false;
 }
 
@@ -90,12 +91,12 @@ C10dCommunicator::~C10dCommunicator() {
   try {
     if (part_) end_part();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-    // Nobody is left whom it would concern.
+    // Nobody is left to report this to.
   }
 }
 
-// NCCL waits in shutdown() for what is under way. Peers may never come to it where something has
-// failed, or where the program ends without a destroy_process_group().
+// NCCL's shutdown() waits for operations in progress. Peers may never reach it if something has
+// failed, or if the program ends without destroy_process_group().
 void C10dCommunicator::end_part() {
   if (failure_.empty() && whole_.expired()) {
     part_->shutdown();
@@ -138,7 +139,7 @@ void C10dCommunicator::all_reduce_in_frame(std::span<double> values) {
 }
 
 void C10dCommunicator::all_reduce(std::span<double> values) {
-  // A tensor of its own, since a backend may hold on to it after an operation that failed.
+  // A separate tensor, because a backend may keep a reference to it after a failed operation.
   const at::Tensor of_host = at::empty({static_cast<std::int64_t>(values.size())}, at::kDouble);
   std::ranges::copy(values, of_host.mutable_data_ptr<double>());
   const at::Tensor sum = of_host.to(host_device_);
@@ -152,7 +153,7 @@ void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   const Group group = group_for(sum);
   std::vector<at::Tensor> tensors = {sum};
   try {
-    // None where nothing has to be waited for.
+    // allreduce() returns nullptr if there is nothing to wait for.
     if (const auto work = group->allreduce(tensors, options_)) wait_for(*work);
   } catch (const Interruption& interruption) {
     const std::string reason = "it was interrupted while it waited";
@@ -167,11 +168,11 @@ void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   }
 }
 
-// Looks up now and then, which costs an exception of the work each time.
+// Calls look_up() at intervals. Each interval costs an exception, which the work throws.
 void C10dCommunicator::wait_for(c10d::Work& work) {
   constexpr std::chrono::milliseconds kPause{100};
   const ObservedWait observed;
-  // A wait for a device ends as soon as the stream has the sum.
+  // For a device, wait() returns once the stream is set to wait for the sum.
   if (sums_on_device_) {
     work.wait();
     return;
@@ -183,7 +184,7 @@ void C10dCommunicator::wait_for(c10d::Work& work) {
       return;
     } catch (const std::exception&) {
       if (work.isCompleted()) {
-        work.wait();  // throws what it ended with: it may have ended since the wait gave up
+        work.wait();  // throws the work's error: it may have ended after the wait gave up
         return;
       }
     }
@@ -199,11 +200,11 @@ void C10dCommunicator::look_up(std::chrono::steady_clock::duration waited, int l
       throw Interruption(std::current_exception());
     }
   }
-  // A peer may have failed in a way that does not end its connections.
+  // A peer may have failed in a way that does not close its connections.
   constexpr int kLooksPerQuestion = 5;
   if (!own_ || looks % kLooksPerQuestion != 0) return;
   if (const auto reason = own_->failure()) {
-    own_->abandon("");  // another's reason counts
+    own_->abandon("");  // the other rank's reason counts
     throw CommunicationError(*reason);
   }
 }
@@ -216,7 +217,7 @@ std::string C10dCommunicator::where_ranks_are() {
   for (int rank = 0; rank < size_; ++rank) {
     if (calls[static_cast<std::size_t>(rank)].state != CallState::kNone) ranks.push_back(rank);
   }
-  // The others have published nothing yet, whatever they do.
+  // The other ranks have published nothing yet.
   std::erase_if(calls, [](const RankCall& call) { return call.state == CallState::kNone; });
   return ranks.size() > 1 ? who_is_where(calls, ranks) : "";
 }
@@ -226,7 +227,7 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
     const auto segment = SharedMemorySegment::create(size_, {.slot_length = 1});
     holder_of_board_ = make_shared_memory_communicator(segment, rank_);
   } catch (const Error&) {
-    // Without a descriptor left it cannot be seen from outside.
+    // Without a free file descriptor, calls cannot be seen from outside the process.
     holder_of_board_ =
         std::move(make_thread_communicators(size_).at(static_cast<std::size_t>(rank_)));
   }
@@ -234,7 +235,7 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
   if (own_) publisher_ = std::make_shared<CallPublisher>(own_->store(), *board_, publish_after);
 }
 
-// All ranks have found the disagreement, and tell each other their lengths.
+// All ranks have found that their lengths differ. They tell each other the lengths.
 void C10dCommunicator::throw_lengths_differ(std::size_t length) {
   std::vector<double> lengths(static_cast<std::size_t>(size_));
   lengths[static_cast<std::size_t>(rank_)] = static_cast<double>(length);

@@ -17,22 +17,22 @@
 
 namespace normscope::binding {
 
-// Whether a process group has a backend for tensors on such a device.
+// Whether a process group has a backend for tensors on this type of device.
 [[nodiscard]] bool serves(const c10d::ProcessGroup& group, c10::DeviceType device);
 
-// The ranks of a process group of torch.distributed, whatever its backend. Does not keep the group
-// alive. The group's own time limit holds unless another is given.
+// A communicator over a process group of torch.distributed, with any backend. Does not keep the
+// group alive. The group's own time limit applies unless another is given.
 //
-// Messages of the host go by a group of their own if there is one (own_group.h). Else the group
-// must carry nothing but this communicator's messages.
+// Messages in host memory use a separate group (own_group.h) if there is one. Otherwise the process
+// group must carry nothing but this communicator's messages.
 //
-// Some backends end the process where ranks come with different lengths (Gloo does), or never end
-// (NCCL). A message of the host therefore begins with a frame that is as long for every message and
-// carries the length; what does not fit into it follows once the lengths are known to agree. Where
-// the group serves devices only, it goes by one of them.
+// If ranks come with different lengths, some backends end the process (Gloo) or hang (NCCL). A host
+// message therefore starts with a frame, which has the same length for every message and contains
+// the message's length. What does not fit into the frame follows once the lengths are known to
+// agree. If the group serves devices only, host messages go through a device.
 //
-// NCCL sums a message in a device's memory as it is, and nothing waits for it. Other backends would
-// bring it to the host themselves; here it goes as the host's messages do.
+// NCCL sums a message in device memory directly, and nothing waits for it. Other backends would
+// copy it to the host themselves; here it goes the way of host messages.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -47,26 +47,28 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] bool compares_lengths() const noexcept override { return !sums_on_device_; }
   [[nodiscard]] CallBoard* calls() noexcept override { return board_ ? &*board_ : nullptr; }
 
-  // From now on this rank's calls can be seen: from outside the process, and by the peers, if there
-  // is an own group, once a call is `publish_after` old. Parts that are made later take part.
+  // Makes this rank's calls visible from now on: from outside the process and, if there is a
+  // separate group, to the peers once a call is `publish_after` old. Parts that are made later are
+  // included.
   void show_calls(std::chrono::milliseconds publish_after);
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
-  // By the group's backend, where that can split. Parts are no groups of torch.distributed, which
-  // does not know of them: a part ends with its communicator. Where its group has been destroyed by
-  // then, in good order; else aborted, as torch aborts a group that nobody destroyed.
+  // Splits through the group's backend if that can split. Parts are no groups of torch.distributed,
+  // which does not know of them: a part ends with its communicator. It ends in good order if its
+  // group has been destroyed by then. Otherwise it is aborted, as torch aborts a group that nobody
+  // destroyed.
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
 
-  // A group of its own is closed, so that peers throw at once. torch.distributed has no message for
-  // this: without one they find out at their time limit.
+  // Closes the separate group, and the peers throw at once. Without one they find out at their time
+  // limit, because torch.distributed has no message for this.
   void fail(std::string_view reason) noexcept override;
 
  private:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // A part of `whole`: of its group, if messages go by that, and then keeps it alive; and of its
-  // own one.
+  // A part of `whole`: of its group, if messages use that group, and the part then keeps its own
+  // group alive; and of its separate group, if there is one.
   C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own, const SubGroup& members,
                    const C10dCommunicator& whole);
 
@@ -89,21 +91,21 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] std::string name_of_part(const SubGroup& members) const;
   [[nodiscard]] std::string describe(std::string_view text) const;
 
-  std::unique_ptr<OwnGroup> own_;                      // none: group_ is
-  Group part_;                                         // none: somebody else's group
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> whole_;  // that it is a part of
+  std::unique_ptr<OwnGroup> own_;                      // nullptr: messages use group_
+  Group part_;                                         // nullptr: others keep group_ alive
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> whole_;  // the program's group
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   int parts_ = 0;                // made so far
-  Placement placement_;          // of the messages that are on no host
-  c10::DeviceType host_device_;  // what messages of the host go by
+  Placement placement_;          // of messages that are not in host memory
+  c10::DeviceType host_device_;  // what host messages go through
   int rank_;
   int size_;
   std::string transport_;
   bool sums_on_device_;
   c10d::AllreduceOptions options_;
-  std::string failure_;  // the first one; empty: none
+  std::string failure_;  // the first failure; empty: none
   std::optional<CallBoard> board_;
-  std::unique_ptr<Communicator> holder_of_board_;  // none: a part's
+  std::unique_ptr<Communicator> holder_of_board_;  // nullptr for a part
   std::shared_ptr<CallPublisher> publisher_;       // of the whole group
 };
 

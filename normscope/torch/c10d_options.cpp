@@ -13,7 +13,7 @@ using Options = c10d::Backend::Options;
 c10::intrusive_ptr<Options> copy_of(const Options& options) {
   if (typeid(options) == typeid(Options)) return c10::make_intrusive<Options>(options);
 #ifdef USE_C10D_NCCL
-  // All of it is in headers; libtorch_cuda need not be linked.
+  // All of this is in headers; libtorch_cuda need not be linked.
   using NcclOptions = c10d::ProcessGroupNCCL::Options;
   if (const auto* of_nccl = dynamic_cast<const NcclOptions*>(&options)) {
     return c10::make_intrusive<NcclOptions>(*of_nccl);

@@ -5,10 +5,10 @@
 
 namespace normscope::binding {
 
-// A copy of what a backend was made with, for a part of its group: split() writes into what it is
-// given, and the part keeps that. nullptr where they are of a type that is not known here, which
-// its part then has to share with the group. Gloo's are, whose headers torch does not install, and
-// to whose split they are no more than a list of ranks.
+// Copies a backend's options for a part of its group, because split() writes into the options that
+// it gets, and the part keeps them. Returns nullptr if their type is not known here; the part must
+// then share them with the group. Gloo's type is not known, because torch does not install its
+// headers; Gloo's split only uses the list of ranks.
 [[nodiscard]] c10::intrusive_ptr<c10d::Backend::Options> copy_of(
     const c10d::Backend::Options& options);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// C10dCommunicator::split(): process groups of some ranks of another.
+// C10dCommunicator::split(): process groups of some of the ranks of another.
 #include <cstdint>
 #include <exception>
 #include <numeric>
@@ -19,9 +19,9 @@
 namespace normscope::binding {
 namespace {
 
-// The ranks of a group in the options of its backend, while this lives. Backends look a part's
-// ranks up there, where a default group that is not the process's first has none, and some replace
-// them.
+// Sets the ranks of a group in the options of its backend, during its own lifetime. Backends look
+// up a part's ranks there. They are missing for a default group that is not the first of the
+// process, and some backends replace them.
 class RanksOfOptions {
  public:
   RanksOfOptions(c10d::Backend::Options& options, int size)
@@ -73,15 +73,14 @@ std::unique_ptr<Communicator> C10dCommunicator::make_part(const SubGroup& member
       new C10dCommunicator(std::move(part), std::move(own), members, *this));
 }
 
-// NCCL's backend splits what a group's first sum on a device has made. The ranks have agreed on
-// their parts without one where the group has another backend for the host.
+// NCCL's backend splits what the group's first sum on a device has created. If the group has
+// another backend for the host, the ranks have agreed on their parts without such a sum.
 void C10dCommunicator::connect_devices() {
   if (!sums_on_device_ || host_device_ == placement_.device) return;
   all_reduce(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(placement_.device)));
 }
 
-// What splits is the group, all of whose ranks may have to take part, also those that are alone:
-// they name ranks that they are not among.
+// Splitting may need all ranks of the group. Ranks that are alone take part with an empty list.
 void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
   const auto of_host = group.getBackend(host_device_);
   const auto of_device = group.getBackend(placement_.device);
@@ -91,8 +90,8 @@ void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
   }
 }
 
-// torch's own splitGroup() would split the one backend that serves several devices once for each,
-// into parts that mistake each other's keys in the store.
+// torch's own splitGroup() would split a backend that serves several devices once per device. The
+// resulting parts would mistake each other's keys in the store.
 C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
                                                   const SubGroup& members) const {
   const auto store =
@@ -126,7 +125,7 @@ c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
   return backend.split(store, members, copy ? copy : options);
 }
 
-// In the group's store.
+// The name of a part in the group's store.
 std::string C10dCommunicator::name_of_part(const SubGroup& members) const {
   return "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
 }

@@ -10,7 +10,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Between two looks at the age of the latest call, each of which may ask the store for every rank.
+// Time between two checks of the latest call's age; each check may ask the store about every rank.
 constexpr milliseconds kPause{1000};
 constexpr milliseconds kPauseOfRank{20};
 
@@ -49,7 +49,7 @@ void CallPublisher::run(const std::stop_token& stop) {
     if (stop.stop_requested()) return;
     const RankCall call = board_.read_own();
     const bool is_old = call.state != CallState::kNone && call.age >= after_;
-    // Again and again while it waits, since the others may publish later.
+    // Repeated while the call waits, because the others may publish later.
     if (is_old && (call.state == CallState::kWaits || !is_published(call))) publish();
   }
 }

@@ -12,9 +12,9 @@
 
 namespace normscope::binding {
 
-// Tells ranks that share no memory what each of them does: by the group's store, so that a rank is
-// seen that does not come. A thread of its own writes there, but not before this rank's latest call
-// is `after` old: a program that runs well sends nothing.
+// Tells ranks that share no memory what each of them is doing, through the group's store. This also
+// shows ranks that do not come. A separate thread writes to the store, but only once this rank's
+// latest call is `after` old: a program without long waits sends nothing.
 class CallPublisher {
  public:
   CallPublisher(GroupStore store, CallBoard board, std::chrono::milliseconds after);
@@ -22,7 +22,7 @@ class CallPublisher {
   CallPublisher(const CallPublisher&) = delete;
   CallPublisher& operator=(const CallPublisher&) = delete;
 
-  // Publishes this rank's call now, and shows on the board what the others have published.
+  // Publishes this rank's call now, and puts on the board what the others have published.
   void publish() noexcept;
 
  private:
@@ -32,10 +32,10 @@ class CallPublisher {
   GroupStore store_;
   CallBoard board_;
   std::chrono::milliseconds after_;
-  std::mutex mutex_;  // of what follows, and while the store is used
+  std::mutex mutex_;  // guards published_, and held while the store is used
   std::condition_variable_any wake_;
   std::optional<RankCall> published_;
-  std::jthread thread_;  // the last member: it uses the others
+  std::jthread thread_;  // last, because it uses the other members
 };
 
 }  // namespace normscope::binding

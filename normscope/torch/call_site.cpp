@@ -10,7 +10,7 @@
 namespace normscope::binding {
 namespace {
 
-// torch's threads, as many as torch.set_num_threads() allows here.
+// Runs tasks on torch's threads, as many as torch.set_num_threads() allows here.
 void run_on_torch_threads(std::int64_t tasks, const Task& task) {
   at::parallel_for(0, tasks, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) task(i);

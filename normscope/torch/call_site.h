@@ -13,9 +13,9 @@
 
 namespace normscope::binding {
 
-// Where a call of batch_norm runs: on torch's threads, or on the stream that is current on x's
-// device. That device is the current one as long as this lives: whatever a process group makes for
-// the call, it makes there.
+// Where a call of batch_norm runs: on torch's threads, or on the current stream of x's device. That
+// device stays current during this object's lifetime: whatever a process group creates for the
+// call, it creates there.
 class CallSite {
  public:
   explicit CallSite(const at::Tensor& x);
@@ -24,8 +24,8 @@ class CallSite {
 
   [[nodiscard]] const Placement& placement() const noexcept { return placement_; }
 
-  // Takes the memory that kernels work in. Before alone() and with(). Throws what Python shows as
-  // RuntimeError if there are no kernels for the device.
+  // Allocates the memory that kernels work in. Must precede alone() and with(). If there are no
+  // kernels for the device, throws an error that Python shows as RuntimeError.
   void prepare(const at::Tensor& x, std::int64_t slices);
 
   [[nodiscard]] CallContext alone() const noexcept;

@@ -19,11 +19,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The profiler's events of a thread, which are open.
+// The open profiler events of a thread.
 struct Events {
   std::optional<at::RecordFunction> exchange;
   std::optional<at::RecordFunction> wait;
-  bool has_warned = false;  // of this wait
+  bool has_warned = false;  // in this wait
 };
 
 Events& events() noexcept {
@@ -31,7 +31,7 @@ Events& events() noexcept {
   return of_thread;
 }
 
-// `name` is called only if somebody records.
+// `name` is called only if something is recording.
 template <class Name>
 void begin(std::optional<at::RecordFunction>& event, const Name& name) {
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
@@ -40,7 +40,7 @@ void begin(std::optional<at::RecordFunction>& event, const Name& name) {
   event->before(name());
 }
 
-// Where there is no Python, nobody has given the op a kernel.
+// Without Python, the op has no kernel.
 bool has_python() {
   static const bool kHas = [] {
     const auto op = c10::Dispatcher::singleton().findSchema({"normscope::check_signals", ""});
@@ -49,8 +49,8 @@ bool has_python() {
   return kHas;
 }
 
-// Python runs the handlers of signals in its main thread alone. What they raise passes through here
-// as torch's own exception, which Python then sees again.
+// Python runs signal handlers only in its main thread. What they raise passes through here as
+// torch's own exception, and reaches Python again.
 void check_signals() {
   if (syscall(SYS_gettid) != getpid() || !has_python()) return;
   op_named<CheckSignalsOp>("normscope::check_signals").call();

@@ -7,10 +7,10 @@
 
 namespace normscope::binding {
 
-// What a torch program expects of a call that may wait. The profiler shows each exchange, and its
-// wait within it, by layer, scope and bytes. A signal that reaches Python ends a wait of its main
-// thread within 100 ms, as Ctrl-C does. A wait as long as warning_limit() is logged once, as c10's
-// warnings are (TORCH_CPP_LOG_LEVEL).
+// What torch programs expect of a call that may wait. The profiler shows each exchange, and the
+// wait within it, with layer, scope and bytes. A signal that reaches Python, such as Ctrl-C, ends a
+// wait of its main thread within 100 ms. A wait as long as warning_limit() is logged once, in the
+// same way as c10's warnings (TORCH_CPP_LOG_LEVEL).
 class CallWatch final : public CallObserver {
  public:
   void begin_call(const CallName& name, std::string_view scope, std::size_t bytes) override;
@@ -21,7 +21,7 @@ class CallWatch final : public CallObserver {
                    const std::function<std::string()>& who_is_where) override;
 };
 
-// Sets it as the process's observer, unless the program has set one.
+// Makes this the process's observer, unless the program has set one.
 void watch_calls() noexcept;
 
 }  // namespace normscope::binding

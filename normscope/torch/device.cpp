@@ -7,7 +7,7 @@
 
 namespace normscope::binding {
 
-// No header of CUDA's is needed: c10 knows the stream of whatever device a tensor is on.
+// No CUDA header is needed: c10 knows the stream of any device that a tensor is on.
 
 Placement placement_of(const at::Tensor& x) {
   return {.memory = x.is_cpu() ? Memory::kHost : Memory::kDevice, .device = x.device().type()};

@@ -11,7 +11,7 @@
 
 namespace normscope::binding {
 
-// Where the tensors of a call lie: whose memory it is to kernels, and what torch calls it.
+// Where the tensors of a call are: the kind of memory for kernels, and torch's device type.
 struct Placement {
   Memory memory = Memory::kHost;
   c10::DeviceType device = c10::DeviceType::CPU;
@@ -21,14 +21,14 @@ struct Placement {
 
 [[nodiscard]] Placement placement_of(const at::Tensor& x);
 
-// The kernels for x's device, which is not the host. Throws what Python shows as RuntimeError if
-// this build has none.
+// The kernels for x's device, which must not be the host. If this build has none, throws an error
+// that Python shows as RuntimeError.
 [[nodiscard]] const DeviceKernels& device_kernels_for(const at::Tensor& x);
 
-// What torch queues work for x's device on at present.
+// The stream on which torch currently queues work for x's device.
 [[nodiscard]] Stream current_stream(const at::Tensor& x);
 
-// Zeros [size] int32 in memory of the host that devices can write.
+// Zeros [size], int32, in host memory that devices can write.
 [[nodiscard]] at::Tensor zeros_for_report(std::int64_t size);
 
 }  // namespace normscope::binding

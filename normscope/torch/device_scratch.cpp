@@ -13,13 +13,13 @@ namespace normscope::binding {
 namespace {
 
 struct KeptScratch {
-  using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, void*>;  // of a stream
+  using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, void*>;  // identifies a stream
 
   std::mutex mutex;
   std::map<Key, at::Tensor> of_stream;
 };
 
-// Never destroyed: when the program ends, the allocator that the tensors came from may be gone.
+// Never destroyed: when the program ends, the tensors' allocator may already be gone.
 KeptScratch& kept_scratch() {
   static auto& kept = *new KeptScratch;
   return kept;

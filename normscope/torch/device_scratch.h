@@ -9,10 +9,10 @@
 
 namespace normscope::binding {
 
-// DeviceContext::scratch for calls with the kernels and on the stream of `device`, [size or more]
-// float64 on x's device. Every stream has its own, which is kept: its calls follow one another, and
-// each leaves zeros. A graph gets one for each call, since it may run at any time, next to any
-// stream. Throws what Python shows as RuntimeError if the kernels cannot run there.
+// DeviceContext::scratch for calls with the kernels and the stream of `device`: [size or more]
+// float64 on x's device. Every stream keeps its own, because its calls run one after the other and
+// each leaves zeros. A graph gets a new one for each call, because it may run at any time, next to
+// any stream. If the kernels cannot run there, throws an error that Python shows as RuntimeError.
 [[nodiscard]] at::Tensor device_scratch(const at::Tensor& x, std::int64_t size,
                                         const DeviceContext& device);
 

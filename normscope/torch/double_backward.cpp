@@ -12,7 +12,7 @@
 namespace normscope::binding {
 namespace {
 
-// The rows of sums(), by the formulas of docs/numerics.md.
+// The rows of sums(); the formulas are in docs/numerics.md, "Double backward".
 enum Row { kDy, kDyXhat, kA, kAXhat, kADy, kBDy, kBDyXhat };
 
 at::Tensor to_float64(const at::Tensor& tensor) { return tensor.to(at::kDouble); }
@@ -36,7 +36,7 @@ DoubleBackward::DoubleBackward(const DoubleBackwardArguments& arguments)
   sums_ = local_sums();
 }
 
-// values [C] in the shape that broadcasts over [N, C, *].
+// values [C], in a shape that broadcasts over [N, C, *].
 at::Tensor DoubleBackward::along_channels(const at::Tensor& values) const {
   std::vector<std::int64_t> shape(static_cast<std::size_t>(x_.dim()), 1);
   shape[1] = x_.size(1);

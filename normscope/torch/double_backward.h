@@ -10,7 +10,7 @@
 
 namespace normscope::binding {
 
-// What the double backward op is given, for one norm batch.
+// The inputs of the double backward op, for one norm batch.
 struct DoubleBackwardArguments {
   OptionalTensor grad_dx;       // [N, C, *]; none: zeros
   OptionalTensor grad_dweight;  // [C]; none: zeros
@@ -28,16 +28,16 @@ struct SecondGradients {
 };
 
 // The gradient of backward over one norm batch, in float64: docs/numerics.md, "Double backward".
-// Plain tensor operations, since few networks differentiate twice.
+// Uses plain tensor operations, because few networks differentiate twice.
 class DoubleBackward {
  public:
   explicit DoubleBackward(const DoubleBackwardArguments& arguments);
 
-  // What this rank adds to the norm batch: sums [k, C], and elements a channel.
+  // What this rank adds to the norm batch: sums [k, C], and the number of elements per channel.
   [[nodiscard]] const at::Tensor& sums() const noexcept { return sums_; }
   [[nodiscard]] std::int64_t count() const;
 
-  // `means` are the totals of sums() divided by that of count().
+  // `means` are the totals of sums(), divided by the total of count().
   [[nodiscard]] SecondGradients gradients(const at::Tensor& means) const;
 
  private:

@@ -45,8 +45,8 @@ std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardOpArgume
   return norm_batches;
 }
 
-// The means of a norm batch from one rank's sums: one message, that of all sums and the count. It
-// goes through the host's memory whatever the device: few networks differentiate twice.
+// The means over a norm batch, from one rank's sums. One message holds all sums and the count. It
+// goes through host memory on any device, because few networks differentiate twice.
 at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Exchange* exchange) {
   const at::Tensor& sums = norm_batch.sums();
   if (exchange == nullptr) return sums.div(norm_batch.count());

@@ -14,7 +14,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Milliseconds of more than 30 years are no limit, and would overflow in a clock's sums.
+// In seconds. More than 30 years is no limit in practice, and would overflow in a clock's sums.
 constexpr double kLongest = 1e9;
 constexpr double kShortest = 1e-3;
 
@@ -25,7 +25,7 @@ std::string_view environment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// Seconds. Zero where there is none.
+// Parses seconds. Returns zero for no limit, if `zero` allows that.
 milliseconds limit_of(const char* name, std::string_view text, Zero zero) {
   double seconds = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), seconds);

@@ -10,7 +10,7 @@
 
 namespace normscope::binding {
 
-// What `call` returns; its errors get the types that torch's own have in Python.
+// Returns call(). Converts its errors to the types of torch's own in Python.
 template <class Call>
 decltype(auto) as_torch(const Call& call) {
   try {
@@ -24,7 +24,7 @@ decltype(auto) as_torch(const Call& call) {
   }
 }
 
-// An error's text, without the backtrace that torch's add.
+// An error's text, without the backtrace that torch adds.
 [[nodiscard]] inline std::string what_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   return torch_error ? torch_error->what_without_backtrace() : error.what();

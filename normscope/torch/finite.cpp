@@ -22,7 +22,7 @@ std::atomic<bool>& is_wanted() {
   return wanted;
 }
 
-// What the caller of check_finite() gives in each direction, for errors.
+// What check_finite() checks in each direction, for errors.
 std::string_view looked_at(Direction direction) {
   switch (direction) {
     case Direction::kForward: return "x";
@@ -35,7 +35,8 @@ std::int64_t non_finite_values(const at::Tensor& tensor) {
   return tensor.numel() - at::isfinite(tensor).sum().item<std::int64_t>();
 }
 
-// By rank. The ranks are told apart from those that do not look by what the layer is called.
+// The numbers of all ranks. The label's layer tells these calls from those of ranks that do not
+// check.
 std::vector<double> gather(Exchange& exchange, std::int64_t own, Direction direction,
                            const ScopedCall& call) {
   const auto ranks = static_cast<std::size_t>(exchange.communicator().size());
@@ -61,7 +62,7 @@ void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direct
   text += ": expected finite values in " + std::string(name_of(direction)) + " of ";
   text += (call.layer.empty() ? "a layer without a name" : printable(call.layer)) + ", got ";
   if (exchange == nullptr) {
-    TORCH_CHECK(own == 0, text, own, " that are not");
+    TORCH_CHECK(own == 0, text, own, " non-finite");
     return;
   }
   const std::vector<double> of_ranks = gather(*exchange, own, direction, call);
@@ -69,7 +70,7 @@ void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direct
   for (std::size_t rank = 0; rank < of_ranks.size(); ++rank) {
     if (of_ranks[rank] == 0) continue;
     found += found.empty() ? "" : ", ";
-    found += std::to_string(static_cast<std::int64_t>(of_ranks[rank])) + " that are not on rank " +
+    found += std::to_string(static_cast<std::int64_t>(of_ranks[rank])) + " non-finite on rank " +
              std::to_string(exchange->name_of_rank(rank));
   }
   if (!found.empty()) C10_THROW_ERROR(DistError, text + found);

@@ -8,14 +8,14 @@
 
 namespace normscope::binding {
 
-// Whether forwards look for values that are not finite in x, backwards in dy, and double backwards
-// in what they send; off unless NORMSCOPE_DETECT_NON_FINITE=1. Of the process; all ranks must have
-// the same. Returns what it was.
+// Sets whether forwards check x for values that are not finite, backwards dy, and double backwards
+// their gradient sums. Off unless NORMSCOPE_DETECT_NON_FINITE=1. Holds for the process, and must be
+// the same on all ranks. Returns the previous setting.
 bool set_detect_non_finite(bool wanted);
 
-// Throws c10::DistError on every rank of the exchange, which then goes on being usable, if `tensor`
-// of any shape is not finite on one of them, and says on which; for a rank alone (nullptr)
-// c10::Error. Collective, with a message of its own; nothing unless it is wanted.
+// Checks `tensor`, of any shape; does nothing if checks are off. Collective, with a message of its
+// own. If values are not finite on some rank, throws c10::DistError on every rank of the exchange,
+// which stays usable, and says on which rank. A rank alone (nullptr) throws c10::Error.
 void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direction,
                   const ScopedCall& call);
 

@@ -27,7 +27,7 @@ const c10::TypedOperatorHandle<BackwardOp>& gradient_sums_op() {
   return op;
 }
 
-// Coefficients [slices, ., C] of the slices of x that a scope makes, in a shape that broadcasts
+// The coefficients [slices, ., C] of the slices that a scope makes of x, in a shape that broadcasts
 // over x.
 class CoefficientsOf {
  public:
@@ -50,7 +50,7 @@ class CoefficientsOf {
     return values;
   }
 
-  // As wide as the coefficients.
+  // Converted to the type of the coefficients.
   [[nodiscard]] at::Tensor widened(const at::Tensor& x) const {
     return x.to(of_samples_.scalar_type());
   }
@@ -60,7 +60,7 @@ class CoefficientsOf {
   at::Tensor of_samples_;  // [1 or N, ., C]
 };
 
-// The formulas of core/formulas.h, with the operations in their order.
+// The formulas of core/formulas.h, with the same operations in the same order.
 
 at::Tensor normalize(const at::Tensor& x, const CoefficientsOf& of) {
   return (((of.widened(x) - of[0]) - of[1]) * of[2] + of[3]).to(x.scalar_type());
@@ -80,7 +80,7 @@ std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
   return op.call(values);
 }
 
-// Ones in place of none, with the same results.
+// Ones if there is no weight, which gives the same results.
 at::Tensor weight_of(const ForwardOpArguments& op) {
   if (op.weight) return *op.weight;
   return at::ones_symint({op.x.sym_size(1)}, arithmetic_options(op.x));

@@ -9,15 +9,16 @@
 
 namespace normscope::binding {
 
-// Forward and backward as a compiled graph has them: statistics and gradient sums by functional
-// ops, which give buffers new values instead of changing them. With `decompose` what is done to
-// each element is left to torch's ops, which a compiler fuses with those before and after
-// (docs/numerics.md, "Compiled graphs", says what that may round differently); else it is one op
-// with the bits of eager mode.
+// Forward and backward in a compiled graph. Functional ops compute the statistics and the gradient
+// sums; they return new values of buffers instead of changing the buffers. With `decompose`, the
+// elementwise part is left to torch's ops, which a compiler fuses with the ops before and after
+// (docs/numerics.md, "Compiled graphs", says what that may round differently). Otherwise it is one
+// op with the bits of eager mode.
 //
-// Ranks must meet in one order, whatever else a compiler moves about. So an exchange lies between
-// two calls of keep_order, which compilers keep in order and never repeat (_library.py says so to
-// them). That op takes small tensors alone: such ops are given their arguments in any layout.
+// Ranks must meet in the same order, however a compiler reorders the graph. Every exchange is
+// therefore between two calls of keep_order, which compilers keep in order and never repeat
+// (_library.py tells them). That op takes only small tensors, because the arguments of such ops may
+// come in any layout.
 
 // Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.
 [[nodiscard]] bool is_recorded_for_a_graph();

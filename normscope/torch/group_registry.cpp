@@ -34,7 +34,7 @@ auto& communicators() {
   return groups;
 }
 
-// Takes groups out, for the caller to let go of them while no lock is held: a part's end may wait.
+// Takes groups out of the map. The caller releases them after unlocking: ending a part may wait.
 template <class Condition>
 std::vector<Group> take_out(std::map<std::pair<std::string, Placement>, Group>& entries,
                             const Condition& condition) {
@@ -58,7 +58,7 @@ ProcessGroup resolve(const std::string& name) {
   }
 }
 
-// Where process groups were known first: which of their processes the ranks are.
+// The process in which a process group first became known: the ranks' own processes.
 struct KnownGroup {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   HomeProcess home;
@@ -78,7 +78,7 @@ HomeProcess home_of(const std::string& name, const ProcessGroup& group) {
 
 Group exchanges_of(const std::string& name, const ProcessGroup& group, const Placement& placement) {
   auto& [mutex, entries] = process_groups();
-  std::vector<Group> destroyed;  // goes after the lock
+  std::vector<Group> destroyed;  // released after the lock
   const std::lock_guard lock(mutex);
   const auto found = entries.find({name, placement});
   if (found != entries.end() && found->second->is_of(group)) return found->second;
@@ -97,13 +97,13 @@ Group registered_communicator(const std::string& name) {
 
 bool sends(int ranks) { return ranks > 1 || forces_exchange(); }
 
-// Where a group meets for what no tensor takes part in: on the host, unless it serves devices only.
+// Where a group meets if no tensor takes part: on the host, unless it serves devices only.
 Placement any_placement(const ProcessGroup& group) {
   if (serves(*group, c10::DeviceType::CPU)) return {};
   return {.memory = Memory::kDevice, .device = group->getDeviceTypes().front().type()};
 }
 
-// Before anything is waited for: what another thread held at the fork, it holds forever here.
+// Before anything waits: a lock that another thread held at the fork is never released here.
 void throw_if_forked(const GroupExchanges& group) {
   if (group.home().is_this_one()) return;
   const std::string text = group.home().text_for_fork(name_of_rank(group.rank(), group.size()));

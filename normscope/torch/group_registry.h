@@ -11,39 +11,40 @@
 #include "normscope/torch/device.h"
 #include "normscope/torch/group_exchanges.h"
 
-// Layers know a group of ranks by its name. Here names lead to the exchanges of groups: those of
+// Layers know a group of ranks by its name. This registry maps names to the exchanges of groups: of
 // torch's process groups, and of communicators that were registered under a name.
 namespace normscope::binding {
 
-// Lets a name that no process group has stand for the ranks of a communicator.
+// Makes a name that no process group has stand for the ranks of a communicator.
 void register_communicator(const std::string& name, std::unique_ptr<Communicator> communicator);
 void unregister_communicator(const std::string& name);
 
-// Process groups are known from their first use on. torch tells nobody when it destroys one, and
-// does not know the parts that were made of it, whose threads and connections last until it is
-// forgotten. A later first use forgets those that were destroyed before it; these two do so now. In
-// Python the first is called when a group's object goes, the second ahead of the interpreter's end,
-// when a backend may still call into it; in other programs the end of the library's static objects,
-// which are younger than what torch and CUDA made for the first use, comes to the same.
+// Process groups are known from their first use on. torch does not tell when it destroys one, and
+// does not know the parts that were made of it. The threads and connections of the parts last until
+// the group is forgotten. The first use of another group forgets those that were destroyed before.
+// These two functions do so now, the second for all groups. Python calls the first when a group's
+// object is deleted, and the second before the interpreter ends, because a backend may still call
+// into it then. Other programs need neither: the static objects of this library end before those
+// that torch and CUDA made for the first use.
 void forget_destroyed_groups();
 void forget_groups();
 
-// To be called before this process forks, or as soon as it has the process group: in a process that
-// is forked from it the group is refused, also if it was never used here. Groups that are in use
-// are known.
+// Must be called before this process forks, or as soon as it has the process group. A process that
+// is forked from it then refuses the group, even if the group was never used here. Groups that are
+// in use are known.
 void know_process_group(const std::string& name);
 
-// The group of this name, for tensors of this placement; without one, for what no tensor takes part
-// in. nullptr where there is no name, or this rank is alone and nothing forces an exchange. Throws
-// c10::Error where the name is none, and in a fork of the rank.
+// The group of this name, for tensors of this placement; without a placement, for calls in which no
+// tensor takes part. nullptr if the name is empty, or if this rank is alone and nothing forces an
+// exchange. Throws c10::Error if there is no group of this name, and in a fork of the rank.
 [[nodiscard]] std::shared_ptr<GroupExchanges> group_named(
     std::string_view name, const std::optional<Placement>& placement = std::nullopt);
 
-// The same, if it has been used; nullptr otherwise. Never throws what group_named() does.
+// The same if the group has been used, otherwise nullptr. Throws nothing that group_named() throws.
 [[nodiscard]] std::shared_ptr<GroupExchanges> used_group_named(
     std::string_view name, const std::optional<Placement>& placement);
 
-// Those that this process has used.
+// The groups that this process has used.
 [[nodiscard]] std::vector<std::shared_ptr<GroupExchanges>> used_groups();
 
 // GroupExchanges::fail_first_meeting(), unless this rank is alone or a fork.

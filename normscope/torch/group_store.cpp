@@ -20,13 +20,13 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 
-// How long a rank is given to answer when all others have found out that a message has failed.
+// How long a rank may take to answer after all others have found that a message has failed.
 constexpr Milliseconds kPatience{2000};
 
-// How long the server of a store may take.
+// How long the server of a store may take to answer.
 constexpr Milliseconds kStorePatience{5000};
 
-// Pauses between two looks at the store.
+// Pauses between two reads of the store.
 constexpr Milliseconds kFirstPause{1};
 constexpr Milliseconds kLongestPause{50};
 
@@ -44,7 +44,7 @@ std::string list(const std::vector<int>& ranks) {
   return text;
 }
 
-// Clocks of several hosts agree in nothing but the time of day.
+// The clocks of several hosts agree on nothing but the time of day.
 std::int64_t time_of_day() {
   using std::chrono::nanoseconds;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
@@ -70,7 +70,7 @@ RankCall decode(const std::string& text) {
   return call;
 }
 
-// Calls look() again and again until it answers true, or until the deadline.
+// Calls look() repeatedly until it returns true, or until the deadline.
 template <class Look>
 bool wait_until(Clock::time_point deadline, const Look& look) {
   for (Milliseconds pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
@@ -80,8 +80,8 @@ bool wait_until(Clock::time_point deadline, const Look& look) {
   }
 }
 
-// What ask() answers, or nothing where it throws, or takes too long: a store waits without a limit
-// for a server that stands still.
+// What ask() returns; nullopt if it throws or takes too long. A store waits without a limit for a
+// server that hangs.
 template <class Ask>
 auto answer_of(Milliseconds patience, Ask ask) noexcept -> std::optional<decltype(ask())> {
   try {
@@ -128,7 +128,7 @@ void GroupStore::meet(const std::string& what, Milliseconds time_limit) {
   const ObservedWait observed;
   const Clock::time_point begin = Clock::now();
   const bool are_there = wait_until(begin + time_limit, [&] {
-    // First, since the last to come may be too late.
+    // Checked first, because the last rank to come may be too late.
     if (store_->check({kFailure})) failed = store_->get_to_str(kFailure);
     if (failed || store_->check(all)) return true;
     tell_observer(what, Clock::now() - begin);

@@ -12,8 +12,8 @@
 namespace normscope::binding {
 namespace {
 
-// Of x86-64 and of most others. Where it is another, the advice covers less or more than whole
-// pages, and the system takes what it can.
+// The size on x86-64 and most other machines. If it is another, the advice covers less or more than
+// whole pages, and the system uses what it can.
 constexpr std::size_t kHugePage = std::size_t{1} << 21;
 
 }  // namespace

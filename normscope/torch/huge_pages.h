@@ -5,10 +5,10 @@
 
 namespace normscope::binding {
 
-// Asks the system to back a new tensor's memory with huge pages, where it has any: the first write
-// to a page costs a fault, which for a large output takes several times as long as the numbers that
-// are written (docs/performance.md, "Fresh outputs"). Advice: nothing depends on whether it is
-// taken. Memory that is in use already stays as it is, and none is taken beyond the tensor's own.
+// Asks the system to back a new tensor's memory with huge pages, if it has any. The first write to
+// a page causes a fault; for a large output, the faults take several times as long as writing the
+// numbers (docs/performance.md, "Fresh outputs"). This is only advice: nothing depends on whether
+// it is taken. Memory already in use is not affected, and none beyond the tensor's own is taken.
 void prefer_huge_pages(const at::Tensor& output);
 
 }  // namespace normscope::binding

@@ -48,7 +48,7 @@ void set_row(double* row, const std::optional<IndependentValues>& values, bool e
 
 at::Tensor part_moments_of(const at::Tensor& x, std::int64_t parts) {
   check_dimensions(x, {});
-  // A measured step is rare: kernels of a device would be for it alone.
+  // Measured steps are rare, and not worth device kernels of their own.
   const at::Tensor on_host = x.detach().cpu();
   TORCH_CHECK_VALUE(dtype_of(on_host), "x: expected a floating-point type, got ",
                     on_host.scalar_type());

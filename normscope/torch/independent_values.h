@@ -12,20 +12,21 @@
 
 namespace normscope::binding {
 
-// Ops of docs/numerics.md, "Independent values". Moments are float64 on the host, the rows of
+// Ops of docs/numerics.md, "Independent values". Moments are float64 in host memory, in the rows of
 // PartMoments: [batches, parts, 1 + 2 C].
 
-// Those of x [N, C, *], cut into parts: [1, parts, 1 + 2 C].
+// The moments of x [N, C, *], cut into parts: [1, parts, 1 + 2 C].
 [[nodiscard]] at::Tensor part_moments_of(const at::Tensor& x, std::int64_t parts);
 
-// What a norm batch of so many of the parts is worth, and what it is estimated from: value, lower,
-// upper, noisiest tenth. Empty where nothing can be compared.
+// What a norm batch of `ranks` of the parts is worth: value, lower, upper, noisiest tenth. Empty if
+// there is nothing to compare.
 [[nodiscard]] std::vector<double> independent_values_of(const at::Tensor& moments,
                                                         std::int64_t ranks, double eps);
 
-// The scope of a layer by the moments of its calls, of which the parts are the ranks: the number of
-// the chosen candidate, the candidates' scopes and ranks, and their independent values with 1
-// behind where they are extrapolated [candidates, 5]; NaN where there are none.
+// Chooses the scope of a layer from the moments of its calls; their parts are the ranks. Returns
+// the index of the chosen candidate, the candidates' scopes and ranks, and their independent values
+// [candidates, 5]: value, lower, upper, noisiest tenth, and 1 if they are extrapolated. The values
+// are NaN if there are none.
 using ScopeChoiceFields =
     std::tuple<std::int64_t, std::vector<std::string>, std::vector<std::int64_t>, at::Tensor>;
 [[nodiscard]] ScopeChoiceFields choose_scope_of(std::string_view layer, at::TensorList calls,

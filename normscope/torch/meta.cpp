@@ -15,14 +15,14 @@
 namespace normscope::binding {
 namespace {
 
-// slice_count() of symbolic numbers.
+// slice_count() for symbolic numbers.
 c10::SymInt symbolic_slice_count(const c10::SymInt& samples, std::int64_t wanted) {
   if (wanted == 1) return 1;
   const c10::SymInt slice_size = ((samples - 1) / wanted + 1).max(1);
   return ((samples - 1) / slice_size + 1).max(1);
 }
 
-// Also checks what the op is given.
+// Also checks the arguments of the op.
 c10::SymInt slices_of(const ForwardOpArguments& op) {
   const std::int64_t wanted = checked(op, parsed_scope(op.call.scope)).slices_wanted;
   return symbolic_slice_count(op.x.sym_size(0), wanted);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops of norm batches whose parts meet in other calls or threads.
+// The ops for norm batches whose parts are in other calls or threads.
 #include "normscope/batch_norm/moments.h"
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace normscope::binding {
 namespace {
 
-// Of a tensor of moments that check_moments() would let pass.
+// For a tensor of moments that check_moments() accepts.
 std::int64_t channels_of(const at::Tensor& moments) {
   return (moments.size(0) - kHeaderSize) / (kSums * kLimbs);
 }
@@ -51,7 +51,7 @@ at::Tensor moments_of_meta(const at::Tensor& x) {
   return empty_moments(x);
 }
 
-// Something [., C] of the same device and dtype as x, to check what belongs to the channels by.
+// An empty tensor [0, C] with x's dtype on the moments' device, to check the buffers against.
 at::Tensor channels_like(const FinalizeOpArguments& op) {
   TORCH_CHECK(op.moments.dim() == 1 && op.moments.sym_size(0) >= kHeaderSize &&
                   (op.moments.sym_size(0) - kHeaderSize) % (kSums * kLimbs) == 0,

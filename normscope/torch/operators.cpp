@@ -44,7 +44,7 @@ std::string cuda_support() {
   return device_kernels()->can_run() ? "built" : "built, but no device can run it";
 }
 
-// That a rank sends in a forward or a backward of so many channels.
+// How many bytes a rank sends in a forward or a backward of `channels` channels.
 std::int64_t message_bytes(std::int64_t channels) {
   return (limbs_size(channels) + kHeaderSize) * static_cast<std::int64_t>(sizeof(double));
 }
@@ -66,21 +66,22 @@ std::vector<at::Tensor> copies_of(at::TensorList values) {
 
 }  // namespace
 
-// What Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean, running_var and
-// their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64. grad_t is the
-// gradient of a loss that is differentiated a second time, with respect to t.
-// batch_norm_statistics and batch_norm_gradient_sums are forward and backward without what they
-// apply: they answer coefficients [slices, ., C], which a graph applies that is recorded with
-// decompose (graph.h). batch_norm_act_forward and its backward are the layer with an activation
-// after it; y is what backward needs of a forward that had a residual, whose gradient it then
-// answers. batch_norm_with_statistics repeats a forward's y from its statistics; it has
-// no gradient of its own. To `accumulated` a forward adds the moments of its norm batch, of which
-// batch_norm_finalize makes an update of running statistics; that and the ops of parts after it are
-// batch_norm/moments.h's. needs_backward is for autograd alone to say: callers leave it out.
+// The ops that Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean,
+// running_var and their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64.
+// grad_t is the gradient, with respect to t, of a loss that is differentiated a second time.
 //
-// group_name is that of a process group, "" for none; layer is a qualified name, "" where there is
-// none; dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for
-// other ranks do not hold Python's lock: torch releases it around the ops of torch.ops, and in its
+// batch_norm_statistics and batch_norm_gradient_sums are forward and backward without the
+// elementwise part. They return coefficients [slices, ., C], which a graph that is recorded with
+// decompose applies (graph.h). batch_norm_act_forward and batch_norm_act_backward are the layer
+// followed by an activation. If the forward had a residual, the backward needs y, and also returns
+// the residual's gradient. batch_norm_with_statistics recomputes a forward's y from its statistics;
+// it has no gradient of its own. A forward adds the moments of its norm batch to `accumulated`,
+// from which batch_norm_finalize updates running statistics. This op and the part ops after it are
+// those of batch_norm/moments.h. Only autograd sets needs_backward; callers leave it out.
+//
+// group_name is the name of a process group, "" for none. layer is a qualified name, "" for none.
+// dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for other
+// ranks do not hold Python's lock: torch releases it around the ops of torch.ops, and in its
 // autograd engine.
 TORCH_LIBRARY(normscope, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -116,7 +117,7 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor? accumulated=None, bool? needs_backward=None) -> (Tensor statistics, "
       "Tensor coefficients, Tensor running_mean, Tensor running_var, Tensor num_batches_tracked, "
       "Tensor accumulated)",
-      // x may come in the layout that others want it in.
+      // x may come in the layout that other ops want.
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
   m.def(
       "batch_norm_gradient_sums(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
@@ -174,7 +175,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);
-  // In Python.
+  // Implemented in Python.
   m.def("make_process_group(str name, str parent, int[] ranks, float seconds) -> str error");
   m.def("close_process_group(str name) -> ()");
   m.def("check_signals() -> ()");

@@ -14,12 +14,12 @@
 
 namespace normscope::binding {
 
-// The C++ types of the ops that operators.cpp declares, and what each is given, as one struct.
+// The C++ types of the ops that operators.cpp declares, and the arguments of each as one struct.
 using OptionalTensor = std::optional<at::Tensor>;
 using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 inline const OptionalTensor kNoTensor;
 
-// A layer's call: who shares its statistics, and what errors name.
+// A layer's call: who shares its statistics, and what errors call it.
 struct ScopedCall {
   std::string_view scope;
   std::string_view group_name;  // of a process group; "": none
@@ -34,9 +34,9 @@ using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
     std::string_view group_name, std::string_view layer, const OptionalTensor& accumulated,
     std::optional<bool> needs_backward, std::optional<bool> decompose);
 
-// The same but for `decompose`. It changes none of its arguments: it answers statistics,
-// coefficients and the new values of the buffers and of `accumulated`, an empty tensor for one that
-// was not given.
+// The same without `decompose`. It changes none of its arguments. It returns the statistics, the
+// coefficients, and the new values of the buffers and of `accumulated`; for one that was not given,
+// an empty tensor.
 using StatisticsTensors =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using StatisticsOp =
@@ -56,12 +56,12 @@ struct ForwardOpArguments {
   const OptionalTensor& num_batches_tracked;  // [] int64
   std::optional<double> momentum;             // none: cumulative average
   double eps;
-  at::IntArrayRef dims;  // the numbers of dimensions that x may have; none: any from 2
+  at::IntArrayRef dims;  // the numbers of dimensions that x may have; empty: any from 2
   std::string_view slice_stats;
   ScopedCall call;
   const OptionalTensor& accumulated = kNoTensor;  // [moments_size(C)] float64 += the moments
-  std::optional<bool> needs_backward;             // none: as autograd finds
-  std::optional<bool> decompose = std::nullopt;   // what graph.h makes of it; none: nothing
+  std::optional<bool> needs_backward;             // nullopt: autograd decides
+  std::optional<bool> decompose = std::nullopt;   // see graph.h
 
   auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
     return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
@@ -75,11 +75,11 @@ struct ForwardOpArguments {
   }
 };
 
-// What is applied after a layer: an activation by its name ("relu", "relu6", "leaky_relu", "silu",
-// "hard_swish"; "none" for none), and what is added before it.
+// What follows a layer: an activation by name ("relu", "relu6", "leaky_relu", "silu", "hard_swish";
+// "none" for none), and a residual that is added before it.
 struct ActivationCall {
   std::string_view activation = "none";
-  double negative_slope = 0.0;                 // of leaky_relu
+  double negative_slope = 0.0;                 // for leaky_relu
   const OptionalTensor& residual = kNoTensor;  // [N, C, *]
 };
 
@@ -131,7 +131,7 @@ struct BackwardOpArguments {
   }
 };
 
-// The last one is the residual's.
+// The last one is the gradient of the residual.
 using ActivatedGradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 using ActivatedBackwardOp = ActivatedGradientTensors(
@@ -195,7 +195,7 @@ struct WithStatisticsOpArguments {
   }
 };
 
-// What a forward makes of the moments of a norm batch, which may be sums of such tensors.
+// Finalizes the moments of a norm batch, which may be a sum of several tensors of moments.
 using FinalizeOp = at::Tensor(const at::Tensor& moments, const OptionalTensor& running_mean,
                               const OptionalTensor& running_var,
                               const OptionalTensor& num_batches_tracked,
@@ -228,8 +228,8 @@ using CloseProcessGroupOp = void(std::string_view name);
 
 using CheckSignalsOp = void();
 
-// What the dispatcher calls for an op, `Taken<Op, kernel>::call`, where the kernel takes the op's
-// arguments as one struct.
+// Lets a kernel take an op's arguments as one struct: the dispatcher calls `Taken<Op,
+// kernel>::call`.
 template <class Op, auto kernel>
 struct Taken;
 template <class Result, class... Arguments, class Struct, Result (*kernel)(const Struct&)>
@@ -239,7 +239,7 @@ struct Taken<Result(Arguments...), kernel> {
   }
 };
 
-// The op that the dispatcher knows by this name, as operators.cpp declares it.
+// The op of this name, as operators.cpp declares it.
 template <class Op>
 [[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();

@@ -21,8 +21,8 @@ std::vector<int> all_ranks_of(const c10d::ProcessGroup& group) {
   return ranks;
 }
 
-// A name that no other group has: a store may outlive a group, and serve the next that is called as
-// that was. The ranks count alike, since each use of a group is collective.
+// A name that no other group has: a store may outlive a group, and then serve another group of the
+// same name. All ranks count alike, because each use of a group is collective.
 std::string new_name(c10d::ProcessGroup& group, const std::string& name, const std::string& use) {
   const std::string prefix = "normscope/" + name + "/" + use + "/";
   const std::int64_t number =
@@ -90,7 +90,7 @@ void OwnGroup::make() {
     error = of_torch.what_without_backtrace();
   }
   if (error.empty()) {
-    // A rank is connected before the others are: it must not leave before they are, too.
+    // A rank is connected before the others are. It must not leave before they are, too.
     store_.meet("made", time_limit_);
     return;
   }
@@ -122,7 +122,7 @@ void OwnGroup::abandon(std::string_view reason) noexcept {
 
 std::string OwnGroup::fail_after(const std::string& what,
                                  const std::function<std::string()>& who_is_where) noexcept {
-  // First, since this is what ends the waiting of the others, who then say that they are there.
+  // First, because this ends the waits of the other ranks, which then report that they are present.
   close();
   if (const auto first = store_.failure()) return *first;
   std::string text = store_.who_is_missing() + " (" + what + ")";

@@ -16,26 +16,27 @@
 
 namespace normscope::binding {
 
-// A process group that carries nothing but normscope's messages of the host, between ranks of a
-// group that is the program's.
+// A process group that carries only normscope's messages in host memory, among ranks of one of the
+// program's groups.
 //
-// torch.distributed knows a message by its place in the order of calls alone. On the program's own
-// group a rank that does one step more than its peers would have its message added to whatever they
-// send there, in silence where the lengths agree; over Gloo other lengths end the process, and a
-// time limit breaks the group. Closing this one also tells the peers, at once.
+// torch.distributed identifies a message only by its place in the order of calls. On the program's
+// own group, the message of a rank that runs one step more than its peers would be added to
+// whatever they send: silently if the lengths agree. Over Gloo, other lengths end the process, and
+// a timeout breaks the group. Closing this group also tells the peers at once.
 //
-// Python makes it, so that it can have any backend of torch.distributed, and destroys it.
+// Python makes and destroys it, which allows any backend of torch.distributed.
 class OwnGroup {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Of all ranks of `group`, which Python knows by `name`: their first meeting. `use` tells groups
-  // for different uses of one group apart. Throws TimeoutError, naming ranks that have not come;
-  // CommunicationError where a rank has failed before, or torch.distributed can make no such group.
+  // Makes a group of all ranks of `group`, which Python knows by `name`. This is their first
+  // meeting. `use` tells groups for different uses of one group apart. Throws TimeoutError, which
+  // names the ranks that have not come, or CommunicationError if a rank has failed before or
+  // torch.distributed cannot make the group.
   OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
            const std::string& use, Milliseconds time_limit);
 
-  // Of a rank that will not come to the first meeting: its peers find that it failed, and why.
+  // For a rank that will not come to the first meeting: tells its peers that it failed, and why.
   static void refuse(c10d::ProcessGroup& group, const std::string& name, const std::string& use,
                      std::string_view reason) noexcept;
 
@@ -43,30 +44,29 @@ class OwnGroup {
   OwnGroup(const OwnGroup&) = delete;
   OwnGroup& operator=(const OwnGroup&) = delete;
 
-  // Of some of its ranks. Collective over those.
+  // Makes a group of some of the ranks. Collective over those ranks.
   [[nodiscard]] std::unique_ptr<OwnGroup> part(const std::string& name,
                                                const SubGroup& members) const;
 
-  // nullptr where it was destroyed.
+  // nullptr if it was destroyed.
   [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> get() const { return group_.lock(); }
 
-  // Ends it: peers that wait, or come later, find that this rank failed, and why.
+  // Ends the group. Peers that wait, or come later, find that this rank failed, and why.
   void fail(std::string_view reason) noexcept;
 
-  // The same while a message is under way, for which the end of a backend would wait: it is left to
-  // the process's end. Peers that wait find out when they ask the store.
+  // The same while a message is in progress. Ending the backend would wait for the message, so the
+  // backend is kept until the process ends. Waiting peers find out when they ask the store.
   void abandon(std::string_view reason) noexcept;
 
-  // Ends it after an error of its backend. Returns why: the text of the rank that failed first, or
-  // else `what`, which ranks are missing,
-  // and where they are.
+  // Ends the group after an error of its backend. Returns the reason: the text of the rank that
+  // failed first or, if there is none, `what`, which ranks are missing and where the ranks are.
   [[nodiscard]] std::string fail_after(const std::string& what,
                                        const std::function<std::string()>& who_is_where) noexcept;
 
   // Why a rank failed, if one has.
   [[nodiscard]] std::optional<std::string> failure() noexcept { return store_.failure(); }
 
-  // What the ranks tell each other next to their messages.
+  // What the ranks tell each other besides their messages.
   [[nodiscard]] const GroupStore& store() const noexcept { return store_; }
 
  private:
@@ -76,9 +76,9 @@ class OwnGroup {
   void make();
   void close() noexcept;
 
-  std::string name_;        // as torch knows this group
-  std::string parent_;      // and the program's
-  std::vector<int> ranks_;  // in that, of this group's
+  std::string name_;        // torch's name of this group
+  std::string parent_;      // and of the program's group
+  std::vector<int> ranks_;  // numbered as in the program's group
   GroupStore store_;
   Milliseconds time_limit_;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{c10::intrusive_ptr<c10d::ProcessGroup>()};

@@ -12,16 +12,16 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// The ranks that layers speak of, under a name. A layer keeps the name alone, so that it can be
-// cloned and saved, and looks the group up when it runs. The name is good in this process as long
-// as this object lives; of ranks that are threads each has an object of its own.
+// A group of ranks, which layers refer to by name. A layer keeps only the name, so it can be cloned
+// and saved, and looks up the group when it runs. The name is valid in this process during this
+// object's lifetime. If ranks are threads, each has its own object.
 class RankGroup {
  public:
-  // A group by whatever carries its messages.
+  // A group over any communicator. Throws ArgumentError if it is nullptr.
   explicit RankGroup(std::unique_ptr<Communicator> communicator);
 
-  // A process group of torch, which the program uses for nothing else from now on. Between ranks of
-  // one host shared memory takes over.
+  // A process group of torch, which the program must not use for anything else from now on. Ranks
+  // on one host exchange through shared memory instead. Throws ArgumentError if it is nullptr.
   explicit RankGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group);
 
   RankGroup(const RankGroup&) = delete;
@@ -32,8 +32,8 @@ class RankGroup {
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
 
-  // Exchange::all_reduce() among all ranks of the group; nothing where there is one. Throws what
-  // that throws.
+  // Exchange::all_reduce() among all ranks of the group; does nothing in a group of one rank.
+  // Throws what that throws.
   void all_reduce(const CallLabel& label, std::span<double> message) const;
 
  private:

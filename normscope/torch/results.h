@@ -11,20 +11,21 @@
 
 namespace normscope::binding {
 
-// What the ops answer, not filled yet: alike on every device, and on Meta, which has no storage.
+// What the ops return, not filled in yet: the same on all devices and on Meta, which has no
+// storage.
 
-// The options of what is computed in float64 beside x.
+// The options of tensors that are computed in float64 for x.
 [[nodiscard]] at::TensorOptions float64_options(const at::Tensor& x);
 
-// Those of the type that x is computed in.
+// The options of tensors in the type of x's arithmetic.
 [[nodiscard]] at::TensorOptions arithmetic_options(const at::Tensor& x);
 
-// Coefficients [slices, numbers, C] of formulas of x's arithmetic.
+// Coefficients [slices, numbers, C], in the type of x's arithmetic.
 [[nodiscard]] at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
                                             std::int64_t numbers);
 
-// What backward answers; empty tensors where a gradient is not wanted. A parameter's is float32, or
-// float64 for float64 inputs: autograd rounds it to the parameter's own type.
+// What backward returns; gradients that are not wanted are empty tensors. Gradients of parameters
+// are float32, or float64 for float64 inputs; autograd rounds them to the parameter's type.
 struct Gradients {
   Gradients(const at::Tensor& x, const WantedGradients& wanted);
 

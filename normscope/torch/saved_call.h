@@ -17,18 +17,18 @@ namespace normscope::binding {
   return tensor && tensor->requires_grad();
 }
 
-// What backward needs to know of a forward's call, and double backward of a backward's: in one text
-// and one number, since saved_data is a map whose entries cost time in every forward.
+// What backward must know of a forward's call, and double backward of a backward's. Saved as one
+// text and one number: saved_data is a map, each entry of which costs time in every forward.
 inline constexpr char kSeparator = '\0';
 
-// Scopes are written without separators, and so are groups' names.
+// Neither scopes nor the names of groups contain separators.
 inline void save(::torch::autograd::AutogradContext* context, const ScopedCall& call) {
   std::string text(call.scope);
   text.append(1, kSeparator).append(call.group_name).append(1, kSeparator).append(call.layer);
   context->saved_data["call"] = std::move(text);
 }
 
-// Views of a text that the context keeps.
+// Returns views of a text that the context keeps.
 [[nodiscard]] inline ScopedCall call_saved_in(const ::torch::autograd::AutogradContext& context) {
   const std::string_view text = context.saved_data.at("call").toStringView();
   const std::size_t first = text.find(kSeparator);
@@ -43,7 +43,7 @@ inline constexpr std::int64_t kWantsDBias = 4;
 inline constexpr std::int64_t kWantsDResidual = 8;
 inline constexpr std::int64_t kDecomposes = 16;
 
-// Which of them a forward's backward is to answer.
+// Saves which gradients the forward's backward must return.
 inline void save_flags(::torch::autograd::AutogradContext* context, const at::Tensor& x,
                        const OptionalTensor& weight, const OptionalTensor& bias,
                        std::int64_t others) {

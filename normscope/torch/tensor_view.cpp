@@ -16,7 +16,7 @@ DType known_dtype_of(const at::Tensor& tensor) {
   return *dtype;
 }
 
-// The stride of the positions [*] of a tensor [N, C, *] as one dimension; none where they do not
+// The stride of the positions [*] of a tensor [N, C, *] as one dimension; nullopt if they do not
 // fold.
 std::optional<std::int64_t> position_stride(const at::Tensor& tensor) {
   std::optional<std::int64_t> innermost;
@@ -30,7 +30,7 @@ std::optional<std::int64_t> position_stride(const at::Tensor& tensor) {
   return innermost.value_or(1);
 }
 
-// None where the positions do not fold.
+// nullopt if the positions do not fold.
 template <class Pointer>
 std::optional<BasicTensorView<Pointer>> fold(const at::Tensor& tensor, Pointer data) {
   const std::optional<std::int64_t> stride = position_stride(tensor);
@@ -55,7 +55,7 @@ std::optional<DType> dtype_of(const at::Tensor& tensor) {
 }
 
 at::Tensor empty_output(const at::Tensor& x) {
-  // Strides suggest no format if there are no elements; torch keeps them then.
+  // Without elements, strides suggest no format. torch then preserves them.
   const bool is_empty = !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.numel() == 0;
   return at::empty_like(x, x.options(),
                         is_empty ? at::MemoryFormat::Preserve : x.suggest_memory_format());

@@ -10,25 +10,24 @@
 
 namespace normscope::binding {
 
-// torch's name of the type as ours; none where we have no kernel for it.
+// torch's dtype as ours; nullopt if there is no kernel for it.
 [[nodiscard]] std::optional<DType> dtype_of(const at::Tensor& tensor);
 
-// An uninitialized tensor [N, C, *] of x's dtype in the memory format that torch's own batch_norm
-// would answer x in: contiguous or channels-last. Works on tensors without storage, too.
+// An uninitialized tensor [N, C, *] of x's dtype, in the memory format in which torch's own
+// batch_norm would return it: contiguous or channels-last. Also works on tensors without storage.
 [[nodiscard]] at::Tensor empty_output(const at::Tensor& x);
 
-// `tensor` itself where its strides fold to the layout of `output`, else a copy in that layout.
+// `tensor` itself if its strides fold to the layout of `output`, else a copy in that layout.
 [[nodiscard]] at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor);
 
-// `tensor` itself where its strides fold to a layout that kernels take, else a copy that has one.
+// `tensor` itself if its strides fold to a layout that kernels take, else a copy in one.
 [[nodiscard]] at::Tensor in_kernel_layout(const at::Tensor& tensor);
 
-// Views of tensors [N, C, *] that empty_output(), in_layout_of() or
-// in_kernel_layout() returned.
+// Views of tensors [N, C, *] that empty_output(), in_layout_of() or in_kernel_layout() returned.
 [[nodiscard]] TensorView view(const at::Tensor& tensor);
 [[nodiscard]] MutableTensorView mutable_view(const at::Tensor& tensor);
 
-// Views of contiguous tensors [C]; empty where there is none.
+// Views of contiguous tensors [C]; data is nullptr if there is no tensor.
 [[nodiscard]] ChannelView channel_view(const std::optional<at::Tensor>& tensor);
 [[nodiscard]] MutableChannelView mutable_channel_view(const std::optional<at::Tensor>& tensor);
 

@@ -212,7 +212,7 @@ TEST_P(ErrorsOfRanks, SlicesAndPeersExcludeEachOther) {
 
     EXPECT_EQ(text_of<ArgumentError>(
                   [&] { batch_norm_forward(run.forward_arguments(), context_of(&exchange)); }),
-              "slices: expected 1 where statistics are shared with other ranks, got 2");
+              "slices: expected 1 if statistics are shared with other ranks, got 2");
   });
 }
 

@@ -87,7 +87,7 @@ def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callabl
                 X, None, None, None, None, None, 0.1, 1e-5, (), "pooled", "norm_batch:8", "", ""
             ),
             ValueError,
-            "scope: expected what the op resolve_scope makes of it, got norm_batch:8",
+            "scope: expected a scope resolved by the op resolve_scope, got norm_batch:8",
         ),
     ],
 )

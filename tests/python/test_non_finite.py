@@ -73,14 +73,14 @@ def test_non_finite_values_are_named_before_they_spread(
 
     answers = ranks.run(3, steps, where, value, "world", environment=environment)
 
-    expected = f"{where}: expected finite values in {direction} of 0, got 2 that are not on rank 1"
+    expected = f"{where}: expected finite values in {direction} of 0, got 2 non-finite on rank 1"
     assert answers == [(expected, True, "")] * 3
 
 
 def test_ranks_of_another_group_go_on(ranks: RankPool) -> None:
     answers = ranks.run(4, steps, "x", BAD[0], "group:2")
 
-    assert ["2 that are not on rank 1" in message for message, _, _ in answers] == [
+    assert ["2 non-finite on rank 1" in message for message, _, _ in answers] == [
         True,
         True,
         False,
@@ -108,7 +108,7 @@ def test_a_double_backward_names_the_rank_where_it_began(ranks: RankPool, transp
 
     for message, later in ranks.run(3, differentiate_twice, environment=environment):
         assert message.startswith("gradient sums: expected finite values in double backward of 0, ")
-        assert message.endswith("that are not on rank 1")
+        assert message.endswith("non-finite on rank 1")
         assert "rank 0" not in message
         assert later == ""
 
@@ -120,7 +120,7 @@ def test_a_rank_alone_is_told(scope: str) -> None:
     x = torch.randn(4, 2)
     x[0, 1] = float("nan")
 
-    with normscope.detect_non_finite(), pytest.raises(RuntimeError, match="got 1 that are not"):
+    with normscope.detect_non_finite(), pytest.raises(RuntimeError, match="got 1 non-finite"):
         net(x)
 
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

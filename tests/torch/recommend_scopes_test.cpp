@@ -184,8 +184,9 @@ TEST(RecommendScopes, IsRefusedWithWhatDoesNotFit) {
             "independent_values: expected at least 2, got 1.9");
   EXPECT_EQ(error(net, 4, nn::RecommendOptions().independent_values(std::nan(""))),
             "independent_values: expected at least 2, got nan");
-  EXPECT_EQ(error(net, 4, nn::RecommendOptions().ranks(0)),
-            "ranks: expected at least 1, and no more where the group has 1, got 0");
+  EXPECT_EQ(
+      error(net, 4, nn::RecommendOptions().ranks(0)),
+      "ranks: expected at least 1, and exactly 1 if the group has several ranks (it has 1), got 0");
   EXPECT_EQ(error(net, 2, nn::RecommendOptions().ranks(3)),
             "batches: expected at least 3 samples, one for each rank, got 2 in 1");
   EXPECT_NE(error(none, 4, options).find("expected layers of normscope"), std::string::npos);

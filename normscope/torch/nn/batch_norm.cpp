@@ -26,7 +26,7 @@ std::string_view name_of(SliceStats slice_stats) {
   return "sequential";
 }
 
-// The scope that a batch is normalized with; the ranks agree on it at first use.
+// The scope to normalize a batch with. The ranks agree on it at first use.
 std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
   static const auto op = op_named<binding::ResolveScopeOp>("normscope::resolve_scope");
   std::string scope = options.scope().str();
@@ -34,7 +34,8 @@ std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
   return op.call(scope, options.group(), x.size(0));
 }
 
-// Whether there is one op for an activation: not for all that torch's `+` takes.
+// Whether there is one op for this activation and residual. torch's `+` takes more than the op
+// does.
 bool fuses(const ActivationFunction& activation, const at::Tensor& x, const at::Tensor& residual) {
   if (!residual.defined()) return true;
   return activation.output_tells_gradient() && residual.sizes() == x.sizes() &&

@@ -21,47 +21,47 @@
 namespace normscope {
 namespace nn NORMSCOPE_EXPORT {
 
-// Options of torch's layer, and who shares statistics.
+// The options of torch's layer, and which ranks share statistics.
 struct BatchNormOptions {
-  // Implicit, as torch's: BatchNorm2d(64).
+  // Implicit, as in torch: BatchNorm2d(64).
   // NOLINTNEXTLINE(google-explicit-constructor)
   BatchNormOptions(std::int64_t num_features) : num_features_(num_features) {}
 
   // C of inputs [N, C, *].
   TORCH_ARG(std::int64_t, num_features);
-  // What is added to the variance.
+  // Added to the variance.
   TORCH_ARG(double, eps) = 1e-5;
-  // Weight of the new statistics in the running ones; none: all have the same.
+  // The weight of new statistics in the running ones; nullopt: a cumulative average.
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
-  // Whether there are weight and bias.
+  // Whether there are a weight and a bias.
   TORCH_ARG(bool, affine) = true;
   // Whether there are running statistics.
   TORCH_ARG(bool, track_running_stats) = true;
-  // Who shares statistics. It can be changed at any time between two steps.
+  // Which ranks share statistics. It may change between any two steps.
   TORCH_ARG(Scope, scope) = Scope::world();
   // How the slices of slices:K update the running statistics.
   TORCH_ARG(SliceStats, slice_stats) = SliceStats::kPooled;
-  // What follows the normalization, in the same sweep; none: nothing.
+  // The activation after the normalization, applied in the same sweep; none by default.
   TORCH_ARG(ActivationFunction, activation);
-  // RankGroup::name() of the ranks that the scope speaks of; "": this rank alone.
+  // RankGroup::name() of the ranks that the scope refers to; "": this rank alone.
   TORCH_ARG(std::string, group);
-  // The layer's qualified name, by which errors call it.
+  // The layer's qualified name, for errors.
   TORCH_ARG(std::string, layer_name);
 };
 
-// A layer that shows what it was given in training: modules of libtorch have no hooks.
+// A layer that shows its inputs in training: modules of libtorch have no hooks.
 struct InputObserved {
-  // Called with x after a forward that succeeded; none: nobody looks.
+  // Called with x after a forward that succeeded, unless it is empty.
   std::function<void(const at::Tensor& x)> input_observer;
 };
 
-// Batch normalization whose statistics have a scope: torch::nn's layer of the same name, with its
-// members and checkpoints. In training the ranks of the scope share statistics; each forward and
-// each backward is a collective, which all of them make in the same order. Evaluation is torch's
-// own arithmetic. A call that throws updates nothing.
+// Batch normalization with a statistics scope: torch::nn's layer of the same name, with its members
+// and checkpoints. In training, the ranks of the scope share statistics. Each forward and each
+// backward is then a collective, which all of these ranks must call in the same order. Evaluation
+// is torch's own arithmetic. A call that throws updates nothing.
 //
-// Throws c10::Error, as in Python: ValueError for arguments that do not fit, DistError where the
-// ranks meet in different calls, DistBackendError where they cannot exchange.
+// Throws c10::Error, as in Python: ValueError for arguments that do not fit, DistError if the ranks
+// meet in different calls, DistBackendError if they cannot exchange.
 template <std::size_t D, class Derived, class Theirs>
 // NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility): the modules inherit the constructors
 class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>,
@@ -70,11 +70,11 @@ class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNorm
   using TorchImpl = Theirs;
   using ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>::NormImplBase;
 
-  // Normalizes x [N, C, *]; adds `residual`, if it is defined; applies the options' activation.
-  // Without an activation a residual is added by torch.
+  // Normalizes x [N, C, *], adds `residual` if it is defined, and applies the options' activation.
+  // Without an activation, torch adds the residual.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
 
-  // Takes the very parameters of torch's layer, and the memory of its buffers.
+  // Takes over the parameters of torch's layer, and the memory of its buffers.
   void adopt(const Theirs& layer);
 
   void pretty_print(std::ostream& stream) const override;

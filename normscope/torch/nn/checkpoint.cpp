@@ -39,7 +39,7 @@ c10::IValue unpickled(const std::string& path) {
   }
 }
 
-// What Python has saved is a dict, what save_state_dict() has is a tuple of pairs.
+// Python saves a dict; save_state_dict() saves a tuple of pairs.
 StateDict state_in(const std::string& path) {
   const c10::IValue value = unpickled(path);
   StateDict state;

@@ -21,7 +21,7 @@ namespace {
 using ::torch::nn::AnyModule;
 using ::torch::nn::Module;
 
-// torch's layers may be in use by their registry, and by the map that lists children.
+// A layer that can be replaced has two owners: the registry, and the map that lists children.
 constexpr long kOwnersOfRegistered = 2;
 
 template <class Ours>
@@ -36,7 +36,7 @@ AnyModule converted_to(const Module& module) {
   return AnyModule(ours);
 }
 
-// normscope's layer with what torch's holds; empty for any other module.
+// normscope's layer with the contents of torch's; empty for any other module.
 AnyModule converted(const Module& module) {
   if (dynamic_cast<const ::torch::nn::BatchNorm1dImpl*>(&module) != nullptr) {
     return converted_to<BatchNorm1d>(module);
@@ -54,7 +54,7 @@ AnyModule converted(const Module& module) {
   throw ArgumentError("convert: " + layer + ": " + why);
 }
 
-// What convert() is going to do, found out before anything is changed.
+// What convert() is going to do, determined before anything is changed.
 class Plan {
  public:
   void visit(Module& module, const std::string& prefix) {
@@ -66,9 +66,9 @@ class Plan {
         scoped_.emplace_back(name, child.value());
       } else if (AnyModule layer = converted(*child.value()); !layer.is_empty()) {
         if (sequential == nullptr && child.value().use_count() > kOwnersOfRegistered) {
-          refuse(name, "expected a layer that the registry alone holds, got one that a member of " +
+          refuse(name, "expected a layer that only the registry holds, got one that a member of " +
                            module.name() +
-                           " holds too and would go on using; declare it as normscope::nn's "
+                           "also holds and would keep using; declare it as normscope::nn's "
                            "layer there");
         }
         scoped_.emplace_back(name, layer.ptr());
@@ -83,7 +83,7 @@ class Plan {
     }
   }
 
-  // The number of layers that have the scope now.
+  // Returns the number of layers that now have the scope.
   std::size_t carry_out(const Scope& scope, const RankGroup& group) const {
     for (const auto& replace : replace_) replace();
     for (const auto& [name, layer] : scoped_) {

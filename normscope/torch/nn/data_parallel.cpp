@@ -16,10 +16,10 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Numbers of a message: 512 KiB, which a core's cache holds.
+// The numbers of a message: 512 KiB, which fit into a core's cache.
 constexpr std::int64_t kBucketNumbers = std::int64_t{1} << 16;
 
-// Consecutive tensors whose numbers fit a message together; a larger one has a message of its own.
+// Consecutive tensors whose numbers fit into one message. A larger tensor gets its own message.
 std::vector<std::span<at::Tensor>> buckets_of(Tensors& tensors) {
   std::vector<std::span<at::Tensor>> buckets;
   std::size_t begin = 0;
@@ -39,7 +39,7 @@ std::vector<std::span<at::Tensor>> buckets_of(Tensors& tensors) {
   return buckets;
 }
 
-// The numbers of some tensors, one after the other, with room for a header behind.
+// The numbers of several tensors, one after the other, followed by room for a header.
 class Message {
  public:
   explicit Message(std::int64_t numbers)
@@ -79,7 +79,7 @@ void broadcast_parameters(::torch::nn::Module& module, const RankGroup& group) {
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
   for (const std::span<at::Tensor> bucket : buckets_of(tensors)) {
     Message message(numbers_of(bucket));
-    // Zeros from all but one: the sum is what that one has.
+    // All ranks but one send zeros, so the sum is what that rank sent.
     for (const at::Tensor& tensor : bucket) {
       const at::Tensor part = message.next(tensor);
       if (group.rank() == 0) part.copy_(tensor);

@@ -26,7 +26,7 @@ struct NamedLayer {
   InputObserved* observed;
 };
 
-// In the module's order, each once.
+// The layers of normscope in a module, in the module's order, each once.
 inline std::vector<NamedLayer> named_layers(::torch::nn::Module& module) {
   std::vector<NamedLayer> layers;
   module.apply([&](const std::string& name, ::torch::nn::Module& each) {

@@ -19,7 +19,7 @@ bool is_batch_norm(::torch::nn::Module& module) {
          dynamic_cast<::torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
 }
 
-// torch's own, of the host and of the devices that the parameters are on.
+// torch's default generators, of the host and of the devices that the parameters are on.
 std::vector<at::Generator> generators_of(const ::torch::nn::Module& module) {
   std::vector<at::Generator> generators = {at::globalContext().defaultGenerator(at::kCPU)};
   std::set<c10::DeviceIndex> seen;
@@ -58,7 +58,7 @@ LeftAsItIs::~LeftAsItIs() {
     layer.options->scope(scope);
     layer.observed->input_observer = nullptr;
   }
-  // A layer that is there twice was in training the second time.
+  // In reverse: a layer that is listed twice was already in training the second time.
   for (const auto& [module, mode] : std::views::reverse(modes_)) module->train(mode);
   for (const auto& [buffer, value] : buffers_) buffer.copy_(value);
   for (auto& [generator, state] : generators_) {

@@ -12,8 +12,8 @@
 
 namespace normscope::nn {
 
-// Puts back what running a module changes, when it ends; until then batch normalization uses the
-// statistics of the batch.
+// Restores, when it is destroyed, what running a module changes. Until then, batch normalization
+// uses the statistics of the batch.
 class LeftAsItIs {
  public:
   explicit LeftAsItIs(::torch::nn::Module& module);
@@ -29,8 +29,8 @@ class LeftAsItIs {
 
   std::vector<Layer> layers_;
   std::vector<std::pair<::torch::nn::Module*, bool>> modes_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;        // and what they held
-  std::vector<std::pair<at::Generator, at::Tensor>> generators_;  // and their states
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;        // with their values
+  std::vector<std::pair<at::Generator, at::Tensor>> generators_;  // with their states
 };
 
 }  // namespace normscope::nn

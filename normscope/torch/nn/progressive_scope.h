@@ -13,30 +13,30 @@ namespace normscope {
 namespace nn NORMSCOPE_EXPORT {
 
 // A scope that grows, or changes in any other way, while a module trains: from step milestones[i]
-// on its layers have scopes[i]. Made before the first step; step() follows each step of the
-// optimizer, on every rank. The module must live as long as this object.
+// on, its layers have scopes[i]. Make it before the first step, and call step() after each step of
+// the optimizer, on every rank. The module must live as long as this object.
 //
 // This is our reading of the progressive batch normalization of Qin et al. (2019), whose schedule
 // is not public.
 class ProgressiveScope {
  public:
-  // Throws ArgumentError where there is not one milestone for each scope, they do not begin with 0
-  // or do not increase, or the module has no layer of normscope.
+  // Throws ArgumentError unless there is one milestone for each scope, the first is 0 and they
+  // increase. Also throws if the module has no layer of normscope.
   ProgressiveScope(::torch::nn::Module& module, std::vector<Scope> scopes,
                    std::vector<std::int64_t> milestones);
 
-  // local, group:2, group:4, ..., world, each for an equal part of the steps. Throws ArgumentError
-  // where there are fewer steps than scopes, too.
+  // local, group:2, group:4, ..., world, each for an equal part of the steps. Also throws
+  // ArgumentError if there are fewer steps than scopes.
   [[nodiscard]] static ProgressiveScope doubling(::torch::nn::Module& module,
                                                  std::int64_t total_steps, int ranks);
 
   [[nodiscard]] const Scope& scope() const;
   void step();
 
-  // What a checkpoint keeps: the steps that have been made.
+  // The number of steps made so far, for a checkpoint.
   [[nodiscard]] std::int64_t last_step() const noexcept { return last_step_; }
 
-  // Goes on from a checkpoint. Throws ArgumentError where `last_step` is negative.
+  // Resumes from a checkpoint. Throws ArgumentError if `last_step` is negative.
   void set_last_step(std::int64_t last_step);
 
  private:

@@ -44,7 +44,7 @@ std::string listed(const Numbers& numbers) {
   return text.str();
 }
 
-// The numbers of all ranks, in their order: every rank adds to zeros.
+// The rows of all ranks, in rank order. Each rank adds its own to zeros.
 std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& group) {
   if (group.size() == 1) return {own};
   Row message(own.size() * static_cast<std::size_t>(group.size()) + kHeaderSize);
@@ -65,13 +65,13 @@ std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& 
   return rows;
 }
 
-// An exception of this rank alone ends the wait of the others.
+// If this rank alone throws, ends the wait of the others.
 template <class Work>
 auto with_peers_told(const RankGroup& group, const Work& work) {
   try {
     return work();
   } catch (const c10::DistError&) {
-    throw;  // of an exchange: they know
+    throw;  // from an exchange, so the peers know
   } catch (const std::exception& error) {
     static const auto fail = binding::op_named<binding::FailExchangeOp>("normscope::fail_exchange");
     if (group.size() > 1) fail.call("world", group.name(), binding::what_of(error));
@@ -79,13 +79,13 @@ auto with_peers_told(const RankGroup& group, const Work& work) {
   }
 }
 
-// What was seen of a layer while the module ran.
+// What was observed of a layer while the module ran.
 struct Watched {
   NamedLayer layer;
-  // Moments of what it was given in a forward of the module, call by call.
+  // Moments of its inputs in a forward of the module, call by call.
   std::vector<PartMoments> calls;
-  std::size_t calls_of_batch = 0;  // that the present batch has made
-  double seconds = 0.0;            // in exchanges
+  std::size_t calls_of_batch = 0;  // made so far in the present batch
+  double seconds = 0.0;            // spent in exchanges
   std::int64_t exchanges = 0;
 
   void look(const at::Tensor& x, std::int64_t parts) {
@@ -105,7 +105,7 @@ struct Watched {
     ++call.batches;
   }
 
-  // Puts those of all ranks in the place of this one's, as parts.
+  // Replaces this rank's moments by those of all ranks, as parts.
   void gather_moments(const RankGroup& group) {
     const std::string label = "recommend_scopes, " + named_or_module(layer.name);
     Row own = {0.0, seconds};
@@ -149,8 +149,9 @@ void check_arguments(std::int64_t batches, const RankGroup& group,
     throw ArgumentError("independent_values: expected at least 2, got " + wanted.str());
   }
   if (options.ranks() < 1 || (options.ranks() > 1 && group.size() > 1)) {
-    throw ArgumentError("ranks: expected at least 1, and no more where the group has " +
-                        std::to_string(group.size()) + ", got " + std::to_string(options.ranks()));
+    throw ArgumentError(
+        "ranks: expected at least 1, and exactly 1 if the group has several ranks (it has " +
+        std::to_string(group.size()) + "), got " + std::to_string(options.ranks()));
   }
   if (batches < 0) {
     throw ArgumentError("batches: expected at least one, got " + std::to_string(batches));
@@ -169,7 +170,7 @@ std::vector<Watched> layers_to_watch(::torch::nn::Module& module) {
   return watched;
 }
 
-// The hosts of the ranks, if they all have the same layers, batches and wanted numbers.
+// The hosts of the ranks. Throws if the ranks differ in layers, batches or wanted numbers.
 std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_t batches,
                                 double wanted, const RankGroup& group) {
   Hash hash;
@@ -177,7 +178,7 @@ std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_
     hash.add(each.layer.name);
     hash.add(std::to_string(each.layer.options->num_features()));
   }
-  constexpr int kBits = 48;  // which a double holds
+  constexpr int kBits = 48;  // exact in a double
   const std::vector<Row> ranks =
       gather({static_cast<double>(hash.low_bits(kBits)), static_cast<double>(batches), wanted,
               static_cast<double>(host_identity())},
@@ -212,7 +213,7 @@ std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_
 void run(std::vector<Watched>& watched, std::int64_t batches, std::int64_t parts,
          const std::function<void(std::int64_t)>& forward, const RankGroup& group) {
   const at::NoGradGuard no_grad;
-  // What was sent since the layer before is this layer's.
+  // What was sent since the previous layer belongs to this layer.
   CommunicationCounters before = communication_counters();
   for (Watched& each : watched) {
     each.layer.options->scope(Scope::world());
@@ -254,7 +255,7 @@ ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
     check_arguments(batches, group, options);
     return layers_to_watch(module);
   });
-  // Before the ranks meet: those that are threads have torch's generator in common.
+  // Before the ranks meet: ranks that are threads share torch's generator.
   const LeftAsItIs left_as_it_is(module);
   std::vector<std::int64_t> hosts = agree(watched, batches, options.independent_values(), group);
   if (batches == 0) throw ArgumentError("batches: expected at least one, got 0");
