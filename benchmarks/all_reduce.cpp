@@ -19,7 +19,7 @@ namespace {
 
 using normscope::make_shared_memory_communicator;
 
-// The life of another rank: takes part until rank 0 leaves.
+// The body of another rank: takes part until rank 0 leaves.
 [[noreturn]] void accompany(const normscope::SharedMemorySegment& segment, int rank,
                             std::vector<double> values) {
   const auto communicator = make_shared_memory_communicator(segment, rank);
@@ -30,7 +30,7 @@ using normscope::make_shared_memory_communicator;
   }
 }
 
-// Arguments: ranks, bytes of the message.
+// Arguments: the number of ranks, and the size of the message in bytes.
 void all_reduce(benchmark::State& state) {
   const int ranks = static_cast<int>(state.range(0));
   std::vector<double> values(static_cast<std::size_t>(state.range(1)) / sizeof(double));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels without torch, for kernels.py: what a call costs when neither tensors nor autograd's
-// graph are made, and when the output's memory is in use already.
+// The kernels without torch, for kernels.py: the cost of a call that makes no tensors and no graph
+// of autograd, with output memory that is already in use.
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -20,7 +20,7 @@ namespace {
 
 using normscope::DType;
 
-// Threads of OpenMP, each with neighbouring tasks, as at::parallel_for deals them out.
+// OpenMP threads, each with consecutive tasks, as in at::parallel_for.
 normscope::Execution execution_on(int threads) {
   return {.threads = threads,
           .parallel_for = [threads](std::int64_t tasks, const normscope::Task& task) {
@@ -35,7 +35,7 @@ normscope::CallContext context_with(const normscope::Execution& execution) {
   return context;
 }
 
-// Copies whole vectors past the cache, and the ragged ends through it.
+// Copies whole vectors past the cache, and the remaining ends through it.
 void copy_part(const char* from, char* to, std::int64_t size) {
   std::int64_t i = 0;
 #if defined(__SSE2__)
@@ -55,9 +55,9 @@ void copy_part(const char* from, char* to, std::int64_t size) {
 
 }  // namespace
 
-// One input, and memory for all that comes of it. `dtype` is the number of a DType.
+// One input, and memory for all results. `dtype` is the number of a DType.
 struct Layer {
-  const void* x;       // [N, C, P], or [N, P, C] where channels come last
+  const void* x;       // [N, C, P], or [N, P, C] if channels come last
   const void* dy;      // the same
   void* y;             // the same
   void* dx;            // the same
@@ -81,7 +81,7 @@ struct Layer {
   }
 };
 
-// Both return 0, or 1 where the library has thrown.
+// Both return 0, or 1 if the library throws.
 NORMSCOPE_BENCHMARK_API int forward(const Layer* layer) {
   const normscope::Execution execution = execution_on(layer->threads);
   try {

@@ -11,14 +11,14 @@
 
 namespace normscope::testing {
 
-// A layer with an activation after it.
+// A layer followed by an activation.
 struct Activated {
   ActivationFunction activation;
-  bool adds = false;      // a residual
-  bool writes_dz = true;  // or keeps it nowhere, if it may
+  bool adds = false;      // whether there is a residual
+  bool writes_dz = true;  // or computes it on the fly, if it may
 };
 
-// All that a layer can be followed by.
+// All combinations that may follow a layer.
 [[nodiscard]] inline std::vector<Activated> activated_layers(bool is_on_device) {
   std::vector<Activated> layers;
   for (const ActivationFunction& activation : kAllActivations) {
@@ -29,8 +29,8 @@ struct Activated {
   return layers;
 }
 
-// A step of a rank, against the same step in single operations: the layer, the sum, the activation,
-// each of which stores its output. The bits are the same.
+// Compares a rank's step with the same step in single operations (the layer, the sum, the
+// activation), each of which stores its output. The bits are the same.
 inline void expect_single_operations(const Layer& layer, const Activated& activated_layer,
                                      const std::vector<std::int64_t>& samples, std::int64_t slices,
                                      const CallContext& context) {

@@ -62,7 +62,7 @@ INSTANTIATE_TEST_SUITE_P(, ActivatedLayer,
                                   name_of(std::get<1>(combination.param));
                          });
 
-// An activation whose gradient the output does not tell, after a sum.
+// An activation after a sum, whose gradient cannot be computed from its output.
 TEST(ActivatedLayerRefuses, AResidualThatBackwardCouldNotFind) {
   LayerRun run(Layer{}, first_samples(4));
   ForwardArguments arguments = run.forward_arguments();
@@ -73,7 +73,7 @@ TEST(ActivatedLayerRefuses, AResidualThatBackwardCouldNotFind) {
               ::testing::ThrowsMessage<ArgumentError>(::testing::StartsWith("residual: expected")));
 }
 
-// Outputs are written in vectors that overlap, from inputs that are read again.
+// Outputs are written in vectors that overlap, from inputs that are read twice.
 TEST(ActivatedLayerRefuses, OutputsInTheMemoryOfInputs) {
   LayerRun run(Layer{}, first_samples(4));
   ForwardArguments forward = run.forward_arguments();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The same bits for any number of ranks and threads, any assignment of samples, any instruction
+// The same bits for any number of ranks and threads, any assignment of samples, and any instruction
 // set.
 #include <cstdint>
 #include <string>
@@ -23,7 +23,7 @@ std::vector<const Kernels*> kernels_of_equal_bits() {
   return {all.begin() + 1, all.end()};
 }
 
-// What a rank got, against what one rank with all samples got.
+// Compares a rank's results with those of one rank that has all samples.
 void expect_equal_bits(const LayerRun& run, const LayerRun& whole) {
   EXPECT_EQ(run.statistics, whole.statistics);
   EXPECT_EQ(run.running_mean.values(), whole.running_mean.values());
@@ -79,7 +79,7 @@ TEST_P(EqualBits, ForAnyAssignmentOfSamplesThreadsAndInstructionSet) {
   });
 }
 
-TEST_P(EqualBits, WithTwoThreadsARankAndEnoughElementsForThem) {
+TEST_P(EqualBits, WithTwoThreadsPerRankAndEnoughElementsForThem) {
   const World& world = GetParam();
   std::vector<Layer> large;
   for (const Layout layout : kAllLayouts) {
@@ -109,7 +109,7 @@ TEST_P(EqualBits, WithTwoThreadsARankAndEnoughElementsForThem) {
 INSTANTIATE_TEST_SUITE_P(Threads, EqualBits, worlds({1, 2, 3, 4, 8}, run_as_threads), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Processes, EqualBits, worlds({2, 4}, run_as_processes), ranks_of);
 
-// Where threads share the channels, each goes from the sums of its own to their outputs.
+// If threads share the channels, each goes from the sums of its channels straight to their outputs.
 TEST(ThreadsOfARankAlone, KeepTheBits) {
   const Execution two_threads = on_threads(2);
   CallContext context;
@@ -130,7 +130,7 @@ TEST(ThreadsOfARankAlone, KeepTheBits) {
   }
 }
 
-// What a race would need is time: each rank steps as fast as its peers let it.
+// A race needs time to show: each rank steps as fast as its peers let it.
 class LongRun : public ::testing::TestWithParam<World> {};
 
 TEST_P(LongRun, AThousandStepsOfRanksThatAreThreadsKeepTheBits) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Coefficients in place of outputs: a caller that applies the formulas gets the outputs' bits.
+// Coefficients instead of outputs: a caller that applies the formulas gets the outputs' bits.
 #include <cstddef>
 #include <cstdint>
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kSamples = 7;
 
-// What `formula` has for channel c of a slice: numbers [slices, ., C].
+// The coefficients of `formula` for channel c of a slice: numbers [slices, ., C].
 template <class Formula, class Real>
 Formula formula_of(const AlignedVector<Real>& numbers, std::int64_t slice, std::int64_t channels,
                    std::int64_t c) {
@@ -35,7 +35,7 @@ double rounded(Arithmetic<Element> value) {
   return static_cast<double>(widen(narrow<Element>(value)));
 }
 
-// A step that applies nothing, beside one that does.
+// A step that applies nothing, next to one that does.
 template <class Element>
 void expect_outputs_follow_from_coefficients(const Layer& layer, std::int64_t slices,
                                              const CallContext& context) {

@@ -13,7 +13,7 @@
 
 namespace normscope::testing {
 
-// Tests keep a device's memory where the host can reach it, and its communicators can add.
+// In tests, the host can access the device's memory, and communicators add there.
 class HostedCommunicator : public BorrowedCommunicator {
  public:
   using BorrowedCommunicator::BorrowedCommunicator;
@@ -23,7 +23,7 @@ class HostedCommunicator : public BorrowedCommunicator {
   }
 };
 
-// What a rank needs for calls on its device; what was in the workspace before does not matter.
+// What a rank needs for calls on its device. The workspace's earlier contents do not matter.
 class DeviceRank {
  public:
   explicit DeviceRank(Exchange* exchange, std::int64_t channels = 5, std::int64_t slices = 1)

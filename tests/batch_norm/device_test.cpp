@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Forward and backward where kernels work in a device's memory: the bits of the host, and errors
-// that nobody waits for. Over the source of the CUDA kernels, run on the host, or over a GPU.
+// Forward and backward with kernels that work in a device's memory: the bits of the host, and
+// errors that nobody waits for. Uses the CUDA kernels' source on the host, or a GPU.
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -31,7 +31,7 @@ using ::testing::StartsWith;
 
 constexpr std::int64_t kSamples = 7;
 
-// The same over a transport that ranks with different lengths would crash.
+// The same over a transport that would crash if ranks had different lengths.
 class FragileCommunicator final : public HostedCommunicator {
  public:
   using HostedCommunicator::HostedCommunicator;
@@ -82,7 +82,7 @@ class OnADevice : public ::testing::TestWithParam<World> {
     return exchange.communicator().rank() == exchange.communicator().size() - 1;
   }
 
-  // All that came out of the forward is NaN, and nothing was updated.
+  // All outputs of the forward are NaN, and nothing was updated.
   static void expect_nan(const LayerRun& run) {
     EXPECT_THAT(run.statistics, Each(IsNan()));
     EXPECT_THAT(run.counts, Each(IsNan()));
@@ -93,7 +93,7 @@ class OnADevice : public ::testing::TestWithParam<World> {
     });
   }
 
-  // The next call throws Expected, whose text is returned; the group has failed.
+  // The next call throws Expected, whose text is returned. The group has failed then.
   template <class Expected>
   static std::string error_of_next_call(DeviceRank& device) {
     LayerRun next(Layer{}, first_samples(2));
@@ -229,7 +229,7 @@ TEST_P(RanksOnADevice, DifferentBackwardsGiveNaNAndTheNextCallThrows) {
   });
 }
 
-TEST_P(RanksOnADevice, ALayerThatIsNewIsComparedBeforeWhereTheTransportIsFragile) {
+TEST_P(RanksOnADevice, ANewLayerIsComparedFirstIfTheTransportIsFragile) {
   GetParam().run(GetParam().ranks, {}, [](Communicator& communicator) {
     Exchange exchange(std::make_unique<FragileCommunicator>(communicator));
     const Layer layer{.channels = is_last(exchange) ? 6 : 5};
@@ -331,7 +331,7 @@ TEST(AloneOnADevice, ARepeatedApplyGivesTheBitsOfForward) {
   }
 }
 
-// A device that refuses to launch: what it says is thrown, and peers need not wait.
+// If a device refuses a launch, its error is thrown, and peers need not wait.
 TEST(AloneOnADevice, ADevicesErrorIsThrownAndFailsTheGroup) {
   run_alone(1, {}, [](Communicator& communicator) {
     Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);

@@ -26,7 +26,7 @@ using namespace std::chrono_literals;
 void expect_unchanged(const LayerRun& run) {
   EXPECT_EQ(run.running_mean.values(), std::vector<double>(5, 0.5));
   EXPECT_EQ(run.running_var.values(), std::vector<double>(5, 2.0));
-  // Where a test says nothing else, y began as a copy of a tensor that nobody had written.
+  // Unless a test changes it, y started as a copy of a tensor that was never written.
   EXPECT_TRUE(run.y.untouched_outside({.data = run.y.view().data}));
 }
 

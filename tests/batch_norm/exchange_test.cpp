@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What makes messages safe: ranks that meet in different calls all learn what each was doing.
+// What makes messages safe: if ranks meet in different calls, all learn what each was doing.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -26,7 +26,7 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 using namespace std::chrono_literals;
 
-// A transport that would not survive ranks with different lengths: here they throw what no test
+// A transport that would not survive ranks with different lengths. Here it throws what no test
 // expects.
 class FragileCommunicator final : public BorrowedCommunicator {
  public:
@@ -63,7 +63,7 @@ class Mismatch : public ::testing::TestWithParam<Meeting> {
     });
   }
 
-  // All ranks step together through a layer that they have in common.
+  // All ranks step together through a common layer.
   static void expect_usable(Exchange& exchange, const CallContext& context) {
     LayerRun run(Layer{}, first_samples(1));
     run.step(context);
@@ -218,7 +218,7 @@ TEST_P(Mismatch, OfLayersWithoutNamesIsFoundByTheirChannels) {
   });
 }
 
-// A layer that only some ranks had come with before, and in vain, is new to all of them.
+// A layer that only some ranks have come with, in vain, is still new to all of them.
 TEST_P(Mismatch, LeavesNoRankWithMoreKnownLayersThanItsPeers) {
   run([](Exchange& exchange) {
     CallContext context = context_of(&exchange);
@@ -266,8 +266,8 @@ TEST(Timeouts, NameLayerDirectionScopeAndMissingRanks) {
   });
 }
 
-TEST(Counters, CountOneMessageADirectionOfEightyBytesAChannelAndAHeader) {
-  // Of one process, so that the threads' messages add up.
+TEST(Counters, CountOneMessagePerDirectionOfEightyBytesPerChannelAndAHeader) {
+  // Counted per process, so the threads' messages add up.
   const CommunicationCounters before = communication_counters();
 
   run_as_threads(2, {}, [](Communicator& communicator) {

@@ -10,8 +10,8 @@
 namespace normscope::testing {
 namespace {
 
-// A direction alone sums and applies; with other ranks it uses the totals in between. Slices and
-// cumulative averages cost no launch.
+// A direction alone sums and applies. With other ranks, another launch uses the totals in between.
+// Slices and cumulative averages cost no launch.
 TEST(LaunchesOnADevice, AreTwoPerDirectionAloneAndThreeWithAnExchange) {
   const auto launches_of = [](const auto& call) {
     const int before = cuda_on_host::launches();

@@ -16,7 +16,7 @@ namespace normscope::testing {
 
 enum class Parameters { kNone, kFloat32, kLikeInput };
 
-// A layer and what comes to it.
+// A layer and its input.
 struct Layer {
   DType dtype = DType::kFloat32;
   Layout layout = Layout::kChannelsFirst;
@@ -29,7 +29,7 @@ struct Layer {
   double momentum = 0.1;
 };
 
-// One rank's step of a layer: some samples of the whole batch, and all that becomes of them.
+// One rank's step of a layer: some samples of the whole batch, and all results.
 class LayerRun {
  public:
   LayerRun(const Layer& layer, std::vector<std::int64_t> own_samples, std::int64_t slices = 1)
@@ -102,7 +102,7 @@ class LayerRun {
   ChannelArray dbias;
   ChannelArray running_mean;
   ChannelArray running_var;
-  std::vector<std::int64_t> updates = {3};  // [1] made by calls before
+  std::vector<std::int64_t> updates = {3};  // [1] made by earlier calls
   std::vector<double> statistics;
   std::vector<double> counts;
 
@@ -119,7 +119,7 @@ class LayerRun {
   std::int64_t slices_;
 };
 
-// Owns nothing: an Exchange over a communicator that somebody else keeps.
+// Owns nothing: lets an Exchange use a communicator that somebody else owns.
 class BorrowedCommunicator : public Communicator {
  public:
   explicit BorrowedCommunicator(Communicator& communicator) : communicator_(communicator) {}
@@ -156,7 +156,7 @@ class BorrowedCommunicator : public Communicator {
   return context;
 }
 
-// Which samples of a batch each of so many ranks has.
+// Which samples of a batch each rank has.
 using Assignment = std::vector<std::vector<std::int64_t>>;
 
 // Nearly equal parts in order.
@@ -168,7 +168,7 @@ using Assignment = std::vector<std::vector<std::int64_t>>;
   return assignment;
 }
 
-// Permuted, and rank r has about r times as many samples as rank 1: rank 0 of several has none.
+// Permuted. Rank r has about r times as many samples as rank 1; rank 0 of several has none.
 [[nodiscard]] inline Assignment uneven_and_permuted(std::int64_t samples, int ranks) {
   if (ranks == 1) return in_order(samples, ranks);
   Assignment assignment(static_cast<std::size_t>(ranks));

@@ -75,7 +75,7 @@ TEST(AccumulatedSlices, AreAllOfThemOrTheFirst) {
   EXPECT_EQ(accumulated_from_slices(layer, SliceStats::kFirst), first.statistics);
 }
 
-TEST(Finalize, AveragesAllUpdatesAlike) {
+TEST(Finalize, WeighsAllUpdatesEqually) {
   const Layer layer{.dtype = DType::kFloat64, .buffers = DType::kFloat64};
   LayerRun expected(layer, first_samples(7));
   ForwardArguments forward = expected.forward_arguments();

@@ -16,7 +16,7 @@
 namespace normscope::testing {
 namespace {
 
-// 24 is no multiple of 5, as uneven_and_permuted needs.
+// 24 is not a multiple of 5, as uneven_and_permuted requires.
 constexpr std::int64_t kSamples = 24;
 
 void expect_near(double got, long double expected, long double tolerance) {
@@ -24,7 +24,7 @@ void expect_near(double got, long double expected, long double tolerance) {
       << "got " << got << ", expected " << static_cast<double>(expected);
 }
 
-// Channel c of a rank's run, against the whole batch.
+// Checks channel c of a rank's run against the whole batch.
 void check_channel(const Layer& layer, LayerRun& run, const LayerRun& whole, std::int64_t c) {
   const NormBatch batch{&whole.x};
   const ChannelMoments moments = moments_of(batch, c);
@@ -76,7 +76,7 @@ void check_step(const Layer& layer, const std::vector<std::int64_t>& samples, Ex
   }
 }
 
-// Every type and layout, with the parameters and buffers that go with it.
+// All types and layouts, with the parameters and buffers that belong to them.
 std::vector<Layer> layers() {
   std::vector<Layer> layers;
   for (const DType dtype : kAllDTypes) {
@@ -111,7 +111,7 @@ TEST(BatchNormOracle, EveryKindOfFiniteInputAgrees) {
   for (const Inputs inputs : kAllInputs) {
     if (inputs == Inputs::kInfinity || inputs == Inputs::kNaN) continue;
     SCOPED_TRACE(name_of(inputs));
-    // Huge inputs have a variance that no float32 buffer holds.
+    // The variance of huge inputs does not fit into a float32 buffer.
     const double momentum = inputs == Inputs::kHuge ? 0.0 : 0.1;
     for (const Layout layout : kAllLayouts) {
       check_step({.layout = layout, .inputs = inputs, .momentum = momentum},
@@ -139,9 +139,9 @@ INSTANTIATE_TEST_SUITE_P(Threads, BatchNormWorld, worlds({1, 2, 3, 4, 8}, run_as
 INSTANTIATE_TEST_SUITE_P(Processes, BatchNormWorld, worlds({1, 2, 3, 4, 8}, run_as_processes),
                          ranks_of);
 
-// A few units of float32 in the statistics and in y, as far as means go to 1e4 deviations. Rounding
-// errors of the many short chains are independent of each other, so that the mean of all tiles is
-// better than one tile: 4 u for y / scale and 4 u for the variance, relative, on these inputs.
+// A few units of float32 in the statistics and in y, for means up to 1e4 deviations. The rounding
+// errors of the many short chains are independent, so the mean of all tiles is better than one
+// tile: 4 u for y / scale and 4 u for the variance, relative, on these inputs.
 class Accuracy : public ::testing::TestWithParam<std::tuple<double, Layout>> {};
 
 TEST_P(Accuracy, StaysWithinAFewUnitsOfFloat32) {
@@ -165,8 +165,8 @@ TEST_P(Accuracy, StaysWithinAFewUnitsOfFloat32) {
     for (std::int64_t p = 0; p < layer.positions; ++p) {
       const double x = run.x.at(0, c, p);
       const long double y = normalized(moments, 0.0, affine, x);
-      // Four units of the largest of what is added: the centred product, the bias, and the weight
-      // for the error of the mean.
+      // Four units of the largest summand: the centred product, the bias, and the weight for the
+      // error of the mean.
       const long double size = std::abs(y) + 2 * std::abs(static_cast<long double>(affine.bias)) +
                                std::abs(static_cast<long double>(affine.weight));
       expect_near(run.y.at(0, c, p), y, 4 * kUnit * size);

@@ -24,7 +24,7 @@ using Case = std::tuple<DType, Layout, Inputs>;
 
 class PartMomentsTest : public ::testing::TestWithParam<Case> {};
 
-// 7 samples in parts of 3, 2 and 2, as torch.tensor_split has it.
+// 7 samples in parts of 3, 2 and 2, as in torch.tensor_split.
 TEST_P(PartMomentsTest, AreThoseOfTheDefinition) {
   const auto [dtype, layout, inputs] = GetParam();
   Tensor x(dtype, layout, 7, kChannels, kPositions, {.before = 1, .row = 3, .sample = 2});

@@ -14,7 +14,7 @@
 
 namespace normscope::testing {
 
-// A message's memory, for sums that are added up number by number.
+// The memory of a message, for sums that are added number by number.
 class OwnedMessage {
  public:
   explicit OwnedMessage(std::int64_t channels, double value = 0.0)
@@ -45,7 +45,7 @@ inline void expect_finalized(const LayerRun& whole, const std::vector<double>& s
   EXPECT_EQ(run.updates, whole.updates);
 }
 
-// What batch_norm_finalize() makes of moments; the running statistics are the run's.
+// The statistics from batch_norm_finalize(), which also updates the run's running statistics.
 inline std::vector<double> finalized(const Layer& layer, LayerRun& run, OwnedMessage& moments,
                                      const CallContext& context) {
   std::vector<double> statistics(static_cast<std::size_t>(statistics_size(1, layer.channels)));
@@ -59,7 +59,7 @@ inline std::vector<double> finalized(const Layer& layer, LayerRun& run, OwnedMes
   return statistics;
 }
 
-// Parts of a norm batch that are called one by one have the bits of one call for all of it.
+// Parts of a norm batch in separate calls have the bits of one call for all of it.
 inline void expect_parts_are_one_batch(const Layer& layer, const CallContext& context) {
   constexpr double kUnset = std::numeric_limits<double>::quiet_NaN();
   LayerRun whole(layer, first_samples(7));
@@ -108,7 +108,7 @@ inline void expect_parts_are_one_batch(const Layer& layer, const CallContext& co
   }
 }
 
-// dweight and dbias of a part are those of a backward that has its samples and these statistics.
+// dweight and dbias of a part are those of a backward with its samples and these statistics.
 inline void expect_gradients_of_parts(const Layer& layer, const CallContext& context) {
   LayerRun run(layer, first_samples(7));
   batch_norm_forward(run.forward_arguments(), {});
@@ -131,7 +131,7 @@ inline void expect_gradients_of_parts(const Layer& layer, const CallContext& con
   EXPECT_EQ(run.dbias.values(), dbias);
 }
 
-// Forwards that accumulate, in turn, update running statistics as one of all their samples does.
+// Forwards that accumulate one after the other update running statistics as one forward does.
 inline void expect_accumulated_is_one_update(const Layer& layer, const CallContext& context) {
   LayerRun whole(layer, first_samples(7));
   batch_norm_forward(whole.forward_arguments(), {});

@@ -127,7 +127,7 @@ TEST_P(Slices, UpdateRunningStatisticsByTheRuleAskedFor) {
   }
 }
 
-TEST_P(Slices, AverageAllUpdatesThereEverWereAlike) {
+TEST_P(Slices, WeighAllUpdatesEquallyInCumulativeAverages) {
   const Layer layer{.dtype = DType::kFloat64, .layout = GetParam(), .buffers = DType::kFloat64};
   const auto forward = [&](LayerRun& run, SliceStats slice_stats) {
     ForwardArguments arguments = run.forward_arguments();
@@ -157,7 +157,7 @@ TEST_P(Slices, AverageAllUpdatesThereEverWereAlike) {
   }
 }
 
-// Enough channels for two threads, each of which takes all slices of its own.
+// Enough channels for two threads, each of which takes all slices of its channels.
 TEST_P(Slices, AreTheSameWithMoreThreads) {
   const Layer wide{.layout = GetParam(), .channels = 1024, .positions = 11};
   const Execution two_threads = on_threads(2);
@@ -169,7 +169,7 @@ TEST_P(Slices, AreTheSameWithMoreThreads) {
       LayerRun run(wide, first_samples(kSamples), kSlices);
       ForwardArguments arguments = run.forward_arguments();
       arguments.slice_stats = slice_stats;
-      arguments.running_average = RunningAverage::kCumulative;  // by how many updates there were
+      arguments.running_average = RunningAverage::kCumulative;  // depends on the number of updates
       batch_norm_forward(arguments, where);
       batch_norm_backward(run.backward_arguments(), where);
       return run;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Forward's output once more, from the statistics that it left.
+// Forward's output recomputed from the statistics that it returned.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

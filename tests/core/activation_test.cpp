@@ -62,7 +62,7 @@ TEST(Activation, HardSwishIsZeroThenAParabolaThenTheIdentity) {
   EXPECT_EQ(hard_swish.gradient(3.0, 2.0), 2.0);
 }
 
-TEST(Activation, OnlyRisingLinesTellTheirGradientByTheirOutput) {
+TEST(Activation, OutputTellsTheGradientOfRisingLinesOnly) {
   EXPECT_TRUE(ActivationFunction{Activation::kRelu}.output_tells_gradient());
   EXPECT_TRUE((ActivationFunction{Activation::kLeakyRelu, 0.0}.output_tells_gradient()));
   EXPECT_FALSE((ActivationFunction{Activation::kLeakyRelu, -0.1}.output_tells_gradient()));

@@ -29,7 +29,7 @@ Quad exact(Pair a) { return Quad{a.hi} + Quad{a.lo}; }
 
 Quad magnitude(Quad a) { return a < 0 ? -a : a; }
 
-// Of 106 bits, so that Quad holds it exactly.
+// A pair with 106 bits, which Quad holds exactly.
 Pair random_pair(Random& random) {
   const double hi = random.of_any_size(-20, 20);
   const auto units =
@@ -37,7 +37,7 @@ Pair random_pair(Random& random) {
   return fast_two_sum(hi, std::ldexp(units, std::ilogb(hi) - 105));
 }
 
-// `bound` in units of u^2; half a unit more pays for the rounding of Quad.
+// `bound` is in units of u^2. The extra half unit covers the rounding of Quad.
 void expect_near(Pair got, Quad expected, double bound) {
   const double error = static_cast<double>(magnitude(exact(got) - expected));
   ASSERT_LE(error, (bound + 0.5) * kUnitRoundoff * kUnitRoundoff *
@@ -84,7 +84,7 @@ TEST(DoubleDoubleTest, TwoProductIsExact) {
 
 // The bounds are those of Joldes, Muller and Popescu (2017) for the same algorithms; cancellation
 // is allowed, as in sums of both signs.
-// Devices compute it in another way: by one fused multiply-add.
+// Devices compute the error of a product in another way: with one fused multiply-add.
 TEST(DoubleDoubleTest, TheErrorOfAProductIsThatOfAFusedMultiplyAdd) {
   Random random(8);
   for (int i = 0; i < kPairs; ++i) {

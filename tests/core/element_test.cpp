@@ -28,7 +28,7 @@ struct Format<Float16> {
   static constexpr int kBias = 15;
 };
 
-// The value of `bits` by its definition; NaN where it is none.
+// The value of `bits` by its definition, or NaN.
 template <class Element>
 double value_of(std::uint32_t bits) {
   constexpr int kFractionBits = Format<Element>::kFractionBits;
@@ -96,7 +96,7 @@ TYPED_TEST(SixteenBits, HalfwayGoesToEvenAndAllElseToTheNearest) {
   for (std::uint32_t below = 0; below < kInfinityBits<TypeParam>; ++below) {
     const std::uint32_t above = below + 1;
     const double low = value_of<TypeParam>(below);
-    // Infinity stands where the next number would.
+    // Infinity takes the place of the next number.
     const double high = above == kInfinityBits<TypeParam>
                             ? low + (low - value_of<TypeParam>(below - 1))
                             : value_of<TypeParam>(above);
@@ -116,7 +116,7 @@ TYPED_TEST(SixteenBits, HalfwayGoesToEvenAndAllElseToTheNearest) {
   }
 }
 
-// A float64 so near to a halfway point that a float32 between would round it onto that point.
+// A float64 so close to a halfway point that a float32 in between would be rounded onto that point.
 TYPED_TEST(SixteenBits, RoundOnceDoesNotRoundTwice) {
   for (std::uint32_t below = 0; below + 1 < kInfinityBits<TypeParam>; ++below) {
     const double halfway = (value_of<TypeParam>(below) + value_of<TypeParam>(below + 1)) / 2.0;

@@ -42,10 +42,10 @@ std::vector<double> random_values(std::uint64_t seed) {
   return x;
 }
 
-TEST(FormulasTest, MomentsAboutZeroAreExactWhereverThePivotLies) {
+TEST(FormulasTest, MomentsAboutZeroAreExactForAnyPivot) {
   Random random(1);
   for (int trial = 0; trial < 1000; ++trial) {
-    // Small integers about pivots of up to 24 bits: every sum below is exact in float64.
+    // Small integers around pivots of up to 24 bits: every sum below is exact in float64.
     const auto pivot = static_cast<double>(random.integer(-(1 << 23), 1 << 23));
     double n = 0.0;
     double s = 0.0;
@@ -78,7 +78,7 @@ TEST(FormulasTest, MomentsAboutANarrowPivotHaveTheSameBits) {
     const auto float32 = [&] {
       return static_cast<double>(static_cast<float>(random.of_any_size(-140, 127)));
     };
-    // As a tile's sums are: float32, or float64 where that has overflowed.
+    // As the sums of a tile: float32, or float64 after an overflow.
     const bool has_overflown = trial % 4 == 0;
     const double pivot = trial % 100 == 0 ? 0.0 : float32();
     const double s = has_overflown ? random.of_any_size(-140, 140) : float32();
@@ -94,7 +94,7 @@ TEST(FormulasTest, MomentsAboutANarrowPivotHaveTheSameBits) {
   }
 }
 
-TEST(FormulasTest, MomentsAboutANarrowPivotShowWhatIsNotFinite) {
+TEST(FormulasTest, MomentsAboutANarrowPivotPropagateNonFiniteValues) {
   const auto is_nan_in_all = [](const TileMoments<double>& tile) {
     return std::isnan(tile.sum.hi + tile.sum.lo) &&
            std::isnan(tile.sum_of_squares.hi + tile.sum_of_squares.lo);
@@ -128,7 +128,7 @@ TEST(FormulasTest, TranslationMovesTheMeanAndKeepsTheVariance) {
   const Moments<double> original = moments_of(x);
   for (const double shift : {1.0, 1e3, 1e6, -1e6}) {
     std::vector<double> moved;
-    // Multiples of 2^-32, so that the shifted values are exact.
+    // Multiples of 2^-32, for which the shifted values are exact.
     for (const double value : x)
       moved.push_back(std::ldexp(std::rint(value * 0x1p32), -32) + shift);
     std::vector<double> back;

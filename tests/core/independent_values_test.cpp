@@ -18,9 +18,9 @@ constexpr std::int64_t kBatches = 8;
 constexpr std::int64_t kParts = 4;
 constexpr std::int64_t kChannels = 1024;
 
-// What kChannels channels, kBatches batches and kParts parts say. Their q / V has a variance that
-// is known to some 6 standard errors of sqrt(2 / (31 * 1024)) = 0.8 %; the estimator's own bias is
-// of the order of the 32 parts' inverse.
+// The tolerance for kChannels channels, kBatches batches and kParts parts: about 6 standard errors
+// of the variance of q / V, each sqrt(2 / (31 * 1024)) = 0.8 %. The estimator's own bias is of the
+// order of 1 / 32, for 32 parts.
 constexpr double kRelative = 0.06;
 
 double value_of(const PartMoments& moments) {
@@ -53,7 +53,7 @@ TEST(IndependentValues, ThatAreRepeatedCountOnce) {
   EXPECT_NEAR(worth, 4.0, kRelative * 4.0);
 }
 
-TEST(IndependentValues, OfImagesWithAConstantOfTheirOwnAreFew) {
+TEST(IndependentValues, AreFewIfImagesHaveConstantsOfTheirOwn) {
   Random random(3);
   constexpr int kImages = 4;
 
@@ -66,8 +66,8 @@ TEST(IndependentValues, OfImagesWithAConstantOfTheirOwnAreFew) {
     return part;
   }));
 
-  // Half of the variance is the image's own, the other half is as good as known: q / V has the
-  // variance 2 (1/2)^2 / 4, and 2 (1/2)^2 / 200 on top.
+  // Half of the variance is the image's own; the other half is as good as known. The variance of q
+  // / V is 2 (1/2)^2 / 4, plus 2 (1/2)^2 / 200.
   EXPECT_NEAR(worth, 4.0 * kImages, kRelative * 4.0 * kImages);
 }
 
@@ -84,11 +84,11 @@ TEST(IndependentValues, OfUnevenPartsAreThoseOfAPartOfMeanSize) {
   EXPECT_NEAR(worth, 16.0 / 3.0, kRelative * 16.0 / 3.0);
 }
 
-TEST(IndependentValues, ArePromisedToFewerRanksThanDifferPersistently) {
+TEST(IndependentValues, AreFewerIfRanksDifferPersistently) {
   Random random(5);
   // Ranks 0 and 1 have inputs of variance 1, ranks 2 and 3 of variance 9: a group of two ranks is
-  // not twice as good as one. Many batches: the ranks' variances do not vary from batch to batch,
-  // so that the estimate is too low by the parts' inverse.
+  // not twice as good as one. There are many batches, because the ranks' variances do not vary from
+  // batch to batch, which makes the estimate too low by the inverse of the number of parts.
   const PartMoments moments = moments_of(64, kParts, 128, [&](auto, auto k, auto) {
     std::vector<double> part;
     for (int i = 0; i < 8; ++i) part.push_back((k < 2 ? 1.0 : 3.0) * normal(random));
@@ -98,8 +98,8 @@ TEST(IndependentValues, ArePromisedToFewerRanksThanDifferPersistently) {
   const double one = value_of(moments);
   const double two = value_of(joined(moments, 2));
 
-  // V = 5; of q / V with n values: ((1 - 5)^2 / 5^2 + (9 - 5)^2 / 5^2) / 2 between the ranks, and
-  // 2 / n * (1 + 81) / 2 / 5^2 within them.
+  // V = 5. The variance of q / V for n values: ((1 - 5)^2 / 5^2 + (9 - 5)^2 / 5^2) / 2 between the
+  // ranks, and 2 / n * (1 + 81) / 2 / 5^2 within them.
   const auto expected = [](double n) { return 2.0 / (16.0 / 25.0 + 82.0 / 25.0 / n); };
   EXPECT_NEAR(one, expected(8), kRelative * expected(8));
   EXPECT_NEAR(two, expected(16), kRelative * expected(16));
@@ -125,7 +125,7 @@ TEST(IndependentValues, OfPartsJoinedAreThoseOfTheirElements) {
       for (std::size_t c = 1; c <= 3; ++c) {
         const double mean = (one[c] + other[c]) / 2;
         const double distance = (one[c] - other[c]) / 2;
-        // Some roundings of float64 at a mean of 100.
+        // A few float64 roundings at a mean of 100.
         EXPECT_NEAR(both[c], mean, 1e-13 * mean);
         const double variance = (one[3 + c] + other[3 + c]) / 2 + distance * distance;
         EXPECT_NEAR(both[3 + c], variance, 1e-11 * variance);
@@ -158,7 +158,7 @@ TEST(IndependentValues, OfOneBatchHaveNoInterval) {
   EXPECT_GT(values.value, 0.0);
 }
 
-TEST(IndependentValues, AreNotSaidByChannelsThatEpsNormalizes) {
+TEST(IndependentValues, IgnoreChannelsThatEpsNormalizes) {
   Random random(9);
   const auto with_constant = [&](auto, auto, std::int64_t channel) {
     return channel == 2 ? std::vector<double>{1.0, 1.0}
@@ -224,7 +224,7 @@ TEST(IndependentValues, AreTheSameForAnyOrderOfBatches) {
   const IndependentValues one = independent_values(moments, kEps).value();
   const IndependentValues other = independent_values(reversed, kEps).value();
 
-  // Sums of ten numbers in another order.
+  // Sums of ten numbers in a different order.
   EXPECT_NEAR(one.value, other.value, 1e-12 * one.value);
   EXPECT_NEAR(one.lower, other.lower, 1e-12 * one.lower);
   EXPECT_NEAR(one.upper, other.upper, 1e-12 * one.upper);

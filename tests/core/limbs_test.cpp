@@ -24,7 +24,7 @@ constexpr double kFinest = grid(kLimbs - 1);
 struct Limbs {
   double values[kLimbs] = {};
 
-  // As every backend splits a part.
+  // Splits a part as every backend does.
   void add(double part) {
     for (int k = 0; k < kLimbs; ++k) {
       const double on_grid = round_to_grid(part, grid(k));
@@ -56,7 +56,7 @@ void expect_canonical_of(const Limbs& got, const ExactSum& total) {
   expect_equal_bits(got, expected);
 }
 
-// A multiple of the finest grid, below 2^63, of any size in between.
+// A random multiple of the finest grid, of any size below 2^63.
 double random_part(Random& random) {
   const auto integer =
       static_cast<double>(random.integer(-(std::int64_t{1} << 53), std::int64_t{1} << 53));
@@ -100,7 +100,7 @@ TEST(LimbsTest, SplittingIsExactDownToTheFinestGrid) {
   }
 }
 
-TEST(LimbsTest, WhatLiesBelowTheFinestGridIsRoundedAway) {
+TEST(LimbsTest, BitsBelowTheFinestGridAreRoundedAway) {
   Random random(2);
   for (int i = 0; i < 20000; ++i) {
     // At most 53 bits above and below the grid: the sum of the limbs is exact in float64.
@@ -143,7 +143,7 @@ TEST(LimbsTest, CanonicalLimbsAreAFunctionOfTheTotalAlone) {
 }
 
 TEST(LimbsTest, TiesEndInTheSameLimbsHoweverTheyAreSplit) {
-  // Half the finest grid is left out: it is no multiple of it.
+  // Half of the finest grid is left out: it is not a multiple of that grid.
   for (int k = 0; k + 1 < kLimbs; ++k) {
     for (const double halves : {1.0, 3.0, -1.0, -3.0, -5.0}) {
       const double tie = halves * grid(k) / 2;
@@ -220,7 +220,7 @@ TEST(LimbsTest, NonFinitePartsMakeEveryLimbNaN) {
 }
 
 TEST(LimbsTest, HoldTheLargestPartsOfAllTilesBetweenCarries) {
-  // Half of the next grid, a tie that stays on its grid: the most that one part adds to a limb.
+  // Half of the next grid: a tie that stays on its grid, and the most that one part adds to a limb.
   for (int k = 1; k < kLimbs; ++k) {
     for (const double sign : {1.0, -1.0}) {
       const double part = sign * grid(k - 1) / 2;
@@ -230,7 +230,7 @@ TEST(LimbsTest, HoldTheLargestPartsOfAllTilesBetweenCarries) {
         for (int parts = 0; parts < 2; ++parts) limbs.add(part);
         for (int parts = 0; parts < 2; ++parts) total.add(part);
       }
-      // What rounding would drop first, were there any.
+      // Rounding would drop this first, if anything.
       limbs.add(grid(k));
       total.add(grid(k));
 
@@ -241,7 +241,7 @@ TEST(LimbsTest, HoldTheLargestPartsOfAllTilesBetweenCarries) {
 }
 
 TEST(LimbsTest, HoldTheSumOfTwoToTheTwentyThreeRanks) {
-  Limbs largest;  // the canonical limbs that a rank can send, of the coarsest one half of 2^73
+  Limbs largest;  // the largest canonical limbs that a rank sends; the coarsest is half of 2^73
   for (int k = 1; k < kLimbs; ++k) largest.values[k] = (0x1p30 - 1) * grid(k);
   largest.values[0] = 0x1p29 * grid(0);
   Limbs sum;
@@ -280,7 +280,7 @@ TEST(LimbsTest, BeyondTheCoarsestGridSumsStayAsGoodAsFloat64) {
     long double sum = 0.0L;
     for (const double value : canonical.values) sum += static_cast<long double>(value);
 
-    // A sum in float64 of 1000 numbers is allowed 1000 roundings of 2^-53.
+    // A float64 sum of 1000 numbers may have 1000 roundings of 2^-53.
     EXPECT_LE(std::abs(sum - total), kParts * 0x1p-53L * total_of_magnitudes) << exponent;
   }
 }

@@ -18,7 +18,7 @@ inline double normal(Random& random) {
   return radius * std::cos(std::numbers::pi * random.uniform());
 }
 
-// What a part holds: the elements of one channel of one batch.
+// Makes the elements of one channel of a part.
 using MakePart =
     std::function<std::vector<double>(std::int64_t batch, std::int64_t part, std::int64_t channel)>;
 

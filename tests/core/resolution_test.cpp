@@ -59,7 +59,7 @@ std::string refusal_of(const std::string& scope, std::size_t ranks) {
   return "";
 }
 
-TEST(ResolutionTest, WhatDoesNotFitTheRanksIsRefusedByName) {
+TEST(ResolutionTest, ScopesThatDoNotFitTheRanksAreRefusedByName) {
   EXPECT_EQ(refusal_of("group:8", 4),
             "scope: group:8: expected at most the 4 ranks there are, got 8");
   EXPECT_EQ(refusal_of("group:9223372036854775807", 2),

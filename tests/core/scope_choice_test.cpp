@@ -17,7 +17,7 @@ namespace {
 constexpr double kEps = 1e-5;
 using Hosts = std::vector<std::int64_t>;
 
-// Parts of so many values.
+// Parts of `values` values each.
 PartMoments normal_parts(std::int64_t parts, std::int64_t values, std::int64_t batches = 16) {
   Random random(1);
   return moments_of(batches, parts, 64, independent_normal_values(random, values));
@@ -48,7 +48,7 @@ TEST(ScopeChoice, IsTheNarrowestThatReachesTheWantedNumber) {
   EXPECT_EQ(chosen(choose(calls, 1000, hosts)), "world");
 }
 
-TEST(ScopeChoice, GoesWideWhereTheIntervalReachesBelowTheWantedNumber) {
+TEST(ScopeChoice, WidensIfTheIntervalReachesBelowTheWantedNumber) {
   const std::vector<PartMoments> calls = {normal_parts(4, 4, 4)};
   const IndependentValues local = independent_values(calls[0], kEps).value();
   const double wanted = (local.lower + local.value) / 2;
@@ -64,7 +64,7 @@ TEST(ScopeChoice, HasTheDivisorsOfTheRanksForGroups) {
             (std::vector<std::string>{"local"}));
 }
 
-TEST(ScopeChoice, CallsAGroupNodeThatEachHostHolds) {
+TEST(ScopeChoice, NamesAGroupNodeIfEachHostHoldsOne) {
   const std::vector<PartMoments> calls = {normal_parts(4, 4)};
   const auto third = [&](const Hosts& hosts) { return candidates(choose(calls, 4, hosts))[1]; };
 
@@ -75,7 +75,7 @@ TEST(ScopeChoice, CallsAGroupNodeThatEachHostHolds) {
   EXPECT_EQ(third({7, 7, -2, 5}), "group:2");
 }
 
-TEST(ScopeChoice, ExtrapolatesWhatOneNormBatchCannotSay) {
+TEST(ScopeChoice, ExtrapolatesForASingleNormBatch) {
   const ScopeChoice choice = choose({normal_parts(4, 4, 1)}, 1000, Hosts(4, 0));
 
   const ScopeCandidate& world = choice.candidates.back();
@@ -94,8 +94,8 @@ TEST(ScopeChoice, IsMadeForTheNoisiestCall) {
             independent_values(calls[1], kEps).value().value);
 }
 
-TEST(ScopeChoice, OfCallsOfDifferentDataKeepsThemApart) {
-  // Each call is as good as the other; pooled, their different means would look like noise.
+TEST(ScopeChoice, DoesNotPoolCallsWithDifferentData) {
+  // Both calls are equally good. Pooled, their different means would look like noise.
   PartMoments far = normal_parts(4, 16);
   for (std::size_t i = 0; i < far.rows.size(); ++i) {
     const auto channels = static_cast<std::size_t>(far.channels);
@@ -106,7 +106,7 @@ TEST(ScopeChoice, OfCallsOfDifferentDataKeepsThemApart) {
   EXPECT_EQ(chosen(choose({normal_parts(4, 16), far}, 12, Hosts(4, 0))), "local");
 }
 
-TEST(ScopeChoice, OfWhatCannotBeComparedIsWorld) {
+TEST(ScopeChoice, IsWorldIfNothingCanBeCompared) {
   const ScopeChoice choice =
       choose({moments_of(1, 2, 1,
                          [](auto, auto k, auto) {

@@ -84,7 +84,7 @@ std::string refusal_of(const std::string& text) {
   return "";
 }
 
-TEST(ScopeTest, UnknownWordsAreRefusedWithWhatCanBeWritten) {
+TEST(ScopeTest, UnknownWordsAreRefusedWithTheValidSpellings) {
   for (const std::string text :
        {"", "World", " world", "world ", "local:1", "node:", "world:2", "slices", "group",
         "norm_batch", "ranks", "slices=4", "everyone", ":", ":4"}) {
@@ -131,7 +131,7 @@ TEST(ScopeTest, MalformedRanksAreRefused) {
   EXPECT_THROW((void)Scope::ranks({{0}, {}}), ArgumentError);
 }
 
-// Pieces of what can be written, of what nearly can, and numbers around the ends of their types.
+// Valid and nearly valid pieces in random order, and numbers around the limits of their types.
 std::string hostile_text(std::mt19937& random) {
   static const std::vector<std::string> kPieces = {"slices",
                                                    "local",
@@ -169,7 +169,7 @@ std::string hostile_text(std::mt19937& random) {
   for (auto pieces = random() % 6; pieces > 0; --pieces) {
     text += kPieces[random() % kPieces.size()];
   }
-  // Half of them begin as what can be written does.
+  // Half of the texts start like a valid spelling.
   if (random() % 2 == 0) text.insert(0, kPieces[random() % 7] + ":");
   return text;
 }

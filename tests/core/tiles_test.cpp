@@ -41,7 +41,7 @@ TEST_P(TilesTest, PivotSamplesSpreadOverTheTileAndStayInside) {
     ASSERT_GE(samples.count, 1);
     ASSERT_LE(samples.count, shape.pivot_samples);
     ASSERT_LT(last, n);
-    // Of the tile at most half lies behind the last sample.
+    // At most half of the tile comes after the last sample.
     ASSERT_LE(n - 1 - last, n / 2);
   }
 }

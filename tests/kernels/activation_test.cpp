@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What is normalized and activated in one sweep is, to the bit, what a sequence of single
-// operations makes, each of which stores its result.
+// Normalizing and activating in one sweep gives the same bits as a sequence of single operations,
+// each of which stores its result.
 #include "tests/support/activation.h"
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct Layer {
 
 class ActivatedKernels : public KernelSuite {
  protected:
-  // Calls check(activation, shape, x, dy) for what can go wrong.
+  // Calls check(activation, shape, x, dy) for all difficult cases.
   template <class Check>
   static void for_activations(const Check& check) {
     for (const Shape& shape : shapes_under_test()) {
@@ -89,7 +89,7 @@ TEST_P(ActivatedKernels, NormalizeAsSingleOperationsDo) {
   });
 }
 
-// dz as single operations store it.
+// dz as single operations would store it.
 Tensor specified_dz(const Kernels& kernels, const ActivationFunction& activation, const Tensor& x,
                     const Tensor& dy, Layer& layer) {
   Tensor z(x.dtype(), x.view().layout(), x.samples(), x.channels(), x.positions());
@@ -137,7 +137,7 @@ TEST_P(ActivatedKernels, FindTheGradientFromTheOutput) {
   });
 }
 
-TEST_P(ActivatedKernels, SumAndApplyTheGradientThatIsKeptNowhere) {
+TEST_P(ActivatedKernels, SumAndApplyAGradientThatIsNeverStored) {
   if (kernels().add_activated_gradient_sums == nullptr) return;  // a device writes dz first
   for_activations([](const ActivationFunction& activation, const Shape& shape, const Tensor& x,
                      const Tensor& dy) {

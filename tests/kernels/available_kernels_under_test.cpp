@@ -24,9 +24,9 @@ std::vector<Shape> shapes_under_test() {
     shapes.push_back({2, channels, 5});
     shapes.push_back({3, channels, 1});
   }
-  // Several channels' small planes at a time, and what is left of them.
+  // Several channels' small planes at a time, and the channels that remain.
   for (const std::int64_t positions : {20, 33, 49, 64}) shapes.push_back({2, 35, positions});
-  // Rows of 16-bit elements that are taken one at a time, and a few at a time.
+  // Rows of 16-bit elements that are taken one at a time, or several at a time.
   shapes.push_back({2, 512, 5});
   shapes.push_back({2, 192, 133});
   return shapes;

@@ -59,7 +59,7 @@ TEST_P(KernelBits, FollowTheSpecification) {
     const ChannelArray weight = parameters(DType::kFloat32, shape.channels, 1.5);
     const ChannelArray bias = parameters(DType::kFloat32, shape.channels, 0.0);
     for (const Inputs inputs : kAllInputs) {
-      // Beyond the coarsest grid sums of several tiles depend on their order, and may.
+      // Beyond the coarsest grid, sums of several tiles may depend on the order of the tiles.
       const std::int64_t tiles = shape.samples * tiles_per_sample(layout(), shape.positions);
       if (inputs == Inputs::kHuge && tiles > 1) continue;
       SCOPED_TRACE(describe(shape, inputs));
@@ -76,16 +76,16 @@ TEST_P(KernelBits, FollowTheSpecification) {
   }
 }
 
-// Sums whose float32 parts are finite, but not their sum: no reason to sum again in float64.
+// float32 sums that are finite, although their total is not: no reason to sum again in float64.
 TEST_P(KernelBits, GradientsNearTheEndOfFloat32FollowTheSpecification) {
-  if (dtype() == DType::kFloat16) return;  // its numbers end long before
+  if (dtype() == DType::kFloat16) return;  // its range ends long before
   Tensor x = tensor({2, 9, 2});
   Tensor dy = tensor({2, 9, 2});
   x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
     x.set(n, c, p, 1.0);
     dy.set(n, c, p, p == 0 ? 2.9e38 : 1.2345e31);
   });
-  OwnedStatistics statistics(9);  // of mean zero: the two sums are equal
+  OwnedStatistics statistics(9);  // of mean zero, which makes the two sums equal
   OwnedLimbs limbs(9);
 
   kernels().add_gradient_sums({}, x.view().read_only(), dy.view().read_only(),
@@ -114,7 +114,7 @@ void expect_equal_runs(KernelRun& got, KernelRun& expected) {
 
 TEST_P(KernelBits, DoNotDependOnThreads) {
   // Enough elements for three threads; more and fewer channels than threads; rows of channels that
-  // are long enough to be cut in two.
+  // are long enough to be split in two.
   for (const Shape& shape : {Shape{5, 12, 1000}, {3, 2, 10000}, {400, 150, 1}, {3, 2048, 9}}) {
     SCOPED_TRACE(describe(shape, Inputs::kMeanOf1e3Deviations));
     const Tensor x = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kX);
@@ -153,7 +153,7 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
     }
     std::copy(total.begin(), total.end(), sum.view().data);
 
-    // Adding nothing brings limbs into canonical form.
+    // Adding zeros brings limbs into canonical form.
     Tensor one = tensor({1, 5, 130});
     one.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) { one.set(n, c, p, 0.0); });
     kernels().add_moments({}, one.view().read_only(), sum.view());
@@ -162,7 +162,7 @@ TEST_P(KernelBits, DoNotDependOnHowSamplesAreSplitAndOrdered) {
   }
 }
 
-// Writes the outputs at once, and again some samples and channels at a time.
+// Writes the outputs in one call, and again in parts of some samples and channels.
 void expect_outputs_of_parts(const Kernels& kernels, const Tensor& x, Tensor y, Tensor dx) {
   const std::int64_t channels = x.channels();
   OwnedStatistics statistics(channels);
@@ -208,11 +208,11 @@ void expect_outputs_of_parts(const Kernels& kernels, const Tensor& x, Tensor y, 
 
 TEST_P(KernelBits, LargeOutputsAreThoseOfTheirParts) {
   for (const Shape& shape : {
-           // Above 2 MiB, so that the output exceeds a core's cache; its samples do not. Rows of 32
-           // channels fill whole cache lines; planes are long enough to need not.
+           // Above 2 MiB: the output exceeds a core's cache, but its samples do not. Rows of 32
+           // channels fill whole cache lines; planes are long enough not to need to.
            Shape{12, 32, 8192 / size_of(dtype()) + 5},
-           // More than 512 KiB, so that rows are gone through in several runs: odd ones, short ones
-           // of whole cache lines, long ones, one that is cut, one of more than a run's length.
+           // More than 512 KiB: rows are read in several runs. Odd rows, short ones of whole cache
+           // lines, long ones, one that is cut, and one longer than a run.
            Shape{1, 24, 12001},
            Shape{1, 96, 3001},
            Shape{3001, 96, 1},
@@ -229,8 +229,7 @@ TEST_P(KernelBits, LargeOutputsAreThoseOfTheirParts) {
   }
 }
 
-// Independent of every formula: the limbs of the sum of single elements are those of an integer
-// sum.
+// Independent of all formulas: the limbs of a sum of single elements are those of an integer sum.
 TEST_P(KernelBits, SumsOfSingleElementsAreExact) {
   const Shape shape{150, 25, 1};
   Tensor x = tensor(shape);
@@ -250,18 +249,18 @@ TEST_P(KernelBits, SumsOfSingleElementsAreExact) {
   }
 }
 
-// However far apart the elements lie: squares of few bits are added in other ways than those of
-// many.
+// However much the elements differ in size: squares with few bits are added in another way than
+// squares with many.
 TEST_P(KernelBits, SumsOfSquaresOfSingleElementsAreExact) {
-  if (dtype() == DType::kFloat64) return;  // whose squares are pairs
+  if (dtype() == DType::kFloat64) return;  // its squares are pairs
   const Shape shape{150, 25, 1};
   for (const int span : {0, 7, 11, 12, 13, 14, 15, 16, 17, 21, 22, 23, 24, 40}) {
     if (dtype() == DType::kFloat32 && span > 24) continue;  // bits below the finest grid
     SCOPED_TRACE(span);
     Tensor x = tensor(shape);
     x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-      // All bits of every significand set; a third of the elements small in some channels, few in
-      // the others.
+      // All bits of every significand are set. In some channels a third of the elements are small,
+      // in the others few.
       const double widest = dtype() == DType::kFloat32 ? 2.0 - 0x1p-23 : 2.0 - 0x1p-7;
       const bool is_small = n % (c % 2 == 0 ? 3 : 30) == 0;
       x.set(n, c, p, std::ldexp(widest, is_small ? -span : 0) * (n % 2 == 0 ? 1.0 : -1.0));
@@ -284,7 +283,7 @@ INSTANTIATE_TEST_SUITE_P(Cpu, KernelBits,
                                             ::testing::ValuesIn(kAllLayouts)),
                          name_of_combination);
 
-// Limbs as constants, so that machines which never meet are held to the same bits.
+// Recorded limbs, which hold machines that never meet to the same bits.
 struct Golden {
   DType dtype;
   Layout layout;

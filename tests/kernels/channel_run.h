@@ -16,7 +16,7 @@ namespace normscope::testing {
 inline constexpr double kEps = 1e-5;
 inline constexpr double kMomentum = 0.1;
 
-// Limbs of their own.
+// Limbs in memory of their own.
 class OwnedLimbs {
  public:
   explicit OwnedLimbs(std::int64_t channels)
@@ -48,7 +48,7 @@ class OwnedStatistics {
   std::vector<double> numbers_;
 };
 
-// Every kernel of a backend once, in the order of a training step of one rank.
+// Runs every kernel of a backend once, in the order of a training step of one rank.
 struct KernelRun {
   explicit KernelRun(const Tensor& x)
       : y(x),
@@ -92,7 +92,7 @@ struct KernelRun {
   return run;
 }
 
-// Weights and biases that no two channels share.
+// Weights or biases that differ between all channels.
 [[nodiscard]] inline ChannelArray parameters(DType dtype, std::int64_t channels, double offset) {
   ChannelArray values(dtype, channels, 0.0);
   for (std::int64_t c = 0; c < channels; ++c) {

@@ -31,7 +31,7 @@ void expect_near(double got, long double expected, long double tolerance) {
       << "got " << got << ", expected " << static_cast<double>(expected);
 }
 
-// Channel c of a run against the oracle.
+// Checks channel c of a run against the oracle.
 void check_channel(const Tensor& x, const Tensor& dy, KernelRun& run, std::int64_t c,
                    Affine affine) {
   const auto i = static_cast<std::size_t>(c);
@@ -47,7 +47,7 @@ void check_channel(const Tensor& x, const Tensor& dy, KernelRun& run, std::int64
     return;
   }
   const StatisticsError error = statistics_error(dtype, moments, kEps);
-  // Both means are pairs, whose difference is formed part by part.
+  // Both means are pairs, which are subtracted part by part.
   expect_near(statistics.mean_lo[c], moments.mean_rest - (statistics.mean_hi[c] - moments.mean),
               error.mean + moments.mean_error());
   const long double inv_std = moments.inv_std(kEps);
@@ -179,13 +179,13 @@ void KernelContract::expect_strides_and_parts_change_nothing(const Shape& shape)
 }
 
 TEST_P(KernelContract, StridesAndPartsOfTensorsChangeNothingAndNothingElseIsWritten) {
-  // Rows of whole vectors are written in another way where they are aligned.
+  // Rows of whole vectors are written in another way if they are aligned.
   for (const Shape& shape : {Shape{3, 13, 70}, {3, 96, 70}}) {
     ASSERT_NO_FATAL_FAILURE(expect_strides_and_parts_change_nothing(shape));
   }
 }
 
-TEST_P(KernelContract, StridesAlongOneElementMayBeAnything) {
+TEST_P(KernelContract, StridesOfExtentsOfOneMayBeAnything) {
   for (const Shape& shape : {Shape{1, 64, 1}, {5, 64, 1}, {1, 64, 9}}) {
     Tensor x = tensor(shape);
     fill(x, Inputs::kCentred, Role::kX);
@@ -252,7 +252,7 @@ INSTANTIATE_TEST_SUITE_P(Available, KernelContract,
                                             ::testing::ValuesIn(kAllLayouts)),
                          name_of_combination);
 
-// One 2 x 3 tensor of one channel, computed by hand.
+// Small tensors, computed by hand.
 class HandComputed : public ::testing::TestWithParam<const Kernels*> {};
 
 TEST_P(HandComputed, TwoSamplesOfThreePositions) {

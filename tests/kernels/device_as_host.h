@@ -14,12 +14,11 @@
 
 namespace normscope::testing {
 
-// The kernels of a device in the table of the host's, so that one suite holds both to the same
-// contract. The device's memory is within the host's reach, and its kernels have ended when they
-// return.
+// The kernels of a device in the host's table, which lets one suite hold both to the same contract.
+// The host can access the device's memory, and kernels have ended when they return.
 template <const DeviceKernels& (*kDevice)()>
 struct DeviceAsHost {
-  // Memory of one call: the device's conventions say what must be zero before and after.
+  // The memory of one call. By the device's conventions, some of it is zero before and after.
   struct Memory {
     explicit Memory(std::int64_t channels)
         : zeros(static_cast<std::size_t>(device_scratch_size(channels, 1))),
@@ -39,7 +38,7 @@ struct DeviceAsHost {
       std::copy_n(from.inv_std, channels_, statistics.data() + 2 * channels_);
     }
 
-    // Holds the device to what it promises of the scratch memory.
+    // Checks what the device promises about the scratch memory.
     void finish() const {
       if (std::ranges::any_of(zeros, [](double number) { return number != 0.0; })) {
         throw std::logic_error("the scratch memory: expected zeros after a call");
@@ -59,7 +58,7 @@ struct DeviceAsHost {
     return x.channels;
   }
 
-  // limbs += the message's, in canonical form.
+  // Adds the limbs of a message to `limbs`, which end in canonical form.
   static void add(const LimbsView& sent, const LimbsView& limbs) {
     for (int sum = 0; sum < kSums; ++sum) {
       for (std::int64_t c = 0; c < limbs.channels; ++c) {
@@ -90,7 +89,7 @@ struct DeviceAsHost {
     add(memory.sent().limbs(), limbs);
   }
 
-  // Limbs as a message that one rank has sent, whose header says `count`.
+  // Turns limbs into a message that one rank has sent, with `count` in its header.
   static NormBatches send(Memory& memory, LimbsView limbs, double count) {
     for (int sum = 0; sum < kSums; ++sum) {
       for (int k = 0; k < kLimbs; ++k) {

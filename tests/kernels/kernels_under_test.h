@@ -9,13 +9,14 @@
 
 namespace normscope::testing {
 
-// What the suites of this folder run over: each executable that they are linked into has its own.
+// What the suites of this folder run over. Each executable that links them defines its own.
 [[nodiscard]] std::vector<const Kernels*> kernels_under_test();
 
-// Those of them that promise equal bits; the reference promises accuracy only.
+// Those that promise equal bits; the reference promises accuracy only.
 [[nodiscard]] std::vector<const Kernels*> kernels_with_equal_bits();
 
-// A device's, in executables for one. They have ended when they return, as those of the host have.
+// The kernels of a device, in executables for one. They have ended when they return, as on the
+// host.
 [[nodiscard]] const DeviceKernels& device_kernels_under_test();
 
 // Lengths around vectors, lanes and tiles; numbers of channels around vectors and blocks of them.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which backends run here, and how one is forced. default_kernels() looks at the environment once,
-// so that every choice is made in a process of its own.
+// Which backends run here, and how one is forced. default_kernels() reads the environment once, so
+// every choice is made in a process of its own.
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -31,7 +31,7 @@ std::vector<std::string> names_of(std::span<const Kernels* const> kernels) {
   return names;
 }
 
-// What the operating system says, which is not what the library asks.
+// What the operating system says, which the library does not use.
 std::set<std::string> processor_flags() {
   std::ifstream file("/proc/cpuinfo");
   for (std::string line; std::getline(file, line);) {

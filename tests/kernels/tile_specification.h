@@ -19,7 +19,7 @@ namespace normscope::testing {
 // promises equal bits must give the canonical limbs of specified_moments and
 // specified_gradient_sums, and the elements of specified_y and specified_dx.
 
-// Elements of one tile, one sample and channel, in the order of their positions.
+// The elements of one tile, of one sample and channel, in the order of their positions.
 template <class Element>
 class Tile {
  public:
@@ -41,7 +41,7 @@ class Tile {
   std::int64_t size_;
 };
 
-// The upper half of the lanes is added to the lower half until one is left.
+// Adds the upper half of the lanes to the lower half until one is left.
 template <class Real>
 Real fold(std::span<Real> lanes) {
   for (; lanes.size() > 1; lanes = lanes.first(lanes.size() / 2)) {
@@ -50,7 +50,7 @@ Real fold(std::span<Real> lanes) {
   return lanes[0];
 }
 
-// Every lane adds its terms, term(position), in the order of their positions, beginning with zero.
+// Every lane adds its terms, term(position), in the order of their positions, starting at zero.
 template <class Real, class Term>
 Real sum_in_lanes(Layout layout, std::int64_t size, const Term& term) {
   Real lanes[kMaxLanes] = {};
@@ -58,7 +58,7 @@ Real sum_in_lanes(Layout layout, std::int64_t size, const Term& term) {
   return fold(std::span(lanes).first(static_cast<std::size_t>(tile_shape(layout).lanes)));
 }
 
-// The mean of spread elements, added in lanes of one element each.
+// The mean of some of the elements, added in lanes of one element each.
 template <class Real, class Element>
 Real pivot_of(Layout layout, const Tile<Element>& tile) {
   const PivotSamples samples = pivot_samples(layout, tile.size());
@@ -116,8 +116,8 @@ struct ChannelLimbs {
   }
 };
 
-// Sums in the type of the arithmetic; where they are not finite, again in float64 about a pivot
-// whose samples are added in float64 and which is rounded to the type of the arithmetic.
+// Sums in the type of the arithmetic. If they are not finite, sums again in float64, around a pivot
+// that is summed in float64 and rounded to the type of the arithmetic.
 template <class Element>
 TileMoments<double> tile_moments(Layout layout, const Tile<Element>& tile) {
   using Real = Arithmetic<Element>;

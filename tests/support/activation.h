@@ -26,8 +26,8 @@ inline constexpr ActivationFunction kAllActivations[] = {
   return "unknown";
 }
 
-// Single operations on elements of a dtype, each of which stores its result: by the formulas of
-// core/activation_functions.h, which have tests of their own.
+// Single operations on elements of a dtype, each of which stores its result. They use the formulas
+// of core/activation_functions.h, which have their own tests.
 
 [[nodiscard]] inline double activated(DType dtype, const ActivationFunction& activation, double z) {
   return with_element_type(dtype, [&]<class Element>(Element*) {

@@ -9,7 +9,7 @@
 
 namespace normscope::testing {
 
-// Every task of a parallel loop in a thread of its own, whatever their number.
+// Runs every task of a parallel loop in its own thread, however many there are.
 [[nodiscard]] inline Execution on_threads(int threads) {
   const auto parallel_for = [](std::int64_t tasks, const Task& task) {
     std::vector<std::thread> running;

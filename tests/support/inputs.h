@@ -14,17 +14,17 @@
 
 namespace normscope::testing {
 
-// What inputs can look like that arithmetic gets wrong.
+// Kinds of inputs that arithmetic may get wrong.
 enum class Inputs {
   kCentred,
   kMeanOf1e3Deviations,
   kMeanOf1e4Deviations,
   kMeanOf1e6Deviations,
   kConstant,
-  kHuge,  // squares overflow the type of the arithmetic, but for float64
+  kHuge,  // squares overflow the type of the arithmetic, except float64
   kTiny,  // squares underflow
   kDenormal,
-  kPaddedCorner,  // zeros beside off-centre data: the first element tells nothing about the others
+  kPaddedCorner,  // zeros next to off-centre data: the first element says little of the others
   kInfinity,      // one element of every third channel
   kNaN,           // one element of every third channel
 };
@@ -58,7 +58,7 @@ inline constexpr Inputs kAllInputs[] = {Inputs::kCentred,
   return "unknown";
 }
 
-// Sizes that a type can hold.
+// Sizes that a type can represent.
 struct Sizes {
   double huge;
   double tiny;
@@ -74,10 +74,10 @@ struct Sizes {
   return {1e30, 1e-30, 1e-40};
 }
 
-// Streams of random numbers that have nothing to do with each other.
+// Independent streams of random numbers.
 enum class Role : std::uint64_t { kX = 1, kDy, kParameters };
 
-// The element of sample n (its number in the whole batch, wherever it lies), before rounding to
+// The element of sample n (its number in the whole batch, on whatever rank), before rounding to
 // dtype.
 [[nodiscard]] inline double input_at(Inputs inputs, DType dtype, Role role, std::int64_t n,
                                      std::int64_t c, std::int64_t p) {
@@ -108,7 +108,7 @@ enum class Role : std::uint64_t { kX = 1, kDy, kParameters };
   return samples;
 }
 
-// Fills the tensor with those samples of the whole batch.
+// Fills the tensor with the given samples of the whole batch.
 inline void fill(Tensor& tensor, Inputs inputs, Role role, std::span<const std::int64_t> samples) {
   tensor.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
     tensor.set(n, c, p,

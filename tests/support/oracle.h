@@ -12,19 +12,19 @@
 
 namespace normscope::testing {
 
-// Two-pass batch normalization in long double, by the definition: what is right. A norm batch is a
-// list of tensors, such as those of several ranks.
+// Two-pass batch normalization in long double, by definition: the correct results. A norm batch is
+// a list of tensors, such as those of several ranks.
 using NormBatch = std::vector<const Tensor*>;
 
 struct ChannelMoments {
   std::int64_t count = 0;
   long double mean = 0.0L;
-  long double mean_rest = 0.0L;          // what the mean has beyond a long double
+  long double mean_rest = 0.0L;          // of the mean, below the precision of a long double
   long double variance = 0.0L;           // divides by count
   long double largest = 0.0L;            // |x|
   long double largest_deviation = 0.0L;  // |x - mean|
 
-  // What rounding may do to mean + mean_rest: mean_rest is a sum of `count` terms as small as the
+  // The rounding error of mean + mean_rest: mean_rest is a sum of `count` terms as small as the
   // deviations.
   [[nodiscard]] long double mean_error() const {
     return static_cast<long double>(count) * 0x1p-64L * (largest_deviation + std::abs(mean_rest));

@@ -23,8 +23,8 @@ namespace normscope::testing {
 
 using RankBody = std::function<void(int rank)>;
 
-// Runs body(0) ... body(ranks - 1), each in a thread of its own, and throws again what was thrown
-// first in time: what others throw is often only its echo.
+// Runs body(0) ... body(ranks - 1), each in its own thread. Rethrows what was thrown first in time:
+// what others throw is often only a consequence.
 inline void spawn_threads(int ranks, const RankBody& body) {
   std::mutex mutex;
   std::exception_ptr first;
@@ -48,13 +48,13 @@ struct RankFailure {
   std::string reason;  // "killed by signal 9", "failed assertions", or the text of an exception
 };
 
-// One message from a rank's process. Not longer than PIPE_BUF, so that the messages do not mix.
+// One message from a rank's process. At most PIPE_BUF long, which keeps messages from mixing.
 struct RankReport {
   int rank;
   char reason[1000];
 };
 
-// The whole life of a rank's process.
+// The entire life of a rank's process.
 [[noreturn]] inline void live_as_rank(int rank, const RankBody& body, int report_to) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   std::string reason;
@@ -73,8 +73,8 @@ struct RankReport {
   _exit(0);
 }
 
-// Runs body(0) ... body(ranks - 1), each in a forked process of its own. The ranks that failed, in
-// the order of time; those that a signal ended come last.
+// Runs body(0) ... body(ranks - 1), each in a forked process of its own. Returns the ranks that
+// failed, in order of time; those killed by a signal come last.
 inline std::vector<RankFailure> failures_of_processes(int ranks, const RankBody& body) {
   int pipe_ends[2];
   if (pipe(pipe_ends) != 0) throw std::runtime_error("cannot make a pipe");
@@ -110,14 +110,14 @@ inline std::vector<RankFailure> failures_of_processes(int ranks, const RankBody&
   return failures;
 }
 
-// The same, and throws the first failure as std::runtime_error.
+// The same, but throws the first failure as std::runtime_error.
 inline void spawn_processes(int ranks, const RankBody& body) {
   const std::vector<RankFailure> failures = failures_of_processes(ranks, body);
   if (failures.empty()) return;
   throw std::runtime_error("rank " + std::to_string(failures[0].rank) + ": " + failures[0].reason);
 }
 
-// Holds ranks without a call to the group under test.
+// Holds ranks back without a call to the group under test.
 class Gate {
  public:
   Gate() = default;
@@ -125,7 +125,7 @@ class Gate {
   Gate& operator=(const Gate&) = delete;
   virtual ~Gate() = default;
 
-  // Lets that many calls of wait() pass.
+  // Lets `ranks` calls of wait() pass.
   virtual void open_for(int ranks) = 0;
   virtual void wait() = 0;
 };

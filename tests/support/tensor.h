@@ -16,7 +16,7 @@
 
 namespace normscope::testing {
 
-// The same number to the bit; NaN payloads are outside the promise.
+// The same number to the bit. Payloads of NaNs are not promised.
 [[nodiscard]] inline bool same_bits(double a, double b) {
   return std::bit_cast<std::uint64_t>(a) == std::bit_cast<std::uint64_t>(b) ||
          (std::isnan(a) && std::isnan(b));
@@ -28,7 +28,7 @@ inline constexpr Layout kAllLayouts[] = {Layout::kChannelsFirst, Layout::kChanne
   return layout == Layout::kChannelsFirst ? "channels_first" : "channels_last";
 }
 
-// Elements that belong to nobody: before the first row, behind each row, behind each sample.
+// Unused elements: before the first row, after each row, and after each sample.
 struct Gaps {
   std::int64_t before = 0;
   std::int64_t row = 0;
@@ -95,7 +95,7 @@ class Tensor {
     }
   }
 
-  // Whether nothing was ever written but elements of `written`, a part of this tensor.
+  // Whether nothing outside `written`, a part of this tensor, was ever written.
   [[nodiscard]] bool untouched_outside(const TensorView& written) const {
     const std::int64_t size = size_of(view_.dtype);
     std::vector<bool> may_be_written(bytes_.size());

@@ -11,8 +11,8 @@
 
 namespace normscope::testing {
 
-// Bounds of what rounding may do to a result: first order in u, the unit roundoff of the type that
-// the arithmetic is done in. They hold for any input, so that no test depends on luck.
+// Bounds on rounding errors, to first order in u, the unit roundoff of the type of the arithmetic.
+// They hold for any input, so no test depends on luck.
 
 [[nodiscard]] inline long double unit_roundoff(DType dtype) {
   switch (dtype) {
@@ -24,7 +24,7 @@ namespace normscope::testing {
   return 1.0L;
 }
 
-// Half of the smallest denormal: what rounding to the type may add where numbers underflow.
+// Half of the smallest denormal: the error of rounding to the type if numbers underflow.
 [[nodiscard]] inline long double underflow(DType dtype) {
   switch (dtype) {
     case DType::kFloat64: return 0x1p-1075L;
@@ -53,9 +53,9 @@ namespace normscope::testing {
          arithmetic_roundoff(dtype);
 }
 
-// Totals are exact but for what is below the finest grid (half of it for each of two parts a tile,
-// at most one tile an element) and for double-double arithmetic: fewer than 2^8 u^2 of the largest
-// term. Beyond 2^71 they are as good as float64 sums.
+// Totals are exact except for what is below the finest grid (half a grid for each of two parts per
+// tile, with at most one tile per element) and for double-double arithmetic: fewer than 2^8 u^2 of
+// the largest term. Beyond 2^71 they are as good as float64 sums.
 [[nodiscard]] inline long double total_error(std::int64_t count, long double largest) {
   constexpr long double kFinestGrid = grid(kLimbs - 1);
   const auto n = static_cast<long double>(count);
@@ -69,9 +69,9 @@ struct StatisticsError {
   long double relative_inv_std = 0.0L;
 };
 
-// A tile's pivot lies between its elements, so that |x - pivot| is at most twice the largest
-// deviation d. With g = tile_sum_roundoff: the mean of s is wrong by 2 g d, that of q by 4 g d^2,
-// and the error of s counts in the variance with 2 |pivot - mean| <= 4 d.
+// A tile's pivot is between its elements, so |x - pivot| is at most twice the largest deviation d.
+// With g = tile_sum_roundoff: the mean of s has an error of 2 g d, that of q one of 4 g d^2, and
+// the error of s enters the variance with the factor 2 |pivot - mean| <= 4 d.
 [[nodiscard]] inline StatisticsError statistics_error(DType dtype, const ChannelMoments& moments,
                                                       double eps) {
   const long double g = tile_sum_roundoff(dtype);
@@ -81,7 +81,7 @@ struct StatisticsError {
   const long double total_of_squares =
       total_error(moments.count, moments.largest * moments.largest);
   StatisticsError error;
-  // The mean is kept as a pair: u^2, or what underflows in its second part.
+  // The mean is kept as a pair: u^2, or the underflow of its second part.
   error.mean = 2 * g * d + total_of_x + u * u * std::abs(moments.mean) + underflow(dtype);
   error.variance = 12 * g * d * d + total_of_squares + 2 * moments.largest * total_of_x;
   // sqrt and the division, in float64.
@@ -91,7 +91,7 @@ struct StatisticsError {
 }
 
 // y = ((x - hi) - lo) * scale + bias: two roundings of x - mean, one of scale, one of the product,
-// one of the sum, one more for the bias that is read.
+// one of the sum, and one of the bias.
 [[nodiscard]] inline long double y_error(DType dtype, const ChannelMoments& moments, double eps,
                                          Affine affine, const StatisticsError& error, double x) {
   const long double u = arithmetic_roundoff(dtype);
@@ -123,8 +123,7 @@ struct GradientError {
   return result;
 }
 
-// dx = ((dy - g1 / n) - ((x - hi) - lo) * slope) * scale: at most six roundings on the way of any
-// term.
+// dx = ((dy - g1 / n) - ((x - hi) - lo) * slope) * scale: at most six roundings affect any term.
 [[nodiscard]] inline long double dx_error(DType dtype, const ChannelGradients& gradients,
                                           double weight, long double inv_std, long double xhat,
                                           double dy, const StatisticsError& error,

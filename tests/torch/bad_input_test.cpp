@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Ranks, tensors and devices that do not fit: an exception that says so, on every rank.
+// Ranks, tensors and devices that do not fit: every rank gets an exception that says so.
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -94,7 +94,7 @@ TEST(BadInput, TensorsThatDoNotFitTheLayerAreNamed) {
               HasSubstr("x: expected float32, float64, bfloat16 or float16, got Long"));
 }
 
-TEST(BadInput, ADeviceThatIsNotThereIsAnExceptionOnTheWayThere) {
+TEST(BadInput, MovingToAMissingDeviceThrows) {
   nn::BatchNorm2d layer(3);
   const auto device = torch::cuda::is_available() ? torch::kHPU : torch::kCUDA;
 

@@ -29,7 +29,7 @@ at::Tensor random(at::IntArrayRef shape, std::uint64_t seed) {
   return torch::randn(shape, generator, torch::kDouble) * 3 + 7;
 }
 
-// What a training step leaves behind.
+// The results of a training step.
 struct Step {
   at::Tensor y, dx, dweight, dbias, running_mean, running_var, tracked;
 };
@@ -52,7 +52,7 @@ struct Sharing {
   const char* name;
   int ranks;
   Scope scope;
-  std::vector<int> leaders;  // of each rank, the first of those that it shares with
+  std::vector<int> leaders;  // for each rank, the first of those that it shares with
 };
 
 class ModuleOnRanks : public ::testing::TestWithParam<Sharing> {};
@@ -195,7 +195,7 @@ TEST(Module, PrintsItsScope) {
             "track_running_stats=true, scope=group:4)");
 }
 
-TEST(Module, WithAnActivationIsThatOfTorchAfterIt) {
+TEST(Module, WithAnActivationEqualsTorchsActivationAfterIt) {
   const at::Tensor x = random({4, 3, 5, 5}, 0);
   const at::Tensor residual = random({4, 3, 5, 5}, 1) - 7;
   const auto sum = [](const at::Tensor& y, const at::Tensor& added) {
@@ -245,7 +245,7 @@ TEST(Module, PrintsItsActivation) {
   EXPECT_THAT(text.str(), HasSubstr("scope=world, activation=silu)"));
 }
 
-TEST(Module, StandsInASequentialWithoutAWrapper) {
+TEST(Module, WorksInASequentialWithoutAWrapper) {
   torch::nn::Sequential net(torch::nn::BatchNorm1d(3), nn::BatchNorm1d(3));
 
   EXPECT_EQ(net->forward(torch::randn({4, 3})).sizes(), (std::vector<std::int64_t>{4, 3}));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The communicator over process groups of torch, whose backend keeps to what NCCL's asks of
-// callers.
+// The communicator over process groups of torch, with a backend that asks the same of its callers
+// as NCCL's.
 #include "normscope/torch/c10d_communicator.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ namespace normscope::testing {
 namespace {
 
 using binding::C10dCommunicator;
-// A device whose memory is the host's, for a group with a backend of its own for devices.
+// A device whose memory is the host's, for a group with a separate backend for devices.
 constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
 C10_REGISTER_GUARD_IMPL(PrivateUse1, c10::impl::NoOpDeviceGuardImpl<kDevice>)
 
@@ -78,7 +78,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 using ::testing::ElementsAre;
 using namespace std::chrono_literals;
 
-// What a backend and its parts were asked for.
+// What a backend and its parts were asked to do.
 struct Calls {
   std::atomic<int> sums = 0;
   std::atomic<int> splits = 0;
@@ -86,15 +86,14 @@ struct Calls {
   std::atomic<int> aborts_of_parts = 0;
 };
 
-// A backend of which more is known than of the others, to the program alone.
+// Backend options of a type that only the program knows.
 struct OptionsOfTheProgram final : c10d::Backend::Options {
   OptionsOfTheProgram() : Options("nccl") {}
 };
 
-// Keeps to what NCCL's backend does: a group is connected by its first sum; all ranks of the group
-// take part in a split, those of no part with ranks that they are not among, and wait for each
-// other; the options given are the part's from then on; and a sum on the caller's stream comes
-// without a Work.
+// Behaves like NCCL's backend: a group is connected by its first sum; all ranks of the group take
+// part in a split, those without a part with ranks that they are not among, and wait for each
+// other; a part keeps the options that it is given; and a sum on the caller's stream has no Work.
 class SplittingBackend final : public StoreBackend {
  public:
   enum class Place { kGroup, kPart };
@@ -115,7 +114,7 @@ class SplittingBackend final : public StoreBackend {
     ++calls_.sums;
     std::vector<at::Tensor> of_host{on_host(tensors.front())};
     (void)StoreBackend::allreduce(of_host, options);
-    // Neither does it sum on a stream of its own, which would have to wait for the caller's.
+    // It does not sum on a stream of its own either, which would have to wait for the caller's.
     TORCH_CHECK(!options.asyncOp, "expected a sum on the caller's stream");
     return nullptr;
   }
@@ -171,7 +170,7 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Options = c10d::Backend::Options;
 using Body = std::function<void(Group group, Options& options, Calls& calls)>;
 
-// Each rank with a group whose backend does as NCCL's does.
+// Runs each rank with a group whose backend behaves like NCCL's.
 template <class OptionsOfBackend = Options, class... Arguments>
 void run_ranks(int ranks, const Body& body, const Arguments&... of_options) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -262,8 +261,8 @@ TEST(C10dCommunicator, APartHasACopyOfTheGroupsOptions) {
       "nccl");
 }
 
-// The backend looks up there what a default group that is not the process's first has left out.
-TEST(C10dCommunicator, RanksThatTheOptionsLackAreThereDuringASplit) {
+// The backend looks up ranks there. A default group that is not the process's first has none there.
+TEST(C10dCommunicator, RanksMissingFromTheOptionsAreSetDuringASplit) {
   run_ranks(
       2,
       [](const Group& group, Options& options, Calls& /*calls*/) {
@@ -371,7 +370,7 @@ class BackendBehindAWait final : public StoreBackend {
   }
 };
 
-TEST(C10dCommunicator, ASumThatEndsBehindALookIsASum) {
+TEST(C10dCommunicator, ASumThatEndsAfterAWaitGaveUpCounts) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   spawn_threads(2, [&](int rank) {
     const Group group = group_of(store, c10::make_intrusive<BackendBehindAWait>(store, rank, 2));

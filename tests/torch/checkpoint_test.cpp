@@ -24,7 +24,7 @@ namespace {
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
-// A file of this test, as long as this object lives.
+// A file of this test, which exists during this object's lifetime.
 class File {
  public:
   File()

@@ -37,7 +37,7 @@ std::string text_of_error(const Call& call) {
   return "";
 }
 
-// torch::nn::Sequential cannot stand in another one.
+// A torch::nn::Sequential cannot be nested in another one.
 struct BlockImpl : torch::nn::Module {
   BlockImpl() { layers = register_module("layers", layers); }
   at::Tensor forward(const at::Tensor& x) { return layers->forward(x); }
@@ -114,13 +114,13 @@ TEST(Convert, RefusesALayerThatAMemberHoldsBeforeAnythingHasChanged) {
   whole->push_back(std::make_shared<HoldsALayer>());
 
   EXPECT_THAT(text_of_error([&] { nn::convert(*whole, Scope::world(), group); }),
-              AllOf(HasSubstr("convert: 1.norm: expected a layer that the registry alone "
+              AllOf(HasSubstr("convert: 1.norm: expected a layer that only the registry "
                               "holds"),
                     HasSubstr("HoldsALayer")));
   EXPECT_NO_THROW(layer_at<torch::nn::BatchNorm2dImpl>(net, 0));
 }
 
-TEST(Convert, ReplacesALayerThatTheRegistryAloneHolds) {
+TEST(Convert, ReplacesALayerThatOnlyTheRegistryHolds) {
   const RankGroup group = alone();
   LooksALayerUp module;
 

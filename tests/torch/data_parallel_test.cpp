@@ -49,7 +49,7 @@ TEST(DataParallel, AllRanksGetTheParametersAndBuffersOfTheFirst) {
   });
 }
 
-TEST(DataParallel, GradientsBecomeTheirMeanAndOnesThatNobodyHasStayAway) {
+TEST(DataParallel, GradientsBecomeTheirMeanAndMissingOnesStayUndefined) {
   run_ranks(4, [](const RankGroup& group) {
     torch::nn::Linear everywhere(2, 3), somewhere(2, 2), nowhere(1, 1), frozen(1, 1);
     torch::nn::Sequential net(everywhere, somewhere, nowhere, frozen);
@@ -84,7 +84,7 @@ TEST(DataParallel, RanksWithDifferentModulesAllGetAnErrorThatSaysSo) {
   });
 }
 
-// Float64 to a few hundred roundings (2e-16) of numbers near one, over five steps.
+// A few hundred float64 roundings (2e-16) of numbers near one, over five steps.
 constexpr double kRounding = 1e-12;
 
 TEST(DataParallel, RanksTrainAsOneProcessWithAllSamples) {

@@ -12,7 +12,7 @@
 
 namespace normscope::testing {
 
-// Ranks that are threads, each with a group of its own.
+// Runs ranks as threads, each with its own group.
 inline void run_ranks(int ranks, const std::function<void(const RankGroup& group)>& body) {
   std::vector<std::unique_ptr<Communicator>> communicators = make_thread_communicators(ranks);
   spawn_threads(ranks, [&](int rank) {

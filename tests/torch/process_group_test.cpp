@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Process groups of torch that no Python has made: a TCPStore, and a backend of the program's own.
+// Process groups of torch that were made without Python: a TCPStore, and the program's own backend.
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -43,7 +43,7 @@ void run_over_a_store(int ranks, const std::function<void(const RankGroup& group
   });
 }
 
-// Leaves ranks of one host to the backend, where shared memory would take over.
+// Leaves ranks of one host to the backend; otherwise they would use shared memory.
 class WithoutSharedMemory {
  public:
   WithoutSharedMemory() { setenv("NORMSCOPE_SHARED_MEMORY", "0", 1); }

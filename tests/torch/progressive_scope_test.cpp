@@ -14,7 +14,7 @@
 namespace normscope::testing {
 namespace {
 
-// The scope of the layer before each of some steps.
+// The scope of the layer before each of the first `steps` steps.
 std::vector<std::string> scopes_of_steps(nn::ProgressiveScope schedule,
                                          const nn::BatchNorm1d& layer, int steps) {
   std::vector<std::string> scopes;

@@ -3,8 +3,9 @@
 // usage: python_counterpart <scope> <start> <inputs> <outputs> <end>
 //        python_counterpart <inputs>
 //
-// What compare_with_python.py has a C++ program do: from a checkpoint of a layer, one step with
-// some inputs; what came out, and the layer's checkpoint after it. Or a plan from some inputs.
+// What compare_with_python.py makes a C++ program do: load a checkpoint of a layer, take one step
+// with some inputs, and save the results and the layer's new checkpoint. Or make a plan from some
+// inputs.
 #include <cstdio>
 #include <exception>
 #include <span>
@@ -22,9 +23,9 @@ namespace {
 using normscope::nn::load_state_dict;
 using normscope::nn::save_state_dict;
 
-// Tensors under names.
+// Named tensors.
 struct Tensors : torch::nn::Module {
-  // By value: the module moves the tensors that it holds when it gets another.
+  // By value: the module moves its tensors when it gets another.
   at::Tensor add(const char* name, const at::Tensor& tensor) {
     return register_buffer(name, tensor);
   }

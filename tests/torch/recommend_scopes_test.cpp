@@ -26,7 +26,7 @@ namespace {
 
 constexpr std::int64_t kBatches = 8;
 
-// The first layer normalizes 64 positions of noise an image, the last one value.
+// The first layer normalizes 64 positions of noise per image, the last one a single value.
 torch::nn::Sequential network() {
   torch::manual_seed(0);
   return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3).padding(1)),
@@ -52,7 +52,7 @@ nn::ScopePlan plan_of(torch::nn::Sequential& net, const std::vector<at::Tensor>&
       options);
 }
 
-// Layers' scopes, and what a norm batch of each candidate is worth.
+// The scopes of the layers, and what a norm batch of each candidate is worth.
 std::vector<std::string> scopes_of(const nn::ScopePlan& plan) {
   std::vector<std::string> scopes;
   for (const nn::LayerPlan& layer : plan.layers) {
@@ -126,7 +126,7 @@ TEST_P(RecommendScopesOfRanks, IsThatOfSlicesOnEveryRank) {
     const std::vector<double> values = values_of(plan), of_slices = values_of(expected);
     ASSERT_EQ(values.size(), of_slices.size());
     for (std::size_t i = 0; i < values.size(); ++i) {
-      // Layers' inputs are float32, and depend on how a batch is cut in their last bits.
+      // Inputs of layers are float32, and their last bits depend on how a batch is cut.
       EXPECT_NEAR(values[i], of_slices[i], 1e-4 * of_slices[i]);
     }
   });
@@ -172,7 +172,7 @@ INSTANTIATE_TEST_SUITE_P(Whether, LeavesTheModule, ::testing::Bool(), [](const a
   return parameters.param ? "ItThrows" : "ItEnds";
 });
 
-TEST(RecommendScopes, IsRefusedWithWhatDoesNotFit) {
+TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
   torch::nn::Sequential net = network(), none(torch::nn::Linear(2, 2));
   const auto error = [&](torch::nn::Sequential& model, std::int64_t samples,
                          const nn::RecommendOptions& options) {
@@ -195,7 +195,7 @@ TEST(RecommendScopes, IsRefusedWithWhatDoesNotFit) {
             "batches: expected at least one, got 0");
 }
 
-TEST(RecommendScopes, NamesALayerThatWasGivenWhatIsNotFinite) {
+TEST(RecommendScopes, NamesALayerWithNonFiniteInput) {
   torch::nn::Sequential net = network();
   std::vector<at::Tensor> batches = noise(4);
   batches[3][0][0][0][0] = std::nan("");
@@ -205,7 +205,7 @@ TEST(RecommendScopes, NamesALayerThatWasGivenWhatIsNotFinite) {
       "batches: expected finite inputs of every layer, got NaN or infinity in 1");
 }
 
-TEST(RecommendScopes, TellsRanksThatDiffer) {
+TEST(RecommendScopes, ThrowsIfRanksDiffer) {
   run_ranks(3, [](const RankGroup& group) {
     torch::nn::Sequential net = network();
     nn::convert(*net, Scope::world(), group);
@@ -223,7 +223,7 @@ TEST(RecommendScopes, TellsRanksThatDiffer) {
               "[1, 2, 3]");
     EXPECT_EQ(error(1, 4 + group.rank()),
               "independent_values: expected the same number on every rank, got [4, 5, 6]");
-    // The group is as good as it was.
+    // The group is still usable.
     EXPECT_EQ(plan_of(net, batches, group, {}).layers.size(), 2U);
   });
 }

@@ -14,13 +14,13 @@
 
 namespace normscope::testing {
 
-// Has ended when it is made.
+// A Work that has ended when it is made.
 class Done : public c10d::Work {
  public:
   Done() { finish(); }
 };
 
-// Adds over a store, where every rank leaves its numbers for the others.
+// Adds over a store, in which every rank leaves its numbers for the others.
 class StoreBackend : public c10d::Backend {
  public:
   StoreBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size)

@@ -17,7 +17,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 
-// A type of device of which this process has eight, and knows no more than which is current.
+// A device type with eight devices, of which this process knows only which one is current.
 using Devices = c10::impl::FakeGuardImpl<c10::DeviceType::PrivateUse1>;
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Devices)
 
@@ -27,8 +27,8 @@ at::Tensor tensor_on(c10::Device device) {
       device);
 }
 
-// Process groups make what they need on the current device, and the first exchange asks for it
-// before a call takes any memory.
+// Process groups make what they need on the current device. The first exchange needs it before a
+// call allocates any memory.
 TEST(CallSiteTest, TheDeviceOfXIsCurrentFromTheBeginning) {
   Devices::setDeviceIndex(0);
   {
@@ -40,7 +40,7 @@ TEST(CallSiteTest, TheDeviceOfXIsCurrentFromTheBeginning) {
   EXPECT_EQ(Devices::getDeviceIndex(), 0);
 }
 
-// Where a call works: the host in place of a device, with what the test says of it.
+// The host in place of a device, with the properties that a test sets.
 class DeviceScratchTest : public ::testing::Test {
  protected:
   DeviceScratchTest() {

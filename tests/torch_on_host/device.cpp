@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// In place of normscope/torch/device.cpp: tensors on the CPU count as a device's, whose kernels are
-// the CUDA ones run on the host. All that stands between Python and those kernels then runs without
-// a GPU.
+// Replaces normscope/torch/device.cpp: tensors on the CPU count as a device's, with the CUDA
+// kernels run on the host. Everything between Python and those kernels then runs without a GPU.
 #include "normscope/torch/device.h"
 
 #include <ATen/ops/zeros.h>

@@ -22,7 +22,7 @@ int fail(const std::exception& error) {
 }
 
 int run(const Command& command) {
-  // libtorch has threads of its own; this one alone speaks to MPI.
+  // libtorch has threads of its own; only this one calls MPI.
   int provided = MPI_THREAD_SINGLE;
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided);
   try {

@@ -32,7 +32,7 @@ constexpr std::string_view kOptions =
 constexpr std::string_view kRanksOption =
     "  --ranks N      threads, which must divide the global batch of the file (default: 4)\n";
 
-// Steps that the shown loss is a mean of; one rank's part of one batch is mostly noise.
+// How many steps the shown loss averages; one rank's part of one batch is mostly noise.
 constexpr std::size_t kRecentSteps = 50;
 
 template <class Number>
@@ -55,7 +55,7 @@ Number number_of(std::string_view option, std::string_view text, Number least) {
   std::exit(0);
 }
 
-// How far the training is: on a terminal one line that changes, elsewhere ten lines.
+// Shows the progress of training: one line that changes on a terminal, otherwise ten lines.
 class Progress {
  public:
   Progress(std::int64_t steps, std::int64_t global_batch)

@@ -7,7 +7,7 @@
 
 #include <normscope/torch/rank_group.h>
 
-// What the command line of both programs says.
+// The command line of both programs.
 struct Command {
   std::string scenes;
   std::string scope = "world";
@@ -19,10 +19,10 @@ struct Command {
 // Whether a program starts its ranks itself.
 enum class Ranks { kStarted, kGiven };
 
-// Reads the command line. For --help it prints `description` and the options, and ends the program;
-// throws std::invalid_argument where something is wrong.
+// Reads the command line. For --help it prints `description` and the options, and ends the program.
+// Throws std::invalid_argument if something is wrong.
 [[nodiscard]] Command parse_command(int argc, char** argv, std::string_view description,
                                     Ranks ranks);
 
-// One rank's whole training. Rank 0 tells how far it is, and what came out.
+// One rank's entire training. Rank 0 reports progress and results.
 void train(const Command& command, const normscope::RankGroup& group);

@@ -10,11 +10,11 @@ namespace {
 
 using torch::nn::Conv2dOptions;
 
-// Dilation of each atrous branch, on a map of a quarter of the image's side.
+// The dilation of each atrous branch, on a map with a quarter of the image's side.
 constexpr std::int64_t kAtrousRates[] = {1, 3, 6};
 constexpr std::int64_t kBranches = 4;  // and the image-level one
 
-// One after the other, so that their first weights are drawn in this order.
+// One after the other, which draws their initial weights in this order.
 torch::nn::Sequential encoder(std::int64_t width) {
   torch::nn::Sequential layers;
   for (const ConvolutionOptions& options : {

@@ -33,7 +33,7 @@ class ConvolutionImpl : public torch::nn::Module {
 TORCH_MODULE(Convolution);
 
 // The network of examples/segmentation/network.py, whose parameters have the same names: dilated
-// convolutions, three atrous branches beside an image-level one, a classifier.
+// convolutions, three atrous branches next to an image-level one, a classifier.
 class SegmentationNetworkImpl : public torch::nn::Module {
  public:
   explicit SegmentationNetworkImpl(std::int64_t class_count, std::int64_t width = 16);

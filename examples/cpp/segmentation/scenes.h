@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-// Label of a pixel that neither trains nor counts.
+// The label of pixels that are neither trained on nor counted.
 inline constexpr std::int64_t kVoid = 255;
 
 struct Batch {
@@ -16,10 +16,10 @@ struct Batch {
 };
 
 // Scenes that write_scenes.py has written: those of each training step, then those held out. Each
-// rank opens the file for itself.
+// rank opens the file itself.
 class SceneFile {
  public:
-  // Throws std::runtime_error where there is no such file.
+  // Throws std::runtime_error if there is no such file.
   explicit SceneFile(const std::string& path);
 
   [[nodiscard]] std::int64_t steps() const { return header_.steps; }
@@ -30,11 +30,11 @@ class SceneFile {
   // The scenes [begin, end) of the global batch of a step.
   [[nodiscard]] Batch training_batch(std::int64_t step, std::int64_t begin, std::int64_t end);
 
-  // The scenes [begin, end) of those held out.
+  // The held-out scenes [begin, end).
   [[nodiscard]] Batch held_out_batch(std::int64_t begin, std::int64_t end);
 
  private:
-  // What the file begins with, in the machine's order of bytes.
+  // The beginning of the file, in the machine's byte order.
   struct Header {
     char magic[8];
     std::int64_t steps, global_batch, side, class_count, held_out;

@@ -23,11 +23,11 @@ constexpr double kLargestLearningRate = 2e-2;
 constexpr double kWarmUp = 0.3;  // of the steps
 constexpr double kWeightDecay = 1e-2;
 
-// Held-out scenes that go through the network at a time.
+// How many held-out scenes go through the network at a time.
 constexpr std::int64_t kEvaluationBatch = 32;
 
-// The network that every rank starts from. Ranks that are threads have torch's generator in common,
-// and take turns.
+// The network that every rank starts from. Ranks that are threads share torch's generator, and take
+// turns.
 SegmentationNetwork make_network(std::int64_t class_count, std::uint64_t seed) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
@@ -45,8 +45,8 @@ normscope::nn::ProgressiveScope make_scopes(SegmentationNetwork& network, const 
   return {*network, {normscope::Scope::parse(scope)}, {0}};
 }
 
-// Of a one-cycle schedule: the step's rate, from 1 / 25 of the largest up to it and down to 1 / 10
-// 000 of the first, along cosines (torch.optim.lr_scheduler.OneCycleLR).
+// The learning rate of a step in a one-cycle schedule: along cosines from 1 / 25 of the largest
+// rate up to it, and down to 1 / 10 000 of the first (torch.optim.lr_scheduler.OneCycleLR).
 double learning_rate(std::int64_t step, std::int64_t steps) {
   constexpr double kFirst = kLargestLearningRate / 25;
   constexpr double kLast = kFirst / 1e4;
@@ -92,7 +92,7 @@ Trainer::Trainer(const std::string& scenes, const std::string& scope, std::uint6
 double Trainer::step(std::int64_t step) {
   const auto [images, masks] = scenes_.training_batch(step, share_begin_, share_end_);
   network_->train();
-  // A mean over pixels, not over their weights: equal shares then have equal weight, and averaged
+  // A mean over pixels, not over their weights. Equal shares then have equal weight, and averaged
   // gradients are those of the global batch.
   const at::Tensor loss =
       torch::nn::functional::cross_entropy(network_->forward(images), masks,
@@ -131,7 +131,7 @@ double Trainer::evaluate() {
 }
 
 std::string Trainer::hash_of_statistics() const {
-  // FNV-1a, as examples/segmentation/write_scenes.py has it.
+  // FNV-1a, as in examples/segmentation/write_scenes.py.
   std::uint64_t hash = 14695981039346656037ULL;
   for (const auto& buffer : network_->named_buffers()) {
     if (buffer.key().ends_with("num_batches_tracked")) continue;

@@ -11,22 +11,21 @@
 #include "segmentation/network.h"
 #include "segmentation/scenes.h"
 
-// One rank's part in training the segmentation network: its share of each global batch; together
+// One rank's part in training the segmentation network: its share of each global batch. Together
 // the shares train as one process would. The same as examples/segmentation/trainer.py.
 class Trainer {
  public:
   // `scope` is spelled as a normscope::Scope, or "progressive". All ranks get the parameters that
-  // rank 0 draws from `seed`. Throws std::runtime_error where the ranks do not divide the global
-  // batch of the file.
+  // rank 0 draws from `seed`. Throws std::runtime_error if the ranks do not divide the global batch
+  // of the file.
   Trainer(const std::string& scenes, const std::string& scope, std::uint64_t seed,
           std::int64_t steps, const normscope::RankGroup& group);
 
-  // Takes optimizer step number `step`. This share's loss; the mean over all shares is the global
-  // batch's.
+  // Takes optimizer step number `step`. Returns the loss of this share; the mean over all shares is
+  // the global batch's.
   double step(std::int64_t step);
 
-  // Mean intersection over union on the scenes that were held out, with the running statistics as
-  // they are.
+  // Mean intersection over union on the held-out scenes, with the current running statistics.
   [[nodiscard]] double evaluate();
 
   // A hash of the bits of all running statistics, in hexadecimal digits.
@@ -34,7 +33,7 @@ class Trainer {
 
   [[nodiscard]] std::int64_t global_batch() const { return scenes_.global_batch(); }
 
-  // That the next step trains with.
+  // The scope that the next step trains with.
   [[nodiscard]] std::string scope() const { return scopes_.scope().str(); }
 
  private:

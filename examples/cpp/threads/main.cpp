@@ -19,7 +19,7 @@ constexpr const char* kDescription =
     "which\n"
     "python_run.py prints too, and the quality at the end.\n";
 
-// What was thrown first: what others throw is often only its echo.
+// Keeps what was thrown first: what others throw is often only a consequence.
 class FirstError {
  public:
   void keep(const std::exception& error) {

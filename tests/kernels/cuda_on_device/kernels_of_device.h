@@ -5,7 +5,7 @@
 
 namespace normscope::testing {
 
-// Those of the GPU, or what stands in for one.
+// The kernels of the GPU, or of its stand-in.
 [[nodiscard]] const DeviceKernels& kernels_of_device();
 
 }  // namespace normscope::testing

@@ -57,9 +57,9 @@ std::vector<const Kernels*> kernels_under_test() { return {&kKernels}; }
 
 std::vector<const Kernels*> kernels_with_equal_bits() { return kernels_under_test(); }
 
-// Around packs, warps, groups, tiles and blocks; several blocks for one channel, and grids that
-// every multiprocessor of a GPU has a part of. The host computes all of it again, one element at a
-// time: shapes are as small as that allows.
+// Sizes around packs, warps, groups, tiles and blocks; several blocks for one channel; grids that
+// occupy every multiprocessor of a GPU. The host computes all of it again, one element at a time,
+// so shapes are as small as possible.
 std::vector<Shape> shapes_under_test() {
   return {
       {1, 3, 64},    {1, 40, 65},  {2, 3, 2049},  {2, 5, 2048},     {2, 64, 130},

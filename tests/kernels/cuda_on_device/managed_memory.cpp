@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an executable with this file allocates while its tests run lies in managed memory, which the
-// host and a GPU can both reach: tests written for the host's memory then run with the kernels of a
+// While its tests run, an executable with this file allocates managed memory, which both the host
+// and a GPU can access. Tests that were written for host memory then run with the kernels of a
 // device.
 //
 // The suites allocate millions of blocks, and cudaMallocManaged takes microseconds or more. Blocks
-// are therefore cut from a few large pieces, and kept for the next of their size.
+// are therefore cut from a few large pieces, and kept for the next block of their size.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -28,8 +28,8 @@ struct alignas(std::max_align_t) Origin {
 
 constexpr int kOfMalloc = -1;
 
-// Free blocks of one size. Their addresses are kept apart from them: blocks may lie in the memory
-// of the device at this moment, and reading one would fetch its page.
+// Free blocks of one size. Their addresses are stored elsewhere: a block may be in the device's
+// memory, and reading it would fetch its page.
 class FreeBlocks {
  public:
   [[nodiscard]] bool empty() const { return count_ == 0; }
@@ -53,10 +53,10 @@ class FreeBlocks {
   std::size_t room_ = 0;
 };
 
-// Blocks of powers of two, cut from pieces that are never given back.
+// Blocks whose sizes are powers of two, cut from pieces that are never freed.
 class ManagedArena {
  public:
-  // nullptr if there is no more.
+  // nullptr if there is no memory left.
   void* take(int size_class) {
     const std::lock_guard lock(mutex_);
     FreeBlocks& free = free_[size_class];
@@ -89,13 +89,13 @@ class ManagedArena {
   std::mutex mutex_;
   FreeBlocks free_[64];
   std::byte* piece_ = nullptr;
-  std::size_t left_ = 0;  // bytes at the beginning of the piece
+  std::size_t left_ = 0;  // unused bytes at the beginning of the piece
 };
 
 constinit ManagedArena arena;
 constinit std::atomic<bool> tests_run = false;
 
-// The runtime allocates while it allocates.
+// The runtime itself allocates during an allocation.
 thread_local bool is_allocating = false;
 
 // Before the tests there may be no device to ask, and nothing for it to read.

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <mutex>
 
-// clang-format off: the language comes before what is written in it
+// clang-format off: device.h defines the language that backend.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
 #include "normscope/kernels/cuda/backend.h"
 // clang-format on
@@ -14,11 +14,11 @@ namespace {
 
 std::atomic<int> launched = 0;
 
-// The kernels of one stream come one after the other, whichever thread launches them.
+// The kernels of one stream run one after the other, whichever thread launches them.
 std::mutex stream_mutex;
 
 struct Device {
-  // Few, so that small tensors have blocks that share channels, and tests stay quick.
+  // Few: small tensors then have blocks that share channels, and tests are fast.
   static int multiprocessors() { return 1; }
 
   static bool is_capturing(Stream /*stream*/) { return false; }

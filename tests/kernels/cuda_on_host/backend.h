@@ -8,7 +8,7 @@ namespace normscope::cuda_on_host {
 // The CUDA backend's kernels and grids, run on the host.
 extern const DeviceKernels kKernels;
 
-// Kernels that have been launched so far.
+// The number of kernels launched so far.
 [[nodiscard]] int launches() noexcept;
 
 }  // namespace normscope::cuda_on_host

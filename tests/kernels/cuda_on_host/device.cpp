@@ -15,7 +15,7 @@
 
 #include <ucontext.h>
 
-// ThreadSanitizer's own interface, where it is linked in.
+// ThreadSanitizer's own interface, if it is linked in.
 // NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming)
 extern "C" {
 [[gnu::weak]] void* __tsan_get_current_fiber();
@@ -33,8 +33,8 @@ namespace {
 constexpr std::size_t kStackBytes = std::size_t{64} << 10U;
 constexpr std::size_t kBlocksAtOnce = 4;
 
-// A fiber as ThreadSanitizer sees it, where it is linked in. Switches order nothing: only what is
-// said to meet does.
+// A fiber as ThreadSanitizer sees it, if that is linked in. Switching fibers orders nothing; only
+// declared meetings do.
 class Watched {
  public:
   Watched() : fiber_(is_linked() ? __tsan_create_fiber(0) : nullptr) {}
@@ -64,8 +64,8 @@ class Watched {
   void* fiber_;
 };
 
-// Where a context goes on. The compiler's own jumps take nanoseconds; swapcontext asks the
-// operating system for the signals' mask each time.
+// Where a context resumes. The compiler's own jumps take nanoseconds; swapcontext asks the
+// operating system for the signal mask each time.
 struct Place {
   void* registers[5];
 };
@@ -80,18 +80,18 @@ struct Fiber {
   bool is_started = false;
   int exchanges = 0;  // made in its warp
   bool has_waited_for_earlier_kernel = false;
-  bool has_fenced = false;        // so that its next ticket publishes what it did
-  bool has_taken_ticket = false;  // so that its next fence shows it what others have published
+  bool has_fenced = false;        // its next ticket then publishes what it did
+  bool has_taken_ticket = false;  // its next fence then shows it what others published
 };
 
 struct Warp {
-  // Two sets of slots: a thread may be one exchange ahead of another that has yet to read.
+  // Two sets of slots: a thread may be one exchange ahead of another that has not read yet.
   std::uint64_t slots[2][kWarpThreads] = {};
   char meeting = 0;
 };
 
-// Runs one block after the other, each on the thread of the operating system that asks. Fibers
-// outlive their block, since it takes long to make one.
+// Runs one block after the other, each on the calling thread of the operating system. Fibers
+// outlive their block, because making one takes long.
 class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
  public:
   void run(Index of_grid, Index of_block, Index place, Start start, unsigned seed,
@@ -148,8 +148,8 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
   char barrier = 0;
 
  private:
-  // What a fiber does: its part of one block after the other. Nothing here asks for `here` after a
-  // wait, since the next block may run on another thread of the operating system.
+  // The body of a fiber: its part of one block after the other. It must not read `here` after a
+  // wait, because the next block may run on another thread of the operating system.
   static void live() {
     BlockRunner& runner = *here;
     Fiber& fiber = runner.fiber();
@@ -162,7 +162,7 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     }
   }
 
-  // None of these is looked into by its callers, which must expect every register to change.
+  // Hidden from the callers' optimizer (noipa): they must expect every register to change.
   [[gnu::noipa]] void leave(Fiber& fiber) {
     Watched::leave(scheduler_);
     if (__builtin_setjmp(fiber.place.registers) == 0) go_to(main_);
@@ -188,7 +188,7 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     std::terminate();
   }
 
-  // Runs every fiber that may go on, and releases those that have all met. Whether any went on.
+  // Runs every fiber that can go on, and releases those that have all met. Returns whether any ran.
   bool advance() {
     std::shuffle(order_.begin(), order_.end(), random_);
     bool any = false;
@@ -212,7 +212,7 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     return true;
   }
 
-  // Lets the fibers go on if all of them wait there.
+  // Lets the fibers go on if all of them wait in `state`.
   void release(State state, std::size_t begin, std::size_t end) {
     if (!all_are(state, begin, end)) return;
     for (std::size_t i = begin; i < end; ++i) fibers_[i]->state = State::kReady;
@@ -256,7 +256,7 @@ const std::uint64_t* ThisThread::exchange_in_warp(std::uint64_t own) {
   return slots;
 }
 
-// One for all tickets: more order than a device gives, but none that no fence asks for.
+// One for all tickets: this gives more order than a device, but none that no fence asks for.
 namespace {
 char published = 0;
 }
@@ -290,7 +290,7 @@ void run_grid(Index grid, Index block, Start start, const std::function<void()>&
   const std::size_t blocks = std::size_t{grid.x} * grid.y * grid.z;
   std::exception_ptr errors[kBlocksAtOnce];
   {
-    // Blocks are dealt out beforehand: nothing orders what two of them do.
+    // Blocks are assigned beforehand: nothing orders what two of them do.
     std::vector<std::jthread> threads;
     for (std::size_t w = 0; w < std::min(kBlocksAtOnce, blocks); ++w) {
       if (runners[w] == nullptr) runners[w] = std::make_unique<BlockRunner>();

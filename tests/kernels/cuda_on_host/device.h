@@ -9,14 +9,14 @@
 #include <functional>
 #include <type_traits>
 
-// What nvcc builds into the language, for a compiler of the host: the very source of the kernels
-// then runs on the CPU. Include it before any .cuh.
+// What nvcc builds into the language, for a compiler of the host: the unchanged source of the
+// kernels then runs on the CPU. Include it before any .cuh.
 //
-// Each block is a thread of the operating system, each thread of a block a fiber in it, which runs
-// until it waits at a barrier or for its warp. Blocks share nothing but global memory, whose atomic
-// additions are atomic here too. Under ThreadSanitizer fibers are threads of their own whose only
-// order is that of barriers and warps, so that a barrier or an atomic that is missing is a race
-// that it reports, in whatever order the fibers ran.
+// Each block is a thread of the operating system. Each thread of a block is a fiber in it, which
+// runs until it waits at a barrier or for its warp. Blocks share nothing but global memory, whose
+// atomic additions are atomic here too. Under ThreadSanitizer, fibers are threads that only
+// barriers and warps order. It then reports a missing barrier or atomic as a race, in whatever
+// order the fibers ran.
 
 namespace normscope::cuda_on_host {
 
@@ -26,11 +26,11 @@ struct Index {
   unsigned z;
 };
 
-// Whether a kernel may start before those launched earlier have ended: its threads then have to
-// wait for them.
+// Whether a kernel may start before those launched earlier have ended. Its threads must then wait
+// for them.
 enum class Start { kAfterOthers, kEarly };
 
-// The calling thread's place, and where it waits for others.
+// The calling thread's place in the grid, and its waits for other threads.
 class ThisThread {
  public:
   static Index thread();
@@ -40,14 +40,14 @@ class ThisThread {
 
   static void wait_for_block();
 
-  // Gives every thread of the warp 8 bytes of each of its threads, valid until the next exchange
-  // but one.
+  // Gives every thread of the warp 8 bytes from each of its threads, valid until the second next
+  // exchange.
   static const std::uint64_t* exchange_in_warp(std::uint64_t own);
   static int lane();
 
   // Orders what this thread did before its next ticket, and what others did before theirs.
   static void fence();
-  // Takes a ticket: what fences have ordered is seen by whoever takes a later one.
+  // Takes a ticket. Whoever takes a later one sees what fences have ordered.
   static unsigned take_ticket(unsigned* ticket, unsigned last);
 
   static void wait_for_earlier_kernel();
@@ -56,8 +56,8 @@ class ThisThread {
 inline constexpr int kWarpThreads = 32;
 
 // Runs body() as every thread of the grid, and returns when all have ended. Threads of a block take
-// turns in an order that differs from launch to launch. Throws std::logic_error if threads wait for
-// others that have ended, or wait elsewhere, or if one that starts early waits for no kernel.
+// turns in an order that differs between launches. Throws std::logic_error if threads wait for
+// others that have ended or wait elsewhere, or if an early kernel does not wait for the one before.
 void run_grid(Index grid, Index block, Start start, const std::function<void()>& body);
 
 }  // namespace normscope::cuda_on_host

@@ -17,15 +17,15 @@ std::vector<const Kernels*> kernels_under_test() { return {&kKernels}; }
 
 std::vector<const Kernels*> kernels_with_equal_bits() { return kernels_under_test(); }
 
-// Threads of a device take time on the host: few shapes, each of which adds a case.
+// A device's threads are slow on the host: few shapes, each of which adds a case.
 std::vector<Shape> shapes_under_test() {
   return {
-      {1, 3, 64},    // one tile a channel, of whole lanes
-      {1, 40, 65},   // and one of more; more channels than a block's groups
-      {2, 3, 2049},  // several tiles a sample, the last one of one element
+      {1, 3, 64},    // one tile per channel, of whole lanes
+      {1, 40, 65},   // and one element more; more channels than a block's groups
+      {2, 3, 2049},  // several tiles per sample, the last one of one element
       {2, 5, 2048},  // packs
       {2, 64, 130},  // packs of channels
-      {3, 37, 7},    // planes and rows that begin anywhere
+      {3, 37, 7},    // planes and rows that start anywhere
       {40, 9, 1},    // single elements
   };
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the suites of a device ask of CUDA's runtime, on a machine that has none: host memory is
-// managed memory. It refuses what would take a real one longer than gpu_check.py has.
+// What the suites of a device need of CUDA's runtime, for machines without one: host memory serves
+// as managed memory. Refuses what would take a real runtime longer than gpu_check.py allows.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "out of memory";
 }
 
-// A thousand calls of a millisecond each are a second.
+// A thousand calls of a millisecond each take a second.
 inline cudaError_t cudaMallocManaged(void** memory, std::size_t bytes) {
   static constinit std::atomic<int> calls = 0;
   constexpr int kMostCalls = 1000;
