@@ -16,7 +16,8 @@ void check_finite(std::string_view layer, const PartMoments& moments) {
                       (layer.empty() ? std::string("the model") : std::string(layer)));
 }
 
-// The number of consecutive ranks per host; 0 if hosts differ in this, or if there is one host.
+// The number of consecutive ranks per host; 0 if hosts differ, ranks of a host are not consecutive,
+// or there is one host.
 std::int64_t ranks_of_a_host(std::span<const std::int64_t> host_of_rank) {
   const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
   const auto size = static_cast<std::int64_t>(std::ranges::count(host_of_rank, host_of_rank[0]));

@@ -15,7 +15,7 @@
 // torch's process groups, and of communicators that were registered under a name.
 namespace normscope::binding {
 
-// Makes a name that no process group has stand for the ranks of a communicator.
+// Registers a communicator under a name that no process group has.
 void register_communicator(const std::string& name, std::unique_ptr<Communicator> communicator);
 void unregister_communicator(const std::string& name);
 

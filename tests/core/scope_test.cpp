@@ -175,7 +175,7 @@ std::string hostile_text(std::mt19937& random) {
 }
 
 TEST(ScopeTest, AnyTextIsAScopeThatPrintsAndParsesOrIsRefused) {
-  // NOLINTNEXTLINE(bugprone-random-generator-seed): every run is to see the same texts
+  // NOLINTNEXTLINE(bugprone-random-generator-seed): every run must see the same texts
   std::mt19937 random(1);
   int taken = 0;
   constexpr int kTexts = 20'000;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What C++ alone can see of checkpoints; compare_with_python.py sees the rest.
+// What C++ alone can test of checkpoints; compare_with_python.py tests the rest.
 #include "normscope/torch/nn/checkpoint.h"
 
 #include <cstdio>

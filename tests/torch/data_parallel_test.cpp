@@ -29,7 +29,8 @@ torch::nn::Sequential network() {
 
 TEST(DataParallel, AllRanksGetTheParametersAndBuffersOfTheFirst) {
   run_ranks(3, [](const RankGroup& group) {
-    torch::nn::Linear layer(300, 300), small(2, 3);  // a message of its own, and one of both others
+    torch::nn::Linear layer(300, 300),
+        small(2, 3);  // one message for the first weight, one for the rest
     torch::nn::BatchNorm1d norm(4);
     torch::nn::Sequential net(layer, small, norm);
     const torch::NoGradGuard no_grad;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the sweeps that apply have in common. Included once by each target (vector.h says why).
+// Shared by the sweeps that apply formulas. Included once by each target (vector.h says why).
 
 // formula_at() loads the coefficients of channel c, or of a vector of channels starting at c.
 // Formula is Normalize or InputGradient; Formulas is the struct of arrays with its members.

@@ -15,8 +15,8 @@ namespace {
 
 template <const Target& kTarget>
 struct Backend {
-  // As many channels as fill a core's L2 twice. A sweep then finds most of what the previous sweep
-  // read in the L2 or an L3. Fewer channels would mean shorter runs, which memory serves more
+  // As many channels as fill a core's L2 twice. The L2 or an L3 then still holds most of what
+  // the previous sweep has read. Fewer channels would mean shorter runs, which memory serves more
   // slowly (docs/performance.md). If planes are small, chunks are whole vectors of channels, which
   // keeps neighbouring chunks from sharing a cache line.
   static std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
