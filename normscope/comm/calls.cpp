@@ -93,6 +93,16 @@ std::string who_is_where(const std::vector<RankCall>& calls, const std::vector<i
   return text;
 }
 
+std::string who_is_where_if_known(std::vector<RankCall> calls, const std::vector<int>& ranks) {
+  const auto is_unknown = [](const RankCall& call) { return call.state == CallState::kNone; };
+  std::vector<int> known;
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    if (!is_unknown(calls[i])) known.push_back(ranks[i]);
+  }
+  std::erase_if(calls, is_unknown);
+  return known.size() > 1 ? who_is_where(calls, known) : "";
+}
+
 // A sequence lock of one writer: odd while its line is being written. Fields are stored with
 // release and loaded with acquire, so that who reads one that is being written also reads the odd
 // number, or a later one. (Fences would do, but the thread sanitizer does not know them.)

@@ -35,6 +35,11 @@ struct RankCall {
 [[nodiscard]] std::string who_is_where(const std::vector<RankCall>& calls,
                                        const std::vector<int>& ranks);
 
+// The same where some calls may be unknown, not only not made: of the known ones, if they are of
+// more than one rank; else empty.
+[[nodiscard]] std::string who_is_where_if_known(std::vector<RankCall> calls,
+                                                const std::vector<int>& ranks);
+
 // Where the ranks of a group show what they do: lines of a memory that all of them see, of which
 // each writes its own and reads all, without waiting. Costs a writer some stores.
 class CallBoard {
@@ -58,6 +63,7 @@ class CallBoard {
 
   // By rank.
   [[nodiscard]] std::vector<RankCall> read() const;
+  [[nodiscard]] int ranks() const noexcept { return static_cast<int>(places_.size()); }
 
   // This rank's own.
   [[nodiscard]] RankCall read_own() const;

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <numeric>
 #include <string>
@@ -22,6 +23,17 @@ namespace normscope {
 [[nodiscard]] inline std::string list_of_ranks(const std::vector<int>& ranks) {
   std::string text = (ranks.size() == 1 ? "rank " : "ranks ") + std::to_string(ranks[0]);
   for (std::size_t i = 1; i < ranks.size(); ++i) text += ", " + std::to_string(ranks[i]);
+  return text;
+}
+
+// What ranks are told that come to a sum with different lengths. [ranks].
+[[nodiscard]] inline std::string text_of_different_lengths(
+    const std::vector<std::int64_t>& lengths) {
+  std::string text = "all_reduce_sum: expected the same number of values from every rank, got ";
+  for (std::size_t rank = 0; rank < lengths.size(); ++rank) {
+    if (rank != 0) text += ", ";
+    text += std::to_string(lengths[rank]) + " from rank " + std::to_string(rank);
+  }
   return text;
 }
 

@@ -50,7 +50,8 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
   }
 
   [[nodiscard]] SharedMemorySegment create(const SubGroup& sub_group) const {
-    return SharedMemorySegment::create(static_cast<int>(sub_group.members.size()), options());
+    return SharedMemorySegment::create(static_cast<int>(sub_group.members.size()),
+                                       group().options());
   }
 
   // The address of the segment that `leader` has made; zeros where it has none. Collective: every
@@ -83,9 +84,9 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
     if (!error.empty()) throw CommunicationError(error);
     for (const int member : sub_group.members) {
       if (failures[static_cast<std::size_t>(member)] == 0.0) continue;
-      throw CommunicationError(describe("split: " + name_of(member) + " could not " +
-                                        (member == sub_group.leader() ? "create" : "open") +
-                                        " the memory of the new group"));
+      throw CommunicationError(group().describe(
+          "split: " + group().names().name(member) + " could not " +
+          (member == sub_group.leader() ? "create" : "open") + " the memory of the new group"));
     }
   }
 };
@@ -93,8 +94,10 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
 }  // namespace
 
 std::unique_ptr<Communicator> make_shared_memory_communicator(const SharedMemorySegment& segment,
-                                                              int rank) {
-  return std::make_unique<SharedMemoryCommunicator>(segment, rank);
+                                                              int rank, const CallBoard* board) {
+  auto communicator = std::make_unique<SharedMemoryCommunicator>(segment, rank);
+  if (board != nullptr) communicator->show_calls_on(*board, /*shows_all=*/false);
+  return communicator;
 }
 
 }  // namespace normscope

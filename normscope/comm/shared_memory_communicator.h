@@ -13,9 +13,11 @@ namespace normscope NORMSCOPE_EXPORT {
 // the segment need not outlive the call. Peers that wait for a rank whose communicator was
 // destroyed, or whose process has died, throw a CommunicationError that says so.
 //
+// The ranks show their calls on `board` if there is one, else in the segment.
+//
 // Not collective: ranks that have not joined are waited for in the first exchange. Throws
 // ArgumentError where the group has no such rank, or where it has joined before.
 [[nodiscard]] std::unique_ptr<Communicator> make_shared_memory_communicator(
-    const SharedMemorySegment& segment, int rank);
+    const SharedMemorySegment& segment, int rank, const CallBoard* board = nullptr);
 
 }  // namespace normscope

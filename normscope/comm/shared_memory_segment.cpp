@@ -31,7 +31,7 @@ struct alignas(kCacheLine) Label {
 constexpr std::uint64_t kMagic = 0x65706f63736d726e;  // "nrmscope"
 
 // To be raised with every change of the label or of what follows it.
-constexpr std::int64_t kVersion = 2;
+constexpr std::int64_t kVersion = 3;
 
 // Nobody can shorten the memory under a process that reads it.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;

@@ -36,7 +36,7 @@ class SharedMemorySegment {
   // Good for open() as long as this object lives, also for the copy of it that a fork makes.
   [[nodiscard]] SharedMemoryAddress address() const;
 
-  // The group's memory as SlotCommunicator has initialized it; stays when this object ends, and
+  // The group's memory as SlotMemory has initialized it; stays when this object ends, and
   // open, so that a process can be looked into.
   [[nodiscard]] const std::shared_ptr<void>& memory() const noexcept { return memory_; }
 

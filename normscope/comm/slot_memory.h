@@ -15,7 +15,7 @@
 
 namespace normscope {
 
-// The memory that the ranks of a SlotCommunicator share: the group, a board of calls (calls.h), a
+// The memory that the ranks of a SlotGroup share: the group, a board of calls (calls.h), a
 // member and two slots of values for each rank.
 //
 // All atomics are sequentially consistent. Announcing and falling asleep rely on it: either the
@@ -35,8 +35,9 @@ class SlotMemory {
     std::atomic<std::uint32_t> bell = 0;      // what those who wait for this rank sleep on
     std::atomic<std::uint32_t> sleepers = 0;  // how many they are
     std::atomic<std::int32_t> process = kNotJoined;
-    std::atomic<std::uint64_t> pid_namespace = 0;  // whose number that is; 0 until it is known
-    std::int64_t lengths[2] = {};                  // of the whole message, by the epoch's parity
+    std::atomic<std::uint64_t> pid_namespace = 0;      // whose number that is; 0 until it is known
+    std::atomic<std::uint32_t> arrived = kFirstEpoch;  // that it has begun, if it shows that
+    std::int64_t lengths[2] = {};  // of the whole message, by the epoch's parity
   };
 
   // Bytes of the memory of a group. Throws ArgumentError.

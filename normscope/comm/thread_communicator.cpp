@@ -43,9 +43,9 @@ class ThreadCommunicator final : public SlotCommunicator {
     wait_for_peers();
     if (sub_group.leader() == rank()) part_led_by(rank()) = nullptr;
     if (part == nullptr) {
-      throw CommunicationError(describe("split: " + name_of(sub_group.leader()) +
-                                        " found no memory for the group of color " +
-                                        std::to_string(color)));
+      throw CommunicationError(
+          group().describe("split: " + group().names().name(sub_group.leader()) +
+                           " found no memory for the group of color " + std::to_string(color)));
     }
     auto communicator = std::make_unique<ThreadCommunicator>(part, sub_group.rank);
     communicator->show_calls_as_part_of(*this, sub_group.members);
@@ -56,7 +56,8 @@ class ThreadCommunicator final : public SlotCommunicator {
   // Null where there is no memory, so that the leader can tell the others.
   [[nodiscard]] std::shared_ptr<ThreadGroup> make_part(const SubGroup& sub_group) const {
     try {
-      return std::make_shared<ThreadGroup>(static_cast<int>(sub_group.members.size()), options());
+      return std::make_shared<ThreadGroup>(static_cast<int>(sub_group.members.size()),
+                                           group().options());
     } catch (const std::bad_alloc&) {
       return nullptr;
     }

@@ -212,14 +212,8 @@ void C10dCommunicator::look_up(std::chrono::steady_clock::duration waited, int l
 std::string C10dCommunicator::where_ranks_are() {
   if (!board_) return "";
   if (publisher_) publisher_->publish();
-  std::vector<RankCall> calls = board_->read();
-  std::vector<int> ranks;
-  for (int rank = 0; rank < size_; ++rank) {
-    if (calls[static_cast<std::size_t>(rank)].state != CallState::kNone) ranks.push_back(rank);
-  }
-  // The other ranks have published nothing yet.
-  std::erase_if(calls, [](const RankCall& call) { return call.state == CallState::kNone; });
-  return ranks.size() > 1 ? who_is_where(calls, ranks) : "";
+  // Ranks that have published nothing are unknown.
+  return who_is_where_if_known(board_->read(), numbers_of_ranks(size_));
 }
 
 void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
