@@ -4,7 +4,7 @@
 Each block that begins with ```python runs, one after the other in one namespace a document, as the
 only rank of a world. A block that needs other libraries begins with ```python clients and runs in
 tests/clients. What begins with ```python before is of another library alone, and does not run, nor
-does ```python ultralytics.
+does ```python ultralytics. test_commands_in_docs.py has the blocks in other languages.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import FENCED, ROOT, run_blocks
+from documents import DOCUMENTS, FENCED, ROOT, run_blocks
 from rank_pool import RankPool
 from torch import distributed
 
@@ -30,7 +30,7 @@ DEPLOYING = pytest.param(
         pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, torch.quant:UserWarning"),
     ],
 )
-DOCUMENTS = (
+RUNNING = (
     "README.md",
     "docs/scopes.md",
     "docs/recommending.md",
@@ -39,7 +39,6 @@ DOCUMENTS = (
     "docs/faults.md",
     DEPLOYING,
 )
-
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
 
 DRAWN = {row.label: row for picture in draw_scopes.PICTURES.values() for row in picture.rows}
@@ -47,24 +46,12 @@ SAMPLES = 2  # of each rank
 
 
 @pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", RUNNING)
 def test_python_blocks_run(document: str) -> None:
     assert run_blocks(document, ("python",))
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        *DOCUMENTS,
-        "docs/cpp.md",
-        "docs/demo.md",
-        "docs/environment.md",
-        "docs/semantics.md",
-        "examples/README.md",
-        "ARCHITECTURE.md",
-        "CONTRIBUTING.md",
-    ],
-)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_to_files_and_headings(document: str) -> None:
     path = ROOT / document
 

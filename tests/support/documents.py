@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of code in documents, and running them."""
+"""Blocks of code and commands in documents, and running them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,40 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "docs/decisions/*.md", "examples/*.md")
+    for path in ROOT.glob(pattern)
+)
+
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^ {4}[^\n]*\n)+", re.MULTILINE)
+INLINE = re.compile(r"`([^`]+)`")
+
+
+def blocks_of(document: str) -> list[tuple[str, str]]:
+    """The language and the code of each fenced block of a document, given from the root."""
+    text = (ROOT / document).read_text()
+    return [(match["language"], match["code"]) for match in FENCED.finditer(text)]
+
+
+def commands_in(document: str) -> list[str]:
+    """Every line of code of a document that could be a command, without its comment.
+
+    Args:
+        document: Its path from the root of the repository.
+
+    Returns:
+        The lines of shell blocks and of indented ones, those that a backslash continues joined,
+        and what stands between single backticks.
+    """
+    text = (ROOT / document).read_text()
+    code = [code for language, code in blocks_of(document) if language.split()[:1] == ["sh"]]
+    prose = FENCED.sub("", text)
+    code += INDENTED.findall(prose)
+    lines = "".join(code).replace("\\\n", " ").splitlines()
+    lines += [" ".join(inline.split()) for inline in INLINE.findall(INDENTED.sub("", prose))]
+    return [line.partition(" #")[0].strip() for line in lines]
 
 
 def run_blocks(document: str, languages: tuple[str, ...]) -> int:
