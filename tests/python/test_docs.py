@@ -79,6 +79,20 @@ def test_each_fault_names_tests_that_exist() -> None:
                 assert f"def {name}(" in tests or f", {name})" in tests, name
 
 
+def test_the_environment_variables_are_those_that_the_library_reads() -> None:
+    sources = [
+        path.read_text()
+        for folder in ("normscope", "python/normscope")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".cpp", ".h", ".py")
+    ]
+    rows = re.findall(r"^\| `(NORMSCOPE_\w+)=", (ROOT / "docs/environment.md").read_text(), re.M)
+
+    read = {name for text in sources for name in re.findall(r'"(NORMSCOPE_\w+)"', text)}
+    assert len(rows) == len(set(rows))
+    assert set(rows) == read
+
+
 def test_each_step_of_the_map_is_where_it_says() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     (path,) = (match["code"] for match in FENCED.finditer(text))
