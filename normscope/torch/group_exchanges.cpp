@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "normscope/batch_norm/scope_exchange.h"
-#include "normscope/comm/shared_memory_between.h"
+#include "normscope/comm/hosts.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d_communicator.h"
 #include "normscope/torch/call_watch.h"
@@ -75,17 +75,18 @@ std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& grou
   watch_calls();
   auto over_torch = std::make_unique<C10dCommunicator>(
       group, placement_, time_limit, own_group_of(group, name_, placement_, time_limit));
-  std::unique_ptr<Communicator> shared;
+  // A group of one rank gets here only if that is forced.
+  const auto exchange_over = [](std::unique_ptr<Communicator> communicator) {
+    return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
+  };
   // On a device a call that has ended here has only been queued.
-  const bool is_of_host = placement_.memory == Memory::kHost;
-  if (is_of_host) shared = shared_memory_between(*over_torch, time_limit);
-  if (is_of_host && !shared) {
+  if (placement_.memory != Memory::kHost) return exchange_over(std::move(over_torch));
+  const Hosts hosts = find_hosts(*over_torch, time_limit);
+  if (!hosts.memory || !hosts.is_one()) {
     // The peers are to know by the time that they warn, or end their wait.
     over_torch->show_calls(std::min(time_limit, warning_limit().value_or(time_limit)) / 2);
   }
-  // A group of one rank gets here only where that is forced.
-  return std::make_unique<Exchange>(shared ? std::move(shared) : std::move(over_torch),
-                                    WhenAlone::kExchange);
+  return exchange_over(over_hosts(std::move(over_torch), hosts));
 }
 
 GroupExchanges::Entry GroupExchanges::of_all(const Scope& scope, std::string_view layer) {

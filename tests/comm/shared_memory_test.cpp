@@ -24,7 +24,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "normscope/comm/shared_memory_between.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/core/error.h"
@@ -264,27 +263,6 @@ TEST_F(KilledRankTest, WhileTheGroupSplitsIsNamedAtOnce) {
 
     EXPECT_THAT(text_of<CommunicationError>([&] { (void)communicator->split(0, 0); }),
                 HasSubstr("rank 1 of 3 has died"));
-  });
-}
-
-TEST(SharedMemoryBetween, TakesOverWhereAllRanksCanReachIt) {
-  run_as_threads(3, {.time_limit = 60s}, [](Communicator& group) {
-    const auto shared = shared_memory_between(group, 60s);
-
-    ASSERT_NE(shared, nullptr);
-    EXPECT_EQ(shared->transport(), "shared memory");
-    EXPECT_EQ(shared->rank(), group.rank());
-    EXPECT_THAT(gather(*shared, shared->rank()), ElementsAre(0, 1, 2));
-  });
-}
-
-TEST(SharedMemoryBetween, OneRankThatDoesNotWantItDecidesForAll) {
-  run_as_processes(3, {.time_limit = 60s}, [](Communicator& group) {
-    if (group.rank() == 1) setenv("NORMSCOPE_SHARED_MEMORY", "0", 1);
-
-    EXPECT_EQ(shared_memory_between(group, 60s), nullptr);
-
-    EXPECT_THAT(gather(group, group.rank()), ElementsAre(0, 1, 2));
   });
 }
 

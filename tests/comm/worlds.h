@@ -28,6 +28,18 @@ void run_as_processes(int ranks, const ExchangeOptions& options, const Communica
 void run_as_threads_in_shared_memory(int ranks, const ExchangeOptions& options,
                                      const CommunicatorBody& body);
 
+// Ranks on several hosts: two ranks a host, or two hosts that get the ranks in turn. Of threads the
+// memory of a host is a segment that some of them use; processes find their hosts by
+// NORMSCOPE_NODE.
+void run_as_threads_in_pairs(int ranks, const ExchangeOptions& options,
+                             const CommunicatorBody& body);
+void run_as_threads_on_two_hosts(int ranks, const ExchangeOptions& options,
+                                 const CommunicatorBody& body);
+void run_as_processes_in_pairs(int ranks, const ExchangeOptions& options,
+                               const CommunicatorBody& body);
+void run_as_processes_on_two_hosts(int ranks, const ExchangeOptions& options,
+                                   const CommunicatorBody& body);
+
 // What can hold some of its ranks.
 using MakeGate = std::unique_ptr<Gate> (*)();
 
@@ -37,12 +49,30 @@ struct World {
   int ranks;
   RunRanks run;
   MakeGate make_gate = make_pipe_gate;
+  std::vector<int> peers_of_rank_0 = {};  // whose absence it sees by itself; none: all
 };
 
 // One test for each number of ranks.
 inline auto worlds(const std::vector<int>& sizes, RunRanks run) {
   std::vector<World> worlds;
   for (const int ranks : sizes) worlds.push_back({.ranks = ranks, .run = run});
+  return ::testing::ValuesIn(worlds);
+}
+
+inline auto worlds_of_pairs(const std::vector<int>& sizes, RunRanks run) {
+  std::vector<World> worlds;
+  for (const int ranks : sizes) {
+    worlds.push_back({.ranks = ranks, .run = run, .peers_of_rank_0 = {1}});
+  }
+  return ::testing::ValuesIn(worlds);
+}
+
+inline auto worlds_of_two_hosts(const std::vector<int>& sizes, RunRanks run) {
+  std::vector<World> worlds;
+  for (const int ranks : sizes) {
+    worlds.push_back({.ranks = ranks, .run = run});
+    for (int rank = 2; rank < ranks; rank += 2) worlds.back().peers_of_rank_0.push_back(rank);
+  }
   return ::testing::ValuesIn(worlds);
 }
 

@@ -15,7 +15,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/batch_norm/exchange.h"
-#include "normscope/comm/shared_memory_between.h"
+#include "normscope/comm/hosts.h"
 #include "normscope/core/error.h"
 #include "tests/comm/communicator_contract.h"
 
@@ -82,12 +82,10 @@ TEST(MpiCommunicator, KeepsItsMessagesApartFromTheCallers) {
 }
 
 TEST(MpiCommunicator, LetsSharedMemoryTakeOverBetweenTheRanksOfAHost) {
-  const auto communicator = make_mpi_communicator(MPI_COMM_WORLD);
+  const auto shared = over_hosts(make_mpi_communicator(MPI_COMM_WORLD), kAmple);
 
-  const auto shared = shared_memory_between(*communicator, kAmple);
-
-  ASSERT_NE(shared, nullptr);
-  EXPECT_EQ(gather(*shared, shared->rank()), gather(*communicator, communicator->rank()));
+  EXPECT_EQ(shared->transport(), shared->size() > 1 ? "shared memory" : "mpi");
+  EXPECT_EQ(exchanged_sum_of_ranks(*shared), sum_of_ranks(*shared));
 }
 
 TEST(MpiCommunicator, RefusesWhatIsNoGroupOfRanks) {

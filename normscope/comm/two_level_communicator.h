@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+
+#include "normscope/comm/communicator.h"
+#include "normscope/comm/hosts.h"
+
+namespace normscope {
+
+// The ranks of `whole`, which lie on several `hosts` with memory. Each host adds in its memory, and
+// the leaders of the hosts add over a part of `whole`. Collective. Throws CommunicationError.
+[[nodiscard]] std::unique_ptr<Communicator> make_two_level_communicator(
+    std::unique_ptr<Communicator> whole, const Hosts& hosts);
+
+}  // namespace normscope
