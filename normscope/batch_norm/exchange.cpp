@@ -19,8 +19,6 @@
 namespace normscope {
 namespace {
 
-constexpr int kHashBits = 20;
-
 std::string describe(const CallLabel& label) {
   const std::string layer = label.layer.empty() ? "a layer without a name" : printable(label.layer);
   if (label.direction == Direction::kAgreement) {
@@ -196,7 +194,7 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
   hash.add(bytes_of(label.eps));
   hash.add(bytes_of(label.momentum));
 
-  const auto h = static_cast<double>(hash.low_bits(kHashBits));
+  const auto h = static_cast<double>(hash.low_bits(hash_bits(communicator_->size())));
   const double needs_backward = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
   const Header header{{count, h, h * h, needs_backward}};
 
