@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalization whose statistics have a scope that the user chooses."""
+"""Batch normalization with a statistics scope that the user chooses."""
 
-# _compiled comes first: other modules import what an unsuitable torch may not have.
+# _compiled comes first: an incompatible torch may lack what the other modules import.
 from normscope import _compiled, _library, _own_groups, functional  # noqa: F401
 from normscope.accumulation import accumulate
 from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d

@@ -16,7 +16,7 @@ from normscope import _library
 
 
 def _backends() -> list[str]:
-    """The backends of torch.distributed that this torch was built with."""
+    """Return the backends of torch.distributed that this torch was built with."""
     if not distributed.is_available():
         return []
     is_built = {
@@ -39,7 +39,7 @@ def _print_installation() -> None:
 
 
 def _own_processes() -> list[int]:
-    """Those of this host that this user may look into."""
+    """Return the ids of the processes on this host that this user may inspect."""
     return sorted(
         int(folder.name)
         for folder in Path("/proc").iterdir()
@@ -48,7 +48,7 @@ def _own_processes() -> list[int]:
 
 
 def _status_of_all() -> list[str]:
-    """Of all processes that can be looked into; what several tell alike is there once."""
+    """Return one line per distinct status over all processes that this user may inspect."""
     who: dict[str, list[str]] = {}
     where: dict[str, str] = {}
     for process in _own_processes():
@@ -65,7 +65,7 @@ def _status_of_all() -> list[str]:
 
 
 def _print_status(processes: list[int]) -> None:
-    """Of the given processes; of all that have ranks if none is given."""
+    """Print the status of the given processes, or of every process with ranks if none is given."""
     if not processes:
         print("\n".join(_status_of_all()) or "no process has exchanged anything")
     for process in processes:
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command; without one, print versions, kernels and communicators."""
     parser = argparse.ArgumentParser(prog="python -m normscope", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    status = commands.add_parser("status", help="where the ranks of a job are, also one that hangs")
+    status = commands.add_parser("status", help="where the ranks of a job are, even if it hangs")
     status.add_argument("process", type=int, nargs="*", help="ids; none: all of this user's ranks")
     chosen = parser.parse_args(arguments)
     if chosen.command == "status":

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the C++ library, on import, into the torch that it was compiled with."""
+"""Loads the C++ library on import, and refuses a torch that it was not compiled with."""
 
 import re
 from pathlib import Path
 
 import torch
 
-# What CMake wrote beside the library: torch's version, such as 2.13.0.
+# CMake writes torch's version, for example 2.13.0, to this file next to the library.
 _VERSION_FILE = "torch_version.txt"
 
 _REMEDY = (
@@ -16,21 +16,22 @@ _REMEDY = (
 
 
 def load(directory: Path) -> None:
-    """Load the library, if it was compiled with this release of torch.
+    """Load the library if it was compiled with this release of torch.
 
-    torch's C++ interface changes from release to release: another one might load the library and
-    call it wrongly. Builds of one release (for CPU, for CUDA) are tried.
+    torch's C++ interface changes between releases: a different release might load the library and
+    then call it incorrectly. Different builds of the same release (CPU, CUDA) are accepted if the
+    library loads.
 
     Args:
-        directory: Where the library is.
+        directory: The directory that contains the library.
 
     Raises:
         ImportError: If it was compiled with another release, or this build of torch cannot load it.
     """
-    # The file's name ends with its version.
+    # The file name ends with the version.
     [library] = directory.glob("libnormscope_torch.so.*")
     file = directory / _VERSION_FILE
-    # It may be missing where the package was not installed by CMake.
+    # The file is missing if the package was not installed by CMake.
     compiled_with = file.read_text().strip() if file.exists() else None
     if compiled_with is not None and _release(compiled_with) != _release(torch.__version__):
         raise ImportError(
@@ -48,7 +49,7 @@ def load(directory: Path) -> None:
 
 
 def _release(version: str) -> str:
-    """The release of a version: 2.13.0 of 2.13.0+cpu."""
+    """Return the release part of a version: 2.13.0 for 2.13.0+cpu."""
     release = re.match(r"\d+(\.\d+)*", version)
     return release.group() if release else version
 

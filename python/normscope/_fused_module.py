@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph whose module tree is that of the model that it was made of."""
+"""A graph module that keeps the module tree of the model that it was made from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx.graph_module import reduce_graph_module
 
 Replaced = Mapping[torch.nn.Module, torch.nn.Module]
 
-# What state_dict goes by. torch.fx keeps of these what the graph uses.
+# The attributes that state_dict reads. By itself, torch.fx keeps only what the graph uses.
 _OF_STATE = (
     "_modules",
     "_parameters",
@@ -53,15 +53,15 @@ def _unpickled(body: dict[str, Any], imports: str, class_name: str) -> FusedModu
     assert isinstance(graph, fx.Graph)
     root = torch.nn.Module()
     root.__dict__.update({name: body[name] for name in (*_OF_STATE, "training")})
-    return FusedModule(root, copy.deepcopy(graph), class_name)  # the graph has an owner already
+    return FusedModule(root, copy.deepcopy(graph), class_name)  # the graph already has an owner
 
 
 def tree_with(model: torch.nn.Module, replaced: Replaced) -> torch.nn.Module:
-    """The model's tree with other modules in some places; all others are the model's own.
+    """Return the model's module tree with some modules replaced; all others are shared.
 
-    What contains one of those is a plain torch.nn.Module, which cannot be called: its forward
-    speaks of the module that was there before. It has the parameters and buffers of the original,
-    as the same dicts, so that what replaces a tensor in one of them does so in both.
+    A module that contains a replaced one becomes a plain torch.nn.Module, which cannot be called:
+    the original forward refers to the module before its replacement. It shares the parameter and
+    buffer dicts of the original: a tensor that is replaced in one is replaced in both.
     """
     copies: dict[torch.nn.Module, torch.nn.Module] = dict(replaced)
 

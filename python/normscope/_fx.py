@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers in the graphs of torch.fx."""
+"""Layers in torch.fx graphs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from torch import fx
 def call_of_module(
     module: torch.nn.Module, x: fx.Proxy, *arguments: object, mask: object = None
 ) -> torch.Tensor:
-    """Put a call of a layer into the graph that ``x`` is of, as it is done for torch.nn's layers.
+    """Add a call of a layer to the graph of ``x``, as torch.fx does for the layers of torch.nn.
 
-    A tracer goes into modules of other libraries, and there is no list to join: so their forward
-    has to answer for itself.
+    A tracer traces into the modules of other libraries, and has no list of exceptions to register
+    with: the forward itself has to add the call.
 
-    The quantization of torch.ao passes over what it does not know; that is warned of.
+    Warns under torch.ao.quantization, which ignores layers that it does not know.
 
     Args:
         module: The layer.
-        x: Its input.
-        arguments: What else its forward takes.
-        mask: The keyword of that name; None for none.
+        x: The input of the layer.
+        arguments: Further positional arguments of its forward.
+        mask: The keyword argument ``mask``; None to leave it out.
 
     Raises:
-        TypeError: If the layer itself is traced, where a graph has no name for it; or if its class
-            has a forward of its own, which the call would run inside of what it does besides.
-        NameError: If the model that is traced does not have the layer.
+        TypeError: If the layer itself is traced, because a graph has no name for its root; or if
+            its class overrides forward, because the graph would then run the layer's whole forward
+            in place of the inner one, and the overriding part twice.
+        NameError: If the traced model does not contain the layer.
     """
     tracer = cast("fx.Tracer", x.tracer)
     name = tracer.path_of_module(module)
@@ -41,13 +42,13 @@ def call_of_module(
     if type(module).forward.__module__.partition(".")[0] != "normscope":
         raise TypeError(
             f"{name}: expected a layer with a forward of normscope, got a {type(module).__name__} "
-            "with its own, of which a graph would do a part twice; trace with a torch.fx.Tracer "
-            "whose is_leaf_module is True for it"
+            "with its own, part of which a graph would run twice; trace with a torch.fx.Tracer "
+            "whose is_leaf_module returns True for it"
         )
     if any(base.__module__.startswith("torch.ao.") for base in type(tracer).__mro__):
         warnings.warn(
-            f"{name}: torch.ao.quantization fuses and quantizes torch's layers alone, and got a "
-            f"{type(module).__name__} of normscope, which it leaves as it is; give it "
+            f"{name}: torch.ao.quantization only fuses and quantizes torch's own layers, and got a "
+            f"{type(module).__name__} of normscope, which it leaves unchanged; give it "
             "normscope.to_torch(model)",
             stacklevel=2,
         )

@@ -23,10 +23,10 @@ def named_layers(
     include: Patterns | None,
     exclude: Patterns | None,
 ) -> list[tuple[str, Layer]]:
-    """The layers of a class, each once, whose qualified names the patterns choose.
+    """Return the layers of a class that the patterns select by qualified name, each once.
 
     Raises:
-        ValueError: If the model has such layers, and a pattern matches none of them.
+        ValueError: If the model has layers of the class and a pattern matches none of them.
     """
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, layer_class)]
     if not layers:
@@ -55,7 +55,7 @@ def _matching(argument: str, patterns: Patterns, names: list[str]) -> list[str]:
 def input_of(
     layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the forward of a layer was given, as hooks see it: the input and its mask."""
+    """Return the input and the mask of a layer's forward from the arguments that a hook gets."""
     names = ("input", "residual", "mask") if isinstance(layer, BatchNormAct) else ("input", "mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return given["input"], given.get("mask")

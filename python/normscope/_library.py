@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ library: its ops, typed."""
+"""The ops of the C++ library, with types."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 # torch.distributed.DistError, which not every build of torch has.
 DistError: type[Exception] = torch._C._DistError
 
-# normscope._compiled has loaded them.
+# Loaded by normscope._compiled.
 _ops = torch.ops.normscope
 
 batch_norm_forward = _ops.batch_norm_forward.default
@@ -59,8 +59,8 @@ message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
 host_identity = cast("Callable[[], int]", _ops.host_identity.default)
 version = cast("Callable[[], str]", _ops.version.default)
 
-# Compilers keep calls of these in the order of the program, and repeat none: ranks meet in them,
-# or between two of keep_order.
+# Ranks exchange in these ops, or between two calls of keep_order. Compilers must keep the calls in
+# program order and repeat none.
 for _op in (
     _ops.keep_order,
     _ops.batch_norm_backward,
@@ -69,7 +69,7 @@ for _op in (
 ):
     _register_effectful_op(_op.default, _EffectType.ORDERED)
 
-# Whether layers in compiled graphs are one op each; see normscope.exact_graphs.
+# Whether each layer in a compiled graph is a single op; see normscope.exact_graphs.
 exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
 
 
@@ -81,15 +81,15 @@ def batch_norm(
     layer: str,
     **accumulated: torch.Tensor,
 ) -> torch.Tensor:
-    """Call the op of training; the peers of a rank whose arguments do not reach it are told.
+    """Call the training op; if the arguments do not reach it, tell the other ranks.
 
     Args:
-        arguments: The op's first ones, up to ``dims``.
-        scope: As the op's.
-        slice_stats: As the op's.
-        group: As the op's ``group_name``.
-        layer: As the op's.
-        accumulated: As the op's, if there is one.
+        arguments: The first arguments of the op, up to ``dims``.
+        scope: As for the op.
+        slice_stats: As for the op.
+        group: The op's ``group_name``.
+        layer: As for the op.
+        accumulated: The op's argument of this name, if given.
     """
     try:
         if torch.compiler.is_compiling():
@@ -105,7 +105,7 @@ def batch_norm(
         else:
             y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer, **accumulated)
     except (RuntimeError, TypeError) as error:
-        # No others: checkpointing ends a recomputation by an exception of its own.
+        # Only these: checkpointing ends a recomputation with an exception of its own.
         tell_peers(error, scope, group)
         _name_transforms(error)
         raise
@@ -123,18 +123,18 @@ def batch_norm_act(
     layer: str,
     **accumulated: torch.Tensor,
 ) -> torch.Tensor:
-    """Call the op of training with an activation; as :func:`batch_norm`.
+    """Call the training op with an activation, in the same way as :func:`batch_norm`.
 
     Args:
-        activation: As the op's.
-        negative_slope: As the op's.
-        residual: As the op's.
-        arguments: Those of :func:`batch_norm`.
-        scope: As the op's.
-        slice_stats: As the op's.
-        group: As the op's ``group_name``.
-        layer: As the op's.
-        accumulated: As the op's, if there is one.
+        activation: As for the op.
+        negative_slope: As for the op.
+        residual: As for the op.
+        arguments: As for :func:`batch_norm`.
+        scope: As for the op.
+        slice_stats: As for the op.
+        group: The op's ``group_name``.
+        layer: As for the op.
+        accumulated: The op's argument of this name, if given.
     """
     try:
         y, _ = batch_norm_act_forward(
@@ -160,20 +160,20 @@ Running = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def tell_peers(error: Exception, scope: str, group: str) -> None:
-    """Tell the peers of a rank whose arguments did not reach the op."""
-    # Errors of the library itself have told them what they need to know.
+    """Tell the other ranks that the arguments of this rank did not reach the op."""
+    # The library's own errors have already told them.
     if group and not isinstance(error, DistError):
         fail_exchange(scope, group, f"{type(error).__name__}: {error}")
 
 
 def transforms() -> list[str]:
-    """The transforms of torch.func that this call is in, the outermost first."""
+    """Return the torch.func transforms around the current call, outermost first."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return [interpreter.key().name.lower() for interpreter in stack]
 
 
 def _name_transforms(error: Exception) -> None:
-    """Raise for a call in transforms of torch.func, of which torch says what it could not do."""
+    """Raise an error that names the torch.func transforms around the call, if there are any."""
     unknown = isinstance(error, (DistError, NotImplementedError, TypeError))
     if unknown or torch.compiler.is_compiling() or not transforms():
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of which a mask says what counts: the same ops, on rows of what does."""
+"""Layers with a mask: the same ops, applied to the rows that the mask selects."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from normscope._rows import Residual, Rows, broadcast, checked
 from normscope._scripted import filled
 
 Op = Callable[..., torch.Tensor]
-# Chooses the op for an input and what is added to its output.
+# Chooses the op for an input and its residual.
 ChooseOp = Callable[[torch.Tensor, Residual], Op]
 
 
 def normalize_filled(
     x: torch.Tensor, mask: torch.Tensor, residual: Residual, normalize: Op
 ) -> torch.Tensor:
-    """Call ``normalize(x, residual)``, which works element by element, where the mask is True.
+    """Call the elementwise ``normalize(x, residual)`` with zeros in the masked positions.
 
-    What is masked is 0 before and after, for its own value would be in the gradients: 0 * NaN.
+    They are set to 0 before and after the call. If only y were set to 0, a NaN in the input would
+    reach the gradients, because 0 * NaN is NaN.
     """
     checked(x, mask)
     if isinstance(residual, torch.Tensor):
@@ -36,7 +37,7 @@ def normalize_filled(
 def normalize_rows(
     x: torch.Tensor, mask: torch.Tensor, residual: Residual, normalize: Op
 ) -> torch.Tensor:
-    """Call ``normalize(x, residual)`` on the rows [M, C] where the mask is True, 0 elsewhere."""
+    """Call ``normalize(x, residual)`` on the rows [M, C] that the mask selects; 0 elsewhere."""
     rows = Rows.of(x, mask)
     return rows.put(normalize(rows.take(x), rows.take_residual(residual, x)), x)
 
@@ -44,7 +45,7 @@ def normalize_rows(
 def normalize_alone(
     x: torch.Tensor, mask: torch.Tensor, residual: Residual, layer: _BatchNorm, finish: Op
 ) -> torch.Tensor:
-    """Evaluate a layer without running statistics; ``finish(y, residual)`` follows."""
+    """Evaluate a layer without running statistics, then call ``finish(y, residual)``."""
 
     def normalize(rows: torch.Tensor, residual: Residual) -> torch.Tensor:
         y = torch.nn.functional.batch_norm(
@@ -56,17 +57,17 @@ def normalize_alone(
 
 
 class MaskedOp:
-    """An op of training, on what a mask leaves of its input; called as the op.
+    """A training op that is applied to the unmasked rows of its input; it is called like the op.
 
     Args:
         mask: [N, 1, *], True where x counts.
-        choose: The op for an input, or a part of it, and what is added to its output.
-        finish: What follows on the output of a layer without an activation, and on that residual.
-        residual: What is added; None for nothing.
+        choose: Returns the op for an input, or a part of it, and its residual.
+        finish: Adds the residual to the output of a layer and applies the activation.
+        residual: Added to the output; None for nothing.
 
     Attributes:
-        mask: As given.
-        elements: That counted in the last call.
+        mask: The given mask.
+        elements: The number of elements that counted in the last call.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MaskedOp:
         self._residual = residual
         self.elements = 0
 
-    # How many rows there are is in no graph: its sizes are known when it is compiled.
+    # A graph needs its sizes when it is compiled, and the number of rows depends on the data.
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="a mask in training: how many elements count is data; compile without fullgraph"
     )
@@ -105,7 +106,7 @@ class MaskedOp:
         running = (running_mean, running_var, num_batches_tracked)
         where = {"slice_stats": slice_stats, "group": group, "layer": layer}
         if not isinstance(x, torch.Tensor) or x.dim() < 2 or (dims and x.dim() not in dims):
-            # The op says what is wrong with it.
+            # The op raises the error.
             return self._choose(x, None)(
                 x, *parameters, *running, momentum, eps, dims, scope=scope, **where
             )
@@ -128,7 +129,7 @@ class MaskedOp:
         return rows.put(y, x)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
-        """Do what follows on the output of a layer that was normalized elsewhere."""
+        """Add the residual and activate, if the layer was normalized elsewhere."""
         residual = self._residual
         if isinstance(residual, torch.Tensor):
             residual = filled(broadcast(residual, y), self.mask)
@@ -137,13 +138,13 @@ class MaskedOp:
 
 @dataclass
 class _Slices:
-    """The rows of each slice, which may be any number, as norm batches of their own.
+    """The rows of all slices, each slice a norm batch of its own with any number of rows.
 
     Args:
-        rows: [M, C] of all slices.
-        sizes: How many rows each of them has.
-        residuals: Of each slice.
-        choose: The op for a slice.
+        rows: The rows [M, C] of all slices.
+        sizes: The number of rows of each slice.
+        residuals: The residual of each slice.
+        choose: Returns the op for a slice.
     """
 
     rows: torch.Tensor
@@ -163,10 +164,10 @@ class _Slices:
         group: str,
         layer: str,
     ) -> torch.Tensor:
-        """Normalize each slice, and update the running statistics once all have been."""
+        """Normalize each slice, then update the running statistics."""
         where = {"scope": "local", "slice_stats": slice_stats, "group": group, "layer": layer}
         none: Running = (None, None, None)
-        # Of copies: what raises for the last slice updates nothing.
+        # Copies: if the last slice raises, nothing must have been updated.
         updated: Running = (_copy(running[0]), _copy(running[1]), _copy(running[2]))
         sums = no_moments(self.rows.shape[1], self.rows.device)
         pools = slice_stats == "pooled" or accumulated is not None
@@ -198,12 +199,12 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def recomputes() -> bool:
-    """Whether a backward is running, as in checkpointing: it updates no running statistics."""
+    """Return whether a backward is running, as in checkpointing; it updates no statistics."""
     return torch._C._current_graph_task_id() >= 0
 
 
 def _sizes_of_slices(mask: torch.Tensor, count: int) -> list[int]:
-    """How many rows each of torch.chunk's slices has."""
+    """Return the number of rows of each slice, as torch.chunk cuts them."""
     slices = mask.chunk(max(1, min(count, len(mask))))
     sizes: list[int] = torch.stack([part.count_nonzero() for part in slices]).tolist()
     return sizes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running statistics from moments that have been added up elsewhere."""
+"""Running statistics from accumulated moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def no_moments(channels: int, device: torch.device) -> torch.Tensor:
-    """What moments are added to."""
+    """Return the moments of no elements, to which others can be added."""
     size = _library.message_bytes(channels) // torch.float64.itemsize
     return torch.zeros(size, dtype=torch.float64, device=device)
 
@@ -24,8 +24,8 @@ def update_running(layer: BatchNorm, moments: torch.Tensor, elements: int | None
 
     Args:
         layer: The layer.
-        moments: Of the norm batch.
-        elements: Of this rank in it; None if that is not known.
+        moments: The moments of the norm batch.
+        elements: The number of elements from this rank; None if unknown.
     """
     if not layer.track_running_stats:
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups for normscope's messages alone, which the C++ library asks for."""
+"""Process groups for normscope's own messages, made on request of the C++ library."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _backend_for_the_host(group: distributed.ProcessGroup) -> str:
 def _new_group(
     name: str, parent: distributed.ProcessGroup, ranks: list[int], limit: timedelta
 ) -> None:
-    """``torch.distributed.new_group``, which is to be called by the ranks of the group alone.
+    """Do what ``torch.distributed.new_group`` does, called by the ranks of the new group only.
 
-    That one would name the group after the number of groups that a process has, which may be
-    another on every rank; here the name is given.
+    new_group names a group after the number of groups in the process, which may differ between
+    ranks. Here the name is an argument.
     """
     c10d = distributed.distributed_c10d
     of_parent = distributed.get_process_group_ranks(parent)
@@ -44,10 +44,10 @@ def _new_group(
 
 
 def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
-    """Make a group of some ranks of ``parent``, with its backend for the host.
+    """Make a group of some ranks of ``parent``, with the backend that it uses for CPU tensors.
 
     Returns:
-        "", or why there is none.
+        The empty string, or the reason why the group could not be made.
     """
     try:
         group = _process_group.named(parent)
@@ -59,20 +59,20 @@ def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
 
 
 def close(name: str) -> None:
-    """Destroy a group that `make` made; peers that wait in it raise."""
+    """Destroy a group made by ``make``; ranks that wait in it raise."""
     try:
         group = _process_group.named(name)
-    except Exception:  # destroyed before, with all others
+    except Exception:  # already destroyed, together with all others
         return
     distributed.destroy_process_group(group)
 
 
 def check_signals() -> None:
-    """Do nothing: ahead of any call Python runs the handlers of signals, in the main thread."""
+    """Do nothing: calling any Python function in the main thread runs pending signal handlers."""
 
 
 def register() -> torch.library.Library:
-    """Give these functions to the C++ library, as long as the answer lives."""
+    """Register these functions with the C++ library for the lifetime of the returned object."""
     kernels = torch.library.Library("normscope", "IMPL")
     kernels.impl("make_process_group", make, "CompositeExplicitAutograd")
     kernels.impl("close_process_group", close, "CompositeExplicitAutograd")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in a graph a layer is followed by an activation, perhaps with an addition between."""
+"""Finds the layers in a graph that an activation follows, perhaps after an addition."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ACTIVATIONS: Mapping[object, Activation] = {
 _ADDITIONS = (operator.add, torch.add, "add")
 _ADDITIONS_IN_PLACE = (iadd, "add_")
 
-# Whose functions write into what they are given only where their names or arguments say so.
+# Functions of these packages only write to their arguments if their names or keywords say so.
 _KNOWN_PACKAGES = ("torch", "_operator", "builtins", "math")
 
 Modules = Mapping[str, nn.Module]
@@ -50,17 +50,17 @@ Modules = Mapping[str, nn.Module]
 
 @dataclass(frozen=True)
 class Pair:
-    """A layer and its activation, as nodes.
+    """The nodes of a layer and the activation that follows it.
 
     Args:
-        layer: The call of the layer.
-        activation_node: The call of the activation.
-        addition: Of the layer's output and something else; None where there is none.
-        adds_into: What it writes into: the layer's output, what is added to it, or something new.
-        moves: Whether the layer is to run where its activation does, since what is added to its
-            output is not there before.
-        activation: The activation's name.
-        negative_slope: The activation's.
+        layer: The node that calls the layer.
+        activation_node: The node that calls the activation.
+        addition: The node that adds a residual to the layer's output; None if there is none.
+        adds_into: Where the sum is written: the layer's output, the residual, or a new tensor.
+        moves: Whether the layer has to run where its activation does, because the residual is
+            computed after the layer.
+        activation: The name of the activation.
+        negative_slope: The slope of a leaky ReLU.
     """
 
     layer: fx.Node
@@ -72,7 +72,7 @@ class Pair:
     negative_slope: float
 
     def merge(self) -> None:
-        """Let the layer's node do what the three do."""
+        """Replace the nodes of the pair by a single call of the layer."""
         [x] = self.layer.all_input_nodes
         graph = self.layer.graph
         arguments = [x]
@@ -88,12 +88,12 @@ class Pair:
 
 
 def pairs_of(graph: fx.Graph, modules: Modules) -> list[Pair]:
-    """All pairs that can be merged without a change of any value, or of the exchanges' order."""
+    """Return all pairs that can be merged without changing a value or the order of exchanges."""
     return list(_Search(graph, modules).pairs())
 
 
 class _Search:
-    """The graph, and what is asked of it for every pair."""
+    """A graph, with the lookup tables that the search for pairs needs."""
 
     def __init__(self, graph: fx.Graph, modules: Modules) -> None:
         self._modules = modules
@@ -116,7 +116,7 @@ class _Search:
     def _pairs_before(
         self, node: fx.Node, source: fx.Node, activation: Activation, slope: float
     ) -> Iterator[Pair]:
-        """The one pair of an activation, or none."""
+        """Yield the pair of an activation, if there is one."""
         if self._can_be_fused(source):
             yield Pair(source, node, None, "new", False, activation, slope)  # noqa: FBT003
             return
@@ -125,8 +125,8 @@ class _Search:
             return
         in_place = source.target in _ADDITIONS_IN_PLACE
         if in_place and not self._can_be_fused(added[0]):
-            return  # what is written into may be someone else's, under any name
-        for layer in added:  # of two layers it is the later one, since the earlier cannot move
+            return  # the tensor that is written to may be in use elsewhere under another name
+        for layer in added:  # of two layers only the later one passes, as the earlier cannot move
             [residual] = (other for other in added if other is not layer)
             if self._can_be_fused(layer) and self._stays_right(layer, residual, node):
                 written: AddsInto = "output" if layer is added[0] else "residual"
@@ -136,7 +136,7 @@ class _Search:
                 return
 
     def _can_be_fused(self, node: fx.Node) -> bool:
-        """Whether it is the only call of a layer, of what no one else uses."""
+        """Return whether a node is the only call of a layer and its output has a single user."""
         if node.op != "call_module" or len(node.users) != 1:
             return False
         module = self._modules[str(node.target)]
@@ -150,11 +150,11 @@ class _Search:
         )
 
     def _is_patched(self, node: fx.Node) -> bool:
-        """Whether the module that a node calls has a forward that is not its class's."""
+        """Return whether the called module has a forward that overrides that of its class."""
         return node.op == "call_module" and "forward" in self._modules[str(node.target)].__dict__
 
     def _stays_right(self, layer: fx.Node, residual: fx.Node, activation_node: fx.Node) -> bool:
-        """Whether layer and addition can run at one time, rather than before and after others."""
+        """Return whether the layer and the addition can run together with the same results."""
         first, last = self._positions[layer], self._positions[activation_node]
         between = self._nodes[first + 1 : last]
         if any(self._may_write(node) for node in between if layer not in node.all_input_nodes):
@@ -168,7 +168,7 @@ class _Search:
         return any(isinstance(m, BatchNorm) for m in self._modules[str(node.target)].modules())
 
     def _may_write(self, node: fx.Node) -> bool:
-        """Whether a node might change a tensor that is there; where it is not known, it might."""
+        """Return whether a node might write to an existing tensor; True if unknown."""
         if node.op == "call_module":
             return bool(getattr(self._modules[str(node.target)], "inplace", False))
         if node.op == "call_method":
@@ -195,7 +195,7 @@ class _Search:
 
 
 def operands(addition: fx.Node) -> list[fx.Node]:
-    """The two nodes that are added, or fewer where something else is done."""
+    """Return the two nodes that are added, or fewer if the node is no plain addition."""
     if addition.op not in ("call_function", "call_method"):
         return []
     if addition.target not in (*_ADDITIONS, *_ADDITIONS_IN_PLACE):

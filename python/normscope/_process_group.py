@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups by name: a layer that held the object could not be copied or pickled."""
+"""Process groups by name: a layer that held the group itself could not be copied or pickled."""
 
 import atexit
 import os
@@ -19,12 +19,12 @@ _unnamed_layers = weakref.WeakKeyDictionary()
 
 _watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()
 
-# Backends of Python's own cannot be ended any later.
+# Backends written in Python cannot be shut down any later.
 atexit.register(_library.forget_groups)
 
 
 def _watch(group: "distributed.ProcessGroup") -> None:
-    """Have the library forget the group when destroy_process_group() lets go of it."""
+    """Make the library forget the group when destroy_process_group() releases it."""
     if group in _watched:
         return
     _watched.add(group)
@@ -32,7 +32,7 @@ def _watch(group: "distributed.ProcessGroup") -> None:
 
 
 def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None:
-    """The name that a layer keeps; None stands for the default group.
+    """Return the name of a group, which a layer stores; None stands for the default group.
 
     Raises:
         ValueError: If this process is not a rank of the group, or a mesh has several dimensions.
@@ -46,28 +46,29 @@ def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None
                 f'mesh["dp"], got one of {group.ndim}'
             )
         group = group.get_group()
-    if not isinstance(group, distributed.ProcessGroup):  # new_group's answer on other ranks
+    # new_group returns something else on ranks that are not in the group.
+    if not isinstance(group, distributed.ProcessGroup):
         raise ValueError("process_group: expected a group that this rank is in, got another")
     _watch(group)
     return group.group_name
 
 
 def named(name: str | None) -> "distributed.ProcessGroup | None":
-    """The group that a name stands for; None for the default group."""
+    """Return the group with the given name; None stands for the default group."""
     if name is None:
         return None
     return distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGroup | None":
-    """The given group, else the default one if it is initialized."""
+    """Return the given group, or else the default group if it is initialized."""
     if group is None and distributed.is_available() and distributed.is_initialized():
         return distributed.group.WORLD
     return group
 
 
 def _know_all() -> None:
-    """Tell the library which groups are this process's: a fork of it has copies of them."""
+    """Tell the library the groups of this process; a forked process only has copies of them."""
     if distributed.is_available() and distributed.is_initialized():
         for group in distributed.distributed_c10d._world.pg_names:
             _library.know_process_group(group.group_name)
@@ -77,15 +78,15 @@ os.register_at_fork(before=_know_all)
 
 
 def size_of(group: "distributed.ProcessGroup | None") -> int:
-    """The ranks of the group in use; 1 where there is none."""
+    """Return the number of ranks of the group in use, or 1 if there is none."""
     group = in_use(group)
     return 1 if group is None else group.size()
 
 
-# A graph that torch.compile makes holds the name, not the look-up.
+# A graph of torch.compile contains the name, not the lookup.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def name_in_use(name: str | None) -> str:
-    """The group to run in now: the named one, else the default one if it is initialized."""
+    """Return the name of the group to use now: the given one, or the default group's, or ""."""
     if name is not None:
         return name
     default = in_use(None)
@@ -95,36 +96,36 @@ def name_in_use(name: str | None) -> str:
     return default.group_name
 
 
-# Outside the graph, and part of it from then on.
+# Runs outside the graph; the result becomes a constant of the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def name_of_layer(group_name: str) -> str:
-    """What a layer without a name is called from its first exchange in a group on.
+    """Return a name for a layer without one, at its first exchange in a group.
 
-    By the order of first uses there: ranks need not have made their layers in the same order, or
-    no others.
+    Layers are numbered in the order of their first use in the group, which is the same on all
+    ranks. The order of construction may differ, and so may the other layers of a rank.
     """
     try:
         group = named(group_name)
     except Exception:
-        return ""  # the op says that there is no such group
+        return ""  # the op raises the error
     number = _unnamed_layers.get(group, 0) + 1
     _unnamed_layers[group] = number
     return f"unnamed layer {number}"
 
 
 def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> tuple[str, str]:
-    """The scope and the group to train ``x`` [N, ...] with now.
+    """Return the scope and the group for training on ``x`` [N, ...].
 
-    The ranks agree on the scope at first use.
+    The ranks agree on the scope when it is first used.
     """
     group_name: str = name_in_use(name)
     if not scope.depends_on_samples or x.dim() == 0:
         return scope.text, group_name
-    samples = len(range(x.shape[0]))  # a number also where a graph is traced for any batch
+    samples = len(range(x.shape[0]))  # an int, even if the batch size is symbolic in a trace
     return _scope_of_samples(scope.text, group_name, samples), group_name
 
 
-# Outside the graph too: how many slices there are is part of it.
+# Runs outside the graph too: the number of slices is a constant of the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
     return _library.resolve_scope(text, group_name, samples)

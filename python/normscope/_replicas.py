@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Statistics over the replicas of torch.nn.DataParallel, which are threads of one process.
 
-Forward meets in the threads. Backward need not have a thread for each replica, so replicas meet in
-the graph there:
+In forward, the threads wait for each other. Backward need not have a thread per replica. There the
+replicas are combined by the autograd graph:
 
-    x ---> _Moments ---> _Sum ---> _Normalize ---> y        of each replica; _Sum is of all of them
+    x ---> _Moments ---> _Sum ---> _Normalize ---> y        one per replica, but a single _Sum
      \__________________________/
 
-Forward sends the moments of x along the arrows, and backward the sums of the gradients against
-them: _Normalize's backward makes a replica's sums of dy, _Sum's adds them, and _Moments' makes dx.
-Sums of moments are exact, whatever their order.
+Forward passes the moments of x along the arrows, and backward passes gradient sums against them:
+the backward of _Normalize computes a replica's sums of dy, that of _Sum adds them, and that of
+_Moments computes dx. Sums of moments are exact in any order.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
     from normscope.modules import BatchNorm
 
-_COUNT = -4  # of elements, in moments: the first of the four numbers after the sums
+_COUNT = -4  # index of the element count in moments: the first of the four numbers after the sums
 
 _POLL = 0.05  # seconds
-_POLLS_ALONE = 20  # after which nobody is thought to come
+_POLLS_ALONE = 20  # after which the missing replicas are given up
 
 
 @dataclass
 class _Call:
-    """One replica's forward, and what its backward leaves for the next step."""
+    """The state of one replica's forward that its backward nodes share."""
 
     statistics: torch.Tensor | None = None
     dy: torch.Tensor | None = None
@@ -103,7 +103,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Normalize(torch.autograd.Function):
-    """A replica's y, from what the moments of all replicas come to."""
+    """A replica's y, from the statistics of all replicas."""
 
     @staticmethod
     def forward(
@@ -145,7 +145,7 @@ def _on_devices(total: torch.Tensor, devices: list[torch.device]) -> tuple[torch
 
 @dataclass
 class _Arrival:
-    """What a replica brings to a round."""
+    """What a replica contributes to a round."""
 
     moments: torch.Tensor
     x: torch.Tensor
@@ -157,16 +157,16 @@ class _Round:
     """One call of a layer by all of its replicas."""
 
     arrivals: dict[int, _Arrival] = field(default_factory=dict)  # by replica
-    totals: tuple[torch.Tensor, ...] | None = None  # by replica, when all have come
+    totals: tuple[torch.Tensor, ...] | None = None  # by replica, once all have arrived
     error: str = ""
 
 
 class Meeting:
-    """The replicas that torch.nn.parallel.replicate() has made of a layer for one forward."""
+    """The replicas of a layer that torch.nn.parallel.replicate() has made for one forward."""
 
     def __init__(self, layer: BatchNorm) -> None:
         self._layer = weakref.ref(layer)
-        self.is_open = True  # for replicas, until one of them has been called
+        self.is_open = True  # more replicas can join until one of them is called
         self._replicas: list[weakref.ref[BatchNorm]] = []
         self._rounds: dict[int, _Round] = {}
         self._calls: dict[int, int] = {}  # by replica
@@ -174,7 +174,7 @@ class Meeting:
         self._condition = threading.Condition()
 
     def join(self, replica: BatchNorm) -> bool:
-        """Count a replica in, and answer whether it is the first."""
+        """Add a replica, and return whether it is the first."""
         self._replicas.append(weakref.ref(replica))
         return len(self._replicas) == 1
 
@@ -186,12 +186,12 @@ class Meeting:
         group_name: str,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Normalize one replica's part of the batch of all of them, or what a mask leaves of it.
+        """Normalize one replica's part of the joint batch, without what the mask excludes.
 
         Raises:
-            ValueError: If the replicas have one value per channel together.
-            RuntimeError: If the other replicas do not come, or come with other inputs, or the scope
-                is none that replicas know.
+            ValueError: If the replicas together have one value per channel.
+            RuntimeError: If the other replicas do not arrive, or their inputs do not match, or the
+                scope is not supported for replicas.
         """
         weight, bias = replica.weight, replica.bias
         call = _Call()
@@ -211,7 +211,7 @@ class Meeting:
         return y if mask is None else rows.put(y, whole)
 
     def _meet(self, replica: BatchNorm, arrival: _Arrival) -> torch.Tensor:
-        """The moments of all replicas, on the device of this one."""
+        """Return the moments of all replicas, on the device of this one."""
         if self.is_open:
             self.is_open = False
             self._replicas = [ref for ref in self._replicas if ref() is not None]
@@ -230,7 +230,7 @@ class Meeting:
         return this_round.totals[index]
 
     def _finish(self, this_round: _Round) -> None:
-        """What follows when all replicas have come, by the last of them."""
+        """Combine the moments and update the running statistics, once all replicas have arrived."""
         arrivals = [this_round.arrivals[i] for i in range(len(self._replicas))]
         for i, arrival in enumerate(arrivals):
             if (arrival.x.dtype, arrival.x.shape[1]) != (
@@ -247,7 +247,7 @@ class Meeting:
                 f"{', '.join(str(arrival.x.shape) for arrival in arrivals)}"
             )
         layer = self._layer()
-        assert layer is not None  # its replicas do not outlive a forward
+        assert layer is not None  # replicas do not outlive the forward of their layer
         totals = _Sum.apply(*(arrival.moments for arrival in arrivals))  # type: ignore[no-untyped-call]
         for arrival, total in zip(arrivals, totals, strict=True):
             arrival.call.statistics = _library.batch_norm_finalize(
@@ -312,7 +312,7 @@ def _time_limit() -> float:
 
 
 def _no_thread_works() -> bool:
-    """Whether every thread of the process waits for another: nobody will come then."""
+    """Return whether every thread of the process is waiting, so that no other will arrive."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.daemon or thread is threading.current_thread():
@@ -327,7 +327,7 @@ _open_meetings: weakref.WeakKeyDictionary[BatchNorm, Meeting] = weakref.WeakKeyD
 
 
 def open_meeting(layer: BatchNorm) -> Meeting:
-    """Where the replicas meet that are being made of a layer."""
+    """Return the meeting that new replicas of a layer join."""
     meeting = _open_meetings.get(layer)
     if meeting is None or not meeting.is_open:
         meeting = _open_meetings[layer] = Meeting(layer)

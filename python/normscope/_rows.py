@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mask leaves of an input, as rows."""
+"""The unmasked elements of an input, as rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Residual = torch.Tensor | float | None
 
 
 def checked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mask of ``x`` [N, C, *], if it is one: bool [N, 1, *] on the same device.
+    """Return ``mask`` if it is a valid mask of ``x`` [N, C, *]: bool [N, 1, *] on x's device.
 
     Raises:
         ValueError: If it is not.
@@ -31,41 +31,41 @@ def checked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def unmasked_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The rows [M, C] of x [N, C, *] where the mask is True, in the order of the samples."""
+    """Return the rows [M, C] of x [N, C, *] where the mask is True, in the order of the samples."""
     return Rows.of(x, mask).take(x)
 
 
 def broadcast(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A residual, in x's shape.
+    """Return the residual, expanded to the shape of x.
 
     Raises:
-        ValueError: If it does not broadcast to that.
+        ValueError: If it does not broadcast to that shape.
     """
     try:
         return residual.expand(x.shape)
     except RuntimeError:
         raise ValueError(
-            f"residual: expected with a mask a shape that broadcasts to x's, {[*x.shape]}, got "
+            f"residual: expected a shape that broadcasts to x's, {[*x.shape]}, with a mask, got "
             f"{[*residual.shape]}"
         ) from None
 
 
 @dataclass
 class Rows:
-    """Where a mask is True.
+    """The positions where a mask is True.
 
     Args:
-        where: Indices [M] of the sample and of each position.
+        where: Index tensors [M], one for the sample and one for each spatial dimension.
     """
 
     where: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Rows:
-        """Find them.
+        """Find the positions.
 
         Raises:
-            ValueError: If it is no mask of x.
+            ValueError: If ``mask`` is not a valid mask of x.
         """
         try:
             return cls(checked(x, mask).squeeze(1).nonzero(as_tuple=True))
@@ -73,27 +73,27 @@ class Rows:
             if "vmap" not in _library.transforms():
                 raise
             raise ValueError(
-                "mask: expected one that torch.func.vmap does not map over, since how many "
-                "elements count is data, got one that it does; use a loop"
+                "mask: expected one that torch.func.vmap does not map over, since the number of "
+                "elements that count depends on the data, got one that it does; use a loop"
             ) from error
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows [M, C] of x [N, C, *]."""
+        """Return the rows [M, C] of x [N, C, *]."""
         return _take(x, self.where)
 
     def take_residual(self, residual: Residual, x: torch.Tensor) -> Residual:
-        """The rows of what is added to x, of any shape that broadcasts; a number is one."""
+        """Return the rows of a residual of any shape that broadcasts to x; a number stays."""
         if not isinstance(residual, torch.Tensor):
             return residual
         return self.take(broadcast(residual, x))
 
     def put(self, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Zeros in x's shape and memory format, with rows [M, C] in them."""
+        """Return the rows [M, C] among zeros, in x's shape and memory format."""
         return _put(rows, x.shape, _dense_strides(x), self.where)
 
 
 def _dense_strides(x: torch.Tensor) -> tuple[int, ...]:
-    """Those of an output in x's memory format."""
+    """Return the strides of an output in x's memory format."""
     return torch.empty_like(x, device="meta").stride()
 
 
@@ -112,7 +112,7 @@ def _put(
     return y
 
 
-# torch's own gradient of an index lies in the memory format of the index, not of x.
+# torch's own gradient of indexing has the memory format of the index, not that of x.
 class _Take(torch.autograd.Function):
     """The rows of x; the gradient of :class:`_Put`."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.jit.script compiles of layers: evaluation."""
+"""The part of the layers that torch.jit.script compiles: evaluation."""
 
 import torch
 from torch.nn import functional
@@ -15,7 +15,7 @@ def evaluated(
     eps: float,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalize by running statistics, or by those of ``x`` if there are none.
+    """Normalize with running statistics, or with those of ``x`` if there are none.
 
     Args:
         x: [N, C, *].
@@ -24,11 +24,11 @@ def evaluated(
         weight: [C].
         bias: [C].
         training: Whether the layer is in training.
-        eps: What is added to the variance.
-        mask: [N, 1, *], True where x counts; None if it all does.
+        eps: Added to the variance.
+        mask: [N, 1, *], True where x counts; None if all of x counts.
 
     Raises:
-        RuntimeError: In training, which is not compiled; or if there is a mask and no running
+        RuntimeError: In training, which cannot be scripted; or if there is a mask and no running
             statistics.
     """
     if training:
@@ -47,22 +47,24 @@ def evaluated(
 
 
 def filled(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Put zeros where a mask is False; of a larger shape if the two broadcast.
+    """Return x with zeros where the mask is False, after broadcasting the two.
+
+    Unlike the result of masked_fill, this one has the memory format of x.
 
     Args:
-        x: What is masked, in whose memory format the result is; masked_fill's is not.
-        mask: That is True where x counts.
+        x: The tensor to mask.
+        mask: True where x counts.
     """
     return torch.where(mask, x, 0.0)
 
 
 def activated(y: torch.Tensor, activation: str, negative_slope: float) -> torch.Tensor:
-    """Call torch's function of an activation.
+    """Call torch's function for an activation.
 
     Args:
-        y: What it is given.
-        activation: As BatchNormAct's.
-        negative_slope: As BatchNormAct's.
+        y: The input of the activation.
+        activation: As for BatchNormAct.
+        negative_slope: As for BatchNormAct.
     """
     if activation == "relu":
         return functional.relu(y)
@@ -77,12 +79,12 @@ def activated(y: torch.Tensor, activation: str, negative_slope: float) -> torch.
 
 
 def added(y: torch.Tensor, residual: torch.Tensor, adds_into: str) -> torch.Tensor:
-    """Add a residual, into one of the two or something new.
+    """Add a residual, in place or into a new tensor.
 
     Args:
         y: The layer's output.
-        residual: What is added to it.
-        adds_into: ``new``, ``output`` or ``residual``.
+        residual: Added to the output.
+        adds_into: Where the sum is written: ``new``, ``output`` or ``residual``.
     """
     if adds_into == "output":
         return y.add_(residual)

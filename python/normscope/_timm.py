@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``convert`` makes of timm's layers. Importing this module imports timm."""
+"""The classes that ``convert`` gives timm's layers. Importing this module imports timm."""
 
-# Layers of timm take no mask.
+# timm's layers take no mask.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[misc]
-    """Normalization, then ``drop``, then ``act``; one op of all if drop does nothing.
+    """Normalization, then ``drop``, then ``act``; a single op if drop does nothing.
 
-    It also stands in for timm's SyncBatchNormAct, which may lack drop and act. It derives from
-    timm's class because timm's own functions ask for it: ``freeze_batch_norm_2d`` would lose the
-    activation of any other layer.
+    It also replaces timm's SyncBatchNormAct, which may lack drop and act. It derives from timm's
+    class because timm's own functions check for it: ``freeze_batch_norm_2d`` would drop the
+    activation of any other class.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,11 +66,11 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
         return y
 
     def _activation(self) -> Activation | None:
-        """What the op can do of what follows; None if the modules have to be called."""
+        """Return the activation that the op can apply; None if drop and act have to be called."""
         if torch.compiler.is_compiling():
-            return None  # compilers fuse by themselves
+            return None  # the compiler fuses by itself
         if self._meeting is not None:
-            return None  # replicas of torch.nn.DataParallel meet within the layer
+            return None  # replicas of torch.nn.DataParallel wait for each other within the layer
         drop, act = self._modules.get("drop"), self._modules.get("act")
         if act is None or not (drop is None or _is(drop, torch.nn.Identity)):
             return None
@@ -78,7 +78,7 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
 
 
 def _is(module: torch.nn.Module, module_class: type[torch.nn.Module]) -> bool:
-    """Whether nobody notices that the module is not called."""
+    """Return whether skipping the call of the module has no visible effect."""
     return (
         type(module) is module_class
         and "forward" not in vars(module)
@@ -88,10 +88,13 @@ def _is(module: torch.nn.Module, module_class: type[torch.nn.Module]) -> bool:
 
 
 class SplitBatchNorm2d(timm_layers.SplitBatchNorm2d, BatchNorm2d):  # type: ignore[misc]
-    """timm's forward, whose ``super().forward`` is normscope's; ``aux_bn`` are layers as others."""
+    """timm's forward, whose ``super().forward`` is normscope's.
+
+    The layers in ``aux_bn`` are converted like any others.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize the first part of ``input`` [N, C, H, W], and let ``aux_bn`` do the others."""
+        """Normalize the first part of ``input`` [N, C, H, W], and the others with ``aux_bn``."""
         if isinstance(input, Proxy):
             return call_of_module(self, input)
         y: torch.Tensor = super().forward(input)

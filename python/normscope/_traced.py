@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph of a model, by torch.fx, where it is sure that it computes what the model does.
+"""Traces a model with torch.fx, and refuses it if the graph might compute something else.
 
-torch.fx runs forward once, with proxies, and keeps what they meet. What Python does besides is lost
-without a word: the mode that a module is in, a no_grad, the in-place half of ``+=``. Here either
-the graph has it, or the model is refused.
+torch.fx runs forward once with proxies, and records the operations on them. Everything else that
+Python does is lost silently: the mode of a module, a no_grad, the in-place half of ``+=``. Here,
+either the graph contains it or the model is refused.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def traced(model: torch.nn.Module) -> fx.Graph:
-    """The graph of a model's forward, whose calls of modules are those of torch.nn and normscope.
+    """Return the graph of a model's forward, with modules of torch.nn and normscope as calls.
 
-    The model stays as it is.
+    The model is not changed.
 
     Raises:
-        RuntimeError: If forward cannot be traced, or the graph would not compute what it does.
+        RuntimeError: If forward cannot be traced, or the graph would compute something else.
     """
     if has_hooks(model):
         raise RuntimeError(_hooks_lost(model, ""))
@@ -45,28 +45,29 @@ def traced(model: torch.nn.Module) -> fx.Graph:
             raise RuntimeError(
                 f"{_named(module_of(node))}: expected a forward that does the same in training and "
                 f"in evaluation, got {_described(node)} in training and {_described(other)} in "
-                "evaluation, of which a graph would keep one; use modules, as torch.nn.Dropout in "
-                f"place of functional.dropout, or {_ADVICE}"
+                "evaluation, of which a graph would keep one; use modules, such as "
+                f"torch.nn.Dropout instead of functional.dropout, or {_ADVICE}"
             )
     return graph
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether something looks at the module's calls, or changes them."""
+    """Return whether a forward or backward hook is registered on the module."""
     return any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
 def module_of(node: fx.Node) -> str:
-    """The qualified name of the module in whose forward a node stands."""
+    """Return the qualified name of the module whose forward contains the node."""
     stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack", {})
     names = ["", *(name for name, _ in stack.values())]
     return names[-2 if node.op == "call_module" else -1]
 
 
 def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The operator as a function: torch.fx writes the operator itself as a statement.
+    """Wrap an in-place operator in a function.
 
-    That would give a number's other users the new value.
+    torch.fx would write the operator itself as a statement like ``a += b``. If ``a`` is a number,
+    all other users of the variable would then see the new value.
     """
 
     def call(left: Any, right: Any) -> Any:  # noqa: ANN401 - as the operator
@@ -96,7 +97,7 @@ IN_PLACE = (
 
 
 def expect_none(argument: Any, name: str) -> None:  # noqa: ANN401 - whatever was given
-    """Raise if an argument is given that is None in the graph."""
+    """Raise if an argument is given that was None when the graph was traced."""
     if isinstance(argument, fx.Proxy):
         argument.tracer.create_proxy("call_function", expect_none, (argument, name), {})
     elif argument is not None:
@@ -107,7 +108,7 @@ def expect_none(argument: Any, name: str) -> None:  # noqa: ANN401 - whatever wa
 
 
 class _Proxy(fx.Proxy):
-    """A proxy that keeps in-place operators what they are; torch's own makes them out of place."""
+    """A proxy that keeps in-place operators in place; torch's own proxy does not."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in ("tracer", "node"):
@@ -127,25 +128,25 @@ for _function in IN_PLACE:
 
 
 class _RefusalError(Exception):
-    """Ends a trace with a message of its own."""
+    """Ends a trace with the final text of the error."""
 
 
 class Tracer(fx.Tracer):
-    """Traces through all but the modules of torch.nn and normscope."""
+    """Traces into all modules except those of torch.nn and normscope."""
 
-    proxy_buffer_attributes = True  # what is computed from buffers is no constant
+    proxy_buffer_attributes = True  # values that are computed from buffers are not constants
 
     def __init__(self) -> None:
         super().__init__()
         self._modes = _modes()
 
     def place(self, depth: int = 1) -> str:
-        """The qualified name of the innermost module that is called, or of one that calls it."""
+        """Return the name of the innermost module on the stack, or of one ``depth - 1`` above."""
         names = ["", *(name for name, _ in self.module_stack.values())]
         return names[max(-depth, -len(names))]
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        """Whether the graph calls the module as a whole."""
+        """Return whether the graph calls the module as a whole."""
         return isinstance(m, BatchNorm) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
@@ -155,14 +156,14 @@ class Tracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # noqa: ANN401 - torch's signature
-        """Trace a call, or keep it as a node."""
+        """Trace into a call, or record it as a node."""
         name = self.path_of_module(m)
         if has_hooks(m) and not self.is_leaf_module(m, name):
             raise _RefusalError(_hooks_lost(m, name))
         return super().call_module(m, forward, args, kwargs)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:  # noqa: ANN401 - torch's
-        """Add a node, which is to run in the modes that the whole graph runs in."""
+        """Add a node, after checking that it runs in the same modes as the whole graph."""
         if _modes() != self._modes:
             caller = self.place(2 if kind == "call_module" else 1)
             raise _RefusalError(
@@ -173,12 +174,12 @@ class Tracer(fx.Tracer):
         return super().create_node(kind, *args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Stand for what a node computes."""
+        """Return the proxy of a node."""
         return _Proxy(node, self)
 
 
 def _modes() -> tuple[object, ...]:
-    """What of the surroundings changes what an operation does, or what it keeps."""
+    """Return the global modes that change what an operation computes or saves."""
     autocast = (
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         for device in ("cpu", "cuda")
@@ -192,7 +193,7 @@ def _modes() -> tuple[object, ...]:
 
 
 def _trace(model: torch.nn.Module, *, training: bool) -> fx.Graph:
-    """Trace a model all of whose modules are in one mode; it is restored afterwards."""
+    """Trace a model with all modules in one mode, and restore the model afterwards."""
     modes = {module: module.training for module in model.modules()}
     for module in modes:
         module.__dict__["training"] = training
@@ -217,18 +218,22 @@ def _trace(model: torch.nn.Module, *, training: bool) -> fx.Graph:
         for module, mode in modes.items():
             module.__dict__["training"] = mode
     for node in graph.nodes:
-        node.type = None  # an annotation, which may be text, and text cannot be pickled
+        node.type = None  # an annotation may be a string, which cannot be pickled here
     for node in graph.find_nodes(op="placeholder"):
         name = node.target.removesuffix("_1")
         if name in specialized:
-            node.target = name  # as callers have it
+            node.target = name  # the name that callers use
             [check] = node.users
             check.target, check.args = expect_none, (node, name)  # torch's cannot be pickled twice
     return graph
 
 
 def _arguments_that_may_be_none(model: torch.nn.Module) -> list[str]:
-    """They are None in the graph, which checks it: a proxy would never be ``None`` for an if."""
+    """Return the arguments of forward that are None by default.
+
+    They are traced as None, and the graph checks that they stay so: a proxy would never compare
+    equal to ``None`` in an if.
+    """
     parameters = inspect.signature(type(model).forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.default is None]
 
@@ -247,14 +252,14 @@ def _check_tensors(model: torch.nn.Module, graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class _State:
-    """What a dict or a list held: a module's attributes, or one of them, as its buffers."""
+    """The contents of a dict or list: a module's attributes, or one attribute such as _buffers."""
 
     name: str
     holder: dict[Any, Any] | list[Any]
     items: list[tuple[Any, Any]]
 
     def changed(self) -> list[Any]:
-        """The keys of what is no longer what it was."""
+        """Return the keys whose values have changed."""
         now, before = dict(_items(self.holder)), dict(self.items)
         keys = [*before, *(key for key in now if key not in before)]
         return [key for key in keys if now.get(key, now) is not before.get(key, before)]
@@ -274,7 +279,7 @@ def _items(holder: dict[Any, Any] | list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _states(name: str, module: torch.nn.Module) -> Iterator[_State]:
-    """Of the module's attributes, and of those that hold others."""
+    """Yield the states of the module's attribute dict, and of the dicts and lists in it."""
     yield _State(name, module.__dict__, _items(module.__dict__))
     for attribute in module.__dict__.values():
         if isinstance(attribute, dict | list):
@@ -299,7 +304,7 @@ def _hooks_lost(module: torch.nn.Module, name: str) -> str:
 
 
 def _form(node: fx.Node) -> tuple[object, ...]:
-    """What a node does, in words that another trace has too."""
+    """Return a description of a node that can be compared between traces."""
     arguments = fx.map_arg((node.args, node.kwargs), lambda other: f"%{other.name}")
     return node.name, node.op, node.target, arguments
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers are given while a model runs, and what their exchanges cost."""
+"""Records the inputs of layers while a model runs, and the cost of their exchanges."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class WatchedLayer:
-    """What was seen of a layer while the model ran.
+    """What was recorded of a layer while the model ran.
 
     Args:
-        name: Qualified name.
-        layer: That is watched.
-        parts: That stand for ranks; None where the ranks are there.
-        calls: Moments of what it was given in a forward of the model, call by call, each of the
-            batches that made so many.
-        calls_of_batch: That the present batch has made.
-        seconds: In exchanges.
-        exchanges: That were made.
+        name: The qualified name.
+        layer: The layer that is watched.
+        parts: The number of parts of a batch that stand for ranks; None with real ranks.
+        calls: The moments of the layer's inputs. Entry i is about the i-th call of the layer in a
+            forward of the model, over the batches that made so many calls.
+        calls_of_batch: The number of calls so far in the current batch.
+        seconds: The time spent in exchanges.
+        exchanges: The number of exchanges.
     """
 
     name: str
@@ -44,7 +44,7 @@ class WatchedLayer:
     exchanges: int = 0
 
     def look(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Take the moments of an input, of which a mask says what counts."""
+        """Record the moments of an input, or of its unmasked elements."""
         if self.parts is not None and x.shape[0] < self.parts:
             raise ValueError(
                 f"batches: expected at least {self.parts} samples, one for each rank, got "
@@ -61,7 +61,7 @@ class WatchedLayer:
 
 @contextmanager
 def watched(watch: WatchedLayer) -> Iterator[None]:
-    """Take moments of what the layer was given, and the cost of its exchanges."""
+    """Record the moments of the layer's inputs and the cost of its exchanges."""
     before = communication_counters()
 
     def begin(*_: object) -> None:
@@ -86,7 +86,7 @@ def watched(watch: WatchedLayer) -> Iterator[None]:
 
 
 def gather(watch: WatchedLayer, group: ProcessGroup) -> None:
-    """Put the moments of all ranks in the place of this one's, as parts; the same on every rank."""
+    """Replace the moments of this rank by those of all ranks, as parts; a collective."""
     label = f"recommend_scopes, {watch.name or 'model'}"
     sizes = [len(moments.rows) for moments in watch.calls]
     own = torch.tensor([sum(sizes), watch.seconds], dtype=torch.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update of the running statistics for several batches."""
+"""A single update of the running statistics for several batches."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from normscope.modules import BatchNorm
 class _Accumulator:
     """What a layer has seen since the block began."""
 
-    moments: torch.Tensor  # as the ops': of all norm batches so far
-    elements_seen: int | None = 0  # as a layer's
+    moments: torch.Tensor  # in the format of the ops, of all norm batches so far
+    elements_seen: int | None = 0  # like the attribute of a layer
 
 
 @contextmanager
 def accumulate(model: torch.nn.Module) -> Iterator[None]:
     """Update running statistics once for all training forwards of a ``with`` block.
 
-    For gradient accumulation: each forward is normalized with the statistics of its own norm batch,
-    as ever, but running statistics take one step, on leaving the block, with the moments of all
-    norm batches together. They get the same bits as if the batches had been one.
-    ``num_batches_tracked`` then counts one. Within the block they stay as they are; so they do if
-    it raises.
+    For gradient accumulation. Each forward is still normalized with the statistics of its own norm
+    batch. The running statistics are updated once, at the end of the block, with the moments of all
+    norm batches together: they get the same bits as if the batches had been one, and
+    ``num_batches_tracked`` increases by one. They do not change within the block, nor if the block
+    raises.
 
-    Layers of normscope with running statistics take part, on every rank alike; nothing is sent that
-    would not be sent without it. Of ``slices:K`` with ``slice_stats="first"``, the first slices'
-    moments are taken; ``sequential`` is taken as ``pooled``.
+    All layers of normscope with running statistics take part, in the same way on every rank. No
+    extra messages are sent. With ``slices:K`` and ``slice_stats="first"``, the moments of the first
+    slices are used; ``sequential`` is treated as ``pooled``.
 
     Args:
-        model: A model, or a layer itself.
+        model: A model, or a single layer.
 
     Raises:
         ValueError: If the model has no layers of normscope with running statistics, or one is lazy
             and has seen no input.
-        RuntimeError: If a layer is in such a block already.
+        RuntimeError: If a layer is already in a block of ``accumulate``.
 
     Example:
         >>> layer = torch.nn.Sequential(BatchNorm(1, momentum=1.0))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization with the activation that follows it."""
 
-# A mask is given by name; TorchScript reads comments of types in a forward as its own.
+# The overrides of forward take more arguments. Ignoring the error on the line itself is impossible:
+# TorchScript reads type comments in a forward as its own.
 # mypy: disable-error-code="override"
 
 from __future__ import annotations
@@ -29,50 +30,50 @@ if TYPE_CHECKING:
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
 AddsInto = Literal["new", "output", "residual"]
 
-# The attributes that a layer with an activation has, and one without has not.
+# The attributes that only a layer with an activation has.
 OWN_ATTRIBUTES = ("activation", "negative_slope", "_adds_into")
 
 
 class BatchNormAct(BatchNorm):
-    """Batch normalization, then an addition if there is something to add, then an activation.
+    """Batch normalization, an optional addition of a residual, and an activation.
 
         y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual)
 
-    The same numbers as three modules one after the other, in training and in evaluation, whatever
-    the residual's shape and dtype: a sum is broadcast and promoted as torch's. Everything else is
-    :class:`BatchNorm`'s. :func:`normscope.fuse` puts such layers into a model.
+    Computes the same numbers as three separate modules, in training and in evaluation. The residual
+    may have any shape and dtype: the sum is broadcast and promoted as in torch. Everything else is
+    as in :class:`BatchNorm`. :func:`normscope.fuse` puts these layers into a model.
 
     Args:
-        num_features: C; every other argument up to ``dtype`` is :class:`BatchNorm`'s.
-        eps: What is added to the variance.
-        momentum: Weight of the new statistics in the running ones; None: all have the same.
+        num_features: C; every other argument up to ``dtype`` is as for :class:`BatchNorm`.
+        eps: Added to the variance.
+        momentum: Weight of the new statistics in the running ones; None for a cumulative average.
         affine: Whether there are weight and bias.
         track_running_stats: Whether there are running statistics.
-        device: Of the parameters and buffers.
-        dtype: Of the parameters and buffers.
-        activation: ``relu``, ``relu6``, ``leaky_relu``, ``silu`` or ``hard_swish``, each as torch's
-            function of that name has it.
-        negative_slope: Of ``leaky_relu``; the others have none.
-        scope: Who shares statistics, as :class:`BatchNorm`'s.
-        process_group: The ranks that the scope speaks of, as :class:`BatchNorm`'s.
-        slice_stats: How slices update the running statistics, as :class:`BatchNorm`'s.
-        keywords: What else the installed torch's class takes.
+        device: Device of the parameters and buffers.
+        dtype: Dtype of the parameters and buffers.
+        activation: ``relu``, ``relu6``, ``leaky_relu``, ``silu`` or ``hard_swish``, as defined by
+            torch's function of that name.
+        negative_slope: Slope of ``leaky_relu``; unused by the others.
+        scope: Who shares statistics, as for :class:`BatchNorm`.
+        process_group: The ranks that the scope refers to, as for :class:`BatchNorm`.
+        slice_stats: How slices update the running statistics, as for :class:`BatchNorm`.
+        keywords: Further arguments of the class in the installed torch.
 
     Attributes:
-        activation: What follows the normalization.
-        negative_slope: Of ``leaky_relu``.
+        activation: The name of the activation.
+        negative_slope: Slope of ``leaky_relu``.
 
     Shape:
         - Input: [N, C, *]
-        - Residual: that of the input, or one that broadcasts with it
-        - Mask: that of :class:`BatchNorm`; the output is 0 where it is False, after the activation
-        - Output: that of the input
+        - Residual: same as the input, or broadcastable with it
+        - Mask: as for :class:`BatchNorm`; the output is 0 where it is False
+        - Output: same as the input
 
     Raises:
-        ValueError: If activation is none of those, the residual of an input with a mask is larger
-            than the input, or for a reason of :class:`BatchNorm`.
-        RuntimeError: If the residual does not broadcast with the input or lies on another device,
-            or for a reason of :class:`BatchNorm`.
+        ValueError: If activation is none of those, or there is a mask and the residual is larger
+            than the input; further as :class:`BatchNorm` raises it.
+        RuntimeError: If the residual does not broadcast with the input or is on another device;
+            further as :class:`BatchNorm` raises it.
 
     Example:
         >>> layer = BatchNormAct(3, activation="silu", scope="slices:2")
@@ -85,7 +86,7 @@ class BatchNormAct(BatchNorm):
 
     activation: Activation
     negative_slope: float
-    _adds_into: AddsInto = "new"  # anything else's dtype and shape are those of the sum
+    _adds_into: AddsInto = "new"  # the others require the dtype and shape of the sum
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class BatchNormAct(BatchNorm):
         scope: Scope | str = "world",
         process_group: ProcessGroup | DeviceMesh | None = None,
         slice_stats: SliceStats = "pooled",
-        **keywords: Any,  # noqa: ANN401 - those of the installed torch
+        **keywords: Any,  # noqa: ANN401 - depends on the installed torch
     ) -> None:
         super().__init__(
             num_features,
@@ -128,9 +129,9 @@ class BatchNormAct(BatchNorm):
         self,
         input: torch.Tensor,
         residual: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,  # TorchScript knows no default of one by name alone
+        mask: torch.Tensor | None = None,  # TorchScript allows no default for keyword-only ones
     ) -> torch.Tensor:
-        """Normalize ``input`` [N, C, *], add ``residual``, and activate; 0 if ``mask`` is False."""
+        """Normalize ``input`` [N, C, *], add ``residual``, activate; 0 where ``mask`` is False."""
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             if isinstance(input, Proxy):
                 others = () if residual is None else (residual,)
@@ -165,15 +166,15 @@ class BatchNormAct(BatchNorm):
 
     def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
         if residual is not None:
-            y = added(y, residual, self._adds_into)  # type: ignore[arg-type] # or a number
+            y = added(y, residual, self._adds_into)  # type: ignore[arg-type] # may be a number
         return activated(y, self.activation, self.negative_slope)
 
     def _has_one_op(self, x: torch.Tensor, residual: Residual) -> bool:
-        """Whether one op does it all: not for every sum that torch can make."""
+        """Return whether a single op can do all of it, which is not the case for every sum."""
         if torch.compiler.is_compiling():
-            return False  # compilers fuse by themselves
+            return False  # the compiler fuses by itself
         if self._meeting is not None:
-            return False  # replicas of torch.nn.DataParallel meet within the layer
+            return False  # replicas of torch.nn.DataParallel wait for each other within the layer
         if residual is None:
             return True
         rises = self.activation in ("relu", "relu6") or (
@@ -188,19 +189,19 @@ class BatchNormAct(BatchNorm):
         )
 
     def extra_repr(self) -> str:
-        """Torch's text, the scope, and the activation."""
+        """Return the text of BatchNorm with the activation."""
         slope = f"({self.negative_slope})" if self.activation == "leaky_relu" else ""
         return f"{super().extra_repr()}, activation={self.activation}{slope}"
 
 
 class BatchNormAct1d(BatchNormAct, BatchNorm1d):
-    """:class:`BatchNormAct` of inputs [N, C] or [N, C, L].
+    """:class:`BatchNormAct` for inputs [N, C] or [N, C, L].
 
     Arguments and errors are those of :class:`BatchNormAct`.
 
     Shape:
         - Input, and residual: [N, C] or [N, C, L]
-        - Output: that of the input
+        - Output: same as the input
 
     Example:
         >>> layer = BatchNormAct1d(3, activation="leaky_relu", negative_slope=0.2)
@@ -212,13 +213,13 @@ class BatchNormAct1d(BatchNormAct, BatchNorm1d):
 
 
 class BatchNormAct2d(BatchNormAct, BatchNorm2d):
-    """:class:`BatchNormAct` of inputs [N, C, H, W].
+    """:class:`BatchNormAct` for inputs [N, C, H, W].
 
     Arguments and errors are those of :class:`BatchNormAct`.
 
     Shape:
         - Input, and residual: [N, C, H, W]
-        - Output: that of the input
+        - Output: same as the input
 
     Example:
         >>> layer = BatchNormAct2d(3, scope="local")
@@ -230,13 +231,13 @@ class BatchNormAct2d(BatchNormAct, BatchNorm2d):
 
 
 class BatchNormAct3d(BatchNormAct, BatchNorm3d):
-    """:class:`BatchNormAct` of inputs [N, C, D, H, W].
+    """:class:`BatchNormAct` for inputs [N, C, D, H, W].
 
     Arguments and errors are those of :class:`BatchNormAct`.
 
     Shape:
         - Input, and residual: [N, C, D, H, W]
-        - Output: that of the input
+        - Output: same as the input
 
     Example:
         >>> layer = BatchNormAct3d(3, activation="hard_swish")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scopes that follow what is measured while a model trains."""
+"""Scopes that follow measurements during training."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
-# Weight of a new measurement in the average of those before.
+# Weight of a new measurement in the moving average.
 _MOMENTUM = 0.3
 
-# A scope is left for a narrower one where that reaches this multiple of the wanted number.
+# A layer only switches to a narrower scope that reaches this multiple of the wanted number.
 _HYSTERESIS = 1.5
 
 
 class AdaptiveScope:
-    """Scopes of layers that are measured again and again, and change where they must.
+    """Measures layers repeatedly during training, and changes their scopes if necessary.
 
-    Beside :class:`ProgressiveScope` and in its manner: made before the first step, ``step()`` after
-    each step of the optimizer, on every rank; its state belongs into a checkpoint. All layers begin
-    with ``world``. In every ``every``-th step the ranks exchange the moments of what the layers
-    were given, in one small exchange, and each layer gets the narrowest scope whose norm batch is
-    worth the wanted number of independent values, as :func:`recommend_scopes` measures it. A layer
-    becomes wider as soon as it must, and narrower only where the number is exceeded by half. All
-    ranks always agree: they follow rank 0.
+    Used like :class:`ProgressiveScope`: create it before the first step, call ``step()`` after each
+    step of the optimizer on every rank, and save its state in the checkpoint. All layers start with
+    ``world``. In every ``every``-th step the ranks exchange the moments of the layers' inputs, in
+    one small exchange. Each layer then gets the narrowest scope whose norm batch is worth the
+    wanted number of independent values, measured as by :func:`recommend_scopes`. A scope becomes
+    wider as soon as necessary, but narrower only if the narrower one exceeds the number by half.
+    All ranks always agree: they follow rank 0.
 
-    The moments are those of a training's own forwards, so that a probing step costs no other
-    forward; a compiled graph does not show its layers' inputs, and is not measured. Of a layer that
-    runs several times in a step the call with the fewest elements counts. A layer that some rank
-    gives no element, or one that is not finite, keeps what it had.
+    The moments are taken from the forwards of the training itself: measuring needs no additional
+    forward. A compiled graph does not expose the inputs of its layers, and is not measured. If a
+    layer runs several times in a step, the call with the fewest elements counts. A layer keeps its
+    scope if its input on some rank has no elements or is not finite.
 
     Args:
-        model: A model with layers of normscope (of DistributedDataParallel, its ``module``).
-        independent_values: That a norm batch should be worth, at least 2.
+        model: A model with layers of normscope (for DistributedDataParallel, its ``module``).
+        independent_values: The number that a norm batch should be worth, at least 2.
         every: Steps from one measurement to the next; the first is at the first step.
         include: Patterns of qualified names, as for :func:`set_scope`.
-        exclude: As for :func:`set_scope`; such layers keep their scope.
-        process_group: The ranks that the layers' ``world`` means; None for the default group, or
-            for one rank where there is none, which leaves nothing to choose.
+        exclude: As for :func:`set_scope`; excluded layers keep their scope.
+        process_group: The ranks that the layers' ``world`` means; None for the default group. With
+            a single rank or no group there is nothing to choose.
 
     Raises:
-        ValueError: If the wanted number or ``every`` is too small, or for a reason of
-            :func:`set_scope`.
+        ValueError: If the wanted number or ``every`` is too small; further as :func:`set_scope`
+            raises it.
 
     Example:
         >>> from normscope import BatchNorm1d
@@ -104,21 +104,21 @@ class AdaptiveScope:
 
     @property
     def scopes(self) -> dict[str, Scope]:
-        """The scope that each layer has now."""
+        """The current scope of each layer."""
         return {name: layer.scope for name, layer in self._layers.items()}
 
     @property
     def history(self) -> list[tuple[int, dict[str, str]]]:
-        """The scopes of all layers at the step from which on they had them, change by change."""
+        """All changes so far: the step from which they applied, and the scopes of all layers."""
         return list(self._history)
 
     @property
     def independent_values(self) -> dict[str, float]:
-        """What a norm batch of one rank was worth when it was last measured, layer by layer."""
+        """The number that one rank's batch was worth at the last measurement, for each layer."""
         return {name: 2 / noise[0] for name, noise in self._noise.items() if noise[0] > 0}
 
     def step(self) -> None:
-        """Count a step of the training; in a probing one, measure and choose."""
+        """Count a step of the training; if a measurement is due, measure and choose scopes."""
         if self._hooks:
             self._forget_hooks()
             self._measure()
@@ -127,7 +127,7 @@ class AdaptiveScope:
         self._watch_if_due()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the training is, what was measured, and the scopes of the layers."""
+        """Return the number of steps, the measurements, and the scopes of the layers."""
         return {
             "last_step": self._last_step,
             "ranks": self._ranks,
@@ -137,10 +137,10 @@ class AdaptiveScope:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; among other ranks than its own all layers begin anew with ``world``.
+        """Restore a state; if the number of ranks has changed, all layers start with ``world``.
 
         Raises:
-            ValueError: If it is not the state of such a model's layers.
+            ValueError: If the state does not have the layers of this model.
         """
         scopes = state_dict.get("scopes")
         if not isinstance(scopes, Mapping) or set(scopes) != set(self._layers):
@@ -149,7 +149,7 @@ class AdaptiveScope:
             )
         self._last_step = int(state_dict["last_step"])
         self._history = [(step, dict(of_step)) for step, of_step in state_dict["history"]]
-        # What was measured among other ranks says nothing here, where there are other scopes.
+        # With another number of ranks there are other scopes, and the measurements do not apply.
         is_of_these = state_dict["ranks"] == self._ranks
         self._noise = (
             {name: list(values) for name, values in state_dict["noise"].items()}
@@ -175,7 +175,7 @@ class AdaptiveScope:
         self._hooks = []
 
     def _measure(self) -> None:
-        """One exchange for all layers; a layer that a rank gave no input keeps what it had."""
+        """Update the noise of all layers in one exchange; without input on a rank it stays."""
         assert self._group is not None
         own = [
             self._moments.get(name, PartMoments.of_nothing(layer.num_features))
@@ -198,7 +198,7 @@ class AdaptiveScope:
             ]
 
     def _choose(self) -> None:
-        """By rank 0's numbers: two processors may round them apart."""
+        """Set the scopes from rank 0's numbers: processors may round them differently."""
         assert self._group is not None
         own = [self._choice(name, layer) for name, layer in self._layers.items()]
         rows = _library.gather(
@@ -209,7 +209,7 @@ class AdaptiveScope:
         self._note()
 
     def _choice(self, name: str, layer: BatchNorm) -> int:
-        """Ranks that are to share."""
+        """Return the number of ranks that should share statistics."""
         now = next(
             (size for size in self._sizes if layer.scope == _scope_of(size, self._ranks)),
             self._ranks,
@@ -226,14 +226,14 @@ class AdaptiveScope:
     def _note(self) -> None:
         scopes = {name: str(scope) for name, scope in self.scopes.items()}
         if not self._history or self._history[-1][1] != scopes:
-            # A choice is made after the step that it was measured in.
+            # A choice applies from the step after the one in which it was measured.
             self._history.append((self._last_step + 1 if self._history else 0, scopes))
 
 
 class _Look:
-    """A hook that puts down moments of what a layer was given.
+    """A hook that records the moments of a layer's input.
 
-    A copy of the layer, or one from a file, has a hook that looks at nothing.
+    In a copy of the layer, or one that was loaded from a file, the hook does nothing.
     """
 
     def __init__(self, name: str = "", moments: dict[str, PartMoments] | None = None) -> None:
@@ -243,7 +243,7 @@ class _Look:
     def __call__(
         self, layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _y: object
     ) -> None:
-        # A graph that is compiled now would go on to look when the hook is gone.
+        # A graph compiled now would keep recording after the hook is removed.
         if self._moments is None or not layer.training or torch.compiler.is_compiling():
             return
         x, mask = input_of(layer, args, kwargs)
@@ -257,7 +257,7 @@ class _Look:
 
 
 def _noise_of(ranks: PartMoments, eps: float, size: int) -> float:
-    """The squared relative error of the variance over so many ranks."""
+    """Return the squared relative error of the variance over ``size`` ranks."""
     values = independent_values(ranks, eps, size)
     assert values is not None
     return 2 / values.value

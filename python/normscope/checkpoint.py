@@ -15,19 +15,19 @@ from normscope import _library
 
 
 def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The ``context_fn`` with which recomputed layers reuse the statistics of their forward.
+    """A ``context_fn`` that lets recomputed layers reuse the statistics of their forward.
 
     Activation checkpointing runs a part of the model again during backward. Layers never update
-    their running statistics there; without this they synchronize once more, in the same order on
-    every rank. With it they repeat y, to the bit, from the statistics of their first forward, of
-    which 24 bytes a channel are kept, and send nothing.
+    their running statistics there. Without this context they synchronize again, in the same order
+    on every rank. With it they compute the same y, to the bit, from the saved statistics of their
+    first forward, 24 bytes per channel, and send nothing.
 
-    For the kind of ``torch.utils.checkpoint.checkpoint`` that takes a context_fn, which is the one
-    with ``use_reentrant=False``. All ranks of a scope use it, or none. To combine it
-    with another context_fn, write one that enters the contexts of both, these last.
+    It works with ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, the variant that
+    takes a context_fn. Either all ranks of a scope use it, or none. To combine it with another
+    context_fn, write one that enters the contexts of both, these last.
 
     Returns:
-        What the forward runs in, and what its recomputation runs in.
+        The context of the forward, and the context of its recomputation.
 
     Raises:
         RuntimeError: During backward, if the recomputation runs other layers than the forward did.
@@ -56,7 +56,7 @@ class _Call:
 
 
 class _OverForwards(TorchDispatchMode):
-    """Hands every training forward to ``_forward``; everything else runs as it is."""
+    """Passes every training forward to ``_forward``; everything else runs unchanged."""
 
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ class _OverForwards(TorchDispatchMode):
         return self._forward(given, lambda: func(*args, **(kwargs or {})))
 
     def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """What the op answers to the arguments ``given``, which ``run`` would run it with."""
+        """Return the outputs of the op for the arguments ``given``; ``run`` runs the op itself."""
         raise NotImplementedError
 
 
@@ -90,7 +90,7 @@ class _Recording(_OverForwards):
 
 
 class _Replay(_OverForwards):
-    """Answers training forwards from ``calls``, from the first on each time it is entered."""
+    """Answers training forwards from ``calls``, starting over each time it is entered."""
 
     _remaining: Iterator[_Call] = iter(())
 
@@ -116,7 +116,7 @@ class _Replay(_OverForwards):
         return y, call.statistics
 
 
-# Arguments of the layer with an activation after it.
+# The additional arguments of a layer with an activation.
 _ACTIVATION = ("activation", "negative_slope", "residual")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the layers of a model a scope, and take it away again."""
+"""Convert the layers of a model to normscope's, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-# What a scoped layer has and torch's has not.
+# The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
 _COUNT = "elements_seen"
 _ORIGINAL = "_original"
@@ -33,11 +33,11 @@ _ORIGINAL = "_original"
 
 @dataclass(frozen=True)
 class _Original:
-    """What a layer was before its conversion."""
+    """The class and settings of a layer before its conversion."""
 
     layer_class: type[torch.nn.Module]
     settings: dict[str, Any]
-    added: tuple[str, ...] = ()  # by register_conversion's attributes
+    added: tuple[str, ...] = ()  # the attributes that register_conversion adds
 
 
 def convert(
@@ -50,28 +50,28 @@ def convert(
 ) -> Model:
     """Give the batch normalization layers of a model a scope, in place.
 
-    A layer stays the object that it is and changes its class alone: parameters, buffers, hooks,
-    flags, dtype, device and every reference to it stay. Layers that have a scope already get the
-    new one, those of a class that derives from normscope's too. Parametrizations stay, those of
-    ``torch.nn.utils.parametrize`` and its older forms. torch's lazy layers stay lazy until their
-    first input. Each layer learns its qualified name, by which errors call it.
+    Each layer remains the same object; only its class changes. Parameters, buffers, hooks, flags,
+    dtype, device and all references to it are kept. Layers that already have a scope get the new
+    one, including those of classes that derive from normscope's. Parametrizations are kept, those
+    of ``torch.nn.utils.parametrize`` as well as the older ones. torch's lazy layers stay lazy until
+    their first input. Each layer stores its qualified name, which errors mention.
 
     Args:
-        model: The model, or a layer itself.
+        model: The model, or a single layer.
         scope: Who shares statistics.
         include: Patterns of qualified names (as in fnmatch: ``"backbone.*"``); None for all.
-        exclude: Patterns of qualified names that are left as they are; None for none.
-        process_group: The ranks that the scope speaks of, or a mesh of one dimension; None leaves
-            each layer the group that it has: of a torch.nn.SyncBatchNorm its own, else the default.
+        exclude: Patterns of qualified names that are left unchanged; None for none.
+        process_group: The ranks that the scope refers to, or a mesh of one dimension. With None,
+            each layer keeps its group: a torch.nn.SyncBatchNorm its own, all others the default.
 
     Returns:
-        The model. Where no layer was chosen it is as it was, with a warning.
+        The model. If no layer was selected, it is unchanged, and a warning is issued.
 
     Raises:
         TypeError: If a layer's class derives from torch's batch normalization but is neither known
-            here nor from :func:`~normscope.register_conversion`, since all that it adds would be
-            lost: a forward, other methods, its own name in isinstance. It is named; nothing has
-            been converted then.
+            here nor through :func:`~normscope.register_conversion`. Everything that it adds would
+            be lost: a forward, other methods, isinstance checks. The error names the layer, and no
+            layer has been converted.
         ValueError: If the scope is malformed, a pattern matches no layer, or this process is not in
             the group.
 
@@ -100,15 +100,15 @@ def convert(
 
 
 def revert(model: Model) -> Model:
-    """Undo ``convert``: the layers get the classes and scopes back that they had before.
+    """Undo ``convert``: restore the original classes and scopes of the layers.
 
-    What training has changed stays. A lazy layer that has seen an input by now becomes what torch
-    would have made of it. Of a model and what ``fuse`` has made of it, the model can be reverted;
-    the fused layers then keep their scopes.
+    Changes made by training are kept. A lazy layer that has seen an input becomes the class that
+    torch would have given it. After ``fuse``, revert the original model, not the fused one. The
+    fused layers then keep their scopes.
 
     Raises:
         TypeError: If the class of a layer has been changed since, or ``fuse`` has put an activation
-            into it; nothing has been reverted then.
+            into it. No layer has been reverted then.
         RuntimeError: If a torch.nn.SyncBatchNorm had a process group that is not in this process.
 
     Example:
@@ -127,7 +127,7 @@ def revert(model: Model) -> Model:
 
 
 def _conversion(layer: _BatchNorm, name: str) -> tuple[type[BatchNorm], dict[str, Any]]:
-    """The class that a layer gets, or keeps, and the attributes that it gets with it."""
+    """Return the class that a layer gets or keeps, and the attributes that it gets."""
     if isinstance(layer, BatchNorm):
         return class_of(layer), {}  # type: ignore[return-value]
     layer_class = class_of(layer)
@@ -156,7 +156,7 @@ def _converted(
     settings = {key: attributes[key] for key in (*_SETTINGS, *added) if key in attributes}
     if not isinstance(layer, BatchNorm):
         attributes["slice_stats"] = "pooled"
-        # torch.nn.SyncBatchNorm has a group; a scoped layer keeps its name.
+        # torch.nn.SyncBatchNorm stores a group; a scoped layer stores its name.
         attributes["group_name"] = _process_group.name_of(attributes.get("process_group"))
         attributes.pop("process_group", None)
     attributes.update(added)
@@ -167,7 +167,7 @@ def _converted(
 
 
 def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
-    """The class that ``revert`` gives a converted layer."""
+    """Return the class that ``revert`` gives a converted layer."""
     original: type[torch.nn.Module] = layer.__dict__[_ORIGINAL].layer_class
     if issubclass(original, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
         assert original.cls_to_become is not None
@@ -191,7 +191,7 @@ def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> No
     attributes = layer.__dict__
     if OWN_ATTRIBUTES[0] in attributes and not isinstance(layer, BatchNormAct):
         attributes = {key: attributes[key] for key in attributes if key not in OWN_ATTRIBUTES}
-        object.__setattr__(layer, "__dict__", attributes)  # those that it had are the fused layer's
+        object.__setattr__(layer, "__dict__", attributes)  # the fused layer keeps the old dict
     if issubclass(original_class, torch.nn.SyncBatchNorm):
         attributes["process_group"] = _process_group.named(layer.group_name)
     if not issubclass(original_class, BatchNorm):

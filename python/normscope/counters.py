@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What synchronization costs."""
+"""Counters for the cost of synchronization."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ class CommunicationCounters(NamedTuple):
     """What this process has sent since it started.
 
     Attributes:
-        calls: Exchanges: one for each synchronized forward, backward and double backward, one where
-            the ranks of a process group agree on a scope or a batch size at first use, and one for
-            each step of :func:`normscope.joined`.
-        bytes: Payload of this rank's messages, whatever carries them.
-        seconds: Time in the exchanges, waiting for other ranks included.
+        calls: Exchanges: one for each synchronized forward, backward and double backward, one each
+            time the ranks of a process group agree on a scope or a batch size at first use, and one
+            for each step of :func:`normscope.joined`.
+        bytes: Payload of this rank's messages, over any transport.
+        seconds: Time spent in exchanges, including the wait for other ranks.
     """
 
     calls: int
@@ -23,7 +23,7 @@ class CommunicationCounters(NamedTuple):
 
 
 def communication_counters() -> CommunicationCounters:
-    """Read the counters; what a piece of work has cost is the difference around it.
+    """Read the counters; the difference of two readings is the cost of the work in between.
 
     Example:
         >>> before = communication_counters()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of torch's own layers, for tools that know no others."""
+"""Convert a model to torch's own layers, for tools that know no others."""
 
 from __future__ import annotations
 
@@ -45,33 +45,34 @@ _OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm)
 
 
 def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.Module:
-    """Give the layers of normscope torch's classes, in place, to deploy the model.
+    """Replace the classes of normscope's layers by torch's, in place, to deploy the model.
 
-    Unlike ``revert``, it does not matter how the layers came into the model: by ``convert``, as
-    classes of normscope, or by ``fuse``. In evaluation the model computes what it did, to the bit.
-    In training, its layers then share no statistics.
+    Unlike ``revert``, this works no matter how the layers got into the model: through ``convert``,
+    ``fuse``, or directly as classes of normscope. In evaluation the model computes the same values
+    as before, to the bit. In training, its layers no longer share statistics.
 
-    A layer stays the object that it is, with its parameters, buffers, hooks and names in
-    ``state_dict``. A :class:`~normscope.BatchNormAct` cannot: a :class:`BatchNormThenActivation`
-    takes its place, with its parameters and buffers, whose names in ``state_dict`` become those of
-    a torch.nn.Sequential (``norm.weight`` is ``norm.0.weight``). Of a model and what ``fuse`` has
-    made of it, either can be given; the layers that were not fused are the same in both.
+    Each layer remains the same object, with its parameters, buffers, hooks and names in
+    ``state_dict``. The exception is :class:`~normscope.BatchNormAct`: it is replaced by a
+    :class:`BatchNormThenActivation` with the same parameters and buffers, whose names in
+    ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
+    ``norm.0.weight``). Both a model and the result of ``fuse`` can be converted; they share the
+    layers that were not fused.
 
     Args:
-        model: The model, or a layer itself.
-        any_dims: What a layer that takes inputs of any number of dimensions becomes, as a
-            :class:`~normscope.SyncBatchNorm`: torch.nn.BatchNorm1d, 2d or 3d, since what fuses and
-            quantizes layers does not know torch.nn.SyncBatchNorm either.
+        model: The model, or a single layer.
+        any_dims: The class for layers that take inputs with any number of dimensions, such as
+            :class:`~normscope.SyncBatchNorm`: torch.nn.BatchNorm1d, 2d or 3d. Tools that fuse and
+            quantize layers do not know torch.nn.SyncBatchNorm either.
 
     Returns:
-        The model; if it is a BatchNormAct itself, what takes its place.
+        The model; if it is a BatchNormAct itself, its replacement.
 
     Raises:
-        TypeError: If a layer's class is not known here, since what it adds would be lost.
-        ValueError: If ``any_dims`` is missing, or is no class of torch's for it.
+        TypeError: If a layer's class is not known here, because its additions would be lost.
+        ValueError: If ``any_dims`` is needed and is missing or not one of those classes.
         RuntimeError: If a BatchNormAct has hooks.
 
-        Each names the layer; nothing has been changed then.
+        Each error names the layer, and nothing has been changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), BatchNorm2d(8), torch.nn.ReLU())
@@ -98,19 +99,19 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
 
 
 class BatchNormThenActivation(nn.Sequential):
-    """What :func:`to_torch` makes of a BatchNormAct: torch's layer ``[0]``, its activation ``[1]``.
+    """The replacement of a BatchNormAct by :func:`to_torch`: torch's layer and an activation.
 
-    Tools that trace go through it, and see torch's layers, with an addition between them if there
-    is a residual.
+    The layer is ``[0]`` and the activation ``[1]``. Tools that trace a model see these two, with an
+    addition between them if there is a residual.
 
     Args:
-        layer: Whose parameters, buffers, activation and mode it has.
-        torch_class: Of its own layer.
+        layer: The layer that provides parameters, buffers, activation and mode.
+        torch_class: The class of torch's layer.
 
     Shape:
         - Input: [N, C, *]
-        - Residual: that of the input, or one that broadcasts with it
-        - Output: that of the input
+        - Residual: same as the input, or broadcastable with it
+        - Output: same as the input
 
     Example:
         >>> [type(module).__name__ for module in to_torch(BatchNormAct2d(8, activation="silu"))]
@@ -139,7 +140,7 @@ def _torch_class(layer: BatchNorm, name: str, any_dims: type[_BatchNorm] | None)
             f"{name}: expected a layer without forward or backward hooks, which two modules "
             f"replace, got a {type(layer).__qualname__} with hooks; remove them"
         )
-    # Of two modules, parametrizations would stay with neither.
+    # A parametrized BatchNormAct is refused: its two replacements would lose the parametrizations.
     layer_class = type(layer) if isinstance(layer, BatchNormAct) else class_of(layer)
     if layer_class in _OF_ANY_DIMENSIONS:
         return _checked(any_dims, layer, name)
@@ -165,7 +166,7 @@ def _checked(any_dims: type[_BatchNorm] | None, layer: BatchNorm, name: str) -> 
 
 
 def _goes_back(layer: BatchNorm) -> bool:
-    """Whether the layer was of a class to deploy, before ``convert``."""
+    """Return whether the class before ``convert`` can be deployed."""
     if isinstance(layer, BatchNormAct) or _ORIGINAL not in layer.__dict__:
         return False
     original = layer.__dict__[_ORIGINAL].layer_class
@@ -173,7 +174,7 @@ def _goes_back(layer: BatchNorm) -> bool:
 
 
 def _attributes_of_torch(layer: BatchNorm) -> dict[str, object]:
-    """Those of torch's layer, in a dict of their own: what ``fuse`` made has the layer's."""
+    """Return the attributes of torch's layer in a new dict; a fused layer shares the old one."""
     own = {*_SETTINGS, *OWN_ATTRIBUTES, _COUNT, _ORIGINAL}
     return {key: value for key, value in layer.__dict__.items() if key not in own}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program can do about ranks that fail or hang."""
+"""Tools for ranks that fail or hang."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from normscope import _library, _process_group
 
 
 def status(process: int | None = None) -> str:
-    """Say where the ranks are of every group that a process of this host exchanges in.
+    """Report where the ranks are, for every group in which a process on this host exchanges.
 
-    The process need not answer: this reads memory that it shows. Over shared memory that tells of
-    all ranks; over other transports of its own, and of the others what they have published, which
-    they do once a call is ``NORMSCOPE_WARN_AFTER`` seconds old (30). On a device it tells nothing.
+    The process need not respond: its state is read from memory that it shares. Over shared memory
+    the report covers all ranks. Over other transports it covers the process itself, and of the
+    other ranks what they have published, which they do once a call is ``NORMSCOPE_WARN_AFTER``
+    seconds old (default 30). Exchanges on a device are not reported.
 
     Args:
-        process: Its id; None for this process.
+        process: The process id; None for this process.
 
     Returns:
-        A line for each group, with its ranks by what they do, those first that do not wait; "" if
-        the process has exchanged nothing.
+        One line per group, with the ranks grouped by what they do, those that do not wait first;
+        "" if the process has exchanged nothing.
 
     Raises:
-        RuntimeError: If there is no such process, or this one may not look into it.
+        RuntimeError: If there is no such process, or this one may not inspect it.
 
     Example:
         >>> status()
@@ -36,11 +37,12 @@ def status(process: int | None = None) -> str:
 
 @contextmanager
 def fail_fast() -> Iterator[None]:
-    """Tell the peers of any exception that leaves the block, whatever raised it.
+    """Tell the other ranks about any exception that leaves the block.
 
-    They raise at once, with its text, in the exchange that they wait in or come to next, instead of
-    at their time limit. The groups' exchanges are over then, on all ranks; the process groups
-    themselves are not touched. Exceptions that exchanges have raised are known to the peers.
+    They raise immediately, with its text, in the exchange that they wait in or reach next, and not
+    at their time limit. Afterwards no rank can exchange in these groups any more; the process
+    groups themselves are not affected. Exceptions raised by an exchange are already known to the
+    other ranks.
 
     Example:
         >>> with fail_fast():
@@ -51,7 +53,7 @@ def fail_fast() -> Iterator[None]:
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         _library.fail_all_exchanges(reason)
-        # The default group, if it has not met yet.
+        # The default group too, which may not have exchanged anything yet.
         if group := _process_group.name_in_use(None):
             _library.fail_exchange("world", group, reason)
         raise

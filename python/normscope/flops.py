@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counters of floating point operations need to know of the ops of training."""
+"""Handles for tools that count the floating-point operations of the training ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
-# Per element, as fvcore counts torch's layer in training.
+# Operations per element, as fvcore counts torch's layer in training.
 _WITHOUT_WEIGHT = 4
 _WITH_WEIGHT = 5
 
@@ -30,8 +30,8 @@ fvcore_handles = {
     "normscope::batch_norm_forward": _batch_norm,
     "normscope::batch_norm_act_forward": _batch_norm_act,
 }
-"""For fvcore, ``FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles)``.
+"""For fvcore: ``FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles)``.
 
-Layers in training are counted as torch's then, and an addition or activation in them as nothing, as
-fvcore counts those. In evaluation, where layers are torch's ops, no handle is needed.
+Layers in training are then counted like torch's. Additions and activations within them count as
+nothing, as elsewhere in fvcore. In evaluation the layers run torch's ops and need no handle.
 """

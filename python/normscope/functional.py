@@ -32,23 +32,23 @@ def batch_norm(
     slice_stats: SliceStats = "pooled",
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalize over the norm batch that the scope chooses, as :class:`normscope.BatchNorm` does.
+    """Normalize over the norm batch of a scope, as :class:`normscope.BatchNorm` does.
 
         y = (x - mean) / sqrt(var + eps) * weight + bias
 
-    The arguments before the star are those of ``torch.nn.functional.batch_norm``.
+    The arguments up to ``eps`` are those of ``torch.nn.functional.batch_norm``.
 
     Args:
         x: The input.
-        running_mean: Updated in training where given, read in evaluation.
+        running_mean: Updated in training if given, used in evaluation.
         running_var: As running_mean.
         weight: None for ones.
         bias: None for zeros.
         training: Whether to use the statistics of the norm batch, or the running ones.
         momentum: Weight of the new statistics in the running ones.
-        eps: What is added to the variance.
+        eps: Added to the variance.
         scope: Who shares statistics.
-        process_group: The ranks that the scope speaks of; None for the default group, if there is
+        process_group: The ranks that the scope refers to; None for the default group, if there is
             one.
         slice_stats: How the slices of ``slices:K`` update the running statistics.
         mask: True where x counts; elsewhere the result is 0. None if all of x counts.

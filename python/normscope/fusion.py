@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put layers, what is added to their outputs, and activations together."""
+"""Fuse layers with the additions and activations that follow them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from normscope._traced import has_hooks, traced
 from normscope.activated import OWN_ATTRIBUTES, BatchNormAct
 from normscope.modules import BatchNorm
 
-# Whose modules call the one that they contain in ways of their own.
+# Packages whose modules wrap another module and call it in special ways.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 
 _OWN_STATE = (
@@ -34,41 +34,42 @@ _NAMES_SHOWN = 5
 
 
 def fuse(model: nn.Module) -> fx.GraphModule:
-    """Put each layer of normscope together with the activation that follows it.
+    """Fuse each layer of normscope with the activation that follows it.
 
-    Where, in the graph that torch.fx traces, a layer of normscope is followed by ReLU, ReLU6,
-    LeakyReLU, SiLU or Hardswish, or by an addition and then one of them, both or all three become
-    one call of a :class:`~normscope.BatchNormAct`. The activation may be a module, a function or a
-    method, in place or not, and the addition ``+``, ``+=``, torch.add or a method. What comes out,
-    in training and in evaluation, is what the model computes, and the layers of all ranks exchange
-    in the model's order. Elsewhere the graph does what the model does: where another part of the
-    model uses what lies between, or a layer is called more than once.
+    The model is traced with torch.fx. If a layer of normscope is followed by ReLU, ReLU6,
+    LeakyReLU, SiLU or Hardswish, or by an addition and then one of these, they become a single call
+    of a :class:`~normscope.BatchNormAct`. The activation may be a module, a function or a method,
+    in place or not; the addition may be ``+``, ``+=``, torch.add or a method. The result computes
+    the same as the model, in training and in evaluation, and its layers exchange in the same order
+    on all ranks. A layer is not fused if it is called more than once, or if another part of the
+    model uses one of the intermediate values.
 
-    The model stays as it is and can go on being used. What comes back shares all its parameters,
-    buffers and modules, so that optimizers, schedules and checkpoints of the one are those of the
-    other; a layer and its fused counterpart are two objects of one state, scope and mode included.
-    Modules that contain a fused layer are there by name and state, and cannot be called. What a
-    forward reads of Python's, a number or a flag, has the value that it had now.
+    The model is not changed and can still be used. The result shares all its parameters, buffers
+    and modules: optimizers, schedules and checkpoints work for both. A layer and its fused
+    counterpart are two objects with one state, including scope and mode. Modules that contain a
+    fused layer keep their names and state, but cannot be called. Python values that a forward
+    reads, such as numbers and flags, are fixed to their current values.
 
-    Fuse after ``convert``, and before a model is wrapped for data parallelism or compiled.
+    Fuse after ``convert``, and before the model is wrapped for data parallelism or compiled.
 
     Args:
-        model: A model with layers of normscope, which torch.fx can trace. An argument of its
-            forward that is None by default stays None.
+        model: A model with layers of normscope that torch.fx can trace. Arguments of its forward
+            that are None by default have to stay None.
 
     Returns:
-        A torch.fx.GraphModule with the modules of the model. Where nothing could be fused it only
-        does what the model does, with a warning.
+        A torch.fx.GraphModule with the modules of the model. If nothing can be fused, it computes
+        the same as the model, and a warning is issued.
 
     Raises:
-        TypeError: If the model is a layer itself, or a part of it is wrapped, compiled, or saves
-            its state in a way of its own.
+        TypeError: If the model is a layer itself, or a part of it is wrapped, compiled, or
+            overrides how its state is saved.
         ValueError: If a layer is lazy and has seen no input.
-        RuntimeError: If forward cannot be traced, does something else in training than in
-            evaluation, or does anything besides that a graph would drop, as no_grad; if one of the
-            modules to be fused has hooks, or a layer is fused with another activation already.
+        RuntimeError: If forward cannot be traced, differs between training and evaluation, or does
+            something that a graph would drop, such as no_grad; if one of the modules to fuse has
+            hooks; or if a layer is already fused with another activation.
 
-        Each names the module. Nothing has changed then; a part of the model may still be fused.
+        Each error names the module, and nothing has been changed. Parts of the model can still be
+        fused separately.
 
     Example:
         >>> import torch
@@ -109,12 +110,12 @@ def _check_modules(model: nn.Module) -> None:
         if module._compiled_call_impl or any(base.startswith(_WRAPPERS) for base in bases):
             raise TypeError(
                 f"{name or 'model'}: expected a model before it is wrapped or compiled, got a "
-                f"{type(module).__qualname__}; fuse first, and wrap what comes of it"
+                f"{type(module).__qualname__}; fuse first, and wrap the result"
             )
         if isinstance(module, BatchNorm) and isinstance(module, LazyModuleMixin):
             raise ValueError(
                 f"{name or 'model'}: expected a layer that has seen an input, got a "
-                f"{type(module).__qualname__} without; run the model once"
+                f"{type(module).__qualname__} that has not; run the model once"
             )
 
 
@@ -137,7 +138,10 @@ def _check_pairs(pairs: Iterable[Pair], modules: dict[str, nn.Module]) -> None:
 
 
 def _check_state(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """What contains a fused layer is replaced, by a module that knows nothing of its class."""
+    """Refuse models whose state would be lost.
+
+    Modules that contain a fused layer are replaced by plain modules, without their own class.
+    """
     for name, module in _containing(model, set(layers)):
         for attribute in _OWN_STATE:
             if getattr(type(module), attribute) is not getattr(nn.Module, attribute):
@@ -163,10 +167,10 @@ def _settings(pair: Pair) -> dict[str, Any]:
 
 
 def _fused(layer: nn.Module, pair: Pair) -> BatchNormAct:
-    """The layer under another class: a second object with the same attributes, all of them.
+    """Return a second object of the fused class that shares the attribute dict of the layer.
 
-    A copy of the attributes would do for tensors, but not for what is assigned to: a scope from a
-    schedule that has the layer, its mode, the elements that it has seen.
+    A copy of the dict would share the tensors, but not what is assigned later: the mode, the number
+    of elements seen, a scope that a schedule sets on the original layer.
     """
     layer.__dict__.update(_settings(pair))
     fused_class = FUSED[type(layer)]

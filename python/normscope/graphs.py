@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer becomes in a compiled graph."""
+"""Controls what a layer becomes in a compiled graph."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from normscope import _library
 
 
 class exact_graphs:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
-    """Keep layers whole in compiled graphs, with the bits of eager mode.
+    """Compile each layer as a single op that has the bits of eager mode.
 
-    ``torch.compile`` gets a training layer as an op that computes statistics, and as elementwise
-    operations that it fuses with its neighbours: an activation, an addition, a cast. Statistics,
-    running statistics and parameters' gradients have the bits of eager mode; y and the input's
-    gradient have them where the compiler rounds each operation as eager mode does, which it need
-    not. With exact graphs the elementwise part is one op as well, with the bits of eager mode and
-    nothing fused.
+    By default, ``torch.compile`` sees a training layer as an op that computes statistics, followed
+    by elementwise operations, which it fuses with their neighbors: an activation, an addition, a
+    cast. Statistics, running statistics and the parameters' gradients then have the bits of eager
+    mode. y and the input's gradient have them only if the compiler rounds each operation as eager
+    mode does, which it need not. With exact graphs the elementwise part is an op as well: nothing
+    is fused, and all results have the bits of eager mode.
 
-    A function, or a context manager that restores what was before; off unless
-    ``NORMSCOPE_EXACT_GRAPHS=1``. A graph is compiled anew when it is called under the other mode.
+    Can be used as a function, or as a context manager that restores the previous mode. It is off
+    unless ``NORMSCOPE_EXACT_GRAPHS=1``. A graph is recompiled when the mode has changed.
 
     Args:
-        mode: Whether graphs are to be exact.
+        mode: Whether graphs are exact.
 
     Example:
         >>> with exact_graphs():
@@ -34,7 +34,7 @@ class exact_graphs:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
         _library.exact_graphs = mode
 
     def __enter__(self) -> None:
-        """Keep layers whole from the constructor on."""
+        """Do nothing: the constructor has set the mode."""
 
     def __exit__(
         self,
@@ -42,5 +42,5 @@ class exact_graphs:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore what was before."""
+        """Restore the previous mode."""
         _library.exact_graphs = self._before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many independent values the statistics of a norm batch are worth."""
+"""The number of independent values that the statistics of a norm batch are worth."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from normscope import _library
 from normscope._rows import unmasked_rows
 
-# Standard errors that the ends of a 90 % interval lie from the estimate.
+# Half the width of a 90 % interval, in standard errors.
 _ERRORS_OF_INTERVAL = 1.645
 
 
 @dataclass(frozen=True)
 class PartMoments:
-    """Moments of the parts that batches were cut into: of ranks, or of slices.
+    """Moments of the parts of batches; a part is a rank's batch or a slice.
 
     Args:
-        rows: Float64 [B, K, 1 + 2 C]: of each part the number of elements of a channel (0: an empty
-            part), the means, and the variances with the divisor n.
+        rows: Float64 [B, K, 1 + 2 C]: for each part the number of elements per channel (0 for an
+            empty part), the means, and the variances with divisor n.
     """
 
     rows: torch.Tensor
@@ -30,9 +30,9 @@ class PartMoments:
     def of(
         cls, x: torch.Tensor, parts: int = 1, *, mask: torch.Tensor | None = None
     ) -> PartMoments:
-        """Of one batch x [N, C, *], cut along N as torch.tensor_split does.
+        """Compute the moments of a batch x [N, C, *] that is cut along N as by torch.tensor_split.
 
-        A mask [N, 1, *] says what of it counts.
+        If there is a mask [N, 1, *], only the elements where it is True count.
         """
         if mask is None:
             return cls(_library.part_moments(x, parts))
@@ -42,36 +42,36 @@ class PartMoments:
 
     @classmethod
     def of_nothing(cls, channels: int) -> PartMoments:
-        """Of one part without elements."""
+        """Return the moments of one part without elements."""
         return cls(torch.zeros(1, 1, 1 + 2 * channels, dtype=torch.float64))
 
     @property
     def counts(self) -> torch.Tensor:
-        """Elements of each channel of a part [B, K]."""
+        """Elements per channel of each part [B, K]."""
         return self.rows[:, :, 0]
 
     def followed_by(self, other: PartMoments) -> PartMoments:
-        """Of these batches and of others."""
+        """Return the moments of these batches and of others."""
         return PartMoments(torch.cat([self.rows, other.rows]))
 
     def beside(self, other: PartMoments) -> PartMoments:
-        """Of the parts of these and of others, batch by batch."""
+        """Return the moments of these parts and of others, joined for each batch."""
         return PartMoments(torch.cat([self.rows, other.rows], dim=1))
 
 
 @dataclass(frozen=True)
 class IndependentValues:
-    """What a norm batch is worth.
+    """The number of independent values that a norm batch is worth.
 
     A channel's statistics over a norm batch are as noisy as those of this many independent values
-    from a normal distribution. Neighbouring positions of an image are not independent, so that it
-    is far below the number of elements; it is what a wider scope multiplies.
+    from a normal distribution. Neighboring positions of an image are not independent: the number is
+    far below the number of elements. A wider scope multiplies it.
 
     Args:
-        value: Over all channels, whose squared relative errors are averaged.
+        value: The number for all channels, from the mean of their squared relative errors.
         lower: Lower end of the 90 % interval, by a jackknife over the batches; NaN for one batch.
         upper: Upper end of that interval.
-        noisiest_tenth: What one channel in ten has less than.
+        noisiest_tenth: One channel in ten is worth less than this number.
     """
 
     value: float
@@ -90,19 +90,20 @@ class IndependentValues:
 def independent_values(
     moments: PartMoments, eps: float, ranks: int = 1
 ) -> IndependentValues | None:
-    """Estimate from the moments of parts, against those of all of them together.
+    """Estimate the number by comparing the moments of parts with those of all parts together.
 
-    docs/numerics.md derives it ("Independent values"). Channels whose variance is below eps are
-    left out, since eps normalizes them and not their statistics; a layer of such channels alone is
-    worth infinitely many values.
+    See "Independent values" in docs/numerics.md for the derivation. Channels with a variance below
+    eps are left out, because they are normalized by eps and not by their statistics. A layer with
+    only such channels is worth infinitely many values.
 
     Args:
-        moments: Of the parts.
-        eps: The layer's.
-        ranks: Consecutive parts that make a norm batch; they divide the parts.
+        moments: The moments of the parts.
+        eps: The eps of the layer.
+        ranks: The number of consecutive parts in a norm batch; divides the number of parts.
 
     Returns:
-        None where fewer than two norm batches have elements: nothing can then be compared.
+        The estimate; None if fewer than two norm batches have elements, so that there is nothing
+        to compare.
     """
     fields = _library.independent_values(moments.rows, ranks, eps)
     return IndependentValues(*fields) if fields else None

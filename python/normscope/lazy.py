@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``convert`` makes of torch's lazy layers: C is that of the first input."""
+"""The classes that ``convert`` gives torch's lazy layers: the first input determines C."""
 
 from __future__ import annotations
 

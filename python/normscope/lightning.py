@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Lightning's Trainer needs to convert models by itself; this module alone imports it."""
+"""A plugin for Lightning's Trainer that converts models. Only this module imports Lightning."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from normscope.scope import Scope
 
 
 class ScopeSync(LayerSync):
-    """A plugin by which Lightning gives a model's layers a scope while it fits.
+    """A plugin that gives a model's layers a scope while Lightning fits the model.
 
-    For ``Trainer(plugins=[ScopeSync("world")])``, in place of ``sync_batchnorm=True``, which gives
-    them torch.nn.SyncBatchNorm. A strategy with distributed data parallelism calls ``apply`` before
-    it wraps the model, and ``revert`` after the fit; a strategy of one process calls neither.
+    Use ``Trainer(plugins=[ScopeSync("world")])`` instead of ``sync_batchnorm=True``, which converts
+    to torch.nn.SyncBatchNorm. A strategy with distributed data parallelism calls ``apply`` before
+    it wraps the model, and ``revert`` after the fit; a single-process strategy calls neither.
 
     Args:
-        scope: As :func:`normscope.convert`'s.
-        include: As :func:`normscope.convert`'s.
-        exclude: As :func:`normscope.convert`'s.
+        scope: As for :func:`normscope.convert`.
+        include: As for :func:`normscope.convert`.
+        exclude: As for :func:`normscope.convert`.
 
     Raises:
         ValueError: If the scope is malformed.

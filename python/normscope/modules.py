@@ -28,67 +28,67 @@ SliceStats = Literal["pooled", "first", "sequential"]
 
 
 class BatchNorm(_BatchNorm):
-    """Batch normalization of inputs [N, C, *] whose statistics have a scope.
+    """Batch normalization of inputs [N, C, *] with a statistics scope.
 
-    Per channel, over the n elements of the norm batch that the scope chooses:
+    Per channel, over the n elements of the norm batch that the scope defines:
 
         y = (x - mean) / sqrt(var + eps) * weight + bias
 
-    A drop-in for the batch normalization of ``torch.nn``, with its arguments, attributes, defaults
-    and ``state_dict``. The differences:
+    A drop-in replacement for the batch normalization of ``torch.nn``, with the same arguments,
+    attributes, defaults and ``state_dict``. The differences:
 
     * In training, the ranks of the scope share statistics: each forward and each backward is a
-      collective, which all of them make in the same order. Evaluation is torch's own arithmetic;
-      there, and where there is one rank or no process group, nothing is sent.
+      collective, which all of them make in the same order. Evaluation is torch's own arithmetic. In
+      evaluation, and with one rank or no process group, nothing is sent.
     * y, the input's gradient and the running statistics have the same bits for any number of ranks
       and threads.
-    * A call that raises updates nothing, ``num_batches_tracked`` included; nor does a norm batch
-      without elements. "More than 1 value per channel" is asked of the whole norm batch.
-    * In training, parameters and running statistics are float32 or of the input's dtype.
-    * The gradient can be differentiated once more, which is a collective of its own: all ranks of
-      the scope do so, or none. A third derivative raises.
-    * ``layer(x, mask=mask)`` leaves out what the mask does not keep: padding, for example. y is 0
-      there, and nothing that lies there reaches a statistic or a gradient.
-    * A forward inside a backward, as activation checkpointing makes it, leaves the running
-      statistics alone; see :func:`~normscope.checkpoint_context`.
+    * A call that raises updates nothing, not even ``num_batches_tracked``; nor does a norm batch
+      without elements. "More than 1 value per channel" is required of the whole norm batch.
+    * In training, parameters and running statistics are float32 or have the input's dtype.
+    * The gradient can be differentiated once more, which is another collective: either all ranks
+      of the scope do so, or none. A third derivative raises.
+    * ``layer(x, mask=mask)`` excludes elements, for example padding, where the mask is False. y is
+      0 there, and those elements affect neither statistics nor gradients.
+    * A forward inside a backward, as in activation checkpointing, does not update the running
+      statistics; see :func:`~normscope.checkpoint_context`.
 
     Args:
-        num_features: C; every other argument of the installed torch's class follows, in its order.
-        eps: What is added to the variance.
-        momentum: Weight of the new statistics in the running ones; None: all have the same.
+        num_features: C; followed by all other arguments of the installed torch's class, in order.
+        eps: Added to the variance.
+        momentum: Weight of the new statistics in the running ones; None for a cumulative average.
         affine: Whether there are weight and bias.
         track_running_stats: Whether there are running statistics.
-        device: Of the parameters and buffers.
-        dtype: Of the parameters and buffers.
+        device: Device of the parameters and buffers.
+        dtype: Dtype of the parameters and buffers.
         scope: Who shares statistics: a :class:`~normscope.Scope` or its text.
-        process_group: The ranks that the scope speaks of, or a mesh of one dimension; None for the
-            default group of the time of the call, if there is one. The layer keeps its name alone,
-            so that it can be copied and pickled; the name must stand for a group wherever the layer
-            then trains.
+        process_group: The ranks that the scope refers to, or a mesh of one dimension; None for the
+            default group at the time of the call, if there is one. The layer only stores the
+            group's name, to be copied and pickled. A group with this name must exist wherever the
+            layer is trained.
         slice_stats: How the slices of ``slices:K`` update the running statistics: ``pooled``, once
-            with the moments of all of them; ``first``, with the first slice's; ``sequential``, one
-            after the other, each of which counts in ``num_batches_tracked``.
-        keywords: What else the installed torch's class takes.
+            with the moments of all slices; ``first``, with those of the first slice;
+            ``sequential``, one by one, each of them counted in ``num_batches_tracked``.
+        keywords: Further arguments of the class in the installed torch.
 
     Attributes:
-        scope: Who shares statistics; it can be assigned to at any time, as a Scope or its text.
+        scope: Who shares statistics. A Scope or its text can be assigned at any time.
         slice_stats: How slices update the running statistics.
         group_name: The name of the process group; None for the default group.
-        layer_name: The layer's qualified name, by which errors call it; ``convert`` gives it.
-        elements_seen: Elements that this rank has put into the running statistics since they were
-            last pooled over ranks; None where that is not known: a compiled graph does not count.
-            No part of ``state_dict``.
+        layer_name: The layer's qualified name, used in errors; ``convert`` sets it.
+        elements_seen: The number of elements that this rank has put into the running statistics
+            since they were last pooled over ranks; None if unknown, because compiled graphs do not
+            count. Not part of ``state_dict``.
 
     Shape:
         - Input: [N, C, *]
-        - Mask: bool [N, 1, *], True where the input counts; None if it all does
-        - Output: that of the input, in its dtype and memory format
+        - Mask: bool [N, 1, *], True where the input counts; None if all of it counts
+        - Output: same as the input, with its dtype and memory format
 
     Raises:
-        ValueError: If scope or slice_stats is malformed, the input has another number of
-            dimensions, the mask another shape, dtype or device, or a norm batch has one value per
+        ValueError: If scope or slice_stats is malformed, the input has the wrong number of
+            dimensions, the mask the wrong shape, dtype or device, or a norm batch has one value per
             channel.
-        RuntimeError: If channels or dtypes do not fit, or the ranks cannot exchange.
+        RuntimeError: If channels or dtypes do not match, or the ranks cannot exchange.
 
     Example:
         >>> layer = BatchNorm(3, scope="slices:2")
@@ -100,16 +100,16 @@ class BatchNorm(_BatchNorm):
                 [0., 0.]], grad_fn=<SelectBackward0>)
     """
 
-    dims: ClassVar[tuple[int, ...]] = ()  # that an input may have; (): any from 2
+    dims: ClassVar[tuple[int, ...]] = ()  # allowed numbers of dimensions; (): any from 2
 
     slice_stats: SliceStats
     group_name: str | None
     layer_name: str
     elements_seen: int | None = 0
     _accumulator: _Accumulator | None = None  # in a block of accumulate
-    _meeting: _replicas.Meeting | None = None  # of a replica of torch.nn.DataParallel
+    _meeting: _replicas.Meeting | None = None  # in a replica of torch.nn.DataParallel
 
-    # What is of no type that TorchScript knows; evaluation needs none of it.
+    # TorchScript does not know the types of these, and evaluation does not need them.
     __jit_ignored_attributes__: ClassVar[list[str]] = [
         "slice_stats",
         "group_name",
@@ -132,7 +132,7 @@ class BatchNorm(_BatchNorm):
         scope: Scope | str = "world",
         process_group: ProcessGroup | DeviceMesh | None = None,
         slice_stats: SliceStats = "pooled",
-        **keywords: Any,  # noqa: ANN401 - those of the installed torch
+        **keywords: Any,  # noqa: ANN401 - depends on the installed torch
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device, dtype, **keywords
@@ -157,7 +157,7 @@ class BatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The ranks that the scope speaks of, as torch.nn.SyncBatchNorm's; None: the default group.
+        """The ranks that the scope refers to; None for the default group.
 
         A group, or a ``torch.distributed`` DeviceMesh of one dimension, can be assigned.
         """
@@ -168,7 +168,7 @@ class BatchNorm(_BatchNorm):
         self.group_name = _process_group.name_of(group)
 
     def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalize ``input`` [N, C, *], where ``mask`` [N, 1, *] is True; else y is 0."""
+        """Normalize ``input`` [N, C, *] where ``mask`` [N, 1, *] is True; elsewhere y is 0."""
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             if isinstance(input, Proxy):
                 return call_of_module(self, input, mask=mask)
@@ -200,18 +200,18 @@ class BatchNorm(_BatchNorm):
         return normalize_alone(x, mask, residual, self, self._finish)
 
     def _op(self, x: torch.Tensor, residual: Residual) -> Callable[..., torch.Tensor]:
-        """The op of training for an input, or a part of it, and what is added to its output."""
+        """Return the training op for an input, or a part of it, and its residual."""
         return _library.batch_norm
 
     def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
-        """What follows on the normalization."""
+        """Apply what follows the normalization."""
         return y
 
     def _evaluate(self, x: torch.Tensor, residual: Residual) -> torch.Tensor:
         return self._finish(super().forward(x), residual)
 
     def _train(self, input: torch.Tensor, op: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Normalize ``input`` by an op, with the arguments that all ops of training take."""
+        """Normalize ``input`` with an op, given the arguments that all training ops take."""
         scope, group_name = _process_group.scope_and_group_in_use(
             self._scope, self.group_name, input
         )
@@ -222,7 +222,7 @@ class BatchNorm(_BatchNorm):
             return op.finish(y)
         if not self.layer_name and group_name and not self._scope.is_of_one_rank:
             self.layer_name = _process_group.name_of_layer(group_name)
-        # From where they are: torch.nn.Module takes long to find attributes.
+        # Read from the dicts, because attribute access of torch.nn.Module is slow.
         parameters, buffers = self._parameters, self._buffers
         has_statistics = self.track_running_stats
         try:
@@ -230,7 +230,7 @@ class BatchNorm(_BatchNorm):
             running_mean = buffers["running_mean"] if has_statistics else None
             running_var = buffers["running_var"] if has_statistics else None
             num_batches_tracked = buffers["num_batches_tracked"] if has_statistics else None
-        except KeyError:  # parametrized ones, and those of replicas, are attributes
+        except KeyError:  # parametrized tensors, and those of replicas, are plain attributes
             weight, bias = self.weight, self.bias
             running_mean = self.running_mean if has_statistics else None
             running_var = self.running_var if has_statistics else None
@@ -259,7 +259,7 @@ class BatchNorm(_BatchNorm):
             self._count_elements(input, op)
         return y
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation; the op's text
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation, with the op's errors
         if input.dim() < 2:
             raise ValueError(f"x: expected at least 2 dimensions, got {input.dim()}")
         if self.dims and input.dim() not in self.dims:
@@ -271,36 +271,36 @@ class BatchNorm(_BatchNorm):
         replica._meeting = _replicas.open_meeting(self)
         is_first = replica._meeting.join(replica)
         if not is_first:
-            replica._accumulator = None  # as its buffers, what it counts would be lost
+            replica._accumulator = None  # its counts would be lost, as its buffers are
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.pop("_accumulator", None)  # a copy is in no block
+        state.pop("_accumulator", None)  # a copy is not in the block
         return state
 
     def _count_elements(self, x: torch.Tensor, op: Callable[..., torch.Tensor]) -> None:
         counter = self if self._accumulator is None else self._accumulator
         if torch.compiler.is_compiling():
-            counter.elements_seen = None  # a graph that held the count would be compiled every step
+            counter.elements_seen = None  # a count in the graph would cause recompilation each step
         elif counter.elements_seen is not None and not recomputes():
             elements = op.elements if isinstance(op, MaskedOp) else x.numel()
-            # torch.nn.Module's own assignment takes microseconds.
+            # The assignment of torch.nn.Module takes microseconds.
             object.__setattr__(counter, "elements_seen", counter.elements_seen + elements)
 
     def extra_repr(self) -> str:
-        """Torch's text, and the scope."""
+        """Return the text of torch's layer with the scope."""
         return f"{super().extra_repr()}, scope={self.scope}"  # type: ignore[no-untyped-call]
 
 
 class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):
-    """:class:`BatchNorm` of inputs [N, C] or [N, C, L], a drop-in for torch.nn.BatchNorm1d.
+    """:class:`BatchNorm` for inputs [N, C] or [N, C, L]; replaces torch.nn.BatchNorm1d.
 
     Arguments, errors and differences from torch are those of :class:`BatchNorm`.
 
     Shape:
         - Input: [N, C] or [N, C, L]
-        - Output: that of the input
+        - Output: same as the input
 
     Example:
         >>> layer = BatchNorm1d(3)
@@ -314,13 +314,13 @@ class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):
 
 
 class BatchNorm2d(BatchNorm, torch.nn.BatchNorm2d):
-    """:class:`BatchNorm` of inputs [N, C, H, W], a drop-in for torch.nn.BatchNorm2d.
+    """:class:`BatchNorm` for inputs [N, C, H, W]; replaces torch.nn.BatchNorm2d.
 
     Arguments, errors and differences from torch are those of :class:`BatchNorm`.
 
     Shape:
         - Input: [N, C, H, W]
-        - Output: that of the input
+        - Output: same as the input
 
     Example:
         >>> layer = BatchNorm2d(3, scope="local")
@@ -332,13 +332,13 @@ class BatchNorm2d(BatchNorm, torch.nn.BatchNorm2d):
 
 
 class BatchNorm3d(BatchNorm, torch.nn.BatchNorm3d):
-    """:class:`BatchNorm` of inputs [N, C, D, H, W], a drop-in for torch.nn.BatchNorm3d.
+    """:class:`BatchNorm` for inputs [N, C, D, H, W]; replaces torch.nn.BatchNorm3d.
 
     Arguments, errors and differences from torch are those of :class:`BatchNorm`.
 
     Shape:
         - Input: [N, C, D, H, W]
-        - Output: that of the input
+        - Output: same as the input
 
     Example:
         >>> layer = BatchNorm3d(3, scope="slices:4", slice_stats="first")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guard against values that are not finite."""
+"""A guard against non-finite values."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from normscope import _library
 
 
 class detect_non_finite:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
-    """Have layers raise if their input, or the gradient of their output, is not finite.
+    """Make layers raise if their input, or the gradient of their output, is not finite.
 
-    As ``torch.autograd.set_detect_anomaly``: a function, or a context manager that restores what
-    was before. In training all ranks of a layer's scope raise together, before any of them has
-    updated a running statistic or a gradient, and are told on which rank it began: one NaN would
-    reach them all by the statistics. The ranks can go on, with the next batch for example.
+    Can be used as a function, or as a context manager that restores the previous mode, like
+    ``torch.autograd.set_detect_anomaly``. A single NaN would spread to all ranks through the
+    statistics. In training, all ranks of a layer's scope therefore raise together, before any of
+    them updates a running statistic or a gradient, and the error names the rank that has the value.
+    The ranks can continue afterwards, for example with the next batch.
 
-    It is off unless ``NORMSCOPE_DETECT_NON_FINITE=1``. All ranks must have it on, or none; those
-    that differ are told so. It costs a pass over x and a message in each call, and on a device a
-    wait for it.
+    It is off unless ``NORMSCOPE_DETECT_NON_FINITE=1``. Either all ranks turn it on, or none;
+    otherwise they raise. It costs a pass over x and a message in each call; on a device, each call
+    also waits for the device.
 
     Args:
-        mode: Whether to look.
+        mode: Whether to check.
 
     Example:
         >>> with detect_non_finite():
@@ -32,7 +33,7 @@ class detect_non_finite:  # noqa: N801 - named as torch.autograd.set_detect_anom
         self._before = _library.set_detect_non_finite(mode)
 
     def __enter__(self) -> None:
-        """Look from the constructor on."""
+        """Do nothing: the constructor has set the mode."""
 
     def __exit__(
         self,
@@ -40,5 +41,5 @@ class detect_non_finite:  # noqa: N801 - named as torch.autograd.set_detect_anom
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Restore what was before."""
+        """Restore the previous mode."""
         _library.set_detect_non_finite(self._before)

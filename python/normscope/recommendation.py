@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers need which scope, measured."""
+"""Measures which scope each layer needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NamedLayers = list[tuple[str, BatchNorm]]
 
-# Of independent values; docs/recommending.md says what it was chosen from.
+# The default number of independent values; docs/recommending.md explains the choice.
 DEFAULT_INDEPENDENT_VALUES = 4.0
 
 _UNKNOWN = -1
@@ -43,37 +43,40 @@ def recommend_scopes(
     exclude: Patterns | None = None,
     process_group: ProcessGroup | None = None,
 ) -> ScopePlan:
-    """Measure which scope each layer needs, so that few layers have to synchronize.
+    """Measure which scope each layer needs, to find the layers that have to synchronize.
 
-    The model runs forward over a few batches on all ranks, every layer under scope ``world`` and
-    without gradients. From the moments of the ranks it is estimated how many independent values a
-    channel's statistics are worth under each scope; a layer gets the narrowest scope that reaches
-    the wanted number: ``local``, ``group:K`` where K divides the ranks (``node`` where that is
-    what each host holds), or ``world``. Where the 90 % interval of a scope reaches below the wanted
-    number the next wider one is taken. All ranks get the same plan.
+    The model runs forward over a few batches on all ranks, with every layer under scope ``world``
+    and without gradients. The moments of the ranks yield an estimate of how many independent values
+    a channel's statistics are worth under each scope. A layer gets the narrowest scope that reaches
+    the wanted number: ``local``, ``group:K`` for K that divide the number of ranks (``node`` if
+    each host has K ranks), or ``world``. If the 90 % interval of a scope extends below the wanted
+    number, the next wider scope is used. All ranks get the same plan.
 
-    Nothing of the model changes: parameters, buffers, modes, scopes, ``elements_seen`` and the
-    state of random number generators stay as they are, also where it raises. Layers of normscope
-    run with the statistics of the batch, everything else in the mode that it is in.
+    The model is not changed, even if this function raises: parameters, buffers, modes, scopes,
+    ``elements_seen`` and the state of random number generators stay the same. Layers of normscope
+    run with batch statistics, all other modules in their current mode.
 
     Args:
-        model: A model with layers of normscope (of DistributedDataParallel, its ``module``), as it
-            is at the start of the training or later.
-        batches: Inputs of the model, as many on every rank; four to sixteen, as the training has
-            them. A tuple holds its arguments. Each is asked for when the one before is done, so
-            that a generator may load them, and ``tqdm(batches)`` shows how far it is.
-        independent_values: That a norm batch should be worth, at least 2.
-        ranks: Where there is one process, the number of ranks that parts of each batch stand for:
-            what would they need?
+        model: A model with layers of normscope (for DistributedDataParallel, its ``module``), at
+            the start of the training or later.
+        batches: Inputs of the model as in training, four to sixteen, the same number on every rank.
+            A tuple holds the arguments of a forward. Each batch is requested after the one before
+            is done: a generator can load them, and ``tqdm(batches)`` shows the progress.
+        independent_values: The number that a norm batch should be worth, at least 2.
+        ranks: With a single process, the number of ranks to plan for; parts of each batch stand for
+            their batches.
         include: Patterns of qualified names, as for :func:`set_scope`.
         exclude: As for :func:`set_scope`.
-        process_group: The ranks; None for the default group, or for this process alone where there
-            is none.
+        process_group: The ranks; None for the default group, or for this process alone if there is
+            none.
+
+    Returns:
+        The plan, the same on every rank.
 
     Raises:
         ValueError: If the wanted number is below 2 or NaN, there is no batch, the model has no
             layer of normscope, the ranks differ in layers or in the number of batches, or a batch
-            has fewer samples than it is cut into parts. Nothing hangs then.
+            has fewer samples than parts. No rank hangs in these cases.
 
     Example:
         >>> from normscope import BatchNorm1d
@@ -113,7 +116,7 @@ def recommend_scopes(
 def _layers_to_choose_for(
     model: torch.nn.Module, include: Patterns | None, exclude: Patterns | None
 ) -> NamedLayers:
-    """The layers of normscope that the patterns choose.
+    """Return the layers of normscope that the patterns select.
 
     Raises:
         ValueError: If the model has none, or is lazy and has seen no input.
@@ -127,7 +130,8 @@ def _layers_to_choose_for(
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(
-                f"model: expected one that knows its shapes, got {name} without any; run it once"
+                f"model: expected one that knows its shapes, got {name} without a shape; run it "
+                "once"
             )
     return layers
 
@@ -157,14 +161,14 @@ def _run(
     batches: Iterable[Any],
     group: ProcessGroup | None,
 ) -> int:
-    """Run the model over the batches, one after the other, and watch the layers."""
+    """Run the model over the batches, watch the layers, and return the number of batches."""
     count = 0
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_is(model))
         for watch in watches:
             watch.layer.scope = Scope.world()
             stack.enter_context(watched(watch))
-        # A graph that was compiled before would not call the hooks.
+        # A graph that is already compiled would not call the hooks.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.no_grad())
         for batch in _as_on_all_ranks(batches, group):
@@ -180,7 +184,7 @@ _NO_BATCH = object()
 
 
 def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iterator[Any]:
-    """The batches, each when it is asked for, as long as every rank has one."""
+    """Yield the batches lazily, as long as every rank has one."""
     with peers_told(group):
         left = iter(batches)
     count = 0
@@ -204,10 +208,10 @@ def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iter
 
 @contextmanager
 def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
-    """Restore what running a model changes; its batch normalization uses the batch's statistics."""
+    """Run batch normalization with batch statistics, and restore the model's state afterwards."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     kept = [(norm.scope, norm.layer_name) for norm in norms]
-    # A module may put another tensor in the place of its buffer.
+    # A module may replace its buffer by another tensor.
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -227,7 +231,7 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _hosts(group: ProcessGroup, wanted: float) -> list[int]:
-    """A number for each rank that those of one host have in common.
+    """Return a number for each rank that is the same for all ranks of a host.
 
     Raises:
         ValueError: On every rank, if they want different numbers of independent values.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class ``convert`` gives a layer, and how others add theirs."""
+"""The classes that ``convert`` gives to layers, and how to register further ones."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Attributes = Callable[[Layer], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What becomes of the layers of a class.
+    """How the layers of a class are converted.
 
     Args:
         scoped_class: The class that they get.
-        attributes: What a layer gets besides, computed from the layer; None for nothing.
+        attributes: Computes additional attributes from the layer; None for none.
     """
 
     scoped_class: type[BatchNorm]
     attributes: Attributes[Any] | None = None
 
     def values_of(self, layer: _BatchNorm) -> dict[str, Any]:
-        """What a layer gets.
+        """Return the additional attributes of a layer.
 
         Raises:
-            TypeError: If it is a tensor or a module, which torch.nn.Module keeps elsewhere.
+            TypeError: If one is a tensor or a module, which torch.nn.Module stores elsewhere.
         """
         values = dict(self.attributes(layer)) if self.attributes else {}
         for name, value in values.items():
@@ -57,8 +57,8 @@ _CONVERSIONS: dict[type[torch.nn.Module], Conversion] = {
     torch.nn.LazyBatchNorm3d: Conversion(LazyBatchNorm3d),
 }
 
-# Modules that register the classes of a library, by the module of the library that has them. They
-# are imported for a layer of such a class, so that its library has been imported already.
+# For each library module, the module of normscope that registers its classes. That one is only
+# imported to convert a layer of the library, which has been imported by then.
 _LIBRARIES = {"timm.layers": "normscope._timm"}
 
 _SCOPED_BASES: dict[type[torch.nn.Module], type[BatchNorm]] = {
@@ -74,34 +74,33 @@ def register_conversion(
     *,
     attributes: Attributes[Layer] | None = None,
 ) -> None:
-    """Teach ``convert`` a class that derives from torch's batch normalization.
+    """Register how ``convert`` converts a class that derives from torch's batch normalization.
 
-    A converted layer stays the object that it is: its class becomes ``scoped_class``, without a
-    call of ``__init__``, and everything that it holds stays. ``revert`` gives it ``layer_class``
-    back. Only layers of exactly this class are meant, since a class that derives from it may add
-    something.
+    A converted layer remains the same object: its class becomes ``scoped_class``, without a call of
+    ``__init__``, and all its attributes are kept. ``revert`` restores ``layer_class``. This applies
+    only to layers of exactly this class, because a derived class may add something.
 
-    If ``layer_class`` calls ``super().forward``, it is enough to derive from it and from
-    normscope's class, in this order, as below. If it calls torch's function instead, the forward
-    has to be written once more.
+    If ``layer_class`` calls ``super().forward``, ``scoped_class`` only has to derive from it and
+    from normscope's class, in this order, as in the example. If it calls torch's function instead,
+    ``scoped_class`` needs its own forward.
 
-    Call it at the top level of a module that also has ``scoped_class``: unpickling a converted
-    model imports that module.
+    Call this function at the top level of the module that defines ``scoped_class``: unpickling a
+    converted model imports that module.
 
     Args:
         layer_class: The class that ``convert`` does not know.
-        scoped_class: The class that its layers get. It derives from :class:`normscope.BatchNorm`;
-            from :class:`normscope.BatchNorm2d` if ``layer_class`` derives from
-            torch.nn.BatchNorm2d, and so on. ``isinstance`` answers as before if it derives from
-            ``layer_class``, too.
-        attributes: What ``scoped_class`` reads and ``layer_class`` does not have: from a layer, a
-            mapping of names to plain values, neither tensors nor modules. ``revert`` removes them.
-            None for nothing.
+        scoped_class: The class that its layers get. It derives from :class:`normscope.BatchNorm`,
+            or from :class:`normscope.BatchNorm2d` if ``layer_class`` derives from
+            torch.nn.BatchNorm2d, and so on. If it also derives from ``layer_class``, ``isinstance``
+            gives the same results as before.
+        attributes: A function of a layer that returns the attributes that only ``scoped_class``
+            has, as a mapping of names to plain values, neither tensors nor modules. ``revert``
+            removes them. None for no attributes.
 
     Raises:
-        TypeError: If ``layer_class`` does not derive from torch's batch normalization, derives from
-            normscope's, or ``scoped_class`` does not derive from the class named above.
-        ValueError: If ``layer_class`` is known already, with another class or other attributes.
+        TypeError: If ``layer_class`` does not derive from torch's batch normalization, or derives
+            from normscope's; or if ``scoped_class`` does not derive from the class named above.
+        ValueError: If ``layer_class`` is already registered with another class or attributes.
 
     Example:
         >>> from normscope import BatchNorm2d, convert
@@ -134,7 +133,7 @@ def register_conversion(
 
 
 def conversion_of(layer_class: type[torch.nn.Module]) -> Conversion | None:
-    """What becomes of layers of exactly this class; None if that is not known."""
+    """Return the conversion for layers of exactly this class; None if there is none."""
     if layer_class not in _CONVERSIONS:
         for library, adapter in _LIBRARIES.items():
             package = library.partition(".")[0]
@@ -144,7 +143,7 @@ def conversion_of(layer_class: type[torch.nn.Module]) -> Conversion | None:
 
 
 def named(layer_class: type) -> str:
-    """A class as errors call it."""
+    """Return the name of a class for errors."""
     return f"{layer_class.__module__}.{layer_class.__qualname__}"
 
 

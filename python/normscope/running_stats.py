@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running statistics of all ranks, where the scope is narrower than the world."""
+"""Running statistics over all ranks, for scopes narrower than the world."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
         mean = sum(w * running_mean) / sum(w)
         var = sum(w * (running_var + (running_mean - mean)^2)) / sum(w)
 
-    Where the scope is narrower than the world each rank has statistics of its own. After this call
-    all ranks have the same, to the bit, so that one saved file evaluates alike everywhere; in
-    torch.nn too. All layers of the model take part that have running statistics, those of torch.nn
-    included, in an exchange each, after a check that the ranks have the same layers.
+    If the scope is narrower than the world, each rank has its own statistics. After this call all
+    ranks have the same bits. A model saved on any rank then evaluates the same way, in torch.nn
+    too. All layers with running statistics take part, including those of torch.nn, with one
+    exchange per layer, after a check that the ranks have the same layers.
 
-    w is ``elements_seen`` of a layer of normscope: what this rank has put into its statistics since
-    the last pooling. All ranks weigh the same where that is not known on each of them (layers of
-    torch.nn, compiled graphs) or no rank has seen an element. ``num_batches_tracked`` stays as it
-    is. Where there is one rank or no process group there is nothing to do.
+    w is ``elements_seen`` of a layer of normscope: the number of elements that this rank has put
+    into its statistics since the last pooling. All ranks have the same weight if the number is
+    unknown on any of them (layers of torch.nn, compiled graphs) or zero on all.
+    ``num_batches_tracked`` does not change. With one rank or no process group, nothing happens.
 
-    DistributedDataParallel by default gives every rank the statistics of rank 0 before each
-    forward, so that of the other ranks' no more than the last step's share is left to pool. Set
-    ``forward_sync_buffers=False`` (before torch 2.13: ``broadcast_buffers=False``) where the scope
-    is narrower than the world.
+    By default, DistributedDataParallel overwrites the statistics of every rank with those of rank 0
+    before each forward. Of the other ranks' statistics, only the share of the last step is then
+    left to pool. Set ``forward_sync_buffers=False`` (before torch 2.13:
+    ``broadcast_buffers=False``) if the scope is narrower than the world.
 
     Args:
         model: A model, the same on every rank.
@@ -78,29 +78,29 @@ def estimate_running_stats(
     batches: Iterable[Any],
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Recompute the running statistics from data, as if all of it had been one batch.
+    """Recompute the running statistics from data, as if all of it were one batch.
 
-    The model runs forward over the batches, without gradients; batch normalization with the
-    statistics of the batches, over its scope, everything else in the mode that it is in. Each layer
-    with running statistics, of normscope or torch.nn, then gets the mean and the unbiased variance
-    of all the inputs that it had, over all batches and all ranks: the same bits on every rank.
-    A layer that had no element keeps what it has, ``num_batches_tracked`` stays as it is.
+    The model runs forward over the batches, without gradients. Batch normalization uses batch
+    statistics over its scope; all other modules stay in their current mode. Each layer with running
+    statistics, of normscope or torch.nn, then gets the mean and the unbiased variance of all its
+    inputs, over all batches and all ranks, with the same bits on every rank. A layer without any
+    input elements keeps its statistics. ``num_batches_tracked`` does not change.
 
-    Layers whose scope is wider than a rank meet once a batch, so all ranks then need the same
-    number of batches. That is checked where ``batches`` has a length on every rank; where it has
-    none, ranks that wait for one that is done raise at the time limit of the process group.
-    DistributedDataParallel's forward meets once a batch too: of such a model give ``model.module``.
+    Layers whose scope is wider than a rank exchange once per batch: all ranks then need the same
+    number of batches. This is checked if ``batches`` has a length on every rank. Otherwise, ranks
+    that wait for one without further batches raise at the time limit of the process group. The
+    forward of DistributedDataParallel exchanges once per batch too: pass ``model.module`` instead.
 
     Args:
         model: A model, the same on every rank.
-        batches: Inputs of the model. A tuple holds its arguments.
-        process_group: The ranks; None for the default group, or for this process alone where there
-            is none.
+        batches: Inputs of the model. A tuple holds the arguments of a forward.
+        process_group: The ranks; None for the default group, or for this process alone if there is
+            none.
 
     Raises:
         ValueError: If the ranks have different layers with running statistics, one is lazy and has
-            seen no input, or the numbers of batches differ. Nothing has changed then, nor when the
-            model raises.
+            seen no input, or the numbers of batches differ. Nothing has been changed then, nor if
+            the model raises.
 
     Example:
         >>> layer = torch.nn.BatchNorm1d(1)
@@ -125,7 +125,7 @@ def estimate_running_stats(
 
 @dataclass
 class _Moments:
-    """Of the elements of each channel: number, mean [C], sum of squares about it [C], float64."""
+    """Count of elements per channel, mean [C] and sum of squares about the mean [C], in float64."""
 
     count: float
     mean: torch.Tensor
@@ -133,13 +133,13 @@ class _Moments:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> _Moments:
-        """In two passes over x [N, C, *]."""
+        """Compute the moments of x [N, C, *] in two passes."""
         channels = x.detach().double().transpose(0, 1).flatten(1)
         mean = channels.mean(1)
         return cls(channels.shape[1], mean, (channels - mean[:, None]).square().sum(1))
 
     def merged(self, other: _Moments) -> _Moments:
-        """Of the elements of both (Chan et al. 1979); no element is neutral."""
+        """Return the moments of the elements of both (Chan et al. 1979); either may have none."""
         if other.count == 0:
             return self
         if self.count == 0:
@@ -170,11 +170,11 @@ def _layers_with_statistics(model: torch.nn.Module) -> NamedLayers:
 
 @contextmanager
 def peers_told(group: ProcessGroup | None) -> Iterator[None]:
-    """An exception of this rank alone ends the wait of the others."""
+    """Tell the other ranks about an exception on this rank, so that they do not wait for it."""
     try:
         yield
     except _library.DistError:
-        raise  # of an exchange: they know
+        raise  # raised by an exchange: the other ranks know
     except Exception as error:
         if group is not None:
             reason = f"{type(error).__name__}: {error}"
@@ -188,9 +188,9 @@ def check_agreement(
     group: ProcessGroup,
     batch_count: int = _UNKNOWN,
 ) -> None:
-    """All ranks raise where they would not exchange the same."""
+    """Raise on all ranks if they have different layers or numbers of batches."""
     text = "".join(f"{layer_name} {layer.num_features}\n" for layer_name, layer in layers)
-    # Of 48 bits, which a float64 holds.
+    # 48 bits, because a float64 represents them exactly.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     own = torch.tensor([digest, batch_count], dtype=torch.float64)
     all_ranks = _library.gather(own, group.group_name, f"{name}, agreement")
@@ -209,7 +209,7 @@ def check_agreement(
 
 
 def _batch_count(model: torch.nn.Module, batches: Iterable[Any]) -> int:
-    """The number of batches where it is known and matters."""
+    """Return the number of batches, if it is known and has to be the same on all ranks."""
     if not any(_spans_ranks(module) for module in model.modules()):
         return _UNKNOWN
     try:
@@ -227,7 +227,7 @@ def _spans_ranks(module: torch.nn.Module) -> bool:
 def _gather(
     name: str, layers: NamedLayers, own: list[_Moments], group: ProcessGroup
 ) -> list[list[_Moments]]:
-    """The moments of all ranks, in rank order."""
+    """Return the moments of all ranks, in rank order."""
     ranks: list[list[_Moments]] = [[] for _ in range(group.size())]
     for (layer, _), moments in zip(layers, own, strict=True):
         count = moments.mean.new_tensor([moments.count])
@@ -240,7 +240,7 @@ def _gather(
 
 
 def _running_moments(layer: _BatchNorm) -> _Moments:
-    """A layer's running statistics, with the variance in place of squares."""
+    """Return a layer's running statistics, with the variance in place of the sum of squares."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     seen = layer.elements_seen if isinstance(layer, BatchNorm) else None
@@ -250,7 +250,7 @@ def _running_moments(layer: _BatchNorm) -> _Moments:
 
 
 def _weighted(ranks: list[_Moments]) -> list[_Moments]:
-    """Moments of as many elements as the ranks' statistics are worth."""
+    """Turn running statistics of ranks into moments that are weighted by the elements seen."""
     weights = [moments.count for moments in ranks]
     if _UNKNOWN in weights or not any(weights):
         weights = [1.0] * len(ranks)
@@ -269,7 +269,7 @@ def _store(layer: _BatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
 def _moments_of_inputs(
     model: torch.nn.Module, layers: NamedLayers, batches: Iterable[Any]
 ) -> list[_Moments]:
-    """Run the model over the batches, and watch the layers' inputs."""
+    """Run the model over the batches, and return the moments of each layer's inputs."""
     seen = {layer: _no_elements(layer) for _, layer in layers}
 
     def watch(layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -279,7 +279,7 @@ def _moments_of_inputs(
 
     hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in seen]
     try:
-        # A graph that was compiled before would not call the hooks.
+        # A graph that is already compiled would not call the hooks.
         with batch_statistics(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for batch in batches:
                 model(*batch) if isinstance(batch, tuple) else model(batch)
@@ -297,7 +297,7 @@ def _no_elements(layer: _BatchNorm) -> _Moments:
 
 @contextmanager
 def batch_statistics(model: torch.nn.Module) -> Iterator[None]:
-    """Batch normalization in training mode; then the modes and running statistics of before."""
+    """Put batch normalization into training mode; restore modes and statistics afterwards."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     modes = [norm.training for norm in norms]
     counts = [getattr(norm, "elements_seen", None) for norm in norms]

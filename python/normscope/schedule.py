@@ -25,21 +25,21 @@ def set_scope(
     include: Patterns | None = None,
     exclude: Patterns | None = None,
 ) -> None:
-    """Change who shares statistics, at any time between two steps of the training.
+    """Change the scope of layers, at any time between two steps of the training.
 
-    All ranks make the same change at the same step. Nothing else of a layer changes: neither its
-    process group nor its rule for slices nor its name. A compiled model is compiled again when it
-    meets a scope for the first time. A backward belongs to the scope of its forward.
+    All ranks have to make the same change at the same step. Nothing else changes: each layer keeps
+    its process group, its rule for slices and its name. A compiled model is recompiled when it
+    first runs with a scope. A backward always uses the scope of its forward.
 
     Args:
-        model: A model with layers of normscope, or such a layer itself.
+        model: A model with layers of normscope, or a single layer.
         scope: Who shares statistics from now on.
         include: Patterns of qualified names (as in fnmatch: ``"backbone.*"``); None for all.
-        exclude: Patterns of qualified names that are left as they are; None for none.
+        exclude: Patterns of qualified names that are left unchanged; None for none.
 
     Raises:
         ValueError: If the scope is malformed, the model has no layer of normscope, or a pattern
-            matches none of them. Nothing has changed then.
+            matches none of them. Nothing has been changed then.
 
     Example:
         >>> from normscope import BatchNorm1d
@@ -59,28 +59,28 @@ def set_scope(
 
 
 class ProgressiveScope:
-    """A scope that grows, or changes in any other way, while a model trains.
+    """A schedule that widens, or otherwise changes, the scope during training.
 
-    From step ``milestones[i]`` on the layers have ``scopes[i]``. It is used beside an
-    ``lr_scheduler``: made before the first step, when the layers get ``scopes[0]``; ``step()``
-    after each step of the optimizer, on every rank; its state belongs into a checkpoint. Layers
-    that are to follow another schedule get a ``ProgressiveScope`` of their own, each with patterns
-    of its own.
+    From step ``milestones[i]`` on, the layers have ``scopes[i]``. It is used like an
+    ``lr_scheduler``: create it before the first step, which gives the layers ``scopes[0]``; call
+    ``step()`` after each step of the optimizer, on every rank; and save its state in the
+    checkpoint. To give layers different schedules, use several ``ProgressiveScope`` with different
+    patterns.
 
-    Narrow scopes cost little communication and their noise regularizes; wide ones give statistics
-    that are near to those of evaluation. This is our reading of the progressive batch normalization
-    of Qin et al. (2019), of which an abstract is public and the schedule is not.
+    Narrow scopes need little communication, and their noise regularizes; wide scopes give
+    statistics that are close to those of evaluation. This is our interpretation of the progressive
+    batch normalization of Qin et al. (2019), whose schedule is not public.
 
     Args:
         model: A model with layers of normscope.
-        scopes: The scopes, in their order.
-        milestones: The step at which each begins: 0 at first, then increasing.
+        scopes: The scopes, in order.
+        milestones: The step at which each scope begins: first 0, then increasing.
         include: Patterns of qualified names, as for :func:`set_scope`.
         exclude: As for :func:`set_scope`.
 
     Raises:
-        ValueError: If there is not one milestone for each scope, they do not begin with 0 or do not
-            increase, or for a reason of :func:`set_scope`.
+        ValueError: If there is not one milestone for each scope, or they do not begin with 0 or do
+            not increase; further as :func:`set_scope` raises it.
 
     Example:
         >>> from normscope import BatchNorm1d
@@ -119,7 +119,7 @@ class ProgressiveScope:
         *,
         process_group: ProcessGroup | None = None,
     ) -> ProgressiveScope:
-        """``local``, ``group:2``, ``group:4``, ..., ``world``, each for an equal part of the steps.
+        """Use ``local``, ``group:2``, ``group:4``, ..., ``world`` for equal parts of the steps.
 
         Args:
             model: A model with layers of normscope.
@@ -127,10 +127,11 @@ class ProgressiveScope:
             include: Patterns of qualified names, as for :func:`set_scope`.
             exclude: As for :func:`set_scope`.
             process_group: The ranks that the layers' ``world`` means; None for the default group,
-                or for one rank where there is none.
+                or for a single rank if there is none.
 
         Raises:
-            ValueError: If there are fewer steps than scopes, or for a reason of :func:`set_scope`.
+            ValueError: If there are fewer steps than scopes; further as :func:`set_scope` raises
+                it.
 
         Example:
             >>> from normscope import BatchNorm1d
@@ -148,25 +149,26 @@ class ProgressiveScope:
 
     @property
     def scope(self) -> Scope:
-        """The scope that the layers have now."""
+        """The current scope of the layers."""
         return self._scopes[bisect_right(self._milestones, self._last_step) - 1]
 
     def step(self) -> None:
-        """Count a step of the training, and change the scope where the next one begins."""
+        """Count a step of the training, and change the scope if the next one begins."""
         before = self.scope
         self._last_step += 1
         if self.scope != before:
             self._apply()
 
     def state_dict(self) -> dict[str, int]:
-        """How far the schedule is. The schedule itself belongs to the constructor.
+        """Return the position in the schedule, without the schedule itself.
 
-        So a checkpoint can go on in a world of another size, where ``doubling`` has other scopes.
+        A checkpoint can thus be used with another number of ranks, for which ``doubling`` has
+        other scopes.
         """
         return {"last_step": self._last_step}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on from a state, and give the layers its scope.
+        """Restore the position in the schedule, and set the scope of the layers.
 
         Raises:
             ValueError: If it is not the state of a schedule.
@@ -200,5 +202,5 @@ def _doubling_scopes(ranks: int) -> list[str]:
 
 
 def kept(patterns: Patterns | None) -> Patterns | None:
-    """Patterns that can be read more than once."""
+    """Return the patterns in a form that can be iterated over more than once."""
     return patterns if patterns is None or isinstance(patterns, str) else tuple(patterns)

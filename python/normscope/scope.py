@@ -11,31 +11,31 @@ from normscope import _library
 
 @dataclass(frozen=True)
 class Scope:
-    """Who shares statistics: a value that parses, prints, compares and pickles.
+    """Who shares statistics: a value that can be parsed, printed, compared and pickled.
 
     ==================  ============================================================
     text                the norm batch
     ==================  ============================================================
-    ``slices:K``        each of K slices of this rank's batch, for itself
+    ``slices:K``        each of K slices of this rank's batch separately
     ``local``           this rank's batch
     ``group:K``         the batches of K consecutive ranks
     ``node``            the batches of the ranks of one host
     ``world``           the batches of all ranks
     ``ranks:0,1/2,3``   the batches of each named set of ranks
-    ``norm_batch:M``    as many ranks or slices as bring it to M samples
+    ``norm_batch:M``    about M samples, from as many ranks or slices as needed
     ==================  ============================================================
 
-    It knows no process group: that is looked up when a layer runs, and ranks are counted in it.
-    The last group of ``group:K`` may be smaller. Ranks that no set of ``ranks`` names are
-    ``local``. The ranks of a node find each other by the host's boot id.
+    A scope does not contain a process group. The layer looks up its group when it runs, and ranks
+    are numbered within that group. The last group of ``group:K`` may be smaller. Ranks that are in
+    no set of ``ranks`` are ``local``. The ranks of a node find each other by the host's boot id.
 
-    ``norm_batch:M``, with b samples on each rank, is ``slices:floor(b / M)`` where b >= 2 M,
-    ``local`` where M <= b < 2 M, and else the smallest ``group:K`` that has K b >= M, ``world``
-    where there is none. b is the largest of the ranks' batches when the scope is first used in the
-    process group. Where there is one rank, every scope is within it, and b is the batch itself.
+    With b samples on each rank, ``norm_batch:M`` is ``slices:floor(b / M)`` if b >= 2 M, ``local``
+    if M <= b < 2 M, and otherwise the smallest ``group:K`` with K b >= M, or ``world`` if there is
+    none. b is the largest of the ranks' batches when the scope is first used in the process group.
+    With a single rank, every scope stays within that rank, and b is the size of each batch.
 
     Args:
-        text: A spelling of the table, or another scope.
+        text: A text from the table, or another scope.
 
     Raises:
         ValueError: If the text is none of these.
@@ -62,17 +62,17 @@ class Scope:
 
     @property
     def is_of_one_rank(self) -> bool:
-        """Whether it never shares with another rank."""
+        """Whether the scope never extends over several ranks."""
         return self.text == "local" or self.text.startswith("slices:")
 
     @property
     def depends_on_samples(self) -> bool:
-        """Whether it is another scope for another batch."""
+        """Whether the scope depends on the batch size."""
         return self.text.startswith("norm_batch:")
 
     @classmethod
     def slices(cls, count: int) -> Scope:
-        """Each of ``count`` slices of this rank's batch, as torch.chunk cuts it."""
+        """Each of ``count`` slices of this rank's batch separately, as torch.chunk cuts it."""
         return cls(f"slices:{count}")
 
     @classmethod
@@ -102,5 +102,5 @@ class Scope:
 
     @classmethod
     def norm_batch(cls, samples: int) -> Scope:
-        """As many ranks or slices as bring the norm batch to ``samples`` samples."""
+        """Norm batches of about ``samples`` samples, from as many ranks or slices as needed."""
         return cls(f"norm_batch:{samples}")

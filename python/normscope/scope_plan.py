@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scope for each layer: what a recommendation says, as a table and as JSON."""
+"""A recommended scope for each layer, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from normscope.independent_values import IndependentValues
 from normscope.modules import BatchNorm
 from normscope.scope import Scope
 
-# A larger standard error than this share is warned of.
+# A relative standard error above this causes a warning.
 _LARGE_ERROR = 0.25
 
 
@@ -28,10 +28,10 @@ class Candidate:
     """A scope that a layer may get, and what its statistics would be worth.
 
     Args:
-        scope: As :class:`~normscope.Scope` spells it.
-        ranks: That share.
-        values: Of a norm batch; None where it could not be measured.
-        extrapolated: Whether it follows from that of a narrower scope.
+        scope: The text of a :class:`~normscope.Scope`.
+        ranks: The number of ranks that share statistics.
+        values: The independent values of a norm batch; None if they could not be measured.
+        extrapolated: Whether ``values`` is extrapolated from a narrower scope.
     """
 
     scope: str
@@ -42,16 +42,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What was measured in a layer, and the scope that it gets.
+    """The measurements of a layer, and the scope that it gets.
 
     Args:
-        layer: Qualified name.
-        channels: Of its input.
-        scope: The narrowest that reaches the wanted number.
-        candidates: From the narrowest to the widest.
-        exchange_bytes: That a rank sends in an exchange, if the layer makes any.
-        exchange_seconds: That an exchange of all ranks took, waiting included; None where there
-            was none.
+        layer: The qualified name.
+        channels: The number of channels.
+        scope: The narrowest scope that reaches the wanted number.
+        candidates: All scopes, from the narrowest to the widest.
+        exchange_bytes: Bytes that a rank sends per exchange, if the layer exchanges.
+        exchange_seconds: Seconds that an exchange of all ranks took, including the wait; None if
+            there was none.
     """
 
     layer: str
@@ -63,16 +63,16 @@ class LayerPlan:
 
     @property
     def chosen(self) -> Candidate:
-        """The candidate whose scope it gets."""
+        """The candidate that was chosen."""
         return next(each for each in self.candidates if each.scope == self.scope)
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether it then synchronizes, twice a step."""
+        """Whether the layer synchronizes, twice per step."""
         return self.chosen.ranks > 1
 
     def might_do(self, wanted: float) -> Candidate | None:
-        """The narrowest scope whose interval reaches on both sides of the wanted number.
+        """Return the narrowest scope whose estimate, but not its whole interval, is sufficient.
 
         It was not chosen, unless it is the widest.
         """
@@ -84,15 +84,15 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ScopePlan:
-    """A scope for each layer, and what it was chosen from; :func:`recommend_scopes` makes it.
+    """A scope for each layer and the measurements behind it, made by :func:`recommend_scopes`.
 
     ``print(plan)`` shows a table.
 
     Args:
-        layers: In the model's order; those that had no input are not among them.
-        independent_values: That were wanted.
-        ranks: That were there, or stood for.
-        batches: That were looked at.
+        layers: The layers in the model's order, without those that had no input.
+        independent_values: The wanted number of independent values.
+        ranks: The number of ranks that the plan is made for.
+        batches: The number of batches that were measured.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -107,20 +107,20 @@ class ScopePlan:
 
     @property
     def exchanges_per_step(self) -> int:
-        """Forward and backward."""
+        """Exchanges per step, in forward and backward."""
         return 2 * sum(plan.spans_ranks for plan in self.layers)
 
     @property
     def bytes_per_step(self) -> int:
-        """That a rank sends, forward and backward."""
+        """Bytes that a rank sends per step, in forward and backward."""
         return 2 * sum(plan.exchange_bytes for plan in self.layers if plan.spans_ranks)
 
     @property
     def warnings(self) -> list[str]:
-        """What there is to say against the plan; :func:`recommend_scopes` warns of it."""
+        """Doubts about the plan, which :func:`recommend_scopes` issues as warnings."""
         wanted = self.independent_values
         if math.isinf(wanted):
-            return []  # whatever was measured: world is what was asked for
+            return []  # the user asked for world
         narrow = [
             plan.layer or "model"
             for plan in self.layers
@@ -145,13 +145,13 @@ class ScopePlan:
         return texts
 
     def apply(self, model: torch.nn.Module) -> None:
-        """Give each layer its scope; others stay as they are.
+        """Give each layer of the plan its scope; other layers are not changed.
 
-        Warns where the layers train among another number of ranks than the plan was made for.
+        Warns if the plan was made for another number of ranks.
 
         Raises:
-            ValueError: If the model has no layer of normscope of a name of the plan. Nothing has
-                changed then.
+            ValueError: If the model lacks a layer of the plan, or it is not a layer of normscope.
+                Nothing has been changed then.
         """
         layers = dict(named_layers(model, BatchNorm, None, None))
         missing = [plan.layer for plan in self.layers if plan.layer not in layers]
@@ -165,7 +165,7 @@ class ScopePlan:
 
     def _warn_of_other_ranks(self, layers: list[BatchNorm]) -> None:
         groups = {_process_group.named(name) for name in {layer.group_name for layer in layers}}
-        # One process alone may stand for any number of ranks.
+        # A single process may stand for any number of ranks.
         others = sorted({_process_group.size_of(group) for group in groups} - {1, self.ranks})
         if others:
             warnings.warn(
@@ -192,7 +192,7 @@ class ScopePlan:
             raise ValueError(f"{path}: expected a plan of recommend_scopes, got {error}") from error
 
     def __str__(self) -> str:
-        """A table of the layers, with totals beside those of scope ``world``."""
+        """Return a table of the layers, with totals compared to those of scope ``world``."""
         headings = ("layer", "channels", "local", "scope", "worth", "90 % interval", "")
         rows = [headings, *(self._row(plan) for plan in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

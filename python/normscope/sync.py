@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer that stands in for torch.nn.SyncBatchNorm."""
+"""A drop-in replacement for torch.nn.SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 
 class SyncBatchNorm(BatchNorm):
-    """:class:`BatchNorm` of the scope ``world``, with the arguments of torch.nn.SyncBatchNorm.
+    """:class:`BatchNorm` with scope ``world``, with the arguments of torch.nn.SyncBatchNorm.
 
-    A drop-in for it, on every device that normscope has kernels for.
+    A drop-in replacement for it, on every device for which normscope has kernels.
 
     Args:
         num_features: C.
-        eps: What is added to the variance.
-        momentum: Weight of the new statistics in the running ones; None: all have the same.
+        eps: Added to the variance.
+        momentum: Weight of the new statistics in the running ones; None for a cumulative average.
         affine: Whether there are weight and bias.
         track_running_stats: Whether there are running statistics.
         process_group: The ranks that share statistics, or a mesh of one dimension; None for the
             default group.
-        device: Of the parameters and buffers.
-        dtype: Of the parameters and buffers.
-        keywords: What else the installed torch's class takes.
+        device: Device of the parameters and buffers.
+        dtype: Dtype of the parameters and buffers.
+        keywords: Further arguments of the class in the installed torch.
 
     Shape:
         - Input: [N, C, *]
-        - Output: that of the input
+        - Output: same as the input
 
     Raises:
-        ValueError: If this process is not in the group, or for a reason of :class:`BatchNorm`.
+        ValueError: If this process is not in the group; further as :class:`BatchNorm` raises it.
 
     Example:
         >>> layer = SyncBatchNorm(3)
@@ -55,7 +55,7 @@ class SyncBatchNorm(BatchNorm):
         process_group: ProcessGroup | DeviceMesh | None = None,
         device: torch.types.Device = None,
         dtype: torch.dtype | None = None,
-        **keywords: Any,  # noqa: ANN401 - those of the installed torch
+        **keywords: Any,  # noqa: ANN401 - depends on the installed torch
     ) -> None:
         super().__init__(
             num_features,
@@ -73,14 +73,14 @@ class SyncBatchNorm(BatchNorm):
     def convert_sync_batchnorm(
         cls, module: Model, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> Model:
-        """Call :func:`normscope.convert` with the scope ``world``, in torch's words.
+        """Call :func:`normscope.convert` with scope ``world``; has the signature of torch's method.
 
-        Unlike torch's, it changes the module in place, and layers get the class that ``convert``
-        gives them, which still is one of torch.nn.BatchNorm1d, 2d or 3d.
+        Unlike torch's method, it changes the module in place. Layers get the class that ``convert``
+        gives them, which still derives from torch.nn.BatchNorm1d, 2d or 3d.
 
         Args:
-            module: The model, or a layer itself.
-            process_group: As :class:`SyncBatchNorm`'s.
+            module: The model, or a single layer.
+            process_group: As for :class:`SyncBatchNorm`.
 
         Returns:
             The module.

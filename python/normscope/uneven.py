@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that have different numbers of batches."""
+"""Support for ranks with different numbers of batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-# What a rank says in place of its samples.
+# Sent instead of a number of samples.
 _HAS_NO_MORE = -1
 _HAS_NO_LIKE = -2
 
@@ -29,28 +29,28 @@ def joined(
     *,
     like: Batch | None = None,
 ) -> Iterator[tuple[Batch, float]]:
-    """A rank's batches, then empty ones until every rank has had its last.
+    """Yield a rank's batches, then empty ones until every rank has finished.
 
-    So all ranks make equally many steps, and layers, DistributedDataParallel and whatever else
-    waits for all of them find them there. With each batch comes
+    All ranks thus make the same number of steps, and can synchronize in layers and in
+    DistributedDataParallel. Each batch comes with
 
         weight = ranks / samples of all ranks in this step
 
-    times which the sum of a loss over the rank's samples is to be taken. DistributedDataParallel
-    averages gradients over the ranks, and then has the gradient of the mean over all samples,
-    however they are spread. The mean over a rank's own samples would be NaN where there is none.
-    The weight is 0 where no rank has a sample.
+    Multiply the sum of the loss over the rank's samples by it. The average over the ranks, which
+    DistributedDataParallel computes for gradients, is then the mean over all samples, however they
+    are distributed. The mean over a rank's own samples would be NaN without samples. The weight is
+    0 if no rank has a sample.
 
-    Each step costs one small exchange, by the way that layers exchange: over shared memory on one
-    host, never on the program's own process group. Where all ranks leave the loop in the same step,
-    nothing waits. A rank that leaves it alone is waited for until the time limit, when its peers
-    raise and name it; those that meet it in a layer raise at once.
+    Each step costs one small exchange, over the same transport as that of the layers: shared memory
+    on one host, and never the program's own process group. All ranks may leave the loop in the same
+    step. If a rank leaves it alone, the others wait until the time limit, then raise and name it;
+    if that rank runs a layer instead, they raise immediately.
 
     Args:
-        batches: This rank's: a data loader, or anything to iterate over. Their tensors have the
-            samples in dimension 0.
-        process_group: The ranks; None for the default group, or for this process alone where there
-            is none.
+        batches: The batches of this rank: a data loader or any other iterable. Dimension 0 of their
+            tensors is the sample.
+        process_group: The ranks; None for the default group, or for this process alone if there is
+            none.
         like: A batch to make the empty ones from; None for the first of ``batches``.
 
     Yields:
@@ -58,11 +58,11 @@ def joined(
 
     Raises:
         ValueError: On every rank, if one has neither a batch nor ``like`` while others have
-            batches; on one rank, if a batch has no tensor, or tensors of different numbers of
+            batches; on one rank, if a batch has no tensor, or its tensors have different numbers of
             samples.
         torch.distributed.DistBackendError: If another rank's batches raised, with its reason, or
-            a rank does not come within the time limit. The group's exchanges stay failed.
-        torch.distributed.DistError: If ranks do something else meanwhile.
+            a rank does not arrive within the time limit. The group cannot exchange any more.
+        torch.distributed.DistError: If other ranks are in a different exchange.
 
     Example:
         >>> for batch, weight in joined([torch.ones(4, 2), torch.ones(1, 2)]):
@@ -88,14 +88,14 @@ def joined(
 
 
 def empty_batch_like(batch: Batch) -> Batch:
-    """The same without samples: each tensor cut to none in dimension 0.
+    """Return a copy of a batch without samples: each tensor gets size 0 in dimension 0.
 
     Args:
-        batch: A tensor, or a tuple, list, mapping or dataclass of such, nested in any way.
+        batch: A tensor, or an arbitrarily nested tuple, list, mapping or dataclass of tensors.
 
     Returns:
-        The same structure. Tensors keep dtype, device and their other sizes, and share no memory;
-        those without dimensions, and all that is no tensor, stay.
+        The same structure. Tensors keep their dtype, device and other sizes, and share no memory.
+        Tensors without dimensions, and everything else, are kept.
 
     Example:
         >>> x, y = empty_batch_like((torch.ones(4, 3, 8, 8), torch.ones(4)))
@@ -109,7 +109,7 @@ def empty_batch_like(batch: Batch) -> Batch:
 def _with_empty_ones(
     batches: Iterable[Batch], like: Batch | None
 ) -> Iterator[tuple[Batch | Any, int]]:
-    """Batches with their samples, then without end what a rank gives that has no more."""
+    """Yield batches with their numbers of samples, then empty batches without end."""
     empty = None if like is None else empty_batch_like(like)
     for batch in batches:
         samples = _samples_of(batch)
@@ -122,7 +122,7 @@ def _with_empty_ones(
 
 @contextmanager
 def _peers_told(group: str) -> Iterator[None]:
-    """The peers of a rank whose batches raise need not wait for it."""
+    """Tell the other ranks if the batches of this rank raise, so that they do not wait."""
     try:
         yield
     except BaseException as error:
@@ -152,16 +152,16 @@ def _samples_of(batch: object) -> int:
     return found[0]
 
 
-# The structures are those that torch's data loaders make or pass on.
+# Supports the structures that torch's data loaders make or pass on.
 def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401
-    """The same with other tensors; those without dimensions have no samples and stay."""
+    """Return the structure with changed tensors; tensors without dimensions are kept."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.dim() > 0 else value
     if isinstance(value, Mapping):
         changed = {key: _with_tensors(item, change) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
             return type(value)(changed)  # type: ignore[call-arg]
-        clone = copy.copy(value)  # keeps what a class of its own has besides
+        clone = copy.copy(value)  # keeps the additional attributes of a derived class
         clone.update(changed)
         return clone
     if isinstance(value, (tuple, list)):

@@ -125,7 +125,7 @@ def test_a_residual_broadcasts_and_promotes(
 def test_a_residual_that_is_larger_is_named() -> None:
     layer = normscope.BatchNormAct2d(3, scope="local")
     mask, x = inputs(count=1)
-    words = r"^residual: expected with a mask a shape that broadcasts to x's, \[6, 3, 5, 4\], got"
+    words = r"^residual: expected a shape that broadcasts to x's, \[6, 3, 5, 4\], with a mask, got"
 
     for mode in (True, False):
         with pytest.raises(ValueError, match=words):
