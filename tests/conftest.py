@@ -11,7 +11,7 @@ from torch import distributed
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """The one pool of ranks of the session."""
+    """The pool of ranks that the whole session shares."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -19,9 +19,9 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture
 def world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """What torchrun tells its processes; a document may or may not initialize the group."""
-    monkeypatch.chdir(tmp_path)  # it may write files
-    # Port 0: any that is free.
+    """The environment that torchrun sets; the test may or may not initialize the group."""
+    monkeypatch.chdir(tmp_path)  # the test may write files
+    # Port 0 means any free port.
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

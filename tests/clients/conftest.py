@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks that a file's tests are about; and a library that warns while it is imported."""
+"""Fixtures for the networks of a test file, and an import that would cause warnings later."""
 
 import warnings
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from client import Client
 
-torch.set_num_threads(1)  # more take longer for networks this small
+torch.set_num_threads(1)  # more threads are slower for networks this small
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", ".*torch.jit.script. is deprecated", DeprecationWarning)
@@ -15,13 +15,13 @@ with warnings.catch_warnings():
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Ask of every client of a file what is asked of one."""
+    """Run each test of a client for every client of the file."""
     if "client" in metafunc.fixturenames:
         metafunc.parametrize("name", metafunc.module.CLIENTS)
 
 
 @pytest.fixture
 def client(request: pytest.FixtureRequest, name: str) -> Client:
-    """The client of a name."""
+    """The client with the given name."""
     found: Client = request.module.CLIENTS[name]
     return found

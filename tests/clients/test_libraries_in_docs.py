@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/migrating.md says about other libraries runs, with them.
+"""The code in docs/migrating.md that uses other libraries runs.
 
-Each block that begins with ```python clients does, after those that begin with ```python.
+Blocks that begin with ```python clients run together with those that begin with ```python.
 """
 
 import pytest

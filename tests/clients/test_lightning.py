@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning trains a converted model of timm, in one process and on ranks, as torch's layers."""
+"""Lightning trains a converted timm model like the original, in one process and on ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Task(lightning.LightningModule):
         self.ranks = ranks
 
     def training_step(self, x: torch.Tensor) -> torch.Tensor:
-        # Lightning's DistributedDataParallel averages what is to be summed.
+        # Lightning's DistributedDataParallel averages gradients that should be summed.
         loss: torch.Tensor = self.net(x).square().sum() * self.ranks / SAMPLES
         return loss
 
@@ -68,7 +68,7 @@ def fit_on_rank(folder: str) -> State:
 
 
 def expected() -> State:
-    """The same steps by hand, with timm's own layers and the whole batch."""
+    """Run the same steps without Lightning, with timm's own layers and the whole batch."""
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     for step in range(1, 1 + STEPS):
@@ -79,7 +79,7 @@ def expected() -> State:
     return net.state_dict()
 
 
-# In processes of their own: Lightning warns of what torch will no longer have.
+# In separate processes, because Lightning causes deprecation warnings of torch.
 @pytest.mark.parametrize("size", [1, RANKS])
 def test_ranks_train_as_torch_on_the_whole_batch(
     ranks: RankPool, tmp_path: Path, size: int

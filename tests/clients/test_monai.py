@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MONAI's networks of volumes and of images."""
+"""MONAI's networks for volumes and images."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ CLIENTS = {
 
 
 class TestNetworks(NetworkTests):
-    """Of all CLIENTS."""
+    """The network tests for all CLIENTS."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""segmentation_models_pytorch: decoders of its own on encoders of its own and of timm."""
+"""segmentation_models_pytorch: its decoders on its own encoders and on timm's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unet() -> nn.Module:
 
 def deeplab() -> nn.Module:
     model: nn.Module = smp.DeepLabV3Plus(
-        "tu-mobilenetv3_small_050",  # timm's
+        "tu-mobilenetv3_small_050",  # from timm
         encoder_weights=None,
         decoder_channels=32,
         decoder_aspp_dropout=0.0,
@@ -43,4 +43,4 @@ CLIENTS = {
 
 
 class TestNetworks(NetworkTests):
-    """Of all CLIENTS."""
+    """The network tests for all CLIENTS."""

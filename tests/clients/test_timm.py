@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""timm: a model of each of its modules converts, and layers with an activation train as timm's."""
+"""timm: a model from each of its modules converts, and layers with activations train as before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import normscope
 
-# One of each module of timm that has models with batch normalization.
+# One model from each module of timm whose models have batch normalization.
 MODELS = (
     "botnet26t_256",
     "bat_resnext26ts",
@@ -87,7 +87,7 @@ MODELS = (
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_each_module_converts_and_reverts(name: str) -> None:
+def test_a_model_from_each_module_converts_and_reverts(name: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
     before = {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()}
@@ -101,7 +101,7 @@ def test_a_model_of_each_module_converts_and_reverts(name: str) -> None:
     assert {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()} == before
 
 
-def test_every_module_has_its_model() -> None:
+def test_every_module_has_one_model() -> None:
     modules = {timm.models.model_entrypoint(name).__module__ for name in MODELS}
 
     assert len(modules) == len(MODELS) == 59
@@ -127,7 +127,7 @@ CLIENTS = {
 
 
 class TestNetworks(NetworkTests):
-    """Of all CLIENTS."""
+    """The network tests for all CLIENTS."""
 
 
 ACTIVATIONS: dict[str, dict[str, Any]] = {
@@ -155,14 +155,14 @@ def outputs(model: nn.Module, part: slice) -> torch.Tensor:
 
 
 def has_one_op(layer: nn.Module) -> bool:
-    """Whether autograd has one node for all that the layer does."""
+    """Return whether the whole layer is a single node for autograd."""
     node = layer(samples(3, 5, 5).requires_grad_()).grad_fn
     assert node is not None
     return "BatchNormAct" in node.name()
 
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *OTHERS])
-def test_layers_compute_what_timm_s_do(name: str) -> None:
+def test_layers_compute_the_same_as_timm_s(name: str) -> None:
     def network() -> nn.Sequential:
         return nn.Sequential(layer_of((ACTIVATIONS | OTHERS)[name]))
 
@@ -172,7 +172,7 @@ def test_layers_compute_what_timm_s_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["drop", "act"])
-def test_hooks_of_what_follows_are_called(name: str) -> None:
+def test_hooks_of_drop_and_act_are_called(name: str) -> None:
     layer: Any = normscope.convert(layer_of({}), "local")
     called: list[str] = []
     layer.get_submodule(name).register_forward_hook(lambda *_: called.append(name))
@@ -205,7 +205,7 @@ def test_layers_compile_into_one_graph() -> None:
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=client.TOLERANCE)
 
 
-def test_nothing_imports_timm_for_models_without_it() -> None:
+def test_models_without_timm_do_not_import_it() -> None:
     program = """
 import sys
 import normscope, torch
@@ -224,7 +224,7 @@ sys.exit(2)
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_layers_are_copied_pickled_and_traced() -> None:
+def test_layers_can_be_copied_pickled_and_traced() -> None:
     model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "slices:2"))
     x = samples(3, 5, 5)
 
@@ -236,14 +236,14 @@ def test_layers_are_copied_pickled_and_traced() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_layers_are_scripted_for_evaluation() -> None:
+def test_layers_can_be_scripted_for_evaluation() -> None:
     model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "local")).eval()
     x = samples(3, 5, 5)
 
     assert torch.equal(torch.jit.script(model)(x), model(x))
 
 
-def test_replicas_meet_and_activate() -> None:
+def test_replicas_share_statistics_and_activate() -> None:
     model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "world"))
     x = samples(3, 5, 5)
     expected = copy.deepcopy(model)(x)
@@ -253,7 +253,7 @@ def test_replicas_meet_and_activate() -> None:
     torch.testing.assert_close(torch.cat(outputs), expected, rtol=0, atol=client.TOLERANCE)
 
 
-def test_timm_s_own_layers_are_deployed() -> None:
+def test_timm_s_layers_can_be_deployed() -> None:
     model = normscope.convert(CLIENTS["efficientnet"].network(), "slices:2").eval()
     classes = [type(layer) for layer in CLIENTS["efficientnet"].network().modules()]
     expected = model(samples(3, 64, 64))
@@ -298,14 +298,14 @@ def test_split_layers_train_as_timm_s() -> None:
     client.assert_trains_as_torch(Client(split, classified))
 
 
-def test_frozen_layers_are_left_as_they_are() -> None:
+def test_frozen_layers_are_not_converted() -> None:
     model = timm_layers.freeze_batch_norm_2d(CLIENTS["resnetv2"].network())
 
     with pytest.warns(UserWarning, match="layers to convert, got none in ResNetV2"):
         normscope.convert(model)
 
 
-def test_features_come_from_a_converted_model() -> None:
+def test_features_can_be_extracted_from_a_converted_model() -> None:
     plain = seeded(lambda: timm.create_model("test_efficientnet", features_only=True))
     model = normscope.convert(copy.deepcopy(plain), "local")
     x = samples(3, 64, 64)

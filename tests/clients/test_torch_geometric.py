@@ -31,7 +31,7 @@ def of_graphs(model: nn.Module, part: slice) -> Tensor:
 
 
 class Network(nn.Module):
-    """Two convolutions with torch_geometric's own layer, which holds one of torch's."""
+    """Two convolutions with torch_geometric's layer, which contains one of torch's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ CLIENTS = {
 
 
 class TestNetworks(NetworkTests):
-    """Of all CLIENTS."""
+    """The network tests for all CLIENTS."""
 
 
-def test_a_layer_of_node_types_is_no_batch_normalization_of_torch() -> None:
+def test_a_heterogeneous_layer_is_not_converted() -> None:
     with pytest.warns(UserWarning, match="layers to convert, got none in HeteroBatchNorm"):
         normscope.convert(HeteroBatchNorm(8, num_types=2))

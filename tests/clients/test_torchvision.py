@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchvision's models: classification, segmentation, detection, and features taken out."""
+"""torchvision's models: classification, segmentation, detection, and feature extraction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CLIENTS = {
 
 
 class TestNetworks(NetworkTests):
-    """Of all CLIENTS."""
+    """The network tests for all CLIENTS."""
 
 
 def detector() -> nn.Module:
@@ -75,7 +75,7 @@ def test_a_detector_trains_as_with_torch_s_layers() -> None:
     client.assert_equal_steps(client.step_of(model, losses), expected)
 
 
-def test_features_are_taken_out_of_a_converted_model() -> None:
+def test_features_can_be_extracted_from_a_converted_model() -> None:
     plain: Any = seeded(models.resnet18)
     model = normscope.convert(seeded(models.resnet18), "local")
     nodes = {"layer1.0.bn1": "norm", "layer2": "block"}
@@ -89,7 +89,7 @@ def test_features_are_taken_out_of_a_converted_model() -> None:
         torch.testing.assert_close(feature, expected[name], rtol=0, atol=client.TOLERANCE)
 
 
-def test_norm_layer_takes_the_class() -> None:
+def test_the_class_can_be_passed_as_norm_layer() -> None:
     norm_layer = partial(normscope.BatchNorm2d, scope="slices:2")
 
     model: Any = models.resnet18(norm_layer=norm_layer)

@@ -45,4 +45,4 @@ CLIENTS = {
 
 
 class TestNetworks(NetworkTests):
-    """Of all CLIENTS."""
+    """The network tests for all CLIENTS."""

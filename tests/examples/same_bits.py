@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains two steps with a program of examples/cpp, and the first of them in Python.
+"""Trains two steps with a program of examples/cpp, and the first step in Python as well.
 
-Exits with 1, and the outputs of both, where the running statistics differ in a bit.
+Prints the outputs of both and exits with 1 if the running statistics differ in any bit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ STEPS = 2
 
 
 def run(*command: str) -> str:
-    """Runs a command; its output."""
+    """Run a command and return its output."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 
 
 def statistics(output: str) -> str:
-    """The hash of the running statistics that a program has printed."""
+    """Return the hash of the running statistics from the output of a program."""
     found = re.search("^running statistics after the first step: ([0-9a-f]{16})$", output, re.M)
     if found is None:
         raise ValueError(f"expected a hash of the running statistics, got:\n{output}")
@@ -33,11 +33,11 @@ def statistics(output: str) -> str:
 
 
 def main() -> int:
-    """Compares; the exit status."""
+    """Compare the two, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scope", required=True, help="of the statistics")
-    parser.add_argument("--ranks", type=int, required=True, help="that the program has")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="and what starts it")
+    parser.add_argument("--scope", required=True, help="scope of the statistics")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks of the program")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="program, with its launcher")
     given = parser.parse_args()
     steps = f"--steps={STEPS}"
     batch = (f"--ranks={given.ranks}", f"--images-per-rank={IMAGES_PER_RANK}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of the networks of every library: that they train as with torch's own layers."""
+"""Tests for the networks of other libraries: they train as they do with torch's own layers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import normscope
 SAMPLES = 4
 RANKS = 2
 
-# Of the largest number of its kind. A layer differs by some roundings of 1e-16; networks of a
-# hundred layers multiply that by what they multiply any change of their inputs by.
+# Relative to the largest value of the same kind. A layer differs by a few roundings of 1e-16. A
+# network of a hundred layers amplifies this as it amplifies any change of its inputs.
 TOLERANCE = 1e-9
 
 Outputs = Callable[[nn.Module, slice], torch.Tensor]
@@ -28,11 +28,11 @@ Outputs = Callable[[nn.Module, slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class Client:
-    """A network in float64, the same at each call, and what it makes of samples.
+    """A network in float64 and how to run it.
 
     Args:
-        network: Makes it.
-        outputs: [n, *] of the n samples that a slice of all SAMPLES chooses.
+        network: Makes the network, the same one at each call.
+        outputs: Returns the outputs [n, *] for the n samples in a slice of all SAMPLES.
     """
 
     network: Callable[[], nn.Module]
@@ -41,7 +41,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Step:
-    """What a training step computes: outputs [n, *], gradients and buffers by name."""
+    """The results of a training step: outputs [n, *], gradients and buffers by name."""
 
     outputs: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -49,19 +49,19 @@ class Step:
 
 
 def seeded(network: Callable[[], nn.Module]) -> nn.Module:
-    """What a function makes, in float64 and in training, the same at each call."""
+    """Make a network in float64 and training mode, the same one at each call."""
     torch.manual_seed(0)
     return network().double().train()
 
 
 def samples(*shape: int) -> torch.Tensor:
-    """All samples, [SAMPLES, *shape], the same at each call."""
+    """Return all samples [SAMPLES, *shape], the same at each call."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=generator)
 
 
 def step_of(model: nn.Module, outputs: Outputs, part: slice = slice(SAMPLES)) -> Step:
-    """A step whose loss is a sum over samples."""
+    """Run a training step whose loss is a sum over samples."""
     y = outputs(model, part)
     weights = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(y[0].shape)
     loss: torch.Tensor = (weights * y + y.square()).sum()
@@ -71,13 +71,14 @@ def step_of(model: nn.Module, outputs: Outputs, part: slice = slice(SAMPLES)) ->
 
 
 def step_on_rank(file: str, name: str) -> Step:
-    """The step of this rank's share of the samples, whose layers have the scope world.
+    """Run a step on this rank's share of the samples, with layers of scope world.
 
     Args:
-        file: That has CLIENTS.
-        name: Of one of them.
+        file: The test file that defines CLIENTS.
+        name: The name of a client.
     """
-    # Ranks import this file under a name of their own, by which nobody else knows its classes.
+    # Ranks import this file under another module name. The test process could not unpickle a Step
+    # of that module.
     from client import step_of
 
     client: Client = module_of(file).CLIENTS[name]
@@ -88,7 +89,7 @@ def step_on_rank(file: str, name: str) -> Step:
 
 
 def assert_equal_steps(got: Step, expected: Step) -> None:
-    """They are as near to each other as TOLERANCE says."""
+    """Assert that two steps agree within TOLERANCE."""
     assert expected.gradients
     assert got.gradients.keys() == expected.gradients.keys()
     assert got.buffers.keys() == expected.buffers.keys()
@@ -105,7 +106,7 @@ def _assert_near(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def assert_trains_as_torch(client: Client) -> None:
-    """A step of the scope local is that of the library's own layers, and the way back is open."""
+    """Assert that a converted network trains like the original, and can be reverted."""
     plain = client.network()
     model = copy.deepcopy(plain)
     classes = [type(layer) for layer in plain.modules()]
@@ -116,7 +117,7 @@ def assert_trains_as_torch(client: Client) -> None:
     assert layers
     assert all(isinstance(layer, normscope.BatchNorm) for layer in layers)
     assert_equal_steps(step_of(model, client.outputs), step_of(plain, client.outputs))
-    # A checkpoint of the one is one of the other.
+    # Checkpoints of the converted network load into the original one.
     other = client.network()
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -129,7 +130,7 @@ def assert_trains_as_torch(client: Client) -> None:
 
 
 class NetworkTests:
-    """What a test file asks of its CLIENTS, which are Clients by name, by a class of this one."""
+    """Tests of all CLIENTS, a dict of Clients by name, in a file that derives from this class."""
 
     def test_a_network_trains_as_with_the_library_s_layers(self, client: Client) -> None:
         assert_trains_as_torch(client)
@@ -137,7 +138,7 @@ class NetworkTests:
     def test_ranks_train_as_one_process_on_the_whole_batch(
         self, request: pytest.FixtureRequest, name: str, client: Client, ranks: RankPool
     ) -> None:
-        """The scope world on ranks of a share of the batch each is torch on the whole batch."""
+        """Ranks with scope world and a share of the batch each are torch on the whole batch."""
         steps: list[Step] = ranks.run(RANKS, step_on_rank, str(request.path), name)
 
         outputs = torch.cat([step.outputs for step in steps])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel under the names of any version of torch."""
+"""DistributedDataParallel, with the argument names of the installed torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def data_parallel(model: nn.Module, *, sends_buffers: bool) -> DistributedDataParallel:
-    """The model on all ranks, which get rank 0's buffers before each forward if `sends_buffers`.
+    """Wrap a model; if `sends_buffers`, all ranks get rank 0's buffers before each forward.
 
     Raises:
-        FutureWarning: If torch has another name for that by now.
+        FutureWarning: If torch has renamed the argument again.
     """
     has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if has_new_name else "broadcast_buffers"

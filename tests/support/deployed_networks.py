@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks to deploy, with layers of normscope in each way that they come into a model."""
+"""Networks to deploy, with layers of normscope that were put into the model in different ways."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import normscope
 
-# Sums of at most 72 products, of order ten, in another order: a few dozen roundings of float32.
+# Sums of at most 72 products of order ten, in a different order: a few dozen roundings in float32.
 ABSOLUTE = 72 * 10 * 6e-8
 
 
 class Network(nn.Module):
-    """Each way to have a layer of normscope: as itself, for torch's other class, with a sum."""
+    """One layer of each kind: BatchNorm2d, SyncBatchNorm, and one with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 
 class Plain(nn.Module):
-    """Convolutions and layers one after the other, which can be fused and quantized."""
+    """A plain sequence of convolutions and layers, which can be fused and quantized."""
 
     def __init__(self, norm: Callable[[int], nn.Module], act: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Plain(nn.Module):
         return y
 
 
-# By each way that a layer comes into a model; the last has the activation in it.
+# Keyed by how the layer is put into the model; the last one includes the activation.
 PLAIN: dict[str, tuple[Callable[[int], nn.Module], Callable[[], nn.Module]]] = {
     "class": (normscope.BatchNorm2d, nn.ReLU),
     "synchronized": (normscope.SyncBatchNorm, nn.ReLU),
@@ -64,7 +64,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 
 def trained(model: nn.Module) -> nn.Module:
-    """With running statistics and parameters that are not those of a new layer; in evaluation."""
+    """Give the model non-initial parameters and running statistics; return it in evaluation."""
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -86,7 +86,7 @@ def plain(kind: str) -> nn.Module:
 
 
 def of_torch() -> nn.Module:
-    """The same network, of torch's layer."""
+    """Return the same network with torch's layer."""
     model = Plain(nn.BatchNorm2d, nn.ReLU)
     model.load_state_dict(plain("class").state_dict())
     return model.eval()

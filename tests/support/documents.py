@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of code and commands in documents, and running them."""
+"""Runs the code blocks and commands of documents."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def commands_in(document: str) -> list[str]:
 
 
 def run_blocks(document: str, languages: tuple[str, ...]) -> int:
-    """Run a document's blocks of these languages, one after the other in one namespace.
+    """Run a document's blocks of the given languages in order, in a single namespace.
 
     Args:
-        document: Its path from the root of the repository.
-        languages: What stands after the three backticks that a block begins with.
+        document: Path of the document, relative to the root of the repository.
+        languages: Texts after the three backticks at the start of a block.
 
     Returns:
-        How many blocks have run.
+        The number of blocks that ran.
     """
     text = (ROOT / document).read_text()
     blocks = [match for match in FENCED.finditer(text) if match["language"] in languages]
     namespace: dict[str, object] = {"__name__": document}
     for block in blocks:
-        # Line numbers of a traceback are the document's.
+        # Makes the line numbers in a traceback those of the document.
         above = "\n" * text.count("\n", 0, block.start("code"))
         exec(compile(above + block["code"], ROOT / document, "exec"), namespace)
     return len(blocks)

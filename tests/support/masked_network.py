@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network that is given a mask."""
+"""A network that takes a mask."""
 
 import torch
 from torch import nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small network with a layer of many independent values and one of few, and inputs for it."""
+"""A small network whose two layers have many and few independent values, with inputs for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCHES = 8
 
 
 def small_network() -> nn.Sequential:
-    """The first layer normalizes 64 positions of noise an image, the last one value."""
+    """The first layer normalizes 64 positions of noise per image, the last one a single value."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -29,6 +29,6 @@ def small_network() -> nn.Sequential:
 
 
 def noise_batches(samples: int, count: int = BATCHES) -> list[torch.Tensor]:
-    """The same ones at each call."""
+    """Return the same batches at each call."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(samples, 3, 8, 8, generator=generator) for _ in range(count)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own layer in float64, and how far from it an answer may be."""
+"""torch's own layer in float64, and the tolerances for comparing with it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LAYERS: dict[int, type[_BatchNorm]] = {
     5: torch.nn.BatchNorm3d,
 }
 
-# Worst cases of the arithmetic, in roundings of the type that it is done in. A tile's sum is a
-# chain of at most 32 additions and a fold of 6; its terms have 2 roundings. All that follows is
-# rounded once per operation.
+# Worst-case numbers of roundings in the arithmetic type. The sum of a tile is a chain of at most 32
+# additions and a fold of 6; its terms have 2 roundings. Everything after that is rounded once per
+# operation.
 SUM_ROUNDINGS = 40
 APPLY_ROUNDINGS = 8
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a training step of one layer computes, all in float64."""
+    """The results of a training step of one layer, all in float64."""
 
     y: torch.Tensor
     dx: torch.Tensor
@@ -36,12 +36,12 @@ class Answers:
 
 
 def arithmetic_epsilon(dtype: torch.dtype) -> float:
-    """Of the type that inputs of ``dtype`` are computed in."""
+    """Return the epsilon of the type in which inputs of ``dtype`` are computed."""
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
 def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
-    """One forward and backward of ``layer``; its parameters' gradients are left cleared."""
+    """Run a forward and a backward of ``layer``, and clear the gradients of its parameters."""
     x = x.detach().requires_grad_()
     y = layer(x)
     y.backward(dy)
@@ -63,7 +63,7 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def oracle_of(layer: _BatchNorm, dim: int) -> _BatchNorm:
-    """torch's layer with the state of ``layer``, in float64."""
+    """Return torch's layer with the state of ``layer``, in float64."""
     oracle = LAYERS[dim](layer.num_features, eps=layer.eps, momentum=layer.momentum)
     oracle.load_state_dict(layer.state_dict())
     return oracle.double()
@@ -72,12 +72,12 @@ def oracle_of(layer: _BatchNorm, dim: int) -> _BatchNorm:
 def bounds(
     x: torch.Tensor, dy: torch.Tensor, layer: _BatchNorm, expected: Answers
 ) -> Mapping[str, torch.Tensor]:
-    """How far each answer may be from the oracle's, element by element.
+    """Return the allowed difference of each answer from the oracle's, elementwise.
 
-    With u a rounding of the arithmetic and mean(|x - pivot|) at most a few standard deviations, the
-    mean is off by SUM_ROUNDINGS * u standard deviations, the variance by SUM_ROUNDINGS * u of
-    itself and inv_std by half of that; the input's offset does not enter, since means are pairs.
-    What is stored is rounded to the type of the tensor that holds it.
+    Let u be a rounding of the arithmetic, and mean(|x - pivot|) at most a few standard deviations.
+    Then the mean is off by at most SUM_ROUNDINGS * u standard deviations, the variance by a factor
+    of SUM_ROUNDINGS * u, and inv_std by half of that. The offset of the input does not matter,
+    because means are stored as pairs. Stored results are rounded to the dtype of their tensor.
     """
     u = arithmetic_epsilon(x.dtype)
     stored = torch.finfo(x.dtype).eps
@@ -110,7 +110,7 @@ def bounds(
 
 
 def assert_within(got: Answers, expected: Answers, allowed: Mapping[str, torch.Tensor]) -> None:
-    """Every answer is as near to the expected one as ``allowed`` says."""
+    """Assert that every answer differs from the expected one by at most ``allowed``."""
     for name, bound in allowed.items():
         error = (getattr(got, name) - getattr(expected, name)).abs()
         excess = (error - bound).amax().item() if error.numel() else 0.0

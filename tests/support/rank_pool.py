@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks to run tests on: processes that live for a whole session, since each imports torch."""
+"""Ranks to run tests on: processes that live for the whole session, as importing torch is slow."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Far beyond what any task takes, on a machine that does other things besides.
+# Far longer than any task takes, even on a busy machine.
 HANG_SECONDS = 120.0
 
 
 class RankFailureError(AssertionError):
-    """What a rank raised, died of, or did not answer in time."""
+    """A rank raised, died, or did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A function of a test file, to be run by every rank of a process group."""
+    """A function of a test file that every rank of a process group runs."""
 
     file: str
     function: str
@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a task on one rank."""
+    """The outcome of a task on one rank."""
 
     result: Any
     failure: str | None
@@ -58,10 +58,10 @@ class Answer:
 
 @dataclass
 class RankPool:
-    """Processes, of which each run uses the first few as the ranks of a process group of its own.
+    """A pool of processes. Each run uses the first few as the ranks of a new process group.
 
     Args:
-        environment: Variables that hold for every run.
+        environment: Environment variables for every run.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -80,18 +80,18 @@ class RankPool:
 
         Args:
             size: The number of ranks.
-            function: A function at the top of a file; it is imported there by every rank.
-            arguments: The same for every rank, which knows itself by torch.distributed.get_rank().
+            function: A function at the top level of a file, which every rank imports.
+            arguments: The same for every rank; torch.distributed.get_rank() tells them apart.
             group_seconds: The time limit of the process group.
-            hang_seconds: When ranks that have not answered are ended and named.
-            environment: Variables that hold for this run.
+            hang_seconds: The time after which ranks that have not answered are killed and reported.
+            environment: Environment variables for this run.
 
         Returns:
-            What each rank's function returned.
+            The result of the function on each rank.
 
         Raises:
-            RankFailureError: With the traceback of each rank that raised; or the ranks that died or
-                hung, after which the next run starts new ones.
+            RankFailureError: With the traceback of each rank that raised, or the ranks that died or
+                hung. In the latter case, the next run starts new processes.
         """
         while len(self._ranks) < size:
             self._ranks.append(_start_rank(self.environment))
@@ -114,7 +114,7 @@ class RankPool:
         return [answer.result for answer in answers]
 
     def close(self) -> None:
-        """End all ranks."""
+        """Kill all ranks."""
         for process, connection in self._ranks:
             connection.close()
             process.kill()
@@ -148,13 +148,14 @@ class RankPool:
 
 
 def connected_group(ranks: Sequence[int]) -> ProcessGroup:
-    """A process group over some ranks of the default one, whose ranks are connected to each other.
+    """Make a process group of some ranks, and wait until all of them are connected.
 
-    ``torch.distributed.new_group`` returns on a rank as soon as that rank has connected. It could
-    then destroy the group, or end, while others still connect to it, which fails.
+    ``torch.distributed.new_group`` returns on a rank as soon as that rank is connected. If this
+    rank then destroys the group, or exits, the other ranks fail to connect to it.
 
     Args:
-        ranks: Of the default group. Every rank of the default group calls this with the same ones.
+        ranks: Ranks of the default group. Every rank of the default group has to make this call,
+            with the same ranks.
 
     Returns:
         The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that is not in it.
@@ -167,11 +168,11 @@ def connected_group(ranks: Sequence[int]) -> ProcessGroup:
 
 
 def connect_ranks(store: str, rank: int, size: int, seconds: float = 60.0) -> None:
-    """Make the default process group, over Gloo, whose ranks are then connected to each other.
+    """Make the default process group over Gloo, and wait until all ranks are connected.
 
     Args:
         store: A file that does not exist yet, the same for every rank.
-        rank: This process.
+        rank: The rank of this process.
         size: The number of ranks.
         seconds: The time limit of the group.
     """
@@ -198,11 +199,11 @@ def _start_rank(environment: Mapping[str, str]) -> tuple[BaseProcess, Connection
 
 
 def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
-    """A rank's whole life."""
+    """Run tasks until the connection is closed."""
     os.environ.update(environment)
     import torch
 
-    # Ranks are more than cores.
+    # There are more ranks than cores.
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -211,10 +212,10 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
 
 
 def _run(rank: int, task: Task) -> Answer:
-    # What a rank writes would appear among pytest's own output.
+    # The output of a rank would be mixed with that of pytest.
     with contextlib.redirect_stdout(io.StringIO()), _environment(task.environment):
         try:
-            # What it imports takes seconds, which are none of the group's.
+            # Imports take seconds, which must not count towards the time limit of the group.
             function = getattr(module_of(task.file), task.function)
             with _process_group(rank, task):
                 return Answer(function(*task.arguments), None)
@@ -258,5 +259,5 @@ def module_of(file: str) -> ModuleType:
 
 
 def split_of(sizes: Sequence[int], rank: int) -> slice:
-    """The samples of ``rank`` where rank i has ``sizes[i]`` of them, in order."""
+    """Return the samples of ``rank``, if rank i has ``sizes[i]`` of them, in order."""
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.nn.DataParallel does in a forward, on any device: replicas, each in a thread."""
+"""The forward of torch.nn.DataParallel on any device: replicas, each in its own thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 
 def replicas_of(model: nn.Module, number: int) -> list[nn.Module]:
-    """Replicas as torch.nn.parallel.replicate() makes them, all on the device of the model.
+    """Make replicas like torch.nn.parallel.replicate(), all on the device of the model.
 
-    Parameters are views of the model's, through which gradients flow; the first replica has the
-    model's buffers, the others have copies.
+    Their parameters are views of the model's parameters, so gradients reach the model. The first
+    replica has the model's buffers, the others have copies.
     """
     modules = list(model.modules())
     copies = {m: [m._replicate_for_data_parallel() for _ in range(number)] for m in modules}
@@ -38,7 +38,7 @@ def replicas_of(model: nn.Module, number: int) -> list[nn.Module]:
 def run_replicas(
     replicas: Sequence[Callable[[torch.Tensor], Any]], parts: Sequence[torch.Tensor]
 ) -> list[Any]:
-    """What each replica makes of its part, in a thread of its own, or the error that it raises."""
+    """Run each replica on its part in its own thread, and return the results or the errors."""
     results: list[Any] = [None] * len(replicas)
     with_gradients = torch.is_grad_enabled()
 

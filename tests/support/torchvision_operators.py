@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let torchvision be imported although its operators do not load.
+"""Makes torchvision importable if its operators do not load.
 
-Import it before torchvision, or before what imports torchvision.
+Import this module before torchvision, or before anything that imports torchvision.
 
-PyPI has torchvision built for CUDA alone, whose operators do not load beside a CPU build of torch.
-Its Python part then stops at two of them. These get their names here, without anything to run: of
-torchvision's models, those that suppress overlapping boxes cannot do so.
+PyPI only has a CUDA build of torchvision, whose operators do not load with a CPU build of torch.
+Its Python part then fails to import because two of them are missing. This module defines these two
+without an implementation. Models of torchvision that suppress overlapping boxes do not work then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 _MISSING = ("nms", "qnms")
-_library = torch.library.Library("torchvision", "FRAGMENT")  # its definitions end with it
+# The definitions last as long as this object.
+_library = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def _are_loaded() -> bool:

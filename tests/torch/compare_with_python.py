@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a C++ program and Python take the same step of a layer, and compares what becomes of it.
+"""Runs the same training step of a layer in a C++ program and in Python, and compares the results.
 
 usage: compare_with_python.py <python_counterpart>
 
-Checkpoints pass both ways; outputs, gradients and running statistics have the same bits. Both
-recommend the same scopes, from the same values.
+Checkpoints can be exchanged in both directions. Outputs, gradients and running statistics have the
+same bits. Both recommend the same scopes, from the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCOPES = ("local", "slices:2")
 def in_python(
     layer: normscope.BatchNorm2d, inputs: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Takes the step; outputs and gradients by name."""
+    """Run the step, and return outputs and gradients by name."""
     x = inputs["x"].clone().requires_grad_()
     y = layer(x)
     y.backward(inputs["dy"])
@@ -33,18 +33,18 @@ def in_python(
 
 
 def expect_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Raises where names differ, or a bit does."""
+    """Raise if a name or a bit differs."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def compare(program: str, scope: str, folder: Path) -> None:
-    """One step with one scope."""
+    """Compare one step with one scope."""
     torch.manual_seed(0)
     layer = normscope.BatchNorm2d(3, scope=scope)
     net = torch.nn.Sequential(layer)
     torch.nn.init.normal_(layer.weight)
     torch.nn.init.normal_(layer.bias)
-    # Far from zero, where sums in another order would differ.
+    # Far from zero, so that sums in a different order would differ.
     inputs = {"x": torch.randn(4, 3, 5, 6) + 1000, "dy": torch.randn(4, 3, 5, 6)}
     start, given, outputs, end = (str(folder / name) for name in ("start", "in", "out", "end"))
     torch.save(dict(net.state_dict()), start)
@@ -59,7 +59,7 @@ def compare(program: str, scope: str, folder: Path) -> None:
 
 
 def recommended(plan: normscope.ScopePlan) -> str:
-    """What the program prints of a plan."""
+    """Return the text that the program prints for a plan."""
     lines = [f"{plan.independent_values:g} {plan.ranks} {plan.batches} {plan.bytes_per_step}"]
     for layer in plan.layers:
         lines.append(f"{layer.layer} {layer.channels} {layer.scope}")
@@ -73,7 +73,7 @@ def recommended(plan: normscope.ScopePlan) -> str:
 
 
 def in_same_notation(text: str) -> list[list[str]]:
-    """Words, of which hexadecimal numbers have one spelling."""
+    """Split the text into words, with hexadecimal numbers in Python's notation."""
     return [
         [float.fromhex(word).hex() if "0x" in word else word for word in line.split()]
         for line in text.splitlines()
@@ -81,7 +81,7 @@ def in_same_notation(text: str) -> list[list[str]]:
 
 
 def compare_plans(program: str, folder: Path) -> None:
-    """The plan of two layers for parts that stand for four ranks, with the default number."""
+    """Compare the plans for two layers, with parts of batches that stand for four ranks."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(normscope.BatchNorm2d(3), normscope.BatchNorm2d(3))
     inputs = torch.randn(6, 8, 3, 5, 6) + torch.randn(6, 8, 3, 1, 1)
@@ -96,7 +96,7 @@ def compare_plans(program: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Compares scope by scope, and a plan."""
+    """Compare a step for each scope, and a plan."""
     for scope in SCOPES:
         with tempfile.TemporaryDirectory() as folder:
             compare(sys.argv[1], scope, Path(folder))
