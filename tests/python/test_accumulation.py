@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several batches update running statistics once, with the bits of one batch of them all."""
+"""accumulate: several batches update running statistics once, with the bits of a single batch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def expect_equal_running_statistics(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_the_bits_are_those_of_one_batch(
+def test_accumulated_batches_have_the_bits_of_one_batch(
     dtype: torch.dtype, memory_format: torch.memory_format, momentum: float | None
 ) -> None:
     x = (1e3 + torch.randn(sum(MICRO_BATCHES), 5, 7, 3)).to(dtype).to(memory_format=memory_format)
@@ -74,7 +74,7 @@ def test_the_bits_are_those_of_one_batch(
     assert same(buffers_of(layer), buffers_of(joined))
 
 
-def test_outputs_and_gradients_are_those_without_it() -> None:
+def test_outputs_and_gradients_do_not_change() -> None:
     x = torch.randn(4, 3, 5, requires_grad=True)
     layer = normscope.BatchNorm1d(3)
 
@@ -107,7 +107,7 @@ STEPS = ((2, 0, 3), (1, 4, 0))
 
 
 def buffers_on_ranks() -> list[dict[str, Any]]:
-    """After micro-batches of ragged sizes, alone or with an activation."""
+    """Return the buffers after micro-batches of unequal sizes, with and without an activation."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for layer in (normscope.BatchNorm1d(4), normscope.BatchNormAct1d(4)):
@@ -131,7 +131,7 @@ def test_the_norm_batches_of_ranks_are_pooled(ranks: RankPool) -> None:
         assert all(map(same, found, expected))
 
 
-def test_an_error_discards_what_was_seen() -> None:
+def test_an_error_discards_the_accumulated_moments() -> None:
     layer = normscope.BatchNorm1d(3)
     before = buffers_of(layer)
 
@@ -178,7 +178,7 @@ def test_compiled_layers_accumulate(exact: bool) -> None:  # noqa: FBT001
     assert layer.elements_seen is None
 
 
-def test_copies_are_outside_of_the_block() -> None:
+def test_copies_do_not_accumulate() -> None:
     layer = normscope.BatchNorm1d(3)
     with normscope.accumulate(layer):
         copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
@@ -187,14 +187,14 @@ def test_copies_are_outside_of_the_block() -> None:
         assert other.num_batches_tracked == 1
 
 
-def test_layers_of_torch_go_on_as_ever() -> None:
+def test_layers_of_torch_are_not_affected() -> None:
     theirs, ours = nn.BatchNorm1d(3), normscope.BatchNorm1d(3)
     accumulate(nn.Sequential(theirs, ours), torch.randn(2, 4, 3))
     assert theirs.num_batches_tracked == 2
     assert ours.num_batches_tracked == 1
 
 
-def test_errors_name_what_was_expected() -> None:
+def test_misuse_raises() -> None:
     layer = normscope.BatchNorm1d(3)
     statless = normscope.BatchNorm1d(3, track_running_stats=False)
     with pytest.raises(ValueError, match="model: expected layers of normscope with running"):
@@ -209,7 +209,7 @@ def test_errors_name_what_was_expected() -> None:
         accumulate(lazy)
 
 
-def test_the_op_refuses_other_memory() -> None:
+def test_the_op_checks_the_accumulated_tensor() -> None:
     def call(accumulated: torch.Tensor) -> None:
         torch.ops.normscope.batch_norm_forward(
             torch.randn(4, 3), *[None] * 6, 1e-5, [], "pooled", "local", "", "",

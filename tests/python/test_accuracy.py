@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every dtype and layout against torch's layer in float64, within bounds of the arithmetic."""
+"""Every dtype and layout agrees with torch's layer in float64, within derived error bounds."""
 
 from collections.abc import Callable
 
@@ -29,12 +29,12 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
 
 
 def every_second(x: torch.Tensor) -> torch.Tensor:
-    """Strides that do not fold."""
+    """Return x with strides that cannot be folded."""
     return x.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 def channel_slice(x: torch.Tensor) -> torch.Tensor:
-    """Some channels of a channels-last tensor."""
+    """Return x as some of the channels of a channels-last tensor."""
     return channels_last(torch.cat([x, x, x], dim=1))[:, x.shape[1] : 2 * x.shape[1]]
 
 
@@ -60,7 +60,7 @@ def assert_as_oracle(x: torch.Tensor, dy: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", [contiguous, channels_last, every_second, channel_slice])
-def test_every_dtype_and_layout_is_as_exact_as_its_arithmetic(
+def test_every_dtype_and_layout_is_as_accurate_as_its_arithmetic(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     layout: Callable[[torch.Tensor], torch.Tensor],
@@ -108,7 +108,7 @@ def test_a_constant_channel_has_no_variance(
 
     # xhat is exactly 0.
     assert torch.equal(y, layer.bias.detach().view(4, 1, 1).expand_as(y))
-    # 0.9 * 1 + 0.1 * 0, and the mean is exact: both rounded once.
+    # 0.9 * 1 + 0.1 * 0, rounded once; the mean is exact.
     torch.testing.assert_close(layer.running_var, torch.full((4,), 0.9), rtol=1.2e-7, atol=0)
     torch.testing.assert_close(
         layer.running_mean, torch.full((4,), 0.1 * value), rtol=1.2e-7, atol=0
@@ -128,7 +128,7 @@ def spread_evenly(shape: tuple[int, ...], largest: float) -> torch.Tensor:
 
 
 def one_against_all(shape: tuple[int, ...], largest: float) -> torch.Tensor:
-    """The farthest that an element can be from the mean."""
+    """Return an input with one element at the largest possible distance from the mean."""
     x = torch.full(shape, largest, dtype=torch.float64)
     x[1, :, 2, 3] = -largest
     return x
@@ -138,7 +138,7 @@ Huge = Callable[[tuple[int, ...], float], torch.Tensor]
 
 
 def assert_huge_as_oracle(x: torch.Tensor, where: torch.Tensor) -> None:
-    """y and dx of some elements; no float32 buffer holds the variance, which is 1e76."""
+    """Check y and dx of some elements. The variance of 1e76 does not fit into a float32 buffer."""
     layer = layer_for(x)
     layer.momentum = 0.0
     dy = torch.randn(x.shape).to(x.dtype)
@@ -148,7 +148,7 @@ def assert_huge_as_oracle(x: torch.Tensor, where: torch.Tensor) -> None:
     got = step(layer, x, dy)
 
     assert ((got.y - expected.y).abs() <= allowed["y"])[where].all()
-    # scale, slope and dx are denormal, and rounded to a multiple of the smallest one.
+    # scale, slope and dx are denormal: they are rounded to a multiple of the smallest denormal.
     factors = 2 + dy.double().abs().amax() * (1 + expected.y.abs())
     roundings = smallest_denormal(torch.float32) * factors + smallest_denormal(x.dtype)
     assert ((got.dx - expected.dx).abs() <= allowed["dx"] + roundings)[where].all()
@@ -157,7 +157,7 @@ def assert_huge_as_oracle(x: torch.Tensor, where: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [contiguous, channels_last])
 @pytest.mark.parametrize("build", [spread_evenly, one_against_all])
-def test_inputs_below_half_of_float32_s_range_are_as_exact_as_others(
+def test_inputs_up_to_half_of_the_float32_range_are_as_accurate_as_others(
     dtype: torch.dtype, layout: Callable[[torch.Tensor], torch.Tensor], build: Huge
 ) -> None:
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_inputs_below_half_of_float32_s_range_are_as_exact_as_others(
 
 @pytest.mark.parametrize("layout", [contiguous, channels_last])
 @pytest.mark.parametrize("others", [0.0, 5e36, 5e37, 3e38])
-def test_a_deviation_that_float32_cannot_hold_is_infinite_alone(
+def test_only_a_deviation_beyond_the_float32_range_becomes_infinite(
     others: float, layout: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_a_deviation_that_float32_cannot_hold_is_infinite_alone(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible_in_its_channel_alone(bad: float) -> None:
+def test_non_finite_values_affect_only_their_channel(bad: float) -> None:
     x = torch.randn(3, 2, 4, 4)
     x[1, 0, 2, 3] = bad
     layer = normscope.BatchNorm2d(2)
@@ -209,7 +209,7 @@ def step_of_rank(x: torch.Tensor, dy: torch.Tensor, sizes: tuple[int, ...]) -> A
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_uneven_ranks_are_as_exact_as_one(ranks: RankPool, dtype: torch.dtype) -> None:
+def test_two_uneven_ranks_are_as_accurate_as_one(ranks: RankPool, dtype: torch.dtype) -> None:
     sizes = (2, 5)
     torch.manual_seed(1)
     x = (torch.randn(7, 6, 9, 11) + 5).to(dtype)

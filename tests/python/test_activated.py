@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer with an activation has the bits of the layer, the addition and the activation in turn."""
+"""A layer with an activation has the bits of separate layer, addition and activation."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ACTIVATIONS: dict[str, tuple[dict[str, Any], Activate]] = {
         for slope in (0.01, 0.3, 0.0, 1.5, -0.5)
     },
 }
-# Of silu, in its own tests, bits are not asked: it has an exponential in it.
-# Whose derivative at NaN depends, in torch, on where in the tensor it is.
+# silu contains an exponential and has no defined bits. It has its own tests.
+# In torch, their derivative at NaN depends on the position in the tensor.
 NOT_DEFINED_AT_NAN = ("relu6", "hard_swish")
 EXACT = [name for name in ACTIVATIONS if name != "silu"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 
 def normal(dtype: torch.dtype) -> Tensors:
-    """An input, what is added, the output's gradient, and parameters."""
+    """Return an input, a residual, the gradient of the output, and parameters."""
     return {
         "x": torch.randn(SHAPE).to(dtype),
         "residual": torch.randn(SHAPE).to(dtype),
@@ -67,10 +67,11 @@ def off_centre(dtype: torch.dtype) -> Tensors:
 
 
 def at_kinks(dtype: torch.dtype) -> Tensors:
-    """Halves are normalized to halves: 0.25 is their variance, and eps 0.75.
+    """Return data whose sums are at the kinks of the activations.
 
-    y is then 0 or 6, -3 or 3, 0, -6 or 0, and -6 or 6, in the five channels; all of them have a
-    bend of relu, relu6 or hard_swish in them, also with the multiples of 3 that are added.
+    Inputs of one half are normalized to one half, because the variance is 0.25 and eps is 0.75. In
+    the five channels, y is 0 or 6, -3 or 3, 0, -6 or 0, and -6 or 6. Each channel contains a kink
+    of relu, relu6 or hard_swish, even after the addition of multiples of 3.
     """
     halves = torch.tensor([0.5, -0.5]).repeat(SHAPE[0] * 6)
     x = torch.stack([halves[torch.randperm(len(halves))] for _ in range(CHANNELS)])
@@ -90,7 +91,7 @@ def huge(dtype: torch.dtype) -> Tensors:
 
 
 def tiny(dtype: torch.dtype) -> Tensors:
-    """Sums are subnormal in the dtype, and gradients too."""
+    """Return data whose sums and gradients are subnormal in the dtype."""
     step = normal(dtype)
     scale = torch.finfo(dtype).tiny
     small = {n: (step[n].double() * scale).to(dtype) for n in ("residual", "dy")}
@@ -113,7 +114,7 @@ def empty(dtype: torch.dtype) -> Tensors:
 
 
 DATA = [normal, off_centre, at_kinks, tiny, not_finite, empty]
-if "NORMSCOPE_TEST_DEVICE" not in os.environ:  # there sums beyond the coarsest grid have no order
+if "NORMSCOPE_TEST_DEVICE" not in os.environ:  # on a device, sums this large have no fixed order
     DATA.append(huge)
 
 
@@ -122,7 +123,7 @@ def layers_of(
     keywords: dict[str, Any],
     **settings: Any,  # noqa: ANN401
 ) -> tuple[normscope.BatchNormAct2d, normscope.BatchNorm2d]:
-    """A layer with its activation and one without, of the same parameters and state."""
+    """Return a layer with the activation and one without, with the same parameters and state."""
     dtype = step["x"].dtype if step["x"].dtype == torch.float64 else torch.float32
     settings = {"eps": 0.75, "scope": "local", "dtype": dtype, **settings}
     layers = (
@@ -139,7 +140,7 @@ def layers_of(
 def gradients_of(
     layer: normscope.BatchNorm, call: Callable[..., torch.Tensor], step: Tensors
 ) -> Tensors:
-    """What a call comes to, and all its gradients; ``step`` may lack a residual."""
+    """Return the output of a call and all gradients; ``step`` may lack a residual."""
     given = [name for name in ("x", "residual") if name in step]
     inputs: Tensors = {name: step[name].detach().requires_grad_() for name in given}
     wanted: Tensors = {**inputs, **dict(layer.named_parameters())}
@@ -167,7 +168,7 @@ def assert_same(got: Tensors, expected: Tensors) -> None:
 
 
 def without_gradients_of_nan(*found: Tensors) -> None:
-    """Leave out what comes of the derivative at NaN."""
+    """Remove the results that depend on a derivative at NaN."""
     for tensors in found:
         is_nan = tensors["y"].isnan()
         tensors["d bias"] = tensors["d bias"].where(~is_nan.any(dim=(0, 2, 3)), torch.nan)
@@ -206,13 +207,13 @@ def test_a_step_has_the_bits_of_its_parts(
         if name in NOT_DEFINED_AT_NAN:
             without_gradients_of_nan(got, expected)
         assert_same(got, expected)
-        if data is not empty:  # whose format torch's activations drop
+        if data is not empty:  # torch's activations do not keep the format of empty tensors
             assert got["y"].stride() == expected["y"].stride()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_data_are_what_their_names_say(dtype: torch.dtype) -> None:
-    """Values at every bend, and sums below the smallest normal number."""
+def test_the_data_contain_kinks_and_subnormal_sums(dtype: torch.dtype) -> None:
+    """The data have values at every kink, and sums below the smallest normal number."""
     kinks, small = at_kinks(dtype), tiny(dtype)
     of_kinks, of_small = (layers_of(step, {})[1](step["x"]) for step in (kinks, small))
 
@@ -237,7 +238,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_so_has_one_with_other_arguments(
+def test_a_step_with_other_arguments_has_the_bits_of_its_parts(
     name: str,
     training: bool,  # noqa: FBT001
     settings: dict[str, Any],
@@ -260,11 +261,11 @@ def test_so_has_one_with_other_arguments(
 
 
 def assert_near(got: Tensors, expected: Tensors, dtype: torch.dtype) -> None:
-    """Off by silu's own roundings alone, which the input's gradient sees through sums.
+    """Assert that two results differ only by the roundings of silu.
 
-    An output is within 2 units in the last place on each side. A gradient is a product with a sum
-    of terms of order one, each rounded a few times, and dx adds three of such products: 8 eps of
-    the largest, three times and on both sides.
+    Each output is accurate to 2 units in the last place. A gradient is a product with a sum of
+    terms of order one, each of which is rounded a few times. dx adds three of these products: 8 eps
+    of the largest, three times and on both sides.
     """
     for name, want in expected.items():
         if not want.is_floating_point() or name.startswith("running"):
@@ -274,15 +275,15 @@ def assert_near(got: Tensors, expected: Tensors, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got[name], want, rtol=0, atol=limit, msg=name)
 
 
-# In units in the last place; the wider dtypes show the exponential's own error.
+# In units in the last place. In the wider dtypes, the error of the exponential is visible.
 UNITS = {torch.float32: 2.0, torch.float64: 4.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("residual", [False, True])
-def test_silu_is_that_of_float64_on_the_same_sum(dtype: torch.dtype, residual: bool) -> None:  # noqa: FBT001
+def test_silu_agrees_with_float64_on_the_same_sum(dtype: torch.dtype, residual: bool) -> None:  # noqa: FBT001
     step = with_format(normal(dtype), last=False, residual=residual)
-    # From -40 to 40, where exponentials of float32 do not overflow; most of it near zero.
+    # From -40 to 40, where exponentials do not overflow in float32; most values are near zero.
     step["weight"], step["bias"] = torch.tensor([1e-3, 1.0, 3.0, 5.0, 10.0]), torch.zeros(CHANNELS)
     ours, theirs = layers_of(step, {"activation": "silu"})
     z = in_turn(theirs, torch.clone, *(step[n] for n in ("x", "residual") if n in step)).double()
@@ -295,14 +296,14 @@ def test_silu_is_that_of_float64_on_the_same_sum(dtype: torch.dtype, residual: b
     unit = eps * 2.0 ** exact.abs().clamp(min=torch.finfo(dtype).tiny).log2().floor()
     assert ((got["y"].double() - exact).abs() <= UNITS[dtype] * unit).all()
     if residual:
-        # Two products of numbers below 1.3, and their sum, each rounded: 8 eps.
+        # Two products of numbers below 1.3 and their sum, each of them rounded: 8 eps.
         limit = 8 * eps * step["dy"].double().abs()
         assert ((got["d residual"].double() - slope * step["dy"].double()).abs() <= limit).all()
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("residual", [False, True])
-def test_the_gradient_s_gradient_is_that_of_differences(name: str, residual: bool) -> None:  # noqa: FBT001
+def test_second_gradients_agree_with_finite_differences(name: str, residual: bool) -> None:  # noqa: FBT001
     keywords, _ = ACTIVATIONS[name]
     layer = normscope.BatchNormAct1d(
         2, **keywords, scope="slices:2", track_running_stats=False, dtype=torch.float64
@@ -321,7 +322,7 @@ def test_the_gradient_s_gradient_is_that_of_differences(name: str, residual: boo
     assert torch.autograd.gradgradcheck(call, [t.clone().requires_grad_() for t in inputs])
 
 
-# Of the largest entry. Both sides compute in float64 (eps 2e-16) on data of condition one.
+# Relative to the largest entry. Both sides compute in float64 (eps 2e-16), condition number one.
 RELATIVE = 1e-10
 
 
@@ -353,7 +354,7 @@ def test_second_gradients_are_those_of_its_parts(name: str, residual: bool) -> N
 @pytest.mark.parametrize("with_context", [True, False])
 @pytest.mark.parametrize("name", ["relu", "silu"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_checkpointed_layer_is_a_layer(name: str, residual: bool, with_context: bool) -> None:  # noqa: FBT001
+def test_a_checkpointed_layer_has_the_same_bits(name: str, residual: bool, with_context: bool) -> None:  # noqa: FBT001
     step = with_format(normal(torch.bfloat16), last=True, residual=residual)
     ours, alone = (layers_of(step, ACTIVATIONS[name][0], scope="slices:2")[0] for _ in range(2))
     options: dict[str, Any] = {"context_fn": normscope.checkpoint_context} if with_context else {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer with an activation as a module: on ranks, in graphs, its memory, its errors, copies."""
+"""A layer with an activation as a module: ranks, graphs, memory, errors and copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seeded() -> None:
 
 
 def step(layer: nn.Module, call: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401
-    """All that comes out of a training step."""
+    """Return all results of a training step."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     y = call(*leaves)
     found = torch.autograd.grad(y.float().sin().sum(), [*leaves, *layer.parameters()])
@@ -62,7 +62,7 @@ def step_of_rank(activation: Activation, fused: bool) -> tuple[list[torch.Tensor
 
 
 @pytest.mark.parametrize("activation", ["relu", "hard_swish"])
-def test_ranks_have_the_bits_and_the_exchanges_of_its_parts(
+def test_ranks_have_the_bits_and_exchanges_of_separate_modules(
     ranks: RankPool, activation: Activation
 ) -> None:
     expected = ranks.run(len(SIZES), step_of_rank, activation, False)  # noqa: FBT003
@@ -76,9 +76,9 @@ def test_ranks_have_the_bits_and_the_exchanges_of_its_parts(
 
 @pytest.fixture
 def _graphs_of_their_own() -> Iterator[None]:
-    torch.compiler.reset()  # graphs of the same code count towards a limit
+    torch.compiler.reset()  # torch limits the number of graphs for the same code
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         yield
 
 
@@ -95,7 +95,7 @@ def test_a_graph_has_the_bits_of_eager_mode(activation: Activation, dtype: torch
         got = step(layer, compiled, *inputs[:number])
         expected = step(alone, alone, *inputs[:number])
 
-        if activation == "silu":  # a graph has torch's
+        if activation == "silu":  # a graph uses torch's silu
             for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(
                     a, b, rtol=2e-2, atol=2e-2 if dtype.itemsize == 2 else 1e-5
@@ -105,7 +105,7 @@ def test_a_graph_has_the_bits_of_eager_mode(activation: Activation, dtype: torch
 
 
 def kept_for_backward(layer: nn.Module, *inputs: torch.Tensor) -> tuple[set[int], torch.Tensor]:
-    """Where what autograd keeps lies, and the output."""
+    """Return the addresses of the tensors that autograd saves, and the output."""
     kept: set[int] = set()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def place(tensor: torch.Tensor) -> int:
     [(activation, False) for activation in get_args(Activation)]
     + [(activation, True) for activation in ("relu", "relu6", "leaky_relu")],
 )
-def test_of_the_input_s_size_x_is_kept_and_with_a_residual_y(
+def test_only_x_and_with_a_residual_y_are_saved_for_backward(
     activation: Activation,
     residual: bool,  # noqa: FBT001
 ) -> None:
@@ -138,7 +138,7 @@ def test_of_the_input_s_size_x_is_kept_and_with_a_residual_y(
     parameters = {place(parameter) for parameter in layer.parameters()}
     assert place(x) in kept
     assert (place(y) in kept) == residual
-    # What is left are the statistics.
+    # Apart from these, only the statistics are saved.
     assert len(kept - parameters - {place(x), place(y)}) <= 1
 
 
@@ -154,7 +154,7 @@ def test_of_the_input_s_size_x_is_kept_and_with_a_residual_y(
         ((2, 4, 3, 5, 2), torch.float32),
     ],
 )
-def test_a_sum_is_broadcast_and_promoted_as_torch_s(
+def test_a_sum_is_broadcast_and_promoted_as_in_torch(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     training: bool,  # noqa: FBT001
@@ -171,7 +171,7 @@ def test_a_sum_is_broadcast_and_promoted_as_torch_s(
         assert torch.equal(value, want)
 
 
-def test_a_number_is_added_as_torch_does() -> None:
+def test_a_number_is_added_as_in_torch() -> None:
     layer: Any = normscope.BatchNormAct1d(3, scope="local")
     plain = normscope.BatchNorm1d(3, scope="local")
     x = torch.randn(4, 3)
@@ -179,7 +179,7 @@ def test_a_number_is_added_as_torch_does() -> None:
     assert torch.equal(layer(x, 2), functional.relu(plain(x) + 2))
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_errors_name_the_argument() -> None:
     choices = "relu, relu6, leaky_relu, silu, hard_swish, got 'gelu'"
     with pytest.raises(ValueError, match=f"^activation: expected one of {choices}$"):
         normscope.BatchNormAct2d(3, activation="gelu")  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_what_is_wrong_is_named() -> None:
 
 
 @pytest.mark.parametrize(("layer_class", "theirs", "shape"), LAYERS)
-def test_a_layer_is_torch_s_with_more_words(
+def test_repr_is_torch_s_with_scope_and_activation(
     layer_class: type[normscope.BatchNormAct], theirs: type[nn.Module], shape: tuple[int, ...]
 ) -> None:
     arguments = (3, 1e-3, 0.2, True, True, "cpu", torch.float64)
@@ -221,7 +221,7 @@ def test_a_layer_is_torch_s_with_more_words(
 @pytest.mark.parametrize(
     "layer_class", [normscope.BatchNormAct, *(layer for layer, _, _ in LAYERS[1:])]
 )
-def test_the_arguments_are_those_of_the_layer_and_two_more(
+def test_the_arguments_are_those_of_batch_norm_and_two_more(
     layer_class: type[normscope.BatchNormAct],
 ) -> None:
     ours = inspect.signature(layer_class).parameters
@@ -232,7 +232,7 @@ def test_the_arguments_are_those_of_the_layer_and_two_more(
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more)
 
 
-def test_copies_have_the_activation_and_functions_see_the_layer() -> None:
+def test_copies_keep_the_activation_and_functions_find_the_layer() -> None:
     layer = normscope.BatchNormAct1d(3, activation="silu", scope="slices:2")
     model = nn.Sequential(layer)
     x = torch.randn(4, 3)

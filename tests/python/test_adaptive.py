@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scopes that follow what is measured while a model trains."""
+"""AdaptiveScope: scopes that follow measurements during training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERY = 3
 
 
 def _network() -> nn.Sequential:
-    """Layers with many values, with one an image, and one that is left alone."""
+    """Return a network with a layer of many values, one of one value per image, and one to skip."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
@@ -34,7 +34,7 @@ def _network() -> nn.Sequential:
 
 
 def _scopes_while_training(steps: int, state: dict[str, Any] | None = None) -> list[Any]:
-    """Scopes after each step, and the state after the last."""
+    """Return the scopes after each step, and the state after the last step."""
     rank = distributed.get_rank()
     network = _network()
     scopes = normscope.AdaptiveScope(network, 16, every=EVERY, exclude="6")
@@ -52,15 +52,15 @@ def _scopes_while_training(steps: int, state: dict[str, Any] | None = None) -> l
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_layer_is_as_wide_as_it_must_be(ranks: RankPool, size: int) -> None:
+def test_a_layer_gets_the_scope_that_it_needs(ranks: RankPool, size: int) -> None:
     answers = ranks.run(size, _scopes_while_training, 2)
 
     assert all(answer == answers[0] for answer in answers)
-    # 256 positions of noise an image are many; one value an image is not, nor are eight.
+    # 256 positions of noise per image are enough; one value per image is not, even for 8 images.
     assert answers[0][0] == {"1": "local", "4": "world"}
 
 
-def test_a_restart_goes_on_where_it_was(ranks: RankPool) -> None:
+def test_a_restart_continues_from_its_state(ranks: RankPool) -> None:
     *_, state = ranks.run(2, _scopes_while_training, EVERY + 1)[0]
 
     answers = ranks.run(2, _scopes_while_training, 1, state)
@@ -71,7 +71,7 @@ def test_a_restart_goes_on_where_it_was(ranks: RankPool) -> None:
 
 
 def _bytes_of_steps() -> tuple[int, int]:
-    """Exchanges of a step that measures, and of one that does not."""
+    """Return the number of exchanges in a step that measures, and in one that does not."""
     network = _network()
     scopes = normscope.AdaptiveScope(network, 2, every=EVERY)
     calls = []
@@ -83,9 +83,9 @@ def _bytes_of_steps() -> tuple[int, int]:
     return calls[0], calls[2]
 
 
-def test_a_probing_step_costs_two_small_exchanges_more(ranks: RankPool) -> None:
+def test_a_measurement_costs_two_small_exchanges(ranks: RankPool) -> None:
     for probing, other in ranks.run(2, _bytes_of_steps):
-        # All three layers synchronize at first, and none of them afterwards.
+        # All three layers synchronize in the first step, and none of them afterwards.
         assert probing == 3 * 2 + 2
         assert other == 0
 
@@ -100,13 +100,13 @@ def _noise_of_a_compiled_model() -> tuple[dict[str, float], dict[str, str]]:
     return scopes.independent_values, {name: str(s) for name, s in scopes.scopes.items()}
 
 
-def test_a_compiled_model_is_not_measured_and_stays_wide(ranks: RankPool) -> None:
+def test_a_compiled_model_is_not_measured_and_keeps_world(ranks: RankPool) -> None:
     for values, scopes in ranks.run(2, _noise_of_a_compiled_model):
         assert values == {}
         assert set(scopes.values()) == {"world"}
 
 
-def test_the_history_says_what_changed_when(ranks: RankPool) -> None:
+def test_the_history_records_each_change(ranks: RankPool) -> None:
     *_, state = ranks.run(2, _scopes_while_training, 2)[0]
 
     world = {"1": "world", "4": "world"}
@@ -114,7 +114,7 @@ def test_the_history_says_what_changed_when(ranks: RankPool) -> None:
 
 
 def _scopes_where_one_rank_chooses_otherwise() -> dict[str, str]:
-    """The last rank's numbers are rounded so that it would choose a narrower scope."""
+    """Round the last rank's numbers so that it would choose a narrower scope."""
     network = _network()
     torch.manual_seed(distributed.get_rank())
     scopes = normscope.AdaptiveScope(network, 16, every=1)
@@ -126,7 +126,7 @@ def _scopes_where_one_rank_chooses_otherwise() -> dict[str, str]:
     return {name: str(scope) for name, scope in scopes.scopes.items()}
 
 
-def test_ranks_that_would_choose_apart_follow_rank_0(ranks: RankPool) -> None:
+def test_ranks_that_would_choose_differently_follow_rank_0(ranks: RankPool) -> None:
     for scopes in ranks.run(2, _scopes_where_one_rank_chooses_otherwise):
         assert scopes == {"1": "local", "4": "world", "6": "world"}
 
@@ -142,17 +142,17 @@ def _scopes_after_a_restart_among_others(state: dict[str, Any]) -> dict[str, str
     return before
 
 
-def test_a_restart_among_other_ranks_begins_with_world(ranks: RankPool) -> None:
+def test_a_restart_with_another_number_of_ranks_starts_with_world(ranks: RankPool) -> None:
     *_, state = ranks.run(4, _scopes_while_training, 1)[0]
     assert state["scopes"]["1"] == "local"
-    state["scopes"]["1"] = "group:4"  # what two ranks do not have
+    state["scopes"]["1"] = "group:4"  # impossible with two ranks
 
     for scopes in ranks.run(2, _scopes_after_a_restart_among_others, state):
         assert scopes == {"1": "world", "4": "world"}
 
 
 def _layers_measured(inputs: str) -> list[dict[str, float]]:
-    """Independent values after a first step with such inputs, and after one more."""
+    """Return the independent values after a step with the given inputs, and after another one."""
     rank = distributed.get_rank()
     network = _network()
     scopes = normscope.AdaptiveScope(network, 16, every=1)
@@ -176,7 +176,7 @@ def _layers_measured(inputs: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("inputs", ["empty", "nan"])
-def test_a_step_that_says_nothing_changes_nothing(ranks: RankPool, inputs: str) -> None:
+def test_inputs_that_cannot_be_measured_change_nothing(ranks: RankPool, inputs: str) -> None:
     for first, second in ranks.run(2, _layers_measured, inputs):
         assert first == {}
         assert set(second) == {"1", "4", "6"}
@@ -188,12 +188,12 @@ def test_inputs_of_any_type_and_layout_are_measured(ranks: RankPool, inputs: str
 
     for answer in ranks.run(2, _layers_measured, inputs):
         for values, expected in zip(answer, plain, strict=True):
-            # bfloat16 keeps 8 bits of the inputs and of the weights.
+            # In bfloat16, inputs and weights have only 8 bits.
             assert values == pytest.approx(expected, rel=0.1 if inputs == "bfloat16" else 1e-4)
 
 
 class _Twice(nn.Module):
-    """One layer for inputs of two sizes, as in heads over a pyramid."""
+    """One layer for inputs of two sizes, like a head on a feature pyramid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,11 +215,12 @@ def _values_of_a_layer_that_runs_twice() -> float:
     return scopes.independent_values["norm"]
 
 
-def test_a_layer_that_runs_twice_is_judged_by_the_smaller_call(ranks: RankPool) -> None:
+def test_for_a_layer_that_runs_twice_the_smaller_call_counts(ranks: RankPool) -> None:
     one, other = ranks.run(2, _values_of_a_layer_that_runs_twice)
 
     assert one == other
-    # 8 images of 2 x 2 positions; the larger call has 512. Two ranks and three channels say little.
+    # The smaller call has 8 images of 2 x 2 positions, the larger one 512 elements. With two ranks
+    # and three channels the estimate is rough.
     assert 10 < one < 100
 
 
@@ -239,7 +240,7 @@ def test_a_parallel_model_is_measured(ranks: RankPool) -> None:
 
 
 def _values_with_copies() -> tuple[dict[str, float], dict[str, float]]:
-    """Of a model of which a copy and a file ran in the probing step, and of one alone."""
+    """Return the values of a model whose copies ran in the measuring step, and of one without."""
     result = []
     for copies in (True, False):
         torch.manual_seed(distributed.get_rank())
@@ -254,13 +255,13 @@ def _values_with_copies() -> tuple[dict[str, float], dict[str, float]]:
     return result[0], result[1]
 
 
-def test_copies_of_a_model_are_not_looked_at(ranks: RankPool) -> None:
+def test_copies_of_a_model_are_not_measured(ranks: RankPool) -> None:
     for with_copies, alone in ranks.run(2, _values_with_copies):
         assert with_copies == alone
 
 
 def _error_of_a_refused_input() -> str:
-    """Of a rank whose layer has an input that it refuses, in a probing step."""
+    """Return the error of a rank whose layer refuses its input in a measuring step."""
     network = nn.Sequential(normscope.BatchNorm1d(3))
     scopes = normscope.AdaptiveScope(network, every=1)
     x = torch.randn(4) if distributed.get_rank() == 0 else torch.randn(4, 3)
@@ -272,14 +273,14 @@ def _error_of_a_refused_input() -> str:
     return ""
 
 
-def test_an_input_that_a_layer_refuses_is_the_layers_to_speak_of(ranks: RankPool) -> None:
+def test_an_input_that_a_layer_refuses_raises_the_layer_s_error(ranks: RankPool) -> None:
     one, other = ranks.run(2, _error_of_a_refused_input)
 
     assert one.startswith("ValueError: x: expected at least 2 dimensions, got 1")
     assert "rank 0" in other
 
 
-def test_alone_there_is_nothing_to_choose() -> None:
+def test_a_single_process_has_nothing_to_choose() -> None:
     network = _network()
     scopes = normscope.AdaptiveScope(network)
 

@@ -119,7 +119,7 @@ def test_one_value_per_channel_is_torch_s_error(
     assert str(got.value) == str(expected.value)
 
 
-def test_eval_without_running_statistics_asks_for_two_values_too() -> None:
+def test_eval_without_running_statistics_needs_two_values_too() -> None:
     layer = normscope.BatchNorm1d(3, track_running_stats=False).eval()
 
     with pytest.raises(ValueError, match=r"got input size torch.Size\(\[1, 3\]\)"):
@@ -128,7 +128,7 @@ def test_eval_without_running_statistics_asks_for_two_values_too() -> None:
 
 @pytest.mark.parametrize("bad", [X[:, :2], X[0], X.long(), torch.zeros(1, 3, 1, 1)])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_call_that_raised_has_updated_nothing(bad: torch.Tensor, momentum: float | None) -> None:
+def test_a_call_that_raises_updates_nothing(bad: torch.Tensor, momentum: float | None) -> None:
     layer = normscope.BatchNorm2d(3, momentum=momentum)
     layer(X)
     before = {name: value.clone() for name, value in layer.state_dict().items()}

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.on_device
 
 SIZES = (2, 5)
 
-# Float64 of condition one (eps 2e-16), of the largest entry.
+# Relative to the largest entry, in float64 (eps 2e-16), condition number one.
 RELATIVE = 1e-12
 
 Tensors = dict[str, torch.Tensor]
@@ -78,7 +78,7 @@ def train_step(kind: str, scope: str) -> tuple[Tensors, int]:
 
 @pytest.mark.parametrize("kind", [kind for kind in CHECKPOINTS if kind != "none"])
 @pytest.mark.parametrize("scope", ["world", "slices:2"])
-def test_a_checkpointed_step_is_a_step(ranks: RankPool, kind: str, scope: str) -> None:
+def test_a_checkpointed_step_gives_the_same_results(ranks: RankPool, kind: str, scope: str) -> None:
     expected = ranks.run(2, train_step, "none", scope)
 
     answers = ranks.run(2, train_step, kind, scope)
@@ -120,15 +120,15 @@ def nested_and_repeated() -> tuple[int, list[int], bool]:
     return calls, updates, torch.equal(first, second)
 
 
-def test_checkpoints_nest_and_repeat(ranks: RankPool) -> None:
+def test_checkpoints_can_be_nested_and_repeated(ranks: RankPool) -> None:
     for calls, updates, equal in ranks.run(2, nested_and_repeated):
-        assert calls == 3 + 2 * 3  # three forwards, and as many in each of the two backwards
+        assert calls == 3 + 2 * 3  # three forwards, and three more in each of the two backwards
         assert updates == [2, 1]
         assert equal
 
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "with context"])
-def test_a_recomputed_forward_in_16_bits_is_the_same_to_the_bit(kind: str) -> None:
+def test_a_recomputed_forward_in_16_bits_has_the_same_bits(kind: str) -> None:
     layer = normscope.BatchNorm2d(3, scope="slices:2")
     x = torch.randn(5, 3, 8, 8).to(torch.bfloat16).to(memory_format=torch.channels_last)
     gradients = []
@@ -144,7 +144,7 @@ def test_a_recomputed_forward_in_16_bits_is_the_same_to_the_bit(kind: str) -> No
 def compiled_block_that_is_checkpointed() -> int:
     layer = normscope.BatchNorm1d(3, scope="local")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         block = torch.compile(layer, backend="aot_eager", fullgraph=True)
         y = CHECKPOINTS["non-reentrant"](block, torch.randn(4, 3, requires_grad=True))
         y.sin().sum().backward()
@@ -156,7 +156,7 @@ def test_a_compiled_block_makes_one_running_update(ranks: RankPool) -> None:
 
 
 class Fickle(torch.nn.Module):
-    """A block that runs another layer when it runs again."""
+    """A block that runs a different layer when it is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m normscope, and the choice of kernels."""
+"""``python -m normscope`` and the choice of kernels."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def test_it_prints_versions_kernels_and_communicators() -> None:
     assert "gloo" in output
 
 
-def test_it_says_cuda_is_not_built_where_no_library_holds_a_kernel() -> None:
+def test_it_reports_cuda_as_not_built_if_no_library_contains_a_kernel() -> None:
     libraries = Path(_library.__file__).parent.glob("*.so*")
     has_kernels = any(b"add_tiles_channels_first" in path.read_bytes() for path in libraries)
 
@@ -60,7 +60,7 @@ def test_unknown_kernels_are_refused_with_the_names_that_exist() -> None:
 
 
 def status_of_all() -> str:
-    """While rank 1 waits."""
+    """Return the status of all processes while rank 1 waits."""
     net = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
     net(torch.randn(4, 2))
     text = ""
@@ -72,7 +72,7 @@ def status_of_all() -> str:
     return text
 
 
-def test_status_tells_of_each_group_of_this_host_once(ranks: RankPool) -> None:
+def test_status_lists_each_group_of_this_host_once(ranks: RankPool) -> None:
     [text, _] = ranks.run(2, status_of_all)
 
     lines = [line for line in text.splitlines() if "rank 1 waits in forward of 0" in line]
@@ -82,7 +82,7 @@ def test_status_tells_of_each_group_of_this_host_once(ranks: RankPool) -> None:
     )
 
 
-def test_status_of_a_process_that_is_none_is_an_error() -> None:
+def test_status_of_a_process_that_does_not_exist_is_an_error() -> None:
     command = [sys.executable, "-m", "normscope", "status", "4194999"]
 
     result = subprocess.run(command, capture_output=True, text=True, check=False)

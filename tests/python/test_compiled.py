@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody is told whose torch is not the one that the library was compiled with."""
+"""The errors if torch is not the release that the library was compiled with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RELEASE = torch.__version__.partition("+")[0]
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The installed package, with a version file that can be written."""
+    """A copy of the installed package whose version file can be changed."""
     package = tmp_path / "normscope"
     package.mkdir()
     for path in PACKAGE.iterdir():
@@ -41,7 +41,7 @@ def test_another_release_of_torch_is_refused_on_import(package: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        cwd=package.parent,  # whose packages come first
+        cwd=package.parent,  # packages in this folder take precedence
     )
 
     assert run.returncode == 1
@@ -53,14 +53,14 @@ def test_another_release_of_torch_is_refused_on_import(package: Path) -> None:
 
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu130"])
-def test_builds_of_one_release_are_tried(package: Path, build: str) -> None:
+def test_other_builds_of_the_same_release_are_accepted(package: Path, build: str) -> None:
     (package / "torch_version.txt").write_text(f"{RELEASE}{build}\n")
 
     _compiled.load(package)
 
 
 @pytest.mark.parametrize("compiled_with", [RELEASE, None])
-def test_a_library_that_does_not_load_is_named_with_both_versions(
+def test_the_error_of_a_library_that_does_not_load_has_both_versions(
     tmp_path: Path, compiled_with: str | None
 ) -> None:
     (tmp_path / "libnormscope_torch.so.0.1").write_text("no library")
@@ -77,7 +77,7 @@ def test_a_library_that_does_not_load_is_named_with_both_versions(
     assert isinstance(raised.value.__cause__, OSError)
 
 
-def test_a_build_without_torch_says_first_what_to_do(tmp_path: Path) -> None:
+def test_a_build_without_torch_first_says_what_to_do(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without site-packages
     python.chmod(0o755)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""convert gives every layer a scope and loses nothing; revert is its inverse."""
+"""convert gives every layer a scope and loses nothing; revert undoes it."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ class Centred(nn.BatchNorm2d):
 
 
 def identities(model: nn.Module) -> dict[str, int]:
-    """Everything of a model that must stay the object that it is."""
+    """Return the ids of everything in a model that must remain the same object."""
     found = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
     found |= {name: id(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     return found | {name: id(t) for name, t in model.named_buffers(remove_duplicate=False)}
@@ -40,7 +40,7 @@ def classes(model: nn.Module) -> dict[str, type]:
     return {name: type(module) for name, module in model.named_modules()}
 
 
-def test_layers_stay_the_objects_that_they_are() -> None:
+def test_layers_remain_the_same_objects() -> None:
     model = Block()
     model.norm.eval()
     model.norm.weight.requires_grad_(False)  # noqa: FBT003 - torch's signature
@@ -95,7 +95,7 @@ def test_revert_restores_the_classes_and_attributes(layer_class: type[nn.Module]
     assert classes(model) == before_classes
 
 
-def test_names_choose_layers() -> None:
+def test_patterns_select_layers_by_name() -> None:
     model = Block()
 
     normscope.convert(model, include=["head.*", "norm"], exclude="head.1")
@@ -117,7 +117,7 @@ def test_an_unknown_subclass_is_refused_by_name_and_nothing_is_converted() -> No
     assert type(model[0]) is normscope.BatchNorm2d
 
 
-def test_a_layer_itself_can_be_converted() -> None:
+def test_a_single_layer_can_be_converted() -> None:
     layer = nn.BatchNorm3d(3, dtype=torch.float64)
 
     assert normscope.convert(layer, normscope.Scope.local()) is layer
@@ -157,7 +157,7 @@ def copies_of(layer: nn.Module) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("converted", [True, False])
-def test_a_layer_copies_pickles_and_saves_with_its_scope(converted: bool) -> None:  # noqa: FBT001
+def test_a_layer_keeps_its_scope_when_copied_pickled_and_saved(converted: bool) -> None:  # noqa: FBT001
     if converted:
         model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3)), "slices:3")
         layer = model.get_submodule("0")
@@ -174,7 +174,7 @@ def test_a_layer_copies_pickles_and_saves_with_its_scope(converted: bool) -> Non
         assert torch.equal(other(x), layer(x))
 
 
-def test_the_layers_take_every_argument_of_torch_in_its_order() -> None:
+def test_the_layers_take_every_argument_of_torch_in_the_same_order() -> None:
     for ours, theirs in (
         (normscope.BatchNorm1d, nn.BatchNorm1d),
         (normscope.BatchNorm2d, nn.BatchNorm2d),
@@ -194,7 +194,7 @@ def parameters_after_training(model: nn.Module, optimizer: torch.optim.Optimizer
     return [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
 
 
-def test_an_optimizer_made_before_goes_on_working() -> None:
+def test_an_optimizer_made_before_conversion_still_works() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -206,7 +206,7 @@ def test_an_optimizer_made_before_goes_on_working() -> None:
 
 
 class Named(nn.BatchNorm2d):
-    """A subclass that has members of its own, and torch's forward."""
+    """A subclass with additional members that uses torch's forward."""
 
     label = "named"
 
@@ -252,7 +252,7 @@ def test_patterns_that_match_no_layer_are_named_and_nothing_is_converted() -> No
 
 
 @pytest.mark.parametrize("exclude", [None, "0"])
-def test_a_model_with_nothing_to_convert_is_named_in_a_warning(exclude: str | None) -> None:
+def test_a_model_with_nothing_to_convert_causes_a_warning(exclude: str | None) -> None:
     model = nn.Sequential(nn.Linear(3, 3) if exclude is None else nn.BatchNorm1d(3))
 
     with pytest.warns(UserWarning, match="layers to convert, got none in Sequential"):
@@ -276,7 +276,7 @@ def test_a_lazy_layer_materializes_with_its_scope(
     x = torch.randn(shape, dtype=torch.float64)
     expected = normscope.BatchNorm(3, momentum=0.5, dtype=torch.float64, scope="slices:2")
 
-    y = model(x)  # the very first forward is in its scope
+    y = model(x)  # the first forward already uses the scope
 
     layer: Any = model[0]
     assert (str(layer.scope), layer.layer_name) == ("slices:2", "0")
@@ -289,7 +289,7 @@ def test_a_lazy_layer_materializes_with_its_scope(
 
 
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d])
-def test_a_lazy_layer_reverts_to_what_torch_has(lazy: type[nn.Module]) -> None:
+def test_a_lazy_layer_reverts_to_torch_s_class(lazy: type[nn.Module]) -> None:
     layer, untouched = lazy(), lazy()
 
     normscope.revert(normscope.convert(layer))
@@ -318,7 +318,7 @@ def test_a_lazy_checkpoint_of_torch_loads() -> None:
     assert torch.equal(layer.get_buffer("running_mean"), trained.get_buffer("running_mean"))
 
 
-def test_copies_of_a_trained_model_revert() -> None:
+def test_copies_of_a_trained_model_can_be_reverted() -> None:
     plain = nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3))
     before = [set(layer.__dict__) for layer in plain]
     model = normscope.convert(plain, "slices:2")
@@ -334,7 +334,7 @@ def test_copies_of_a_trained_model_revert() -> None:
         assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
 
 
-def test_a_class_that_was_changed_since_is_not_reverted() -> None:
+def test_a_layer_whose_class_has_changed_since_is_not_reverted() -> None:
     model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
     model[1].__class__ = CentredScoped
 
@@ -358,7 +358,7 @@ def test_an_averaged_model_keeps_its_scope_and_averages() -> None:
     average = averaged.module[0]
     assert type(average) is normscope.BatchNorm1d
     assert str(average.scope) == "slices:2"
-    # A mean of three numbers of order one, in float32 (eps 1.2e-7).
+    # The mean of three numbers of order one, in float32 (eps 1.2e-7).
     torch.testing.assert_close(average.weight, sum(weights) / 3, rtol=0, atol=1e-6)
     torch.testing.assert_close(average.running_mean, sum(means) / 3, rtol=0, atol=1e-6)
     torch.optim.swa_utils.update_bn([torch.randn(8, 3)], averaged)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers on a GPU: the CPU's bits, torch's streams and graphs, and nothing that waits.
+"""Layers on a GPU: the same bits as on the CPU, torch's streams and graphs, and no waiting.
 
-With NORMSCOPE_TEST_DEVICE=cpu, over a library that takes tensors on the CPU for a device's, all
-runs but what needs a GPU itself.
+With NORMSCOPE_TEST_DEVICE=cpu, and a library that treats CPU tensors as device tensors, all tests
+run except those that need a real GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Tensors = dict[str, torch.Tensor]
 def inputs(
     shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, off-centre, and dy, on the CPU."""
+    """Return x with a nonzero mean, and dy, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator) * 3 + 7
     dy = torch.randn(shape, generator=generator)
@@ -51,7 +51,7 @@ def inputs(
 
 
 def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
-    """A forward and a backward where the layer is; all that comes out, on the CPU."""
+    """Run a forward and a backward on the layer's device; return all results on the CPU."""
     device = next(layer.parameters()).device
     x = x.to(device).detach().requires_grad_()
     y = layer(x)
@@ -60,7 +60,7 @@ def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
     assert x.numel() == 0 or y.stride() == x.stride() == x.grad.stride()
     gradients = {f"d{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
     out = {"y": y, "dx": x.grad, **gradients, **dict(layer.named_buffers())}
-    # Empty tensors are sent, too.
+    # Empty tensors have to be copied too.
     return {name: value.detach().cpu().clone() for name, value in out.items()}
 
 
@@ -71,7 +71,7 @@ def same_bits(a: Tensors, b: Tensors) -> bool:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_bits_are_those_of_the_cpu(
+def test_a_step_has_the_bits_of_the_cpu(
     shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format
 ) -> None:
     on_cpu = normscope.BatchNorm2d(shape[1], scope="local")
@@ -85,7 +85,7 @@ def test_the_bits_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("slice_stats", get_args(SliceStats))
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_slices_and_averages_are_those_of_the_cpu(
+def test_slices_and_averages_have_the_bits_of_the_cpu(
     slice_stats: SliceStats, momentum: float | None
 ) -> None:
     on_cpu = normscope.BatchNorm2d(5, scope="slices:3", slice_stats=slice_stats, momentum=momentum)
@@ -97,16 +97,16 @@ def test_slices_and_averages_are_those_of_the_cpu(
         assert same_bits(step(on_device, x, dy), step(on_cpu, x, dy))
 
 
-# In float64, since cuDNN's own float32 layer may be further from the truth than a test allows.
+# Compared with float64, because cuDNN's float32 layer may itself exceed the tolerance.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_torch_s_layer_up_to_rounding(dtype: torch.dtype) -> None:
+def test_results_agree_with_torch_s_layer(dtype: torch.dtype) -> None:
     theirs = torch.nn.BatchNorm2d(16, dtype=torch.float64, device=DEVICE)
     ours = normscope.convert(copy.deepcopy(theirs).to(dtype), "local")
     x, dy = inputs((4, 16, 33, 33), dtype, torch.contiguous_format, seed=0)
 
     found, expected = step(ours, x, dy), step(theirs, x.double(), dy.double())
 
-    # Theirs may round at each of the 4 * 33 * 33 elements of a sum, ours at a few of them.
+    # torch may round at each of the 4 * 33 * 33 elements of a sum, normscope only at a few.
     error = {torch.float32: 1e-5, torch.float64: 1e-11}[dtype]
     torch.testing.assert_close(found, expected, check_dtype=False, rtol=error, atol=error)
 
@@ -118,7 +118,7 @@ def joined(sizes: list[int], layout: torch.memory_format) -> tuple[torch.Tensor,
 def part_of_a_rank(
     sizes: list[int], layout: torch.memory_format, group: distributed.ProcessGroup | None = None
 ) -> Tensors:
-    """This rank's samples of the joined batch, twice; what came out the second time."""
+    """Run this rank's samples of the joined batch twice; return the second results."""
     torch.manual_seed(0)
     layer = normscope.BatchNorm2d(6, process_group=group).to(DEVICE)
     rank = distributed.get_rank()
@@ -168,7 +168,7 @@ def different_layers() -> str:
     net = normscope.convert(net, "world").to(DEVICE)
     x = torch.randn(2, 3, 4, 4, device=DEVICE)
     for name in ("a", "b"):
-        net[name](x)  # known to the group from now on
+        net[name](x)  # from now on the group knows the layer
     y = net["a" if distributed.get_rank() == 0 else "b"](x)
     assert bool(y.isnan().all())
     with pytest.raises(RuntimeError, match=r"forward of [ab] .*NORMSCOPE_CHECK=1"):
@@ -180,7 +180,7 @@ def test_ranks_in_different_layers_get_nan_and_the_next_call_raises(ranks: RankP
     assert ranks.run(2, different_layers) == ["raised", "raised"]
 
 
-def test_a_second_derivative_is_that_of_the_cpu() -> None:
+def test_second_derivatives_have_the_bits_of_the_cpu() -> None:
     def penalty(device: str) -> torch.Tensor:
         torch.manual_seed(0)
         layer = normscope.BatchNorm2d(3, scope="local", dtype=torch.float64).to(device)
@@ -217,7 +217,7 @@ def test_a_recomputation_gives_the_bits_of_the_first_forward() -> None:
     )
 
 
-def test_autocast_normalizes_what_it_is_given() -> None:
+def test_autocast_does_not_change_the_dtype() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8, scope="local")).to(
         DEVICE
@@ -266,14 +266,14 @@ def test_work_goes_to_the_current_stream() -> None:
     expected = step(copy.deepcopy(layer), x, dy)
 
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(50_000_000)  # so that work on another stream would come too early
+        torch.cuda._sleep(50_000_000)  # work on another stream would run too early
         found = step(layer, x, dy)
 
     assert same_bits(found, expected)
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of what `call` launches, and what it answers."""
+    """Capture the launches of `call` in a graph; return the graph and the result."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -286,7 +286,7 @@ def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def replay_as_eager(samples: int, momentum: float | None, scope: str) -> None:
-    """Three replays with new inputs each, against a layer that ran them one by one."""
+    """Compare three replays with new inputs to a layer that runs them eagerly."""
     layer = normscope.BatchNorm2d(5, scope=scope, momentum=momentum).to(DEVICE)
     eager = copy.deepcopy(layer)
     x = torch.zeros(samples, 5, 9, 9, device=DEVICE, requires_grad=True)
@@ -321,7 +321,7 @@ def test_a_replayed_graph_gives_the_bits_of_eager_calls(
 
 
 def over_nccl() -> str:
-    """A world of one that exchanges all the same."""
+    """Run a world of one that is forced to exchange."""
     torch.cuda.set_device(0)
     group = distributed.new_group([0], backend="nccl")
     assert isinstance(group, distributed.ProcessGroup)
@@ -345,7 +345,7 @@ def over_nccl() -> str:
 
 
 @needs_gpu
-def test_a_forced_exchange_over_nccl_changes_no_bit_and_waits_for_nothing(
+def test_a_forced_exchange_over_nccl_changes_no_bit_and_does_not_wait(
     ranks: RankPool,
 ) -> None:
     assert ranks.run(1, over_nccl, environment=FORCED) == ["equal"]
@@ -364,7 +364,7 @@ def replay_over_nccl(samples: int, momentum: float | None) -> str:
 @needs_gpu
 @pytest.mark.parametrize("samples", [4, 0])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_graph_holds_the_exchange_too(
+def test_a_graph_includes_the_exchange(
     ranks: RankPool, samples: int, momentum: float | None
 ) -> None:
     answers = ranks.run(1, replay_over_nccl, samples, momentum, environment=FORCED)

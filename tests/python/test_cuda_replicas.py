@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def step_of_replicas(layer: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The first step of two replicas on one device, in threads."""
+    """Run the first step of two replicas on one device, in threads."""
     leaf = x.detach().requires_grad_()
     y = torch.cat(run_replicas(replicas_of(layer, 2), leaf.split([2, len(x) - 2])))
     y.sin().sum().backward()
@@ -38,7 +38,7 @@ def test_replicas_share_statistics_as_on_the_cpu() -> None:
     x = torch.randn(5, 3, 6, 6)
     found, expected = step_of_replicas(on_device, x.to(DEVICE)), step_of_replicas(on_cpu, x)
     for name, value in expected.items():
-        # The loss is torch's own arithmetic, of either device.
+        # torch computes the loss on each device in its own way.
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel, FSDP2 and Lightning train as one process that has the joined batch."""
+"""DistributedDataParallel, FSDP2 and Lightning train like one process with the joined batch."""
 
 import copy
 import os
@@ -18,7 +18,7 @@ import normscope
 SIZES = (3, 5)
 STEPS = 5
 
-# Of the largest entry, in float64 (eps 2e-16): five steps of a net of three layers amplify little.
+# Relative to the largest entry, in float64 (eps 2e-16): five steps of three layers amplify little.
 RELATIVE = 1e-10
 
 
@@ -47,26 +47,26 @@ def train_rank() -> dict[str, torch.Tensor]:
     net = normscope.convert(network(), "world")
     parallel = nn.parallel.DistributedDataParallel(net)
     part = split_of(SIZES, distributed.get_rank())
-    # DistributedDataParallel averages what is to be summed.
+    # DistributedDataParallel averages gradients that should be summed.
     train(parallel, part, scale=len(SIZES) / sum(SIZES))
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
 def train_sharded_rank() -> dict[str, torch.Tensor]:
-    """FSDP2: each rank keeps a part of every parameter."""
+    """Train with FSDP2, where each rank has a part of every parameter."""
     net = normscope.convert(network(), "world")
     mesh = init_device_mesh("cpu", (len(SIZES),))
     for layer in net.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
     part = split_of(SIZES, distributed.get_rank())
-    # As DistributedDataParallel, it averages what is to be summed.
+    # Like DistributedDataParallel, FSDP2 averages gradients that should be summed.
     state = train(net, part, scale=len(SIZES) / sum(SIZES))
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 
 
 def train_lightning_rank(folder: str) -> dict[str, torch.Tensor]:
-    """A fit by Lightning, which finds the process group that is there."""
+    """Train with Lightning, which uses the existing process group."""
     import lightning
 
     class Task(lightning.LightningModule):
@@ -75,7 +75,7 @@ def train_lightning_rank(folder: str) -> dict[str, torch.Tensor]:
             self.net = normscope.convert(network(), "world")
 
         def training_step(self, x: torch.Tensor) -> torch.Tensor:
-            # Lightning's DistributedDataParallel averages what is to be summed.
+            # Lightning's DistributedDataParallel averages gradients that should be summed.
             loss: torch.Tensor = self.net(x).square().sum() * len(SIZES) / sum(SIZES)
             return loss
 
@@ -137,7 +137,7 @@ def copy_with_a_group() -> list[float]:
     return means
 
 
-def test_a_layer_with_a_group_copies_and_pickles(ranks: RankPool) -> None:
+def test_a_layer_with_a_group_can_be_copied_and_pickled(ranks: RankPool) -> None:
     assert ranks.run(2, copy_with_a_group) == [[0.5, 0.5]] * 2
 
 
@@ -166,6 +166,6 @@ def name_a_group_that_is_gone() -> str:
     return ""
 
 
-def test_a_group_that_is_gone_is_named(ranks: RankPool) -> None:
+def test_a_destroyed_group_is_refused(ranks: RankPool) -> None:
     for message in ranks.run(2, name_a_group_that_is_gone):
         assert message.startswith("process_group: expected a process group of this process, got")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: its parts, and as a user starts it."""
+"""The demo: its parts, and complete runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer import LARGEST_LEARNING_RATE, SHOWN_SCENES, Trainer, Training, mean
 
 RUN = Path(__file__).parents[2] / "examples" / "segmentation" / "run.py"
 
-# For an end that torchrun has up to 30 s for.
+# torchrun takes up to 30 s to end its processes.
 END_TIMEOUT_SECONDS = 60
 
 SETTINGS = Settings(ranks=4, images_per_rank=2, steps=5)
@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_has_the_classes_of_its_masks_and_holds_every_fifth_image_out(
+def test_a_folder_has_the_classes_of_its_masks_and_holds_out_every_fifth_image(
     folder: Path,
 ) -> None:
     source = FolderScenes(folder)
@@ -93,7 +93,7 @@ def test_a_folder_has_the_classes_of_its_masks_and_holds_every_fifth_image_out(
     assert source.class_names == ("background", "1", "2", "3")
     assert scenes.images.shape == (2, 3, SIDE, SIDE)
     assert scenes.masks.shape == (2, SIDE, SIDE)
-    # Images 0 and 5, whose left halves are 0 % 4 and 5 % 4.
+    # Images 0 and 5, with left halves of class 0 % 4 and 5 % 4.
     assert [scene.mask[SIDE // 2, 0] for scene in source.held_out_scenes()] == [0, 1]
 
 
@@ -121,7 +121,7 @@ def test_mirroring_mirrors_the_mask_too(folder: Path) -> None:
         ([f"{kind}/{i}" for i in (1, 2, 3, 5) for kind in ("images", "masks")], {}, "a class besi"),
     ],
 )
-def test_a_malformed_folder_is_refused_by_file_expectation_and_what_was_given(
+def test_a_malformed_folder_is_refused(
     folder: Path, removed: list[str], written: dict[str, tuple[str, int] | None], message: str
 ) -> None:
     for start in removed:
@@ -141,11 +141,11 @@ def test_mean_iou_of_a_hand_computed_example() -> None:
     masks = torch.tensor([0, 0, 0, 1, 1, VOID])
     predictions = torch.tensor([0, 0, 1, 1, 0, 1])
 
-    # Class 0: 2 of 4; class 1: 1 of 3; class 2 is nowhere.
+    # Class 0: 2 of 4; class 1: 1 of 3; class 2 does not occur.
     assert math.isclose(mean_iou(predictions, masks), (2 / 4 + 1 / 3) / 2)
 
 
-def test_scopes_are_known_with_their_norm_batches() -> None:
+def test_scopes_are_listed_with_their_norm_batches() -> None:
     scopes = SETTINGS.scopes(["local", "slices", "group:2", "world"])
 
     assert scopes == ["local", "slices:4", "group:2", "world"]
@@ -159,7 +159,7 @@ def test_a_scope_that_the_demo_cannot_train_is_refused(scope: str) -> None:
 
 
 class Float64Trainer(Trainer):
-    """AdamW divides a gradient by its own size: float32's rounding can turn a step around."""
+    """AdamW divides a gradient by its magnitude: rounding in float32 could reverse a step."""
 
     def batch(self, step: int) -> Batch:
         images, masks = super().batch(step)
@@ -167,7 +167,7 @@ class Float64Trainer(Trainer):
 
 
 def first_steps(scope: str) -> dict[str, torch.Tensor]:
-    """Losses, parameters and running statistics, on ranks or alone with the global batch."""
+    """Return losses, parameters and statistics, of a rank or one process with the global batch."""
     alone = not distributed.is_initialized()
     share = range(SETTINGS.global_batch) if alone else SETTINGS.share(distributed.get_rank())
     torch.set_default_dtype(torch.float64)
@@ -182,9 +182,9 @@ def first_steps(scope: str) -> dict[str, torch.Tensor]:
     return {**trainer.network.state_dict(), "losses": losses}
 
 
-# A gradient is a sum over n pixels; in another order its relative error is about sqrt(n) * eps.
-# Gradients here are below 1. AdamW turns an error e of a gradient near zero into an error
-# learning_rate / adam_eps * e of the parameter, at each step.
+# A gradient is a sum over n pixels. A different order of summation changes it by about
+# sqrt(n) * eps, and gradients are below 1 here. In each step, AdamW turns an error e of a gradient
+# near zero into an error learning_rate / adam_eps * e of the parameter.
 ADAM_EPS = 1e-8
 PIXELS = SETTINGS.global_batch * SIDE**2
 ROUNDING = math.sqrt(PIXELS) * torch.finfo(torch.float64).eps
@@ -194,7 +194,7 @@ TOLERANCE = SETTINGS.steps * LARGEST_LEARNING_RATE / ADAM_EPS * ROUNDING
 @pytest.mark.parametrize(
     ("scope", "slices"), [("local", "slices:4"), ("group:2", "slices:2"), ("world", "slices:1")]
 )
-def test_the_scope_decides_the_training_and_not_the_number_of_processes(
+def test_training_depends_on_the_scope_and_not_on_the_number_of_processes(
     ranks: RankPool, scope: str, slices: str
 ) -> None:
     together = ranks.run(SETTINGS.ranks, first_steps, scope)[0]
@@ -204,14 +204,14 @@ def test_the_scope_decides_the_training_and_not_the_number_of_processes(
     assert_close(together, alone, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_another_scope_trains_otherwise() -> None:
+def test_another_scope_gives_other_results() -> None:
     one, other = first_steps("slices:4"), first_steps("slices:2")
 
     with pytest.raises(AssertionError):
         assert_close(one, other, rtol=1000 * TOLERANCE, atol=1000 * TOLERANCE)
 
 
-def test_table_metrics_and_page_tell_of_every_scope_and_seed(
+def test_table_metrics_and_page_include_every_scope_and_seed(
     digit_scenes: DigitScenes, tmp_path: Path
 ) -> None:
     one, two = (
@@ -256,7 +256,7 @@ def _scopes(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_folder_is_trained_on_and_the_same_command_gives_the_same_numbers_twice(
+def test_training_on_a_folder_is_reproducible(
     folder: Path,
 ) -> None:
     outputs = folder / "one", folder / "two"
@@ -273,12 +273,12 @@ def test_a_folder_is_trained_on_and_the_same_command_gives_the_same_numbers_twic
         assert len(first["losses"]) == 9
         assert first["losses"] == second["losses"]
         assert first["mean_ious"] == second["mean_ious"]
-        # Eight evaluations, the last one after the last step.
+        # There are eight evaluations, the last one after the last step.
         assert first["evaluated_steps"] == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
 @pytest.mark.slow
-def test_a_thorough_run_tells_mean_and_spread_of_every_scope(tmp_path: Path) -> None:
+def test_a_thorough_run_reports_mean_and_spread_of_every_scope(tmp_path: Path) -> None:
     scopes = ("local", "slices", "group:2", "world", "progressive", "recommended")
     run = _run(tmp_path, "--thorough", "2", "--seed", "5", "--steps", "6", "--scopes", *scopes)
 
@@ -314,7 +314,7 @@ def test_an_error_on_a_rank_ends_the_run_and_is_shown(tmp_path: Path) -> None:
 def test_a_signal_ends_every_rank(
     tmp_path: Path, send: Callable[[int, int], None], number: signal.Signals
 ) -> None:
-    # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+    # A shell that runs the tests in the background ignores SIGINT, and children inherit this.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = _command(tmp_path, "--ranks", "2", "--scopes", "local", "--steps", "1000000")
     with subprocess.Popen(
@@ -332,12 +332,12 @@ def test_a_signal_ends_every_rank(
 
 
 def _commands_that_name(folder: Path) -> list[str]:
-    """Command lines of running processes with the folder in them, as those of ranks have it."""
+    """Return the command lines of running processes that contain the folder, as ranks do."""
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             commands.append(path.read_text().replace("\0", " "))
-        except OSError:  # It ended meanwhile.
+        except OSError:  # the process has ended
             continue
     return [command for command in commands if str(folder) in command]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models are exported and compiled with normscope's layers, and evaluate by torch's functions."""
+"""Models with normscope's layers can be exported and compiled, and evaluate with torch's ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deployed_networks import assert_close, batch, network
 
 import normscope
 
-# What the tools say of themselves and of what they use; none of it is of normscope's.
+# Warnings of the tools about themselves and their dependencies; none is caused by normscope.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -50,9 +50,9 @@ def test_a_scripted_model_does_not_train() -> None:
 
 
 @pytest.mark.parametrize("adds_into", ["new", "output", "residual"])
-def test_a_scripted_sum_writes_where_the_layer_does(adds_into: str) -> None:
+def test_a_scripted_sum_is_written_into_the_same_tensor(adds_into: str) -> None:
     layer = normscope.BatchNormAct2d(3, activation="leaky_relu").eval()
-    vars(layer)["_adds_into"] = adds_into  # as fuse does
+    vars(layer)["_adds_into"] = adds_into  # as set by fuse
     mine, theirs = batch(1), batch(1)
 
     y = torch.jit.script(layer)(batch(), mine)
@@ -71,7 +71,7 @@ def test_a_traced_model_evaluates() -> None:
     assert torch.equal(torch.jit.load(file)(batch()), model(batch()))
 
 
-def test_an_exported_model_evaluates_by_ops_of_torch() -> None:
+def test_an_exported_model_evaluates_with_torch_s_ops() -> None:
     model = network()
     file = io.BytesIO()
 
@@ -96,7 +96,7 @@ def test_a_model_compiled_ahead_of_time_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_onnx_has_no_layer_left_and_evaluates(tmp_path: Path, dynamo: bool) -> None:  # noqa: FBT001
+def test_a_model_exported_to_onnx_evaluates_without_layers(tmp_path: Path, dynamo: bool) -> None:  # noqa: FBT001
     import onnx
     import onnxruntime
 

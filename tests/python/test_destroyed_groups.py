@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the library made for a process group goes with it."""
+"""The library's resources for a process group are freed together with it."""
 
 import gc
 from pathlib import Path
@@ -14,13 +14,13 @@ from normscope import _library
 
 
 def threads_of_gloo() -> int:
-    """The threads of this process that work for process groups."""
+    """Return the number of threads of this process that work for process groups."""
     names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
     return sum("gloo" in name for name in names)
 
 
 def threads_around_the_end(kind: str) -> tuple[int, int, int]:
-    """Before parts of a group are made, with them, and after the group's end."""
+    """Count threads before parts of a group are made, with them, and after destroying the group."""
     group = distributed.new_group() if kind == "new" else None
     before = threads_of_gloo()
     normscope.BatchNorm1d(3, scope="group:2", process_group=group)(torch.randn(4, 3))
@@ -32,7 +32,7 @@ def threads_around_the_end(kind: str) -> tuple[int, int, int]:
 
 
 def threads_around_the_end_of_a_program() -> tuple[int, int, int]:
-    """The same without an end of the group, but for what runs ahead of the interpreter's."""
+    """Do the same, but run the exit handlers of the interpreter instead of destroying the group."""
     before = threads_of_gloo()
     normscope.BatchNorm1d(3, scope="group:2")(torch.randn(4, 3))
     with_parts = threads_of_gloo()
@@ -51,7 +51,7 @@ def test_parts_end_with_their_group(ranks: RankPool, kind: str) -> None:
         assert afterwards < before < with_parts
 
 
-def test_parts_end_ahead_of_the_interpreter(ranks: RankPool) -> None:
+def test_parts_end_before_the_interpreter(ranks: RankPool) -> None:
     for before, with_parts, afterwards in ranks.run(
         4, threads_around_the_end_of_a_program, environment=WITHOUT_SHARED_MEMORY
     ):

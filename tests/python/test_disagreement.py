@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that meet in different calls, or do not come: every one is told, and none hangs."""
+"""Ranks that make different calls, or do not arrive: all of them raise, and none hangs."""
 
 import re
 import time
@@ -14,8 +14,8 @@ from torch import distributed
 import normscope
 from normscope import _library, _process_group
 
-# The time limit of groups in which a rank does not come, and when that must be over at the latest,
-# however busy the machine.
+# The time limit of groups in which a rank does not arrive, and the time after which the others must
+# have raised, even on a busy machine.
 LIMIT_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
 
@@ -69,7 +69,7 @@ def other_channels_without_a_name() -> str:
 
 def rank_1_leaves_a_layer_out() -> str:
     if distributed.get_rank() == 1:
-        normscope.BatchNorm2d(3)  # more of them tell nothing
+        normscope.BatchNorm2d(3)  # construction alone does not number layers
     first, second = normscope.BatchNorm2d(3), normscope.BatchNorm2d(3)
     for layer in (first, second):
         layer(torch.randn(4, 3, 2, 2))
@@ -147,7 +147,7 @@ def raises_before_its_collective(bad: tuple[int, ...]) -> tuple[str, float]:
     assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
     later = error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
     assert message in later or message.split(": ")[-1] in later
-    # A group that was destroyed while others wait in it would end their wait.
+    # Destroying the group while others still wait in it would end their wait.
     distributed.distributed_c10d._get_default_store().set(f"done{rank}", "")
     distributed.distributed_c10d._get_default_store().wait([f"done{1 - rank}"])
     return message, time.monotonic() - start
@@ -164,7 +164,7 @@ def raises_before_its_collective(bad: tuple[int, ...]) -> tuple[str, float]:
 def test_a_rank_that_raises_does_not_keep_its_peers(
     ranks: RankPool, bad: tuple[int, ...], error: str, transport: str
 ) -> None:
-    # The group's limit is beyond the test's: they are told, they do not time out.
+    # The group's limit is longer than the test's: peers are told and do not time out.
     of_cause, of_peer = ranks.run(
         2,
         raises_before_its_collective,
@@ -198,7 +198,7 @@ def one_rank_does_not_come(warmed_up: bool) -> str:  # noqa: FBT001
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("warmed_up", [True, False])
-def test_a_rank_that_does_not_come_is_waited_for_until_the_group_s_limit(
+def test_ranks_wait_for_a_missing_rank_until_the_group_s_limit(
     ranks: RankPool,
     transport: str,
     warmed_up: bool,  # noqa: FBT001
@@ -237,16 +237,16 @@ def transport_where_ranks_disagree() -> str:
     return transport_in_use()
 
 
-def test_shared_memory_takes_over_between_processes_of_one_host(ranks: RankPool) -> None:
+def test_processes_of_one_host_use_shared_memory(ranks: RankPool) -> None:
     assert ranks.run(3, transport_in_use) == ["shared memory"] * 3
 
 
-def test_one_rank_decides_against_shared_memory_for_all(ranks: RankPool) -> None:
+def test_one_rank_can_turn_off_shared_memory_for_all(ranks: RankPool) -> None:
     assert ranks.run(2, transport_where_ranks_disagree) == ["gloo", "gloo"]
 
 
 def group_anew(folder: str) -> list[float]:
-    """Groups of one name, one after the other."""
+    """Use groups with the same name, one after the other."""
     seen = []
     rank, size = distributed.get_rank(), distributed.get_world_size()
     for attempt in range(2):
@@ -259,7 +259,7 @@ def group_anew(folder: str) -> list[float]:
     return seen
 
 
-def test_a_group_made_anew_is_not_taken_for_the_old_one(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_new_group_of_the_same_name_is_kept_apart(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(2, group_anew, str(tmp_path)) == [[0.5, 10.5], [0.5, 10.5]]
 
 
@@ -277,7 +277,7 @@ def test_world_means_the_ranks_of_the_given_group(ranks: RankPool) -> None:
 
 
 def python_runs_while_ops_wait() -> bool:
-    """Rank 0 waits in a forward for rank 1, which waits for another thread of rank 0."""
+    """Make rank 0 wait in a forward for rank 1, which waits for another thread of rank 0."""
     import threading
 
     store = distributed.distributed_c10d._get_default_store()
@@ -353,18 +353,18 @@ def test_ranks_that_first_use_different_scopes_are_all_told(
 
 
 def rank_0_changes_to_the_world() -> str:
-    """In a network whose second layer brings all ranks together, as gradients' averages do."""
+    """Let rank 0 change its scope in a network whose second layer synchronizes all ranks."""
     stem, head = scoped_layer("group:2"), named_layer("head")
 
     def forward() -> None:
         head(stem(torch.randn(4, 3, 2, 2)))
 
-    distributed.barrier()  # the time limit is not for processes that are still starting
+    distributed.barrier()  # starting processes must not count towards the time limit
     forward()
     if distributed.get_rank() == 0:
         stem.scope = normscope.Scope("world")
     message = error_of(forward)
-    # A group that was destroyed while others wait in it would end their wait.
+    # Destroying the group while others still wait in it would end their wait.
     store = distributed.distributed_c10d._get_default_store()
     store.set(f"done{distributed.get_rank()}", "")
     store.wait([f"done{rank}" for rank in range(4)])
@@ -379,8 +379,8 @@ def test_a_rank_that_changes_its_scope_alone_ends_the_wait_of_all(ranks: RankPoo
         environment={"NORMSCOPE_TIMEOUT": str(2 * LIMIT_SECONDS)},
     )
 
-    # Rank 0 is in the world, rank 1 in {0, 1}, where rank 0 does not come; the others pass {2, 3}
-    # and wait for rank 1 in the world.
+    # Rank 0 waits in the world. Rank 1 waits in {0, 1}, where rank 0 does not arrive. The others
+    # pass {2, 3} and wait for rank 1 in the world.
     of_0, of_1, of_2, of_3 = messages
     assert of_0.startswith("forward of stem (3 channels, scope world): shared memory: ")
     assert of_1.startswith(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents do what they say, and the layers do what the pictures show.
+"""The code in the documents runs, and the layers do what the pictures show.
 
-Each block that begins with ```python runs, one after the other in one namespace a document, as the
-only rank of a world. A block that needs other libraries begins with ```python clients and runs in
-tests/clients. What begins with ```python before is of another library alone, and does not run, nor
-does ```python ultralytics. test_commands_in_docs.py has the blocks in other languages.
+Blocks that begin with ```python run in order, in one namespace per document, on the only rank of a
+world. Blocks that need other libraries begin with ```python clients and run in tests/clients.
+Blocks that begin with ```python before only contain another library's code, and do not run; neither
+do those with ```python ultralytics. test_commands_in_docs.py covers the other languages.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import distributed
 import draw_scopes
 import normscope
 
-# The tools that models are deployed with warn of themselves and of what they use.
+# The deployment tools cause warnings about themselves and their dependencies.
 DEPLOYING = pytest.param(
     "docs/deploying.md",
     marks=[
@@ -52,7 +52,7 @@ def test_python_blocks_run(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_to_files_and_headings(document: str) -> None:
+def test_links_point_to_existing_files_and_headings(document: str) -> None:
     path = ROOT / document
 
     for link in LINK.finditer(FENCED.sub("", path.read_text())):
@@ -62,7 +62,7 @@ def test_links_lead_to_files_and_headings(document: str) -> None:
             assert link["heading"] in anchors(target.read_text()), link.group()
 
 
-def test_each_fault_names_tests_that_exist() -> None:
+def test_the_tests_named_for_each_fault_exist() -> None:
     table = (ROOT / "docs/faults.md").read_text().split("## Where")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     tests = "".join(
@@ -93,7 +93,7 @@ def test_the_environment_variables_are_those_that_the_library_reads() -> None:
     assert set(rows) == read
 
 
-def test_each_step_of_the_map_is_where_it_says() -> None:
+def test_each_step_in_the_architecture_is_in_the_named_file() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     (path,) = (match["code"] for match in FENCED.finditer(text))
     steps = re.findall(r"^\|[ 0-9.]+([\w:]+) +((?:normscope|python)/\S+)", path, re.MULTILINE)
@@ -104,12 +104,12 @@ def test_each_step_of_the_map_is_where_it_says() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The names that a heading's words get in a link."""
+    """Return the link anchors of all headings."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
+def test_pictures_match_the_script_that_draws_them(tmp_path: Path) -> None:
     draw_scopes.main(tmp_path)
 
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -118,7 +118,7 @@ def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
 
 
 def samples() -> torch.Tensor:
-    """Of all ranks, no two with the same mean; several values a channel, so that one can do."""
+    """Return the samples of all ranks, with distinct means and several values per channel."""
     generator = torch.Generator().manual_seed(0)
     count = draw_scopes.RANKS * SAMPLES
     x = torch.randn(count, 1, 3, dtype=torch.float64, generator=generator)
@@ -126,7 +126,7 @@ def samples() -> torch.Tensor:
 
 
 def normalize(scope: str) -> torch.Tensor:
-    """This rank's samples; two hosts of two ranks, as they are drawn."""
+    """Normalize this rank's samples, on two hosts with two ranks each as in the pictures."""
     rank = distributed.get_rank()
     os.environ["NORMSCOPE_NODE"] = str(rank // 2)
     layer = normscope.BatchNorm1d(1, affine=False, dtype=torch.float64, scope=scope)
@@ -142,5 +142,5 @@ def test_layers_share_statistics_as_drawn(ranks: RankPool, scope: str) -> None:
     for name in set(of_sample):
         norm_batch = [i for i, other in enumerate(of_sample) if other == name]
         expected = torch.nn.functional.batch_norm(samples()[norm_batch], None, None, training=True)
-        # Numbers of order one, each a few dozen roundings of 1e-16 off.
+        # Numbers of order one, each off by a few dozen roundings of 1e-16.
         torch.testing.assert_close(got[norm_batch], expected, rtol=0, atol=1e-13)

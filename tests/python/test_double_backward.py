@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient's own gradient: torch's on the joined batch, and that of differences."""
+"""Second gradients agree with torch on the joined batch, and with finite differences."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import normscope
 
 pytestmark = pytest.mark.on_device
 
-# Of the largest entry. Both sides compute in float64 (eps 2e-16) on data of condition one.
+# Relative to the largest entry. Both sides compute in float64 (eps 2e-16), condition number one.
 RELATIVE = 1e-10
 
 Tensors = dict[str, torch.Tensor]
 
 
 def step_of(shape: tuple[int, ...], ranks: int) -> Tensors:
-    """The joined batch, the gradient of its output, and what the gradients are weighted with."""
+    """Return the joined batch, the gradient of its output, and the weights of the gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*extents: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def second_gradients_of_torch(
     sizes: tuple[int, ...],
     affine: bool,  # noqa: FBT001
 ) -> list[torch.Tensor]:
-    """On the joined batch, where each rank's samples have parameters of their own."""
+    """Compute them on the joined batch, with separate parameters for each rank's samples."""
     ranks = len(sizes)
     step = step_of(shape, ranks)
     x, dy = step["x"].requires_grad_(), step["dy"].requires_grad_()
@@ -127,7 +127,7 @@ def test_second_gradients_are_those_of_torch_on_the_joined_batch(
 
 @pytest.mark.parametrize("scope", ["local", "slices:3"])
 @pytest.mark.parametrize("affine", [True, False])
-def test_the_gradient_s_gradient_is_that_of_differences(scope: str, affine: bool) -> None:  # noqa: FBT001
+def test_second_gradients_agree_with_finite_differences(scope: str, affine: bool) -> None:  # noqa: FBT001
     step = step_of((5, 2, 2), 1)
     names = ["x", "weight", "bias"] if affine else ["x"]
 
@@ -141,7 +141,7 @@ def test_the_gradient_s_gradient_is_that_of_differences(scope: str, affine: bool
 
 
 class Gather(torch.autograd.Function):
-    """Joins the ranks' parts, of which each rank's loss then sees all."""
+    """Joins the ranks' parts; the loss of each rank then depends on all of them."""
 
     @staticmethod
     def forward(context: Any, part: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
@@ -157,7 +157,7 @@ class Gather(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """This rank's part of what all ranks have: the transpose of Gather."""
+    """Takes this rank's part of a joined tensor: the transpose of Gather."""
 
     @staticmethod
     def forward(context: Any, joined: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
@@ -170,7 +170,7 @@ class Split(torch.autograd.Function):
 
 
 class Replicate(torch.autograd.Function):
-    """A parameter that all ranks have: its gradient is the sum of theirs."""
+    """A parameter that all ranks have: its gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(context: Any, parameter: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -182,7 +182,7 @@ class Replicate(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum of the ranks' tensors: the transpose of Replicate."""
+    """The sum over the ranks: the transpose of Replicate."""
 
     @staticmethod
     def forward(context: Any, addend: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -202,7 +202,7 @@ gather, split, replicate, sum_over_ranks = (
 
 
 def gradgradcheck_of_the_joined_batch(sizes: tuple[int, ...]) -> bool:
-    """All ranks check the same function of the same numbers, each computing its part."""
+    """Check the same function with the same numbers on all ranks, each of which computes a part."""
     step = step_of((sum(sizes), 2, 2), len(sizes))
 
     def batch_norm(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ def gradgradcheck_of_the_joined_batch(sizes: tuple[int, ...]) -> bool:
     return torch.autograd.gradgradcheck(batch_norm, inputs)
 
 
-def test_the_gradient_s_gradient_is_that_of_differences_over_uneven_ranks(ranks: RankPool) -> None:
+def test_second_gradients_agree_with_finite_differences_over_uneven_ranks(ranks: RankPool) -> None:
     assert ranks.run(2, gradgradcheck_of_the_joined_batch, (2, 3)) == [True, True]
 
 
@@ -228,8 +228,8 @@ def test_narrow_inputs_are_rounded_once(dtype: torch.dtype) -> None:
         torch_like(normscope.functional.batch_norm, step),
     )
 
-    # The statistics have the error of float32's sums; a second gradient is a sum of some ten terms,
-    # each with two or three of them in it, of which the largest entry is a part.
+    # The statistics have the error of sums in float32. A second gradient is a sum of about ten
+    # terms, each with two or three statistics as factors.
     statistics = 30 * SUM_ROUNDINGS * torch.finfo(torch.float32).eps
     for value, want in zip(got, expected, strict=True):
         assert value.dtype == dtype
@@ -249,7 +249,7 @@ def torch_like(batch_norm: Any, step: Tensors) -> list[torch.Tensor]:  # noqa: A
 
 
 def gradient_penalty(frozen_rank: int) -> tuple[torch.Tensor, int]:
-    """A rank whose input is frozen differentiates its weight alone."""
+    """Compute a gradient penalty; a rank with a frozen input only differentiates its weight."""
     rank = distributed.get_rank()
     step = step_of((4, 3), 2)
     layer = normscope.BatchNorm1d(3, dtype=torch.float64)
@@ -279,7 +279,7 @@ def gradient_penalty_of_torch(frozen_rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("frozen_rank", [0, 1])
-def test_a_rank_that_needs_a_part_takes_part(ranks: RankPool, frozen_rank: int) -> None:
+def test_a_rank_that_needs_some_gradients_takes_part(ranks: RankPool, frozen_rank: int) -> None:
     expected = gradient_penalty_of_torch(frozen_rank)
 
     for got, calls in ranks.run(2, gradient_penalty, frozen_rank):
@@ -324,7 +324,7 @@ def differentiate_a_compiled_layer_twice() -> str:
     layer = normscope.BatchNorm1d(3, scope="local")
     x = torch.randn(4, 3, requires_grad=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
         try:
             [dx] = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
@@ -337,7 +337,7 @@ def differentiate_a_compiled_layer_twice() -> str:
 def test_a_compiled_layer_says_that_it_cannot_be_differentiated_twice(ranks: RankPool) -> None:
     [message] = ranks.run(1, differentiate_a_compiled_layer_twice)
 
-    # torch's, of which one comes first where the backward reuses its inputs' memory.
+    # These are torch's errors. The second one occurs if the backward reuses the memory of inputs.
     assert re.search(
         "does not currently support double backward|requires create_graph=False", message
     )

@@ -276,7 +276,7 @@ def test_fusing_twice_warns_and_changes_nothing() -> None:
 def test_a_fused_model_compiles() -> None:
     fused = normscope.fuse(model_of())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
         x = torch.randn(4, 3, 2, 2)
 

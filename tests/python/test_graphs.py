@@ -22,9 +22,9 @@ pytestmark = pytest.mark.on_device
 
 @pytest.fixture(autouse=True)
 def _graphs_of_their_own() -> Iterator[None]:
-    torch.compiler.reset()  # graphs of the same code count towards a limit
+    torch.compiler.reset()  # torch limits the number of graphs for the same code
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         yield
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.on_device
 
 STEPS = 5
 
-# Of the largest entry. Both sides compute in float64 (eps 2e-16) on data of condition one.
+# Relative to the largest entry. Both sides compute in float64 (eps 2e-16), condition number one.
 RELATIVE = 1e-10
 
 OURS = {

@@ -21,7 +21,7 @@ from normscope.activated import Activation
 
 pytestmark = pytest.mark.on_device
 
-# Of a few hundred entries of order one, in float64: eps 2e-16 times some hundred roundings.
+# For a few hundred entries of order one in float64: eps 2e-16 times some hundred roundings.
 ROUNDING = 1e-12
 
 Call = Callable[..., torch.Tensor]
@@ -234,7 +234,7 @@ def test_a_compiled_layer_has_the_bits_and_is_compiled_once(training: bool, scop
     layer = normscope.BatchNormAct2d(3, scope=scope).train(training)
     alone = copy.deepcopy(layer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=not training)
         for number in range(4):
             mask, *given = inputs()

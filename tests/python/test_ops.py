@@ -173,9 +173,9 @@ def compiled_and_eager(
     scope: str,
     evaluates: bool,  # noqa: FBT001
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    torch.compiler.reset()  # the process's other graphs of this code count towards a limit
+    torch.compiler.reset()  # torch limits the number of graphs for the same code
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         return (
             results_of(NETS[net](scope), compiled=True, evaluates=evaluates),
             results_of(NETS[net](scope), compiled=False, evaluates=evaluates),
@@ -218,10 +218,10 @@ def test_a_compiled_full_graph_equals_eager_on_all_ranks(
 
 
 def compiled_for_any_batch(scope: str) -> bool:
-    torch.compiler.reset()  # the process's other graphs of this code count towards a limit
+    torch.compiler.reset()  # torch limits the number of graphs for the same code
     eager = normscope.BatchNorm2d(3, scope=scope)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
+        warnings.simplefilter("ignore")  # the compiler's own warnings
         compiled = torch.compile(eager, fullgraph=True, dynamic=True)
         batches = [torch.randn(samples, 3, 5, 5) for samples in (4, 6, 9)]
         return all(torch.equal(compiled(x), eager(x)) for x in batches)

@@ -16,7 +16,7 @@ import normscope
 
 pytestmark = pytest.mark.on_device
 
-# Of a few hundred entries of order one, in float64: eps 2e-16 times some hundred roundings.
+# For a few hundred entries of order one in float64: eps 2e-16 times some hundred roundings.
 ROUNDING = 1e-12
 
 

@@ -15,7 +15,7 @@ from torch import distributed, fx, nn
 
 import normscope
 
-# What the tools say of themselves and of what they use; none of it is of normscope's.
+# Warnings of the tools about themselves and their dependencies; none is caused by normscope.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
