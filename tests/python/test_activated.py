@@ -354,7 +354,7 @@ def test_second_gradients_are_those_of_its_parts(name: str, residual: bool) -> N
 @pytest.mark.parametrize("with_context", [True, False])
 @pytest.mark.parametrize("name", ["relu", "silu"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_a_checkpointed_layer_has_the_same_bits(name: str, residual: bool, with_context: bool) -> None:  # noqa: FBT001
+def test_checkpointing_keeps_the_bits(name: str, residual: bool, with_context: bool) -> None:  # noqa: FBT001
     step = with_format(normal(torch.bfloat16), last=True, residual=residual)
     ours, alone = (layers_of(step, ACTIVATIONS[name][0], scope="slices:2")[0] for _ in range(2))
     options: dict[str, Any] = {"context_fn": normscope.checkpoint_context} if with_context else {}

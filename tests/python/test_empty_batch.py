@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks and worlds without samples."""
+"""Ranks, and whole worlds, without samples."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_slices_of_an_empty_batch_are_empty() -> None:
 @pytest.mark.parametrize("shape", [(0, 3, 4, 5), (2, 3, 0, 5)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("training", [True, False])
-def test_no_samples_have_the_strides_that_torch_gives_them(
+def test_empty_outputs_have_the_strides_of_torch(
     shape: tuple[int, ...],
     layout: torch.memory_format,
     training: bool,  # noqa: FBT001

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same bits for any number of ranks, assignment of samples, threads and instruction set."""
+"""Equal bits for any number of ranks, assignment of samples, number of threads, instruction set."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.on_device
 
 SAMPLES = 13
 
-# Shape behind the samples, dtype, whether channels run fastest.
+# Shape without the samples, dtype, and whether the memory format is channels-last.
 CASES = [
     ((5,), torch.float32, False),
     ((5,), torch.float64, False),
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def batch(case: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Off-centre, so that sums cancel."""
+    """Return inputs with a nonzero mean, whose sums cancel."""
     extent, dtype, last = CASES[case]
     generator = torch.Generator().manual_seed(case)
     shape = (SAMPLES, *extent)
@@ -48,7 +48,7 @@ def batch(case: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_case(case: int, samples: list[int]) -> Tensors:
-    """These samples' share of a training step."""
+    """Run a training step on some of the samples."""
     x, dy = (t[samples].contiguous(memory_format=_format_of(t)) for t in batch(case))
     x = x.requires_grad_()
     layer = normscope.BatchNorm(x.shape[1])
@@ -92,7 +92,7 @@ def assert_same_bits(parts: list[Tensors], whole: Tensors, order: list[int], whe
 
 @pytest.fixture(scope="module")
 def whole() -> list[Tensors]:
-    """Everything in this process."""
+    """The results of a single process with all samples."""
     return [run_case(case, list(range(SAMPLES))) for case in range(len(CASES))]
 
 
@@ -139,10 +139,10 @@ def name_of_default_kernels() -> str:
     return _library.default_kernels()
 
 
-# The reference is plain loops over doubles, which the others need only be near.
+# The reference kernels are plain loops over doubles; the others only have to be close to them.
 @pytest.fixture(params=[name for name in names_of_kernels() if name != "reference"])
 def forced(request: pytest.FixtureRequest) -> Iterator[tuple[str, RankPool]]:
-    """Ranks that are made to use one backend, which is chosen once in a process."""
+    """A pool of ranks that are forced to use one backend; a process chooses its backend once."""
     pool = RankPool(environment={"NORMSCOPE_KERNELS": request.param})
     yield request.param, pool
     pool.close()
@@ -161,7 +161,7 @@ def test_every_instruction_set_gives_the_same_bits(
             assert_same_bits([answers[case]], expected, order, (CASES[case], name, threads))
 
 
-def test_the_instruction_sets_of_this_processor_are_the_ones_that_ran() -> None:
+def test_all_instruction_sets_of_this_processor_are_tested() -> None:
     flags = set()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of floating point operations count the layers as torch's."""
+"""Tools that count floating-point operations count the layers like torch's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch() -> torch.Tensor:
 
 
 def counted(model: nn.Module) -> tuple[Counter[str], Counter[str]]:
-    """What fvcore counts of each operator, and what it says that it does not know."""
+    """Return fvcore's counts for each operator, and the operators that it does not know."""
     from fvcore.nn import FlopCountAnalysis
 
     analysis = FlopCountAnalysis(model, batch()).unsupported_ops_warnings(False)  # noqa: FBT003
@@ -44,7 +44,7 @@ LAYERS = [(normscope.BatchNorm2d, nn.ReLU), (normscope.BatchNormAct2d, nn.Identi
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("norm", "act"), LAYERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_fvcore_counts_a_layer_as_torchs(
+def test_fvcore_counts_a_layer_like_torch_s(
     norm: type[nn.Module],
     act: type[nn.Module],
     training: bool,  # noqa: FBT001
@@ -67,5 +67,5 @@ def flops(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(("norm", "act"), LAYERS)
-def test_torch_counts_a_model_as_torchs(norm: type[nn.Module], act: type[nn.Module]) -> None:
+def test_torch_counts_a_model_like_torch_s(norm: type[nn.Module], act: type[nn.Module]) -> None:
     assert flops(network(norm, act)) == flops(of_torch()) > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that is forked from a rank, as a data loader's worker is, does not speak for it."""
+"""A process that is forked from a rank, like a data loader's worker, does not act as the rank."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PATIENCE_SECONDS = 60.0
 
 
 def fork() -> int:
-    """os.fork, without garbage: what the fork would collect of torch's crashes there."""
+    """Call os.fork after a collection: collecting torch's garbage in the fork would crash it."""
     gc.collect()
     return os.fork()
 
 
 def answer_of_fork(call: Callable[[], str]) -> str:
-    """What ``call`` answers in a process that is forked from this one, which then ends."""
+    """Return the result of ``call`` in a process that is forked from this one and then exits."""
     ours, theirs = os.pipe()
     process = fork()
     if process == 0:
@@ -56,7 +56,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def step(layer: torch.nn.Module, value: float) -> None:
-    """A training step over a batch of that value."""
+    """Run a training step on a batch that is filled with a value."""
     layer(torch.full((2, 1), value, requires_grad=True)).sum().backward()
 
 
@@ -104,7 +104,7 @@ def fork_runs_what_needs_no_peers() -> str:
     step(layer, 1.0)
 
     def alone() -> str:
-        # Forwards: torch refuses a backward in the fork of a process that has made one.
+        # Only forwards: torch refuses a backward in the fork of a process that has run one.
         batch = torch.ones(4, 1)
         normscope.BatchNorm1d(1, scope="local")(batch)
         normscope.BatchNorm1d(1, scope="slices:2")(batch)
@@ -119,7 +119,7 @@ def test_a_fork_of_a_rank_runs_what_needs_no_peers(ranks: RankPool) -> None:
 
 
 def fork_calls_badly_and_ends_as_a_program_does() -> float:
-    """Its objects, the copies of the rank's communicators among them, are taken down."""
+    """Let a fork fail in a layer and exit, which destroys its copies of the communicators."""
     rank = distributed.get_rank()
     layer = normscope.BatchNorm1d(1, momentum=1.0)
     step(layer, float(rank))
@@ -127,7 +127,7 @@ def fork_calls_badly_and_ends_as_a_program_does() -> float:
     if process == 0:
         with contextlib.suppress(Exception):
             layer(None)
-        # What sys.exit() comes to; its exception would end in the pool.
+        # Does what sys.exit() does; its exception would be caught by the pool.
         atexit._run_exitfuncs()
         ctypes.CDLL(None).exit(0)
     os.waitpid(process, 0)
@@ -139,9 +139,9 @@ def fork_calls_badly_and_ends_as_a_program_does() -> float:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_end_of_a_fork_is_not_that_of_the_rank(transport: str) -> None:
-    # Of processes that have not run other tests: threads of torch's profiler outlive those, and the
-    # end of a fork waits for them.
+def test_the_exit_of_a_fork_does_not_affect_the_rank(transport: str) -> None:
+    # Uses new processes: the threads of torch's profiler survive other tests, and a fork waits for
+    # them when it exits.
     ranks = RankPool()
     try:
         answers = ranks.run(
@@ -157,7 +157,7 @@ def test_the_end_of_a_fork_is_not_that_of_the_rank(transport: str) -> None:
 
 
 class Normalized(Dataset[str]):
-    """Samples that a layer has normalized, in training."""
+    """Samples that a layer in training mode normalizes."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.layer = layer
@@ -170,7 +170,7 @@ class Normalized(Dataset[str]):
 
 
 def loads_data_in_workers() -> tuple[list[str], float]:
-    multiprocessing.current_process().daemon = False  # or it could have no workers
+    multiprocessing.current_process().daemon = False  # a daemon could not have workers
     rank = distributed.get_rank()
     layer = normscope.BatchNorm1d(1, momentum=1.0)
     step(layer, float(rank))
@@ -184,7 +184,7 @@ def loads_data_in_workers() -> tuple[list[str], float]:
     return messages, running_mean_of(layer)
 
 
-def test_a_worker_of_a_data_loader_does_not_reach_running_statistics(ranks: RankPool) -> None:
+def test_a_worker_of_a_data_loader_does_not_update_running_statistics(ranks: RankPool) -> None:
     for rank, (messages, mean) in enumerate(ranks.run(2, loads_data_in_workers)):
         assert len(messages) == 2
         assert all(f"was forked from rank {rank} of 2" in message for message in messages)

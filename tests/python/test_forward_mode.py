@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 import normscope
 
-# torch's own, from what it imports for forward mode.
+# A warning of torch, caused by its imports for forward mode.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 
@@ -53,7 +53,9 @@ def layers() -> list[normscope.BatchNorm2d]:
 
 
 @pytest.mark.parametrize("derivative", FORWARD_MODE)
-def test_in_training_it_raises_and_updates_nothing(derivative: Callable[..., Any]) -> None:
+def test_forward_mode_in_training_raises_and_updates_nothing(
+    derivative: Callable[..., Any],
+) -> None:
     for layer in layers():
         before = {name: value.clone() for name, value in layer.state_dict().items()}
 
@@ -64,7 +66,7 @@ def test_in_training_it_raises_and_updates_nothing(derivative: Callable[..., Any
         assert all(map(torch.equal, layer.state_dict().values(), before.values()))
 
 
-def test_a_residual_has_none_either() -> None:
+def test_forward_mode_over_a_residual_raises() -> None:
     layer = normscope.BatchNormAct2d(3, scope="local")
 
     with pytest.raises(NotImplementedError, match=r"forward-mode .* use reverse mode"):
@@ -75,7 +77,7 @@ def test_a_residual_has_none_either() -> None:
 
 
 @pytest.mark.parametrize("derivative", FORWARD_MODE)
-def test_in_evaluation_it_is_that_of_torch(derivative: Callable[..., Any]) -> None:
+def test_forward_mode_in_evaluation_is_that_of_torch(derivative: Callable[..., Any]) -> None:
     theirs = torch.nn.BatchNorm2d(3, dtype=torch.float64).eval()
     ours = layers()[0].eval()
     x = torch.randn(4, 3, 2, 2, dtype=torch.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fused model computes what the model computes, of the same parameters and buffers."""
+"""A fused model computes the same as the original, with the same parameters and buffers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fused_layers(model: nn.Module) -> list[str]:
 
 
 def step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """All that comes out of a training step, and then of evaluation."""
+    """Return all results of a training step and a subsequent evaluation."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     model.zero_grad()
     y = model.train()(x)
@@ -53,10 +53,10 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
-    # Of the layers, those before an activation: all but the shortcuts' four.
+    # All layers are followed by an activation except those of the four shortcuts.
     "resnet_50": (models.resnet_50, (2, 3, 32, 32), 53, 49),
     "deeplab": (models.deeplab, (2, 3, 32, 32), 59, 55),
-    # All but those at the end of each of the 17 blocks.
+    # All layers are followed by an activation except the last one in each of the 17 blocks.
     "mobilenet_v2": (models.mobilenet_v2, (2, 3, 32, 32), 53, 36),
     "unet_3d": (models.UNet3d, (2, 1, 4, 8, 4), 10, 10),
 }
@@ -84,7 +84,7 @@ def test_a_fused_network_has_the_bits_of_the_network(network: str, channels_last
 
 
 class Block(nn.Module):
-    """Two layers, and what a test does with them."""
+    """Two layers, and the forward of a test case."""
 
     def __init__(self, forward: Callable[[Any, torch.Tensor], Any] | None = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Block(nn.Module):
         self.run = forward
         normscope.convert(self, "slices:2")
 
-    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401 - as the test has it
+    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401 - depends on the test case
         assert self.run is not None
         return self.run(self, x)
 
@@ -166,7 +166,7 @@ FUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
 
 @pytest.mark.parametrize("case", FUSED)
 @pytest.mark.filterwarnings("ignore:fuse. expected layers")
-def test_what_is_fused_and_what_is_not_have_the_bits_of_the_model(case: str) -> None:
+def test_fused_and_unfused_layers_have_the_bits_of_the_model(case: str) -> None:
     forward, expected = FUSED[case]
     torch.manual_seed(0)
     model = Block(forward)
@@ -180,7 +180,7 @@ def test_what_is_fused_and_what_is_not_have_the_bits_of_the_model(case: str) -> 
 
 
 @pytest.mark.parametrize("activate", [lambda m, y: m.silu(y), lambda m, y: functional.silu(y)])
-def test_silu_is_fused_with_the_rounding_of_its_own(activate: Callable[..., Any]) -> None:
+def test_silu_is_fused_with_its_own_rounding(activate: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = Block(lambda m, x: activate(m, m.a(x)))
     alone = copy.deepcopy(model)
@@ -195,7 +195,7 @@ def test_silu_is_fused_with_the_rounding_of_its_own(activate: Callable[..., Any]
 
 
 class Stage(nn.Module):
-    """Blocks as residual networks have them, the shortcut last and with +=."""
+    """A block of a residual network that adds the shortcut last, with ``+=``."""
 
     def __init__(self, scope: str) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def step_of_rank(fused_on: list[int]) -> dict[str, torch.Tensor]:
     return step(model, x)
 
 
-def test_ranks_with_and_without_meet_in_the_same_exchanges(ranks: RankPool) -> None:
+def test_ranks_with_fused_and_unfused_models_make_the_same_exchanges(ranks: RankPool) -> None:
     expected = ranks.run(2, step_of_rank, [])
 
     for fused_on in ([0, 1], [1]):
@@ -265,7 +265,7 @@ def copies_of(fused: nn.Module) -> list[nn.Module]:
     ]
 
 
-def test_a_fused_model_copies_pickles_and_saves() -> None:
+def test_a_fused_model_can_be_copied_pickled_and_saved() -> None:
     model, x = stage(), torch.randn(4, 4, 5, 5)
     fused = normscope.fuse(model)
     fused(x)
@@ -293,7 +293,7 @@ def test_checkpoints_move_both_ways() -> None:
     assert all(map(torch.equal, fused.state_dict().values(), other.state_dict().values()))
 
 
-def test_a_model_and_what_is_made_of_it_are_of_one_state() -> None:
+def test_a_model_and_its_fused_counterpart_share_their_state() -> None:
     model, x = stage(), torch.randn(4, 4, 5, 5)
     fused = normscope.fuse(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -318,7 +318,7 @@ def test_a_model_and_what_is_made_of_it_are_of_one_state() -> None:
         fused.get_submodule("norm")(x)
 
 
-def test_a_fused_model_gets_scopes_and_statistics_like_any_other() -> None:
+def test_scopes_and_statistics_of_a_fused_model_can_be_set() -> None:
     model, x = stage(), torch.randn(4, 4, 5, 5)
     alone = copy.deepcopy(model)
     fused = normscope.fuse(model)
@@ -331,7 +331,7 @@ def test_a_fused_model_gets_scopes_and_statistics_like_any_other() -> None:
     assert_same(step(fused, x), step(alone, x))
 
 
-def test_the_model_is_reverted_and_the_fused_one_is_not() -> None:
+def test_the_original_model_can_be_reverted_and_the_fused_one_cannot() -> None:
     model, x = stage(), torch.randn(4, 4, 5, 5)
     untouched = set(nn.BatchNorm2d(4).__dict__)
     fused = normscope.fuse(model)

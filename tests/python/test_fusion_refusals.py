@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fuse cannot be sure of it refuses by name, and then changes nothing."""
+"""fuse refuses models that it might change, names the module, and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import normscope
 
 
 class Head(nn.Module):
-    """A layer and an activation, with a forward of the test's."""
+    """A layer and an activation, with the forward of a test case."""
 
     def __init__(self, forward: Callable[[Any, torch.Tensor], Any] | None = None) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Head(nn.Module):
         self.calls, self.seen = 0, list[torch.Tensor]()
         self.run = forward
 
-    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401 - as the test has it
+    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401 - depends on the test case
         return self.run(self, x) if self.run else self.act(self.norm(x))
 
 
@@ -99,7 +99,7 @@ def attributes(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("case", FORWARDS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_forward_that_a_graph_would_not_follow_is_named(case: str) -> None:
+def test_a_forward_that_a_graph_would_change_is_refused(case: str) -> None:
     forward, message = FORWARDS[case]
     inner = model_of(forward)
     model = nn.Sequential(inner)
@@ -112,7 +112,7 @@ def test_a_forward_that_a_graph_would_not_follow_is_named(case: str) -> None:
     assert attributes(model) == before
 
 
-def test_what_torch_said_is_kept() -> None:
+def test_the_error_of_torch_is_kept() -> None:
     with pytest.raises(RuntimeError) as raised:
         normscope.fuse(Head(FORWARDS["data"][0]))
 
@@ -120,7 +120,7 @@ def test_what_torch_said_is_kept() -> None:
     assert str(raised.value).startswith(f"model: {TRACED}")
 
 
-def test_a_part_can_be_fused_where_the_whole_cannot() -> None:
+def test_a_part_can_be_fused_if_the_whole_cannot() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(model_of(), model_of(FORWARDS["data"][0]))
     x = torch.randn(4, 3, 2, 2)
@@ -152,7 +152,7 @@ HOOKS: list[Callable[[nn.Module], Any]] = [
         ("", "model", "a graph would not call"),
     ],
 )
-def test_hooks_that_would_see_something_else_are_named(
+def test_hooks_that_would_see_other_values_are_refused(
     number: int, name: str, named: str, lost: str
 ) -> None:
     model = model_of()
@@ -165,7 +165,7 @@ def test_hooks_that_would_see_something_else_are_named(
     normscope.fuse(model)
 
 
-def test_hooks_on_other_modules_stay() -> None:
+def test_hooks_on_other_modules_are_kept() -> None:
     model, seen = model_of(), []
     model[0].register_forward_hook(lambda *_: seen.append("conv"))
 
@@ -179,7 +179,7 @@ class WithState(Head):
         return "mine"
 
 
-def test_a_state_of_its_own_is_named() -> None:
+def test_a_module_that_overrides_its_state_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^1: expected a module with the get_extra_state of torch"):
         normscope.fuse(nn.Sequential(nn.Identity(), normscope.convert(WithState())))
 
@@ -203,14 +203,14 @@ def compiled_in_place() -> nn.Module:
         (compiled_in_place, "1", "Head"),
     ],
 )
-def test_a_model_that_is_wrapped_or_compiled_is_named(
+def test_a_model_that_is_wrapped_or_compiled_is_refused(
     wrapped: Callable[[], nn.Module], name: str, what: str
 ) -> None:
     with pytest.raises(TypeError, match=f"^{name}: expected a model before it .*, got .* {what};"):
         normscope.fuse(wrapped())
 
 
-def test_a_layer_without_input_is_named_and_fused_after_it() -> None:
+def test_a_lazy_layer_is_refused_until_it_has_seen_an_input() -> None:
     model = normscope.convert(nn.Sequential(nn.LazyBatchNorm2d(), nn.ReLU()), "slices:2")
 
     with pytest.raises(
@@ -222,12 +222,12 @@ def test_a_layer_without_input_is_named_and_fused_after_it() -> None:
     assert isinstance(normscope.fuse(model).get_submodule("0"), normscope.BatchNormAct2d)
 
 
-def test_a_layer_itself_is_refused() -> None:
+def test_a_single_layer_is_refused() -> None:
     with pytest.raises(TypeError, match="model: expected one whose forward calls layers, got the"):
         normscope.fuse(normscope.BatchNorm2d(3))
 
 
-def test_a_forward_that_was_replaced_is_refused_or_left() -> None:
+def test_a_replaced_forward_is_refused_or_not_fused() -> None:
     model = model_of()
     model.forward = functools.partial(type(model).forward, model)  # type: ignore[method-assign]
 
@@ -242,7 +242,7 @@ def test_a_forward_that_was_replaced_is_refused_or_left() -> None:
         normscope.fuse(model)
 
 
-def test_another_activation_of_the_same_layer_is_named() -> None:
+def test_another_activation_for_a_fused_layer_is_refused() -> None:
     model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))
     normscope.fuse(model)
     normscope.fuse(model)
@@ -252,7 +252,7 @@ def test_another_activation_of_the_same_layer_is_named() -> None:
         normscope.fuse(model)
 
 
-def test_nothing_to_fuse_is_a_warning() -> None:
+def test_nothing_to_fuse_causes_a_warning() -> None:
     x = torch.randn(4, 3, 2, 2)
     for model, message in (
         (normscope.convert(nn.Sequential(nn.BatchNorm2d(3))), "got none in Sequential$"),
@@ -273,7 +273,7 @@ def test_fusing_twice_warns_and_changes_nothing() -> None:
     assert torch.equal(again(x), fused(x))
 
 
-def test_a_fused_model_compiles() -> None:
+def test_a_fused_model_can_be_compiled() -> None:
     fused = normscope.fuse(model_of())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own warnings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers under torch.fx: calls of a module in the graph, as torch.nn's are."""
+"""Layers under torch.fx: they are module calls in the graph, like those of torch.nn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_is_a_call_of_a_module(training: bool) -> None:  # noqa: FBT001
+def test_a_layer_is_a_module_call(training: bool) -> None:  # noqa: FBT001
     net = model().train(training)
 
     graph = fx.symbolic_trace(net).graph
@@ -37,7 +37,7 @@ def test_a_layer_is_a_call_of_a_module(training: bool) -> None:  # noqa: FBT001
     assert {node.op for node in graph.nodes} == {"placeholder", "call_module", "output"}
 
 
-def test_tracing_leaves_the_layers_as_they_were() -> None:
+def test_tracing_does_not_change_the_layers() -> None:
     net = model()
     before = copy.deepcopy(net)
 
@@ -48,7 +48,7 @@ def test_tracing_leaves_the_layers_as_they_were() -> None:
     pickle.loads(pickle.dumps(net))
 
 
-def test_what_was_traced_trains_and_evaluates_as_the_model() -> None:
+def test_a_traced_model_trains_and_evaluates_like_the_original() -> None:
     net, x = model(), batch()
     alone = copy.deepcopy(net)
     traced = fx.symbolic_trace(net)
@@ -76,7 +76,7 @@ def test_a_residual_is_an_argument_of_the_call() -> None:
     assert torch.equal(traced(x), block(x))
 
 
-def test_a_feature_can_be_taken_out() -> None:
+def test_a_feature_can_be_extracted() -> None:
     net, x = model(), batch()
     traced = fx.symbolic_trace(net)
     node = next(node for node in traced.graph.nodes if node.target == "1")
@@ -106,7 +106,7 @@ class WholeLayers(fx.Tracer):
         )
 
 
-def test_a_forward_of_one_s_own_is_not_put_into_a_graph_twice() -> None:
+def test_a_layer_that_overrides_forward_is_not_traced() -> None:
     net = nn.Sequential(Doubled(2, scope="local"))
     x = batch()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled graphs: the bits of eager mode, exchanges in one order, and none of them twice."""
+"""Compiled graphs: the bits of eager mode, and exchanges in a fixed order without repetition."""
 
 import copy
 import warnings
@@ -29,7 +29,7 @@ def _graphs_of_their_own() -> Iterator[None]:
 
 
 class Residual(nn.Module):
-    """Layers of which two do not depend on each other."""
+    """A network in which two layers do not depend on each other."""
 
     def __init__(self, scope: str = "local") -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Residual(nn.Module):
 
 
 def step(net: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-    """All that comes out of a training step."""
+    """Return all results of a training step."""
     x = x.clone().requires_grad_()
     y = call(x)
     torch.autograd.backward(y.float().square().sum())
@@ -61,7 +61,7 @@ def compiled_like_eager(net: nn.Module, x: torch.Tensor, **options: Any) -> bool
     return all(map(torch.equal, got, step(theirs, theirs, x)))
 
 
-# A compiler of this kind runs the graph's operations one by one, each rounded as in eager mode.
+# This compiler runs the operations of the graph one by one, and rounds each as in eager mode.
 BIT_TRUE: dict[str, Any] = {"backend": "aot_eager"}
 
 
@@ -90,13 +90,15 @@ def test_a_decomposed_layer_has_the_bits_of_eager_mode(scope: str, dtype: torch.
         (torch.float64, normscope.BatchNorm2d(5, scope="local").double()),
     ],
 )
-def test_so_has_one_with_other_arguments(dtype: torch.dtype, layer: nn.Module) -> None:
+def test_decomposed_layers_with_other_arguments_have_the_bits_of_eager_mode(
+    dtype: torch.dtype, layer: nn.Module
+) -> None:
     torch.manual_seed(0)
 
     assert compiled_like_eager(layer, torch.randn(4, 5, 3, 3, dtype=dtype), **BIT_TRUE)
 
 
-def test_an_empty_batch_passes_through_a_graph() -> None:
+def test_an_empty_batch_can_run_through_a_graph() -> None:
     net = nn.Sequential(normscope.BatchNorm2d(5, scope="slices:2"), nn.ReLU())
 
     assert compiled_like_eager(net, torch.zeros(0, 5, 3, 3), **BIT_TRUE)
@@ -114,7 +116,7 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: t
 
 
 def ops_of(net: nn.Module, x: torch.Tensor) -> tuple[list[str], list[str]]:
-    """Names of the ops in forward's and in backward's graph, in their order."""
+    """Return the names of the ops in the forward and backward graphs, in order."""
     names: list[list[str]] = [[], []]
 
     def into(number: int) -> Callable[..., Any]:
@@ -142,14 +144,14 @@ def normscopes(names: list[str]) -> list[str]:
             name.startswith("normscope.")]  # fmt: skip
 
 
-def test_what_is_elementwise_is_left_to_the_compiler() -> None:
+def test_elementwise_operations_are_left_to_the_compiler() -> None:
     forward, backward = ops_of(Residual(), torch.randn(2, 3, 5, 5))
 
     assert normscopes(forward) == ["batch_norm_statistics"] * 3
     assert normscopes(backward) == ["batch_norm_gradient_sums"] * 3
 
 
-def test_exact_graphs_keep_layers_whole_and_the_mode_compiles_anew() -> None:
+def test_exact_graphs_have_one_op_per_layer_and_a_new_mode_recompiles() -> None:
     net, x = Residual(), torch.randn(2, 3, 5, 5)
     with normscope.exact_graphs():
         forward, backward = ops_of(net, x)
@@ -179,7 +181,7 @@ def test_no_exchange_is_repeated_to_save_memory(ranks: RankPool, budget: float) 
 
 
 def bytes_kept(net: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> int:
-    """By autograd between forward and backward, apart from parameters."""
+    """Return the bytes that autograd saves for backward, without parameters."""
     parameters = {p.data_ptr() for p in net.parameters()} | {x.data_ptr()}
     kept: dict[int, int] = {}
 
@@ -194,7 +196,7 @@ def bytes_kept(net: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tenso
     return sum(kept.values())
 
 
-def test_a_graph_keeps_no_more_for_backward_than_eager_mode() -> None:
+def test_a_graph_saves_no_more_for_backward_than_eager_mode() -> None:
     net, x = Residual(), torch.randn(2, 3, 16, 16)
     backend = aot_autograd(
         fw_compiler=lambda graph, _: graph,
@@ -206,7 +208,7 @@ def test_a_graph_keeps_no_more_for_backward_than_eager_mode() -> None:
 
 
 def chain_of_exchanges() -> list[list[bool]]:
-    """Whether each exchange needs what came of the one before, in forward and in backward."""
+    """Return whether each exchange depends on the one before, in forward and in backward."""
     net, x = Residual("world"), torch.randn(2, 3, 5, 5)
     needs: list[list[bool]] = []
 
@@ -231,7 +233,7 @@ def test_exchanges_of_branches_have_the_order_of_the_program(ranks: RankPool) ->
 
 
 def steps_on_unequal_ranks(options: dict[str, Any]) -> tuple[int, bool]:
-    """Graphs that differ by rank; exchanges, and whether a rank has what eager mode has."""
+    """Run different graphs on the ranks; return the exchanges, and whether results are right."""
     torch.manual_seed(0)
     net = Residual(scope="world")
     torch.manual_seed(distributed.get_rank())
@@ -242,7 +244,7 @@ def steps_on_unequal_ranks(options: dict[str, Any]) -> tuple[int, bool]:
     before = normscope.communication_counters().calls
     step(net, compiled, x)
     calls = normscope.communication_counters().calls - before
-    # Convolutions of 72 products and sums over the batch, in another order: float32's 1.2e-7.
+    # Convolutions of 72 products and sums over the batch in a different order, with eps 1.2e-7.
     return calls, all(
         torch.allclose(a.float(), b.float(), rtol=0, atol=1e-4 * b.float().abs().amax().item())
         for a, b in zip(got, expected, strict=True)
@@ -252,7 +254,7 @@ def steps_on_unequal_ranks(options: dict[str, Any]) -> tuple[int, bool]:
 @pytest.mark.parametrize(
     "options", [BIT_TRUE, pytest.param({"dynamic": True}, marks=pytest.mark.slow)]
 )
-def test_ranks_whose_graphs_differ_meet_in_the_same_exchanges(
+def test_ranks_with_different_graphs_make_the_same_exchanges(
     ranks: RankPool, options: dict[str, Any]
 ) -> None:
     for calls, equal in ranks.run(2, steps_on_unequal_ranks, options, hang_seconds=400):
@@ -279,7 +281,7 @@ def test_data_parallel_graphs_have_the_bits_of_eager_mode(ranks: RankPool) -> No
     assert ranks.run(2, parallel_and_compiled, hang_seconds=400) == [True, True]
 
 
-def test_the_op_of_statistics_changes_nothing_it_is_given() -> None:
+def test_the_statistics_op_does_not_change_its_arguments() -> None:
     buffers = (torch.zeros(3), torch.ones(3), torch.tensor(7))
     x = torch.randn(6, 3, 4, 5)
     _, _, *new = torch.ops.normscope.batch_norm_statistics(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing that Python can pass ends the process: what is wrong is refused by name."""
+"""No argument from Python can crash the process: errors name the argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST = 2**63 - 1
 
 
 def arguments(device: str) -> dict[str, Any]:
-    """What all ops take, as it should be."""
+    """Return valid arguments for all ops."""
     x = torch.randn(N, C, 5, device=device)
     channels = torch.ones(C, device=device)
     return {
@@ -66,7 +66,7 @@ TAKES = {
 
 
 def damaged(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensor with something wrong each."""
+    """Return damaged variants of the tensor, by the kind of damage."""
     other = "cpu" if tensor.device.type == "meta" else "meta"
     wrong = {
         "dtype": tensor.to(torch.int32),
@@ -88,14 +88,14 @@ CASES = [
     for op, names in TAKES.items()
     for name in names
     for damage in damaged(arguments("cpu")[name])
-    # One number in one dimension is one number.
+    # For a single number, one dimension is as good as none.
     if not (name == "num_batches_tracked" and damage == "dimensions")
 ]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("op", "name", "damage"), CASES)
-def test_an_argument_that_does_not_fit_is_named(
+def test_an_argument_that_does_not_match_is_named(
     op: Any,  # noqa: ANN401
     name: str,
     damage: str,
@@ -105,7 +105,7 @@ def test_an_argument_that_does_not_fit_is_named(
     op(given)
     given[name] = damaged(given[name])[damage]
     if name == "statistics" and damage == "more" and device == "meta":
-        return  # how many slices there are may be a symbol there
+        return  # the number of slices may be symbolic there
 
     with pytest.raises((RuntimeError, ValueError), match=rf"\b{name}\b|slices"):
         op(given)
@@ -122,7 +122,7 @@ def test_statistics_of_another_layout_are_refused(op: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("count", [5, 2**31, 2**62, LARGEST - 2, LARGEST - 1, LARGEST])
-def test_more_slices_than_samples_are_as_many_as_samples(count: int) -> None:
+def test_the_number_of_slices_is_limited_to_the_number_of_samples(count: int) -> None:
     x = torch.randn(N, C, 5)
     y = normscope.BatchNorm1d(C, scope=f"slices:{count}")(x)
     expected = normscope.BatchNorm1d(C, scope=f"slices:{N}")(x)
@@ -139,7 +139,7 @@ def test_more_slices_than_samples_can_be_traced(count: int) -> None:
 
 
 def hostile_scopes(seed: int, how_many: int) -> list[str]:
-    """Damaged scopes: pieces of good ones, numbers at the ends of their range, odd characters."""
+    """Make damaged scopes: pieces of valid ones, extreme numbers, and odd characters."""
     choose = random.Random(seed)
     pieces = [
         *(
@@ -177,7 +177,7 @@ def hostile_scopes(seed: int, how_many: int) -> list[str]:
     return ["".join(choose.choices(pieces, k=choose.randint(0, 6))) for _ in range(how_many)]
 
 
-def test_no_scope_does_more_than_raise_a_value_error() -> None:
+def test_any_scope_is_valid_or_raises_a_value_error() -> None:
     x = torch.randn(N, C, 5)
     for text in hostile_scopes(seed=0, how_many=3000):
         try:

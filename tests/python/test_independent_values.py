@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a norm batch is worth, estimated from the moments of its parts."""
+"""The number of independent values of a norm batch, estimated from the moments of its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = 8
 
 
 def _values(make: Callable[[], torch.Tensor], parts: int, batches: int = BATCHES) -> float:
-    """Mean of many estimates, each of some batches."""
+    """Return the mean of many estimates, each from several batches."""
     estimates = []
     for _ in range(20):
         moments = PartMoments.of(make(), parts)
@@ -29,8 +29,8 @@ def _values(make: Callable[[], torch.Tensor], parts: int, batches: int = BATCHES
     return sum(estimates) / len(estimates)
 
 
-# The mean of 20 estimates, each from 64 channels, 4 parts and 8 batches, is known to a percent or
-# two; the estimator's bias is of the order of one part in 32.
+# The mean of 20 estimates, each from 64 channels, 4 parts and 8 batches, is accurate to one or two
+# percent; the bias of the estimator is about 1/32.
 @pytest.mark.parametrize("values", [2, 4, 16])
 def test_independent_normal_values_are_counted(values: int) -> None:
     torch.manual_seed(0)
@@ -48,17 +48,17 @@ def test_values_that_are_repeated_count_once() -> None:
     assert worth == pytest.approx(4, rel=0.06)
 
 
-def test_images_with_a_constant_of_their_own_are_worth_few_values() -> None:
+def test_images_with_different_constants_are_worth_few_values() -> None:
     torch.manual_seed(0)
 
-    # Half of the variance is the image's own: the other half of 100 positions is as good as known.
-    # q / V has the variance 2 (1/2)^2 / n for n images.
+    # Half of the variance is between images. The other half, over 100 positions per image, has
+    # almost no error. q / V has the variance 2 (1/2)^2 / n for n images.
     worth = _values(lambda: torch.randn(16, 64, 1) + torch.randn(16, 64, 100), parts=4)
 
     assert worth == pytest.approx(16, rel=0.1)
 
 
-def test_a_wider_part_is_worth_as_much_more() -> None:
+def test_the_number_grows_with_the_width_of_a_part() -> None:
     torch.manual_seed(0)
     moments = PartMoments.of(torch.randn(32 * 8, 256), 64)
 
@@ -85,11 +85,11 @@ def test_uneven_and_empty_parts_count_by_their_size() -> None:
         assert values is not None
         estimates.append(values.value)
 
-    # 16 values in three parts.
+    # There are 16 values in three parts.
     assert sum(estimates) / len(estimates) == pytest.approx(16 / 3, rel=0.08)
 
 
-def test_a_channel_without_variance_says_nothing() -> None:
+def test_a_channel_without_variance_is_ignored() -> None:
     torch.manual_seed(0)
     x = torch.randn(16, 2)
 
@@ -125,6 +125,6 @@ def test_moments_are_those_of_the_elements(dtype: torch.dtype, layout: str) -> N
         of_channels = part.transpose(0, 1).flatten(1)
         mean, var = row[1:].chunk(2)
         assert row[0] == of_channels.shape[1]
-        # Sums of float32 about a pivot, of 37 roundings at most.
+        # Sums in float32 about a pivot, with at most 37 roundings.
         torch.testing.assert_close(mean, of_channels.mean(1), rtol=0, atol=1e-5)
         torch.testing.assert_close(var, of_channels.var(1, correction=0), rtol=0, atol=1e-4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uneven ranks train as torch.nn's layers do on the joined batch, in float64."""
+"""Ranks with unequal batches train like torch.nn's layers on the joined batch, in float64."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def batch(shape: tuple[int, ...], step: int, last: bool) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: FBT001
-    """The joined input of a step, off-centre, and the gradient of its output."""
+    """Return the joined input of a step, with a nonzero mean, and the gradient of its output."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(shape, generator=generator, dtype=torch.float64) * 3 + 7
     dy = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -42,7 +42,7 @@ def batch(shape: tuple[int, ...], step: int, last: bool) -> tuple[torch.Tensor, 
 def train(
     layer: torch.nn.Module, shape: tuple[int, ...], part: slice, *, last: bool, sums: bool
 ) -> Tensors:
-    """Five optimizer steps on this part of the joined batches."""
+    """Run five optimizer steps on this part of the joined batches."""
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3) if [*layer.parameters()] else None
     seen: Tensors = {}
     for step in range(STEPS):
@@ -92,7 +92,7 @@ def train_rank(
         ((2, 3), (4, 5), {"bias": False}, False),
     ],
 )
-def test_ranks_train_as_torch_on_the_joined_batch(
+def test_ranks_train_like_torch_on_the_joined_batch(
     ranks: RankPool,
     sizes: tuple[int, ...],
     extent: tuple[int, ...],
@@ -126,7 +126,7 @@ def gradient_of_two_forwards_of_rank(sizes: tuple[int, ...]) -> torch.Tensor:
     return gradient_of_two_forwards(layer, split_of(sizes, distributed.get_rank()))
 
 
-def test_two_forwards_before_one_backward_are_torch_s_on_the_joined_batch(ranks: RankPool) -> None:
+def test_two_forwards_before_one_backward_match_torch_on_the_joined_batch(ranks: RankPool) -> None:
     sizes = (2, 3)
     expected = gradient_of_two_forwards(torch.nn.BatchNorm1d(3, dtype=torch.float64), slice(None))
 

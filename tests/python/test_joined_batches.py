@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with different numbers of batches train as one process that has them joined."""
+"""Ranks with different numbers of batches train like one process with the joined batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = [
     ((), (2, 1, 4), (), (1, 6, 0, 3)),
 ]
 
-# Of the largest entry, in float64 (eps 2e-16): a few steps of a net of three layers amplify little.
+# Relative to the largest entry, in float64 (eps 2e-16): a few steps of three layers amplify little.
 RELATIVE = 1e-10
 
 Samples = tuple[torch.Tensor, torch.Tensor]
@@ -95,7 +95,7 @@ def joined_by_hand(sizes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Samples
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("buffers", ["broadcast", "own"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_ranks_with_different_numbers_of_batches_train_as_one_process(
+def test_ranks_with_different_numbers_of_batches_train_like_one_process(
     ranks: RankPool, sizes: tuple[tuple[int, ...], ...], buffers: str, transport: str
 ) -> None:
     net = network()
@@ -118,7 +118,9 @@ def steps_of_rank(sizes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[int, .
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_all_ranks_make_as_many_steps_and_weigh_alike(ranks: RankPool, transport: str) -> None:
+def test_all_ranks_have_the_same_number_of_steps_and_the_same_weights(
+    ranks: RankPool, transport: str
+) -> None:
     sizes = ((2,), (3, 0), ())
 
     answers = ranks.run(3, steps_of_rank, sizes, environment=environment(transport))
@@ -128,7 +130,7 @@ def test_all_ranks_make_as_many_steps_and_weigh_alike(ranks: RankPool, transport
         [(3, 2), (0, 2)],
         [(0, 2), (0, 2)],
     ]
-    # 3 ranks over 5 samples; nobody has one in the second step.
+    # 3 ranks and 5 samples; no rank has a sample in the second step.
     assert [[weight for _, weight in steps] for steps in answers] == [[3 / 5, 0.0]] * 3
 
 
@@ -136,7 +138,7 @@ def steps_of_ranks_without_batches() -> int:
     return len(list(normscope.joined([])))
 
 
-def test_nobody_steps_where_nobody_has_a_batch(ranks: RankPool) -> None:
+def test_without_any_batches_there_are_no_steps(ranks: RankPool) -> None:
     assert ranks.run(3, steps_of_ranks_without_batches) == [0] * 3
 
 
@@ -145,7 +147,7 @@ def second_loop() -> list[int]:
     return [len(list(normscope.joined(own, like=torch.zeros(1)))) for _ in range(3)]
 
 
-def test_each_epoch_has_a_loop_of_its_own(ranks: RankPool) -> None:
+def test_each_epoch_can_have_its_own_loop(ranks: RankPool) -> None:
     assert ranks.run(3, second_loop) == [[2, 2, 2]] * 3
 
 
@@ -153,7 +155,7 @@ def without_like() -> tuple[str, float]:
     own = [torch.ones(2, 1)] if distributed.get_rank() == 1 else []
     with pytest.raises(ValueError, match="like") as caught:
         list(normscope.joined(own))
-    # An argument was wrong, so that nothing is broken.
+    # Only an argument was wrong: the group still works.
     y = normscope.BatchNorm1d(1)(torch.full((1, 1), float(distributed.get_rank())))
     return str(caught.value), y.sum().item()
 
@@ -223,7 +225,7 @@ def leave_alone(then: str) -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_leaves_the_loop_alone_is_named_at_the_time_limit(
+def test_a_rank_that_leaves_the_loop_alone_is_named_after_the_time_limit(
     ranks: RankPool, transport: str
 ) -> None:
     limit = {"NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS)}
@@ -246,7 +248,7 @@ def test_a_rank_that_leaves_the_loop_for_a_layer_is_named_at_once(
 
 
 def messages_of_the_program_under_way() -> list[float]:
-    """They begin before the loop on one rank, and within it on the other."""
+    """Begin a message before the loop on one rank, and within the loop on the other."""
     sums = torch.ones(64)
     work = distributed.all_reduce(sums, async_op=True) if distributed.get_rank() == 0 else None
     weights = []
@@ -260,13 +262,13 @@ def messages_of_the_program_under_way() -> list[float]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_program_s_own_messages_are_not_met(ranks: RankPool, transport: str) -> None:
+def test_the_program_s_own_messages_are_not_mixed_up(ranks: RankPool, transport: str) -> None:
     answers = ranks.run(2, messages_of_the_program_under_way, environment=environment(transport))
 
     assert answers == [[0.5, 0.5, 128.0]] * 2
 
 
-def test_without_a_process_group_a_rank_has_its_own_batches_alone() -> None:
+def test_without_a_process_group_there_are_only_the_rank_s_own_batches() -> None:
     own = [torch.randn(4, 2), torch.randn(1, 2)]
 
     steps = list(normscope.joined(own))
@@ -315,26 +317,26 @@ Build = Callable[[torch.Tensor], Any]
         lambda x: [Record(x, 3), {"pair": Pair(x, "name")}],
     ],
 )
-def test_an_empty_batch_has_the_structure_of_the_other(build: Build) -> None:
+def test_an_empty_batch_has_the_structure_of_the_original(build: Build) -> None:
     x = torch.ones(4, 3, 5, dtype=torch.bfloat16)
     batch = build(x)
 
     got = normscope.empty_batch_like(batch)
 
     assert type(got) is type(batch)
-    # Text shows an empty tensor's size and dtype, and everything else there is.
+    # The repr of an empty tensor contains its size and dtype.
     assert repr(got) == repr(build(torch.empty(0, 3, 5, dtype=torch.bfloat16)))
     assert x.shape == (4, 3, 5)
 
 
-def test_an_empty_batch_of_a_mapping_that_cannot_change_is_a_mapping() -> None:
+def test_an_immutable_mapping_can_be_emptied() -> None:
     got = normscope.empty_batch_like(MappingProxyType({"x": torch.ones(4, 3)}))
 
     assert isinstance(got, MappingProxyType)
     assert got["x"].shape == (0, 3)
 
 
-def test_an_empty_tensor_keeps_what_is_no_sample_and_no_memory() -> None:
+def test_an_empty_tensor_keeps_its_other_sizes_and_shares_no_memory() -> None:
     x = torch.ones(4, 3, 5, 5, requires_grad=True).to(memory_format=torch.channels_last)
     scale = torch.tensor(2.0)
 

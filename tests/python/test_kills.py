@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are killed, stopped, or run for long, over every transport."""
+"""Ranks that are killed, stopped, or run for a long time, over every transport."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "normscope"])
 def train_until_an_error(
     store: str, rank: int, size: int, scope: str, transport: str, connection: Connection
 ) -> None:
-    """Tell when steps begin, then what ended them and when."""
+    """Report the start of the steps, then the error that ended them and the time."""
     os.environ["NORMSCOPE_SHARED_MEMORY"] = TRANSPORTS[transport]
     torch.set_num_threads(1)
     connect_ranks(store, rank, size, LIMIT_SECONDS)
@@ -47,12 +47,12 @@ def train_until_an_error(
             net(torch.randn(8, 4)).sum().backward()
     except distributed.DistError as error:
         connection.send((str(error), time.monotonic()))
-    # The group would wait for the dead.
+    # A normal exit would wait for the dead rank.
     os._exit(0)
 
 
 def answers_of(connections: list[Connection]) -> list[object]:
-    """One of each, of those that do not hang."""
+    """Return the next answer of each rank, and fail if one hangs."""
     deadline = time.monotonic() + LIMIT_SECONDS / 2
     for connection in connections:
         assert wait([connection], timeout=max(0.0, deadline - time.monotonic())), "a rank hangs"
@@ -60,7 +60,7 @@ def answers_of(connections: list[Connection]) -> list[object]:
 
 
 def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[str, float]]:
-    """What peers of a rank that is killed raise, and after how many seconds."""
+    """Return the errors of the other ranks after one is killed, with the seconds until then."""
     size = 3
     moment = random.Random(number).uniform(0.0, 0.02)
     with tempfile.TemporaryDirectory(prefix="normscope-kills-") as folder:
@@ -93,7 +93,7 @@ def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[s
     return seconds
 
 
-# Over Gloo a rank waits two seconds for the answers of the dead; several worlds wait at once.
+# Over Gloo, a rank waits two seconds for answers of dead ranks. Several worlds wait in parallel.
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "seconds"), [("shared memory", 2.0), ("gloo", 8.0)])
 @pytest.mark.parametrize(("scope", "kills"), [("world", 70), ("group:2", 30)])
@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_is_named_to_its_peers(
 
     for errors in runs:
         for text, after in errors:
-            # Over Gloo a peer may be late to say that it is there.
+            # Over Gloo, the answer of a living rank may be late.
             assert re.search(
                 r"rank 1 (of . )?(has died|is not there)|ranks .*1.* are not there", text
             )
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_is_named_to_its_peers(
 
 
 def rank_1_is_stopped_for(seconds: float) -> float:
-    """As by Ctrl-Z, or by a machine that swaps: late, and nothing else."""
+    """Stop rank 1 for a while, as Ctrl-Z or a swapping machine would."""
     layer = normscope.BatchNorm1d(4)
     layer(torch.randn(8, 4))
     store = distributed.distributed_c10d._get_default_store()
@@ -148,7 +148,7 @@ def resident_bytes() -> int:
 
 
 def growth_over(steps: int) -> tuple[int, int]:
-    """Of memory in bytes and of descriptors, after a tenth of the steps."""
+    """Return the growth of memory in bytes and of open descriptors after a tenth of the steps."""
     net = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(8)), "world")
     x = torch.randn(4, 8)
 
@@ -171,5 +171,5 @@ def test_twenty_thousand_steps_grow_nothing(ranks: RankPool, transport: str) -> 
     answers = ranks.run(2, growth_over, 20_000, environment=environment, hang_seconds=280.0)
 
     for memory, files in answers:
-        assert memory < 2**20  # 58 bytes a step
+        assert memory < 2**20  # 58 bytes per step
         assert files <= 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning gives layers a scope by a plugin, for the time of a fit."""
+"""A plugin for Lightning gives layers a scope for the duration of a fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
-    """A fit by Lightning of a model without a scope: its classes while and after, and its state."""
+    """Fit a model with Lightning; return its scopes during the fit, and classes and state after."""
     import lightning
 
     from normscope.lightning import ScopeSync
@@ -77,7 +77,7 @@ def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
     }
 
 
-def test_layers_have_the_scope_during_the_fit_alone(ranks: RankPool, tmp_path: Path) -> None:
+def test_layers_have_the_scope_only_during_the_fit(ranks: RankPool, tmp_path: Path) -> None:
     answers = ranks.run(2, fit, str(tmp_path), "world", None)
 
     for answer in answers:
@@ -87,7 +87,7 @@ def test_layers_have_the_scope_during_the_fit_alone(ranks: RankPool, tmp_path: P
     assert all(map(torch.equal, mine.values(), theirs.values()))
 
 
-def test_the_fit_is_that_of_the_joined_batch(ranks: RankPool, tmp_path: Path) -> None:
+def test_the_fit_matches_the_joined_batch(ranks: RankPool, tmp_path: Path) -> None:
     [got, _] = ranks.run(2, fit, str(tmp_path), "world", None)
 
     net = network()
@@ -98,12 +98,12 @@ def test_the_fit_is_that_of_the_joined_batch(ranks: RankPool, tmp_path: Path) ->
         (net(x).sub(1).square().sum() / 2).backward()  # DistributedDataParallel averages
         optimizer.step()
     for name, value in net.state_dict().items():
-        # In float64 (eps 2e-16): three steps of a net of two layers amplify little.
+        # In float64 (eps 2e-16): three steps of two layers amplify little.
         allowed = 1e-10 * value.abs().amax().item()
         torch.testing.assert_close(got["state"][name], value, rtol=0, atol=allowed, msg=name)
 
 
-def test_names_choose_layers(ranks: RankPool, tmp_path: Path) -> None:
+def test_patterns_select_layers_by_name(ranks: RankPool, tmp_path: Path) -> None:
     answers = ranks.run(2, fit, str(tmp_path), "local", "net.4")
 
     assert [answer["scopes"] for answer in answers] == [[["local", None]] * STEPS] * 2

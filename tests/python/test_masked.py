@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks: as torch's layer on the values that count, with the bits of ours on them."""
+"""Masks: the results of torch's layer, and the bits of normscope's, on the values that count."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 def masked_input(
     shape: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An input far from zero, and a mask of about half of it."""
+    """Return an input far from zero, and a mask of about half of it."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64) * 2 + 5
     mask = torch.rand(shape[0], 1, *shape[2:], generator=generator) > 0.5
@@ -44,7 +44,7 @@ def masked_input(
 
 
 def with_trash(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What is masked replaced by what must not get out."""
+    """Replace the masked values by values that would be visible in the results."""
     trash = torch.tensor(TRASH, dtype=x.dtype).repeat(x.numel())[: x.numel()]
     return torch.where(mask, x, trash.view(x.shape))
 
@@ -54,7 +54,7 @@ def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def step(layer: _BatchNorm, x: torch.Tensor, **keywords: Any) -> Tensors:  # noqa: ANN401
-    """A forward, and a backward whose gradient is no constant; gradients are new ones."""
+    """Run a forward, and a backward with a non-constant gradient; return the new gradients."""
     x = x.detach().requires_grad_()
     y = layer(x, **keywords)
     dy = y.detach().double().sin().to(y.dtype)
@@ -72,7 +72,7 @@ def calls() -> int:
 
 
 def assert_as_on_rows(got: Tensors, rows: Tensors, mask: torch.Tensor, *, bits: bool) -> None:
-    """As a step on the rows, and zeros elsewhere."""
+    """Assert that a step agrees with one on the rows, and is zero elsewhere."""
     for name, value in got.items():
         wanted = rows[name]
         if name in ("y", "dx"):
@@ -86,7 +86,9 @@ def assert_as_on_rows(got: Tensors, rows: Tensors, mask: torch.Tensor, *, bits: 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("momentum", [0.3, None])
-def test_a_step_is_torch_s_on_what_counts(shape: tuple[int, ...], momentum: float | None) -> None:
+def test_a_step_agrees_with_torch_on_what_counts(
+    shape: tuple[int, ...], momentum: float | None
+) -> None:
     x, mask = masked_input(shape)
     theirs = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
     ours = LAYERS[len(shape)](3, momentum=momentum, dtype=torch.float64)
@@ -98,7 +100,7 @@ def test_a_step_is_torch_s_on_what_counts(shape: tuple[int, ...], momentum: floa
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_bits_are_ours_on_the_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_step_has_the_bits_of_one_on_the_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, mask = masked_input(shape, dtype)
     layer = LAYERS[len(shape)](3, dtype=torch.float64 if dtype == torch.float64 else None)
     alone = normscope.BatchNorm(3, dtype=layer.weight.dtype)
@@ -110,7 +112,7 @@ def test_bits_are_ours_on_the_rows(shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_mask_of_ones_is_none_but_for_roundings(training: bool) -> None:  # noqa: FBT001
+def test_a_mask_of_ones_only_changes_roundings(training: bool) -> None:  # noqa: FBT001
     x, mask = masked_input((6, 3, 5, 4))
     for scope in ("world", "slices:3"):
         layer = normscope.BatchNorm2d(3, scope=scope, dtype=torch.float64).train(training)
@@ -157,7 +159,7 @@ def reference_on_slices(
 @pytest.mark.parametrize("slice_stats", get_args(SliceStats))
 @pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize("hidden", [None, 0, 1])
-def test_slices_are_of_samples(
+def test_slices_are_cut_by_samples(
     slice_stats: SliceStats, momentum: float | None, hidden: int | None
 ) -> None:
     x, mask = masked_input((7, 3, 5, 4))  # slices of 3, 3 and 1 samples
@@ -200,7 +202,7 @@ def test_one_value_raises_and_updates_nothing(scope: str) -> None:
 
 
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
-def test_where_nothing_counts_nothing_is_updated(scope: str) -> None:
+def test_a_mask_of_zeros_updates_nothing(scope: str) -> None:
     layer = normscope.BatchNorm2d(3, scope=scope)
     x, mask = masked_input((4, 3, 5, 4), torch.float32)
     before = copy.deepcopy(layer.state_dict())
@@ -237,7 +239,7 @@ def step_of_rank(
         ("world", (2, 2), (0, 1)),
     ],
 )
-def test_ranks_are_exact_and_each_exchanges_whatever_is_masked(
+def test_ranks_are_exact_and_exchange_whatever_is_masked(
     ranks: RankPool, scope: str, sizes: tuple[int, ...], hidden: tuple[int, ...]
 ) -> None:
     x, mask = masked_input((sum(sizes), 3, 5, 4), torch.float32)
@@ -258,7 +260,7 @@ def test_ranks_are_exact_and_each_exchanges_whatever_is_masked(
             assert got[name][~own.expand_as(got[name])].count_nonzero() == 0
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             assert torch.equal(got[name], expected[name])
-        assert made == (2 if scope == "world" else 3)  # the agreement on samples is one
+        assert made == (2 if scope == "world" else 3)  # one to agree on the number of samples
         assert seen == rows.numel()
         begin = end
 
@@ -289,7 +291,7 @@ def test_peers_of_a_rank_whose_mask_is_wrong_are_told(ranks: RankPool) -> None:
         (lambda mask: mask.to("meta"), "x's device, cpu, got meta"),
     ],
 )
-def test_what_is_wrong_with_a_mask_is_named(
+def test_a_mask_that_does_not_match_is_refused(
     training: bool,  # noqa: FBT001
     change: Any,  # noqa: ANN401
     message: str,
@@ -305,7 +307,7 @@ def test_what_is_wrong_with_a_mask_is_named(
         layer(x[:, :2], mask=mask)
 
 
-def test_slices_may_be_more_than_any_batch_has_and_their_rule_is_checked() -> None:
+def test_slices_may_outnumber_the_samples_and_their_rule_is_checked() -> None:
     x, mask = masked_input((4, 3, 5, 4))
 
     def call(count: int, slice_stats: Any) -> torch.Tensor:  # noqa: ANN401

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks beside all else that a layer does: activations, evaluation, graphs, checkpointing."""
+"""Masks combined with other features: activations, evaluation, graphs, checkpointing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seeded() -> None:
 
 
 def inputs(dtype: torch.dtype = torch.float32, count: int = 2) -> list[torch.Tensor]:
-    """A mask [6, 1, 5, 4], and inputs that are not finite where it is False."""
+    """Return a mask [6, 1, 5, 4], and inputs that are not finite where it is False."""
     mask = torch.rand(6, 1, 5, 4) > 0.5
     trash = torch.tensor([float("nan"), float("inf")], dtype=dtype)
     others = [torch.randn(6, 3, 5, 4, dtype=dtype) + 2 for _ in range(count)]
@@ -41,7 +41,7 @@ def inputs(dtype: torch.dtype = torch.float32, count: int = 2) -> list[torch.Ten
 
 
 def step(layer: nn.Module, call: Call, mask: torch.Tensor, *given: torch.Tensor) -> Any:  # noqa: ANN401
-    """All that comes out of a training step: y, gradients, buffers."""
+    """Return all results of a training step: y, gradients, buffers."""
     leaves = [t.clone().requires_grad_() for t in given]
     y = call(*leaves, mask=mask)
     dy = y.detach().double().sin().to(y.dtype)
@@ -50,7 +50,7 @@ def step(layer: nn.Module, call: Call, mask: torch.Tensor, *given: torch.Tensor)
 
 
 def on_rows(layer: nn.Module) -> Call:
-    """The same by torch's indexing, with a layer for rows [M, C]."""
+    """Return a function that does the same with torch's indexing and a layer for rows [M, C]."""
 
     def call(x: torch.Tensor, *residual: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         taken = [t.expand(x.shape).movedim(1, -1)[mask.squeeze(1)] for t in (x, *residual)]
@@ -88,7 +88,7 @@ def test_an_activation_has_the_bits_of_its_layer_on_rows(
     expected = step(alone.train(training), on_rows(alone), mask, *given)
     if training:
         assert_equal(got, expected)
-    else:  # torch's, whose sums depend on the layout
+    else:  # evaluated by torch, whose sums depend on the layout
         for ours, theirs in zip(got, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
     assert got[0][~mask.expand_as(got[0])].count_nonzero() == 0
@@ -115,14 +115,14 @@ def test_a_residual_broadcasts_and_promotes(
 
     got, expected = step(layer, layer, mask, x, residual), step(plain, parts, mask, x, residual)
 
-    of_residual = 2  # torch's sum, whose order is another
+    of_residual = 2  # torch sums this gradient in a different order
     torch.testing.assert_close(got.pop(of_residual), expected.pop(of_residual))
     assert_equal(got, expected)
     number: Any = 2
     assert torch.equal(layer(x, number, mask=mask), layer(x, torch.tensor(2.0), mask=mask))
 
 
-def test_a_residual_that_is_larger_is_named() -> None:
+def test_a_residual_larger_than_the_input_is_refused() -> None:
     layer = normscope.BatchNormAct2d(3, scope="local")
     mask, x = inputs(count=1)
     words = r"^residual: expected a shape that broadcasts to x's, \[6, 3, 5, 4\], with a mask, got"
@@ -133,7 +133,7 @@ def test_a_residual_that_is_larger_is_named() -> None:
 
 
 @pytest.mark.parametrize("scope", ["world", "slices:3"])
-def test_evaluation_is_torch_s_to_the_bit_and_hides_what_is_masked(scope: str) -> None:
+def test_evaluation_has_torch_s_bits_and_hides_masked_values(scope: str) -> None:
     layer = normscope.BatchNorm2d(3, scope=scope)
     mask, x = inputs(count=1)
     layer(x, mask=mask)
@@ -148,7 +148,7 @@ def test_evaluation_is_torch_s_to_the_bit_and_hides_what_is_masked(scope: str) -
     assert_equal(step(layer.eval(), layer, mask, x), step(theirs, reference, mask, clean))
 
 
-def test_evaluation_without_running_statistics_uses_what_counts_here() -> None:
+def test_evaluation_without_running_statistics_uses_the_unmasked_values() -> None:
     layer = normscope.BatchNorm2d(3, track_running_stats=False).eval()
     theirs = nn.BatchNorm1d(3, track_running_stats=False).eval()
     mask, x = inputs(count=1)
@@ -177,7 +177,7 @@ def test_the_function_has_the_layer_s_bits(training: bool, scope: str, tracked: 
 
 
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
-def test_second_derivatives_are_torch_s_on_rows(scope: str) -> None:
+def test_second_derivatives_agree_with_torch_on_rows(scope: str) -> None:
     mask, x = inputs(torch.float64, 1)
 
     def penalty(call: Call, leaf: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,7 @@ def test_autocast_keeps_the_input_s_dtype() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
-def test_a_compiled_layer_has_the_bits_and_is_compiled_once(training: bool, scope: str) -> None:  # noqa: FBT001
+def test_a_compiled_layer_has_equal_bits_and_is_compiled_once(training: bool, scope: str) -> None:  # noqa: FBT001
     torch.compiler.reset()
     layer = normscope.BatchNormAct2d(3, scope=scope).train(training)
     alone = copy.deepcopy(layer)
@@ -262,7 +262,7 @@ def test_a_scripted_layer_evaluates_with_a_mask() -> None:
         alone(x, mask=mask)
 
 
-def test_a_mask_is_an_argument_of_a_traced_call() -> None:
+def test_a_mask_is_an_argument_of_a_traced_module_call() -> None:
     model = Masked(normscope.BatchNorm2d(3, scope="local"))
     mask, x = inputs(count=1)
 
@@ -273,7 +273,7 @@ def test_a_mask_is_an_argument_of_a_traced_call() -> None:
     assert torch.equal(traced(x, mask), model(x, mask))
 
 
-def test_what_is_masked_is_no_error_to_detect_non_finite() -> None:
+def test_detect_non_finite_ignores_masked_values() -> None:
     layer = normscope.BatchNorm2d(3, scope="slices:2", slice_stats="sequential")
     mask, x = inputs(count=1)
 
@@ -284,7 +284,7 @@ def test_what_is_masked_is_no_error_to_detect_non_finite() -> None:
         with pytest.raises(RuntimeError, match="finite"):
             layer(x, mask=mask)
 
-    # The first slice alone would have been fine.
+    # The first slice alone would not have raised.
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
@@ -301,7 +301,7 @@ def pooled(shares: tuple[int, ...]) -> list[torch.Tensor]:
     return [*answers, layer.running_mean, layer.running_var]  # type: ignore[list-item]
 
 
-def test_running_statistics_of_ranks_weigh_what_counts(ranks: RankPool) -> None:
+def test_running_statistics_are_weighted_by_unmasked_elements(ranks: RankPool) -> None:
     torch.manual_seed(0)
     mask, x = inputs(torch.float64, 1)
     parts = [rows_of(x[part], mask[part]) for part in (slice(0, 2), slice(2, 6))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks if moments are added up: over slices, in a block of accumulate, over replicas."""
+"""Masks with accumulated moments: over slices, in a block of accumulate, over replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seeded() -> None:
 
 
 def masked_input() -> tuple[torch.Tensor, torch.Tensor]:
-    """An input that is not finite where its mask is False."""
+    """Return an input that is not finite where its mask is False."""
     mask = torch.rand(7, 1, 5, 4) > 0.5
     return torch.where(mask, torch.randn(7, 3, 5, 4) + 2, float("nan")), mask
 
@@ -54,7 +54,9 @@ def test_pooled_slices_have_the_statistics_of_one_batch() -> None:
         ("slices:1", "first"),
     ],
 )
-def test_accumulated_batches_are_as_one(scope: str, slice_stats: SliceStats) -> None:
+def test_accumulated_batches_have_the_statistics_of_one_batch(
+    scope: str, slice_stats: SliceStats
+) -> None:
     x, mask = masked_input()
     whole = normscope.BatchNorm2d(3, scope="local")
     layer = normscope.BatchNorm2d(3, scope=scope, slice_stats=slice_stats)
@@ -69,7 +71,7 @@ def test_accumulated_batches_are_as_one(scope: str, slice_stats: SliceStats) -> 
         assert torch.equal(y, alone(part, mask=m))
 
 
-def test_accumulated_first_slices_are_as_one_batch() -> None:
+def test_accumulated_first_slices_have_the_statistics_of_one_batch() -> None:
     x, mask = masked_input()
     whole = normscope.BatchNorm2d(3, scope="local")
     layer = normscope.BatchNorm2d(3, scope="slices:2", slice_stats="first")
@@ -77,7 +79,7 @@ def test_accumulated_first_slices_are_as_one_batch() -> None:
     with normscope.accumulate(layer):
         for part, m in masked_parts(x, mask):
             layer(part, mask=m)
-    firsts = torch.tensor([0, 1, 4, 5])  # of slices of 2 and 2, 2 and 1 samples
+    firsts = torch.tensor([0, 1, 4, 5])  # the first slices; sizes are 2 and 2, then 2 and 1
     whole(x[firsts], mask=mask[firsts])
 
     for name, value in whole.named_buffers():
@@ -90,7 +92,7 @@ def masked_parts(x: torch.Tensor, mask: torch.Tensor) -> Any:  # noqa: ANN401
 
 @pytest.mark.parametrize("activated", [True, False])
 @pytest.mark.parametrize("scope", ["world", "local"])
-def test_replicas_share_what_counts(activated: bool, scope: str) -> None:  # noqa: FBT001
+def test_replicas_share_the_unmasked_values(activated: bool, scope: str) -> None:  # noqa: FBT001
     x, mask = masked_input()
     layer_class = normscope.BatchNormAct2d if activated else normscope.BatchNorm2d
     layer = layer_class(3, scope=scope)
@@ -114,7 +116,7 @@ def test_replicas_share_what_counts(activated: bool, scope: str) -> None:  # noq
 def over_replicas(
     layer: nn.Module, leaves: list[torch.Tensor], mask: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
-    # One number says which part it is.
+    # A single number selects the part.
     parts = list(zip(*(t.split(sizes) for t in (*leaves, mask)), strict=True))
     calls = [
         lambda index, f=replica: f(*parts[int(index)][:-1], mask=parts[int(index)][-1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the memory of outputs is taken from the system."""
+"""How memory for outputs is allocated."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def flags_at(address: int) -> list[str]:
-    """The flags of the mapping that holds an address, as the system abbreviates them."""
+    """Return the flags of the mapping that contains an address, as abbreviated by the system."""
     inside = False
     for line in MAPS.read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

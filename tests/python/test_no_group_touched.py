@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where nothing is shared, torch's results, and no message."""
+"""If nothing is shared, the results are those of torch, and no message is sent."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def test_eval_is_torch_to_the_bit(dim: int, dtype: torch.dtype, keywords: dict[s
 
 
 def eval_while_the_peer_is_away() -> int:
-    """Rank 1 never comes."""
+    """Evaluate on rank 0 only."""
     calls = normscope.communication_counters().calls
     if distributed.get_rank() == 0:
         for tracks in (True, False):
@@ -52,7 +52,7 @@ def eval_while_the_peer_is_away() -> int:
     return normscope.communication_counters().calls - calls
 
 
-def test_eval_and_scopes_within_a_rank_do_not_wait_for_anyone(ranks: RankPool) -> None:
+def test_eval_and_scopes_within_a_rank_do_not_wait(ranks: RankPool) -> None:
     assert ranks.run(2, eval_while_the_peer_is_away) == [0, 0]
 
 
@@ -88,7 +88,7 @@ def bytes_of_a_step() -> int:
 
 
 @pytest.mark.parametrize("transport", ["1", "0"])
-def test_a_step_sends_eighty_bytes_a_channel_and_a_header_each_way(
+def test_a_step_sends_eighty_bytes_per_channel_and_a_header_each_way(
     ranks: RankPool, transport: str
 ) -> None:
     header = 4 * 8

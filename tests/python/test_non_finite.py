@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""normscope.detect_non_finite: nothing is updated, and everyone is told where it began."""
+"""detect_non_finite: nothing is updated, and the error on all ranks names the first rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def state_of(net: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def with_bad(value: float) -> torch.Tensor:
-    """On rank 1 two values are not finite."""
+    """Return an input with two non-finite values on rank 1."""
     x = torch.randn(4, 2)
     if distributed.get_rank() == 1:
         x[1:3, 0] = value
@@ -42,7 +42,7 @@ def with_bad(value: float) -> torch.Tensor:
 
 
 def steps(where: str, value: float, scope: str) -> tuple[str, bool, str]:
-    """The error, whether it left everything as it was, and the next step's error."""
+    """Return the error, whether nothing has changed, and the error of the next step."""
     net = network(scope)
     net(torch.randn(4, 2)).sum().backward()
     before = state_of(net)
@@ -77,7 +77,7 @@ def test_non_finite_values_are_named_before_they_spread(
     assert answers == [(expected, True, "")] * 3
 
 
-def test_ranks_of_another_group_go_on(ranks: RankPool) -> None:
+def test_ranks_of_another_group_continue(ranks: RankPool) -> None:
     answers = ranks.run(4, steps, "x", BAD[0], "group:2")
 
     assert ["2 non-finite on rank 1" in message for message, _, _ in answers] == [
@@ -103,7 +103,7 @@ def differentiate_twice() -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_double_backward_names_the_rank_where_it_began(ranks: RankPool, transport: str) -> None:
+def test_a_double_backward_names_the_first_rank(ranks: RankPool, transport: str) -> None:
     environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
 
     for message, later in ranks.run(3, differentiate_twice, environment=environment):
@@ -114,7 +114,7 @@ def test_a_double_backward_names_the_rank_where_it_began(ranks: RankPool, transp
 
 
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
-def test_a_rank_alone_is_told(scope: str) -> None:
+def test_a_single_rank_raises_too(scope: str) -> None:
     net = network(scope)
     before = state_of(net)
     x = torch.randn(4, 2)
@@ -142,7 +142,7 @@ def rank_1_does_not_look() -> str:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_differ_are_told(ranks: RankPool, transport: str) -> None:
+def test_ranks_with_different_settings_raise(ranks: RankPool, transport: str) -> None:
     environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
 
     for message in ranks.run(2, rank_1_does_not_look, environment=environment):

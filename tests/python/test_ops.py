@@ -115,7 +115,7 @@ def test_opcheck_passes_for_the_ops_of_parts() -> None:
 def test_opcheck_passes_for_a_differentiated_forward(scope: str) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        # torch's own, about a check of its that is yet to come.
+        # torch warns of a check that it does not have yet.
         warnings.filterwarnings("ignore", category=FutureWarning)
         torch.library.opcheck(
             torch.ops.normscope.batch_norm_forward.default,
@@ -211,8 +211,8 @@ def test_a_compiled_full_graph_equals_eager_on_all_ranks(
     for compiled, eager in answers:
         assert len(compiled) == len(eager)
         for got, expected in zip(compiled, eager, strict=True):
-            # Convolutions and means of at most 4 * 49 * 8 products, in another order: at the very
-            # worst 1600 roundings, of float32's 1.2e-7, of the largest entry.
+            # Convolutions and means of at most 4 * 49 * 8 products in a different order: in the
+            # worst case 1600 roundings of 1.2e-7, relative to the largest entry.
             allowed = 1600 * 1.2e-7 * expected.abs().amax().item()
             torch.testing.assert_close(got, expected, rtol=0, atol=allowed)
 
@@ -229,12 +229,12 @@ def compiled_for_any_batch(scope: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scope", ["local", "slices:3", "norm_batch:2"])
-def test_a_graph_for_any_batch_equals_eager(ranks: RankPool, scope: str) -> None:
+def test_a_graph_with_dynamic_batch_size_equals_eager(ranks: RankPool, scope: str) -> None:
     assert ranks.run(1, compiled_for_any_batch, scope, hang_seconds=400) == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_leaves_the_statistics_wide_and_the_dtype_alone(dtype: torch.dtype) -> None:
+def test_autocast_changes_neither_the_statistics_nor_the_dtype(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer, of_torch = normscope.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
     x = (torch.randn(X) + 7).to(dtype).requires_grad_()
@@ -248,7 +248,7 @@ def test_autocast_leaves_the_statistics_wide_and_the_dtype_alone(dtype: torch.dt
     assert x.grad.dtype == dtype
     assert layer.running_mean is not None
     assert layer.running_mean.dtype == torch.float32
-    # Of the values as they are, to float32's roundings: 1e-6 of means that are a tenth of 7.
+    # Relative to exact sums of the 16-bit values, in float32: 1e-6 for means that are a tenth of 7.
     mean = x.detach().double().mean((0, 2, 3))
     torch.testing.assert_close(layer.running_mean.double(), 0.1 * mean, rtol=1e-6, atol=0)
 
@@ -263,11 +263,11 @@ def test_two_forwards_before_one_backward() -> None:
         y.backward()
         gradients.append(x.grad)
 
-    # float64 of condition one: eps is 2e-16.
+    # In float64 (eps 2e-16), condition number one.
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
-def test_inference_mode_trains_the_running_statistics() -> None:
+def test_inference_mode_updates_the_running_statistics() -> None:
     layer = normscope.BatchNorm2d(3)
     with torch.inference_mode():
         y = layer(torch.randn(X) + 1)
@@ -277,7 +277,7 @@ def test_inference_mode_trains_the_running_statistics() -> None:
     assert layer.num_batches_tracked.item() == 1
 
 
-def test_a_change_of_running_statistics_is_seen_by_autograd() -> None:
+def test_autograd_detects_a_change_of_running_statistics() -> None:
     layer = normscope.BatchNorm2d(3).eval()
     x = torch.randn(X, requires_grad=True)
     y = layer(x).sum()

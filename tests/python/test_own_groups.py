@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program's process groups and normscope's messages, which never meet."""
+"""normscope's messages never mix with those of the program's process groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batch() -> torch.Tensor:
 
 
 def raised_by(call: Callable[[], Any]) -> tuple[str, float]:
-    """What a call raises, and after how many seconds."""
+    """Return what a call raises, and the seconds until then."""
     begin = time.monotonic()
     with pytest.raises((RuntimeError, ValueError)) as caught:
         call()
@@ -36,7 +36,7 @@ def raised_by(call: Callable[[], Any]) -> tuple[str, float]:
 
 
 def sum_of_all() -> float:
-    """Of the program's own message: the number of ranks, if nothing else met it."""
+    """Return the sum of the program's own message, which is the number of ranks if undisturbed."""
     sums = torch.ones(64, 64, dtype=torch.float64)
     distributed.all_reduce(sums)
     assert bool((sums == sums[0, 0]).all())
@@ -62,7 +62,7 @@ def test_a_message_that_no_peer_expects_meets_none_of_the_program_s(ranks: RankP
 
 
 def messages_under_way() -> list[float]:
-    """The program's messages begin before a layer's and end after it, in different orders."""
+    """Begin messages of the program before a layer and end them after it, in different orders."""
     layer = normscope.BatchNorm2d(3)
     first, second = torch.ones(100), torch.ones(100)
     if distributed.get_rank() == 0:
@@ -146,7 +146,7 @@ def rank_0_calls_a_local_layer_badly() -> str:
     return "fine"
 
 
-def test_a_local_call_that_fails_is_nobody_else_s_matter(ranks: RankPool) -> None:
+def test_a_local_call_that_fails_does_not_affect_other_ranks(ranks: RankPool) -> None:
     assert ranks.run(2, rank_0_calls_a_local_layer_badly, environment=OVER_GLOO) == ["fine"] * 2
 
 
@@ -166,7 +166,7 @@ def test_a_call_that_reaches_no_backend_is_told_to_peers(
 
 
 def rank_1_dies() -> tuple[str, float]:
-    """In a process of its own, in which the pool's rank has the place."""
+    """Let rank 1 die, in a new process that takes the place of the pool's rank."""
     layer = normscope.BatchNorm2d(3)
     layer(batch())
     distributed.barrier()
@@ -183,13 +183,13 @@ def rank_1_is_late(scope: str) -> tuple[str, float]:
     if distributed.get_rank() == 1:
         time.sleep(2 * SECONDS + 2.0)
     if scope == "group:2" and distributed.get_rank() > 1:
-        net(batch())  # has nothing to do with it
+        net(batch())  # not affected
         return "", 0.0
     return raised_by(lambda: net(batch()))
 
 
 @pytest.mark.parametrize("scope", ["world", "group:2"])
-def test_a_late_rank_is_named_by_those_who_waited_and_told_when_it_comes(
+def test_a_late_rank_is_named_by_its_peers_and_raises_when_it_arrives(
     ranks: RankPool, scope: str
 ) -> None:
     answers = ranks.run(4, rank_1_is_late, scope, environment=LIMITED)
@@ -221,7 +221,7 @@ def test_the_first_meeting_names_layer_scope_and_who_is_missing(ranks: RankPool)
 
 
 def growth_with_groups_of_the_same_ranks(groups: int) -> int:
-    """How many more files are open after some groups than after the first."""
+    """Return by how much the number of open files grows between the first group and the last."""
     open_files = []
     for _ in range(groups):
         group = connected_group(range(distributed.get_world_size()))
@@ -235,7 +235,7 @@ def growth_with_groups_of_the_same_ranks(groups: int) -> int:
     return open_files[-1] - open_files[0]
 
 
-def test_groups_that_follow_each_other_do_not_meet_and_leave_nothing(ranks: RankPool) -> None:
+def test_consecutive_groups_are_kept_apart_and_leave_nothing_open(ranks: RankPool) -> None:
     groups = 6
 
     growth = ranks.run(2, growth_with_groups_of_the_same_ranks, groups, environment=OVER_GLOO)
@@ -260,7 +260,7 @@ def over_a_backend_that_makes_one_group() -> str:
     return error
 
 
-def test_a_backend_that_makes_no_group_of_its_own_is_refused_by_name(ranks: RankPool) -> None:
+def test_a_backend_that_cannot_make_a_second_group_is_refused(ranks: RankPool) -> None:
     for error in ranks.run(2, over_a_backend_that_makes_one_group, environment=LIMITED):
         assert "torch.distributed made no group for normscope's messages alone" in error
         assert "RuntimeError: one is enough" in error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose weight is parametrized: converted, trained, freed of it and reverted."""
+"""Layers with parametrized weights: conversion, training, removal and revert."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PARAMETRIZE: list[Parametrize] = [
     doubled,
     doubled_twice,
 ]
-# Hooks of torch's older functions, with a warning of their own.
+# torch's older functions use hooks, and are deprecated.
 OLDER: list[Parametrize] = [nn.utils.weight_norm, nn.utils.spectral_norm]
 warned = pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 
@@ -57,7 +57,7 @@ def model(change: Parametrize) -> nn.Sequential:
 
 
 def steps(net: nn.Module) -> list[torch.Tensor]:
-    """Two training steps, and an evaluation."""
+    """Run two training steps and an evaluation."""
     generator = torch.Generator().manual_seed(1)
     outputs = []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -79,7 +79,7 @@ def assert_near(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 @warned
 @pytest.mark.parametrize("change", [*PARAMETRIZE, *OLDER])
-def test_a_converted_layer_trains_as_torch_s(change: Parametrize) -> None:
+def test_a_converted_layer_trains_like_torch_s(change: Parametrize) -> None:
     theirs, ours = model(change), model(change)
     parameters = list(ours.parameters())
 
@@ -93,7 +93,7 @@ def test_a_converted_layer_trains_as_torch_s(change: Parametrize) -> None:
 
 @pytest.mark.parametrize("change", PARAMETRIZE)
 @pytest.mark.parametrize("trained", [True, False])
-def test_without_its_parametrizations_it_is_a_plain_layer(
+def test_removing_the_parametrizations_leaves_a_plain_layer(
     change: Parametrize,
     trained: bool,  # noqa: FBT001
 ) -> None:
@@ -126,7 +126,7 @@ def test_revert_restores_torch_s_layer(change: Parametrize) -> None:
     assert all(map(torch.equal, steps(ours), steps(theirs)))
 
 
-def test_what_is_parametrized_after_convert_can_be_reverted() -> None:
+def test_a_layer_parametrized_after_convert_can_be_reverted() -> None:
     net = doubled(normscope.convert(nn.BatchNorm2d(4), "local"))
     theirs = doubled(nn.BatchNorm2d(4))
     x = torch.randn(4, 4, 3, 3)
@@ -156,7 +156,7 @@ def test_to_torch_keeps_parametrizations(converted: bool) -> None:  # noqa: FBT0
     assert torch.equal(net(x), y)
 
 
-def test_to_torch_names_an_activated_layer_with_parametrizations() -> None:
+def test_to_torch_refuses_an_activated_layer_with_parametrizations() -> None:
     layer = doubled(normscope.BatchNormAct2d(4))
 
     with pytest.raises(TypeError, match=r"got .*ParametrizedBatchNormAct2d, whose own members"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What folds and quantizes torch's layers does so with those that to_torch makes."""
+"""Tools that fold and quantize torch's layers also work on the layers that to_torch makes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_layers_with_a_sum_are_folded(fuse: Callable[[nn.Module], nn.Module]) ->
     assert_close(fused(batch()), expected)
 
 
-def test_a_layer_is_folded_by_hand() -> None:
+def test_a_single_layer_can_be_folded() -> None:
     conv, norm = nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8)
     expected = trained(nn.Sequential(conv, norm))(batch())
 
@@ -89,7 +89,7 @@ def quantize_eager(model: nn.Module) -> nn.Module:
     return quantized
 
 
-def test_a_model_is_quantized_eagerly_as_that_of_torchs_layers() -> None:
+def test_eager_quantization_matches_that_of_torch_s_layers() -> None:
     quantized = quantize_eager(fuse_eager(normscope.to_torch(plain("class"))))
 
     assert not layers(quantized)
@@ -107,7 +107,7 @@ def quantize(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_a_quantized_model_is_that_of_torchs_layers(kind: str) -> None:
+def test_a_quantized_model_matches_that_of_torch_s_layers(kind: str) -> None:
     quantized = quantize(normscope.to_torch(plain(kind), any_dims=nn.BatchNorm2d))
 
     assert not layers(quantized)
@@ -115,7 +115,7 @@ def test_a_quantized_model_is_that_of_torchs_layers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_quantization_warns_of_layers_that_it_passes_over(kind: str) -> None:
+def test_quantization_warns_about_layers_that_it_ignores(kind: str) -> None:
     with pytest.warns(UserWarning, match=r"norm: torch.ao.*normscope.to_torch\(model\)"):
         quantize(plain(kind))
 
@@ -129,7 +129,7 @@ def prepare_qat(model: nn.Module) -> fx.GraphModule:
 
 
 def train_quantized() -> tuple[list[torch.Tensor], int, bool]:
-    """Training with a scope, on two ranks: the running statistics, and what is left of layers."""
+    """Train with a scope; return running statistics, remaining layers, and whether y is close."""
     from torch.ao.quantization.quantize_fx import convert_fx
 
     prepared = normscope.convert(prepare_qat(plain("class")), "world")
@@ -138,7 +138,7 @@ def train_quantized() -> tuple[list[torch.Tensor], int, bool]:
     statistics = [layer.running_mean.clone(), layer.running_var.clone()]  # type: ignore[union-attr]
     expected = prepared.eval()(batch())
     quantized = convert_fx(normscope.revert(prepared))
-    # Of outputs in steps of a 255th of their range, the weights too: a few steps.
+    # Outputs and weights are quantized to 1/255 of their range: allow an error of a few steps.
     near = (quantized(batch()) - expected).abs().max() < 0.05 * expected.abs().max()
     return statistics, len(layers(quantized)), bool(near)
 
@@ -177,14 +177,14 @@ def quantize_pt2e(model: nn.Module, *, is_qat: bool) -> Any:  # noqa: ANN401 - a
     return convert_pt2e(prepared)
 
 
-def test_an_exported_model_is_quantized_as_that_of_torchs_layers() -> None:
+def test_quantization_of_an_exported_model_matches_that_of_torch_s_layers() -> None:
     got, expected = (quantize_pt2e(m, is_qat=False) for m in (plain("class"), of_torch()))
 
     assert torch.equal(got(batch()), expected(batch()))
 
 
 @pytest.mark.slow
-def test_an_exported_model_trains_for_quantization_with_torchs_layers() -> None:
+def test_an_exported_model_trains_for_quantization_with_torch_s_layers() -> None:
     model = normscope.to_torch(plain("activated"))
 
     got, expected = (quantize_pt2e(m, is_qat=True) for m in (model, of_torch()))
@@ -193,7 +193,7 @@ def test_an_exported_model_trains_for_quantization_with_torchs_layers() -> None:
     assert torch.equal(got(batch()), expected(batch()))
 
 
-def test_a_copy_can_be_deployed_while_the_model_trains_on() -> None:
+def test_a_copy_can_be_deployed_while_training_continues() -> None:
     model = network()
 
     deployed = normscope.to_torch(copy.deepcopy(model), any_dims=nn.BatchNorm2d)

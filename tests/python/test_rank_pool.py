@@ -27,7 +27,7 @@ def hang_on_rank_0() -> None:
         time.sleep(60)
 
 
-def test_a_run_has_the_ranks_that_it_asked_for() -> None:
+def test_a_run_has_the_requested_ranks_and_reports_failures() -> None:
     pool = RankPool()
     try:
         assert pool.run(2, rank_and_size) == [(0, 2), (1, 2)]

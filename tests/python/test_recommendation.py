@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers need which scope: what follows from what is measured."""
+"""recommend_scopes in one process: the scopes that follow from the measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_layers_with_few_values_get_wide_scopes() -> None:
     ]
 
 
-def test_a_plan_gives_its_scopes_to_a_model_and_to_a_file(tmp_path: Path) -> None:
+def test_a_plan_can_be_applied_to_a_model_and_saved_to_a_file(tmp_path: Path) -> None:
     network = small_network()
     plan = normscope.recommend_scopes(network.eval(), noise_batches(16), 12, ranks=8)
 
@@ -67,7 +67,7 @@ class _RaisesAt(nn.Module):
 
 
 @pytest.mark.parametrize("call", [0, 3], ids=["done", "interrupted"])
-def test_recommending_leaves_the_model_as_it_was(call: int) -> None:
+def test_recommending_does_not_change_the_model(call: int) -> None:
     network = small_network().train()
     network(noise_batches(4)[0])
     model = _RaisesAt(network, call)
@@ -88,7 +88,7 @@ def test_recommending_leaves_the_model_as_it_was(call: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the standard error exceeds")
-def test_batches_are_asked_for_one_after_the_other() -> None:
+def test_batches_are_requested_one_by_one() -> None:
     network = small_network()
     events: list[str] = []
     network.register_forward_hook(lambda *_: events.append("run"))
@@ -113,7 +113,7 @@ def test_the_order_of_batches_does_not_matter() -> None:
     for one, two in zip(plan.layers, other.layers, strict=True):
         assert one.scope == two.scope
         for candidate, same in zip(one.candidates, two.candidates, strict=True):
-            # Sums of float64 in another order.
+            # Sums in float64, in a different order.
             assert candidate.values is not None
             assert same.values is not None
             assert candidate.values.value == pytest.approx(same.values.value, rel=1e-12)
@@ -121,7 +121,7 @@ def test_the_order_of_batches_does_not_matter() -> None:
 
 
 class _Twice(nn.Module):
-    """One layer for inputs of two sizes, with means of their own, as in heads over a pyramid."""
+    """One layer for inputs of two sizes and means, like a head on a feature pyramid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Twice(nn.Module):
         return result
 
 
-def test_a_layer_that_runs_twice_is_judged_by_its_noisier_call() -> None:
+def test_for_a_layer_that_runs_twice_the_noisier_call_counts() -> None:
     torch.manual_seed(0)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(32)]
 
@@ -142,13 +142,13 @@ def test_a_layer_that_runs_twice_is_judged_by_its_noisier_call() -> None:
         PartMoments.followed_by, (PartMoments.of(10 + x[:, :, ::4, ::4], 4) for x in batches)
     )
     assert plan.layers[0].candidates[0].values == independent_values(coarse, EPS)
-    # 2 images of 2 x 2 positions.
+    # Each part has 2 images of 2 x 2 positions.
     assert plan.layers[0].candidates[0].values is not None
     assert plan.layers[0].candidates[0].values.value == pytest.approx(8, rel=0.3)
 
 
 class _Routed(nn.Module):
-    """Every second batch goes by another layer; one layer is never reached."""
+    """Uses another layer for every second batch; a third layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Routed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:the standard error exceeds")
-def test_a_layer_is_judged_by_the_batches_that_reach_it() -> None:
+def test_a_layer_is_measured_on_the_batches_that_reach_it() -> None:
     torch.manual_seed(0)
     batches = [torch.randn(8, 4) for _ in range(6)]
 
@@ -175,7 +175,7 @@ def test_a_layer_is_judged_by_the_batches_that_reach_it() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_inputs_that_are_not_finite_are_named(bad: float) -> None:
+def test_non_finite_inputs_are_refused(bad: float) -> None:
     batches = noise_batches(8)
     batches[2][1, 0, 3, 3] = bad
 
@@ -186,7 +186,7 @@ def test_inputs_that_are_not_finite_are_named(bad: float) -> None:
 
 
 class _CountsAnew(nn.Module):
-    """A module that puts another tensor in the place of its buffer."""
+    """A module that replaces its buffer by a new tensor."""
 
     count: torch.Tensor
 
@@ -199,7 +199,7 @@ class _CountsAnew(nn.Module):
         return x
 
 
-def test_buffers_that_a_module_replaces_are_put_back() -> None:
+def test_buffers_that_a_module_replaces_are_restored() -> None:
     network = nn.Sequential(_CountsAnew(), normscope.BatchNorm1d(3))
     count = network[0].count
 
@@ -209,14 +209,14 @@ def test_buffers_that_a_module_replaces_are_put_back() -> None:
     assert count == 0
 
 
-def test_a_model_that_does_not_know_its_shapes_is_refused() -> None:
+def test_a_lazy_model_without_shapes_is_refused() -> None:
     network = nn.Sequential(nn.LazyLinear(3), normscope.BatchNorm1d(3))
 
     with pytest.raises(ValueError, match=r"expected one that knows its shapes, got 0\.weight"):
         normscope.recommend_scopes(network, [torch.randn(4, 3)])
 
 
-def test_what_world_does_not_reach_is_warned_of() -> None:
+def test_layers_for_which_world_is_not_enough_cause_a_warning() -> None:
     with pytest.warns(UserWarning, match="not even world is worth 1000 independent values in 1, 7"):
         plan = normscope.recommend_scopes(small_network().eval(), noise_batches(8), 1000, ranks=2)
 
@@ -224,7 +224,7 @@ def test_what_world_does_not_reach_is_warned_of() -> None:
     assert str(plan).count("not reached") == 2
 
 
-def test_heavy_tails_are_warned_of() -> None:
+def test_heavy_tails_cause_a_warning() -> None:
     torch.manual_seed(0)
     layer = normscope.BatchNorm1d(1)
     batches = [torch.randn(8, 1).mul(3).exp() for _ in range(4)]
@@ -235,7 +235,7 @@ def test_heavy_tails_are_warned_of() -> None:
     assert "uncertain" in str(plan)
 
 
-def test_a_layer_that_may_need_less_is_marked_and_goes_wide() -> None:
+def test_a_layer_that_may_need_less_gets_the_wider_scope_and_a_note() -> None:
     layer = normscope.BatchNorm1d(64)
     torch.manual_seed(0)
     batches = [torch.randn(16, 64) for _ in range(8)]
@@ -285,7 +285,7 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the standard error exceeds")
-def test_of_a_layer_with_a_mask_what_counts_is_measured() -> None:
+def test_only_the_unmasked_values_of_a_layer_are_measured() -> None:
     torch.manual_seed(0)
     clean = [(torch.randn(6, 3, 5, 4) + 2, torch.rand(6, 1, 5, 4) > 0.5) for _ in range(3)]
     batches = [(torch.where(mask, x, torch.tensor(math.nan)), mask) for x, mask in clean]

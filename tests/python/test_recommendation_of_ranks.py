@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers need which scope, found by ranks together."""
+"""recommend_scopes on several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import normscope
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_rank_gets_the_plan_of_slices(ranks: RankPool, size: int) -> None:
+def test_ranks_get_the_same_plan_as_one_process_with_parts(ranks: RankPool, size: int) -> None:
     plans = ranks.run(size, _plan_of_rank)
     alone = normscope.recommend_scopes(small_network().eval(), noise_batches(12), 12, ranks=size)
 
@@ -29,7 +29,7 @@ def test_every_rank_gets_the_plan_of_slices(ranks: RankPool, size: int) -> None:
         for one, other in zip(of_ranks.candidates, of_slices.candidates, strict=True):
             assert one.values is not None
             assert other.values is not None
-            # Layers' inputs are float32, and depend on how a batch is cut in their last bits.
+            # The last bits of the layers' float32 inputs depend on how a batch is cut.
             assert one.values.value == pytest.approx(other.values.value, rel=1e-4)
     assert plans[0].layers[0].exchange_seconds is not None
 
@@ -40,7 +40,7 @@ def _plan_of_rank() -> normscope.ScopePlan:
     return normscope.recommend_scopes(small_network().eval(), shares, 12)
 
 
-def test_a_group_that_a_host_holds_is_called_node(ranks: RankPool) -> None:
+def test_a_group_of_one_host_is_called_node(ranks: RankPool) -> None:
     for scopes in ranks.run(4, _scopes_on_two_hosts):
         assert scopes == ["local", "node", "world"]
 
@@ -58,13 +58,13 @@ def test_a_plan_of_ranks_saves_exchanges(ranks: RankPool) -> None:
 
 
 def _bytes_of_step() -> tuple[int, int]:
-    """What a step under the plan sends, and what the plan says."""
+    """Return the bytes that a step sends under the plan, and the number that the plan predicts."""
     rank = distributed.get_rank()
     network = small_network()
     shares = [batch.chunk(2)[rank] for batch in noise_batches(32)]
     plan = normscope.recommend_scopes(network, shares, 24)
     plan.apply(network)
-    network(shares[0])  # the ranks agree on scopes at first use
+    network(shares[0])  # the ranks agree on scopes when they are first used
     before = normscope.communication_counters().bytes
     network(shares[0]).sum().backward()
     assert plan.exchanges_per_step == 2
@@ -94,19 +94,19 @@ def _error_of_a_failing_rank() -> str:
 
 
 @pytest.mark.parametrize("length", ["known", "unknown", "wrong"])
-def test_ranks_with_other_numbers_of_batches_are_told(ranks: RankPool, length: str) -> None:
+def test_ranks_with_different_numbers_of_batches_raise(ranks: RankPool, length: str) -> None:
     got = "[1, 2, 3]" if length == "known" else "1 on ranks [0] and more on the others"
     for error, again in ranks.run(3, _error_with_uneven_batches, length):
         assert error == (
             "ValueError: batches: expected the same number on every rank, since layers "
             f"synchronize, got {got}"
         )
-        # The group is as good as it was.
+        # The group still works.
         assert again == ["local", "world"]
 
 
 class _OfLength(list[torch.Tensor]):
-    """Batches that say that they are two."""
+    """Batches with a wrong length of two."""
 
     def __len__(self) -> int:
         return 2
@@ -120,7 +120,7 @@ def _error_with_uneven_batches(length: str) -> tuple[str, list[str]]:
     return error, [str(scope) for scope in plan.scopes.values()]
 
 
-def test_ranks_without_batches_are_told(ranks: RankPool) -> None:
+def test_ranks_without_batches_raise(ranks: RankPool) -> None:
     errors = ranks.run(2, _error_without_batches)
 
     assert errors == ["ValueError: batches: expected at least one, got none"] * 2
@@ -148,7 +148,7 @@ def _error_with_failing_batches() -> str:
     return _error_of(lambda: normscope.recommend_scopes(small_network(), batches()))
 
 
-def test_ranks_that_want_different_numbers_are_told(ranks: RankPool) -> None:
+def test_ranks_that_want_different_numbers_raise(ranks: RankPool) -> None:
     for error in ranks.run(2, _error_with_other_numbers):
         assert error == (
             "ValueError: independent_values: expected the same number on every rank, got [4.0, 5.0]"
@@ -160,7 +160,7 @@ def _error_with_other_numbers() -> str:
     return _error_of(lambda: normscope.recommend_scopes(small_network(), noise_batches(4), wanted))
 
 
-def test_an_argument_that_one_rank_alone_has_wrong_ends_the_wait(ranks: RankPool) -> None:
+def test_a_bad_argument_on_one_rank_ends_the_wait_of_the_others(ranks: RankPool) -> None:
     one, other = ranks.run(2, _error_with_a_number_that_is_none)
 
     assert one == "ValueError: independent_values: expected at least 2, got nan"
@@ -173,7 +173,7 @@ def _error_with_a_number_that_is_none() -> str:
 
 
 def _empty_on_one_rank() -> list[float]:
-    """What layers are worth, for which the last rank has no sample in every batch."""
+    """Return the values of the layers if the last rank has no samples in some batches."""
     size, rank = distributed.get_world_size(), distributed.get_rank()
     own = [
         batch.chunk(size - 1)[rank] if rank < size - 1 else batch[:0] for batch in noise_batches(8)
@@ -190,11 +190,11 @@ def test_a_rank_may_have_empty_batches(ranks: RankPool) -> None:
     for values in two:
         for value, layer in zip(values, alone.layers, strict=True):
             assert layer.candidates[0].values is not None
-            # Layers' inputs are float32, and depend on how a batch is cut in their last bits.
+            # The last bits of the layers' float32 inputs depend on how a batch is cut.
             assert value == pytest.approx(layer.candidates[0].values.value, rel=1e-4)
 
 
-def test_every_rank_names_an_input_that_is_not_finite(ranks: RankPool) -> None:
+def test_every_rank_raises_for_a_non_finite_input(ranks: RankPool) -> None:
     for error in ranks.run(2, _error_with_nan_on_one_rank):
         assert error == (
             "ValueError: batches: expected finite inputs of every layer, got NaN or infinity in 1"
@@ -208,7 +208,7 @@ def _error_with_nan_on_one_rank() -> str:
     return _error_of(lambda: normscope.recommend_scopes(small_network(), batches))
 
 
-def test_a_compiled_model_and_a_parallel_one_are_measured(ranks: RankPool) -> None:
+def test_compiled_and_parallel_models_are_measured(ranks: RankPool) -> None:
     for compiled, parallel, plain in ranks.run(2, _plans_of_wrapped_models):
         assert compiled == parallel == plain
 
@@ -227,7 +227,7 @@ def _plans_of_wrapped_models() -> list[list[Any]]:
     ]
 
 
-def test_a_plan_of_other_ranks_is_warned_of(ranks: RankPool) -> None:
+def test_a_plan_for_another_number_of_ranks_causes_a_warning(ranks: RankPool) -> None:
     for text in ranks.run(2, _warning_of_other_ranks):
         assert text == [
             "plan: made for 4 ranks, and applied among 2, where its scopes were not measured"

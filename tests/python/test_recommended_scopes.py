@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark that compares rules for choosing scopes chooses as they say."""
+"""The benchmark that compares rules for choosing scopes implements these rules."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +22,9 @@ STEPS = 3
 
 
 class TwoBranches(Task):
-    """Two layers that are given one feature each: `same` is not noisy, `other` is.
+    """Two layers with one feature each: the input of `same` is not noisy, that of `other` is.
 
-    Each part of two samples holds the same values of the first feature.
+    The first feature has the same values in each part of two samples.
     """
 
     steps = STEPS
@@ -35,12 +35,12 @@ class TwoBranches(Task):
         )
 
     def images(self, step: int) -> torch.Tensor:
-        """Of 4 parts of 2 samples."""
+        """Return 4 parts of 2 samples."""
         noise = torch.randn(8, generator=torch.Generator().manual_seed(step))
         return torch.stack([torch.tensor([-1.0, 1.0] * 4), noise], dim=1)
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """How far the layers are from leaving a feature in its order of size."""
+        """Return how far the layers are from preserving the order of a feature's values."""
         x = self.images(step)
         assert isinstance(model, nn.ModuleDict)
         same, other = model["same"](x[:, :1]), model["other"](x[:, 1:])
@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
     ("budget", "bought"),
     [(0, set()), (3, {"b"}), (4, {"b", "d"}), (6, {"a", "b"}), (9, {"a", "b", "d"})],
 )
-def test_what_is_too_dear_for_the_rest_is_skipped(budget: float, bought: set[str]) -> None:
+def test_layers_beyond_the_remaining_budget_are_skipped(budget: float, bought: set[str]) -> None:
     prices = {"a": 3, "b": 3, "c": 4, "d": 1}
 
     assert scope_rules.affordable(["b", "a", "c", "d"], prices, budget) == bought
@@ -79,20 +79,20 @@ def test_an_unknown_layer_is_refused() -> None:
         choose(make_task("digits", 0))
 
 
-def test_the_loss_changes_where_a_narrow_layer_is_noisy() -> None:
+def test_the_loss_changes_if_a_narrow_layer_is_noisy() -> None:
     task = TwoBranches()
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
 
     changes = scope_rules.loss_changes(task)
 
-    # Equal parts have the whole batch's moments, which exact sums find.
+    # Equal parts have the moments of the whole batch, because the sums are exact.
     assert changes["same"] == 0
     assert changes["other"] > 0.1
     assert all(torch.equal(value, before[name]) for name, value in task.model.state_dict().items())
     assert all(str(layer.scope) == "local" for layer in task.model.children())
 
 
-def test_one_layer_alone_is_wide_or_narrow() -> None:
+def test_a_single_layer_can_be_wide_or_narrow() -> None:
     task = make_task("digits", 0)
 
     (only,) = (choose(task) for choose in scope_rules.schedule_of("only:10", STEPS).values())
@@ -121,7 +121,7 @@ def test_rules_keep_to_their_budget(rule: str, budget: str) -> None:
         assert len(wide) == (planned if budget == "4" else LAYERS_OF_DIGITS // 2)
 
 
-def test_a_budget_of_a_plan_gives_the_noisiest_layers_what_the_plan_does() -> None:
+def test_with_the_budget_of_a_plan_the_noisiest_layers_get_the_scopes_of_the_plan() -> None:
     task = make_task("digits", 0)
     (choose,) = scope_rules.schedule_of("noise=4", STEPS).values()
 
@@ -130,7 +130,7 @@ def test_a_budget_of_a_plan_gives_the_noisiest_layers_what_the_plan_does() -> No
     assert scopes == {layer.layer: layer.scope for layer in scope_rules.plan_of(task, 4).layers}
 
 
-def test_a_lot_is_drawn_by_the_seed() -> None:
+def test_a_random_choice_depends_on_the_seed() -> None:
     task = make_task("digits", 0)
 
     first, again, other = (scope_rules.rank(task, "random", seed) for seed in (0, 0, 1))
@@ -138,7 +138,7 @@ def test_a_lot_is_drawn_by_the_seed() -> None:
     assert first == again != other
 
 
-def test_a_rule_may_be_asked_later() -> None:
+def test_a_rule_can_be_applied_later() -> None:
     schedule = scope_rules.schedule_of("loss@2=4", STEPS)
 
     assert list(schedule) == [0, 2]
@@ -147,7 +147,7 @@ def test_a_rule_may_be_asked_later() -> None:
     assert scope_rules.never_changes("loss=4")
 
 
-def test_what_was_sent_is_counted_step_by_step() -> None:
+def test_sent_bytes_are_counted_for_each_step() -> None:
     result = recommended_scopes.train("digits", "only:10", 0, STEPS)
     later = recommended_scopes.train("digits", "noise@1=4", 0, 4)
 
@@ -166,7 +166,7 @@ def test_the_same_scopes_are_not_trained_twice() -> None:
     assert other.quality >= 0
 
 
-def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_results_can_be_written_and_read(tmp_path: Path) -> None:
     results = [Result("digits", "4", seed, 0.5, 0.25, 0.125, {"1": "world"}) for seed in (0, 1)]
     for result in results:
         append(tmp_path / "results", result)
@@ -185,12 +185,12 @@ def test_quality_is_compared_seed_by_seed() -> None:
 
     *_, row = table(results).splitlines()
 
-    # Of ratios 0.5 and 0.75: one degree of freedom has the quantile 6.314.
+    # The ratios are 0.5 and 0.75; with one degree of freedom the quantile is 6.314.
     numbers = "digits 1 4 3 0.600 ± 0.304 0.625 -0.164 to 1.414 100% 100%"
     assert " ".join(row.split()) == numbers
 
 
-def test_what_is_known_is_not_trained_again(
+def test_existing_results_are_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "results"
@@ -206,7 +206,7 @@ def test_what_is_known_is_not_trained_again(
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_a_table_has_what_rules_go_by_beside_what_was_lost() -> None:
+def test_the_table_lists_the_criteria_of_the_rules_and_the_loss() -> None:
     qualities = (("world", 0.8), ("all-but:10", 0.4), ("only:10", 0.1))
     known = [Result("digits", scopes, 0, quality, 1.0, 1.0, {}) for scopes, quality in qualities]
 
@@ -223,17 +223,17 @@ def test_a_table_has_what_rules_go_by_beside_what_was_lost() -> None:
 
 
 @pytest.mark.parametrize("scopes", ["world", "local", "progressive", "4", "4*"])
-def test_ranks_train_as_one_process_does(ranks: RankPool, scopes: str) -> None:
+def test_ranks_train_like_one_process(ranks: RankPool, scopes: str) -> None:
     results = ranks.run(RANKS, train_as_rank, "digits", scopes, 0, STEPS)
 
     alone = recommended_scopes.train("digits", scopes, 0, STEPS)
     assert results == [results[0]] * RANKS
     assert results[0].processes == RANKS
     assert results[0].bytes >= alone.bytes
-    if scopes == "4*":  # world in the first step, after which AdaptiveScope has measured
+    if scopes == "4*":  # AdaptiveScope uses world until it has measured in the first step
         assert 0 < len(results[0].wide_layers) < LAYERS_OF_DIGITS
     else:
         assert results[0].wide_layers == alone.wide_layers
-        # A scope's first use costs an exchange in which the ranks agree on it.
+        # When a scope is first used, the ranks agree on it in an exchange.
         extra = results[0].exchanges - alone.exchanges
         assert 0 <= extra <= 2 / (2 * LAYERS_OF_DIGITS * STEPS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""register_conversion teaches convert a class of one's own, and revert gives it back."""
+"""register_conversion lets convert handle a user's own class, and revert restores the class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import normscope
 
 
 class Scaled(nn.BatchNorm2d):
-    """What calls the forward that it derives from."""
+    """A class that calls the forward of its base class."""
 
     def __init__(self, num_features: int, gain: float) -> None:
         super().__init__(num_features, dtype=torch.float64)
@@ -31,7 +31,7 @@ class ScopedScaled(Scaled, normscope.BatchNorm2d):  # type: ignore[misc] # no ma
 
 
 class Activated(nn.BatchNorm2d):
-    """What normscope has a layer for, which reads other attributes."""
+    """A class for which normscope has a layer with other attributes."""
 
     slope = 0.2
 
@@ -60,7 +60,7 @@ def batch() -> torch.Tensor:
     return torch.randn(6, 3, 4, 4, dtype=torch.float64)
 
 
-def test_a_registered_class_trains_as_before_with_a_scope() -> None:
+def test_a_registered_class_trains_with_a_scope() -> None:
     model: Any = nn.Sequential(Scaled(3, 1.5))
     plain, x = copy.deepcopy(model), batch()
 
@@ -70,7 +70,7 @@ def test_a_registered_class_trains_as_before_with_a_scope() -> None:
 
     parts = [plain(part) for part in x.chunk(2)]
     torch.cat(parts).square().sum().backward()
-    # Numbers of order one, each a few dozen roundings of 1e-16 off.
+    # Numbers of order one, each off by a few dozen roundings of 1e-16.
     torch.testing.assert_close(y, torch.cat(parts), rtol=0, atol=1e-13)
     torch.testing.assert_close(model[0].gain.grad, plain[0].gain.grad, rtol=1e-13, atol=0)
     assert type(model[0]) is ScopedScaled
@@ -81,7 +81,7 @@ def test_a_registered_class_trains_as_before_with_a_scope() -> None:
     assert torch.equal(model(x), plain.eval()(x))
 
 
-def test_revert_gives_the_class_and_the_attributes_back() -> None:
+def test_revert_restores_the_class_and_removes_the_attributes() -> None:
     model: Any = nn.Sequential(Scaled(3, 2.0), Activated(3), Synced(3))
     before = [dict(layer.__dict__) for layer in model]
     ids = [id(tensor) for tensor in model.parameters()]
@@ -102,7 +102,7 @@ def test_revert_gives_the_class_and_the_attributes_back() -> None:
     assert [id(tensor) for tensor in model.parameters()] == ids
 
 
-def test_attributes_are_what_the_scoped_class_reads() -> None:
+def test_the_scoped_class_uses_the_attributes() -> None:
     model: Any = nn.Sequential(Activated(3, dtype=torch.float64))
     model[0].negative_slope = "of the layer"
     plain, x = copy.deepcopy(model), batch()
@@ -123,7 +123,7 @@ def test_a_class_that_derives_from_a_registered_one_is_unknown() -> None:
         normscope.convert(nn.Sequential(Further(3, 1.0)))
 
 
-def test_the_same_registration_may_be_made_again() -> None:
+def test_the_same_registration_can_be_repeated() -> None:
     normscope.register_conversion(Scaled, ScopedScaled)
     normscope.register_conversion(Activated, normscope.BatchNormAct2d, attributes=attributes_of)
 
@@ -149,8 +149,8 @@ class Scoped2d(Layer2d, normscope.BatchNorm2d):
         (nn.BatchNorm2d, Scoped2d, ValueError, r"registered for normscope\.modules\.BatchNorm2d"),
     ],
 )
-def test_what_cannot_be_registered_is_named(
-    layer_class: Any,  # noqa: ANN401 - what may be wrong
+def test_classes_that_cannot_be_registered_are_refused(
+    layer_class: Any,  # noqa: ANN401 - may be anything
     scoped_class: Any,  # noqa: ANN401
     error: type[Exception],
     message: str,
@@ -174,7 +174,7 @@ class WithModule(nn.BatchNorm2d):
     pass
 
 
-def test_attributes_are_plain_values() -> None:
+def test_attributes_have_to_be_plain_values() -> None:
     normscope.register_conversion(
         WithModule, normscope.BatchNorm2d, attributes=lambda _: {"act": nn.ReLU()}
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under torch.nn.DataParallel, the replicas of a layer share statistics as ranks do."""
+"""Under torch.nn.DataParallel, the replicas of a layer share statistics like ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def errors_of(outputs: list[Any]) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("keywords", [{}, {"affine": False, "momentum": None}])
-def test_the_bits_are_those_of_the_joined_batch(
+def test_replicas_have_the_bits_of_the_joined_batch(
     dtype: torch.dtype, memory_format: torch.memory_format, keywords: dict[str, Any]
 ) -> None:
     layer = normscope.BatchNorm2d(5, dtype=dtype, **keywords)
@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_the_joined_batch(
     assert model.num_batches_tracked == 2
     assert model.elements_seen == expected_model.elements_seen
     for parameter, expected in zip(model.parameters(), expected_model.parameters(), strict=True):
-        # Sums over replicas are autograd's.
+        # autograd computes the sums over replicas.
         rtol = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 5e-2)
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=rtol, atol=rtol)
 
@@ -80,7 +80,7 @@ def network() -> nn.Module:
     ).double()
 
 
-def test_a_network_trains_as_in_one_process() -> None:
+def test_a_network_trains_like_without_replicas() -> None:
     model, expected = network(), network()
     expected.load_state_dict(model.state_dict())
     for net, call in ((model, joined_output), (expected, lambda model, x: model(x))):
@@ -97,7 +97,7 @@ def test_a_network_trains_as_in_one_process() -> None:
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_a_replica_outside_of_the_loss_counts() -> None:
+def test_a_replica_that_is_not_in_the_loss_counts() -> None:
     layer = normscope.BatchNorm1d(3).double()
     x = torch.randn(sum(SIZES), 3, 4, dtype=torch.float64, requires_grad=True)
     first, *_ = forward(layer, x)
@@ -143,7 +143,7 @@ def test_narrow_scopes_stay_within_a_replica(scope: str) -> None:
     assert all(map(torch.equal, layer.buffers(), expected.buffers()))
 
 
-def test_evaluation_is_as_ever() -> None:
+def test_evaluation_is_not_affected() -> None:
     layer = normscope.BatchNorm1d(3).eval()
     x = torch.randn(sum(SIZES), 3)
     assert torch.equal(joined_output(layer, x), layer(x))
@@ -161,7 +161,7 @@ def test_micro_batches_accumulate() -> None:
     assert all(map(torch.equal, layer.buffers(), expected.buffers()))
 
 
-def test_a_replica_that_fails_ends_the_others_forward() -> None:
+def test_a_replica_that_fails_ends_the_forward_of_the_others() -> None:
     start = time.monotonic()
     outputs = forward(network(), torch.randn(4, 2, 8, 8).double(), [2, 2])
     assert all("expected input" in error for error in errors_of(outputs))
@@ -188,7 +188,7 @@ def test_replicas_with_other_inputs_are_refused() -> None:
     assert all(expected in error for error in errors)
 
 
-def test_one_value_has_no_variance() -> None:
+def test_one_value_per_channel_raises() -> None:
     layer = normscope.BatchNorm1d(3)
     errors = errors_of(forward(layer, torch.randn(1, 3), [1, 0]))
     assert all("Expected more than 1 value per channel" in error for error in errors)

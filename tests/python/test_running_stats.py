@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of running statistics for all ranks, where the scope is narrower than the world."""
+"""Common running statistics for all ranks, if the scope is narrower than the world."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Tensors = dict[str, torch.Tensor]
 
 SIZES = (3, 1, 4)
 
-# Some hundred roundings of float64 (eps 2e-16) on data of condition one.
+# About a hundred roundings in float64 (eps 2e-16), condition number one.
 ROUNDING = 1e-12
 
 MOMENTS = ("mean", "var")
 
 
 def network(scope: str, *, momentum: float | None = 0.3) -> nn.Sequential:
-    """Layers of normscope and of torch; in float64, so that rounding hides nothing."""
+    """Return a network with layers of normscope and of torch, in float64 to avoid rounding."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(2, 4, 1),
@@ -52,7 +52,7 @@ def images(samples: int, seed: int = 0) -> torch.Tensor:
 
 
 def part(seed: int = 0) -> torch.Tensor:
-    """This rank's samples of a joined batch."""
+    """Return this rank's samples of a joined batch."""
     return images(sum(SIZES), seed)[split_of(SIZES, distributed.get_rank())]
 
 
@@ -73,7 +73,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
 def law_of_total_variance(
     means: torch.Tensor, variances: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over the first dimension [ranks, C]."""
+    """Pool means and variances [ranks, C] over the first dimension."""
     w = (weights.double() / weights.sum())[:, None]
     mean = (w * means).sum(0)
     return mean, (w * (variances + (means - mean).square())).sum(0)
@@ -102,7 +102,7 @@ def test_pooled_statistics_follow_the_law_of_total_variance(ranks: RankPool) -> 
 
 
 def pool_of_one_step(scope: str) -> tuple[Tensors, Tensors]:
-    """Of local statistics with momentum 1: the moments of the joined batch are known."""
+    """Pool local statistics after one update with momentum 1, whose moments are known."""
     model = network(scope, momentum=1.0)
     x = part() if scope == "local" else images(6)
     model(x)
@@ -127,7 +127,7 @@ def test_the_pooled_mean_of_one_step_is_that_of_the_joined_batch(ranks: RankPool
 
 
 def weights_after(kind: str) -> float:
-    """The pooled mean of ranks that hold 0 and 3, and have seen 1 and 2 elements, or so."""
+    """Return the pooled mean of ranks with values 0 and 3, and 1 and 2 elements, or as ``kind``."""
     rank = distributed.get_rank()
     layer = normscope.BatchNorm1d(1, scope="local", momentum=1.0)
     x = torch.full((2 * (rank + 1), 1), 3.0 * rank)
@@ -165,13 +165,13 @@ def weights_after(kind: str) -> float:
         ("reverted", 1.5),
     ],
 )
-def test_ranks_weigh_what_they_have_seen_since_the_last_pooling(
+def test_ranks_are_weighted_by_elements_since_the_last_pooling(
     ranks: RankPool, kind: str, expected: float
 ) -> None:
     assert ranks.run(2, weights_after, kind) == [expected] * 2
 
 
-def test_the_count_is_no_state_and_failed_calls_do_not_count() -> None:
+def test_the_count_is_not_in_state_dict_and_failed_calls_do_not_count() -> None:
     layer = normscope.BatchNorm1d(3, scope="local")
 
     with pytest.raises(ValueError, match="more than 1 value"):
@@ -201,7 +201,7 @@ def test_a_compiled_graph_leaves_the_count_unknown_and_is_compiled_once() -> Non
     for _ in range(3):
         compiled(torch.randn(4, 3))
         assert layer.elements_seen is None
-        layer.elements_seen = 0  # as after pooling
+        layer.elements_seen = 0  # as pooling does
 
     assert graphs.frame_count == 1
 
@@ -217,7 +217,7 @@ def test_without_other_ranks_nothing_is_pooled() -> None:
 
 
 def saved_and_evaluated(how: str) -> tuple[bytes, torch.Tensor, torch.Tensor]:
-    """Training in local scope, one file, and what it evaluates to in both libraries."""
+    """Train with local scope; return the saved file, and its evaluation in both libraries."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
     model = normscope.convert(net, "local")
@@ -252,7 +252,7 @@ def test_one_saved_file_evaluates_to_the_same_bits_everywhere(ranks: RankPool, h
 
 
 def means_under_data_parallel(buffers: str) -> list[float]:
-    """Running means of two steps with momentum 1/2; rank r always sees the value r + 1."""
+    """Return running means of two steps with momentum 1/2; rank r always sees the value r + 1."""
     layer = normscope.BatchNorm1d(1, momentum=0.5, scope="local")
     parallel = data_parallel(layer, sends_buffers=buffers == "sent")
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_data_parallel_broadcasts_the_statistics_of_rank_0(ranks: RankPool) -> N
     own = ranks.run(2, means_under_data_parallel, "own")
     default = ranks.run(2, means_under_data_parallel, "sent")
 
-    # 0 -> v/2 -> 3v/4 on each rank; by default rank 1 goes on from rank 0's 1/2.
+    # 0 -> v/2 -> 3v/4 on each rank; by default, rank 1 continues from rank 0's mean of 1/2.
     assert own == [[0.75, 1.125], [1.5, 1.125]]
     assert default == [[0.75, 1.0], [1.25, 1.0]]
 
@@ -281,7 +281,7 @@ def pool_different_layers() -> str:
     return str(raised.value)
 
 
-def test_ranks_with_other_layers_are_named_on_every_rank(ranks: RankPool) -> None:
+def test_ranks_with_different_layers_are_named_on_every_rank(ranks: RankPool) -> None:
     for text in ranks.run(3, pool_different_layers):
         assert text == (
             "model: expected the same layers on every rank, got other names or channels on ranks "
@@ -290,7 +290,7 @@ def test_ranks_with_other_layers_are_named_on_every_rank(ranks: RankPool) -> Non
 
 
 def estimate(scope: str, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensors, Any]:
-    """Batches of this rank, in its number, and what each layer's inputs were."""
+    """Estimate from this rank's batches; return the statistics, and the inputs of each layer."""
     rank = distributed.get_rank()
     model = network(scope).to(dtype)
     model[1].eval()
@@ -315,7 +315,7 @@ def estimate(scope: str, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[T
 @pytest.mark.parametrize(
     ("scope", "counts"), [("world", (2, 2, 2)), ("local", (2, 0, 3)), ("slices:2", (1, 1, 1))]
 )
-def test_estimates_are_those_of_all_inputs_as_one_batch(
+def test_estimates_are_those_of_a_single_batch_of_all_inputs(
     ranks: RankPool, scope: str, counts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     answers = ranks.run(3, estimate, scope, counts, dtype)
@@ -323,7 +323,7 @@ def test_estimates_are_those_of_all_inputs_as_one_batch(
     assert_same_bits([after for after, _ in answers])
     for name in ("1", "4"):
         x = torch.cat([x for _, inputs in answers for x in inputs[name]]).double()
-        # The moments are exact to float64's roundings; the buffer rounds once.
+        # The moments are accurate to float64; storing them in the buffer rounds once.
         relative = max(ROUNDING, torch.finfo(dtype).eps)
         for after, _ in answers:
             mean, var = (after[f"{name}.running_{s}"].double() for s in MOMENTS)
@@ -331,14 +331,14 @@ def test_estimates_are_those_of_all_inputs_as_one_batch(
             torch.testing.assert_close(var, x.var((0, 2, 3)), rtol=relative, atol=ROUNDING)
 
 
-def test_far_from_zero_the_estimate_is_as_good() -> None:
+def test_the_estimate_is_accurate_far_from_zero() -> None:
     layer = normscope.BatchNorm1d(2, dtype=torch.float64)
     batches = [torch.randn(50, 2, dtype=torch.float64) + 1e6 for _ in range(3)]
 
     normscope.estimate_running_stats(layer, batches)
 
-    # Means of 1e6 are off by a few of their roundings of 1e6 * 2e-16 = 2e-10, and so are their
-    # differences, which enter the variance of order one; the squares would be off by 2e-4.
+    # Means of 1e6 are off by a few roundings of 1e6 * 2e-16 = 2e-10. So are their differences,
+    # which contribute to a variance of order one. A sum of squares would be off by 2e-4.
     x = torch.cat(batches)
     torch.testing.assert_close(layer.get_buffer("running_var"), x.var(0), rtol=1e-9, atol=0)
     torch.testing.assert_close(layer.get_buffer("running_mean"), x.mean(0), rtol=1e-15, atol=0)
@@ -370,7 +370,7 @@ def test_tuples_are_arguments_and_each_call_of_a_shared_layer_counts() -> None:
     torch.testing.assert_close(model.norm.get_buffer("running_var")[0], x.var())
     assert model.norm.get_buffer("num_batches_tracked") == 0
     assert model.norm.elements_seen == 0
-    assert model.unused.get_buffer("running_var") == 1  # no element
+    assert model.unused.get_buffer("running_var") == 1  # without any elements
 
 
 def test_no_batches_keep_the_statistics() -> None:
@@ -388,7 +388,7 @@ def failing_batches() -> Iterator[torch.Tensor]:
     raise OSError("no disk")
 
 
-def test_what_raises_leaves_modes_statistics_and_hooks_as_they_were() -> None:
+def test_an_error_does_not_change_modes_statistics_or_hooks() -> None:
     model = network("local")
     model[4].eval()
     model(images(4))
@@ -404,7 +404,7 @@ def test_what_raises_leaves_modes_statistics_and_hooks_as_they_were() -> None:
     assert model[1].elements_seen == seen
 
 
-def test_a_compiled_model_is_estimated_too() -> None:
+def test_statistics_of_a_compiled_model_can_be_estimated() -> None:
     model = network("local")
     compiled: Any = torch.compile(model, backend="eager")
     compiled(images(4))
@@ -425,14 +425,14 @@ def estimate_with_other_numbers() -> str:
     return str(raised.value)
 
 
-def test_other_numbers_of_batches_are_named_before_a_layer_waits(ranks: RankPool) -> None:
+def test_different_numbers_of_batches_raise_before_a_layer_waits(ranks: RankPool) -> None:
     for text in ranks.run(2, estimate_with_other_numbers):
         assert text == (
             "batches: expected the same number on every rank, since layers synchronize, got [1, 2]"
         )
 
 
-def test_a_lazy_layer_without_input_is_named() -> None:
+def test_a_lazy_layer_without_input_is_refused() -> None:
     model = normscope.convert(nn.Sequential(nn.LazyBatchNorm1d()))
 
     with pytest.raises(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scope of a layer changes during training, by hand or by a schedule."""
+"""Changing the scope of a layer during training, manually or with a schedule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scopes_of(model: nn.Module) -> Scopes:
     return [str(m.scope) for m in model.modules() if isinstance(m, normscope.BatchNorm)]
 
 
-def test_set_scope_changes_the_chosen_layers_alone() -> None:
+def test_set_scope_changes_only_the_selected_layers() -> None:
     model = network()
 
     set_scope(model, "local")
@@ -103,7 +103,7 @@ def test_an_assigned_scope_is_validated() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(call: Callable[[], object], message: str) -> None:
+def test_invalid_arguments_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -129,7 +129,7 @@ def test_a_schedule_follows_its_milestones() -> None:
     assert seen == ["local", "local", "group:2", "world", "world"]
 
 
-def test_layers_follow_schedules_of_their_own() -> None:
+def test_layers_can_have_different_schedules() -> None:
     model = network()
     early = ProgressiveScope(model, ["local", "world"], [0, 1], include="0.*")
     late = ProgressiveScope(model, ["slices:2", "local"], [0, 2], exclude="0.*")
@@ -143,7 +143,7 @@ def test_layers_follow_schedules_of_their_own() -> None:
     assert seen == [["local", "slices:2"], ["world", "slices:2"], ["world", "local"]]
 
 
-def test_a_schedule_runs_beside_a_learning_rate_scheduler() -> None:
+def test_a_schedule_works_together_with_a_learning_rate_scheduler() -> None:
     model = normscope.convert(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     rates = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2], gamma=0.5)
@@ -161,7 +161,7 @@ def test_a_schedule_runs_beside_a_learning_rate_scheduler() -> None:
     assert seen == [(1.0, "slices:2")] * 2 + [(0.5, "local")] * 2
 
 
-def test_a_loaded_state_gives_the_layers_its_scope() -> None:
+def test_loading_a_state_sets_the_scope_of_the_layers() -> None:
     def made() -> tuple[nn.Module, ProgressiveScope]:
         model = network()
         return model, ProgressiveScope(model, ["local", "group:2", "world"], [0, 2, 4])
@@ -182,7 +182,7 @@ def test_a_loaded_state_gives_the_layers_its_scope() -> None:
 
 
 def doubling_scopes(total_steps: int) -> tuple[Scopes, Scopes]:
-    """Over the default group, and over one of two ranks where there are that many."""
+    """Run over the default group, and over a group of two ranks if there are enough."""
 
     def run(group: distributed.ProcessGroup | None) -> Scopes:
         model = network()
@@ -238,7 +238,7 @@ def test_a_compiled_model_never_keeps_the_old_scope() -> None:
             assert torch.equal(compiled(x), eager(x))
         seen.append(graphs.frame_count)
 
-    # A graph for each scope, and none for a step.
+    # One graph per scope, and no new graph for a step.
     assert seen == [1, 2, 2, 3]
 
 
@@ -253,7 +253,7 @@ def step_under_two_scopes() -> list[float]:
         schedule.step()
         assert layer.running_mean is not None
         means.append(layer.running_mean.item())
-        y.square().sum().backward()  # in the scope of its forward: no rank waits for another
+        y.square().sum().backward()  # uses the scope of its forward: no rank waits for another
     return means
 
 
@@ -272,8 +272,8 @@ def train_with_doubling_scopes() -> list[float]:
     return means
 
 
-def test_doubling_scopes_share_statistics_among_ever_more_ranks(ranks: RankPool) -> None:
-    # Local, group:2 and world, of ranks that see their own number.
+def test_doubling_scopes_share_statistics_among_more_and_more_ranks(ranks: RankPool) -> None:
+    # Means under local, group:2 and world; each rank's input is its own number.
     assert ranks.run(4, train_with_doubling_scopes) == [
         [0.0, 0.5, 1.5],
         [1.0, 0.5, 1.5],

@@ -41,12 +41,12 @@ def test_constructors_write_what_can_be_parsed() -> None:
     ["", "word", "Local", "local:1", "slices", "slices:", "slices:0", "slices:-1", "slices:1.5",
      "group:x", "ranks:", "ranks:0,0", "ranks:0/0", "norm_batch:0", " world", "world "],
 )  # fmt: skip
-def test_what_is_malformed_is_named(text: str) -> None:
+def test_malformed_scopes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"scope: .*expected .*got"):
         Scope(text)
 
 
-def test_scopes_are_immutable_and_copy() -> None:
+def test_scopes_are_immutable_and_can_be_copied() -> None:
     scope = Scope("ranks:0,1/2,3")
 
     with pytest.raises(AttributeError):

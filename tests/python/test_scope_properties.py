@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any scope over any split, dtype and layout is torch's layer, in float64, on each norm batch."""
+"""Any scope, split, dtype and layout gives the results of torch's layer on each norm batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS_PER_HOST = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A step of some ranks."""
+    """A training step on several ranks."""
 
     scope: str
     shapes: tuple[tuple[int, ...], ...]  # of each rank's input, [N, C, *]
@@ -34,7 +34,7 @@ class Case:
     seed: int
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A rank's input, and the gradient of its output."""
+        """Return a rank's input, and the gradient of its output."""
         generator = torch.Generator().manual_seed(100 * self.seed + rank)
         x, dy = (torch.randn(self.shapes[rank], generator=generator) for _ in range(2))
         x, dy = (x + self.offset).to(self.dtype), dy.to(self.dtype)
@@ -44,7 +44,7 @@ class Case:
 
 
 def sharing(case: Case) -> list[list[int]]:
-    """The ranks that share statistics: what the documentation of scopes says, once more."""
+    """Return the sets of ranks that share statistics, as documented for each scope."""
     size = len(case.shapes)
     kind, _, argument = case.scope.partition(":")
     if kind == "world":
@@ -66,7 +66,7 @@ def consecutive(size: int, count: int) -> list[list[int]]:
 
 
 def resolved_norm_batch(case: Case) -> str:
-    """The smallest scope that brings a norm batch to the wanted size, tried one by one."""
+    """Find the smallest scope with a norm batch of the wanted size by trying all of them."""
     wanted = int(case.scope.partition(":")[2])
     samples = max(shape[0] for shape in case.shapes)
     if samples >= 2 * wanted:
@@ -83,12 +83,12 @@ def slices_of(case: Case) -> int:
 
 
 def row(parts: list[torch.Tensor]) -> torch.Tensor:
-    """All elements [1, C, *] of inputs [N, C, *] of any shapes."""
+    """Join the elements of inputs [N, C, *] of any shapes in one sample [1, C, n]."""
     return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)[None]
 
 
 def norm_batches(case: Case, members: list[int]) -> list[list[tuple[int, slice]]]:
-    """The samples of each norm batch of ranks that share, by rank."""
+    """Return the samples of each norm batch of ranks that share statistics, by rank."""
     batches = [[(member, slice(None)) for member in members]]
     if slices_of(case) > 1:
         [member] = members
@@ -117,7 +117,7 @@ def step_of_rank(case: Case) -> Answers:
 
 
 def assert_as_oracle(case: Case, members: list[int], answers: list[Answers]) -> None:
-    """What ranks that share have computed is what torch computes in float64."""
+    """Assert that ranks that share statistics have computed the same as torch in float64."""
     dweight = dbias = torch.zeros(CHANNELS, dtype=torch.float64)
     gradient_bounds = {
         name: torch.zeros(CHANNELS, dtype=torch.float64) for name in ("dweight", "dbias")
@@ -143,7 +143,7 @@ def assert_as_oracle(case: Case, members: list[int], answers: list[Answers]) -> 
             dweight=torch.stack([answers[m].dweight for m in members]).sum(0),
             dbias=torch.stack([answers[m].dbias for m in members]).sum(0),
         )
-        # Each rank rounds its own sum once, to the gradient's type.
+        # Each rank rounds its own sum once, to the dtype of the gradient.
         rounding = torch.finfo(torch.float32).eps * len(members)
         of_gradients = {
             name: bound
@@ -155,7 +155,7 @@ def assert_as_oracle(case: Case, members: list[int], answers: list[Answers]) -> 
 
 
 def expected_on(x: torch.Tensor, dy: torch.Tensor) -> tuple[Answers, dict[str, torch.Tensor]]:
-    """The oracle's answers on one norm batch [1, C, n], and how far from them one may be."""
+    """Return the oracle's answers for a norm batch [1, C, n], and the allowed differences."""
     layer = layer_of("local")
     oracle = oracle_of(layer, 3)
     if x.numel() == 0:
@@ -186,7 +186,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def scopes(draw: st.DrawFn, size: int) -> str:
-    """Any scope that fits so many ranks."""
+    """Draw any scope that is valid for ``size`` ranks."""
     kind = draw(
         st.sampled_from(["local", "world", "node", "slices", "group", "norm_batch", "ranks"])
     )
@@ -206,7 +206,7 @@ def check(ranks: RankPool, case: Case) -> None:
     groups = sharing(case)
     for members in groups:
         for batch in norm_batches(case, members):
-            assume(values_per_channel(case, batch) > 1)  # else an error, as in torch
+            assume(values_per_channel(case, batch) > 1)  # otherwise an error, as in torch
 
     answers = ranks.run(len(case.shapes), step_of_rank, case)
 
@@ -216,12 +216,12 @@ def check(ranks: RankPool, case: Case) -> None:
 
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(case=cases())
-def test_any_scope_is_the_oracle_s_on_its_norm_batches(ranks: RankPool, case: Case) -> None:
+def test_any_scope_matches_the_oracle_on_its_norm_batches(ranks: RankPool, case: Case) -> None:
     check(ranks, case)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(case=cases())
-def test_any_scope_is_the_oracle_s_on_many_norm_batches(ranks: RankPool, case: Case) -> None:
+def test_any_scope_matches_the_oracle_on_many_norm_batches(ranks: RankPool, case: Case) -> None:
     check(ranks, case)

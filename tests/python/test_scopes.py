@@ -13,14 +13,14 @@ from torch import distributed
 
 import normscope
 
-# Both sides compute in float64 (eps 2e-16) on data of condition one; sums have at most 500 terms.
+# Both sides compute in float64 (eps 2e-16), condition number one; sums have at most 500 terms.
 ABSOLUTE = 1e-11
 
 Tensors = dict[str, torch.Tensor]
 
 
 def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The joined input, off-centre and not the same for two samples, and its output's gradient."""
+    """Return a joined input with a different mean for each sample, and its output's gradient."""
     generator = torch.Generator().manual_seed(samples)
     x = torch.randn(samples, 3, 2, 3, generator=generator, dtype=torch.float64)
     dy = torch.randn(samples, 3, 2, 3, generator=generator, dtype=torch.float64)
@@ -28,7 +28,7 @@ def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
-    """A training step and what it leaves behind."""
+    """Run a training step; return its results and the state of the layer."""
     x = x.requires_grad_()
     y = layer(x)
     y.backward(dy)
@@ -45,7 +45,10 @@ def step_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
 
 
 def assert_as_torch_on(members: list[int], answers: list[Tensors], sizes: tuple[int, ...]) -> None:
-    """The members' answers are torch's on their joined samples; affine gradients add up to it."""
+    """Assert that the members' answers are torch's on their joined samples.
+
+    The affine gradients of the members add up to torch's.
+    """
     x, dy = (torch.cat([t[split_of(sizes, m)] for m in members]) for t in batch(sum(sizes)))
     expected = step(torch.nn.BatchNorm2d(3, dtype=torch.float64), x, dy)
     got = [answers[member] for member in members]
@@ -88,7 +91,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
         ("norm_batch:99", (2, 2, 1), [[0, 1, 2]]),
     ],
 )
-def test_ranks_that_share_train_as_torch_on_their_joined_samples(
+def test_ranks_that_share_train_like_torch_on_their_joined_samples(
     ranks: RankPool, transport: str, scope: str, sizes: tuple[int, ...], sharing: list[list[int]]
 ) -> None:
     environment = {"NORMSCOPE_SHARED_MEMORY": transport}
@@ -143,7 +146,7 @@ def test_a_norm_batch_that_fits_twice_is_slices(ranks: RankPool, size: int) -> N
 
 
 def calls_with_an_uneven_first_batch(first: tuple[int, ...]) -> list[int]:
-    """What a norm batch of 4 sends with a first batch, and with batches of 4."""
+    """Return the exchanges under norm_batch:4 with a first batch, then with batches of 4."""
     layer = normscope.BatchNorm1d(2, scope="norm_batch:4")
     calls = [normscope.communication_counters().calls]
     for samples in (first[distributed.get_rank()], 4, 4):
@@ -152,17 +155,17 @@ def calls_with_an_uneven_first_batch(first: tuple[int, ...]) -> list[int]:
     return [after - before for before, after in pairwise(calls)]
 
 
-def test_the_largest_first_batch_is_what_a_norm_batch_counts_with(ranks: RankPool) -> None:
-    # 4 on some rank: local on all, however little the others have.
+def test_norm_batch_uses_the_largest_first_batch(ranks: RankPool) -> None:
+    # 4 samples on one rank: local on all ranks.
     assert ranks.run(2, calls_with_an_uneven_first_batch, (4, 3)) == [[1, 0, 0]] * 2
-    # 2: the world of two, also for the batches of 4 that follow.
+    # 2 samples: the world of two ranks, also for the following batches of 4.
     assert ranks.run(2, calls_with_an_uneven_first_batch, (2, 0)) == [[2, 1, 1]] * 2
-    # Nothing anywhere: agreed on again with the next batch.
+    # No samples on any rank: the ranks agree again with the next batch.
     assert ranks.run(2, calls_with_an_uneven_first_batch, (0, 0)) == [[2, 1, 0]] * 2
 
 
 def means_of_scopes_in_groups() -> list[float]:
-    """Two models with scopes in different process groups, used in turn."""
+    """Use two models with scopes in different process groups alternately."""
     rank = distributed.get_rank()
     pairs = [connected_group(members) for members in ([0, 2, 4], [1, 3, 5])]
     halves = [connected_group(members) for members in ([0, 1, 2], [3, 4, 5])]
@@ -183,7 +186,7 @@ def means_of_scopes_in_groups() -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["1", "0"])
-def test_scopes_count_the_ranks_of_their_process_group_and_do_not_mix(
+def test_scopes_use_the_ranks_of_their_process_group_and_do_not_mix(
     ranks: RankPool, transport: str
 ) -> None:
     environment = {"NORMSCOPE_SHARED_MEMORY": transport}
@@ -214,7 +217,7 @@ def test_ranks_agree_on_a_scope_once(ranks: RankPool) -> None:
 
 
 def means_in_groups_made_anew(folder: str) -> list[float]:
-    """Default groups of one name, one after the other, of other sizes in between."""
+    """Use default groups of the same name and different sizes, one after the other."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     seen = []
     for attempt, scope in enumerate(["group:2", "ranks:0,2", "group:2"]):
@@ -228,7 +231,7 @@ def means_in_groups_made_anew(folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["1", "0"])
-def test_a_scope_follows_a_process_group_that_is_made_anew(
+def test_a_scope_follows_a_new_process_group_of_the_same_name(
     ranks: RankPool, tmp_path: Path, transport: str
 ) -> None:
     environment = {"NORMSCOPE_SHARED_MEMORY": transport}
@@ -239,7 +242,7 @@ def test_a_scope_follows_a_process_group_that_is_made_anew(
 
 
 def error_of_scope(scope: str) -> tuple[str, bool]:
-    """The error, and that the process group works afterwards."""
+    """Return the error, and whether the process group works afterwards."""
     with pytest.raises(ValueError, match="scope") as raised:
         normscope.BatchNorm1d(2, scope=scope)(torch.randn(4, 2))
     normscope.BatchNorm1d(2)(torch.randn(4, 2))
@@ -260,7 +263,7 @@ def test_a_scope_that_does_not_fit_the_world_is_an_error_on_every_rank(
 
 
 @pytest.mark.parametrize("scope", ["group:4", "node", "ranks:2,3", "norm_batch:8"])
-def test_where_there_is_one_rank_every_scope_is_within_it(ranks: RankPool, scope: str) -> None:
+def test_with_one_rank_every_scope_stays_within_it(ranks: RankPool, scope: str) -> None:
     sizes = (4,)
 
     assert_as_torch_on([0], [step_alone(scope)], sizes)
@@ -297,7 +300,7 @@ def test_a_group_has_the_bits_of_one_process_over_its_samples(
 
 
 def backward_after_a_change_of_scope() -> Tensors:
-    """The scope changes between a forward and its backward."""
+    """Change the scope between a forward and its backward."""
     part = split_of((2, 3, 1, 4), distributed.get_rank())
     x, dy = (t[part] for t in batch(10))
     x = x.requires_grad_()
@@ -309,7 +312,7 @@ def backward_after_a_change_of_scope() -> Tensors:
     return {"dx": x.grad}
 
 
-def test_a_backward_has_the_scope_of_its_forward(ranks: RankPool) -> None:
+def test_a_backward_uses_the_scope_of_its_forward(ranks: RankPool) -> None:
     sizes = (2, 3, 1, 4)
     expected = ranks.run(4, step_of_rank, "group:2", sizes)
 

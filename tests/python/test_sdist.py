@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source distribution has what a build reads."""
+"""The source distribution contains the files that a build needs."""
 
 import subprocess
 import tarfile
@@ -21,7 +21,7 @@ BUILT_FROM = (
 )
 
 
-def test_it_has_every_file_that_a_build_reads(
+def test_it_contains_every_file_that_a_build_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -35,5 +35,5 @@ def test_it_has_every_file_that_a_build_reads(
         packed = {str(PurePath(*PurePath(path).parts[1:])) for path in archive.getnames()}
     assert {PurePath(path).parts[0] for path in tracked} == set(BUILT_FROM)
     assert set(tracked) - packed == set()
-    # Neither builds nor environments.
+    # It contains neither build folders nor virtual environments.
     assert not {PurePath(path).parts[0] for path in packed if path != "."} & {"build", ".venv"}

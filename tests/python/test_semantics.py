@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of docs/semantics.md: each has one test here, whose name is the rule's claim.
+"""The rules of docs/semantics.md. Each rule has one test here, which is named after it.
 
-Other files test the same rules in width.
+Other files test the same rules more thoroughly.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ import normscope
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "semantics.md"
 
-# Float64 on data of condition one and a few hundred elements: eps 2e-16 times some hundred
-# roundings.
+# A few hundred elements in float64 (eps 2e-16), condition number one: some hundred roundings.
 ROUNDING = 1e-12
 
 Tensors = dict[str, torch.Tensor]
@@ -37,7 +36,7 @@ def joined(samples: int, *, extent: tuple[int, ...] = (4, 5)) -> torch.Tensor:
 
 
 def step(layer: torch.nn.Module, x: torch.Tensor) -> Tensors:
-    """A forward, and a backward whose gradient is no constant."""
+    """Run a forward, and a backward with a non-constant gradient."""
     x = x.detach().requires_grad_()
     y = layer(x)
     y.backward(y.detach().sin())
@@ -54,7 +53,7 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_every_rule_has_a_test_and_every_test_a_rule() -> None:
+def test_rules_and_tests_correspond() -> None:
     named = re.findall(r"`(test_\w+)`", DOCUMENT.read_text())
     here = [name for name in globals() if name.startswith("test_")]
 
@@ -110,7 +109,7 @@ def test_momentum_none_averages_cumulatively() -> None:
         assert_near(ours.state_dict()[name], value)
 
 
-# [N, C, L] of each rank: no two have as many elements.
+# N and L of the input [N, C, L] of each rank, with different numbers of elements.
 RAGGED = ((2, 5), (3, 1), (1, 4))
 
 
@@ -124,7 +123,7 @@ def step_of_ragged_rank() -> Tensors:
 
 
 def test_uneven_batches_and_spatial_sizes_weigh_by_elements(ranks: RankPool) -> None:
-    # As one batch of one sample, with all positions in a row.
+    # All positions of all parts, joined in a single sample.
     rows = [part.transpose(0, 1).flatten(1) for part in ragged_parts()]
     expected = step(torch.nn.BatchNorm1d(3, dtype=torch.float64), torch.cat(rows, 1)[None])
     ends = torch.tensor([0, *(row.shape[1] for row in rows)]).cumsum(0).tolist()
@@ -252,13 +251,13 @@ def test_an_input_without_gradient_under_affine_parameters_takes_part(ranks: Ran
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_outputs_have_the_input_s_dtype_and_statistics_are_never_narrow(dtype: torch.dtype) -> None:
     layer = normscope.BatchNorm2d(3)
-    # Of mean 7 and deviation 3 + 1e-3 steps that 16 bits cannot tell from each other.
+    # Mean 7 and deviation 3, in steps of 1e-3 that 16 bits cannot resolve.
     x = joined(64).to(dtype)
     answers = step(layer, x)
 
     assert answers["y"].dtype == answers["dx"].dtype == dtype
     assert answers["running_mean"].dtype == torch.float32
-    # Of the converted input: 16-bit sums would be off by 1e-3, float32's 40 roundings by 5e-6.
+    # Expected from the converted input: sums in 16 bits would be off by 1e-3, float32's by 5e-6.
     mean = 0.1 * x.double().mean((0, 2, 3))
     torch.testing.assert_close(answers["running_mean"].double(), mean, rtol=5e-6, atol=0)
 
@@ -307,7 +306,7 @@ def test_slices_are_torch_s_chunks_with_three_rules_for_running_statistics() -> 
 
 
 def pool_and_estimate() -> list[Tensors]:
-    """Of ranks with 3 and 1 samples, whose only update has momentum 1."""
+    """Pool and estimate on ranks with 3 and 1 samples, after a single update with momentum 1."""
     x = joined(4)[split_of((3, 1), distributed.get_rank())]
     layer = normscope.BatchNorm2d(3, momentum=1.0, dtype=torch.float64, scope="local")
     layer(x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""slices:K against torch.nn's layer on each of torch.chunk's slices."""
+"""slices:K compared to torch.nn's layer on each slice of torch.chunk."""
 
 from typing import get_args
 
@@ -12,14 +12,14 @@ from normscope.modules import SliceStats
 
 pytestmark = pytest.mark.on_device
 
-# Of entries of order one, in float64; both sides are off by a few roundings (eps 2e-16).
+# For entries of order one in float64; both sides are off by a few roundings (eps 2e-16).
 ABSOLUTE = 1e-12
 
 
 def torch_on_slices(
     layer: _BatchNorm, x: torch.Tensor, count: int, slice_stats: str
 ) -> torch.Tensor:
-    """torch's layer on one slice after the other, and the rule for its running statistics."""
+    """Run torch's layer on each slice, and update its running statistics as the rule says."""
     slices = x.chunk(count)
     if slice_stats == "sequential":
         return torch.cat([layer(part) for part in slices])
@@ -32,7 +32,7 @@ def torch_on_slices(
             for p in slices
         ]
     )
-    # The update alone counts here: the moments of all samples, or of the first slice's.
+    # One update, with the moments of all samples or of the first slice.
     layer.running_mean.copy_(before[0])
     layer.running_var.copy_(before[1])
     layer(x if slice_stats == "pooled" else slices[0])
@@ -43,7 +43,7 @@ def torch_on_slices(
 @pytest.mark.parametrize("momentum", [0.3, None])
 @pytest.mark.parametrize(("samples", "count"), [(8, 4), (7, 3), (9, 4), (3, 8), (5, 1)])
 @pytest.mark.parametrize("last", [False, True])
-def test_slices_are_as_torch_on_each_chunk(
+def test_slices_match_torch_on_each_chunk(
     slice_stats: SliceStats,
     momentum: float | None,
     samples: int,
@@ -73,7 +73,7 @@ def test_slices_are_as_torch_on_each_chunk(
             expected_layer.named_parameters(), layer.parameters(), strict=True
         ):
             assert ours.grad is not None, name
-            # A sum of 160 products.
+            # Each gradient is a sum of 160 products.
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=160 * ABSOLUTE)
     for name, value in expected_layer.state_dict().items():
         assert_near(layer.state_dict()[name], value)
@@ -83,7 +83,7 @@ def assert_near(got: torch.Tensor | None, expected: torch.Tensor | None) -> None
     torch.testing.assert_close(got, expected, rtol=0, atol=ABSOLUTE)
 
 
-def test_slices_do_not_matter_in_eval() -> None:
+def test_slices_have_no_effect_in_eval() -> None:
     x = torch.randn(4, 3, 5, 5)
     sliced, plain = (
         normscope.BatchNorm2d(3, scope="slices:4").eval(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and meshes, as torch.nn.SyncBatchNorm and its conversion take them."""
+"""Process groups and meshes in SyncBatchNorm and its conversion, compared to torch's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def in_a_mesh() -> tuple[list[torch.Tensor], bool, str]:
     return means, has_group, str(error.value)
 
 
-def test_a_dimension_of_a_mesh_is_a_group(ranks: RankPool) -> None:
+def test_a_mesh_dimension_can_be_used_as_a_group(ranks: RankPool) -> None:
     answers = ranks.run(4, in_a_mesh)
 
     for rank, (means, has_group, error) in enumerate(answers):
@@ -65,7 +65,7 @@ def with_the_default_group() -> tuple[torch.Tensor, bool]:
     return mean_of(layer), layer.process_group is None
 
 
-def test_without_a_group_it_is_the_default_one(ranks: RankPool) -> None:
+def test_the_default_group_is_used_if_none_is_given(ranks: RankPool) -> None:
     for mean, has_none in ranks.run(2, with_the_default_group):
         torch.testing.assert_close(mean, expected_mean([0, 1]))
         assert has_none
@@ -80,7 +80,7 @@ def keeps_its_group() -> bool:
     return bool(kept and layer.process_group is other)
 
 
-def test_convert_keeps_a_group_unless_it_is_given_one(ranks: RankPool) -> None:
+def test_convert_keeps_the_group_unless_one_is_given(ranks: RankPool) -> None:
     assert ranks.run(2, keeps_its_group) == [True, True]
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work runs on torch's threads, as many as torch.set_num_threads allows."""
+"""The kernels run on torch's threads, as many as torch.set_num_threads allows."""
 
 import subprocess
 import sys
 
 import pytest
 
-# The threads that a step of training starts in a process that has run nothing yet.
+# Prints the number of threads that a training forward starts in a new process.
 STEP = """
 import os, sys, torch, normscope
 torch.set_num_threads(int(sys.argv[1]))

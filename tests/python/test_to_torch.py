@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""to_torch makes a model of torch's own layers, whatever way normscope's came into it."""
+"""to_torch converts a model to torch's layers, however normscope's layers got into it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Centred(normscope.BatchNorm2d):
 
 
 class Block(nn.Module):
-    """A residual block, whose sum is new or written into one of the two."""
+    """A residual block whose sum is written into a new tensor or into one of the operands."""
 
     def __init__(self, adds_into: str = "new") -> None:
         super().__init__()
@@ -58,13 +58,13 @@ def batch() -> torch.Tensor:
 
 
 def trained(model: nn.Module) -> nn.Module:
-    """With running statistics that are not those of a new layer; in evaluation."""
+    """Give the model non-initial running statistics; return it in evaluation."""
     model(batch() * 2 + 1)
     return model.eval()
 
 
 @pytest.mark.parametrize("own_class", OWN_CLASSES)
-def test_a_layer_has_the_class_and_attributes_that_torch_gives(own_class: type[nn.Module]) -> None:
+def test_a_layer_gets_the_class_and_attributes_of_torch_s_layer(own_class: type[nn.Module]) -> None:
     layer = own_class(3, eps=1e-3, momentum=None, affine=False, scope="slices:2")
     weight = layer.running_mean
 
@@ -76,7 +76,7 @@ def test_a_layer_has_the_class_and_attributes_that_torch_gives(own_class: type[n
     assert layer.running_mean is weight
 
 
-def test_a_converted_layer_gets_the_class_back_that_it_had() -> None:
+def test_a_converted_layer_gets_its_original_class() -> None:
     model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d()))
 
     normscope.to_torch(model)
@@ -85,7 +85,7 @@ def test_a_converted_layer_gets_the_class_back_that_it_had() -> None:
     assert model[0].__dict__.keys() == nn.BatchNorm2d(3).__dict__.keys()
 
 
-def test_a_lazy_layer_that_has_seen_an_input_is_lazy_no_more() -> None:
+def test_a_lazy_layer_that_has_seen_an_input_is_no_longer_lazy() -> None:
     model = normscope.convert(nn.Sequential(nn.LazyBatchNorm2d()))
     model(batch())
 
@@ -94,7 +94,7 @@ def test_a_lazy_layer_that_has_seen_an_input_is_lazy_no_more() -> None:
     assert type(model[0]) is nn.BatchNorm2d
 
 
-def test_hooks_mode_and_state_stay() -> None:
+def test_hooks_mode_and_state_are_kept() -> None:
     model = nn.Sequential(normscope.BatchNorm2d(3, scope="local"))
     called = []
     model[0].register_forward_hook(lambda *_: called.append("forward"))
@@ -120,7 +120,7 @@ def test_hooks_mode_and_state_stay() -> None:
     ],
     ids=["SyncBatchNorm", "BatchNorm", "converted", "BatchNormAct"],
 )
-def test_a_layer_of_any_dimensions_is_told_which(layer: nn.Module) -> None:
+def test_a_layer_for_any_dimensions_needs_any_dims(layer: nn.Module) -> None:
     model = nn.Sequential(normscope.BatchNorm2d(3), nn.Sequential(copy.deepcopy(layer)))
     expected = trained(model)(batch())
 
@@ -162,7 +162,7 @@ def test_a_layer_with_an_activation_becomes_two(activation: str) -> None:
     assert torch.equal(model.norm(batch()), expected)
 
 
-def test_a_layer_with_an_activation_is_replaced_by_what_comes_back() -> None:
+def test_a_single_layer_with_an_activation_is_replaced_by_the_result() -> None:
     layer = normscope.BatchNormAct2d(3)
     expected = trained(layer)(batch(), batch().sin())
 

@@ -14,10 +14,10 @@ from torch import distributed, func, nn
 
 import normscope
 
-# torch's own, from what it imports for transforms.
+# A warning of torch, caused by its imports for transforms.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
-# Of a few dozen entries of order one, in float64: eps 2e-16 times some hundred roundings.
+# For a few dozen entries of order one in float64: eps 2e-16 times some hundred roundings.
 ROUNDING = 1e-12
 
 
@@ -31,7 +31,7 @@ def batch(*more: int) -> torch.Tensor:
 
 
 def pair(**keywords: Any) -> tuple[nn.Module, normscope.BatchNorm2d]:  # noqa: ANN401
-    """torch's layer and ours, with the same state, which is not that of a new layer."""
+    """Return torch's layer and normscope's with the same, non-initial state."""
     theirs = nn.BatchNorm2d(3, dtype=torch.float64, **keywords)
     theirs(batch() * 2 + 1)
     nn.init.normal_(theirs.weight)
@@ -70,7 +70,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
-def test_in_evaluation_transforms_are_those_of_torch(name: str, tracked: bool) -> None:  # noqa: FBT001
+def test_in_evaluation_transforms_give_torch_s_results(name: str, tracked: bool) -> None:  # noqa: FBT001
     theirs, ours = pair(track_running_stats=tracked)
     x = batch()
 
@@ -82,7 +82,7 @@ def test_in_evaluation_transforms_are_those_of_torch(name: str, tracked: bool) -
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("activated", [True, False])
-def test_in_training_the_error_names_them_and_what_to_do(
+def test_in_training_the_error_names_the_transform_and_the_remedy(
     name: str,
     tracked: bool,  # noqa: FBT001
     activated: bool,  # noqa: FBT001
@@ -91,7 +91,7 @@ def test_in_training_the_error_names_them_and_what_to_do(
     layer = layer_class(3, dtype=torch.float64, track_running_stats=tracked, scope="local")
     before = copy.deepcopy(layer.state_dict())
     words = "expected no transform of torch.func around a layer in training, got"
-    given = "grad" if name in ("vjp", "jacrev") else name  # as torch calls them all
+    given = "grad" if name in ("vjp", "jacrev") else name  # torch uses this name for all of them
 
     with pytest.raises(RuntimeError, match=rf"{words} {given}; use .*, or eval\(\)$"):
         TRANSFORMS[name](layer, batch())
@@ -100,7 +100,7 @@ def test_in_training_the_error_names_them_and_what_to_do(
     assert all(map(torch.equal, layer.state_dict().values(), before.values()))
 
 
-def test_what_a_transform_does_not_reach_runs_in_training() -> None:
+def test_layers_that_a_transform_does_not_reach_run_in_training() -> None:
     layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope="local")
     x, ones = batch(), torch.ones(2, dtype=torch.float64)
     y = copy.deepcopy(layer)(x).square().sum()
@@ -113,7 +113,7 @@ def test_what_a_transform_does_not_reach_runs_in_training() -> None:
 
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("same", [True, False])
-def test_an_ensemble_evaluates_as_torch_s(tracked: bool, same: bool) -> None:  # noqa: FBT001
+def test_an_ensemble_evaluates_like_torch_s(tracked: bool, same: bool) -> None:  # noqa: FBT001
     pairs = [pair(track_running_stats=tracked) for _ in range(3)]
     x = batch() if same else batch(3)
     outputs = []
@@ -135,7 +135,7 @@ def test_an_ensemble_evaluates_as_torch_s(tracked: bool, same: bool) -> None:  #
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])
-def test_functional_call_trains_with_the_state_that_it_is_given(momentum: float | None) -> None:
+def test_functional_call_trains_with_the_given_state(momentum: float | None) -> None:
     theirs, ours = pair(momentum=momentum)
     x, state = batch(), {name: value + 1 for name, value in theirs.state_dict().items()}
     own = copy.deepcopy(ours.state_dict())

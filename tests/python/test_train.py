@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script to copy from, as a user starts it, and what README.md shows of it."""
+"""The example training script, and the part of it that README.md shows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TRAIN = ROOT / "examples/train.py"
 
 DIGITS = 360  # held out
 
-# What ten classes give by chance, and five standard deviations of the accuracy of so many guesses.
+# The accuracy of guessing one of ten classes, plus five standard deviations.
 CHANCE = 0.1 + 5 * (0.1 * 0.9 / DIGITS) ** 0.5
 
-TIMEOUT_SECONDS = 120  # some twenty times what it takes
+TIMEOUT_SECONDS = 120  # about twenty times the usual duration
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -47,7 +47,7 @@ def plain_network() -> nn.Module:
         pytest.param((), "world", 1, id="one process"),
     ],
 )
-def test_the_script_learns_and_its_checkpoint_is_torchs(
+def test_the_script_learns_and_its_checkpoint_loads_into_torch_s_layers(
     tmp_path: Path, modules: tuple[str, ...], scope: str, ranks: int
 ) -> None:
     path = tmp_path / "digits.pt"
@@ -60,7 +60,7 @@ def test_the_script_learns_and_its_checkpoint_is_torchs(
         text=True,
         check=False,
         timeout=TIMEOUT_SECONDS,
-        # As torchrun sets it: threads that share cores wait for each other.
+        # torchrun sets this too: threads that share cores wait for each other.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -77,7 +77,7 @@ def test_the_script_learns_and_its_checkpoint_is_torchs(
     network.load_state_dict(torch.load(path))
 
 
-def test_the_diff_of_the_readme_is_what_the_script_has() -> None:
+def test_the_diff_in_the_readme_matches_the_script() -> None:
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     script = [line.strip().partition("  # ") for line in TRAIN.read_text().splitlines()]
     lines = [line for line, _, _ in script]
@@ -88,7 +88,7 @@ def test_the_diff_of_the_readme_is_what_the_script_has() -> None:
         if line[1:].strip() not in ("", "...") and not line.startswith("-")
     ]
     places, after = [], 0
-    for line in shown:  # in the script's order
+    for line in shown:  # has to be in the order of the script
         places.append(lines.index(line[1:].partition("  # ")[0].strip(), after))
         after = places[-1] + 1
     added = [place for line, place in zip(shown, places, strict=True) if line.startswith("+")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known, and what can be done, while ranks wait for each other."""
+"""Reports about ranks that wait for each other, and ways to end the wait."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch() -> torch.Tensor:
 
 
 def raised_by(call: Callable[[], Any]) -> tuple[str, float]:
-    """What a call raises, and after how many seconds."""
+    """Return what a call raises, and the seconds until then."""
     begin = time.monotonic()
     try:
         call()
@@ -51,7 +51,7 @@ def raised_by(call: Callable[[], Any]) -> tuple[str, float]:
 
 
 def meet_at(name: str) -> None:
-    """Of all ranks, without a message of a group."""
+    """Wait for all ranks without sending messages in a group."""
     store = distributed.distributed_c10d._get_default_store()
     store.set(f"{name}/{distributed.get_rank()}", "")
     store.wait([f"{name}/{rank}" for rank in range(distributed.get_world_size())])
@@ -61,7 +61,7 @@ def rank_1_stays_behind() -> tuple[str, float]:
     net = network()
     x = net[0](batch())
     if distributed.get_rank() == 1:
-        time.sleep(3 * SECONDS)  # beyond the time in which the others ask who is there
+        time.sleep(3 * SECONDS)  # longer than the others wait for answers
     answer = raised_by(lambda: net[1](x))
     meet_at("end")
     return answer
@@ -103,7 +103,7 @@ def test_a_rank_that_needs_no_peer_is_named(ranks: RankPool, transport: str) -> 
 
 @contextlib.contextmanager
 def errors_to(text: list[str]) -> Iterator[None]:
-    """What the process writes to its stderr, by whatever means, goes into a list."""
+    """Collect everything that the process writes to stderr in a list."""
     with tempfile.TemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -223,7 +223,7 @@ def test_peers_raise_at_once_what_a_rank_raised(
 
 
 def rank_0_has_a_lazy_layer(pooling: str) -> tuple[str, float]:
-    """Which raises there before any exchange."""
+    """Pool statistics with a lazy layer on rank 0, which raises there before any exchange."""
     lazy = torch.nn.Sequential(torch.nn.LazyBatchNorm2d())
     model = lazy if distributed.get_rank() == 0 else network()
     if pooling == "sync_running_stats":
@@ -246,8 +246,8 @@ def test_peers_of_a_rank_that_cannot_pool_are_told(
 
 
 def interrupted(where: str) -> tuple[str, float]:
-    """Rank 0 gets a Ctrl-C half a second after it has begun to wait."""
-    # A shell that starts its jobs in the background has them ignore it.
+    """Send rank 0 a Ctrl-C half a second after it starts to wait."""
+    # Jobs that a shell starts in the background ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     net = network()
     y = net(batch().requires_grad_()) if where != "first meeting" else batch()
@@ -279,7 +279,7 @@ def test_ctrl_c_ends_a_wait_and_peers_are_told(ranks: RankPool, transport: str, 
 
 
 def signalled_without_an_exception() -> list[int]:
-    """A handler that returns, as one that only asks for a checkpoint, and the wait goes on."""
+    """Use a handler that returns, for example to request a checkpoint; the wait continues."""
     net = network()
     net(batch())
     meet_at("begin")
@@ -295,7 +295,7 @@ def signalled_without_an_exception() -> list[int]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_handler_that_returns_ends_no_wait(ranks: RankPool, transport: str) -> None:
+def test_a_handler_that_returns_does_not_end_the_wait(ranks: RankPool, transport: str) -> None:
     answers = ranks.run(2, signalled_without_an_exception, environment=environment_of(transport))
 
     assert answers == [[signal.SIGUSR1], []]
