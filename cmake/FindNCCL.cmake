@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# NCCL::NCCL: the system's, or that of the PyPI package nvidia-nccl-cu13, which PyTorch uses itself.
-# NCCL_INCLUDE_DIR and NCCL_LIBRARY choose another.
+# Defines NCCL::NCCL, from the system or from the PyPI package nvidia-nccl-cu13, which PyTorch
+# itself uses. Set NCCL_INCLUDE_DIR and NCCL_LIBRARY to use another one.
 if(NOT NCCL_INCLUDE_DIR)
   find_package(Python QUIET COMPONENTS Interpreter)
   if(Python_Interpreter_FOUND)

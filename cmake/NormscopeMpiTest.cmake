@@ -4,8 +4,8 @@ include_guard(GLOBAL)
 
 # normscope_add_mpi_test(<name> RANKS <number> [BEHIND <command>...] COMMAND <program> [<argument>...])
 #
-# One ctest case that mpirun starts, where find_package(MPI) has found one; BEHIND is what starts mpirun.
-# Open MPI reads in the environment that there may be more ranks than cores, and that root may start them.
+# Adds a ctest case that mpirun starts, after find_package(MPI). BEHIND is a command that starts
+# mpirun. The environment lets Open MPI start more ranks than there are cores, also as root.
 function(normscope_add_mpi_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "RANKS" "BEHIND;COMMAND")
   add_test(

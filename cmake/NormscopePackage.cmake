@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
-# What find_package(normscope) and pkg-config read.
+# Installs the files for find_package(normscope) and pkg-config.
 
 include_guard(GLOBAL)
 include(CMakePackageConfigHelpers)
@@ -20,7 +20,7 @@ install(
   COMPONENT core
 )
 
-# Relative to the file itself, so that an installed tree can be moved.
+# The prefix is relative to the file itself: the installed tree can be moved.
 file(
   RELATIVE_PATH normscope_prefix_from_pc /${CMAKE_INSTALL_LIBDIR}/pkgconfig /
 )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# One function per kind of target, so that every folder's CMakeLists.txt only says what is in it:
+# One function per kind of target. The CMakeLists.txt of a folder only lists its contents with:
 #
 #   normscope_library(normscope_<folder> [SHARED] SOURCES ... DEPENDS ...)
 #   normscope_install(<shared library> NAME <name> COMPONENT <component> HEADERS ...)
@@ -13,15 +13,15 @@ include(GNUInstallDirs)
 include(GoogleTest)
 include(NormscopeMpiTest)
 
-# Seconds that one test case may take before ctest ends it; long enough for sanitizers on two cores.
+# Time limit of a test case in seconds; long enough for sanitizers on two cores.
 set(NORMSCOPE_TEST_TIMEOUT 120)
 
-# What nvcc is given for every architecture: as for the host, no contraction into FMA.
+# Options of nvcc for every architecture. As on the host, there is no contraction into FMA.
 set(NORMSCOPE_NVCC_OPTIONS -std=c++20 --fmad=false --expt-relaxed-constexpr)
-set(NORMSCOPE_CUDA_ARCHITECTURES 80 90 100 CACHE STRING "What the CUDA kernels are compiled for")
+set(NORMSCOPE_CUDA_ARCHITECTURES 80 90 100 CACHE STRING "Architectures to compile CUDA kernels for")
 
-# What holds for every target. Multiplication and addition are rounded separately everywhere: equal
-# bits across instruction sets are part of the contract, so contraction into FMA is off.
+# Options of all targets. Results must have the same bits with all instruction sets: multiplication
+# and addition are rounded separately everywhere, so contraction into FMA is off.
 function(normscope_set_compile_rules target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   target_compile_options(
@@ -43,8 +43,9 @@ function(normscope_set_compile_rules target)
   )
 endfunction()
 
-# A folder of normscope/: target normscope_<folder>, alias normscope::<folder>. Static, or a shared
-# library with SHARED. DEPENDS are public: a folder's headers include those of the folders below it.
+# Adds a folder of normscope/ as the target normscope_<folder>, alias normscope::<folder>: a static
+# library, or a shared one with SHARED. DEPENDS are public, because the headers of a folder include
+# those of the folders below it.
 function(normscope_library target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "SHARED" "" "SOURCES;DEPENDS")
   if(NOT target MATCHES "^normscope_(.+)$")
@@ -63,9 +64,9 @@ function(normscope_library target)
   target_link_libraries(${target} PUBLIC ${arg_DEPENDS})
 endfunction()
 
-# Installs a shared library: find_package(normscope COMPONENTS <component>) gives programs the target
-# normscope::<name> and the headers that are named here, each of which must compile alone. Versions of 0.x
-# are compatible within a minor version only.
+# Installs a shared library. find_package(normscope COMPONENTS <component>) then provides the target
+# normscope::<name> and the given headers, each of which must compile on its own. Versions 0.x are
+# only compatible within a minor version.
 function(normscope_install target)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "NAME;COMPONENT" "HEADERS")
   target_sources(
@@ -84,7 +85,7 @@ function(normscope_install target)
     LIBRARY COMPONENT ${arg_COMPONENT} NAMELINK_COMPONENT ${arg_COMPONENT}
     FILE_SET HEADERS COMPONENT ${arg_COMPONENT}
   )
-  # Once a component, which may have several libraries.
+  # Only once per component, which may have several libraries.
   get_property(components GLOBAL PROPERTY normscope_installed_components)
   if(arg_COMPONENT IN_LIST components)
     return()
@@ -98,7 +99,7 @@ function(normscope_install target)
   )
 endfunction()
 
-# What every executable of tests and benchmarks is.
+# Adds an executable for tests or benchmarks.
 function(normscope_executable name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
   add_executable(${name} ${arg_SOURCES})
@@ -107,9 +108,9 @@ function(normscope_executable name)
   target_link_libraries(${name} PRIVATE ${arg_DEPENDS})
 endfunction()
 
-# A GoogleTest executable, each of whose cases is one ctest case with the label. `unit` cases stay in
-# one thread of control; `ranks` cases start ranks (threads or processes) and wait for each other; `mpi`
-# cases are there where the library is built with MPI.
+# Adds a GoogleTest executable. Each of its cases is a ctest case with the label. `unit` cases run
+# in a single thread; `ranks` cases start ranks (threads or processes) that wait for each other;
+# `mpi` cases only exist if the library is built with MPI.
 function(normscope_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABELS;TIMEOUT" "SOURCES;DEPENDS")
   if(NOT arg_LABELS MATCHES "^(unit|ranks|mpi|cuda)$")
@@ -120,8 +121,9 @@ function(normscope_test name)
   endif()
 
   normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} GTest::gmock GTest::gtest_main)
-  # The name leads, since suites of two folders may share a name. Values would be printed as bytes where
-  # a type has no printer, so cases go by the names or numbers that the suite gives them.
+  # The prefix distinguishes suites of the same name in different folders. Without NO_PRETTY_VALUES,
+  # cases would be named after their parameters, which are printed as bytes if the type has no
+  # printer.
   gtest_discover_tests(
     ${name}
     NO_PRETTY_VALUES
@@ -131,8 +133,8 @@ function(normscope_test name)
   )
 endfunction()
 
-# A GoogleTest executable with a main() of its own, each of whose processes is a rank: one ctest case for
-# each number of ranks, labelled mpi.
+# Adds a GoogleTest executable with its own main(), in which each process is a rank. There is one
+# ctest case for each number of ranks, labeled mpi.
 function(normscope_mpi_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "RANKS;SOURCES;DEPENDS")
   normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} GTest::gmock)
@@ -141,13 +143,13 @@ function(normscope_mpi_test name)
   endforeach()
 endfunction()
 
-# A Google Benchmark executable.
+# Adds a Google Benchmark executable.
 function(normscope_benchmark name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
   normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} benchmark::benchmark_main)
 endfunction()
 
-# A shared library for the benchmarks in Python, loaded from the build directory.
+# Adds a shared library that the Python benchmarks load from the build directory.
 function(normscope_benchmark_library name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;DEPENDS")
   add_library(${name} MODULE ${arg_SOURCES})

@@ -2,11 +2,11 @@
 
 include_guard(GLOBAL)
 
-# Lets find_package(Torch) find the torch that the Python interpreter imports: the library is loaded
-# into that very process, so any other torch would be a wrong one.
-# Choose the interpreter with -DPython_EXECUTABLE=..., or point Torch_DIR at a libtorch.
+# Makes find_package(Torch) find the torch that the Python interpreter imports. The library is
+# loaded into the process of this interpreter, and would not work with any other torch. Select the
+# interpreter with -DPython_EXECUTABLE=..., or set Torch_DIR to a libtorch.
 macro(normscope_use_torch_of_python)
-  # A build directory remembers the torch that it found. Another interpreter has another one.
+  # The build directory caches the torch that it found; another interpreter has a different one.
   if(DEFINED Python_EXECUTABLE
      AND DEFINED NORMSCOPE_PYTHON_OF_TORCH
      AND NOT Python_EXECUTABLE STREQUAL NORMSCOPE_PYTHON_OF_TORCH
@@ -39,7 +39,7 @@ macro(normscope_use_torch_of_python)
           "The C++ library alone needs no torch: configure it with -DNORMSCOPE_BUILD_TORCH=OFF."
       )
     endif()
-    set(NORMSCOPE_PYTHON_OF_TORCH ${Python_EXECUTABLE} CACHE INTERNAL "Whose torch was found")
+    set(NORMSCOPE_PYTHON_OF_TORCH ${Python_EXECUTABLE} CACHE INTERNAL "Interpreter whose torch was found")
     list(APPEND CMAKE_PREFIX_PATH ${normscope_torch_prefix})
   endif()
 endmacro()

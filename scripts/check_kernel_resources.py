@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the CUDA kernels, and hold what each of them takes against the limits beside it.
+"""Compile the CUDA kernels, and check their resource usage against the limits in the source.
 
-Above every kernel in the folder's .cuh files stands a line
+In the .cuh files of the folder, each kernel has a line above it like
 
     // Limits: 24 to 64 registers; bytes: 0 stack, 0 spilled, 0 shared.
 
-and every instance of the kernel, for every architecture, must keep to it. More registers than
-the limit keep threads off a multiprocessor; fewer than the least say that the compiler has dropped
-work, as it does where code has no defined meaning. A line that ends in
+Every instance of the kernel has to stay within these limits on every architecture. Too many
+registers reduce the number of threads on a multiprocessor. Too few registers indicate that the
+compiler has removed code, as it may do with undefined behavior. A line that ends with
 
     0 shared; no float64.
 
-says that instances for other elements than float64 have no instruction of that type, since most
-devices execute one for every 64 of float32.
+requires that only instances for float64 elements have float64 instructions: most devices execute
+one of them in the time of 64 float32 instructions.
 """
 
 import argparse
@@ -25,38 +25,38 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-SKIPPED = 77  # what ctest is told to take for a skipped test
+SKIPPED = 77  # exit status that ctest treats as a skipped test
 
 
 class Limits(NamedTuple):
-    """What the instances of a kernel may take."""
+    """Resources that the instances of a kernel may use."""
 
     fewest_registers: int
     most_registers: int
-    stack: int  # bytes a thread
-    spilled: int  # bytes a thread
-    shared: int  # bytes a block
-    float64: bool  # whether instances for other elements may compute in it
+    stack: int  # bytes per thread
+    spilled: int  # bytes per thread
+    shared: int  # bytes per block
+    float64: bool  # whether instances for other elements may have float64 instructions
 
 
 class Instance(NamedTuple):
-    """What one instance of a kernel takes."""
+    """Resources that one instance of a kernel uses."""
 
     symbol: str
     registers: int
-    stack: int  # bytes a thread
-    spilled: int  # bytes a thread, stored and loaded
-    shared: int  # bytes a block
-    float64: int  # instructions
+    stack: int  # bytes per thread
+    spilled: int  # bytes per thread, stored and loaded
+    shared: int  # bytes per block
+    float64: int  # number of instructions
 
     @property
     def is_for_float64(self) -> bool:
-        """Whether its elements are."""
+        """Whether the elements are float64."""
         return "IdE" in self.symbol
 
 
 def read_limits(folder: Path) -> dict[str, Limits]:
-    """Return each kernel's limits by its name; a kernel that has none is an error."""
+    """Return the limits of each kernel by name; a kernel without limits is an error."""
     pattern = re.compile(
         r"(?:// Limits: (\d+) to (\d+) registers; "
         r"bytes: (\d+) stack, (\d+) spilled, (\d+) shared(; no float64)?\.\n)?"
@@ -74,9 +74,9 @@ def read_limits(folder: Path) -> dict[str, Limits]:
 
 
 def float64_instructions(ptx: str) -> dict[str, int]:
-    """Return how many each kernel has, by its symbol."""
+    """Return the number of float64 instructions of each kernel, by symbol."""
     bodies = (part.split("(", 1) for part in ptx.split(".entry ")[1:])
-    # Registers are declared with a type, too.
+    # Declarations of registers have a type too; they are not instructions.
     return {
         symbol.strip(): sum(
             ".f64" in line and not line.lstrip().startswith(".reg") for line in body.splitlines()
@@ -86,7 +86,7 @@ def float64_instructions(ptx: str) -> dict[str, int]:
 
 
 def instances(report: str, ptx: str) -> Iterator[Instance]:
-    """Yield what ptxas -v and the assembly say about each kernel."""
+    """Yield the resources of each kernel from the output of ptxas -v and the assembly."""
     float64 = float64_instructions(ptx)
     for part in report.split("Compiling entry function '")[1:]:
 
@@ -105,12 +105,12 @@ def instances(report: str, ptx: str) -> Iterator[Instance]:
 
 
 def kernel_of(symbol: str, names: Sequence[str]) -> str:
-    """Return the kernel's name in a mangled symbol, where its length stands before it."""
+    """Return the kernel's name from a mangled symbol, which contains its length before it."""
     return next(name for name in names if f"{len(name)}{name}" in symbol)
 
 
 def complaints(instance: Instance, limits: Limits) -> Iterator[str]:
-    """Yield in what an instance exceeds its limits."""
+    """Yield a line for each limit that an instance exceeds."""
     if not limits.fewest_registers <= instance.registers <= limits.most_registers:
         expected = f"{limits.fewest_registers} to {limits.most_registers}"
         yield f"expected {expected} registers, got {instance.registers}"
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("compile", nargs="+", help="nvcc and its arguments")
     options = parser.parse_args(arguments)
     if options.compile[0].endswith("-NOTFOUND"):
-        print("cuda: nvcc is missing, so that no kernel is compiled")
+        print("cuda: nvcc is missing, no kernel is compiled")
         return SKIPPED
 
     limits = read_limits(options.folder)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Add up the test results in JUnit files and print them as one closing line.
+"""Add up the test results in JUnit files and print them in a single line.
 
-Exits with an error when a test failed, when a test other than a CUDA test was skipped, or when a
-file that was named holds no test.
+Exits with an error if a test failed, a test other than a CUDA test was skipped, or one of the files
+contains no test.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def is_cuda_test(case: ElementTree.Element) -> bool:
-    """Whether a skipped test is one that needs a CUDA device: ctest's label, or pytest's reason."""
+    """Return whether a skipped test needs a CUDA device, by ctest's label or pytest's reason."""
     labels = [
         label
         for item in case.iter("property")
@@ -35,14 +35,14 @@ def outcome(case: ElementTree.Element) -> str:
     """Return passed, failed or skipped."""
     if case.find("failure") is not None or case.find("error") is not None:
         return "failed"
-    # ctest writes the status of a test that could not be started into an attribute.
+    # For a test that could not be started, ctest writes the status to an attribute.
     if case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
         return "skipped"
     return "failed" if case.get("status") == "fail" else "passed"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what went wrong and the closing line; return the exit status."""
+    """Print the problems and the summary; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="JUnit files of ctest and pytest")
     results: list[Path] = parser.parse_args(arguments).results

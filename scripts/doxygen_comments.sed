@@ -1,17 +1,17 @@
 #!/usr/bin/sed -f
 # SPDX-License-Identifier: Apache-2.0
 #
-# Plain comments of C++ into those that Doxygen reads.
+# Turns plain C++ comments into comments for Doxygen.
 1,/^#pragma once/b
 
-# For linters.
+# Comments for linters.
 /^ *\/\/ NOLINT/d
 s/ *\/\/ NOLINT.*//
 
-# Above a declaration; what is indented there stays as it is.
+# Comments above a declaration; indented text in them is kept.
 s/^\( *\)\/\/   *\( .*\)/\1\/\/\/    \2/
 s/^\( *\)\/\/ /\1\/\/\/ /
 s/^\( *\)\/\/$/\1\/\/\//
 
-# Behind a member.
+# Comments after a member.
 s/\([;,({]\) *\/\/ /\1 \/\/\/< /

@@ -4,8 +4,8 @@
 
     scripts/draw_scopes.py docs/pictures
 
-A box is a rank and a square a sample; squares of one letter and colour are a norm batch; a line
-joins the ranks that exchange its sums. The files are committed, and a test compares them.
+A box is a rank and a square is a sample. Squares with the same letter and color form a norm batch.
+A line connects the ranks that exchange its sums. The files are committed, and a test compares them.
 """
 
 import sys
@@ -18,7 +18,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One scope: what stands before it, and the norm batch of each sample, rank by rank."""
+    """One scope: its label, and the norm batch of each sample, rank by rank."""
 
     label: str
     batches: str
@@ -27,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """Some scopes below each other; hosts are the ranks that each one has."""
+    """Several scopes, one below the other; hosts are the ranks of each host."""
 
     title: str
     rows: Sequence[Row]
@@ -80,7 +80,7 @@ PICTURES = {
     ),
 }
 
-# White letters are legible on these, and these on white and on black.
+# White letters are legible on these colors, and the colors on a white or black page.
 COLOURS = dict(
     zip(
         "ABCDEFGH",
@@ -88,7 +88,7 @@ COLOURS = dict(
         strict=True,
     )
 )
-INK = "#797979"  # as far from white as from a dark page
+INK = "#797979"  # has the same contrast to a white and a dark page
 
 # Lengths are pixels.
 LABELS = 158  # the column before the ranks
@@ -101,17 +101,17 @@ WIDTH = LABELS + RANKS * PITCH - (PITCH - RANK) + 2
 
 
 def rank_left(rank: int) -> int:
-    """Where a rank's box begins."""
+    """Return the left edge of a rank's box."""
     return LABELS + rank * PITCH
 
 
 def text(x: float, y: float, words: str, anchor: str = "middle", style: str = "label") -> str:
-    """Words at a point of their base line."""
+    """Draw words at a point of their baseline."""
     return f'<text class="{style}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{words}</text>'
 
 
 def draw_rank(top: int, rank: int, batches: str) -> Iterator[str]:
-    """A box with its samples."""
+    """Draw a box with its samples."""
     left = rank_left(rank)
     yield f'<rect class="line" x="{left}" y="{top}" width="{RANK}" height="{BOX}" rx="7"/>'
     for i, batch in enumerate(batches):
@@ -124,12 +124,12 @@ def draw_rank(top: int, rank: int, batches: str) -> Iterator[str]:
 
 
 def overlap(ranks: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether lines below the ranks would meet on one level."""
+    """Return whether the lines of two sets of ranks would overlap on the same level."""
     return ranks[0] < others[-1] and others[0] < ranks[-1]
 
 
 def wires(batches: Sequence[str]) -> Iterator[tuple[list[int], int]]:
-    """The ranks of each norm batch of several, and the level of its line, free of crossings."""
+    """Yield the ranks of each norm batch of several ranks, and the level of its line."""
     taken: list[tuple[int, list[int]]] = []
     spanning = [
         [rank for rank, own in enumerate(batches) if batch in own]
@@ -143,7 +143,7 @@ def wires(batches: Sequence[str]) -> Iterator[tuple[list[int], int]]:
 
 
 def draw_wire(bottom: int, ranks: list[int], level: int) -> str:
-    """A line below the boxes of the ranks that exchange sums."""
+    """Draw a line below the boxes of the ranks that exchange sums."""
     y = bottom + level * WIRE
     centres = [rank_left(rank) + RANK // 2 for rank in ranks]
     risers = "".join(f"M{x} {bottom}V{y}" for x in centres)
@@ -151,7 +151,7 @@ def draw_wire(bottom: int, ranks: list[int], level: int) -> str:
 
 
 def draw_row(top: int, row: Row) -> tuple[list[str], int]:
-    """A scope, and where the next one can begin."""
+    """Draw a scope; return the shapes and the top of the next one."""
     batches = row.batches.split()
     middle = top + BOX / 2 + 5
     shapes = [text(0, middle - (9 if row.note else 0), row.label, "start", "scope")]
@@ -165,14 +165,14 @@ def draw_row(top: int, row: Row) -> tuple[list[str], int]:
 
 
 def draw_host(host: int, ranks: Sequence[int]) -> Iterator[str]:
-    """A bracket above the ranks of a host."""
+    """Draw a bracket above the ranks of a host."""
     left, right = rank_left(ranks[0]), rank_left(ranks[-1]) + RANK
     yield text((left + right) / 2, 13, f"host {host}")
     yield f'<path class="line" d="M{left} 27V20H{right}V27"/>'
 
 
 def draw(picture: Picture) -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     top = 30 if picture.hosts else 0
     shapes = [shape for host in enumerate(picture.hosts) for shape in draw_host(*host)]
     shapes += [text(rank_left(r) + RANK / 2, top + 13, f"rank {r}") for r in range(RANKS)]
@@ -201,7 +201,7 @@ def draw(picture: Picture) -> str:
 
 
 def main(folder: Path) -> None:
-    """Write every picture."""
+    """Write all pictures to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in PICTURES.items():
         (folder / f"{name}.svg").write_text(draw(picture))

@@ -3,8 +3,8 @@
 #
 # usage: ensure_cmake_package.sh <CMake package> <apt package>...
 #
-# Makes sure that CMake finds a C++ library: as it is, else after installing it with apt where that
-# needs no password; else says what to install.
+# Makes sure that CMake finds a C++ library. If it does not, the script installs the library with
+# apt, or prints what to install if that would need a password.
 set -eu
 
 package=$1

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds normscope for the GPU at hand, tests it there, measures it, and writes down what came out.
+"""Builds normscope for the GPU of this machine, tests and measures it, and writes the results.
 
-Needs no network: a C++20 compiler, CMake, ninja, nvcc, and a Python with a CUDA build of torch and
-pytest. GoogleTest is taken from a folder of its sources where it is not installed: `make carry`
-puts them into build/carry/googletest on a machine that has them.
+Needs a C++20 compiler, CMake, ninja, nvcc, and a Python with a CUDA build of torch and pytest, but
+no network. If GoogleTest is not installed, it is built from a folder with its sources: `make carry`
+copies them to build/carry/googletest on a machine that has them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from count_tests import describe, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Seconds that each step may take, so that a slow one takes nothing from the others; 480 in all.
-# Those of builds are for a machine with 16 cores.
+# The time limit of each step in seconds, 480 in total. A slow step does not use up the time of the
+# others. The limits of builds are for a machine with 16 cores.
 LIMITS = {
     "configure": 30,
     "build": 115,
@@ -49,13 +49,13 @@ LIMITS = {
 }
 BUILDS = ("configure", "build", "install", "build-suites")
 
-# Cases that compute-sanitizer looks at: it slows kernels down a hundredfold.
+# Cases to run under compute-sanitizer, which slows down kernels by a factor of a hundred.
 SANITIZED = "*FollowTheSpecification/*_float32_channels_*"
 
 
 @dataclass
 class Step:
-    """One command and what became of it."""
+    """A command and its outcome."""
 
     name: str
     command: list[str]
@@ -68,12 +68,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Clock:
-    """What the limits of steps are measured by.
+    """A clock that measures the steps.
 
     Args:
-        seconds: So far.
-        slack: Times a limit that a step may take by this clock.
-        patience: Times a limit after which it is ended.
+        seconds: Returns the seconds so far.
+        slack: A step may take this multiple of its limit, by this clock.
+        patience: A step is stopped after this multiple of its limit, in elapsed time.
     """
 
     seconds: Callable[[], float]
@@ -82,19 +82,19 @@ class Clock:
 
 
 def _processor_seconds() -> float:
-    """Of the commands that have ended."""
+    """Return the processor time of all commands that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 WALL = Clock(time.monotonic)
 
-# A machine without a GPU runs other programs too, which also cost a step processor time.
+# A machine without a GPU also runs other programs, which slow down a step.
 PROCESSOR = Clock(_processor_seconds, slack=2.0, patience=6.0)
 
 
 class Check:
-    """Runs steps, each within its time limit, and writes down what came out after each."""
+    """Runs steps, each within its time limit, and writes the results after each step."""
 
     def __init__(
         self, build: Path, output: Path, machine: Mapping[str, str], cores: int, clock: Clock
@@ -118,7 +118,7 @@ class Check:
         junit: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> bool:
-        """Run one command; its output goes to a log of its own, its end to the results."""
+        """Run a command; write its output to a log file and its outcome to the results."""
         step = Step(name, [str(part) for part in command])
         self.steps.append(step)
         print(f"{name} ...", end=" ", flush=True)
@@ -145,7 +145,7 @@ class Check:
         return code == 0
 
     def write(self) -> None:
-        """Write what is known so far."""
+        """Write the results so far."""
         content = {
             "machine": self._machine,
             "steps": [asdict(step) for step in self.steps],
@@ -155,14 +155,14 @@ class Check:
 
     @property
     def failed(self) -> bool:
-        """Whether any step did."""
+        """Whether any step has failed."""
         return any(step.status.startswith("failed") for step in self.steps)
 
 
 def _run_within(
     seconds: float, command: list[str], environment: Mapping[str, str], output: IO[str]
 ) -> int | str:
-    """Its exit status. What it started ends with it, else it would slow down the steps to come."""
+    """Run a command, end its children too, which would slow down others; return its status."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -195,7 +195,7 @@ def _output_of(*command: str) -> str:
 
 
 def describe_machine() -> dict[str, str]:
-    """The device, and the versions of what drives it."""
+    """Return the device, and the versions of its software."""
     release = re.search(r"release [\d.]+, V[\d.]+", _output_of("nvcc", "--version"))
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
     return {
@@ -211,7 +211,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def architecture() -> str:
-    """Of the GPU at hand; the one of an H100 and an H200 where there is none."""
+    """Return the architecture of the GPU, or that of an H100 and H200 if there is none."""
     if not torch.cuda.is_available():
         return "90"
     major, minor = torch.cuda.get_device_capability()
@@ -220,7 +220,7 @@ def architecture() -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """What is built and tested: for the GPU at hand, or with the CPU in its place."""
+    """What to build and test: for the GPU of this machine, or with the CPU in its place."""
 
     options: tuple[str, ...]
     library: str
@@ -245,7 +245,7 @@ IN_ITS_PLACE = Way(
 
 
 def build(check: Check, way: Way, googletest: Path) -> bool:
-    """Configure, and build the library as a package normscope."""
+    """Configure the build, and build the library as a Python package."""
     carried = [f"-DNORMSCOPE_GOOGLETEST={googletest}"] if googletest.is_dir() else []
     cmake = [
         *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(check.build), *way.options),
@@ -279,7 +279,7 @@ def build_command(check: Check, *targets: str) -> list[str]:
 
 
 def test_package(check: Check, way: Way) -> None:
-    """The Python suite, on the device."""
+    """Run the Python tests on the device."""
     environment = {"PYTHONPATH": str(check.build / way.site), **way.environment}
     check.run("describe", [sys.executable, "-m", "normscope"], environment=environment)
     junit = check.results / "python.xml"
@@ -287,7 +287,7 @@ def test_package(check: Check, way: Way) -> None:
         "python",
         [
             *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"),
-            *("-W", "default"),  # torch's own are no business of this check
+            *("-W", "default"),  # torch's own warnings do not matter here
             *("tests/python/test_cuda.py", "tests/python/test_cuda_replicas.py"),
             f"--junitxml={junit}",
         ],
@@ -297,7 +297,7 @@ def test_package(check: Check, way: Way) -> None:
 
 
 def test_suites(check: Check, way: Way) -> bool:
-    """The contract suites, on the device, which take longest. Answers whether they were built."""
+    """Run the contract suites on the device, which take longest; return whether they were built."""
     if not check.run("build-suites", build_command(check, *way.suites)):
         return False
     names = ("cuda_kernels_test", "cuda_batch_norm_test")
@@ -309,7 +309,7 @@ def test_suites(check: Check, way: Way) -> bool:
 
 
 def sanitize(check: Check) -> None:
-    """A subset under compute-sanitizer, where it is installed."""
+    """Run a subset under compute-sanitizer, if it is installed."""
     if shutil.which("compute-sanitizer") is None:
         check.steps.append(Step("compute-sanitizer", [], status="not installed"))
         return
@@ -325,7 +325,7 @@ def sanitize(check: Check) -> None:
 
 
 def measure(check: Check) -> None:
-    """The benchmark's rows."""
+    """Run the benchmark."""
     figures = check.results / "gpu_layers.json"
     check.run(
         "benchmark",
@@ -338,7 +338,7 @@ def measure(check: Check) -> None:
 
 
 def main() -> int:
-    """Run everything; what it says stands in the output's folder, too."""
+    """Run everything, and write the results to the output folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "gpu", metavar="DIR")
     parser.add_argument(
@@ -368,7 +368,7 @@ def main() -> int:
             sanitize(check)
     print(f"\nWritten: {check.path}")
     if not torch.cuda.is_available() and not arguments.dry_run:
-        print("cuda: no device, so that this has shown no more than that all of it builds")
+        print("cuda: no device; this only shows that everything builds")
         return 1
     return int(check.failed)
 

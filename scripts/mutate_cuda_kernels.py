@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write copies of the CUDA kernels' source, each of which lacks one thing that threads need.
+"""Write mutated copies of the CUDA kernels' source, each without one of the synchronizations.
 
-For every barrier, fence, shuffle, vote and atomic operation in ``normscope/kernels/cuda/*.cuh`` a
-folder is made in which that one is replaced by what a thread could do alone; the other files there
-are as they are. The folders' names are printed, one a line. A suite that passes on such a copy does
-not test what was taken away.
+For every barrier, fence, shuffle, vote and atomic operation in ``normscope/kernels/cuda/*.cuh`` the
+script makes a folder in which this operation is replaced by one that ignores other threads. The
+other files are copied unchanged. It prints the names of the folders, one per line. If a test suite
+passes with such a copy, it does not test the operation that was removed.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from pathlib import Path
 
 KERNELS = Path("normscope/kernels/cuda")
 
-# What the copy is called after, what is replaced, by what. An argument has commas in brackets only.
+# By the name of a copy: the pattern to replace, and its replacement. Arguments only contain commas
+# within brackets.
 ARGUMENT = r"((?:[^(),\[\]]|\[[^\]]*\]|\([^()]*\))+)"
 MUTATIONS = {
     "barrier": (r"__syncthreads\(\);", ";"),
@@ -34,7 +35,7 @@ MUTATIONS = {
 
 
 def mutants(text: str) -> Iterator[tuple[str, int, str]]:
-    """Yield kind, line and text of every copy that lacks one thing."""
+    """Yield the kind, line and text of every mutated copy."""
     for kind, (pattern, replacement) in MUTATIONS.items():
         for match in re.finditer(pattern, text):
             line = text.count("\n", 0, match.start()) + 1
@@ -43,13 +44,13 @@ def mutants(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def calls(text: str) -> int:
-    """Return how many calls there are to replace."""
+    """Return the number of calls to replace."""
     names = r"__syncthreads|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic\w+|__threadfence\w*"
     return len(re.findall(rf"\b(?:{names})\(", text))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the copies and print their folders' names; return the exit status."""
+    """Write the copies and print the names of their folders; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="the root of the tree that is copied from")
     parser.add_argument("into", type=Path, help="an empty folder, or one of an earlier run")

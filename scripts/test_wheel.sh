@@ -3,11 +3,11 @@
 #
 # usage: test_wheel.sh <python> <build directory> <JUnit file>
 #
-# Builds the wheel, installs it into a fresh environment and runs Python tests there, with the
-# sources out of reach. The whole suite has passed over the same library: here it matters that
-# nothing is missing, so the examples of every module run, the command, and tests that go through all
-# parts on ranks. What is installed beside <python>, torch above all, is lent to the fresh
-# environment, so that nothing is fetched twice.
+# Builds the wheel, installs it into a fresh environment and runs Python tests there, without access
+# to the sources. The whole suite is run elsewhere with the same library. This script checks that no
+# file is missing: it runs the examples of all modules, the command, and tests that use all parts on
+# ranks. The fresh environment can import the packages of <python>, such as torch, so nothing is
+# downloaded again.
 set -eu
 
 python=$1
@@ -23,7 +23,7 @@ ls "$away"/dist/normscope-*-py3-none-*.whl
 "$python" -m venv "$away/venv"
 fresh=$away/venv/bin/python
 site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
-# A path file's entries come after the fresh environment's own packages.
+# The entries of a path file come after the packages of the fresh environment itself.
 "$python" -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$site/lent.pth"
 "$fresh" -m pip install --quiet --no-index --no-deps --force-reinstall "$away"/dist/*.whl
 

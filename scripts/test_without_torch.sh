@@ -3,8 +3,8 @@
 #
 # usage: test_without_torch.sh <JUnit file>
 #
-# Proves that normscope/torch is a leaf: a copy of the tree without it, and without Python, builds, passes
-# its C++ tests, and a program builds against what it installs.
+# Checks that nothing depends on normscope/torch: a copy of the tree without it, and without Python,
+# builds and passes its C++ tests, and a program builds against the installed copy.
 set -eu
 
 results=$(realpath -m "$1")

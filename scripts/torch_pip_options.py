@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Print the pip options that fetch a torch that suits this machine.
+"""Print the pip options to install a torch that is suitable for this machine.
 
-PyPI's torch for Linux brings gigabytes of CUDA libraries. A machine without an NVIDIA device is
-served better by the CPU build, which has an index of its own. `NORMSCOPE_TORCH_INDEX` names another
-index, or none when it is empty; then pip's own configuration decides alone.
+PyPI's torch for Linux includes gigabytes of CUDA libraries. For a machine without an NVIDIA device
+the CPU build is better, which has a separate index. `NORMSCOPE_TORCH_INDEX` selects another index;
+if it is empty, only pip's own configuration is used.
 """
 
 import os
@@ -17,7 +17,7 @@ REACH_TIMEOUT_SECONDS = 5
 
 
 def is_reachable(index: str) -> bool:
-    """Whether the index answers: pip would retry for minutes where it does not."""
+    """Return whether the index responds; if it does not, pip would retry for minutes."""
     try:
         with urllib.request.urlopen(f"{index}/torch/", timeout=REACH_TIMEOUT_SECONDS):
             return True
@@ -26,7 +26,7 @@ def is_reachable(index: str) -> bool:
 
 
 def torch_pip_options() -> str:
-    """Return the options as one line, which is empty where PyPI or pip's configuration will do."""
+    """Return the options in one line, empty if PyPI or pip's configuration is sufficient."""
     chosen = os.environ.get("NORMSCOPE_TORCH_INDEX")
     if chosen is not None:
         return f"--extra-index-url {chosen}" if chosen else ""
