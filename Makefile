@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# `make` lists the targets. Variables that can be given to any of them:
+# `make` lists the targets. All of them accept these variables:
 #
 #   PYTHON=python3.12       the Python that .venv is made from (3.10 or later)
-#   VENV=/path/to/env       an existing environment to use in place of .venv: nothing is installed
+#   VENV=/path/to/env       an existing environment to use instead of .venv: nothing is installed
 #                           into it and no network is used
-#   JOBS=4                  compilers and linters at a time
+#   JOBS=4                  number of parallel compilers and linters
 #   WERROR=ON               compiler warnings are errors
-#   NORMSCOPE_TORCH_INDEX=  the package index that torch comes from; see scripts/torch_pip_options.py
-#   ARGS="--steps 50"       what demo and bench are given
+#   NORMSCOPE_TORCH_INDEX=  the package index for torch; see scripts/torch_pip_options.py
+#   ARGS="--steps 50"       arguments for demo and bench
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 WERROR ?= OFF
 ARGS ?=
 
-# An environment that is lent gets a build directory of its own, since CMake remembers the torch that it
-# found, and normscope beside it.
+# An existing environment gets a separate build directory, because CMake caches the torch that it
+# found, and normscope is installed next to the build.
 ifeq ($(origin VENV),undefined)
   environment := .venv
   build := build/release
@@ -34,7 +34,7 @@ endif
 python := $(environment)/bin/python
 results := build/results
 pytest := $(python) -m pytest
-# ON where there is an MPI to build with.
+# ON if MPI is installed.
 mpi := $(if $(shell command -v mpicxx),ON,OFF)
 configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) > /dev/null
 
@@ -45,7 +45,7 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
   -not -path '*/__pycache__/*' 2> /dev/null)
 
 .DELETE_ON_ERROR:
-# Two pips must not write into one environment; compilers and tests use JOBS.
+# Two pips must not write to the same environment; compilers and tests use JOBS.
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
   check-mpi check-slow check-clients check-without-torch install-tree check-install check-examples docs \
@@ -53,7 +53,7 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
   gpu-check carry clean
 
 help: ## List the targets
-	@echo "normscope: batch normalization whose statistics have a scope"
+	@echo "normscope: batch normalization with a statistics scope"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- Environment -------------------------------------------------------------------------------
@@ -65,14 +65,14 @@ $(python):
 	  { echo "normscope needs Python 3.10 or later, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	    "Choose another with: make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(environment)
-	$(install) 'pip>=25.1' # which knows dependency groups
+	$(install) 'pip>=25.1' # supports dependency groups
 
-# The dependency group of pyproject.toml that is called so.
+# Installs the dependency group of this name in pyproject.toml.
 $(stamps)/%: pyproject.toml | $(python)
 	$(install) --group $* $(if $(filter torch$(site),$*),$$($(python) scripts/torch_pip_options.py))
 	@mkdir -p $(@D) && touch $@
 
-# The same build directory serves the tests, so that nothing is compiled twice.
+# The tests use the same build directory; nothing is compiled twice.
 $(stamps)/normscope: $(sources) $(stamps)/build $(stamps)/torch
 	$(python) -m pip install --quiet --no-index --no-deps --no-build-isolation --force-reinstall \
 	  --config-settings=build-dir=$(build) --config-settings=cmake.define.NORMSCOPE_WERROR=$(WERROR) \
@@ -102,7 +102,7 @@ test-cpp: $(stamps)/normscope $(stamps)/googletest
 	ctest --test-dir $(build) --no-tests=error --output-on-failure --progress -j $(JOBS) -LE '^mpi$$' \
 	  --output-junit $(abspath $(results))/test-cpp.xml
 
-# The installed package's docstrings are tests too.
+# The docstrings of the installed package are tests too.
 test-python: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m "not slow" --doctest-modules --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
@@ -123,12 +123,12 @@ sdist: $(stamps)/build ## Pack the sources that pip can build from into build/di
 
 # ---- On a machine with a GPU ---------------------------------------------------------------------
 #
-# Without .venv and without a network: PYTHON has a CUDA build of torch and pytest, nvcc is on the path.
+# Needs neither .venv nor a network: PYTHON has a CUDA build of torch and pytest, nvcc is in PATH.
 
 gpu-check: ## Build, test and measure on the GPU at hand, with $(PYTHON) as it is
 	$(PYTHON) scripts/gpu_check.py $(ARGS)
 
-# What such a machine may lack, into build/carry.
+# Copies what this machine may lack to build/carry.
 carry: $(stamps)/googletest
 	mkdir -p build/carry
 	cp -R /usr/src/googletest build/carry/
@@ -137,7 +137,7 @@ carry: $(stamps)/googletest
 
 check: check-asan check-tsan check-cuda check-device check-mpi check-slow check-clients check-without-torch check-install check-examples check-docs check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, packages
 
-# NCCL's header is all that is wanted of it, where there is a compiler for what includes it.
+# Only NCCL's header is needed, and a compiler for the code that includes it.
 ifneq ($(shell command -v nvcc),)
 check-cuda: $(stamps)/nccl
 endif
@@ -147,7 +147,7 @@ check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 	cmake --build --preset $*
 	ctest --preset $* --output-junit $(abspath $(results))/check-$*.xml
 
-# Machines that build and test this need no MPI.
+# Machines without MPI can build and test everything else.
 ifeq ($(mpi),ON)
 check-mpi: $(stamps)/normscope $(stamps)/googletest
 	$(configure)
@@ -156,11 +156,11 @@ check-mpi: $(stamps)/normscope $(stamps)/googletest
 	  --output-junit $(abspath $(results))/check-mpi.xml
 else
 check-mpi:
-	@echo "mpi: mpicxx is missing, so that nothing is built or tested with MPI"
+	@echo "mpi: mpicxx is missing, nothing is built or tested with MPI"
 endif
 
-# What lies between Python and the kernels of a device: tensors on the CPU pass for a device's, and the
-# CUDA kernels run on the host.
+# Tests the code between Python and the device kernels: CPU tensors are treated like device tensors,
+# and the CUDA kernels run on the host.
 check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
 	$(configure)
 	cmake --build $(build) --target normscope_torch_on_host
@@ -172,8 +172,8 @@ check-slow: $(stamps)/normscope $(stamps)/test
 	$(pytest) -m slow --junitxml=$(results)/check-slow.xml
 
 # The models of other libraries, which come from the package index.
-# In an environment of their own, to which the usual one is lent: torch's CPU build and the index's
-# torchvision do not go together, and other libraries import torchvision where it is found.
+# They are installed into a separate environment on top of the usual one: torch's CPU build does not
+# work with the torchvision of the index, and other libraries import torchvision if they find it.
 clients := $(environment)$(if $(site),,/clients)
 $(stamps)/clients: pyproject.toml $(stamps)/torch $(stamps)/test
 ifndef site
@@ -197,10 +197,10 @@ install-tree: $(stamps)/normscope
 	rm -rf build/install
 	cmake --install $(build) --prefix build/install > /dev/null
 
-# Where a project finds what was installed, and torch.
+# Where a project finds the installed normscope, and torch.
 prefixes = "$(CURDIR)/build/install;$$($(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
 
-# Every installed header compiles alone, and a project builds against what was installed.
+# Every installed header compiles on its own, and a project builds with the installed normscope.
 check-install: install-tree
 	cmake --build $(build) --target all_verify_interface_header_sets
 	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(prefixes) \
@@ -209,7 +209,7 @@ check-install: install-tree
 	ctest --test-dir build/consumer --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-install.xml
 
-# So do the programs of examples/cpp, which then train.
+# The programs of examples/cpp build with it too, and train.
 check-examples: install-tree $(stamps)/demo
 	cmake -G Ninja -S tests/examples -B build/examples --fresh -DCMAKE_BUILD_TYPE=Release \
 	  -DCMAKE_PREFIX_PATH=$(prefixes) -DPython_EXECUTABLE=$(abspath $(python))
@@ -217,7 +217,7 @@ check-examples: install-tree $(stamps)/demo
 	ctest --test-dir build/examples --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-examples.xml
 
-# Of the installed headers; a warning is an error.
+# Documents the installed headers; warnings are errors.
 docs: install-tree ## Generate the documentation of the C++ API with Doxygen
 	@command -v doxygen > /dev/null || { echo "docs: expected doxygen, which is missing" >&2; exit 1; }
 	rm -rf build/docs && mkdir -p build/docs
@@ -228,7 +228,7 @@ ifneq ($(shell command -v doxygen),)
 check-docs: docs
 else
 check-docs:
-	@echo "docs: doxygen is missing, so that no documentation of the C++ API is generated"
+	@echo "docs: doxygen is missing, no documentation of the C++ API is generated"
 endif
 
 check-wheel: $(stamps)/normscope $(stamps)/test
@@ -246,11 +246,11 @@ lint-formats: $(stamps)/lint
 	ruff format --check .
 	ruff check .
 
-# In the environment that has what the checked files import.
+# In the environment that has the imports of the checked files.
 lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 	mypy $(python_files)
 
-# Without OpenMP, whose header comes with a compiler; clang-tidy is none.
+# Without OpenMP: clang-tidy does not include its header, which is part of a compiler.
 lint-names: $(stamps)/lint $(stamps)/normscope $(stamps)/googletest
 	$(configure)
 	run-clang-tidy.py -quiet -hide-progress -p $(build) -j $(JOBS) \

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: inputs, and how many processes and threads share the work."""
+"""The inputs to measure, and the numbers of processes and threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Layers of classification and segmentation networks, from many positions to many channels.
+# From layers of classification and segmentation networks: many positions first, many channels last.
 FEATURE_MAPS = (
     (2, 64, 56, 56),
     (8, 64, 56, 56),
@@ -19,7 +19,7 @@ FEATURE_MAPS = (
     (2, 2048, 33, 33),
 )
 FEATURE_VECTORS = ((4096, 512), (65536, 64))
-# Nothing to compute: what remains is the cost of a call.
+# Almost nothing to compute: this measures the cost of a call.
 SMALLEST = (2, 8, 1, 1)
 
 DTYPES = ("float32", "bfloat16")
@@ -32,7 +32,7 @@ class Case:
     Args:
         shape: [N, C] or [N, C, H, W].
         layout: NC, NCHW or NHWC.
-        dtype: torch's name of the elements; parameters and statistics are float32.
+        dtype: torch's name of the dtype; parameters and statistics are float32.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Case:
         return f"{'x'.join(map(str, self.shape))} {self.layout} {self.dtype}"
 
     def tensor(self) -> torch.Tensor:
-        """A tensor of standard normal numbers in this shape, layout and dtype."""
+        """Return standard normal numbers in this shape, layout and dtype."""
         values = torch.randn(self.shape).to(getattr(torch, self.dtype))
         if self.layout == "NHWC":
             return values.contiguous(memory_format=torch.channels_last)
@@ -57,12 +57,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Who computes.
+    """The processes and threads that compute.
 
     Args:
-        scope: of normscope's layer; torch's layer always normalizes each process alone.
-        processes: that each have an input of their own.
-        threads: of each process.
+        scope: scope of normscope's layer; torch's layer always normalizes each process alone.
+        processes: number of processes, each with its own input.
+        threads: number of threads of each process.
     """
 
     scope: str
@@ -85,12 +85,12 @@ ARRANGEMENTS = (
 
 
 def all_cases() -> list[Case]:
-    """Every input."""
+    """Return all inputs."""
     return list(_cases(FEATURE_MAPS, FEATURE_VECTORS))
 
 
 def few_cases() -> list[Case]:
-    """A feature map, feature vectors and the smallest input."""
+    """Return a feature map, feature vectors and the smallest input."""
     return list(_cases(FEATURE_MAPS[1:2], FEATURE_VECTORS[:1]))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not a layer of torch in training: slices, eval, oneDNN, XLA and peak memory."""
+"""Comparisons other than training against torch's layer: slices, eval, oneDNN, XLA, memory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ MEMORY_SHAPE = (8, 256, 129, 129)
 
 @dataclass(frozen=True)
 class Comparison:
-    """How long something took, divided by what it is compared with.
+    """The ratio of two times.
 
     Args:
         case: The input.
-        name: What was compared with what.
-        forward: The ratio of forward.
-        backward: The ratio of backward; None where there is none.
+        name: What is compared.
+        forward: The ratio for forward.
+        backward: The ratio for backward; None if there is none.
     """
 
     case: Case
@@ -54,7 +54,7 @@ class Comparison:
 
 
 def compare_slices() -> Iterator[Comparison]:
-    """``slices:8`` against one norm batch of everything."""
+    """Compare ``slices:8`` with a single norm batch."""
     for case in _cases(BATCHES_OF_8):
         x, dy = case.tensor().requires_grad_(), case.tensor()
         passes = {
@@ -64,7 +64,7 @@ def compare_slices() -> Iterator[Comparison]:
 
 
 def compare_eval() -> Iterator[Comparison]:
-    """A forward in eval mode against torch's."""
+    """Compare a forward in eval mode with torch's."""
     for case in _cases(BATCHES_OF_8):
         x = case.tensor()
         theirs, ours = (layer.eval() for layer in layers_of(case, "local"))
@@ -73,7 +73,7 @@ def compare_eval() -> Iterator[Comparison]:
 
 
 def compare_peers() -> Iterator[Comparison]:
-    """Compare normscope's better layout with oneDNN, through torch, and XLA, if they are there."""
+    """Compare normscope's faster layout with oneDNN, through torch, and XLA, if available."""
     for shape in PEER_SHAPES:
         plain = Case(shape, "NCHW", "float32")
         x, dy = plain.tensor(), plain.tensor()
@@ -90,12 +90,12 @@ def compare_peers() -> Iterator[Comparison]:
 
 
 def peak_memory() -> dict[str, float]:
-    """MiB that a training step adds to a process at its peak, in processes of their own."""
+    """Return the peak MiB that a training step adds to a process, measured in new processes."""
     return {kind: _peak_of_a_step(kind) for kind in ("torch", "normscope")}
 
 
 def statistics_kept() -> dict[str, float]:
-    """Bytes a channel that a forward keeps beside its input, parameters and buffers."""
+    """Return bytes per channel that a forward saves besides input, parameters and buffers."""
     case = Case(MEMORY_SHAPE, "NCHW", "float32")
     x = case.tensor().requires_grad_()
     theirs, ours = layers_of(case, "local")
@@ -106,12 +106,12 @@ def statistics_kept() -> dict[str, float]:
 
 
 def has_xla() -> bool:
-    """Whether jax is installed."""
+    """Return whether jax is installed."""
     return importlib.util.find_spec("jax") is not None
 
 
 def has_onednn() -> bool:
-    """Whether this torch was built with oneDNN."""
+    """Return whether this torch was built with oneDNN."""
     return bool(torch.backends.mkldnn.is_available())
 
 
@@ -122,7 +122,7 @@ def _cases(shapes: tuple[tuple[int, ...], ...]) -> Iterator[Case]:
 
 
 def _compared(case: Case, name: str, passes: dict[str, Pass]) -> Comparison:
-    """The first pass's time divided by that of the fastest other one."""
+    """Divide the time of the first pass by that of the fastest other pass."""
     samples = sample(case, passes, ROUNDS)
     above, *others = samples
 
@@ -160,7 +160,7 @@ def _bytes_kept(layer: torch.nn.Module, x: torch.Tensor) -> int:
 
 
 def _onednn_pass(x: torch.Tensor, dy: torch.Tensor) -> Pass | None:
-    """Run oneDNN on tensors of its own, in the layout that torch gives it."""
+    """Run oneDNN on its own tensors, in the layout that torch uses for it."""
     if not has_onednn():
         return None
     channels = x.shape[1]
@@ -176,9 +176,9 @@ def _onednn_pass(x: torch.Tensor, dy: torch.Tensor) -> Pass | None:
 
 
 def _xla_pass(x: torch.Tensor, _: torch.Tensor) -> Pass | None:
-    """What XLA makes of the forward formula, channels last, which suits it best on CPU.
+    """Run the forward formula with XLA, channels-last, which is fastest on a CPU.
 
-    Without a backward: compiled alone it would compute the forward once more.
+    There is no backward: compiled separately, it would compute the forward again.
     """
     if not has_xla():
         return None

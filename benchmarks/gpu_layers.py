@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints how fast normscope's layers train on a GPU, as times and as shares of a copy's rate.
+"""Prints the speed of normscope's layers in training on a GPU, compared to that of a copy.
 
-CUDA events around each call, forward and backward on their own, with the second-level cache flushed
-before or not, eager and replayed from a CUDA graph. normscope alone and with an exchange in a world
-of one, against torch.nn.BatchNorm2d and the function of torch.nn.SyncBatchNorm.
+Uses CUDA events around each call, for forward and backward separately, with and without a flush of
+the second-level cache, in eager mode and replayed from a CUDA graph. Compares normscope, alone and
+with an exchange in a world of one, to torch.nn.BatchNorm2d and the function of
+torch.nn.SyncBatchNorm.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ class Direction:
 
 @dataclass(frozen=True)
 class Row:
-    """What came out for one layer and one input.
+    """The results for one layer and one input.
 
     Args:
         case: shape, layout and dtype.
-        layer: whose.
-        forward: of the layer.
-        backward: with respect to input, weight and bias.
-        peak_bytes: that a forward and a backward take beyond their input.
+        layer: name of the layer.
+        forward: results of forward.
+        backward: results of backward with respect to input, weight and bias.
+        peak_bytes: memory that forward and backward take in addition to their input.
     """
 
     case: str
@@ -90,7 +91,7 @@ class Flush:
 
 
 def microseconds(call: Call, before: Call) -> float:
-    """The median of some calls, each behind ``before``."""
+    """Return the median time of several calls, each after a call of ``before``."""
     begin = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS)]
     end = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS)]
     for _ in range(WARM_UP):
@@ -107,7 +108,7 @@ def microseconds(call: Call, before: Call) -> float:
 
 
 def host_microseconds(call: Call) -> float:
-    """What the calling thread takes for one call."""
+    """Return the time that the calling thread takes for one call."""
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(CALLS_FOR_HOST_TIME):
@@ -118,7 +119,7 @@ def host_microseconds(call: Call) -> float:
 
 
 def launches(call: Call) -> int:
-    """The number of kernels that one call puts on the device."""
+    """Return the number of kernels that one call launches."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
@@ -128,7 +129,7 @@ def launches(call: Call) -> int:
 
 
 def captured(call: Call) -> torch.cuda.CUDAGraph:
-    """A graph of what ``call`` launches."""
+    """Capture the launches of ``call`` in a graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -142,7 +143,7 @@ def captured(call: Call) -> torch.cuda.CUDAGraph:
 
 
 def direction_of(call: Call, bytes_moved: int, copy_rate: float, flush: Flush) -> Direction:
-    """Measure one direction; ``copy_rate`` in bytes a microsecond."""
+    """Measure one direction; ``copy_rate`` in bytes per microsecond."""
     eager, warm = microseconds(call, flush), microseconds(call, lambda: None)
     graph = microseconds(captured(call).replay, flush)
     return Direction(
@@ -156,7 +157,7 @@ def direction_of(call: Call, bytes_moved: int, copy_rate: float, flush: Flush) -
 
 
 def torch_synchronized(layer: torch.nn.BatchNorm2d) -> Layer:
-    """torch.nn.SyncBatchNorm, which in a world of one would not synchronize."""
+    """Return torch.nn.SyncBatchNorm's function; the module would not synchronize here."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = SyncBatchNormFunction.apply(
@@ -176,7 +177,7 @@ def torch_synchronized(layer: torch.nn.BatchNorm2d) -> Layer:
 
 
 def layers(channels: int) -> list[tuple[str, Layer, list[torch.nn.Parameter], bool]]:
-    """Name, layer, its parameters, and whether it exchanges."""
+    """Return name, layer, parameters, and whether it exchanges, for each layer."""
     local = normscope.BatchNorm2d(channels, scope="local").cuda()
     world = normscope.BatchNorm2d(channels, scope="world").cuda()
     theirs = torch.nn.BatchNorm2d(channels).cuda()
@@ -190,7 +191,7 @@ def layers(channels: int) -> list[tuple[str, Layer, list[torch.nn.Parameter], bo
 
 
 def peak_bytes(layer: Layer, x: torch.Tensor, dy: torch.Tensor, inputs: list[torch.Tensor]) -> int:
-    """Memory that a training step takes beyond its input."""
+    """Return the memory that a training step takes in addition to its input."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -200,7 +201,7 @@ def peak_bytes(layer: Layer, x: torch.Tensor, dy: torch.Tensor, inputs: list[tor
 
 
 def measure(case: Case, flush: Flush) -> list[Row]:
-    """Every layer with one input."""
+    """Measure every layer with one input."""
     x, dy = case.tensor().cuda().requires_grad_(), case.tensor().cuda()
     target = torch.empty_like(x)
     copy_rate = 2 * x.nbytes / microseconds(lambda: target.copy_(x.detach()), flush)
@@ -243,7 +244,7 @@ def _text(row: Row) -> str:
 
 
 def targets(rows: list[Row]) -> list[str]:
-    """How often torch.nn.SyncBatchNorm's eager time is normscope's, by batch size."""
+    """Compare the eager time of torch.nn.SyncBatchNorm with normscope's, by batch size."""
     lines = []
     for batch in sorted({row.case.split("x")[0] for row in rows}, key=int):
         of_batch = [row for row in rows if row.case.split("x")[0] == batch]

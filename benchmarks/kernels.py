@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels without torch's tensors and graph: ``kernels.cpp``, as it was built."""
+"""The kernels without torch's tensors and graph, from the compiled ``kernels.cpp``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _Layer(ctypes.Structure):
 
 
 class Kernels:
-    """Forward and backward of one layer with outputs that are there, and the fastest copy.
+    """Forward and backward of one layer with preallocated outputs, and the fastest copy.
 
     Args:
-        library: The built ``kernels.cpp``.
-        threads: That share the work.
+        library: The compiled ``kernels.cpp``.
+        threads: Number of threads.
     """
 
     def __init__(self, library: Path, threads: int) -> None:
@@ -66,7 +66,7 @@ class Kernels:
         )
 
         def forward_and_backward() -> list[float]:
-            assert tensors  # they live as long as this
+            assert tensors  # keeps them alive as long as this function
             start = perf_counter()
             failures = self._library.forward(ctypes.byref(layer))
             middle = perf_counter()
@@ -78,7 +78,7 @@ class Kernels:
         return forward_and_backward
 
     def copy_pass(self, x: torch.Tensor) -> Pass:
-        """Time a copy that passes the cache by, on as many threads."""
+        """Time a copy that bypasses the cache, with the same number of threads."""
         y = x.clone()
 
         def copy() -> list[float]:

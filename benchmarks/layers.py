@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints how fast normscope's layers train, as ratios to torch's layers and to a copy.
+"""Prints the speed of normscope's layers in training, relative to torch's layers and to a copy.
 
-Forward and backward through the modules with autograd, outputs freshly allocated. Everything that a
-ratio compares ran in turn in the same processes.
+Measures forward and backward of the modules with autograd and newly allocated outputs. The two
+sides of a ratio run alternately in the same processes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write every figure to FILE", metavar="FILE")
     parser.add_argument("--plot", type=Path, help="also draw the ratios into FILE", metavar="FILE")
     parser.add_argument(
-        "--kernels", type=Path, help="kernels.cpp as it was built; else they are left out"
+        "--kernels", type=Path, help="the compiled kernels.cpp; the kernels are left out without it"
     )
     return parser.parse_args()
 
 
 def describe_machine() -> str:
-    """The processor, and what normscope says of this installation."""
+    """Return the processor, and what normscope prints about this installation."""
     installation = subprocess.run(
         [sys.executable, "-m", "normscope"], capture_output=True, text=True, check=True
     ).stdout.rstrip()
@@ -74,14 +74,14 @@ def _processor() -> str:
 
 
 def busy_seconds() -> float:
-    """Processor time that all programs have used since the machine started."""
+    """Return the processor time of all programs since the machine started."""
     user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[1:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def own_seconds() -> float:
-    """Processor time that this process and those that it has waited for have used."""
+    """Return the processor time of this process and of its children."""
     return sum(os.times()[:4])
 
 
@@ -91,7 +91,7 @@ def print_section(arrangement: Arrangement) -> None:
 
 
 def slower_than_torch(results: list[Result]) -> list[str]:
-    """A line for each direction of each result that took longer than torch's layer."""
+    """Return a line for each direction of each result that is slower than torch's layer."""
     return [
         f"  {result.arrangement}: {result.case} {name} {direction.ratio}"
         + (", within the spread" if direction.ratio.upper >= 1 else "")
@@ -105,9 +105,9 @@ def slower_than_torch(results: list[Result]) -> list[str]:
 
 
 def summary(results: list[Result]) -> list[str]:
-    """Of every arrangement and type, the geometric mean and the smallest ratio of both directions.
+    """Return the geometric mean and smallest ratio of each arrangement and dtype.
 
-    Without the smallest input, whose time is that of a call.
+    The smallest input, which measures the cost of a call, is left out.
     """
     lines = []
     for arrangement in ARRANGEMENTS:
@@ -127,7 +127,7 @@ def summary(results: list[Result]) -> list[str]:
 
 
 def summary_of_local(results: list[Result]) -> list[str]:
-    """Of every arrangement of several ranks, how much longer its scope takes than local."""
+    """Return the time relative to scope local for each arrangement of several ranks."""
     lines = []
     for arrangement in ARRANGEMENTS:
         timings = [result.timing for result in results if result.arrangement == arrangement]
@@ -161,7 +161,7 @@ def print_comparisons(title: str, made: Iterable[Comparison]) -> list[Comparison
 
 
 def compare() -> tuple[list[Comparison], dict[str, float], dict[str, float]]:
-    """Measure what is no layer of torch in training."""
+    """Run all other comparisons."""
     torch.set_num_threads(comparisons.THREADS)
     missing = [
         name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks to train in a benchmark, by their papers, with torch.nn's layers and random weights."""
+"""Networks for benchmarks, as in their papers, with torch.nn's layers and random weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 def _conv(
     inputs: int, outputs: int, kernel: int, *, stride: int = 1, dilation: int = 1, groups: int = 1
 ) -> list[nn.Module]:
-    """A convolution that keeps the size, apart from its stride, and its normalization."""
+    """Return a convolution that keeps the size, apart from its stride, and its normalization."""
     padding = dilation * (kernel // 2)
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups, bias=False)
     return [conv, nn.BatchNorm2d(outputs)]

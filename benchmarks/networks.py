@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints how fast networks train with normscope's layers, as ratios to torch's.
+"""Prints the speed of training networks with normscope's layers, relative to torch's.
 
-Whole training steps (forward and backward), torch's network and the converted one in turn, with the
-same weights and inputs; and, from torch.profiler, the time of the normalization ops alone.
+Measures whole training steps (forward and backward) of torch's network and the converted one
+alternately, with the same weights and inputs; and, with torch.profiler, the time of the
+normalization ops.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how.
+    """The network to train, and how to train it.
 
     Args:
         network: One of NETWORKS.
-        batch: Samples on each rank.
+        batch: Samples per rank.
         layout: "contiguous" or "channels_last".
         dtype: float32, or bfloat16 for autocast to it.
-        threads: Of each process.
-        compiled: Whether by torch.compile.
+        threads: Number of threads of each process.
+        compiled: Whether to use torch.compile.
         scope: local, or world on two ranks.
-        fused: Whether normscope's layers have taken in activations.
+        fused: Whether normscope's layers are fused with activations.
     """
 
     network: str
@@ -93,10 +94,10 @@ class Result:
     """Milliseconds and ratios of one setting.
 
     Args:
-        step: Of a step with normscope, the median.
-        ratio: torch's step divided by it, three quartiles.
-        ops: Of the normalization ops in a step with normscope; None if compiled.
-        ops_ratio: torch's ops divided by them; None if compiled.
+        step: Median time of a step with normscope.
+        ratio: Time of torch's step divided by normscope's, three quartiles.
+        ops: Time of the normalization ops in a step with normscope; None if compiled.
+        ops_ratio: Time of torch's ops divided by that of normscope's; None if compiled.
     """
 
     step: float
@@ -106,7 +107,7 @@ class Result:
 
 
 def settings(*, thorough: bool) -> list[Setting]:
-    """A few that differ in one thing each from an eager network in float32, or all combinations."""
+    """Return settings that differ from an eager float32 network in one point, or all of them."""
     if thorough:
         return [
             Setting(network, batch, layout, dtype, threads, compiled, scope, fused)
@@ -141,7 +142,7 @@ def settings(*, thorough: bool) -> list[Setting]:
 
 
 def measure(setting: Setting) -> Result:
-    """In processes of their own, as many as the scope has ranks; the mean over them."""
+    """Measure a setting in new processes, one per rank of the scope; return the mean."""
     ranks = SIZE_OF_WORLD if setting.scope == "world" else 1
     with (
         tempfile.TemporaryDirectory(prefix="normscope-networks-") as folder,
@@ -177,14 +178,14 @@ def _rank(rank: int, ranks: int, setting: Setting, store: Path) -> Result:
 
 
 def _quartiles_of_ratio(seconds: dict[str, list[float]]) -> tuple[float, float, float]:
-    """Of torch's divided by normscope's, round by round."""
+    """Return the quartiles of torch's time divided by normscope's in each round."""
     ratios = [a / b for a, b in zip(seconds["torch"], seconds["normscope"], strict=True)]
     lower, median, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return lower, median, upper
 
 
 def _steps_of(setting: Setting) -> dict[str, Callable[[], None]]:
-    """A training step of each network, by name."""
+    """Return a training step of each network, by name."""
     factory, image = NETWORKS[setting.network]
     theirs = factory()
     ours = normscope.convert(copy.deepcopy(theirs), setting.scope)
@@ -229,7 +230,7 @@ def _autocast(dtype: str) -> Iterator[None]:
 def _taking_turns(
     steps: dict[str, Callable[[], None]], seconds_of: Callable[[Callable[[], None]], float]
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round; the first round is not counted."""
+    """Return the seconds of each step in each round, without the first round."""
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(ROUNDS + 1):
@@ -237,7 +238,7 @@ def _taking_turns(
             name = names[(turn + offset) % len(names)]
             if distributed.is_initialized():
                 distributed.barrier()
-            steps[name]()  # finds memory as the other network left it
+            steps[name]()  # untimed, because the other network has changed the caches
             taken = seconds_of(steps[name])
             if turn > 0:
                 seconds[name].append(taken)
@@ -252,7 +253,7 @@ def _seconds_of(step: Callable[[], None]) -> float:
 
 @dataclass(frozen=True)
 class _Ops:
-    """Forward ops by name, and what the names of their backward nodes contain."""
+    """The names of forward ops, and parts of the names of their backward nodes."""
 
     forward: frozenset[str]
     backward: tuple[str, ...]
@@ -272,13 +273,13 @@ _WITH_ACTIVATIONS = _Ops(
 
 
 def _seconds_of_ops(step: Callable[[], None], *, with_activations: bool) -> float:
-    """Those of the normalization ops of a step, with what they call."""
+    """Return the seconds of the normalization ops of a step, including what they call."""
     ops = _WITH_ACTIVATIONS if with_activations else _NORMALIZATIONS
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
     microseconds = 0.0
     for event in profiler.events():
-        # An op inside another is a part of it: one below autograd, a sum of gradients.
+        # An op inside another is a part of it, for example a sum of gradients.
         is_forward = event.name in ops.forward and event.cpu_parent is None
         is_backward = event.name.startswith("autograd::engine") and any(
             name in event.name for name in ops.backward
@@ -289,7 +290,7 @@ def _seconds_of_ops(step: Callable[[], None], *, with_activations: bool) -> floa
 
 
 def row(setting: Setting, result: Result) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     lower, median, upper = result.ratio
     text = f"{setting!s:65}{result.step:9.1f}{median:7.2f} ({lower:.2f}-{upper:.2f})"
     if result.ops is not None:
@@ -298,14 +299,14 @@ def row(setting: Setting, result: Result) -> str:
 
 
 def main() -> None:
-    """Measure setting by setting, and print each as soon as it is known."""
+    """Measure all settings, and print the result of each immediately."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--thorough", action="store_true", help="all combinations: hours")
     parser.add_argument("--only", default="", help="settings whose text contains this", metavar="T")
     parser.add_argument("--json", type=Path, help="also write every figure to FILE", metavar="FILE")
     arguments = parser.parse_args()
 
-    # The profiler's log, line by line, in processes to come.
+    # Silences the log of the profiler in child processes.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     print(f"{LEGEND}\n\n{COLUMNS}")
     results = []

@@ -12,16 +12,16 @@ from matplotlib.figure import Figure
 from cases import ARRANGEMENTS, SMALLEST
 from ranks import Result
 
-# Told apart by form as well as by colour.
+# The marks differ in shape as well as in color.
 _MARKS = {"float32": ("o", "#0b5fa5"), "bfloat16": ("s", "#c8571b")}
 _TICKS = [0.25, 0.5, 1, 2, 4, 8]
 
 
 def draw(path: Path, results: list[Result]) -> None:
-    """Write a picture with one row of dots an input, one column a direction and arrangement.
+    """Draw dots in one row per input and one column per direction and arrangement.
 
     Args:
-        path: A file whose ending says which kind: .svg or .png.
+        path: The file to write; its extension selects the format: .svg or .png.
         results: The rows of the table.
     """
     results = [result for result in results if result.case.shape != SMALLEST]
@@ -35,7 +35,7 @@ def draw(path: Path, results: list[Result]) -> None:
             _draw_dots(axes, names, of_arrangement, direction)
     columns[0][0].legend(loc="lower right", fontsize=8)
     figure.supxlabel("torch.nn's time / normscope's: right of 1, normscope is faster; quartiles")
-    # Letters, not their outlines; and the same file from the same figures.
+    # Writes text as text, not as outlines, and the same file for the same results.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 

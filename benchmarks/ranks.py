@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures in processes of their own, as many as an arrangement has."""
+"""Measures in new processes, as many as an arrangement has."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from kernels import Kernels
 from table import row
 from timing import Samples, Timing, passes, sample, timing_of
 
-# When a rank stops waiting for one that has failed.
+# The time after which a rank stops waiting for one that has failed.
 GROUP_LIMIT = timedelta(seconds=60)
 
-# Seconds in which the ranks agree on when to start: more than Gloo takes.
+# Seconds for the ranks to agree on a start time; longer than Gloo needs.
 LEAD = 0.01
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every process does.
+    """The work of every process.
 
     Args:
-        arrangement: Who computes.
+        arrangement: The processes and threads.
         cases: The inputs.
-        rounds: How often each is timed.
-        library: ``kernels.cpp`` as it was built; None leaves the kernels out.
+        rounds: The number of times that each case is timed.
+        library: The compiled ``kernels.cpp``; None to leave the kernels out.
     """
 
     arrangement: Arrangement
@@ -55,7 +55,7 @@ class Result:
 
 
 def measure(plan: Plan) -> list[Result]:
-    """Start the processes, measure every case and print its row as soon as it is known."""
+    """Start the processes, measure every case, and print each row immediately."""
     number = plan.arrangement.processes
     with (
         tempfile.TemporaryDirectory(prefix="normscope-bench-") as folder,
@@ -69,7 +69,7 @@ def measure(plan: Plan) -> list[Result]:
 
 
 def _rank(rank: int, plan: Plan, store: Path) -> list[Result]:
-    """What one process does."""
+    """Do the work of one process."""
     arrangement = plan.arrangement
     torch.set_num_threads(arrangement.threads)
     torch.manual_seed(rank)
@@ -87,7 +87,7 @@ def _rank(rank: int, plan: Plan, store: Path) -> list[Result]:
 
 @contextlib.contextmanager
 def _joined(rank: int, processes: int, store: Path) -> Iterator[Callable[[], None]]:
-    """Join the other ranks, if there are any, and yield what waits for all of them."""
+    """Join the other ranks, if there are any, and yield a function that waits for all of them."""
     if processes == 1:
         yield lambda: None
         return
@@ -103,10 +103,10 @@ def _joined(rank: int, processes: int, store: Path) -> Iterator[Callable[[], Non
 
 
 def _start_together() -> None:
-    """Wait for all ranks, and leave within microseconds of each other.
+    """Wait for all ranks, and continue within microseconds of each other.
 
-    They leave a barrier milliseconds apart where they share a core: who is first would be timed
-    while the others rest.
+    Ranks that share a core leave a barrier milliseconds apart: the first would be timed while the
+    others do nothing.
     """
     start = torch.tensor(monotonic() + LEAD, dtype=torch.float64)
     distributed.all_reduce(start, distributed.ReduceOp.MAX)
@@ -114,7 +114,7 @@ def _start_together() -> None:
 
 
 def _mean_over_ranks(samples: Samples) -> Samples:
-    """The mean, since ranks that share a core do not get equal shares of it."""
+    """Return the mean over ranks, because those on the same core do not get equal shares of it."""
     if not distributed.is_initialized():
         return samples
     for seconds in samples.values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains networks under recommended scopes, and prints what wanted numbers are worth.
+"""Trains networks under recommended scopes, and prints the quality for each wanted number.
 
 One process stands for four ranks of two images; with --on-ranks there are four processes.
 """
@@ -28,9 +28,9 @@ DEFAULT_SCOPES = ("world", "local", "progressive", "4", "4*", "8", "16")
 def train(
     task_name: str, scopes: str, seed: int, steps: int | None = None, known: Iterable[Result] = ()
 ) -> Result:
-    """Train in one process under what `scopes` spells (see scope_rules.schedule_of).
+    """Train in one process under the given `scopes` (see scope_rules.schedule_of).
 
-    A training whose scopes never change is not repeated where one of the known had the same.
+    A training with constant scopes is not repeated if a known result has the same scopes.
     """
     task = make_task(task_name, seed, steps)
     schedule = schedule_of(scopes, task.steps, seed)
@@ -63,7 +63,7 @@ def train(
 
 
 def _same(known: Iterable[Result], task: str, seed: int, wide: Scopes) -> Result | None:
-    """Of a training under these scopes from its first step to its last."""
+    """Return the result of a training that had these scopes in all steps, if there is one."""
     of_seed = (one for one in known if (one.task, one.seed, one.processes) == (task, seed, 1))
     return next(
         (one for one in of_seed if one.wide_layers == wide and never_changes(one.scopes)), None
@@ -87,18 +87,18 @@ def main() -> None:
         "--scopes",
         nargs="+",
         default=DEFAULT_SCOPES,
-        help="local, world, progressive, 4 (a plan for so many values), 4* (made anew every 100 "
-        "steps), RULE=4 (by RULE, at what the plan for 4 costs), RULE=25%% (of world's exchanges), "
-        "RULE@100=4 (asked at step 100), where RULE is noise, noise-per-byte, loss, loss-size or "
+        help="local, world, progressive, 4 (a plan for this many values), 4* (updated every 100 "
+        "steps), RULE=4 (by RULE, with the cost of the plan 4), RULE=25%% (of world's exchanges), "
+        "RULE@100=4 (applied at step 100), where RULE is noise, noise-per-byte, loss, loss-size or "
         "random, only:LAYER, all-but:LAYER (default: %(default)s)",
     )
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 5], metavar=("FIRST", "END"))
     parser.add_argument("--on-ranks", action="store_true", help="4 processes, and AdaptiveScope")
     parser.add_argument(
-        "--results", type=Path, help="append every training to FILE; what is there is not repeated"
+        "--results", type=Path, help="append every training to FILE; existing ones are not repeated"
     )
     parser.add_argument(
-        "--layers", action="store_true", help="print what rules go by instead of training"
+        "--layers", action="store_true", help="print the criteria of the rules instead of training"
     )
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules go by, layer by layer, beside what a layer that alone is narrow costs."""
+"""Prints the criteria of the rules for each layer, and the loss if only this layer is narrow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scope_results import Result
 from scope_rules import apply, loss_changes, noise, plan_of
 from scope_tasks import make_task
 
-# At the first weights, and after some of the training under world.
+# At the initial weights, and after a part of the training under world.
 MEASURED_BEFORE_STEPS = (0, 100)
 
 
@@ -20,13 +20,13 @@ def layer_table(
     known: Iterable[Result],
     steps: Sequence[int] = MEASURED_BEFORE_STEPS,
 ) -> str:
-    """Means over the seeds, and deviations between them.
+    """Return a table of means over the seeds, and their deviations.
 
     Args:
         task_name: The network.
-        seeds: To measure from.
-        known: Trainings; from those under `all-but:LAYER` and `world` follows what was lost.
-        steps: Before which the layers are measured.
+        seeds: The seeds to measure.
+        known: Results of trainings; those under `all-but:LAYER` and `world` give the lost quality.
+        steps: The steps before which the layers are measured.
     """
     worth: dict[str, list[float]] = {}
     changes: dict[tuple[str, int], list[float]] = {}
@@ -54,7 +54,7 @@ def layer_table(
 
 
 def _quality_of_world(task_name: str, known: Iterable[Result]) -> dict[str, float]:
-    """Mean ratio of the quality to that under world, by the layer that alone was narrow."""
+    """Return the mean ratio of the quality to that of world, by the layer that was narrow."""
     of_task = [one for one in known if one.task == task_name and one.processes == 1]
     world = {one.seed: one.quality for one in of_task if one.scopes == "world"}
     ratios: dict[str, list[float]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainings under scopes came to: as lines of JSON, and as a table."""
+"""The results of trainings under scopes, as lines of JSON and as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Result:
-    """What a training came to, and what share of world's exchanges and bytes a rank sent."""
+    """The result of a training, and a rank's exchanges and bytes relative to those of world."""
 
     task: str
     scopes: str
@@ -22,29 +22,29 @@ class Result:
     quality: float
     exchanges: float
     bytes: float
-    wide_layers: dict[str, str]  # in the end
-    processes: int = 1  # of which one stands for four ranks
+    wide_layers: dict[str, str]  # at the end
+    processes: int = 1  # a single process stands for four ranks
 
 
 def read(path: Path) -> list[Result]:
-    """Those of a file; none where there is no file."""
+    """Read the results from a file; there are none if it does not exist."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [Result(**json.loads(line)) for line in lines]
 
 
 def append(path: Path, result: Result) -> None:
-    """Write one more, so that it is kept whatever comes."""
+    """Append a result to a file."""
     with path.open("a") as file:
         file.write(line(result) + "\n")
 
 
 def line(result: Result) -> str:
-    """As JSON."""
+    """Return a result as a line of JSON."""
     return json.dumps(asdict(result))
 
 
 def table(results: Iterable[Result]) -> str:
-    """Quality, and its ratio to that of world from the same seed: mean and 90 % interval."""
+    """Return a table of the quality, and its ratio to world: mean and 90 % interval."""
     results = list(results)
     lines = [
         f"{'':13}{'ranks':>6} {'scopes':24}{'seeds':>6}{'quality':>16}{'of world':>9}"
@@ -73,7 +73,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def _interval(values: list[float]) -> str:
-    """Of the mean, by Student's distribution; empty for fewer than two values."""
+    """Return the interval of the mean by Student's t-distribution; empty for a single value."""
     if len(values) < 2:
         return ""
     error = statistics.stdev(values) / len(values) ** 0.5

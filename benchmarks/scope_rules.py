@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What chooses the scope of each layer, and when: plans, rules to compare them with, and schedules.
+"""Rules that choose the scope of each layer, and when: plans, rules to compare, and schedules.
 
-One process stands for four ranks of two images: slices of its batch are the ranks, so that local is
+One process stands for four ranks of two images. Slices of its batch stand for the ranks: local is
 slices:4, group:2 is slices:2, and world is local.
 """
 
@@ -24,12 +24,12 @@ from scope_tasks import RANKS, Task
 BATCHES_OF_A_PLAN = 16
 PLAN_EVERY = 100
 
-# What a scope of four ranks is in one process with the batch of all of them.
+# The scopes in one process with the whole batch that correspond to scopes of four ranks.
 IN_ONE_PROCESS = {"local": "slices:4", "group:2": "slices:2", "world": "local"}
 
 Scopes = dict[str, str]
 
-# What chooses the scopes of all layers, by the step before which it does.
+# Functions that choose the scopes of all layers, by the step before which they are called.
 Schedule = dict[int, Callable[[Task], Scopes]]
 
 _SPELLING = re.compile(
@@ -41,19 +41,19 @@ _SPELLING = re.compile(
 
 
 def schedule_of(scopes: str, steps: int, seed: int = 0) -> Schedule:
-    """What `scopes` spells.
+    """Parse `scopes`.
 
     * `local`, `world`: the scope of every layer;
     * `progressive`: local, group:2 and world for a third of the steps each;
-    * `4`: the plan of normscope.recommend_scopes for so many independent values; `4*`: made anew
-      every 100 steps, as normscope.AdaptiveScope does on ranks;
-    * `RULE=4`: `world` for the layers that come first by RULE (see `rank`), for as many exchanges
-      as the plan for 4 has (`noise-per-byte`: for as many bytes); `RULE=25%`: for this share of
-      those of world; `RULE@100=4`: all layers `world` until step 100, when the rule is asked;
+    * `4`: the plan of normscope.recommend_scopes for this many independent values; `4*`: a new plan
+      every 100 steps, as normscope.AdaptiveScope makes on ranks;
+    * `RULE=4`: `world` for the first layers by RULE (see `rank`), with as many exchanges as the
+      plan for 4 (`noise-per-byte`: as many bytes); `RULE=25%`: with this share of those of world;
+      `RULE@100=4`: `world` for all layers until step 100, when the rule is applied;
     * `only:LAYER`, `all-but:LAYER`: world in these layers.
 
     Raises:
-        ValueError: If it spells nothing.
+        ValueError: If `scopes` is none of these.
     """
     if scopes in ("local", "world"):
         return {0: partial(_everywhere, scope=scopes)}
@@ -82,30 +82,30 @@ def schedule_of(scopes: str, steps: int, seed: int = 0) -> Schedule:
 
 
 def never_changes(scopes: str) -> bool:
-    """Whether the scopes that are chosen at the first weights stay."""
+    """Return whether the scopes are only chosen once, at the initial weights."""
     return len(schedule_of(scopes, PLAN_EVERY + 1)) == 1
 
 
 def plan_of(task: Task, wanted: float = math.inf) -> normscope.ScopePlan:
-    """What is recommended to ranks that the parts of batches stand for."""
+    """Return the recommendation for ranks, which parts of the batches stand for."""
     batches = [task.images(step) for step in steps_of_a_plan(task)]
     return normscope.recommend_scopes(task.model, batches, wanted, ranks=RANKS)
 
 
 def steps_of_a_plan(task: Task) -> range:
-    """Whose batches are looked at: they would follow the last of the training."""
+    """Return the steps whose batches are measured; they would follow the last training step."""
     return range(task.steps, task.steps + BATCHES_OF_A_PLAN)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be spent: what the plan for a wanted number spends, or a percentage of world's."""
+    """A budget: the cost of the plan for a wanted number, or a percentage of the cost of world."""
 
     number: float
     is_percentage: bool
 
     def of(self, task: Task, prices: Mapping[str, int]) -> float:
-        """In the unit of the prices."""
+        """Return the budget in the unit of the prices."""
         if self.is_percentage:
             return self.number / 100 * sum(prices.values())
         plan = plan_of(task, self.number)
@@ -113,7 +113,7 @@ class Budget:
 
 
 def within(task: Task, rule: str, budget: Budget, seed: int) -> Scopes:
-    """World for the layers that come first by the rule, each that the budget still allows."""
+    """Choose world for the first layers by the rule, as far as the budget allows."""
     prices = {
         layer.layer: layer.exchange_bytes if rule == "noise-per-byte" else 1
         for layer in plan_of(task).layers
@@ -125,7 +125,7 @@ def within(task: Task, rule: str, budget: Budget, seed: int) -> Scopes:
 
 
 def affordable(order: Iterable[str], prices: Mapping[str, int], budget: float) -> set[str]:
-    """Takes one after the other, and skips what is too dear for what is left."""
+    """Take the layers in order, and skip those that exceed the remaining budget."""
     bought = set()
     for layer in order:
         if prices[layer] <= budget:
@@ -135,11 +135,12 @@ def affordable(order: Iterable[str], prices: Mapping[str, int], budget: float) -
 
 
 def rank(task: Task, rule: str, seed: int) -> dict[str, float]:
-    """How much each layer needs a wide scope.
+    """Return how much each layer needs a wide scope.
 
     * `noise`, `noise-per-byte`: the squared relative error of its variances under local;
-    * `loss`: how much the training loss grows if it alone is narrow; `loss-size`: grows or falls;
-    * `random`: by lot.
+    * `loss`: the increase of the training loss if only this layer is narrow; `loss-size`: the
+      absolute change;
+    * `random`: a random number.
     """
     layers = plan_of(task).layers
     if rule == "loss":
@@ -153,14 +154,14 @@ def rank(task: Task, rule: str, seed: int) -> dict[str, float]:
 
 
 def noise(layer: LayerPlan) -> float:
-    """Of its variances under local, squared and relative."""
+    """Return the squared relative error of a layer's variances under local."""
     values = layer.candidates[0].values
     assert values is not None  # there are several parts
     return 2 / values.value
 
 
 def loss_changes(task: Task) -> dict[str, float]:
-    """Mean change of the training loss if one layer alone is narrow and all others are wide."""
+    """Return the mean change of the training loss if only one layer is narrow, for each layer."""
     model = copy.deepcopy(task.model).train()
     layers = {
         name: layer
@@ -185,7 +186,7 @@ def _mean_loss(task: Task, model: torch.nn.Module) -> float:
 
 
 def apply(model: torch.nn.Module, scopes: Scopes) -> None:
-    """Give the layers what one process has in the place of these scopes."""
+    """Give the layers the scopes that stand for these scopes in one process."""
     layers = dict(model.named_modules())
     for name, scope in scopes.items():
         layer = layers[name]
@@ -202,8 +203,8 @@ def _everywhere(task: Task, scope: str) -> Scopes:
 
 
 def _but_one(task: Task, one: str, which: str) -> Scopes:
-    """World for one layer only, or for all but one."""
+    """Choose world for one layer only, or for all but one."""
     layers = list(plan_of(task).scopes)
     if one not in layers:
-        raise ValueError(f"scopes: expected one of {', '.join(layers)} behind {which}:, got {one}")
+        raise ValueError(f"scopes: expected one of {', '.join(layers)} after {which}:, got {one}")
     return {layer: "world" if (layer == one) == (which == "only") else "local" for layer in layers}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks to train under scopes, and their data.
 
-A process trains all of a step's batch, or as one of the ranks its share of it.
+A process trains on the whole batch of a step, or on a rank's share of it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class Task:
     """A network to train, and its data.
 
     Args:
-        steps: Of the optimizer.
+        steps: The number of optimizer steps.
     """
 
     steps: int
     model: nn.Module
 
     def images(self, step: int) -> torch.Tensor:
-        """Those of a training step, or of one that would follow the last."""
+        """Return the images of a training step, or of one that would follow the last step."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Of a model that may be a copy, on the images of a step."""
+        """Return the loss of a model, which may be a copy, on the images of a step."""
         raise NotImplementedError
 
     def step(self, step: int) -> None:
-        """Take a step of the optimizer."""
+        """Run a step of the optimizer."""
         raise NotImplementedError
 
     def quality(self) -> float:
-        """On held-out data, with running statistics as they are."""
+        """Return the quality on held-out data, with the current running statistics."""
         raise NotImplementedError
 
 
@@ -65,7 +65,7 @@ class Segmentation(Task):
         source = settings.source()
         self.steps = steps
         self._held_out = Batch.of(source.held_out_scenes())
-        # Of the whole batch, which one process trains, local is the world.
+        # In a single process with the whole batch, local stands for world.
         self._trainer = Trainer(source, settings, seed, "local", share)
         self.model = self._trainer.network
         weights = torch.ones(len(source.class_names))
@@ -73,26 +73,26 @@ class Segmentation(Task):
         self._cross_entropy = nn.CrossEntropyLoss(weights, ignore_index=VOID, reduction="none")
 
     def images(self, step: int) -> torch.Tensor:
-        """Scenes."""
+        """Return scenes."""
         return self._trainer.batch(step).images
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """The demo's."""
+        """Return the loss of the demo."""
         batch = self._trainer.batch(step)
         loss: torch.Tensor = self._cross_entropy(model(batch.images), batch.masks).mean()
         return loss
 
     def step(self, step: int) -> None:
-        """As the demo does."""
+        """Run a step of the demo."""
         self._trainer.step(step)
 
     def quality(self) -> float:
-        """Mean IoU."""
+        """Return the mean IoU."""
         return self._trainer.evaluate(self._held_out)
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut (He et al. 2016), over two dimensions or one."""
+    """Two convolutions and a shortcut (He et al. 2016), in one or two dimensions."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, dims: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the size of x divided by the stride."""
+        """Run the block; the size is divided by the stride."""
         return functional.relu(self.residual(x) + self.shortcut(x))
 
 
@@ -122,7 +122,7 @@ def _kinds(dims: int) -> tuple[Callable[..., nn.Module], Callable[[int], nn.Modu
 
 
 def residual_network(dims: int) -> nn.Module:
-    """Four blocks, of which each but the first halves the size; a head with a layer of its own."""
+    """Return four blocks, all but the first of which halve the size, and a normalized head."""
     convolution, norm = _kinds(dims)
     return nn.Sequential(
         convolution(1, 16, 3, padding=1, bias=False),
@@ -168,16 +168,16 @@ class Digits(Task):
         self._rates = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 1e-2, steps)
 
     def images(self, step: int) -> torch.Tensor:
-        """Some of the digits."""
+        """Return some of the digits."""
         return self._training[0][self._chosen(step)]
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         targets = self._training[1][self._chosen(step)]
         return functional.cross_entropy(model(self.images(step)), targets)
 
     def step(self, step: int) -> None:
-        """By AdamW."""
+        """Run a step of AdamW."""
         self._trained.train()
         loss = self.loss(self._trained, step)
         self._optimizer.zero_grad()
@@ -186,7 +186,7 @@ class Digits(Task):
         self._rates.step()
 
     def quality(self) -> float:
-        """Accuracy."""
+        """Return the accuracy."""
         self.model.eval()
         with torch.no_grad():
             predicted = self.model(self._held_out[0]).argmax(1)
@@ -202,14 +202,14 @@ STEPS = {"segmentation": 700, "digits": 1000, "sequences": 1000}
 
 
 def make_task(name: str, seed: int, steps: int | None = None, share: range = range(BATCH)) -> Task:
-    """By its name in STEPS.
+    """Make a task by its name in STEPS.
 
     Args:
-        name: Of the network.
-        seed: Of the first weights and of the order of the data.
-        steps: That it is trained for; None for those in STEPS.
-        share: Indices in each batch that this process trains on. Where they are not all, the
-            default process group's ranks hold the others.
+        name: The name of the network.
+        seed: The seed of the initial weights and of the order of the data.
+        steps: The number of steps; None for the number in STEPS.
+        share: Indices in each batch that this process trains on. If these are not all, the other
+            ranks of the default process group have the rest.
     """
     steps = STEPS[name] if steps is None else steps
     if name == "segmentation":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains networks under scopes on four processes of this machine."""
+"""Trains networks under scopes in four processes on this machine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scope_results import Result
 from scope_rules import PLAN_EVERY, steps_of_a_plan
 from scope_tasks import IMAGES_PER_RANK, RANKS, Task, make_task
 
-# When a rank stops waiting for one that has failed.
+# The time after which a rank stops waiting for one that has failed.
 GROUP_LIMIT = timedelta(minutes=5)
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """Processes that train one network after the other."""
+    """Processes that train several networks, one after the other."""
 
     def __init__(self) -> None:
         self._processes = ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn"))
@@ -32,7 +32,7 @@ class Ranks(AbstractContextManager["Ranks"]):
     def train(self, task: str, scopes: str, seed: int, steps: int | None = None) -> Result:
         """Train under local, world, progressive, or the plan for a wanted number.
 
-        With a star, `4*`, AdaptiveScope follows what it measures.
+        With a star, `4*`, AdaptiveScope updates the plan.
         """
         with tempfile.TemporaryDirectory(prefix="normscope-ranks-") as folder:
             store = Path(folder, "store").as_uri()
@@ -44,14 +44,14 @@ class Ranks(AbstractContextManager["Ranks"]):
             return results[0]
 
     def __exit__(self, *_: object) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._processes.shutdown()
 
 
 def _rank(
     rank: int, store: str, task_name: str, scopes: str, seed: int, steps: int | None
 ) -> Result:
-    """What one process does, from joining the others to leaving them."""
+    """Run one process, from joining the others to leaving them."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=RANKS, timeout=GROUP_LIMIT
@@ -63,7 +63,7 @@ def _rank(
 
 
 def train_as_rank(task_name: str, scopes: str, seed: int, steps: int | None = None) -> Result:
-    """What each of the default process group's ranks does."""
+    """Train on one rank of the default process group."""
     rank = distributed.get_rank()
     share = range(rank * IMAGES_PER_RANK, (rank + 1) * IMAGES_PER_RANK)
     task = make_task(task_name, seed, steps, share)
@@ -97,7 +97,7 @@ def train_as_rank(task_name: str, scopes: str, seed: int, steps: int | None = No
 def _schedule(
     task: Task, scopes: str, batches: list[torch.Tensor]
 ) -> normscope.ProgressiveScope | normscope.AdaptiveScope | None:
-    """Give the layers their first scopes; what it returns counts steps and changes them."""
+    """Set the initial scopes of the layers; return the schedule, which changes them."""
     if scopes in ("local", "world"):
         normscope.set_scope(task.model, scopes)
         return None

@@ -16,19 +16,19 @@ COMPARISON_HEADER = f"{_INPUT}{'':26}{'forward':>18}{'backward':>20}"
 
 
 def header(scope: str) -> str:
-    """The two lines above the rows of a scope."""
+    """Return the two lines above the rows of a scope."""
     columns = 2 * (_DIRECTION + f"{'alone' if scope == 'local' else 'local':>6}")
     directions = f"{'':{len(_INPUT)}}{'forward':^{_WIDTH}}{'backward':^{_WIDTH}}".rstrip()
     return f"{directions}\n{_INPUT}{columns}"
 
 
 def row(case: Case, timing: Timing) -> str:
-    """One case, forward and backward."""
+    """Return the row of a case, with forward and backward."""
     return f"{_input(case)}{_columns(timing.forward)}{_columns(timing.backward)}".rstrip()
 
 
 def comparison_row(case: Case, name: str, forward: Quartiles, backward: Quartiles | None) -> str:
-    """One case and what it was compared with."""
+    """Return the row of a comparison."""
     columns = _ratio(forward) + "  " + ("" if backward is None else _ratio(backward))
     return f"{_input(case)}{name:26}{columns}".rstrip()
 

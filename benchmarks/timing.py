@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times layers, kernels and copies in turn, so that all of them meet the same noise."""
+"""Times layers, kernels and copies alternately, to expose all of them to the same noise."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import normscope
 from cases import Case
 from kernels import Kernels, Pass
 
-# Calls that make up one sample: as many as take a few milliseconds, since a shorter sample would
-# show the scheduler's time slices more than the layer.
+# Determines the number of calls in a sample, which should take a few milliseconds. A shorter sample
+# would mainly measure the time slices of the scheduler.
 ELEMENTS_PER_SAMPLE = 4_000_000
 MOST_CALLS_PER_SAMPLE = 200
 
-# By the name of a pass: [rounds, parts] seconds a call.
+# Seconds per call [rounds, parts], by the name of a pass.
 Samples = dict[str, torch.Tensor]
 
 FORWARD, BACKWARD = 0, 1  # parts of a layer's pass
@@ -30,7 +30,7 @@ FORWARD, BACKWARD = 0, 1  # parts of a layer's pass
 
 @dataclass(frozen=True)
 class Quartiles:
-    """How a figure varied over the rounds."""
+    """The quartiles of a value over the rounds."""
 
     lower: float
     median: float
@@ -38,7 +38,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Quartiles:
-        """The quartiles of ``values``, which include the extremes."""
+        """Return the quartiles of ``values``, which include the extremes."""
         return cls(*statistics.quantiles(values.tolist(), n=4, method="inclusive"))
 
     def __str__(self) -> str:
@@ -50,11 +50,11 @@ class Direction:
     """Forward or backward.
 
     Args:
-        milliseconds: of normscope's layer, the median.
-        torch_milliseconds: of torch's layer, the median.
+        milliseconds: median time of normscope's layer.
+        torch_milliseconds: median time of torch's layer.
         ratio: torch's time divided by normscope's in the same round; above 1, normscope is faster.
         copies: normscope's time divided by that of a copy of the input.
-        kernel_copies: the same of the kernels alone; None where they were not measured.
+        kernel_copies: the same for the kernels alone; None if they were not measured.
         of_local: normscope's time divided by that of its layer with scope local in the same round;
             None for that layer itself.
     """
@@ -69,12 +69,12 @@ class Direction:
 
 @dataclass(frozen=True)
 class Timing:
-    """What came out for one case.
+    """The results for one case.
 
     Args:
-        forward: of the layer.
-        backward: with respect to input, weight and bias.
-        copy_milliseconds: of a copy of the input into memory that was touched before.
+        forward: results of forward.
+        backward: results of backward with respect to input, weight and bias.
+        copy_milliseconds: time to copy the input into memory that is already in use.
     """
 
     forward: Direction
@@ -89,7 +89,7 @@ def layers_of(case: Case, scope: str) -> tuple[torch.nn.Module, torch.nn.Module]
 
 
 def passes(case: Case, scope: str, kernels: Kernels | None) -> dict[str, Pass]:
-    """Return what is timed for a row: layers, the kernels alone and ways to copy."""
+    """Return the passes to time for a row: layers, the kernels alone, and copies."""
     x, dy = case.tensor().requires_grad_(), case.tensor()
     theirs, ours = layers_of(case, scope)
     detached = x.detach()
@@ -108,7 +108,7 @@ def passes(case: Case, scope: str, kernels: Kernels | None) -> dict[str, Pass]:
 
 
 def module_pass(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Pass:
-    """:func:`layer_pass` of a module."""
+    """Return the :func:`layer_pass` of a module."""
     return layer_pass(layer, x, dy, list(layer.parameters()))
 
 
@@ -118,13 +118,13 @@ def layer_pass(
     dy: torch.Tensor,
     parameters: Sequence[torch.Tensor],
 ) -> Pass:
-    """Time forward and backward of a layer, whose outputs are freshly allocated.
+    """Time forward and backward of a layer, with newly allocated outputs.
 
     Args:
-        layer: What is called.
-        x: Its input, which requires a gradient.
-        dy: The gradient of what it returns.
-        parameters: What else a gradient is wanted of.
+        layer: The layer to call.
+        x: The input, which requires a gradient.
+        dy: The gradient of the output.
+        parameters: Further tensors to differentiate with respect to.
     """
     inputs = [x, *parameters]
 
@@ -134,14 +134,14 @@ def layer_pass(
         middle = perf_counter()
         gradients = torch.autograd.grad(y, inputs, dy)
         end = perf_counter()
-        del gradients  # kept until here, so that its release is not timed
+        del gradients  # kept until here, to not time its release
         return [middle - start, end - middle]
 
     return forward_and_backward
 
 
 def copy_passes(x: torch.Tensor) -> dict[str, Pass]:
-    """Return two ways to copy into memory that is in use already."""
+    """Return two ways to copy into memory that is already in use."""
     y = x.clone()
 
     def by_torch() -> list[float]:
@@ -160,13 +160,13 @@ def copy_passes(x: torch.Tensor) -> dict[str, Pass]:
 def sample(
     case: Case, passes: Mapping[str, Pass], rounds: int, align: Callable[[], None] = lambda: None
 ) -> Samples:
-    """Run every pass once a round, each round beginning with another one.
+    """Run every pass once per round; each round starts with a different pass.
 
     Args:
-        case: Decides how many calls make up a sample.
-        passes: What to time.
-        rounds: How often; one more goes before, untimed.
-        align: Called before each sample, so that the ranks start together.
+        case: Determines the number of calls in a sample.
+        passes: The passes to time.
+        rounds: The number of rounds, after an untimed one.
+        align: Called before each sample to make the ranks start together.
     """
     calls = min(MOST_CALLS_PER_SAMPLE, math.ceil(ELEMENTS_PER_SAMPLE / case.elements))
     names = list(passes)
@@ -187,7 +187,7 @@ def _mean_parts(one_pass: Pass, calls: int) -> list[float]:
 
 
 def timing_of(samples: Samples) -> Timing:
-    """Sum up what :func:`sample` gave for :func:`passes`."""
+    """Evaluate the samples of :func:`passes`."""
     copy_seconds = min(
         _median(seconds[:, 0]) for name, seconds in samples.items() if name.startswith("copy")
     )
@@ -199,7 +199,7 @@ def timing_of(samples: Samples) -> Timing:
 
 
 def ratio(samples: Samples, part: int, theirs: str, ours: str) -> Quartiles:
-    """The time of one pass divided by that of another in the same round."""
+    """Return the time of one pass divided by that of another in the same round."""
     return Quartiles.of(samples[theirs][:, part] / samples[ours][:, part])
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small network on scikit-learn's digits, with few images per rank: a script to copy from.
+"""Trains a small network on scikit-learn's digits, with few images per rank; a template to copy.
 
     python examples/train.py                                            # one process
     torchrun --nproc-per-node 4 examples/train.py                       # four ranks
     torchrun --nproc-per-node 4 examples/train.py --scope recommended
 
-The numbers 1 to 4 mark what normscope adds to a script that uses DistributedDataParallel.
+The numbers 1 to 4 mark the lines that normscope adds to a script with DistributedDataParallel.
 """
 
 import argparse
@@ -30,14 +30,14 @@ def network() -> nn.Module:
         *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        # After the pooling a channel has one value per image: few images make noisy statistics.
+        # After the pooling, a channel has one value per image: few images give noisy statistics.
         *(nn.Linear(32, 64, bias=False), nn.BatchNorm1d(64), nn.ReLU()),
         nn.Linear(64, 10),
     )
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Gives images [n, 1, 8, 8] and their classes [n]: for training, and every fifth held out."""
+    """Loads images [n, 1, 8, 8] and classes [n] for training, and every fifth image held out."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     classes = torch.tensor(data.target)

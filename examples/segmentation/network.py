@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small network in the manner of DeepLab v3 (Chen et al. 2017)."""
+"""A small network similar to DeepLab v3 (Chen et al. 2017)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-# Dilation of each atrous branch, on a map of a quarter of the image's side.
+# Dilation of each atrous branch, on a feature map with a quarter of the image's side length.
 ATROUS_RATES = (1, 3, 6)
 
 
 class SegmentationNetwork(nn.Module):
-    """Dilated convolutions, three atrous branches beside an image-level one, a classifier.
+    """Dilated convolutions, three atrous branches next to an image-level one, and a classifier.
 
-    The image-level branch normalizes one value per channel and image: with one image a norm batch
+    The image-level branch normalizes one value per channel and image: with one image per norm batch
     there is no variance, and batch normalization raises.
 
     Args:

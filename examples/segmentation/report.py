@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what the scopes did: a table, metrics.json, and report.html, one file without links."""
+"""Reports the results of the scopes: a table, metrics.json, and a self-contained report.html."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from scenes import VOID, Batch, SceneSource
 from settings import Settings
 from trainer import ESTIMATION_BATCHES, Training
 
-# Points of a loss curve; more would draw noise.
+# Points in a loss curve; more would only show noise.
 LOSS_POINTS = 40
 
-# Layers that lie beside each other in the network.
+# Layers in parallel branches of the network.
 BRANCHES = ("atrous.", "image_level.")
 
-# Of each scope, from each seed.
+# For each scope, one training per seed.
 Trainings: TypeAlias = dict[str, list[Training]]
 
 Metrics: TypeAlias = dict[str, Any]
@@ -46,7 +46,7 @@ def write_report(
     versions = {"normscope": normscope.__version__, "torch": torch.__version__}
     everything = {"settings": vars(settings), "versions": versions, "scopes": metrics}
     (folder / "metrics.json").write_text(json.dumps(everything, indent=2, default=str) + "\n")
-    # On its side: a column for each scope fits a phone.
+    # Transposed: with a column for each scope, the table fits on a phone.
     table = [
         [name.replace("_", " "), *(told(of_scope[name]) for of_scope in metrics.values())]
         for name in next(iter(metrics.values()))
@@ -77,7 +77,7 @@ def write_report(
 
 
 def metrics_of(settings: Settings, trainings: list[Training]) -> Metrics:
-    """What a program may want to read of a scope: spreads over the seeds, and each training."""
+    """Collects the metrics of a scope: statistics over the seeds, and each training."""
     first = trainings[0]
     scopes = " ".join(first.stages.values()).split()
     unwanted = {"plan", "predictions"}
@@ -100,7 +100,7 @@ def metrics_of(settings: Settings, trainings: list[Training]) -> Metrics:
 
 
 def spread(values: list[float]) -> dict[str, float | None]:
-    """A number that each seed gave: the mean, and the standard deviation if there are several."""
+    """Computes the mean over the seeds, and the standard deviation if there are several."""
     return {"mean": fmean(values), "deviation": stdev(values) if len(values) > 1 else None}
 
 
@@ -116,7 +116,7 @@ def told(metric: object) -> str:
 
 
 def draw_results(trainings: Trainings, metrics: dict[str, Metrics]) -> Figure:
-    """Mean IoU against bytes, time and steps, and the loss; bars are a deviation of a seed."""
+    """Draws mean IoU against bytes, time and steps, and the loss; bars are standard deviations."""
     figure = Figure((10, 7.5), layout="constrained")
     (of_bytes, of_time), (of_step, of_loss) = figure.subplots(2, 2)
     for scope, each in trainings.items():
@@ -138,13 +138,13 @@ def draw_results(trainings: Trainings, metrics: dict[str, Metrics]) -> Figure:
 
 
 def draw_plan(plan: normscope.ScopePlan) -> Figure:
-    """The network from left to right, layers red where they are noisy, framed if they exchange."""
+    """Draws the network from left to right; noisy layers are red, synchronizing ones framed."""
     figure = Figure((13, 5.5), layout="constrained")
     axes = figure.subplots()
     wanted = plan.independent_values
     colours = ScalarMappable(LogNorm(wanted / 16, wanted * 16), "RdYlBu")
     before: list[tuple[int, float]] = []
-    # Branches share a column, each other layer has its own.
+    # Parallel branches share a column; every other layer has its own.
     columns = groupby(plan.layers, lambda layer: layer.layer.startswith(BRANCHES) or layer.layer)
     for x, (_, column) in enumerate(columns):
         layers = list(column)
@@ -172,11 +172,11 @@ def draw_plan(plan: normscope.ScopePlan) -> Figure:
 
 
 def draw_predictions(trainings: Trainings, held_out: Batch, class_names: Sequence[str]) -> Figure:
-    """The first held-out scenes, row by row; a column each for input, truth and scopes."""
+    """Draws the first held-out scenes in rows; the columns are input, truth and the scopes."""
     images, truth = held_out
     columns = {"truth": truth} | {scope: each[0].predictions for scope, each in trainings.items()}
     rows, classes = min(map(len, columns.values())), len(class_names)
-    # Black background; neighbours in hue differ in saturation too.
+    # The background is black. Neighboring hues also differ in saturation.
     hsv = [(i / classes, 0.9 if i % 2 else 0.45, 0.95 if i else 0) for i in range(classes)]
     colours = ListedColormap(hsv_to_rgb(hsv))
     figure = Figure((1.5 * (len(columns) + 1), 1.6 * rows + 1), layout="compressed")
@@ -191,13 +191,13 @@ def draw_predictions(trainings: Trainings, held_out: Batch, class_names: Sequenc
     for axes in grid.flat:
         axes.set_axis_off()
     bar = figure.colorbar(shown, ax=grid, orientation="horizontal", aspect=60)
-    every = 1 + classes // 20  # else labels overlap
+    every = 1 + classes // 20  # otherwise the labels overlap
     bar.set_ticks(range(0, classes, every), labels=class_names[::every])
     return figure
 
 
 def embedded(figure: Figure) -> str:
-    """The figure as an element of the page."""
+    """Returns the figure as an HTML element."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return f'<img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

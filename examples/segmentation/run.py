@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small segmentation network under several scopes and tells what the scope did.
+"""Trains a small segmentation network under several scopes, and compares the results.
 
-Real photographs with real handwritten digits on them, a network in the manner of DeepLab, several
-processes, and per scope a progress bar. At the end a table, and report.html in the output folder.
+It uses real photographs with real handwritten digits on them, a network similar to DeepLab, and
+several processes. It prints a progress bar for each scope and a table at the end, and writes
+report.html to the output folder.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ from trainer import Trainer, train
 
 SCOPES = f"""
 local, slices (one process, as many slices as ranks), group:K, world, {PROGRESSIVE} (local, group:2,
-group:4, ..., world, each for an equal part of the steps), {RECOMMENDED} (for each layer what
-normscope.recommend_scopes finds); default: local slices group:2 world {RECOMMENDED}
+group:4, ..., world, each for an equal part of the steps), {RECOMMENDED} (the scopes that
+normscope.recommend_scopes finds for each layer); default: local slices group:2 world {RECOMMENDED}
 """
 
 
 def run_rank(rank: int, settings: Settings, scopes: list[str], seeds: range, output: Path) -> None:
-    """One rank's part: every scope from every seed; rank 0 reports.
+    """Trains every scope from every seed on one rank; rank 0 writes the report.
 
-    Scopes follow each other under each seed, so that a machine that grows slower meanwhile is
-    slower for all of them.
+    The scopes alternate for each seed: if the machine becomes slower, this affects all of them.
     """
     source = settings.source()
     held_out = Batch.of(source.held_out_scenes())
@@ -46,7 +46,7 @@ def run_rank(rank: int, settings: Settings, scopes: list[str], seeds: range, out
         elif rank == 0:
             share, group = range(settings.global_batch), alone
         else:
-            continue  # to the next scope, where the others wait for rank 0
+            continue  # with the next scope, where the others wait for rank 0
         share_cores(dist.get_world_size(group))
         trainer = Trainer(source, settings, seed, scope, share)
         trainings[scope].append(train(trainer, held_out, group))
@@ -67,7 +67,7 @@ def main() -> None:
         const=5,
         default=1,
         metavar="SEEDS",
-        help="train from several seeds, --seed and those that follow it, and tell mean and "
+        help="train from several seeds, --seed and those that follow it, and report mean and "
         "standard deviation (without a number: %(const)s seeds)",
     )
     output = Path(__file__).with_name("output")
@@ -75,14 +75,14 @@ def main() -> None:
     settings, given = parse(parser)
     try:
         scopes = settings.scopes(given.scopes)
-        settings.source()  # A malformed folder ends the run here, before any rank starts.
+        settings.source()  # a malformed folder is refused here, before any rank starts
     except ValueError as error:
         parser.error(str(error))
     given.output.mkdir(parents=True, exist_ok=True)
     seeds = range(given.seed, given.seed + given.thorough)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            # An exit as any other, which ends the ranks too.
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores signals
+            # Exits normally, which stops the ranks too.
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         start_ranks(run_rank, settings.ranks, settings, scopes, seeds, given.output)

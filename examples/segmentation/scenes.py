@@ -14,32 +14,32 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-# Of a scene, in pixels.
+# Side length of a scene in pixels.
 SIDE = 48
 
-# Label of a pixel that neither trains nor counts (the convention of Pascal VOC's masks).
+# Label of pixels that are ignored in training and evaluation (as in Pascal VOC's masks).
 VOID = 255
 
-# All of these lie inside scikit-image's wheel, so nothing is fetched.
+# All of these are included in scikit-image's wheel; nothing is downloaded.
 PHOTOGRAPHS = (
     *("astronaut.png", "brick.png", "chelsea.png", "coffee.png", "grass.png", "gravel.png"),
     *("hubble_deep_field.jpg", "ihc.png", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
 )
 
-# Of 1 797 digits these many train, the others are held out.
+# Number of digits for training; the rest of the 1 797 digits are held out.
 TRAINING_DIGITS = 1400
 
 HELD_OUT_SCENES = 128
 HELD_OUT_SEED = 1
 
-# Half of full black covers the photograph; half of that belongs to the digit.
+# Ink above this share of full black is opaque; half of that already belongs to the digit.
 COVERING_INK = 0.5
 LABELLED_INK = 0.25
 
-# Random places that are tried for a digit; with one, digits bury each other.
+# Random places to try for each digit; with a single one, digits would cover each other.
 PLACES = 8
 
-# Every so many-th image of a folder, in the order of names, is held out.
+# One in this many images of a folder, sorted by name, is held out.
 HELD_OUT_EVERY = 5
 
 Photograph: TypeAlias = npt.NDArray[np.uint8]
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, scenes: list[Scene]) -> Batch:
         """Joins scenes."""
-        # Stacked arrays keep the order of their dimensions, in which a convolution's bits differ.
+        # np.stack keeps the memory order of the arrays, which changes the bits of a convolution.
         images, masks = (np.ascontiguousarray(np.stack(part)) for part in zip(*scenes, strict=True))
         return cls(torch.from_numpy(images), torch.from_numpy(masks))
 
@@ -72,8 +72,8 @@ class Batch(NamedTuple):
 class DigitScenes:
     """Three to five tinted digits, 14 to 23 pixels high, on a photograph under changing light.
 
-    Held-out scenes are made of digits and of parts of the photographs that no training scene
-    shows: the right quarter of each photograph is kept for them.
+    Held-out scenes use digits and parts of photographs that no training scene uses: the right
+    quarter of each photograph is reserved for them.
 
     Example:
         >>> scene = DigitScenes().training_scene(np.random.default_rng(0))
@@ -95,11 +95,11 @@ class DigitScenes:
         self._held_out = [right for _, right in parts], order[TRAINING_DIGITS:]
 
     def training_scene(self, rng: Random) -> Scene:
-        """Draws a scene of training digits; a function of the generator's state alone."""
+        """Draws a scene with training digits, which only depends on the generator's state."""
         return self._scene(*self._training, rng)
 
     def held_out_scenes(self) -> list[Scene]:
-        """Draws scenes of held-out digits, always the same."""
+        """Draws the scenes with held-out digits, always the same ones."""
         rng = np.random.default_rng(HELD_OUT_SEED)
         return [self._scene(*self._held_out, rng) for _ in range(HELD_OUT_SCENES)]
 
@@ -115,7 +115,7 @@ class DigitScenes:
         return Scene(image.transpose(2, 0, 1), mask)
 
     def _put_digit(self, image: Pixels, mask: Labels, digit: int, rng: Random) -> None:
-        """Paints it where it hides least of others, in a colour unlike what it covers."""
+        """Paints a digit where it hides the least of the others, in a contrasting color."""
         side = int(rng.integers(14, 24))
         places = [
             (slice(top, top + side), slice(left, left + side))
@@ -136,14 +136,14 @@ class DigitScenes:
 class FolderScenes:
     """Images in `folder/images` and masks with the same stems in `folder/masks`.
 
-    A mask has one channel; the value of a pixel is its class, 0 being the background and 255 void.
-    The largest class of all masks tells how many classes there are. Images and masks are scaled
-    to a square; half of the training scenes are mirrored.
+    A mask has one channel. The value of a pixel is its class, where 0 is the background and 255 is
+    void. The largest class in all masks determines the number of classes. Images and masks are
+    scaled to a square; half of the training scenes are mirrored.
 
     Raises:
         ValueError: if an image or its mask is missing or cannot be read, a mask has several
             channels or another size than its image, there are fewer than two images, or no mask
-            has a class beside the background.
+            has a class besides the background.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -174,7 +174,7 @@ class FolderScenes:
         return Scene(image[:, :, ::-1], mask[:, ::-1]) if rng.integers(2) else Scene(image, mask)
 
     def held_out_scenes(self) -> list[Scene]:
-        """Every fifth image, in the order of names."""
+        """Returns every fifth image, sorted by name."""
         return self._held_out
 
 
@@ -198,9 +198,9 @@ SceneSource: TypeAlias = DigitScenes | FolderScenes
 
 
 def training_batch(source: SceneSource, seed: int, step: int, indices: range) -> Batch:
-    """Draws the scenes of the global batch of `step` that `indices` names.
+    """Draws the scenes with the given indices in the global batch of `step`.
 
-    A scene depends on (seed, step, its index in the global batch) alone, so that splitting the
+    A scene only depends on the seed, the step and its index in the global batch: splitting the
     batch over ranks does not change the data.
     """
     generators = (np.random.default_rng((seed, step, index)) for index in indices)

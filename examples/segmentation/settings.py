@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is made of, and the arguments that say so."""
+"""The settings of a run, and their command-line arguments."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 
 from scenes import DigitScenes, FolderScenes, SceneSource
 
-# Not a scope but a schedule of them: local, group:2, group:4, ..., world.
+# Not a scope but a schedule of scopes: local, group:2, group:4, ..., world.
 PROGRESSIVE = "progressive"
 
-# Not a scope either, but one for each layer, as normscope.recommend_scopes finds them.
+# Not a single scope but one for each layer, as found by normscope.recommend_scopes.
 RECOMMENDED = "recommended"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices that hold for every scope of a run."""
+    """Settings for all scopes of a run."""
 
     ranks: int = 4  # processes
-    images_per_rank: int = 2  # in a step
-    steps: int = 700  # of the optimizer
-    data: Path | None = None  # the user's images and masks; without it, digits on photographs
+    images_per_rank: int = 2  # per step
+    steps: int = 700  # optimizer steps
+    data: Path | None = None  # the user's images and masks; None for digits on photographs
 
     @property
     def global_batch(self) -> int:
-        """Images that all ranks together train on in a step."""
+        """Number of images that all ranks together train on in a step."""
         return self.ranks * self.images_per_rank
 
     def share(self, rank: int) -> range:
-        """Indices in the global batch that a rank trains on."""
+        """Returns the indices in the global batch that a rank trains on."""
         return range(rank * self.images_per_rank, (rank + 1) * self.images_per_rank)
 
     def source(self) -> SceneSource:
@@ -39,7 +39,7 @@ class Settings:
         return DigitScenes() if self.data is None else FolderScenes(self.data)
 
     def scopes(self, asked: list[str] | None = None) -> list[str]:
-        """Checks the scopes that are asked for, or chooses some; there are as many slices as ranks.
+        """Checks the requested scopes, or returns the default; there are as many slices as ranks.
 
         Raises:
             ValueError: if the demo cannot train under one of them.
@@ -59,7 +59,7 @@ class Settings:
         return list(dict.fromkeys(slices if scope == "slices" else scope for scope in asked))
 
     def norm_batch_size(self, scope: str) -> int:
-        """Images that one set of statistics is computed over.
+        """Returns the number of images that share statistics.
 
         Example:
             >>> Settings(ranks=4, images_per_rank=2).norm_batch_size("group:2")
@@ -73,12 +73,12 @@ class Settings:
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[Settings, argparse.Namespace]:
-    """Reads a program's own arguments, and those that all have: the settings and a seed."""
+    """Parses the arguments of a program and the common ones: the settings and a seed."""
     for name, kind, default, what in (
         ("--ranks", positive, Settings.ranks, "number of processes"),
-        ("--images-per-rank", positive, Settings.images_per_rank, "images of a rank in a step"),
+        ("--images-per-rank", positive, Settings.images_per_rank, "images per rank and step"),
         ("--steps", positive, Settings.steps, "optimizer steps per scope"),
-        ("--seed", int, 0, "of the first weights and of the scenes"),
+        ("--seed", int, 0, "seed of the initial weights and of the scenes"),
         ("--data", Path, Settings.data, "folder of your own pictures: DIR/images and DIR/masks"),
     ):
         parser.add_argument(name, type=kind, default=default, help=f"{what} (default: %(default)s)")
@@ -87,7 +87,7 @@ def parse(parser: argparse.ArgumentParser) -> tuple[Settings, argparse.Namespace
 
 
 def positive(text: str) -> int:
-    """Reads an argument that counts something."""
+    """Parses a positive number."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the network under one scope from one seed, and measures what that costs."""
+"""Trains the network under one scope from one seed, and measures the cost."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from network import SegmentationNetwork
 from scenes import VOID, Batch, SceneSource, training_batch
 from settings import PROGRESSIVE, RECOMMENDED, Settings
 
-# Background fills most of a scene; with this weight it does not drown the other classes.
+# The background fills most of a scene; with this weight it does not dominate the other classes.
 BACKGROUND_WEIGHT = 0.3
 
-# Of a one-cycle schedule (Smith and Topin 2019), else as torch has it.
+# For a one-cycle schedule (Smith and Topin 2019), with torch's other defaults.
 LARGEST_LEARNING_RATE = 2e-2
 
-# Global batches that running statistics are estimated from before an evaluation, and scopes
-# recommended from before the training.
+# Global batches for estimating the running statistics before an evaluation, and for recommending
+# scopes before the training.
 ESTIMATION_BATCHES = 16
 
 EVALUATIONS = 8
 
-# Steps that the progress bar's loss is a mean of; one rank's part of one batch is mostly noise.
+# The progress bar shows the mean loss of this many steps; a single batch of a rank is mostly noise.
 RECENT_STEPS = 50
 
 # Held-out scenes whose predictions the report shows.
@@ -41,17 +41,17 @@ SHOWN_SCENES = 6
 
 
 class Trainer:
-    """One process' part: trains on its share of each global batch.
+    """Trains on one process's share of each global batch.
 
-    Together the shares train as one process would.
+    Together, the processes train like a single process with the whole batch.
 
     Args:
-        source: where scenes come from.
-        settings: of the run.
-        seed: of the first weights and of the scenes.
-        scope: of the batch normalization, or progressive or recommended.
-        share: indices in the global batch that this process trains on. If that is not all of it,
-            the process group's ranks hold the others, as many each.
+        source: source of the scenes.
+        settings: settings of the run.
+        seed: seed of the initial weights and of the scenes.
+        scope: scope of batch normalization, or progressive or recommended.
+        share: indices in the global batch that this process trains on. The other ranks of the
+            process group have the remaining indices, if there are any, in equal numbers.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Trainer:
         layers = self.network.modules()
         self._layers = [layer for layer in layers if isinstance(layer, normscope.BatchNorm)]
         for layer in self._layers:
-            # Of K slices only the first updates the running statistics, as rank 0's do of K ranks.
+            # Only the first of K slices updates the running statistics, like rank 0 of K ranks.
             layer.slice_stats = "first"
         self.plan: normscope.ScopePlan | None = None
         self._schedule: normscope.ProgressiveScope | None = None
@@ -77,7 +77,7 @@ class Trainer:
             self.plan.apply(self.network)
         else:
             normscope.set_scope(self.network, scope)
-        # Each rank keeps its own running statistics: a broadcast would hide what a scope does.
+        # Each rank keeps its own running statistics: a broadcast would hide the effect of a scope.
         self._model: nn.Module = (
             self.network
             if len(share) == settings.global_batch
@@ -90,27 +90,27 @@ class Trainer:
 
     @property
     def scopes_of_layers(self) -> list[str]:
-        """Those that the next step trains with, each once."""
+        """Returns the distinct scopes for the next step."""
         return list(dict.fromkeys(str(layer.scope) for layer in self._layers))
 
     def batch(self, step: int) -> Batch:
-        """This share of global batch number `step`."""
+        """Returns this process's share of the global batch of `step`."""
         return training_batch(self._source, self.seed, step, self._share)
 
     def batches_to_come(self) -> list[torch.Tensor]:
-        """This share's images that would be trained on after the last step."""
+        """Returns this process's images of the steps that would follow the last one."""
         return [self.batch(self.settings.steps + i).images for i in range(ESTIMATION_BATCHES)]
 
     def step(self, step: int) -> torch.Tensor:
         """Takes optimizer step number `step`.
 
         Returns:
-            This share's loss; the mean over all shares is the global batch's.
+            The loss of this share; the mean over all shares is the loss of the global batch.
         """
         images, masks = self.batch(step)
         logits = self._model.train()(images)
-        # A mean over pixels, not over their weights: equal shares then have equal weight, and the
-        # gradients that DistributedDataParallel averages are those of the global batch.
+        # A mean over pixels, not over weights: equal shares then have equal weight, and
+        # DistributedDataParallel's average of gradients is that of the global batch.
         loss = functional.cross_entropy(
             logits, masks, self._class_weights, ignore_index=VOID, reduction="none"
         ).mean()
@@ -129,14 +129,14 @@ class Trainer:
             return torch.as_tensor(self.network(images).argmax(1))
 
     def evaluate(self, held_out: Batch) -> float:
-        """Mean intersection over union on scenes that were not trained on."""
+        """Computes the mean intersection over union on held-out scenes."""
         return mean_iou(self.predict(held_out.images), held_out.masks)
 
 
 def mean_iou(predictions: torch.Tensor, masks: torch.Tensor) -> float:
-    """Mean over the classes of intersection over union; void pixels do not count.
+    """Computes the mean of intersection over union over the classes; void pixels do not count.
 
-    A class that is neither there nor predicted says nothing, and is left out.
+    A class that is neither present nor predicted is left out.
 
     Example:
         >>> mean_iou(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]))
@@ -149,32 +149,32 @@ def mean_iou(predictions: torch.Tensor, masks: torch.Tensor) -> float:
 
 @dataclass
 class Training:
-    """What is told about one scope trained from one seed."""
+    """The results of one scope trained from one seed."""
 
     scope: str
     seed: int
-    processes: int  # that shared the global batch
-    plan: normscope.ScopePlan | None  # of scopes that were recommended
-    evaluated_steps: list[int]  # steps done at each evaluation
+    processes: int  # number of processes that shared the global batch
+    plan: normscope.ScopePlan | None  # if scopes were recommended
+    evaluated_steps: list[int]  # number of steps before each evaluation
     mean_ious: list[float] = field(default_factory=list)  # at each evaluation
-    stages: dict[int, str] = field(default_factory=dict)  # the layers' scopes, from a step on
-    losses: list[float] = field(default_factory=list)  # of the global batch at every step
-    seconds: float = 0.0  # of all steps, without the evaluations
-    synchronization_share: float = 0.0  # of these, waiting included; mean over the ranks
-    exchanges_per_step: float = 0.0  # for batch normalization, forward and backward
-    bytes_per_step: float = 0.0  # payload that a rank sends in them
+    stages: dict[int, str] = field(default_factory=dict)  # scopes of the layers, by first step
+    losses: list[float] = field(default_factory=list)  # of the global batch in each step
+    seconds: float = 0.0  # for all steps, without the evaluations
+    synchronization_share: float = 0.0  # of these seconds, with waiting; mean over the ranks
+    exchanges_per_step: float = 0.0  # of batch normalization, forward and backward
+    bytes_per_step: float = 0.0  # payload that a rank sends in these exchanges
     predictions: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # of SHOWN_SCENES
 
 
 def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Training:
-    """Takes all steps, together with the group's ranks, which have the rest of each global batch.
+    """Runs all steps together with the other ranks of the group.
 
-    All ranks estimate the running statistics of an evaluation, since those of the training differ
-    by rank where the scope is narrower than the world; the group's rank 0 evaluates.
+    Before an evaluation, all ranks estimate the running statistics, because those of the training
+    differ between ranks if the scope is narrower than the world. Rank 0 of the group evaluates.
     """
     steps, global_batch = trainer.settings.steps, trainer.settings.global_batch
     leads, processes = dist.get_rank(group) == 0, dist.get_world_size(group)
-    # Spread evenly, the last one after the last step.
+    # Evenly distributed; the last evaluation is after the last step.
     evaluated = sorted({math.ceil(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)})
     result = Training(trainer.scope, trainer.seed, processes, trainer.plan, evaluated)
     losses, spent = torch.zeros(steps), torch.zeros(4, dtype=torch.float64)
@@ -198,7 +198,7 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
             normscope.estimate_running_stats(trainer.network, trainer.batches_to_come(), group)
             if leads:
                 result.mean_ious.append(trainer.evaluate(held_out))
-            # Else the others' next step would have begun, and its time would count.
+            # Otherwise the other ranks would start the next step, and their wait would be counted.
             dist.barrier(group)
     result.seconds, exchanges, payload, synchronizing = spent.tolist()
     result.exchanges_per_step, result.bytes_per_step = exchanges / steps, payload / steps
@@ -210,6 +210,6 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
 
 
 def _meters() -> torch.Tensor:
-    """Seconds on the clock; exchanges, bytes and seconds of synchronization so far."""
+    """Returns the clock in seconds, and exchanges, bytes and seconds of synchronization so far."""
     counters = normscope.communication_counters()
     return torch.tensor([time.perf_counter(), *counters], dtype=torch.float64)

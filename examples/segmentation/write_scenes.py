@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the demo's scenes to one file, for programs that have no Python to draw them.
+"""Writes the demo's scenes to a file, for programs that are not written in Python.
 
-The file has a header of eight bytes SCENES01 and five int64: steps, global batch, side, classes and
-held-out scenes. Then come the scenes of each step's global batch, and those held out: an image
-[3, side, side] of float32 and a mask [side, side] of uint8 each. All in the machine's byte order.
+The file starts with a header of the eight bytes SCENES01 and five int64: steps, global batch, side,
+classes and held-out scenes. It is followed by the scenes of the global batch of each step, and the
+held-out scenes. Each scene is an image [3, side, side] in float32 and a mask [side, side] in uint8.
+Everything is in the machine's byte order.
 
-With --first-step it also takes the first step on several processes, and prints a hash of what that
-left: the programs of examples/cpp print the same, to the bit, on as many ranks.
+With --first-step, the program also runs the first step on several processes and prints a hash of
+the running statistics. The programs of examples/cpp print the same hash with the same number of
+ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from trainer import Trainer
 
 
 def write(file: BinaryIO, batch: Batch) -> None:
-    """Writes scene by scene."""
+    """Writes the scenes of a batch."""
     for image, mask in zip(*batch, strict=True):
         file.write(image.numpy().tobytes() + mask.numpy().astype(np.uint8).tobytes())
 
 
 def take_first_step(rank: int, settings: Settings, seed: int, scope: str) -> None:
-    """One rank's part; rank 0 prints FNV-1a of all running statistics, layer by layer."""
+    """Runs the first step on one rank; rank 0 prints the FNV-1a hash of all running statistics."""
     trainer = Trainer(settings.source(), settings, seed, scope, settings.share(rank))
     trainer.step(0)
     if rank == 0:
@@ -45,8 +47,8 @@ def take_first_step(rank: int, settings: Settings, seed: int, scope: str) -> Non
 def main() -> None:
     """Writes the file that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="what to write")
-    parser.add_argument("--first-step", metavar="SCOPE", help="of the step, such as world")
+    parser.add_argument("file", type=Path, help="file to write")
+    parser.add_argument("--first-step", metavar="SCOPE", help="scope of the step, such as world")
     settings, given = parse(parser)
     source, indices = settings.source(), range(settings.global_batch)
     held_out = Batch.of(source.held_out_scenes())

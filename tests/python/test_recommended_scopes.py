@@ -75,7 +75,7 @@ def test_misspelled_scopes_are_refused(scopes: str) -> None:
 def test_an_unknown_layer_is_refused() -> None:
     (choose,) = scope_rules.schedule_of("only:nothing", STEPS).values()
 
-    with pytest.raises(ValueError, match=r"expected one of 1, .* behind only:, got nothing"):
+    with pytest.raises(ValueError, match=r"expected one of 1, .* after only:, got nothing"):
         choose(make_task("digits", 0))
 
 
