@@ -177,12 +177,10 @@ def compare() -> tuple[list[Comparison], dict[str, float], dict[str, float]]:
     )
     memory = comparisons.peak_memory()
     shape = "x".join(map(str, comparisons.MEMORY_SHAPE))
-    print(f"\npeak memory of a training step, {shape} float32, beside input and its gradient")
+    print(f"\npeak memory of a training step, {shape} float32, without input and its gradient")
     kept = comparisons.statistics_kept()
     for name, mebibytes in memory.items():
-        print(
-            f"{name:12}{mebibytes:7.1f} MiB, of which statistics {kept[name]:.0f} bytes a channel"
-        )
+        print(f"{name:12}{mebibytes:7.1f} MiB, statistics of {kept[name]:.0f} bytes per channel")
     print()
     return made, memory, kept
 

@@ -163,7 +163,7 @@ class FolderScenes:
         scenes = [_load(*files) for files in zip(images, masks, strict=True)]
         largest = max(int(scene.mask[scene.mask != VOID].max(initial=0)) for scene in scenes)
         if largest < 1:
-            raise ValueError(f"{folder / 'masks'}: expected a class beside 0 and {VOID}, got none")
+            raise ValueError(f"{folder / 'masks'}: expected a class besides 0 and {VOID}, got none")
         self.class_names = ("background", *map(str, range(1, largest + 1)))
         self._held_out = scenes[::HELD_OUT_EVERY]
         self._training = [scene for i, scene in enumerate(scenes) if i % HELD_OUT_EVERY]

@@ -102,8 +102,7 @@ def independent_values(
         ranks: The number of consecutive parts in a norm batch; divides the number of parts.
 
     Returns:
-        The estimate; None if fewer than two norm batches have elements, so that there is nothing
-        to compare.
+        The estimate; None if fewer than two norm batches have elements and can be compared.
     """
     fields = _library.independent_values(moments.rows, ranks, eps)
     return IndependentValues(*fields) if fields else None

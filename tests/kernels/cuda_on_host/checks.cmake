@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# What can be said about the CUDA kernels where there is no GPU, and takes too long for every test run.
-# All of it has the label cuda.
+# Checks of the CUDA kernels that need no GPU, but take too long for every test run. All of them
+# have the label cuda.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 find_program(NORMSCOPE_NVCC nvcc DOC "nvcc, which compiles the CUDA kernels")
 if(NOT NORMSCOPE_NVCC)
-  message(NOTICE "cuda: nvcc is missing, so that the kernels are not compiled for a device")
+  message(NOTICE "cuda: nvcc is missing; the kernels are not compiled for a device")
 endif()
 add_custom_target(cuda_checks)
 
-# They compile without warnings, and take what is written beside them.
+# The kernels compile without warnings, and use the resources that their comments allow.
 foreach(architecture IN LISTS NORMSCOPE_CUDA_ARCHITECTURES)
   set(test cuda.CompilesWithinItsLimits/sm_${architecture})
   add_test(
@@ -24,7 +24,7 @@ foreach(architecture IN LISTS NORMSCOPE_CUDA_ARCHITECTURES)
 endforeach()
 file(MAKE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/cuda.CompilesWithinItsLimits)
 
-# The library has them where it is told to, for one architecture, without a device.
+# The library can be built with the kernels, for one architecture and without a device.
 set(build ${CMAKE_CURRENT_BINARY_DIR}/with_cuda)
 add_test(
   NAME cuda.IsLinkedIntoTheLibrary
@@ -41,7 +41,7 @@ if(NOT NORMSCOPE_NVCC)
   set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES DISABLED ON)
 endif()
 
-# The suites under ThreadSanitizer: whatever two threads of a device do to one number must be ordered.
+# The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered.
 add_library(
   cuda_on_host_suites OBJECT bits_test.cpp contract_test.cpp cuda_on_host/device.cpp
                              cuda_on_host/kernels_under_test.cpp
@@ -51,7 +51,7 @@ target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
 target_link_libraries(cuda_on_host_suites PRIVATE normscope::kernels GTest::gmock)
 target_compile_options(cuda_on_host_suites PRIVATE -fsanitize=thread)
 
-# An executable of the suites over the kernels in a copy of the tree, and its test of some cases.
+# Adds an executable of the suites with the kernels of a copied tree, and a test of some cases.
 function(normscope_cuda_on_host_test test copy cases)
   string(MAKE_C_IDENTIFIER ${test} target)
   add_executable(${target} cuda_on_host/backend.cpp)
@@ -73,7 +73,7 @@ endfunction()
 set(cases "*FollowTheSpecification/*_float32_channels_")
 normscope_cuda_on_host_test(cuda.ThreadsDoNotRace ${normscope_SOURCE_DIR} ${cases}*)
 
-# Whatever makes threads wait for each other is missed where it is taken away.
+# The suites must fail if a synchronization between threads is removed.
 set(mutants ${CMAKE_CURRENT_BINARY_DIR}/mutants)
 execute_process(
   COMMAND ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/mutate_cuda_kernels.py
