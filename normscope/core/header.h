@@ -20,7 +20,8 @@ inline constexpr std::int64_t kHeaderSize = 4;
 // 2^13 ranks, then one less for every four times as many. `ranks` >= 1.
 [[nodiscard]] constexpr int hash_bits(std::int64_t ranks) noexcept {
   constexpr int kMost = 20;
-  const int bits_of_ranks = std::bit_width(static_cast<std::uint64_t>(ranks) - 1);
+  const auto bits_of_ranks =
+      static_cast<int>(std::bit_width(static_cast<std::uint64_t>(ranks) - 1));
   return std::min(kMost, (std::numeric_limits<double>::digits - bits_of_ranks) / 2);
 }
 
