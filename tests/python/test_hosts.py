@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,14 @@ from torch import distributed, nn
 
 import normscope
 from normscope import _library, _process_group
+
+# When a rank stops waiting, and what finding out who is missing then adds at most.
+LIMIT_SECONDS = 2.0
+QUESTION_SECONDS = 2.0
+# The same of a rank that reaches neither its peers nor the store that they would be asked in.
+LONE_SECONDS = 40.0
+# On a machine that does other things besides.
+PATIENCE_SECONDS = 8.0
 
 # Samples of each rank, in each step; a rank takes its share of as many as it needs. No two
 # neighbours are without samples at once.
@@ -120,3 +127,202 @@ def test_training_on_hosts_has_the_bits_of_training_on_one(
             assert got[scope].keys() == wanted[same].keys()
             for name, value in wanted[same].items():
                 assert torch.equal(got[scope][name], value), f"rank {rank}, {scope}, {name}"
+
+
+def place() -> tuple[str, str, int, str, list[str]]:
+    layer = normscope.BatchNorm1d(3)
+    layer(torch.randn(4, 3))
+    processes = [name for name in os.listdir("/proc") if name.isdigit()]
+    return (
+        os.environ["NORMSCOPE_NODE"],
+        socket.gethostname(),
+        _library.host_identity(),
+        _library.transport(_process_group.name_in_use(None)),
+        processes,
+    )
+
+
+def test_hosts_have_identities_of_their_own(hosts: Hosts) -> None:
+    places = hosts.run((2, 1), place)
+
+    assert [name for name, *_ in places] == ["host0", "host0", "host1"]
+    identities = [identity for _, _, identity, *_ in places]
+    assert identities[0] == identities[1] != identities[2]
+
+
+def test_hosts_share_neither_names_nor_processes_nor_memory(isolated_hosts: Hosts) -> None:
+    spread = isolated_hosts.run((2, 1), place)
+    [together, _] = isolated_hosts.run((2,), place)
+
+    for name, network_name, _, transport, processes in spread:
+        assert network_name == name
+        assert transport != "shared memory"
+        assert len(processes) <= 3  # the first one of the host, and its ranks
+    assert together[3] == "shared memory"
+
+
+def train_and_send(count: int) -> tuple[Bits, float]:
+    """Also the seconds that a message of so many bytes takes from one rank to all."""
+    bits = train("world")
+    distributed.barrier()
+    begin = time.monotonic()
+    distributed.broadcast(torch.zeros(count, dtype=torch.uint8), 0)
+    distributed.barrier()
+    return bits, time.monotonic() - begin
+
+
+def test_a_slow_link_changes_no_bit(isolated_hosts: Hosts) -> None:
+    count, bytes_per_second = 1_000_000, 1_000_000
+    expected = isolated_hosts.run((2, 2), train_and_send, count)
+
+    with isolated_hosts.link_of_rate(1, f"{8 * bytes_per_second}bit"):
+        answers = isolated_hosts.run((2, 2), train_and_send, count)
+
+    for (got, seconds), (wanted, _) in zip(answers, expected, strict=True):
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+        assert seconds > 0.9 * count / bytes_per_second  # a burst goes through at once
+
+
+def train_until_an_error() -> tuple[str, float]:
+    """Tell when steps begin; what ended them, and when."""
+    net = network("world")
+    x = torch.randn(2, *IMAGE)
+    net(x).sum().backward()
+    tell("begun")
+    try:
+        while True:
+            net(x).sum().backward()
+    except distributed.DistError as error:
+        return str(error), time.monotonic()
+
+
+LIMIT = {"NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS)}
+
+
+def errors_after_a_cut(
+    hosts: Hosts, ranks_of_hosts: Sequence[int], cut: int, of: Sequence[int]
+) -> list[tuple[str, float]]:
+    """Of some ranks, what they raise if a host's link breaks, and after how many seconds."""
+    with hosts.begun(ranks_of_hosts, train_until_an_error, environment=LIMIT) as run:
+        run.notes()
+        with hosts.link_cut(cut):
+            begin = time.monotonic()
+            answers = run.answers(of)
+    assert not [answer.failure for answer in answers if answer.failure]
+    return [(answer.result[0], answer.result[1] - begin) for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_hosts", "missing"), [((2, 2), "ranks 2 and 3 are"), ((1, 1, 1), "rank 1 is")]
+)
+def test_a_host_that_is_cut_off_is_named_to_those_who_keep_the_store(
+    isolated_hosts: Hosts, ranks_of_hosts: Sequence[int], missing: str
+) -> None:
+    stay = (0, 1) if ranks_of_hosts == (2, 2) else (0, 2)
+
+    errors = errors_after_a_cut(isolated_hosts, ranks_of_hosts, 1, stay)
+
+    for text, seconds in errors:
+        assert f"{missing} not there" in text
+        assert re.search(r"(forward|backward) of \d \(\d channels, scope world\)", text)
+        assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_host_that_is_cut_off_is_told_and_does_not_hang(isolated_hosts: Hosts, cut: int) -> None:
+    # The store is on host 0: the others lose it, whichever link breaks.
+    errors = errors_after_a_cut(isolated_hosts, (2, 2), cut, (2, 3))
+
+    for text, seconds in errors:
+        assert re.search(r"ranks? .*[01].*not there|the group's store, .* does not answer", text)
+        assert seconds < LIMIT_SECONDS + LONE_SECONDS
+
+
+def errors_after_a_kill(hosts: Hosts, killed: int) -> list[tuple[str, float]]:
+    with hosts.begun((2, 2), train_until_an_error, environment=LIMIT) as run:
+        run.notes()
+        begin = time.monotonic()
+        run.kill(killed)
+        answers = run.answers()
+    assert answers.pop(killed).failure == "died with exit code -9"
+    assert not [answer.failure for answer in answers if answer.failure]
+    return [(answer.result[0], answer.result[1] - begin) for answer in answers]
+
+
+@pytest.mark.parametrize("killed", [1, 2, 3])
+def test_a_rank_that_is_killed_is_named_on_every_host(hosts: Hosts, killed: int) -> None:
+    for text, seconds in errors_after_a_kill(hosts, killed):
+        # Another one may be late to say that it is there.
+        assert re.search(rf"ranks? .*\b{killed}\b.* (has died|not there)", text)
+        assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
+
+
+def test_a_rank_that_is_killed_with_the_group_s_store_ends_all_waits(hosts: Hosts) -> None:
+    for text, seconds in errors_after_a_kill(hosts, 0):
+        # Nobody is left to ask who is missing, unless they share memory.
+        assert re.search(r"\brank 0\b.* has died|the group's store, .* does not answer", text)
+        assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
+
+
+def train_with_other_channels(odd: int) -> str:
+    """One rank has a channel more; then all are alike, and the group works."""
+    channels = 4 if distributed.get_rank() == odd else 3
+    layer = normscope.BatchNorm2d(channels)
+    layer.layer_name = "head"
+    text = ""
+    try:
+        layer(torch.randn(4, channels, 2, 2))
+    except distributed.DistError as error:
+        text = str(error)
+    normscope.BatchNorm2d(3)(torch.randn(4, 3, 2, 2)).sum().backward()
+    return text
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_a_rank_of_another_shape_is_named_on_every_host(hosts: Hosts, odd: int) -> None:
+    for text in hosts.run((2, 2), train_with_other_channels, odd):
+        _, *of_ranks, _ = text.split("\n")
+        assert [f"  rank {rank}: " in line for rank, line in enumerate(of_ranks)] == [True] * 4
+        assert ["head (4 channels" in line for line in of_ranks] == [r == odd for r in range(4)]
+
+
+def fail_on_the_last_rank() -> tuple[str, float]:
+    """Outside of the library."""
+    net = network("world")
+    net(torch.randn(2, *IMAGE))
+    distributed.barrier()
+    begin = time.monotonic()
+    try:
+        with normscope.fail_fast():
+            if distributed.get_rank() == distributed.get_world_size() - 1:
+                raise LookupError("no such file")
+            net(torch.randn(2, *IMAGE))
+    except (LookupError, distributed.DistError) as error:
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+def test_what_one_rank_raised_is_told_on_every_host(hosts: Hosts) -> None:
+    *of_peers, (own, _) = hosts.run((2, 2), fail_on_the_last_rank)
+
+    assert own == "no such file"
+    for text, seconds in of_peers:
+        assert "rank 3" in text
+        assert "LookupError: no such file" in text
+        assert seconds < PATIENCE_SECONDS
+
+
+def test_processes_of_one_network_can_pass_for_hosts() -> None:
+    scopes = ["world", "node", "group:3"]
+
+    with Hosts(2, namespaces=False) as hosts:
+        answers = hosts.run((2, 2), train_all, scopes)
+        expected = hosts.run((4,), train_all, ["world", "ranks:0,1/2,3", "group:3"])
+
+        assert not hosts.isolated
+        with pytest.raises(RuntimeError, match="the hosts share a network"), hosts.link_cut(1):
+            pass
+    for got, wanted in zip(answers, expected, strict=True):
+        for of_hosts, of_one in zip(got.values(), wanted.values(), strict=True):
+            assert all(torch.equal(of_hosts[name], value) for name, value in of_one.items())
