@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add up the test results in JUnit files and print them in a single line.
 
-Exits with an error if a test failed, a test other than a CUDA test was skipped, or one of the files
-contains no test.
+Exits with an error if a test failed, a test was skipped that needs neither a CUDA device nor network
+namespaces, or one of the files contains no test.
 """
 
 import argparse
@@ -13,8 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def is_cuda_test(case: ElementTree.Element) -> bool:
-    """Return whether a skipped test needs a CUDA device, by ctest's label or pytest's reason."""
+# What reasons to skip a test begin with.
+MAY_BE_MISSING = ("cuda", "namespaces")
+
+
+def may_be_skipped(case: ElementTree.Element) -> bool:
+    """Return whether a test needs what machines may lack, by ctest's label or pytest's reason."""
     labels = [
         label
         for item in case.iter("property")
@@ -22,7 +26,7 @@ def is_cuda_test(case: ElementTree.Element) -> bool:
         for label in item.get("value", "").split(";")
     ]
     reasons = [item.get("message", "") for item in case.iter("skipped")]
-    return "cuda" in labels or any(reason.startswith("cuda") for reason in reasons)
+    return "cuda" in labels or any(reason.startswith(MAY_BE_MISSING) for reason in reasons)
 
 
 def describe(case: ElementTree.Element) -> str:
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             counts[outcome(case)] += 1
             if outcome(case) == "failed":
                 complaints.append(f"failed: {path.stem}: {describe(case)}")
-            if outcome(case) == "skipped" and not is_cuda_test(case):
+            if outcome(case) == "skipped" and not may_be_skipped(case):
                 complaints.append(f"skipped without need: {path.stem}: {describe(case)}")
 
     for complaint in complaints:

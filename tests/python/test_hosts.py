@@ -89,7 +89,7 @@ def apply_gradients(net: nn.Module) -> None:
     parts = torch.stack(of_ranks).sum(0).split([p.numel() for p in parameters])
     with torch.no_grad():
         for parameter, part in zip(parameters, parts, strict=True):
-            parameter -= 1e-3 * part.view_as(parameter)
+            parameter.sub_(1e-3 * part.view_as(parameter))
             parameter.grad = None
 
 

@@ -116,7 +116,9 @@ class Hosts:
         if self._switch is None:
             self._start()
         if len(ranks_of_hosts) > self.number:
-            raise ValueError(f"ranks_of_hosts: expected {self.number} at most, got {ranks_of_hosts}")
+            raise ValueError(
+                f"ranks_of_hosts: expected {self.number} hosts at most, got {len(ranks_of_hosts)}"
+            )
         self._runs += 1
         task = Task(
             file=inspect.getfile(function),
@@ -269,9 +271,7 @@ class Run:
         if failures:
             raise RankFailureError("\n".join(failures))
 
-    def _receive_until(
-        self, known: Callable[[], set[int]], wanted: set[int] | None = None
-    ) -> None:
+    def _receive_until(self, known: Callable[[], set[int]], wanted: set[int] | None = None) -> None:
         missing = wanted or set(range(len(self.host_of_rank)))
         while left := missing - known():
             ready = wait(

@@ -188,13 +188,13 @@ def _fork(life: Callable[[], None], prepare: Callable[[], None] = lambda: None) 
             os._exit(code)
     to_parent.close()
     try:
-        error = ours.recv()
+        reason = ours.recv()
     except EOFError:
-        error = "a process has ended before it began"
+        reason = "a process has ended before it began"
     ours.close()
-    if error:
+    if reason:
         os.waitpid(process, 0)
-        raise NamespaceError(error)
+        raise NamespaceError(reason)
     return process
 
 

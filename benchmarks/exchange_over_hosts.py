@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Time the exchange of a layer between hosts, beside a flat all-reduce of the same bytes over Gloo.
+
+The hosts are network namespaces of this machine, for which it must be root's, or let everyone make
+user namespaces. Their links have a rate; what they lack is the latency of a real network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from time import perf_counter
+
+import torch
+from torch import distributed
+
+import normscope
+from normscope import _library, _process_group
+
+sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
+
+from hosts import Hosts
+
+KIBIBYTES = (1, 4, 16, 64, 256, 1024)
+QUIET_SECONDS = 300.0  # until a run counts as one that hangs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the rounds of the mean over the ranks.
+
+    Args:
+        size: Bytes of the message.
+        ours: Seconds of an exchange of normscope.
+        flat: Seconds of an all-reduce.
+        ratio: The second by the first, of the same round; above 1, normscope is faster.
+    """
+
+    size: int
+    ours: float
+    flat: float
+    ratio: float
+
+
+def channels_of(size: int) -> int:
+    """As many as make a message of about so many bytes."""
+    header = _library.message_bytes(0)
+    return max(1, round((size - header) / (_library.message_bytes(1) - header)))
+
+
+def time_exchanges(
+    sizes: list[int], rounds: int, calls: int
+) -> tuple[str, list[tuple[int, list[tuple[float, float]]]]]:
+    """What every rank does.
+
+    Returns:
+        What carries the exchanges, and of each size the message's bytes and, round by round, the
+        seconds of an exchange and of an all-reduce.
+    """
+    results = []
+    for size in sizes:
+        channels = channels_of(size)
+        layer = normscope.BatchNorm1d(channels)
+        x = torch.randn(2, channels)
+        layer(x)
+        before = normscope.communication_counters().bytes
+        layer(x)
+        sent = normscope.communication_counters().bytes - before
+        message = torch.zeros(sent // 8, dtype=torch.float64)
+        of_rounds = [_one_round(layer, x, message, calls, turn) for turn in range(rounds + 1)]
+        results.append((sent, of_rounds[1:]))
+    return _library.transport(_process_group.name_in_use(None)), results
+
+
+def _one_round(
+    layer: normscope.BatchNorm1d, x: torch.Tensor, message: torch.Tensor, calls: int, turn: int
+) -> tuple[float, float]:
+    """Each round begins with the other one."""
+    if turn % 2:
+        flat = _seconds_of_all_reduces(message, calls)
+        return _seconds_of_exchanges(layer, x, calls), flat
+    return _seconds_of_exchanges(layer, x, calls), _seconds_of_all_reduces(message, calls)
+
+
+def _seconds_of_exchanges(layer: normscope.BatchNorm1d, x: torch.Tensor, calls: int) -> float:
+    """Of those alone, without what a layer computes."""
+    distributed.barrier()
+    before = normscope.communication_counters().seconds
+    for _ in range(calls):
+        layer(x)
+    return (normscope.communication_counters().seconds - before) / calls
+
+
+def _seconds_of_all_reduces(message: torch.Tensor, calls: int) -> float:
+    distributed.barrier()
+    begin = perf_counter()
+    for _ in range(calls):
+        distributed.all_reduce(message)
+    return (perf_counter() - begin) / calls
+
+
+def summarize(of_ranks: list[list[tuple[int, list[tuple[float, float]]]]]) -> list[Measured]:
+    """From what the ranks have timed."""
+    summary = []
+    for of_size in zip(*of_ranks, strict=True):
+        rounds = list(zip(*(times for _, times in of_size), strict=True))
+        ours = [fmean(time for time, _ in one) for one in rounds]
+        flat = [fmean(time for _, time in one) for one in rounds]
+        ratio = median(f / o for f, o in zip(flat, ours, strict=True))
+        summary.append(Measured(of_size[0][0], median(ours), median(flat), ratio))
+    return summary
+
+
+def main() -> None:
+    """Measure what the command line asks for, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=4, help="of each host")
+    parser.add_argument(
+        "--rate", help="of each host's link, as tc has it: 1gbit (default: no limit)"
+    )
+    parser.add_argument("--kibibytes", type=int, nargs="+", default=KIBIBYTES)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=20, help="in each round")
+    options = parser.parse_args()
+
+    sizes = [1024 * size for size in options.kibibytes]
+    with Hosts(options.hosts) as hosts:
+        if not hosts.isolated:
+            parser.exit(1, f"this machine makes no namespaces: {hosts.why_not_isolated}\n")
+        with contextlib.ExitStack() as stack:
+            for host in range(options.hosts if options.rate else 0):
+                stack.enter_context(hosts.link_of_rate(host, options.rate))
+            run = stack.enter_context(
+                hosts.begun(
+                    [options.ranks] * options.hosts,
+                    time_exchanges,
+                    sizes,
+                    options.rounds,
+                    options.calls,
+                    group_seconds=QUIET_SECONDS,
+                    hang_seconds=QUIET_SECONDS * len(sizes),
+                )
+            )
+            answers = run.results()
+
+    rate = options.rate or "no limit"
+    print(f"{options.hosts} hosts of {options.ranks} ranks, rate {rate}, over {answers[0][0]}")
+    print(f"{'bytes':>10}{'normscope us':>14}{'flat Gloo us':>14}{'flat / normscope':>18}")
+    for one in summarize([results for _, results in answers]):
+        print(f"{one.size:>10}{1e6 * one.ours:>14.0f}{1e6 * one.flat:>14.0f}{one.ratio:>18.2f}")
+
+
+if __name__ == "__main__":
+    main()
