@@ -88,8 +88,11 @@ def be_switch(commands: Connection, of_hosts: list[Connection], *, namespaces: b
     reason = why_not() if namespaces else "nobody asked for namespaces"
     switch = None
     if not reason:
-        enter_network_of_switch()
-        switch = Switch()
+        try:
+            enter_network_of_switch()
+            switch = Switch()
+        except NamespaceError as error:  # as that of a main program that has begun threads
+            reason = str(error)
     _import_what_ranks_need()
     every = [commands, *of_hosts]
     for host, own in enumerate(of_hosts):
