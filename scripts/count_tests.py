@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add up the test results in JUnit files and print them in a single line.
 
-Exits with an error if a test failed, a test was skipped that needs neither a CUDA device nor network
-namespaces, or one of the files contains no test.
+Exits with an error if a test failed, a test was skipped that needs neither a CUDA device nor
+network namespaces, or one of the files contains no test.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
-
 
 # What reasons to skip a test begin with.
 MAY_BE_MISSING = ("cuda", "namespaces")

@@ -22,8 +22,8 @@ from normscope import _library, _process_group
 # When a rank stops waiting, and what finding out who is missing then adds at most.
 LIMIT_SECONDS = 2.0
 QUESTION_SECONDS = 2.0
-# The same of a rank that reaches neither its peers nor the store that they would be asked in.
-LONE_SECONDS = 40.0
+# The same for a rank that reaches neither its peers nor the store in which they would answer.
+LONE_SECONDS = 45.0
 # On a machine that does other things besides.
 PATIENCE_SECONDS = 8.0
 
@@ -213,7 +213,7 @@ def errors_after_a_cut(
 
 
 @pytest.mark.parametrize(
-    ("ranks_of_hosts", "missing"), [((2, 2), "ranks 2 and 3 are"), ((1, 1, 1), "rank 1 is")]
+    ("ranks_of_hosts", "missing"), [((2, 2), "rank(s 2 and 3 are| 2 is)"), ((1, 1, 1), "rank 1 is")]
 )
 def test_a_host_that_is_cut_off_is_named_to_those_who_keep_the_store(
     isolated_hosts: Hosts, ranks_of_hosts: Sequence[int], missing: str
@@ -223,7 +223,8 @@ def test_a_host_that_is_cut_off_is_named_to_those_who_keep_the_store(
     errors = errors_after_a_cut(isolated_hosts, ranks_of_hosts, 1, stay)
 
     for text, seconds in errors:
-        assert f"{missing} not there" in text
+        # If the ranks of a host add in shared memory, its first one speaks for them.
+        assert re.search(f"{missing} not there", text)
         assert re.search(r"(forward|backward) of \d \(\d channels, scope world\)", text)
         assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
 
@@ -235,7 +236,10 @@ def test_a_host_that_is_cut_off_is_told_and_does_not_hang(isolated_hosts: Hosts,
     errors = errors_after_a_cut(isolated_hosts, (2, 2), cut, (2, 3))
 
     for text, seconds in errors:
-        assert re.search(r"ranks? .*[01].*not there|the group's store, .* does not answer", text)
+        assert re.search(
+            r"the group's store, .* does not answer|for rank 2 of 4, which waits for other hosts",
+            text,
+        )
         assert seconds < LIMIT_SECONDS + LONE_SECONDS
 
 

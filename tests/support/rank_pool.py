@@ -171,8 +171,8 @@ def connect_ranks(store: str, rank: int, size: int, seconds: float = 60.0) -> No
     """Make the default process group over Gloo, and wait until all ranks are connected.
 
     Args:
-        store: A file that does not exist yet, the same for every rank; or a URL that torch.distributed
-            knows, such as "env://".
+        store: A file that does not exist yet, the same for every rank; or a URL that
+            torch.distributed knows, such as "env://".
         rank: The rank of this process.
         size: The number of ranks.
         seconds: The time limit of the group.
