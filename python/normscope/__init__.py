@@ -8,13 +8,16 @@ from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, Ba
 from normscope.adaptive import AdaptiveScope
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
+from normscope.costs import Costs, HostCosts, LinkCosts
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.deployment import to_torch
 from normscope.faults import fail_fast, status
 from normscope.fusion import fuse
 from normscope.graphs import exact_graphs
+from normscope.measurement import measure_costs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
+from normscope.prediction import LayerScope, Prediction, predict
 from normscope.recommendation import recommend_scopes
 from normscope.registry import register_conversion
 from normscope.running_stats import estimate_running_stats, sync_running_stats
@@ -35,6 +38,11 @@ __all__ = [
     "BatchNormAct2d",
     "BatchNormAct3d",
     "CommunicationCounters",
+    "Costs",
+    "HostCosts",
+    "LayerScope",
+    "LinkCosts",
+    "Prediction",
     "ProgressiveScope",
     "Scope",
     "ScopePlan",
@@ -51,6 +59,8 @@ __all__ = [
     "functional",
     "fuse",
     "joined",
+    "measure_costs",
+    "predict",
     "recommend_scopes",
     "register_conversion",
     "revert",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m normscope``: what this installation can do, and where the ranks of a job are."""
+"""``python -m normscope``: what is installed, where a job's ranks are, what exchanges cost."""
 
 import argparse
 import os
@@ -12,7 +12,8 @@ import torch
 from torch import distributed
 
 import normscope
-from normscope import _library
+from normscope import _launch, _library
+from normscope.measurement import ROUNDS
 
 
 def _backends() -> list[str]:
@@ -76,15 +77,44 @@ def _print_status(processes: list[int]) -> None:
         print(text.rstrip() or f"process {process}: no rank of a group that has exchanged")
 
 
+def _measure(ranks: int | None, backend: str, rounds: int, output: Path | None) -> None:
+    """On all ranks; the first one prints and writes."""
+    try:
+        if _launch.is_launched():
+            if ranks is not None:
+                raise ValueError(f"--ranks: expected none, since a launcher chose, got {ranks}")
+            with _launch.joined_launch(backend):
+                costs = normscope.measure_costs(rounds=rounds)
+                is_first = distributed.get_rank() == 0
+        else:
+            cores = len(os.sched_getaffinity(0))
+            costs, is_first = _launch.measure_alone(ranks or max(2, cores), rounds), True
+    except ValueError as error:
+        sys.exit(f"measure: {error}")
+    if is_first:
+        print(costs)
+        if output is not None:
+            costs.save(output)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; without one, print versions, kernels and communicators."""
     parser = argparse.ArgumentParser(prog="python -m normscope", description=__doc__)
     commands = parser.add_subparsers(dest="command")
     status = commands.add_parser("status", help="where the ranks of a job are, even if it hangs")
     status.add_argument("process", type=int, nargs="*", help="ids; none: all of this user's ranks")
+    measure = commands.add_parser(
+        "measure", help="what exchanges cost: under torchrun or mpirun, or alone on this host"
+    )
+    measure.add_argument("--output", type=Path, help="a JSON file for normscope.predict")
+    measure.add_argument("--ranks", type=int, help="to start, if no launcher has; else the cores")
+    measure.add_argument("--backend", default="gloo", help="of torch.distributed")
+    measure.add_argument("--rounds", type=int, default=ROUNDS, help="of which the median counts")
     chosen = parser.parse_args(arguments)
     if chosen.command == "status":
         _print_status(chosen.process)
+    elif chosen.command == "measure":
+        _measure(chosen.ranks, chosen.backend, chosen.rounds, chosen.output)
     else:
         _print_installation()
 

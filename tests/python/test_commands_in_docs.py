@@ -52,6 +52,7 @@ GUIDES = (
     "docs/migrating.md",
     "docs/numerics.md",
     "docs/recommending.md",
+    "docs/scaling.md",
     "docs/scopes.md",
     "docs/semantics.md",
 )

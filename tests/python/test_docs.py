@@ -34,6 +34,7 @@ RUNNING = (
     "README.md",
     "docs/scopes.md",
     "docs/recommending.md",
+    "docs/scaling.md",
     "docs/fusing.md",
     "docs/migrating.md",
     "docs/faults.md",

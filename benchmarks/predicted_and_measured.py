@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints the time of layers' exchanges as predicted beside that of this launch.
+
+Start it as a training is started, with the file that `python -m normscope measure` wrote on these
+machines, and as many ranks on each host:
+
+    torchrun --nproc-per-node 4 benchmarks/predicted_and_measured.py costs.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+import normscope
+from normscope import Costs, _library
+from normscope._launch import joined_launch
+from normscope.exchange_times import ALGORITHMS
+
+CHANNELS = (16, 64, 256, 1024, 4096)
+ROUNDS = 21
+STEPS = 10  # of a round
+STEPS_BEFORE = 3
+
+# Ratios of measured to predicted times that count as right.
+GOAL = (1 / 1.3, 1.3)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A layer's exchange, in seconds.
+
+    Args:
+        scope: Of the layer.
+        channels: Of the layer.
+        predicted: By the model of docs/scaling.md.
+        measured: The median over rounds, of the rank that took the longest.
+    """
+
+    scope: str
+    channels: int
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Above 1, it took longer than predicted."""
+        return self.measured / self.predicted
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the ratio is within the goal."""
+        return GOAL[0] <= self.ratio <= GOAL[1]
+
+
+def compare(
+    costs: Costs, scopes: Sequence[str], algorithm: str | None, rounds: int = ROUNDS
+) -> list[Comparison]:
+    """Predict and measure each scope with each number of channels; all ranks call it together.
+
+    Raises:
+        ValueError: If hosts hold different numbers of ranks, or not consecutive ones.
+    """
+    hosts, ranks_per_host = hosts_of_launch()
+    found = []
+    for scope in scopes:
+        for channels in CHANNELS:
+            prediction = normscope.predict(
+                [("layer", channels, scope)],
+                hosts=hosts,
+                ranks_per_host=ranks_per_host,
+                costs=costs,
+                algorithm=algorithm,
+            )
+            [layer] = prediction.sizes[0].layers
+            if layer.ranks > 1:
+                measured = max(gather(exchange_seconds_of_layer(scope, channels, rounds)))
+                found.append(Comparison(scope, channels, layer.seconds / 2, measured))
+    return found
+
+
+def hosts_of_launch() -> tuple[int, int]:
+    """The number of hosts, and of ranks on each."""
+    hosts = gather(_library.host_identity())
+    count = len(set(hosts))
+    each = len(hosts) // count
+    expected = [hosts[rank - rank % each] for rank in range(len(hosts))]
+    if len(hosts) % count or hosts != expected:
+        raise ValueError(
+            f"ranks: expected as many consecutive ones on each of {count} hosts, got other places"
+        )
+    return count, each
+
+
+def gather(own: float) -> list[float]:
+    """What each rank has, on every rank."""
+    values = [0.0] * distributed.get_world_size()
+    distributed.all_gather_object(values, own)
+    return values
+
+
+def exchange_seconds_of_layer(scope: str, channels: int, rounds: int) -> float:
+    """The median time of an exchange of this rank in forward and backward of a layer."""
+    layer = normscope.BatchNorm1d(channels, scope=scope)
+    x = torch.randn(2, channels, requires_grad=True)
+
+    def seconds(steps: int) -> float:
+        before = normscope.communication_counters()
+        for _ in range(steps):
+            layer(x).sum().backward()
+        after = normscope.communication_counters()
+        calls = after.calls - before.calls
+        return (after.seconds - before.seconds) / calls if calls else 0.0
+
+    seconds(STEPS_BEFORE)  # the ranks meet, and agree on the scope
+    return statistics.median(seconds(STEPS) for _ in range(rounds))
+
+
+def table(comparisons: Sequence[Comparison]) -> str:
+    """A row for each, and how many are right."""
+    lines = [f"{'scope':12}{'channels':>9}{'predicted, us':>15}{'measured, us':>14}{'ratio':>8}"]
+    lines += [
+        f"{each.scope:12}{each.channels:9}{each.predicted * 1e6:15.1f}{each.measured * 1e6:14.1f}"
+        f"{each.ratio:8.2f}"
+        for each in comparisons
+    ]
+    right = sum(each.is_right for each in comparisons)
+    return "\n".join([*lines, f"{right} of {len(comparisons)} within 30 %"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare on all ranks; the first one prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("costs", type=Path, help="of `python -m normscope measure`")
+    parser.add_argument("--scopes", nargs="+", default=["node", "world"])
+    parser.add_argument("--algorithm", choices=ALGORITHMS, help="else as the library exchanges")
+    parser.add_argument("--backend", default="gloo", help="of torch.distributed")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    with joined_launch(chosen.backend):
+        costs = Costs.load(chosen.costs)
+        comparisons = compare(costs, chosen.scopes, chosen.algorithm, chosen.rounds)
+        if distributed.get_rank() == 0:
+            print(table(comparisons))
+            if chosen.json is not None:
+                rows = [dataclasses.asdict(each) for each in comparisons]
+                chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

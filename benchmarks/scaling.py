@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts what scopes cost among 1 to 10 000 ranks, and draws it.
+
+The network is a DeepLabv3 on a ResNet-50, in a step of a given time. Its plan of scopes is what
+recommend_scopes finds on four ranks of two images each; among more ranks a layer that needs four of
+them gets group:4.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import models
+import normscope
+from normscope import Costs, LayerScope, Prediction, ScopePlan, predict
+from scope_tasks import RANKS, make_task
+
+RANKS_PER_HOST = 8
+SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000, 4000, 10_000)
+TABLE_SIZES = (8, 64, 1000, 10_000)
+BATCHES = 8
+STEP_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One way to share statistics.
+
+    Args:
+        label: Of the picture and the table.
+        scope: In all layers; None for the plan.
+        algorithm: As predict takes it.
+        leaders: The backend's algorithm among the ranks that leave a host; None for its own.
+        least: Ranks from which on it differs from ``world``.
+    """
+
+    label: str
+    scope: str | None
+    algorithm: str | None = None
+    leaders: str | None = None
+    least: int = 2
+
+
+CURVES = (
+    Curve("world, flat", "world", "flat"),
+    Curve("world, ring", "world", "ring"),
+    Curve("world, tree", "world", "tree"),
+    Curve("world, two-level, ring", "world", "two-level", "ring"),
+    Curve("world, two-level, tree", "world", "two-level", "tree"),
+    Curve("group:32, two-level, tree", "group:32", "two-level", "tree", 32),
+    Curve("node", "node"),
+    Curve("group:2", "group:2"),
+    Curve("recommended", None, least=RANKS),
+    Curve("local", "local"),
+)
+
+
+def plan_of_deeplab() -> ScopePlan:
+    """What recommend_scopes finds on the scenes of the demo, at first weights."""
+    torch.manual_seed(0)
+    model = normscope.convert(models.deeplab())
+    task = make_task("segmentation", seed=0)
+    batches = [task.images(step) for step in range(BATCHES)]
+    return normscope.recommend_scopes(model, batches, ranks=RANKS)
+
+
+def layers_of(plan: ScopePlan, scope: str | None) -> list[LayerScope]:
+    """The layers, all under a scope, or as the plan has them."""
+    return [
+        LayerScope(layer.layer, layer.channels, scope or _by_ranks(layer.chosen.ranks))
+        for layer in plan.layers
+    ]
+
+
+def _by_ranks(ranks: int) -> str:
+    return "local" if ranks == 1 else f"group:{ranks}"
+
+
+def predict_curve(
+    curve: Curve, plan: ScopePlan, costs: Costs, ranks: int, step_time: float
+) -> Prediction:
+    """What a step costs among so many ranks, up to eight of them on a host."""
+    if curve.leaders is not None:
+        costs = replace(costs, algorithm=curve.leaders)
+    return predict(
+        layers_of(plan, curve.scope),
+        hosts=-(-ranks // RANKS_PER_HOST),
+        ranks_per_host=min(ranks, RANKS_PER_HOST),
+        costs=costs,
+        step_time=step_time,
+        algorithm=curve.algorithm,
+    )
+
+
+def table(plan: ScopePlan, costs: Costs, step_time: float) -> str:
+    """Milliseconds and share of a step, a row for each curve."""
+    lines = [f"{'milliseconds of a step (share)':30}" + "".join(f"{n:>18,}" for n in TABLE_SIZES)]
+    for curve in CURVES:
+        cells = []
+        for ranks in TABLE_SIZES:
+            if ranks < curve.least:
+                cells.append(f"{'':18}")
+                continue
+            size = predict_curve(curve, plan, costs, ranks, step_time).sizes[0]
+            milliseconds = size.seconds * 1e3
+            told = f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
+            cells.append(f"{f'{told} ({size.share:.1%})':>18}")
+        lines.append(f"{curve.label:30}{''.join(cells)}")
+    return "\n".join(lines)
+
+
+def draw(path: Path, plan: ScopePlan, all_costs: Sequence[Costs], step_time: float) -> None:
+    """Write a picture with a column for each set of costs."""
+    figure = Figure(figsize=(12, 9), layout="constrained")
+    rows = figure.subplots(2, len(all_costs), sharex=True, sharey="row", squeeze=False)
+    for column, costs in enumerate(all_costs):
+        times, shares = rows[0][column], rows[1][column]
+        times.set_title(costs.source, fontsize=10)
+        for number, curve in enumerate(CURVES):
+            _draw_curve(times, shares, curve, f"C{number}", plan, costs, step_time)
+        for axes in (times, shares):
+            axes.set_xscale("log")
+            axes.grid(color="#dddddd", linewidth=0.5)
+        times.set_yscale("log")
+        shares.set_ylim(-0.02, 1)
+        shares.set_xlabel(f"ranks, {RANKS_PER_HOST} on a host")
+    rows[0][0].set_ylabel("milliseconds of a step in exchanges")
+    rows[1][0].set_ylabel(f"share of a step of {step_time * 1e3:.0f} ms without them")
+    rows[1][-1].legend(loc="upper left", fontsize=8)
+    # Letters, not their outlines; and the same file from the same figures.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_curve(
+    times: Axes,
+    shares: Axes,
+    curve: Curve,
+    color: str,
+    plan: ScopePlan,
+    costs: Costs,
+    step_time: float,
+) -> None:
+    numbers = [ranks for ranks in SIZES if ranks >= curve.least]
+    sizes = [predict_curve(curve, plan, costs, n, step_time).sizes[0] for n in numbers]
+    seconds = [size.seconds for size in sizes]
+    if any(seconds):
+        milliseconds = [each * 1e3 for each in seconds]
+        times.plot(numbers, milliseconds, ".-", color=color, linewidth=1, label=curve.label)
+    share_of_step = [each / (step_time + each) for each in seconds]
+    shares.plot(numbers, share_of_step, ".-", color=color, linewidth=1, label=curve.label)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print tables, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--costs", type=Path, nargs="*", help="of `python -m normscope measure`")
+    parser.add_argument("--plan", type=Path, help="of ScopePlan.save, in place of DeepLabv3's")
+    parser.add_argument("--step-time", type=float, default=STEP_SECONDS, help="without exchanges")
+    parser.add_argument("--plot", type=Path, help="a .svg or .png file")
+    chosen = parser.parse_args(arguments)
+    assumed = [Costs.ethernet_25g(), Costs.infiniband_100g()]
+    all_costs = [Costs.load(path) for path in chosen.costs] if chosen.costs else assumed
+    plan = ScopePlan.load(chosen.plan) if chosen.plan else plan_of_deeplab()
+    noisy = [layer.layer for layer in plan.layers if layer.chosen.ranks > 1]
+    print(f"{len(plan.layers)} layers, of which the plan synchronizes {', '.join(noisy) or 'none'}")
+    for costs in all_costs:
+        print(f"\n{costs}\n\n{table(plan, costs, chosen.step_time)}")
+    if chosen.plot is not None:
+        draw(chosen.plot, plan, all_costs, chosen.step_time)
+
+
+if __name__ == "__main__":
+    main()

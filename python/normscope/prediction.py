@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scopes of a model's layers will cost on machines that are not there yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from normscope._host_layout import Division, HostLayout, division_of, resolved
+from normscope._layers import named_layers
+from normscope.costs import Costs, message_bytes
+from normscope.exchange_times import check_algorithm, exchange_seconds
+from normscope.modules import BatchNorm
+from normscope.scope import Scope
+from normscope.scope_plan import ScopePlan
+from normscope.stragglers import simulate_waiting
+
+# Steps to take the mean over: many ranks need few.
+_FEWEST_STEPS = 4
+_RANKS_OF_ALL_STEPS = 2000
+
+
+class LayerScope(NamedTuple):
+    """A layer, as :func:`predict` needs to know it.
+
+    Args:
+        layer: Qualified name.
+        channels: Of its input.
+        scope: Who shares its statistics.
+    """
+
+    layer: str
+    channels: int
+    scope: str | Scope
+
+
+@dataclass(frozen=True)
+class LayerPrediction:
+    """What a layer costs in each step.
+
+    Args:
+        layer: Qualified name.
+        scope: That it has, ``norm_batch:M`` as it resolves.
+        ranks: Of its largest norm batch.
+        bytes: That a rank sends, forward and backward.
+        seconds: In both exchanges of the group that takes the longest, if no rank is late.
+        waiting_seconds: For late ranks in both, the mean over ranks.
+    """
+
+    layer: str
+    scope: str
+    ranks: int
+    bytes: int
+    seconds: float
+    waiting_seconds: float
+
+
+@dataclass(frozen=True)
+class SizePrediction:
+    """What a step costs among so many ranks.
+
+    Args:
+        hosts: How many.
+        ranks_per_host: On each.
+        layers: Of the model, in its order.
+        step_time: Seconds of a step without exchanges; None if not given.
+        waiting_seconds: By which a step is longer than with ``local`` in all layers, since ranks
+            wait for late ones.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    layers: tuple[LayerPrediction, ...]
+    step_time: float | None
+    waiting_seconds: float
+
+    @property
+    def ranks(self) -> int:
+        """On all hosts."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def exchanges(self) -> int:
+        """Of a rank in a step."""
+        return 2 * sum(layer.ranks > 1 for layer in self.layers)
+
+    @property
+    def bytes(self) -> int:
+        """That a rank sends in a step, before a backend fills frames."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step in exchanges, if no rank is late: each waits for the one before."""
+        return sum(layer.seconds for layer in self.layers)
+
+    @property
+    def share(self) -> float | None:
+        """Of the whole step that goes into exchanges and waiting; None without a step time."""
+        if self.step_time is None:
+            return None
+        spent = self.seconds + self.waiting_seconds
+        return spent / (self.step_time + spent)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What synchronization will cost, size by size; ``print`` shows a table.
+
+    Args:
+        sizes: As they were asked for.
+        algorithm: As :func:`predict` was given it.
+        source: Of the costs.
+    """
+
+    sizes: tuple[SizePrediction, ...]
+    algorithm: str | None
+    source: str
+
+    def __str__(self) -> str:
+        """A row for each size; of one size alone, a row for each layer too."""
+        lines = [f"algorithm: {self.algorithm or 'the library'}; costs: {self.source or 'given'}"]
+        if len(self.sizes) == 1:
+            lines += _layer_table(self.sizes[0])
+        return "\n".join([*lines, *_size_table(self.sizes)])
+
+
+def predict(
+    plan: ScopePlan | torch.nn.Module | Iterable[LayerScope | tuple[str, int, str]],
+    *,
+    hosts: int | Iterable[int],
+    ranks_per_host: int,
+    costs: Costs | str | os.PathLike[str],
+    step_time: float | None = None,
+    algorithm: str | None = None,
+    spread: float = 0.0,
+    samples: int | None = None,
+) -> Prediction:
+    """Predict what the scopes of the layers cost in each training step on so many hosts.
+
+    A layer that spans ranks makes one exchange forward and one backward. None can be merged with
+    another's, since a layer's input depends on the statistics of the one before; so their times
+    add up. docs/scaling.md has the model, and says what it leaves out.
+
+    Args:
+        plan: What :func:`recommend_scopes` made; a model with layers of normscope, whose layers in
+            evaluation do not count if the model trains; or name, channels and scope of each layer.
+        hosts: How many, or several numbers.
+        ranks_per_host: On each; ranks are numbered host by host.
+        costs: What ``python -m normscope measure`` found, or its file.
+        step_time: Seconds of a training step without exchanges.
+        algorithm: How ranks of several hosts sum: None for what the library does; ``two-level``;
+            or ``flat``, ``ring`` or ``tree``, rank by rank.
+        spread: Standard deviation of the time of a rank's pass through a layer, forward or
+            backward, as a share of its mean; passes are taken as independent, and of equal
+            length. Above 0 it needs ``step_time``.
+        samples: Of a rank in a step, for ``norm_batch:M``.
+
+    Raises:
+        ValueError: If a scope does not fit the ranks, or the costs lack what it needs, or an
+            argument is out of range.
+
+    Example:
+        >>> costs = Costs.ethernet_25g()
+        >>> layers = [("conv1.bn", 64, "world"), ("conv2.bn", 128, "node")]
+        >>> prediction = predict(layers, hosts=(1, 125), ranks_per_host=8, costs=costs)
+        >>> [size.ranks for size in prediction.sizes], prediction.sizes[0].exchanges
+        ([8, 1000], 4)
+    """
+    check_algorithm(algorithm)
+    layers = _layers_of(plan)
+    numbers = [hosts] if isinstance(hosts, int) else list(hosts)
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"hosts: expected numbers of at least 1, got {numbers}")
+    if ranks_per_host < 1:
+        raise ValueError(f"ranks_per_host: expected at least 1, got {ranks_per_host}")
+    if samples is not None and samples < 1:
+        raise ValueError(f"samples: expected at least 1, got {samples}")
+    if step_time is not None and not step_time > 0:
+        raise ValueError(f"step_time: expected seconds above 0, got {step_time}")
+    if not spread >= 0:
+        raise ValueError(f"spread: expected a number of at least 0, got {spread}")
+    if spread > 0 and step_time is None:
+        raise ValueError("step_time: expected seconds, since spread is above 0, got None")
+    if not isinstance(costs, Costs):
+        costs = Costs.load(costs)
+    sizes = tuple(
+        _predict_size(
+            layers, HostLayout(count, ranks_per_host), costs, step_time, algorithm, spread, samples
+        )
+        for count in numbers
+    )
+    return Prediction(sizes, algorithm, costs.source)
+
+
+def _layers_of(
+    plan: ScopePlan | torch.nn.Module | Iterable[LayerScope | tuple[str, int, str]],
+) -> list[tuple[str, int, Scope]]:
+    """Name, channels and scope of each layer."""
+    if isinstance(plan, ScopePlan):
+        return [(each.layer, each.channels, Scope(each.scope)) for each in plan.layers]
+    if isinstance(plan, torch.nn.Module):
+        found = named_layers(plan, BatchNorm, None, None)
+        layers = [
+            (name, layer.num_features, layer.scope)
+            for name, layer in found
+            if layer.training or not plan.training
+        ]
+    else:
+        layers = [(name, channels, Scope(str(scope))) for name, channels, scope in plan]
+    if not layers:
+        raise ValueError(
+            "plan: expected layers of normscope that train (normscope.convert makes them), got none"
+        )
+    for name, channels, _ in layers:
+        if channels < 1:
+            raise ValueError(
+                f"plan: expected at least 1 channel, got {channels} in {name or 'model'}"
+            )
+    return layers
+
+
+def _predict_size(
+    layers: list[tuple[str, int, Scope]],
+    layout: HostLayout,
+    costs: Costs,
+    step_time: float | None,
+    algorithm: str | None,
+    spread: float,
+    samples: int | None,
+) -> SizePrediction:
+    divisions: dict[Scope, Division] = {}
+    scopes = []
+    for name, _, asked in layers:
+        try:
+            scope = resolved(asked, layout, samples)
+            if scope not in divisions:
+                divisions[scope] = division_of(scope, layout)
+        except ValueError as error:
+            raise ValueError(f"{name or 'model'}: {error}") from error
+        scopes.append(scope)
+    waiting, of_layer = _waiting([divisions[scope] for scope in scopes], layout, step_time, spread)
+    predictions = []
+    for (name, channels, _), scope, wait in zip(layers, scopes, of_layer, strict=True):
+        division, size = divisions[scope], message_bytes(channels)
+        seconds = max(
+            (
+                exchange_seconds(size, counts, costs, algorithm, division.sharing)
+                for counts in division.groups
+            ),
+            default=0.0,
+        )
+        ranks = max(map(sum, division.groups), default=1)
+        sent = 2 * size if ranks > 1 else 0
+        predictions.append(LayerPrediction(name, scope.text, ranks, sent, 2 * seconds, wait))
+    return SizePrediction(
+        layout.hosts, layout.ranks_per_host, tuple(predictions), step_time, waiting
+    )
+
+
+def _waiting(
+    divisions: list[Division], layout: HostLayout, step_time: float | None, spread: float
+) -> tuple[float, list[float]]:
+    """Of a step beyond that of local layers, and of each layer; in seconds."""
+    if not spread > 0 or step_time is None:
+        return 0.0, [0.0] * len(divisions)
+    forward = [division.leaders if division.groups else None for division in divisions]
+    passes = [*forward, *reversed(forward)]
+    steps = max(_FEWEST_STEPS, _RANKS_OF_ALL_STEPS // layout.ranks)
+    together = simulate_waiting(passes, layout.ranks, spread, steps=steps)
+    alone = simulate_waiting([None] * len(passes), layout.ranks, spread, steps=steps)
+    of_pass = step_time / len(passes)
+    of_layer = [
+        of_pass * (there + back)
+        for there, back in zip(
+            together.of_exchange[: len(forward)], together.of_exchange[::-1], strict=False
+        )
+    ]
+    return of_pass * (together.step - alone.step), of_layer
+
+
+def _layer_table(size: SizePrediction) -> list[str]:
+    width = max(len("layer"), *(len(layer.layer or "model") for layer in size.layers))
+    across = max(len("scope"), *(len(layer.scope) for layer in size.layers))
+    lines = [
+        f"{'layer':{width}}  {'scope':{across}}  {'ranks':>6}{'bytes':>10}{'us':>10}{'late':>10}"
+    ]
+    lines += [
+        f"{layer.layer or 'model':{width}}  {layer.scope:{across}}  {layer.ranks:6}"
+        f"{layer.bytes:10}{layer.seconds * 1e6:10.1f}{layer.waiting_seconds * 1e6:10.1f}"
+        for layer in size.layers
+    ]
+    return lines
+
+
+def _size_table(sizes: tuple[SizePrediction, ...]) -> list[str]:
+    times = f"{'ms':>10}{'late, ms':>10}{'share':>8}"
+    lines = [f"{'hosts':>6}{'ranks':>7}{'exchanges':>11}{'bytes':>12}{times}"]
+    for size in sizes:
+        share = "" if size.share is None else f"{size.share:.1%}"
+        lines.append(
+            f"{size.hosts:6}{size.ranks:7}{size.exchanges:11}{size.bytes:12,}"
+            f"{size.seconds * 1e3:10.3f}{size.waiting_seconds * 1e3:10.3f}{share:>8}"
+        )
+    return lines

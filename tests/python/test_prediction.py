@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What predict says of scopes on hosts that are not there, against ranks that are."""
+
+import pytest
+import torch
+from noisy_network import noise_batches, small_network
+from rank_pool import RankPool
+from torch import distributed, nn
+
+import normscope
+from normscope import Costs, HostCosts, _library
+from normscope._host_layout import HostLayout, division_of, leaders_of, resolved
+from normscope.exchange_times import exchange_seconds
+from normscope.prediction import LayerPrediction
+from normscope.scope import Scope
+from normscope.stragglers import expected_maximum
+
+HOSTS, RANKS_PER_HOST = 2, 2
+RANKS = HOSTS * RANKS_PER_HOST
+COSTS = Costs.ethernet_25g()
+SCOPES = [
+    "local",
+    "slices:2",
+    "group:2",
+    "group:3",
+    "group:4",
+    "node",
+    "world",
+    "ranks:0,3/1,2",
+    "ranks:1,2",
+    "norm_batch:2",
+    "norm_batch:4",
+    "norm_batch:5",
+    "norm_batch:100",
+]
+SAMPLES, VALUES = 2, 3  # of a rank, and of a sample's channel: so that one sample can do
+
+
+def test_scopes_divide_ranks_as_the_library_does(ranks: RankPool) -> None:
+    layout = HostLayout(HOSTS, RANKS_PER_HOST)
+
+    got = ranks.run(RANKS, _members_by_scope)
+
+    for scope in SCOPES:
+        leaders = leaders_of(resolved(Scope(scope), layout, SAMPLES), layout)
+        for rank in range(RANKS):
+            members = {other for other in range(RANKS) if leaders[other] == leaders[rank]}
+            assert got[rank][scope] == members, (scope, rank)
+
+
+def _members_by_scope() -> dict[str, set[int]]:
+    """With whom this rank shares, by the running mean: inputs are 1 in the rank's own channel."""
+    rank = distributed.get_rank()
+    found = {}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("NORMSCOPE_NODE", f"host {rank // RANKS_PER_HOST}")
+        for scope in SCOPES:
+            layer = normscope.BatchNorm1d(RANKS, momentum=1.0, scope=scope)
+            own = nn.functional.one_hot(torch.tensor(rank), RANKS).float()
+            layer(own.expand(SAMPLES, VALUES, RANKS).movedim(2, 1))
+            assert layer.running_mean is not None
+            found[scope] = set(layer.running_mean.nonzero().flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize("scope", ["group:5", "ranks:0,4"])
+def test_scopes_that_do_not_fit_are_errors_as_in_training(ranks: RankPool, scope: str) -> None:
+    layers = [("bn", 3, scope)]
+
+    of_library = ranks.run(RANKS, _error_of, scope)
+    with pytest.raises(ValueError, match=f"^bn: scope: {scope}: expected .*") as error:
+        normscope.predict(layers, hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, costs=COSTS)
+
+    assert all(str(error.value).removeprefix("bn: ") in text for text in of_library)
+    # A rank alone shares with nobody, whatever the scope.
+    alone = normscope.predict(layers, hosts=1, ranks_per_host=1, costs=COSTS)
+    assert alone.sizes[0].exchanges == 0
+
+
+def _error_of(scope: str) -> str:
+    with pytest.raises(ValueError, match="scope") as error:
+        normscope.BatchNorm1d(3, scope=scope)(torch.randn(4, 3))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("wanted", [1, 2, 3, 7, 8, 100])
+def test_norm_batches_resolve_as_in_the_library(samples: int, wanted: int) -> None:
+    scope = Scope.norm_batch(wanted)
+
+    alone = resolved(scope, HostLayout(1, 1), samples)
+    many = resolved(scope, HostLayout(3, 4), samples)
+
+    assert alone.text == _library.resolve_scope(scope.text, "", samples)
+    if many.text.startswith("group:"):
+        size = int(many.text.removeprefix("group:"))
+        assert (size - 1) * samples < wanted <= size * samples
+        assert size < 12
+    elif many.text == "world":
+        assert 11 * samples < wanted
+    else:
+        assert many == alone
+
+
+def test_exchanges_and_bytes_are_those_that_are_counted(ranks: RankPool) -> None:
+    counted = ranks.run(RANKS, _counted_by_scope)
+
+    for scope in SCOPES:
+        layers = [("0", 3, scope), ("1", 700, scope)]
+        of_rank = [of_scope[scope] for of_scope in counted]
+        size = normscope.predict(
+            layers, hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, costs=COSTS, samples=SAMPLES
+        ).sizes[0]
+        # Of the ranks that share; others send nothing.
+        assert max(of_rank) == (size.exchanges, size.bytes), scope
+
+
+def _counted_by_scope() -> dict[str, tuple[int, int]]:
+    counted = {}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("NORMSCOPE_NODE", f"host {distributed.get_rank() // RANKS_PER_HOST}")
+        for scope in SCOPES:
+            layers = [nn.BatchNorm1d(3), nn.Conv1d(3, 700, 1), nn.BatchNorm1d(700)]
+            network = normscope.convert(nn.Sequential(*layers), scope)
+            x = torch.randn(SAMPLES, 3, VALUES)
+            network(x)  # the ranks agree on scopes at first use
+            before = normscope.communication_counters()
+            network(x).sum().backward()
+            after = normscope.communication_counters()
+            counted[scope] = (after.calls - before.calls, after.bytes - before.bytes)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("scope", "groups", "sharing"),
+    [
+        ("world", {(8, 8, 8)}, 1),
+        ("node", {(8,)}, 1),
+        ("group:4", {(4,)}, 1),
+        # Ranks 0 to 4, 5 to 9, 10 to 14, 15 to 19 and 20 to 23.
+        ("group:5", {(5,), (3, 2), (1, 4), (4,)}, 2),
+        ("group:16", {(8, 8), (8,)}, 1),
+        ("ranks:0,8/1,9/2,10,18", {(1, 1), (1, 1, 1)}, 3),
+        ("local", set(), 1),
+    ],
+)
+def test_groups_lie_on_hosts(scope: str, groups: set[tuple[int, ...]], sharing: int) -> None:
+    division = division_of(Scope(scope), HostLayout(3, 8))
+
+    assert set(division.groups) == groups
+    assert division.sharing == sharing
+
+
+def test_a_layer_costs_its_slowest_group_twice() -> None:
+    [layer] = (
+        normscope.predict([("bn", 64, "group:12")], hosts=2, ranks_per_host=8, costs=COSTS)
+        .sizes[0]
+        .layers
+    )
+
+    assert layer == LayerPrediction(
+        "bn", "group:12", 12, 2 * 5152, 2 * exchange_seconds(5152, (8, 4), COSTS), 0
+    )
+
+
+def test_a_step_costs_the_sum_of_its_layers() -> None:
+    layers = [("a", 8, "world"), ("b", 8, "local"), ("c", 800, "node")]
+
+    size = normscope.predict(
+        layers, hosts=10, ranks_per_host=8, costs=COSTS, step_time=0.1, algorithm="two-level"
+    ).sizes[0]
+
+    assert size.exchanges == 4
+    assert size.layers[1].seconds == 0
+    assert size.seconds == pytest.approx(
+        2 * exchange_seconds(672, (8,) * 10, COSTS, "two-level")
+        + 2 * exchange_seconds(64032, (8,), COSTS)
+    )
+    assert size.share == pytest.approx(size.seconds / (0.1 + size.seconds))
+
+
+def test_what_the_costs_lack_matters_only_if_it_is_needed() -> None:
+    one_host = Costs((HostCosts(2, 1e-6, 1e-9),))
+    layers = [("bn", 8, "node")]
+
+    assert normscope.predict(layers, hosts=100, ranks_per_host=8, costs=one_host).sizes[0].seconds
+    with pytest.raises(ValueError, match="costs: expected between_hosts"):
+        normscope.predict([("bn", 8, "world")], hosts=2, ranks_per_host=8, costs=one_host)
+
+
+def test_ten_thousand_ranks_are_predicted() -> None:
+    layers = [(f"bn{i}", 256, "world") for i in range(50)]
+
+    prediction = normscope.predict(
+        layers, hosts=(1, 1250), ranks_per_host=8, costs=Costs.infiniband_100g()
+    )
+
+    small, large = prediction.sizes
+    assert large.ranks == 10_000
+    # A tree: as many steps as the logarithm of the ranks, not as ranks.
+    assert small.seconds < large.seconds < 20 * small.seconds
+
+
+def test_waiting_is_that_of_the_slowest_rank() -> None:
+    layers = [(f"bn{i}", 8, "world") for i in range(10)]
+    arguments = {"hosts": 16, "ranks_per_host": 8, "costs": COSTS, "step_time": 0.02}
+
+    size = normscope.predict(layers, spread=0.2, **arguments).sizes[0]  # type: ignore[arg-type]
+
+    # 20 passes of a millisecond each. Fifteen steps: the maximum of 128 deviates by some 0.07.
+    expected = 1e-3 * (expected_maximum(128, 0.2) - 1)
+    assert sum(layer.waiting_seconds for layer in size.layers) == pytest.approx(
+        20 * expected, rel=0.1
+    )
+    assert 0 < size.waiting_seconds < 20 * expected
+    local = [(name, channels, "local") for name, channels, _ in layers]
+    alone = normscope.predict(local, spread=0.2, **arguments).sizes[0]  # type: ignore[arg-type]
+    assert alone.waiting_seconds == 0
+
+
+def test_a_plan_is_predicted_as_its_layers() -> None:
+    plan = normscope.recommend_scopes(small_network().eval(), noise_batches(12), 12, ranks=2)
+    layers = [(layer.layer, layer.channels, layer.scope) for layer in plan.layers]
+
+    of_plan, of_layers = (
+        normscope.predict(each, hosts=2, ranks_per_host=1, costs=COSTS) for each in (plan, layers)
+    )
+
+    assert of_plan == of_layers
+    assert of_plan.sizes[0].exchanges == plan.exchanges_per_step
+    assert of_plan.sizes[0].bytes == plan.bytes_per_step
+
+
+def test_layers_that_are_frozen_do_not_count() -> None:
+    network = normscope.convert(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(8)), "world")
+
+    def names() -> list[str]:
+        prediction = normscope.predict(network, hosts=2, ranks_per_host=1, costs=COSTS)
+        return [layer.layer for layer in prediction.sizes[0].layers]
+
+    assert names() == ["0", "1"]
+    network[0].eval()
+    assert names() == ["1"]
+    network.eval()  # all of it: it will train later
+    assert names() == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hosts": 0}, r"hosts: expected numbers of at least 1, got \[0\]"),
+        ({"hosts": []}, r"hosts: expected numbers of at least 1, got \[\]"),
+        ({"ranks_per_host": 0}, "ranks_per_host: expected at least 1, got 0"),
+        ({"step_time": 0.0}, "step_time: expected seconds above 0, got 0.0"),
+        ({"spread": 0.1}, "step_time: expected seconds, since spread is above 0, got None"),
+        ({"spread": -0.1}, "spread: expected a number of at least 0, got -0.1"),
+        ({"samples": 0}, "samples: expected at least 1, got 0"),
+        ({"algorithm": "star"}, "algorithm: expected None or one of flat, "),
+        ({"plan": nn.BatchNorm1d(3)}, "plan: expected layers of normscope that train"),
+        ({"plan": [("bn", 0, "world")]}, "plan: expected at least 1 channel, got 0 in bn"),
+        ({"plan": [("bn", 3, "norm_batch:9")]}, "bn: samples: expected how many a rank has"),
+        ({"plan": [("bn", 3, "town")]}, "town"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(change: dict[str, object], message: str) -> None:
+    arguments = {"plan": [("bn", 3, "world")], "hosts": 2, "ranks_per_host": 2, "costs": COSTS}
+
+    with pytest.raises(ValueError, match=message):
+        normscope.predict(**(arguments | change))  # type: ignore[arg-type]
+
+
+def test_tables_show_layers_of_one_size_and_sizes_of_many() -> None:
+    layers = [("conv.bn", 64, "world"), ("", 8, "local")]
+    arguments = {"ranks_per_host": 8, "costs": COSTS, "step_time": 0.5}
+
+    one = str(normscope.predict(layers, hosts=2, **arguments))  # type: ignore[arg-type]
+    many = str(normscope.predict(layers, hosts=(1, 2), **arguments))  # type: ignore[arg-type]
+
+    assert "conv.bn  world      16     10304" in one
+    assert "model    local       1         0       0.0       0.0" in one
+    assert COSTS.source in one
+    assert "conv.bn" not in many
+    assert [line.split()[:3] for line in many.splitlines()[2:]] == [
+        ["1", "8", "2"],
+        ["2", "16", "2"],
+    ]
