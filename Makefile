@@ -217,18 +217,21 @@ check-examples: install-tree $(stamps)/demo
 	ctest --test-dir build/examples --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-examples.xml
 
-# Documents the installed headers; warnings are errors.
-docs: install-tree ## Generate the documentation of the C++ API with Doxygen
+# Doxygen documents the installed headers, Sphinx everything else; warnings are errors. Some docstrings
+# need packages of the tests to be imported.
+docs: install-tree $(stamps)/docs $(stamps)/test ## Make the documentation's site in build/docs
 	@command -v doxygen > /dev/null || { echo "docs: expected doxygen, which is missing" >&2; exit 1; }
-	rm -rf build/docs && mkdir -p build/docs
+	rm -rf build/docs && mkdir -p build/docs/html
 	doxygen docs/Doxyfile
+	$(python) -m sphinx -W --keep-going -q -c docs/site -d build/docs/doctrees . build/docs/html
 	@echo "build/docs/html/index.html"
 
 ifneq ($(shell command -v doxygen),)
 check-docs: docs
+	$(pytest) tests/site --junitxml=$(results)/check-docs.xml
 else
 check-docs:
-	@echo "docs: doxygen is missing, no documentation of the C++ API is generated"
+	@echo "docs: doxygen is missing, no site is made"
 endif
 
 check-wheel: $(stamps)/normscope $(stamps)/test

@@ -37,6 +37,8 @@ OWN_ATTRIBUTES = ("activation", "negative_slope", "_adds_into")
 class BatchNormAct(BatchNorm):
     """Batch normalization, an optional addition of a residual, and an activation.
 
+    Per channel::
+
         y = activation((x - mean) / sqrt(var + eps) * weight + bias + residual)
 
     Computes the same numbers as three separate modules, in training and in evaluation. The residual

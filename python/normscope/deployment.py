@@ -53,10 +53,10 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
 
     Each layer remains the same object, with its parameters, buffers, hooks and names in
     ``state_dict``. The exception is :class:`~normscope.BatchNormAct`: it is replaced by a
-    :class:`BatchNormThenActivation` with the same parameters and buffers, whose names in
-    ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
+    :class:`~normscope.deployment.BatchNormThenActivation` with the same parameters and buffers,
+    whose names in ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
     ``norm.0.weight``). Both a model and the result of ``fuse`` can be converted; they share the
-    layers that were not fused.
+    layers that were not fused. An error names the layer, and nothing has been changed.
 
     Args:
         model: The model, or a single layer.
@@ -71,8 +71,6 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
         TypeError: If a layer's class is not known here, because its additions would be lost.
         ValueError: If ``any_dims`` is needed and is missing or not one of those classes.
         RuntimeError: If a BatchNormAct has hooks.
-
-        Each error names the layer, and nothing has been changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), BatchNorm2d(8), torch.nn.ReLU())
@@ -99,7 +97,7 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
 
 
 class BatchNormThenActivation(nn.Sequential):
-    """The replacement of a BatchNormAct by :func:`to_torch`: torch's layer and an activation.
+    """What :func:`~normscope.to_torch` makes of a BatchNormAct: torch's layer and an activation.
 
     The layer is ``[0]`` and the activation ``[1]``. Tools that trace a model see these two, with an
     addition between them if there is a residual.

@@ -34,6 +34,8 @@ def batch_norm(
 ) -> torch.Tensor:
     """Normalize over the norm batch of a scope, as :class:`normscope.BatchNorm` does.
 
+    Per channel::
+
         y = (x - mean) / sqrt(var + eps) * weight + bias
 
     The arguments up to ``eps`` are those of ``torch.nn.functional.batch_norm``.

@@ -50,7 +50,9 @@ def fuse(model: nn.Module) -> fx.GraphModule:
     fused layer keep their names and state, but cannot be called. Python values that a forward
     reads, such as numbers and flags, are fixed to their current values.
 
-    Fuse after ``convert``, and before the model is wrapped for data parallelism or compiled.
+    Fuse after ``convert``, and before the model is wrapped for data parallelism or compiled. An
+    error names the module, and nothing has been changed. Parts of the model can still be fused
+    separately.
 
     Args:
         model: A model with layers of normscope that torch.fx can trace. Arguments of its forward
@@ -67,9 +69,6 @@ def fuse(model: nn.Module) -> fx.GraphModule:
         RuntimeError: If forward cannot be traced, differs between training and evaluation, or does
             something that a graph would drop, such as no_grad; if one of the modules to fuse has
             hooks; or if a layer is already fused with another activation.
-
-        Each error names the module, and nothing has been changed. Parts of the model can still be
-        fused separately.
 
     Example:
         >>> import torch

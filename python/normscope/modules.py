@@ -30,7 +30,7 @@ SliceStats = Literal["pooled", "first", "sequential"]
 class BatchNorm(_BatchNorm):
     """Batch normalization of inputs [N, C, *] with a statistics scope.
 
-    Per channel, over the n elements of the norm batch that the scope defines:
+    Per channel, over the n elements of the norm batch that the scope defines::
 
         y = (x - mean) / sqrt(var + eps) * weight + bias
 

@@ -35,6 +35,9 @@ LANGUAGES = {
     "cpp fragment",  # a part of a program
     "cmake",
     "diff",  # test_train.py
+    "python train.py",  # files of the tutorial, and changes of them: test_docs.py
+    "python load.py",
+    "diff train.py",
     "text",  # output
 }
 
@@ -55,6 +58,7 @@ GUIDES = (
     "docs/scaling.md",
     "docs/scopes.md",
     "docs/semantics.md",
+    "docs/tutorial.md",
 )
 SHELL = [
     (document, language, code)
@@ -133,8 +137,10 @@ def targets() -> set[str]:
 
 
 def recipe(target: str) -> str:
-    (lines,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
-    return str(lines)
+    """The lines of a target, of all its rules if it has several."""
+    found = re.findall(rf"^{target}:.*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
+    assert found, target
+    return "".join(found)
 
 
 def is_option_of(option: str, scripts: list[str]) -> bool:

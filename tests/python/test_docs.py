@@ -4,16 +4,19 @@
 Blocks that begin with ```python run in order, in one namespace per document, on the only rank of a
 world. Blocks that need other libraries begin with ```python clients and run in tests/clients.
 Blocks that begin with ```python before only contain another library's code, and do not run; neither
-do those with ```python ultralytics. test_commands_in_docs.py covers the other languages.
+do those with ```python ultralytics. test_commands_in_docs.py covers the other languages. The blocks
+of the tutorial are the files train.py and load.py, changes of them, and commands that run them.
 """
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from documents import DOCUMENTS, FENCED, ROOT, run_blocks
+from documents import DOCUMENTS, FENCED, ROOT, commands, run_blocks
 from rank_pool import RankPool
 from torch import distributed
 
@@ -40,6 +43,14 @@ RUNNING = (
     "docs/faults.md",
     DEPLOYING,
 )
+TUTORIAL = "docs/tutorial.md"
+TUTORIAL_SECONDS = 300  # some ten times what a command takes
+MODULES = {
+    "python": (),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone"),  # at a free port
+}
+PLANNED = re.compile(r"^(\d+) +\d+ +[\d.]+ +([a-z]\S+)", re.MULTILINE)  # a layer and its scope
+
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
 
 DRAWN = {row.label: row for picture in draw_scopes.PICTURES.values() for row in picture.rows}
@@ -61,6 +72,47 @@ def test_links_point_to_existing_files_and_headings(document: str) -> None:
         assert target.exists(), link.group()
         if link["heading"]:
             assert link["heading"] in anchors(target.read_text()), link.group()
+
+
+def test_each_change_of_the_tutorial_fits() -> None:
+    followed = list(commands(TUTORIAL))
+
+    for step in followed:
+        for name, code in step.files.items():
+            compile(code, name, "exec")
+    assert len({step.files["train.py"] for step in followed}) == 4
+    assert len(followed) == 5
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_and_prints_what_it_says(tmp_path: Path) -> None:
+    for step in commands(TUTORIAL):
+        for name, code in step.files.items():
+            (tmp_path / name).write_text(code)
+        program, *arguments = step.command.split()
+
+        run = subprocess.run(
+            [sys.executable, *MODULES[program], *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TUTORIAL_SECONDS,
+            # As torchrun sets it: threads that share cores wait for each other.
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+        assert run.returncode == 0, run.stderr
+        expected, got = accuracy(step.output), accuracy(run.stdout)
+        # Five standard deviations of the accuracy of 360 guesses: convolutions round differently
+        # on other machines.
+        assert abs(got - expected) < 5 * (expected * (1 - expected) / 360) ** 0.5, run.stdout
+        assert PLANNED.findall(run.stdout) == PLANNED.findall(step.output)
+
+
+def accuracy(output: str) -> float:
+    (told,) = re.findall(r"^accuracy ([\d.]+)$", output, re.MULTILINE)
+    return float(told)
 
 
 def test_the_tests_named_for_each_fault_exist() -> None:

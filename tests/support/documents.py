@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +64,47 @@ def run_blocks(document: str, languages: tuple[str, ...]) -> int:
         above = "\n" * text.count("\n", 0, block.start("code"))
         exec(compile(above + block["code"], ROOT / document, "exec"), namespace)
     return len(blocks)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a tutorial, the files that there are by then, and what it prints."""
+
+    command: str
+    files: dict[str, str]
+    output: str
+
+
+def commands(document: str) -> Iterator[Command]:
+    """Follow a tutorial.
+
+    A block that begins with ```python NAME is a file, one with ```diff NAME a change of it. One
+    with ```sh is a command, and the next one with ```text is what it prints.
+
+    Args:
+        document: Its path from the root of the repository.
+
+    Yields:
+        Its commands, in their order.
+    """
+    files: dict[str, str] = {}
+    command = ""
+    for block in FENCED.finditer((ROOT / document).read_text()):
+        language, _, name = block["language"].partition(" ")
+        if language == "python":
+            files[name] = block["code"]
+        elif language == "diff":
+            files[name] = changed(files[name], block["code"])
+        elif language == "sh":
+            command = block["code"].strip()
+        elif language == "text":
+            yield Command(command, dict(files), block["code"])
+
+
+def changed(text: str, diff: str) -> str:
+    """Apply a diff without line numbers, whose lines are in one place of the text."""
+    lines = diff.splitlines(keepends=True)
+    before = "".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "".join(line[1:] for line in lines if not line.startswith("-"))
+    assert text.count(before) == 1, diff
+    return text.replace(before, after)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How Sphinx makes the documentation's site: `make docs` gives it the repository as its source.
+
+The documents stay where a reader of the repository expects them, and so do the links between them.
+"""
+
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import normscope
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "normscope"
+version = release = normscope.__version__
+copyright = "the authors of normscope"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "cpp_headers"]
+
+root_doc = "docs/site/index"
+include_patterns = [
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/**.md",
+    "docs/site/**.rst",
+    "examples/README.md",
+]
+exclude_patterns = [".*", "build"]
+
+myst_heading_anchors = 4  # those that git hosts give to headings
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+maximum_signature_line_length = 80
+napoleon_custom_sections = ["Shape"]
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+# Every reference in a docstring leads somewhere, but those to other libraries, whose inventories
+# would have to be downloaded.
+nitpicky = True
+nitpick_ignore_regex = [
+    (r"py:.*", r"(collections|contextlib|lightning|os|torch|typing)\..+"),
+    # What annotations name: types of torch's and Python's that no module imports at run time, type
+    # variables and Literals.
+    (
+        r"py:class",
+        r"(normscope\.\w+\.)?"
+        r"(Activation|Batch|DeviceMesh|Layer|Model|Patterns|ProcessGroup|SliceStats)",
+    ),
+]
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what follows."""
+    app.connect("autodoc-process-docstring", keep_asterisks)
+
+
+def keep_asterisks(*arguments: object) -> None:
+    """Keep shapes such as [N, C, *] from being read as the beginning of emphasis."""
+    lines = arguments[-1]
+    assert isinstance(lines, list)
+    lines[:] = [line.replace(", *]", r", \*]") for line in lines]
+
+
+html_theme = "furo"
+html_title = f"normscope {release}"
+html_copy_source = False
+html_show_sourcelink = False
+html_additional_pages = {"index": "redirect.html"}
+templates_path = ["_templates"]

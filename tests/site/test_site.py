@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make docs` has made in build/docs: nothing is missing, no link is broken."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import normscope
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build/docs/html"
+HEADERS = ROOT / "build/install/include"
+
+# What a browser loads by itself; a link in <a> is loaded by whoever follows it.
+LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "object": "data"}
+
+FROM_A_HOST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')]+)""")
+
+# Public by its name, and of no use outside the package.
+INTERNAL = {
+    "normscope.registry.Conversion",
+    "normscope.registry.conversion_of",
+    "normscope.registry.named",
+    "normscope.running_stats.batch_statistics",
+    "normscope.running_stats.check_agreement",
+    "normscope.running_stats.peers_told",
+    "normscope.schedule.kept",
+}
+
+
+@dataclass
+class Page(HTMLParser):
+    """The names in a page that links may lead to, and its links."""
+
+    anchors: set[str] = field(default_factory=set)
+    followed: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        if tag in ("a", "area") and "href" in values:
+            self.followed.append(values["href"])
+        if tag in LOADED and LOADED[tag] in values:
+            self.loaded.append(values[LOADED[tag]])
+
+
+@cache
+def page(path: Path) -> Page:
+    parsed = Page()
+    parsed.feed(path.read_text())
+    return parsed
+
+
+def broken_links(site: Path) -> Iterator[str]:
+    """Name each link of a page to a file, or a part of one, that the site does not have."""
+    for path in sorted(site.rglob("*.html")):
+        for link in page(path).followed + page(path).loaded:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path.parent.joinpath(unquote(parts.path)).resolve() if parts.path else path
+            if target.is_dir():
+                target /= "index.html"
+            is_page = target.suffix == ".html" and target.is_file()
+            has_anchor = not is_page or unquote(parts.fragment) in {"", *page(target).anchors}
+            if not target.is_relative_to(site.resolve()) or not target.is_file() or not has_anchor:
+                yield f"{path.relative_to(site)}: {link}"
+
+
+def from_elsewhere(site: Path) -> Iterator[str]:
+    """Name what pages and style sheets would load from another host."""
+    for path in sorted(site.rglob("*.html")):
+        for link in page(path).loaded:
+            if urlsplit(link).netloc:
+                yield f"{path.relative_to(site)}: {link}"
+    for path in sorted(site.rglob("*.css")):
+        for link in FROM_A_HOST.findall(path.read_text()):
+            yield f"{path.relative_to(site)}: {link}"
+
+
+def public_names() -> set[str]:
+    """The names of __all__, and those of modules without an underscore that are defined there."""
+    exported = {f"normscope.{name}" for name in normscope.__all__}
+    from_modules = {getattr(normscope, name) for name in normscope.__all__}
+    for found in pkgutil.iter_modules(normscope.__path__, "normscope."):
+        if not found.name.rpartition(".")[2].startswith("_"):
+            exported |= set(defined_in(import_module(found.name), from_modules))
+    assert exported >= INTERNAL
+    return exported - INTERNAL
+
+
+def defined_in(module: ModuleType, elsewhere: set[object]) -> Iterator[str]:
+    for name, value in vars(module).items():
+        is_callable = inspect.isclass(value) or inspect.isroutine(value)
+        if name.startswith("_") or not is_callable or value in elsewhere:
+            continue
+        if value.__module__ == module.__name__:
+            yield f"{module.__name__}.{name}"
+
+
+def inventory(site: Path) -> set[str]:
+    """The names of Python's that the site describes."""
+    head, _, body = (site / "objects.inv").read_bytes().partition(b"zlib.\n")
+    assert b"version 2" in head
+    lines = zlib.decompress(body).decode().splitlines()
+    return {name for name, kind, *_ in map(str.split, lines) if kind.startswith("py:")}
+
+
+def test_no_link_is_broken() -> None:
+    assert list(broken_links(SITE)) == []
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    assert list(from_elsewhere(SITE)) == []
+
+
+def test_every_public_name_of_python_is_described() -> None:
+    assert public_names() - inventory(SITE) == set()
+
+
+def test_every_installed_header_is_listed() -> None:
+    listed = (SITE / "docs/site/cpp.html").read_text()
+    installed = [str(path.relative_to(HEADERS)) for path in HEADERS.rglob("*.h")]
+
+    assert installed
+    assert [header for header in installed if header not in listed] == []
+
+
+def test_every_document_is_a_page() -> None:
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md")]
+    pages = [SITE / path.relative_to(ROOT).with_suffix(".html") for path in documents]
+
+    assert [str(path) for path in pages if not path.is_file()] == []
+
+
+def site_with(link: str, folder: Path) -> Path:
+    site = folder / "site"
+    site.mkdir()
+    (folder / "outside.html").write_text("")
+    (site / "other.html").write_text("<p id=there></p>")
+    (site / "page.html").write_text(f'<p id=here></p><a href="{link}"></a>')
+    return site
+
+
+@pytest.mark.parametrize("link", ["other.html#there", "#here", "https://example.org/"])
+def test_a_link_that_leads_somewhere_is_not_broken(tmp_path: Path, link: str) -> None:
+    assert list(broken_links(site_with(link, tmp_path))) == []
+
+
+@pytest.mark.parametrize("link", ["other.html#no", "#no", "missing.html", "../outside.html"])
+def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
+    assert list(broken_links(site_with(link, tmp_path))) == [f"page.html: {link}"]
+
+
+def test_what_comes_from_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text('<script src="https://example.org/a.js"></script>')
+    (tmp_path / "style.css").write_text("p { background: url(//example.org/a.png) }")
+
+    assert list(from_elsewhere(tmp_path)) == [
+        "page.html: https://example.org/a.js",
+        "style.css: //example.org/a.png",
+    ]
