@@ -109,7 +109,7 @@ class AdaptiveScope:
 
     @property
     def history(self) -> list[tuple[int, dict[str, str]]]:
-        """All changes so far: the step from which they applied, and the scopes of all layers."""
+        """All changes so far, as the step from which they applied and the scopes of all layers."""
         return list(self._history)
 
     @property

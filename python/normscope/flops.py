@@ -30,7 +30,7 @@ fvcore_handles = {
     "normscope::batch_norm_forward": _batch_norm,
     "normscope::batch_norm_act_forward": _batch_norm_act,
 }
-"""For fvcore: ``FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles)``.
+"""For fvcore, ``FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles)``.
 
 Layers in training are then counted like torch's. Additions and activations within them count as
 nothing, as elsewhere in fvcore. In evaluation the layers run torch's ops and need no handle.
