@@ -63,7 +63,7 @@ def test_other_builds_of_the_same_release_are_accepted(package: Path, build: str
 def test_the_error_of_a_library_that_does_not_load_has_both_versions(
     tmp_path: Path, compiled_with: str | None
 ) -> None:
-    (tmp_path / "libnormscope_torch.so.0.1").write_text("no library")
+    (tmp_path / "libnormscope_torch.so.0.2").write_text("no library")
     if compiled_with:
         (tmp_path / "torch_version.txt").write_text(f"{compiled_with}\n")
     known = compiled_with or "of an unknown release"
@@ -73,7 +73,7 @@ def test_the_error_of_a_library_that_does_not_load_has_both_versions(
 
     text = str(raised.value)
     assert f"compiled with torch {known}, its library does not load into torch {RELEASE}" in text
-    assert "libnormscope_torch.so.0.1: " in text
+    assert "libnormscope_torch.so.0.2: " in text
     assert isinstance(raised.value.__cause__, OSError)
 
 
