@@ -49,7 +49,7 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python check check-asan check-tsan check-cuda check-device \
   check-mpi check-slow check-clients check-without-torch install-tree check-install check-examples docs \
-  check-docs check-wheel lint lint-formats lint-types lint-names format bench bench-networks sdist \
+  check-docs check-wheel lint lint-formats lint-types lint-names format bench bench-networks wheel sdist \
   gpu-check carry clean
 
 help: ## List the targets
@@ -116,6 +116,9 @@ bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/demo ## Print spe
 
 bench-networks: $(stamps)/normscope ## Print how fast networks train, as ratios to torch
 	$(python) benchmarks/networks.py --json $(results)/networks.json $(ARGS)
+
+wheel: $(stamps)/normscope ## Build a wheel for the torch at hand, which its version names, into build/dist
+	scripts/build_wheel.sh $(python) $(build) build/dist
 
 sdist: $(stamps)/build ## Pack the sources that pip can build from into build/dist
 	$(python) -c "from scikit_build_core.build import build_sdist; build_sdist('build/dist')"

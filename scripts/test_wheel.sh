@@ -16,9 +16,8 @@ results=$(realpath -m "$3")
 away=$(mktemp -d)
 trap 'rm -rf "$away"' EXIT
 
-"$python" -m pip wheel --quiet --no-index --no-deps --no-build-isolation \
-  --config-settings=build-dir="$build" --wheel-dir "$away/dist" .
-ls "$away"/dist/normscope-*-py3-none-*.whl
+scripts/build_wheel.sh "$python" "$build" "$away/dist"
+ls "$away"/dist/normscope-*+torch*-py3-none-*.whl
 
 "$python" -m venv "$away/venv"
 fresh=$away/venv/bin/python
@@ -36,7 +35,14 @@ cd "$away"
 unset PYTHONPATH
 "$fresh" -c "
 import normscope, sys
-assert normscope.__file__.startswith(sys.prefix), normscope.__file__"
+assert normscope.__file__.startswith(sys.prefix), normscope.__file__
+# pip's view of the wheel is true of the torch that it is tried with.
+from importlib.metadata import requires, version
+from packaging.requirements import Requirement
+assert version('normscope').startswith(f'{normscope.__version__}+torch'), version('normscope')
+[needed] = [one for one in map(Requirement, requires('normscope')) if one.name == 'torch']
+assert str(needed.specifier).startswith('=='), needed
+assert version('torch') in needed.specifier, (version('torch'), needed)"
 "$fresh" -m pytest -q -m "not slow" --doctest-modules --junitxml="$results" --pyargs normscope \
   tests/python/test_command.py tests/python/test_compiled.py tests/python/test_conversion.py \
   tests/python/test_graphs.py tests/python/test_own_groups.py tests/python/test_semantics.py
