@@ -248,6 +248,7 @@ python_files = $(shell git ls-files --cached --others --exclude-standard '*.py')
 lint: lint-formats lint-types lint-names ## Check formats, names, types
 
 lint-formats: $(stamps)/lint
+	check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	clang-format --dry-run -Werror $(cpp_files)
 	ruff format --check .
 	ruff check .
