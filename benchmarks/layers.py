@@ -195,6 +195,7 @@ def save(
 ) -> None:
     """Write every figure as JSON."""
     content = {
+        "command": "make bench",
         "machine": machine.splitlines(),
         "results": [asdict(result) for result in results],
         "comparisons": [asdict(one) for one in compared],

@@ -323,7 +323,13 @@ def main() -> None:
         )
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(results, indent=1))
+        command = "make bench-networks"
+        if arguments.thorough or arguments.only:
+            thorough = ["--thorough"] if arguments.thorough else []
+            only = [f"--only {arguments.only}"] if arguments.only else []
+            command += f' ARGS="{" ".join(thorough + only)}"'
+        content = {"command": command, "results": results}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the tables of docs/performance.md, from the results in benchmarks/results.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A file of results is what a
+benchmark's `--json` wrote, or as much of it as was kept; its "command" measures it again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs/performance.md"
+RESULTS = ROOT / "benchmarks/results"
+
+DTYPES = ("float32", "bfloat16")
+DIRECTIONS = ("forward", "backward")
+# Nothing to compute: its time is that of a call, so that it is in no mean.
+SMALLEST = [2, 8, 1, 1]
+
+_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def load(name: str) -> dict[str, Any]:
+    """Read benchmarks/results/<name>.json."""
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return content
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns), *map(list, rows)]
+    return "".join(f"|{'|'.join(_padded(cells))}|\n" for cells in lines)
+
+
+def _padded(cells: list[str]) -> list[str]:
+    return [cell if set(cell) == {"-"} else f" {cell} " if cell else " " for cell in cells]
+
+
+def _arrangement(result: dict[str, Any]) -> str:
+    arrangement = result["arrangement"]
+    threads = f"{arrangement['threads']} thread{'s' if arrangement['threads'] > 1 else ''}"
+    if arrangement["processes"] == 1:
+        return f"{arrangement['scope']}, {threads}"
+    return f"{arrangement['scope']}, {arrangement['processes']} ranks of {threads}"
+
+
+def _input(result: dict[str, Any]) -> str:
+    case = result["case"]
+    return f"{'x'.join(map(str, case['shape']))} {case['layout']}"
+
+
+def _quartiles(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})"
+
+
+def _in_means(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The timings of each arrangement and type, without those of the smallest input."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        if result["case"]["shape"] != SMALLEST:
+            key = f"{_arrangement(result)}/{result['case']['dtype']}"
+            groups.setdefault(key, []).append(result["timing"])
+    return groups
+
+
+def layers_summary() -> str:
+    """Ratios to torch.nn: the geometric mean over the inputs, and the least."""
+    groups = _in_means(load("layers-zen4")["results"])
+    rows = []
+    for arrangement in dict.fromkeys(key.split("/")[0] for key in groups):
+        row = [arrangement]
+        for dtype in DTYPES:
+            for direction in DIRECTIONS:
+                ratios = [
+                    timing[direction]["ratio"]["median"]
+                    for timing in groups[f"{arrangement}/{dtype}"]
+                ]
+                row.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})")
+        rows.append(row)
+    return table(_summary_columns(), rows)
+
+
+def layers_summary_of_zen3() -> str:
+    """The same of a run of which only the summary was kept."""
+    rows: dict[str, list[str]] = {}
+    for one in load("layers-zen3")["summary"]:
+        row = rows.setdefault(_arrangement(one), [])
+        row += [f"{one[way]['mean']:.2f} ({one[way]['least']:.2f})" for way in DIRECTIONS]
+    return table(_summary_columns(), ([name, *row] for name, row in rows.items()))
+
+
+def _summary_columns() -> list[str]:
+    return ["", *(f"{dtype} {direction}" for dtype in DTYPES for direction in DIRECTIONS)]
+
+
+def world_over_local() -> str:
+    """The time of scope world divided by that of local: geometric mean, and the most."""
+    results = load("layers-zen4")["results"]
+    rows = []
+    for arrangement in dict.fromkeys(map(_arrangement, results)):
+        row = [arrangement]
+        for direction in DIRECTIONS:
+            timings = [one["timing"][direction] for one in results]
+            ratios = [
+                timing["of_local"]["median"]
+                for timing, one in zip(timings, results, strict=True)
+                if timing["of_local"] and _arrangement(one) == arrangement
+            ]
+            if ratios:
+                row.append(f"{geometric_mean(ratios):.2f} ({max(ratios):.2f})")
+        if len(row) > 1:
+            rows.append(row)
+    return table(["", *DIRECTIONS], rows)
+
+
+def layers(dtype: str) -> str:
+    """Ratios to torch.nn for every input of one type: median, forward / backward."""
+    results = load("layers-zen4")["results"]
+    arrangements = list(dict.fromkeys(map(_arrangement, results)))
+    cells: dict[str, dict[str, str]] = {}
+    for result in results:
+        if result["case"]["dtype"] == dtype:
+            medians = [result["timing"][way]["ratio"]["median"] for way in DIRECTIONS]
+            row = cells.setdefault(_input(result), {})
+            row[_arrangement(result)] = " / ".join(f"{median:.2f}" for median in medians)
+    rows = ([name, *(row[one] for one in arrangements)] for name, row in cells.items())
+    return table(["input", *arrangements], rows)
+
+
+def comparisons() -> str:
+    """Ratios of times, of what is no layer of torch in training."""
+    rows = [
+        [
+            f"{_input(one)} {one['case']['dtype']}",
+            one["name"],
+            *(_quartiles(one[way]) if one[way] else "" for way in DIRECTIONS),
+        ]
+        for one in load("layers-zen4")["comparisons"]
+    ]
+    return table(["input", "times divided", *DIRECTIONS], rows)
+
+
+def memory() -> str:
+    """The peak of a training step, and what lasts from forward to backward."""
+    run = load("layers-zen4")
+    rows = (
+        [name, f"{mebibytes:.1f}", f"{run['statistics_bytes_a_channel'][name]:.0f}"]
+        for name, mebibytes in run["peak_memory_mebibytes"].items()
+    )
+    return table(["", "peak, MiB", "statistics kept, bytes per channel"], rows)
+
+
+def all_reduce() -> str:
+    """Microseconds by ranks and bytes."""
+    results = load("all_reduce-zen4")["results"]
+    sizes = list(dict.fromkeys(one["bytes"] for one in results))
+    rows: dict[int, list[str]] = {}
+    for one in results:
+        rows.setdefault(one["ranks"], []).append(f"{one['microseconds']:.1f}")
+    return table(
+        ["ranks", *(f"{size // 1024} KiB" for size in sizes)],
+        ([str(ranks), *row] for ranks, row in rows.items()),
+    )
+
+
+def networks(run: str) -> str:
+    """Ratios of whole training steps, and of the normalization ops if they were told apart."""
+    results = load(run)["results"]
+    has_ops = any(one["result"]["ops_ratio"] for one in results)
+    rows = []
+    for one in results:
+        setting, result = one["setting"], one["result"]
+        layout = ", channels-last" if setting["layout"] == "channels_last" else ""
+        ranks = ", 2 ranks" if setting["scope"] == "world" else ""
+        lower, median, upper = result["ratio"]
+        row = [
+            f"{setting['network']}, batch {setting['batch']}{layout}",
+            f"`{setting['scope']}`{ranks}",
+            f"{median:.2f} ({lower:.2f}-{upper:.2f})",
+        ]
+        rows.append([*row, f"{result['ops_ratio']:.2f}"] if has_ops else row)
+    return table(["network", "scope", "step", *(["ops"] if has_ops else [])], rows)
+
+
+def paths() -> str:
+    """What paths of the kernels give in networks."""
+    rows = (
+        [one["path"], one["networks"], f"{one['of_without']:.2f}"]
+        for one in load("paths-zen4")["results"]
+    )
+    return table(["path", "networks", "with / without"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "layers-summary": layers_summary,
+    "layers-summary-zen3": layers_summary_of_zen3,
+    "world-over-local": world_over_local,
+    "layers-float32": lambda: layers("float32"),
+    "layers-bfloat16": lambda: layers("bfloat16"),
+    "comparisons": comparisons,
+    "memory": memory,
+    "all-reduce": all_reduce,
+    "networks-compiled": lambda: networks("networks-compiled-zen4"),
+    "networks-fused": lambda: networks("networks-fused-zen4"),
+    "paths": paths,
+}
+
+
+def with_tables(text: str) -> str:
+    """Return the document's text with every table written anew.
+
+    Raises:
+        ValueError: If a table of TABLES stands there never or twice, or another one does.
+    """
+    names = [match["name"] for match in _TABLE.finditer(text)]
+    if sorted(names) != sorted(TABLES):
+        raise ValueError(f"tables: expected each of {sorted(TABLES)}, got {sorted(names)}")
+    return _TABLE.sub(lambda found: found[1] + TABLES[found["name"]]() + found[3], text)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_tables(DOCUMENT.read_text()))
