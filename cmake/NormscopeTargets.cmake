@@ -13,8 +13,8 @@ include(GNUInstallDirs)
 include(GoogleTest)
 include(NormscopeMpiTest)
 
-# Time limit of a test case in seconds; long enough for sanitizers on two cores.
-set(NORMSCOPE_TEST_TIMEOUT 120)
+# Long enough for sanitizers on two cores.
+set(NORMSCOPE_TEST_TIMEOUT 120 CACHE STRING "Time limit of a test case in seconds")
 
 # Options of nvcc for every architecture. As on the host, there is no contraction into FMA.
 set(NORMSCOPE_NVCC_OPTIONS -std=c++20 --fmad=false --expt-relaxed-constexpr)
