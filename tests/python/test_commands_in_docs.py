@@ -52,6 +52,7 @@ GUIDES = (
     "docs/environment.md",
     "docs/faults.md",
     "docs/fusing.md",
+    "docs/install.md",
     "docs/migrating.md",
     "docs/numerics.md",
     "docs/recommending.md",
