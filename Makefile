@@ -273,7 +273,8 @@ lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 # Without OpenMP: clang-tidy does not include its header, which is part of a compiler.
 lint-names: $(stamps)/lint $(stamps)/normscope $(stamps)/googletest
 	$(configure)
-	run-clang-tidy.py -quiet -hide-progress -p $(build) -j $(JOBS) \
+	$(python) scripts/unique_compile_commands.py $(build) $(build)/lint
+	run-clang-tidy.py -quiet -hide-progress -p $(build)/lint -j $(JOBS) \
 	  -extra-arg=-Wno-error -extra-arg=-fno-openmp \
 	  '$(CURDIR)/(normscope|tests|benchmarks)/'
 
