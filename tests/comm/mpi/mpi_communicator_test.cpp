@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <span>
 #include <string>
@@ -37,6 +38,15 @@ void run_under_mpi(int /*ranks*/, const ExchangeOptions& options, const Communic
   body(*make_mpi_communicator(MPI_COMM_WORLD, std::max(options.time_limit, kTimeToMeet)));
 }
 
+// Two ranks a host.
+void run_under_mpi_in_pairs(int /*ranks*/, const ExchangeOptions& options,
+                            const CommunicatorBody& body) {
+  auto group = make_mpi_communicator(MPI_COMM_WORLD, std::max(options.time_limit, kTimeToMeet));
+  setenv("NORMSCOPE_NODE", std::to_string(group->rank() / 2).c_str(), /*overwrite=*/1);
+  body(*over_hosts(std::move(group), options.time_limit));
+  unsetenv("NORMSCOPE_NODE");
+}
+
 // For processes that have nothing in common but MPI.
 class MpiGate final : public Gate {
  public:
@@ -63,8 +73,18 @@ auto world_of_at_least(int ranks) {
   return ::testing::ValuesIn(worlds);
 }
 
+auto world_of_pairs() {
+  std::vector<World> worlds = {world_of_mpi()};
+  worlds.front().run = run_under_mpi_in_pairs;
+  worlds.front().peers_of_rank_0 = {1};
+  if (worlds.front().ranks < 3) worlds.clear();
+  return ::testing::ValuesIn(worlds);
+}
+
 INSTANTIATE_TEST_SUITE_P(Mpi, CommunicatorContract, world_of_at_least(1), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Mpi, PeersContract, world_of_at_least(2), ranks_of);
+INSTANTIATE_TEST_SUITE_P(MpiInPairs, CommunicatorContract, world_of_pairs(), ranks_of);
+INSTANTIATE_TEST_SUITE_P(MpiInPairs, PeersContract, world_of_pairs(), ranks_of);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(PeersContract);
 
 TEST(MpiCommunicator, KeepsItsMessagesApartFromTheCallers) {
