@@ -26,6 +26,9 @@ constexpr Milliseconds kPatience{2000};
 // How long the server of a store may take to answer.
 constexpr Milliseconds kStorePatience{5000};
 
+// How long a server that took longer is not asked again.
+constexpr std::chrono::minutes kSilence{1};
+
 // Pauses between two reads of the store.
 constexpr Milliseconds kFirstPause{1};
 constexpr Milliseconds kLongestPause{50};
@@ -80,21 +83,6 @@ bool wait_until(Clock::time_point deadline, const Look& look) {
   }
 }
 
-// What ask() returns; nullopt if it throws or takes too long. A store waits without a limit for a
-// server that hangs.
-template <class Ask>
-auto answer_of(Milliseconds patience, Ask ask) noexcept -> std::optional<decltype(ask())> {
-  try {
-    std::packaged_task task(std::move(ask));
-    auto answer = task.get_future();
-    std::thread(std::move(task)).detach();
-    if (answer.wait_for(patience) != std::future_status::ready) return std::nullopt;
-    return answer.get();
-  } catch (const std::exception&) {
-    return std::nullopt;
-  }
-}
-
 }  // namespace
 
 GroupStore::GroupStore(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> names)
@@ -104,7 +92,26 @@ GroupStore GroupStore::part(const std::string& name, int rank,
                             const std::vector<int>& members) const {
   std::vector<int> names;
   for (const int member : members) names.push_back(names_[static_cast<std::size_t>(member)]);
-  return {c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, std::move(names)};
+  GroupStore of_part(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, std::move(names));
+  of_part.ask_again_ = ask_again_;
+  return of_part;
+}
+
+// What ask() returns; nullopt if it throws or takes too long, or if the server has not answered in
+// the last minute. A store waits without a limit for a server that hangs.
+template <class Ask>
+auto GroupStore::answer_of(Milliseconds patience, Ask ask) const noexcept
+    -> std::optional<decltype(ask())> {
+  if (Clock::now().time_since_epoch().count() < ask_again_->load()) return std::nullopt;
+  try {
+    std::packaged_task task(std::move(ask));
+    auto answer = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (answer.wait_for(patience) == std::future_status::ready) return answer.get();
+    ask_again_->store((Clock::now() + kSilence).time_since_epoch().count());
+  } catch (const std::exception&) {  // The same as no answer.
+  }
+  return std::nullopt;
 }
 
 std::string GroupStore::key(const std::string& what, std::size_t rank) const {
@@ -208,7 +215,10 @@ std::string GroupStore::who_is_missing() noexcept {
     });
     return ranks;
   });
-  if (!missing) return "the group's store, which one of the ranks may keep, does not answer";
+  if (!missing) {
+    return "the group's store does not answer (its process, usually rank 0 or the launcher on rank "
+           "0's host, has died or cannot be reached)";
+  }
   if (missing->empty()) return "all ranks are there";
   return list(*missing) + (missing->size() == 1 ? " is" : " are") + " not there";
 }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,7 +17,7 @@ namespace normscope::binding {
 
 // What the ranks of a group tell each other besides their messages. It is kept in the group's
 // store, which can be read without waiting for the rank that wrote. If the store's server has died
-// or hangs, calls wait a few seconds at most.
+// or hangs, one call waits a few seconds; those of the next minute do not ask it.
 class GroupStore {
  public:
   // `rank` is this rank's place in the group. `names` [ranks] are what errors call the ranks.
@@ -52,6 +54,13 @@ class GroupStore {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // When to ask the server again, as a count of the clock. Parts of a group have the same server.
+  using AskAgain = std::atomic<Clock::rep>;
+
+  template <class Ask>
+  auto answer_of(std::chrono::milliseconds patience, Ask ask) const noexcept
+      -> std::optional<decltype(ask())>;
+
   void tell_observer(const std::string& what, Clock::duration waited);
   [[nodiscard]] std::string key(const std::string& what, std::size_t rank) const;
   [[nodiscard]] std::vector<int> without(const std::string& what);
@@ -59,6 +68,7 @@ class GroupStore {
   c10::intrusive_ptr<c10d::Store> store_;
   std::size_t rank_;
   std::vector<int> names_;
+  std::shared_ptr<AskAgain> ask_again_ = std::make_shared<AskAgain>(0);
 };
 
 }  // namespace normscope::binding

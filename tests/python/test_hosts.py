@@ -23,7 +23,7 @@ from normscope import _library, _process_group
 LIMIT_SECONDS = 2.0
 QUESTION_SECONDS = 2.0
 # The same for a rank that reaches neither its peers nor the store in which they would answer.
-LONE_SECONDS = 45.0
+LONE_SECONDS = 15.0
 # On a machine that does other things besides.
 PATIENCE_SECONDS = 8.0
 
@@ -237,7 +237,7 @@ def test_a_host_that_is_cut_off_is_told_and_does_not_hang(isolated_hosts: Hosts,
 
     for text, seconds in errors:
         assert re.search(
-            r"the group's store, .* does not answer|for rank 2 of 4, which waits for other hosts",
+            r"the group's store does not answer|for rank 2 of 4, which waits for other hosts",
             text,
         )
         assert seconds < LIMIT_SECONDS + LONE_SECONDS
@@ -265,7 +265,7 @@ def test_a_rank_that_is_killed_is_named_on_every_host(hosts: Hosts, killed: int)
 def test_a_rank_that_is_killed_with_the_group_s_store_ends_all_waits(hosts: Hosts) -> None:
     for text, seconds in errors_after_a_kill(hosts, 0):
         # Nobody is left to ask who is missing, unless they share memory.
-        assert re.search(r"\brank 0\b.* has died|the group's store, .* does not answer", text)
+        assert re.search(r"\brank 0\b.* has died|the group's store does not answer", text)
         assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
 
 
