@@ -80,8 +80,9 @@ def recommend_scopes(
 
     Example:
         >>> from normscope import BatchNorm1d
+        >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), BatchNorm1d(8))
-        >>> batches = [torch.randn(64, 4) for _ in range(8)]
+        >>> batches = [torch.randn(64, 4) for _ in range(16)]
         >>> plan = recommend_scopes(model, batches, independent_values=8, ranks=2)
         >>> plan.apply(model)
         >>> str(model[1].scope)

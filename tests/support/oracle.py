@@ -78,6 +78,7 @@ def bounds(
     Then the mean is off by at most SUM_ROUNDINGS * u standard deviations, the variance by a factor
     of SUM_ROUNDINGS * u, and inv_std by half of that. The offset of the input does not matter,
     because means are stored as pairs. Stored results are rounded to the dtype of their tensor.
+    The oracle does not store its mean as a pair, so its rounding is allowed for too.
     """
     u = arithmetic_epsilon(x.dtype)
     stored = torch.finfo(x.dtype).eps
@@ -94,14 +95,19 @@ def bounds(
     mean_dy = dy.abs().mean(over, keepdim=True)
     mean_dy_xhat = (dy.abs() * (1 + xhat)).mean(over, keepdim=True)
     count = x.numel() / x.shape[1]
+    # In standard deviations.
+    mean_of_oracle = 2 * torch.finfo(torch.float64).eps * mean.abs().view(shape) * inv_std
 
     apply = APPLY_ROUNDINGS * u
     sums = SUM_ROUNDINGS * u
     spread = dy.abs() + mean_dy + (1 + xhat) * mean_dy_xhat
     return {
-        "y": (sums + apply) * (weight * (1 + xhat) + bias) + stored * expected.y.abs(),
-        "dx": 3 * (sums + apply) * weight * inv_std * spread + stored * expected.dx.abs(),
-        "dweight": 3 * (sums + apply) * count * mean_dy_xhat.flatten()
+        "y": (sums + apply) * (weight * (1 + xhat) + bias)
+        + weight * mean_of_oracle
+        + stored * expected.y.abs(),
+        "dx": (3 * (sums + apply) + mean_of_oracle) * weight * inv_std * spread
+        + stored * expected.dx.abs(),
+        "dweight": (3 * (sums + apply) + mean_of_oracle.flatten()) * count * mean_dy_xhat.flatten()
         + kept * expected.dweight.abs(),
         "dbias": (sums + apply) * count * mean_dy.flatten() + kept * expected.dbias.abs(),
         "running_mean": sums * var.sqrt() + 4 * kept * (mean.abs() + expected.running_mean.abs()),
