@@ -2,32 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the exchange of a layer between hosts, beside a flat all-reduce of the same bytes over Gloo.
 
-The hosts are network namespaces of this machine, for which it must be root's, or let everyone make
-user namespaces. Their links have a rate; what they lack is the latency of a real network.
+The hosts are network namespaces (limited_hosts.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 
 import torch
 from torch import distributed
 
+import limited_hosts
 import normscope
 from normscope import _library, _process_group
 
-sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
-
-from hosts import Hosts
-
 KIBIBYTES = (1, 4, 16, 64, 256, 1024)
-QUIET_SECONDS = 300.0  # until a run counts as one that hangs
 
 
 @dataclass(frozen=True)
@@ -119,38 +111,23 @@ def summarize(of_ranks: list[list[tuple[int, list[tuple[float, float]]]]]) -> li
 def main() -> None:
     """Measure what the command line asks for, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=4, help="of each host")
-    parser.add_argument(
-        "--rate", help="of each host's link, as tc has it: 1gbit (default: no limit)"
-    )
+    limited_hosts.add_arguments(parser, hosts=2)
     parser.add_argument("--kibibytes", type=int, nargs="+", default=KIBIBYTES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=20, help="in each round")
     options = parser.parse_args()
 
     sizes = [1024 * size for size in options.kibibytes]
-    with Hosts(options.hosts) as hosts:
-        if not hosts.isolated:
-            parser.exit(1, f"this machine makes no namespaces: {hosts.why_not_isolated}\n")
-        with contextlib.ExitStack() as stack:
-            for host in range(options.hosts if options.rate else 0):
-                stack.enter_context(hosts.link_of_rate(host, options.rate))
-            run = stack.enter_context(
-                hosts.begun(
-                    [options.ranks] * options.hosts,
-                    time_exchanges,
-                    sizes,
-                    options.rounds,
-                    options.calls,
-                    group_seconds=QUIET_SECONDS,
-                    hang_seconds=QUIET_SECONDS * len(sizes),
-                )
-            )
-            answers = run.results()
-
-    rate = options.rate or "no limit"
-    print(f"{options.hosts} hosts of {options.ranks} ranks, rate {rate}, over {answers[0][0]}")
+    answers = limited_hosts.run_on_hosts(
+        parser,
+        options,
+        time_exchanges,
+        sizes,
+        options.rounds,
+        options.calls,
+        seconds=limited_hosts.QUIET_SECONDS * len(sizes),
+    )
+    print(f"{limited_hosts.described(options)}, over {answers[0][0]}")
     print(f"{'bytes':>10}{'normscope us':>14}{'flat Gloo us':>14}{'flat / normscope':>18}")
     for one in summarize([results for _, results in answers]):
         print(f"{one.size:>10}{1e6 * one.ours:>14.0f}{1e6 * one.flat:>14.0f}{one.ratio:>18.2f}")

@@ -5,6 +5,10 @@ Start it as a training is started, with the file that `python -m normscope measu
 machines, and as many ranks on each host:
 
     torchrun --nproc-per-node 4 benchmarks/predicted_and_measured.py costs.json
+
+Or let it make hosts that are network namespaces of this machine, and measure the parameters there:
+
+    python benchmarks/predicted_and_measured.py --hosts 2 --ranks 4 --rate 1gbit
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+import limited_hosts
 import normscope
 from normscope import Costs, _library
 from normscope._launch import joined_launch
@@ -87,6 +92,15 @@ def compare(
     return found
 
 
+def measure_and_compare(
+    scopes: Sequence[str], algorithm: str | None, rounds: int
+) -> tuple[Costs, list[Comparison]]:
+    """The same with parameters that are measured first, which are returned too."""
+    torch.set_num_threads(1)
+    costs = normscope.measure_costs(rounds=rounds)
+    return costs, compare(costs, scopes, algorithm, rounds)
+
+
 def hosts_of_launch() -> tuple[int, int]:
     """The number of hosts, and of ranks on each."""
     hosts = gather(_library.host_identity())
@@ -141,22 +155,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("costs", type=Path, help="of `python -m normscope measure`")
+    parser.add_argument("costs", type=Path, nargs="?", help="of `python -m normscope measure`")
+    limited_hosts.add_arguments(parser, hosts=None)
     parser.add_argument("--scopes", nargs="+", default=["node", "world"])
     parser.add_argument("--algorithm", choices=ALGORITHMS, help="else as the library exchanges")
     parser.add_argument("--backend", default="gloo", help="of torch.distributed")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path, help="a file for the figures")
     chosen = parser.parse_args(arguments)
+    if (chosen.costs is None) == (chosen.hosts is None):
+        parser.error("expected a file of costs, or --hosts")
+    if chosen.hosts is not None:
+        task = (measure_and_compare, chosen.scopes, chosen.algorithm, chosen.rounds)
+        costs, comparisons = limited_hosts.run_on_hosts(
+            parser, chosen, *task, seconds=limited_hosts.QUIET_SECONDS
+        )[0]
+        report(comparisons, chosen.json, f"{limited_hosts.described(chosen)}\n{costs}\n")
+        return
     torch.set_num_threads(1)
     with joined_launch(chosen.backend):
-        costs = Costs.load(chosen.costs)
-        comparisons = compare(costs, chosen.scopes, chosen.algorithm, chosen.rounds)
+        comparisons = compare(
+            Costs.load(chosen.costs), chosen.scopes, chosen.algorithm, chosen.rounds
+        )
         if distributed.get_rank() == 0:
-            print(table(comparisons))
-            if chosen.json is not None:
-                rows = [dataclasses.asdict(each) for each in comparisons]
-                chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+            report(comparisons, chosen.json)
+
+
+def report(comparisons: Sequence[Comparison], file: Path | None, title: str = "") -> None:
+    """Print a table, and write the figures into a file if there is one."""
+    print(title + table(comparisons))
+    if file is not None:
+        rows = [dataclasses.asdict(each) for each in comparisons]
+        file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
