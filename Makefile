@@ -39,6 +39,14 @@ mpi := $(if $(shell command -v mpicxx),ON,OFF)
 configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) > /dev/null
 
 export PATH := $(abspath $(environment)/bin):$(PATH)
+
+# With ccache, nothing is compiled twice, in any checkout.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+export CCACHE_SLOPPINESS ?= time_macros
+endif
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -type f \
@@ -47,14 +55,14 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .DELETE_ON_ERROR:
 # Two pips must not write to the same environment; compilers and tests use JOBS.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-cpp test-python check check-aarch64 check-asan check-tsan check-cuda \
-  check-device check-mpi check-slow check-clients check-without-torch install-tree check-install \
-  check-examples docs check-docs check-wheel lint lint-formats lint-types lint-names format bench bench-networks wheel sdist \
-  gpu-check carry clean
+.PHONY: help setup demo test test-cpp test-python bench bench-networks wheel sdist gpu-check carry \
+  check check-asan check-tsan check-cuda check-device check-mpi check-aarch64 check-slow check-clients \
+  check-without-torch install-tree check-install check-examples docs check-docs check-wheel lint \
+  lint-formats lint-types lint-names format clean
 
 help: ## List the targets
 	@echo "normscope: batch normalization with a statistics scope"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- Environment -------------------------------------------------------------------------------
 
@@ -138,7 +146,9 @@ carry: $(stamps)/googletest
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-check: check-asan check-tsan check-cuda check-device check-mpi check-aarch64 check-slow check-clients check-without-torch check-install check-examples check-docs check-wheel ## Run the slow tests: sanitizers, CUDA sources, MPI, AArch64, packages
+slow_checks := check-asan check-tsan check-cuda check-device check-mpi check-aarch64 check-slow \
+  check-clients check-without-torch check-install check-examples check-docs check-wheel
+check: $(slow_checks) ## Run the slow tests: sanitizers, CUDA sources, MPI, AArch64, packages
 
 # Only NCCL's header is needed, and a compiler for the code that includes it.
 ifneq ($(shell command -v nvcc),)

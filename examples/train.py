@@ -109,6 +109,7 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         train(args, device, dist.get_rank(), dist.get_world_size())
+        dist.barrier()  # no rank leaves while rank 0 evaluates
         # After train(): if DistributedDataParallel outlives its group, the exit can hang.
         dist.destroy_process_group()
     else:

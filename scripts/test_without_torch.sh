@@ -9,18 +9,20 @@ set -eu
 
 results=$(realpath -m "$1")
 copy=build/without-torch
-rm -rf "$copy/source"
-mkdir -p "$copy/source"
+build=$copy/build/release # as deep as the usual build, whose objects a compiler cache can then reuse
+mkdir -p "$copy"
+find "$copy" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
 
 git ls-files -z --cached --others --exclude-standard -- \
   CMakeLists.txt cmake normscope tests ':!normscope/torch' ':!tests/python' |
-  xargs -0 cp --parents --preserve=timestamps -t "$copy/source"
+  xargs -0 cp --parents --preserve=timestamps -t "$copy"
 
-cmake -G Ninja -S "$copy/source" -B "$copy/build" -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
-cmake --build "$copy/build"
-cmake --install "$copy/build" --prefix "$copy/install" > /dev/null
+cmake -G Ninja -S "$copy" -B "$build" -DNORMSCOPE_BUILD_TESTS=ON \
+  -DNORMSCOPE_WERROR="${WERROR:-OFF}" > /dev/null
+cmake --build "$build"
+cmake --install "$build" --prefix "$copy/install" > /dev/null
 cmake -G Ninja -S tests/consumer -B "$copy/consumer" --fresh -DCMAKE_PREFIX_PATH="$PWD/$copy/install" \
   -Dcomponents=core > /dev/null
 cmake --build "$copy/consumer"
 ctest --test-dir "$copy/consumer" --no-tests=error --output-on-failure
-ctest --test-dir "$copy/build" --no-tests=error --output-on-failure --output-junit "$results"
+ctest --test-dir "$build" --no-tests=error --output-on-failure --output-junit "$results"
