@@ -94,11 +94,12 @@ def compare(
 
 def measure_and_compare(
     scopes: Sequence[str], algorithm: str | None, rounds: int
-) -> tuple[Costs, list[Comparison]]:
-    """The same with parameters that are measured first, which are returned too."""
+) -> tuple[Costs, list[tuple[str, int, float, float]]]:
+    """Measure the parameters first, and return them and the fields of the comparisons."""
     torch.set_num_threads(1)
     costs = normscope.measure_costs(rounds=rounds)
-    return costs, compare(costs, scopes, algorithm, rounds)
+    found = compare(costs, scopes, algorithm, rounds)
+    return costs, [(one.scope, one.channels, one.predicted, one.measured) for one in found]
 
 
 def hosts_of_launch() -> tuple[int, int]:
@@ -167,9 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("expected a file of costs, or --hosts")
     if chosen.hosts is not None:
         task = (measure_and_compare, chosen.scopes, chosen.algorithm, chosen.rounds)
-        costs, comparisons = limited_hosts.run_on_hosts(
+        costs, fields = limited_hosts.run_on_hosts(
             parser, chosen, *task, seconds=limited_hosts.QUIET_SECONDS
         )[0]
+        comparisons = [Comparison(*each) for each in fields]
         report(comparisons, chosen.json, f"{limited_hosts.described(chosen)}\n{costs}\n")
         return
     torch.set_num_threads(1)
