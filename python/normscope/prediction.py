@@ -85,17 +85,17 @@ class SizePrediction:
 
     @property
     def exchanges(self) -> int:
-        """Of a rank in a step."""
+        """Number of exchanges of a rank in a step."""
         return 2 * sum(layer.ranks > 1 for layer in self.layers)
 
     @property
     def bytes(self) -> int:
-        """That a rank sends in a step, before a backend fills frames."""
+        """Bytes that a rank sends in a step, without the padding of a backend."""
         return sum(layer.bytes for layer in self.layers)
 
     @property
     def seconds(self) -> float:
-        """Of a step in exchanges, if no rank is late: each waits for the one before."""
+        """Time of all exchanges of a step if no rank is late; they do not overlap."""
         return sum(layer.seconds for layer in self.layers)
 
     @property
