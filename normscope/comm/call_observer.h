@@ -12,31 +12,32 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// What a program does while its ranks exchange, such as profile them, or look for signals. One for
-// the process, called by every thread that exchanges.
+// Hooks that a program installs around exchanges, for example to profile them or to handle signals.
+// One observer per process; every thread that exchanges calls it.
 class CallObserver {
  public:
   virtual ~CallObserver() = default;
 
-  // An exchange, around its waiting.
+  // Around an exchange, including its waits.
   virtual void begin_call(const CallName& name, std::string_view scope, std::size_t bytes) = 0;
   virtual void end_call() noexcept = 0;
 
-  // The wait for the peers within it.
+  // Around a wait for the peers within an exchange.
   virtual void begin_wait() = 0;
   virtual void end_wait() noexcept = 0;
 
-  // About every 100 ms, while a wait lasts; `who_is_where` tells whom it is for. What this throws
-  // ends the wait, and the group counts as failed.
+  // Called about every 100 ms during a wait; `who_is_where` returns what each rank is doing. An
+  // exception from this function ends the wait and marks the group as failed.
   virtual void during_wait(std::chrono::steady_clock::duration waited,
                            const std::function<std::string()>& who_is_where) = 0;
 };
 
-// nullptr for none; it must outlive all exchanges that begin while it is set.
+// Sets the observer, or removes it (nullptr). It must outlive all exchanges that begin while it is
+// set.
 void observe_calls(CallObserver* observer) noexcept;
 [[nodiscard]] CallObserver* call_observer() noexcept;
 
-// Tells the observer of a wait, while this lives.
+// Reports a wait to the observer for the lifetime of this object.
 class ObservedWait {
  public:
   ObservedWait() : observer_(call_observer()) {

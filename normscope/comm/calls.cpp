@@ -21,12 +21,12 @@ using std::chrono::steady_clock;
 constexpr std::size_t kWords = 12;
 constexpr std::size_t kTextBytes = kWords * sizeof(std::uint64_t);
 
-// Of all processes of a host.
+// The same clock for all processes of a host.
 std::int64_t now() noexcept {
   return std::chrono::duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// Text of a fixed length, which takes as many bytes of what is put to it as it has left.
+// A text buffer of fixed size. Text that does not fit is cut off.
 class FixedText {
  public:
   void put(std::string_view text) noexcept {
@@ -35,7 +35,7 @@ class FixedText {
     size_ += bytes;
   }
 
-  // The end of a text that is too long: of qualified names it tells more than the beginning.
+  // Keeps the end of a text that is too long: it says more of a qualified name than the beginning.
   void put_end_of(std::string_view text) noexcept {
     const std::size_t left = kTextBytes - 1 - size_;
     put(text.size() > left ? text.substr(text.size() - left) : text);
@@ -60,7 +60,7 @@ std::string phrase_of(const RankCall& call, bool is_plural) {
     case CallState::kAlone: return "last ran " + call.name + " without peers";
     case CallState::kNone: break;
   }
-  return is_plural ? "have not come to any call yet" : "has not come to any call yet";
+  return is_plural ? "have not made any call yet" : "has not made any call yet";
 }
 
 bool is_past(const RankCall& call) {
@@ -74,7 +74,7 @@ std::string who_is_where(const std::vector<RankCall>& calls, const std::vector<i
   if (std::ranges::none_of(calls, has_called)) return "";
   std::vector<std::size_t> left(calls.size());
   std::iota(left.begin(), left.end(), 0U);
-  // Who waits comes last: the others are what is waited for.
+  // The waiting ranks come last: first those that they wait for.
   std::ranges::stable_partition(
       left, [&](std::size_t rank) { return calls[rank].state != CallState::kWaits; });
   std::string text;
@@ -103,9 +103,9 @@ std::string who_is_where_if_known(std::vector<RankCall> calls, const std::vector
   return known.size() > 1 ? who_is_where(calls, known) : "";
 }
 
-// A sequence lock of one writer: odd while its line is being written. Fields are stored with
-// release and loaded with acquire, so that who reads one that is being written also reads the odd
-// number, or a later one. (Fences would do, but the thread sanitizer does not know them.)
+// A sequence lock with one writer: `sequence` is odd during a write. Fields are stored with release
+// and loaded with acquire: a reader that sees a new field then also sees the odd number or a later
+// one. (Fences would do, but the thread sanitizer does not support them.)
 struct alignas(kCacheLine) CallBoard::Line {
   std::atomic<std::uint64_t> sequence = 0;
   std::atomic<std::int64_t> since = 0;
@@ -198,7 +198,7 @@ CallBoard::Line& CallBoard::line(int place) const noexcept {
 }
 
 RankCall CallBoard::read(int place) const {
-  // A rank that died while it wrote leaves an odd number for good.
+  // Bounded: a rank that died during a write leaves the number odd forever.
   constexpr int kTries = 1000;
   const Line& line = this->line(place);
   for (int i = 0; i < kTries; ++i) {

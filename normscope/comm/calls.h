@@ -13,13 +13,13 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// What a rank does when it meets its group: "forward" of "layer2.bn1".
+// The call in which a rank exchanges with its group: "forward" of "layer2.bn1".
 struct CallName {
   std::string_view what;
   std::string_view layer;
 };
 
-// kAlone: it needed no peer for it.
+// kAlone: the call needed no peers.
 enum class CallState : std::uint8_t { kNone, kWaits, kFinished, kFailed, kAlone };
 
 // A rank's latest call.
@@ -27,45 +27,45 @@ struct RankCall {
   CallState state = CallState::kNone;
   std::string name;                // "forward of layer2.bn1"
   std::chrono::nanoseconds age{};  // since the state began
-  std::uint64_t number = 0;        // of the rank's calls
+  std::uint64_t number = 0;        // counts the rank's calls
 };
 
 // "rank 3 last finished forward of layer2.bn1, 41.0 s ago; ranks 0, 1, 2 wait in forward of
-// layer3.bn1"; empty if there was no call yet. `ranks` are what the calls' ranks are called.
+// layer3.bn1"; empty if there was no call yet. `ranks[i]` is the rank to show for `calls[i]`.
 [[nodiscard]] std::string who_is_where(const std::vector<RankCall>& calls,
                                        const std::vector<int>& ranks);
 
-// The same where some calls may be unknown, not only not made: of the known ones, if they are of
-// more than one rank; else empty.
+// The same if kNone may also mean that a call is unknown. Shows the known calls only; empty if
+// fewer than two are known.
 [[nodiscard]] std::string who_is_where_if_known(std::vector<RankCall> calls,
                                                 const std::vector<int>& ranks);
 
-// Where the ranks of a group show what they do: lines of a memory that all of them see, of which
-// each writes its own and reads all, without waiting. Costs a writer some stores.
+// Shows what the ranks of a group are doing. Shared memory with one line per rank: each rank writes
+// its own line and reads all, without waiting. A write costs a few stores.
 class CallBoard {
  public:
-  // Bytes of the lines of a group, which lie at a multiple of a cache line.
+  // Size of a group's lines. They must be aligned to a cache line.
   [[nodiscard]] static std::size_t memory_bytes(int ranks) noexcept;
   static void initialize(void* memory, int ranks) noexcept;
 
   CallBoard(std::shared_ptr<void> lines, int rank, int ranks);
 
-  // The same lines for some of the ranks: of them alone the part tells.
+  // A board that shows only `members`, on the same lines.
   [[nodiscard]] CallBoard part(const std::vector<int>& members) const;
 
-  // This rank begins a call, and ends it as `state` says. Where two threads come at once, one of
-  // them is not shown.
+  // This rank begins a call, and ends it with `state`. If two threads write at the same time, one
+  // of the writes is dropped.
   void begin(const CallName& name, CallState state = CallState::kWaits) noexcept;
   void end(CallState state) noexcept;
 
-  // Shows what is known of another rank, which does not see this memory.
+  // Writes the line of a rank that cannot access this memory.
   void show(int rank, const RankCall& call) noexcept;
 
   // By rank.
   [[nodiscard]] std::vector<RankCall> read() const;
   [[nodiscard]] int ranks() const noexcept { return static_cast<int>(places_.size()); }
 
-  // This rank's own.
+  // This rank's own call.
   [[nodiscard]] RankCall read_own() const;
 
  private:
@@ -76,7 +76,7 @@ class CallBoard {
 
   std::shared_ptr<void> lines_;
   int place_;                // this rank's line
-  std::vector<int> places_;  // of the ranks
+  std::vector<int> places_;  // the line of each rank
 };
 
 }  // namespace normscope

@@ -15,10 +15,9 @@ namespace normscope NORMSCOPE_EXPORT {
 
 // A group of ranks that can add numbers together. Knows no mathematics beyond the sum.
 //
-// Every rank of a group makes the same calls in the same order. A communicator is used by one
-// thread at a time. After a CommunicationError (or TimeoutError, which is one) every later call of
-// the group throws a CommunicationError that repeats the first reason; nothing waits longer than
-// the time limit.
+// Every rank of a group makes the same calls in the same order. Only one thread at a time may use a
+// communicator. After a CommunicationError (or a TimeoutError, which is one), every later call of
+// the group throws a CommunicationError with the first reason. No wait exceeds the time limit.
 class Communicator {
  public:
   Communicator() = default;
@@ -32,12 +31,12 @@ class Communicator {
   // What carries the messages: "self", "threads", "shared memory", "gloo", ...
   [[nodiscard]] virtual std::string_view transport() const noexcept = 0;
 
-  // Replaces `values` by their sum over all ranks; every rank gets the same bits. They lie in the
-  // memory that `stream` names. For a device's the sum is put on the stream and nothing waits for
-  // it; communicators that add on the CPU throw an ArgumentError.
+  // Replaces `values` by their sum over all ranks; every rank gets the same bits.
+  // `stream` says whose memory holds them. A sum in device memory is queued on the stream, and
+  // nothing waits for it; communicators that add on the CPU throw an ArgumentError.
   //
-  // Where `compares_lengths()`, ranks that come with different lengths all get a MismatchError that
-  // names each rank's length, and the group stays usable; elsewhere the lengths must agree.
+  // If `compares_lengths()`, different lengths are a MismatchError on every rank, which names each
+  // rank's length, and the group stays usable. Otherwise the lengths must agree.
   virtual void all_reduce_sum(std::span<double> values, Stream stream = {}) = 0;
 
   [[nodiscard]] virtual bool compares_lengths() const noexcept = 0;
@@ -46,11 +45,11 @@ class Communicator {
   // Collective over all ranks.
   [[nodiscard]] virtual std::unique_ptr<Communicator> split(int color, int key) = 0;
 
-  // What the ranks do, if they show it without messages; else nullptr.
+  // Where the ranks show what they are doing; nullptr if they cannot without messages.
   [[nodiscard]] virtual CallBoard* calls() noexcept { return nullptr; }
 
-  // Marks the group as failed, so that peers which wait for this rank, or come later, throw at once
-  // a CommunicationError with this rank and `reason`. Not collective.
+  // Marks the group as failed: peers that wait for this rank, now or later, throw at once a
+  // CommunicationError with this rank and `reason`. Not collective.
   virtual void fail(std::string_view reason) noexcept = 0;
 };
 

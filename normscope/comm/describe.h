@@ -12,7 +12,7 @@
 
 namespace normscope {
 
-// What errors of communicators have in common.
+// Texts that the errors of all communicators use.
 
 // "rank 1 of 4".
 [[nodiscard]] inline std::string name_of_rank(int rank, int size) {
@@ -26,7 +26,7 @@ namespace normscope {
   return text;
 }
 
-// What ranks are told that come to a sum with different lengths. [ranks].
+// The error if ranks pass different lengths to a sum. `lengths` [ranks].
 [[nodiscard]] inline std::string text_of_different_lengths(
     const std::vector<std::int64_t>& lengths) {
   std::string text = "all_reduce_sum: expected the same number of values from every rank, got ";
@@ -44,7 +44,7 @@ namespace normscope {
   return ranks;
 }
 
-// A name as it may stand in a terminal: escape sequences and the like in hexadecimal digits.
+// A name that is safe to print in a terminal: control characters are shown in hexadecimal.
 [[nodiscard]] inline std::string printable(std::string_view name) {
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string text;

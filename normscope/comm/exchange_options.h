@@ -6,14 +6,14 @@
 
 namespace normscope {
 
-// How ranks that share memory exchange messages. A property of the group: all its ranks, and the
-// groups split from it, have the same.
+// How ranks that share memory exchange messages. A property of the group: all its ranks, and all
+// groups that are split from it, have the same options.
 struct ExchangeOptions {
-  // The longest wait for the other ranks, as torch's default for a process group.
+  // The longest wait for the other ranks. The default is torch's for a process group.
   std::chrono::milliseconds time_limit = std::chrono::minutes(10);
 
-  // float64 numbers that a rank can show the others at once; longer messages go in pieces. 64 KiB:
-  // two of them, a sum and a slot that is added to it, stay in a core's second-level cache.
+  // float64 numbers in a slot; longer messages are exchanged in pieces. 64 KiB: a sum and the slot
+  // that is added to it stay in a core's second-level cache.
   std::int64_t slot_length = 8192;
 };
 

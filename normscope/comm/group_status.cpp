@@ -16,7 +16,7 @@
 namespace normscope {
 namespace {
 
-// Each once, though a process may hold it open more than once.
+// Each segment once, even if the process has several descriptors of it.
 std::vector<SharedMemorySegment> segments_of(std::int64_t process) {
   const std::filesystem::path folder = "/proc/" + std::to_string(process) + "/fd";
   std::error_code error;
@@ -33,7 +33,7 @@ std::vector<SharedMemorySegment> segments_of(std::int64_t process) {
       SharedMemorySegment segment = SharedMemorySegment::look_into(files->path().string());
       if (nonces.insert(segment.address().nonce).second) segments.push_back(std::move(segment));
     } catch (const CommunicationError&) {
-      continue;  // closed meanwhile, or another version's
+      continue;  // closed in the meantime, or of another version
     }
   }
   return segments;
@@ -54,7 +54,7 @@ std::optional<std::string> text_of(const GroupStatus& status, std::int64_t proce
     calls.push_back(call);
     ranks.push_back(static_cast<int>(rank));
   }
-  // A part of a group, whose calls the whole group shows.
+  // A part of a group: the board of the whole group shows its calls.
   if (!has_called) return std::nullopt;
   std::string text = who + ": " + who_is_where(calls, ranks);
   if (!status.failure.empty()) text += "; the group has failed: " + status.failure;

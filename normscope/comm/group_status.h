@@ -10,16 +10,16 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// What another process can see of a group.
+// The state of a group, as seen from outside.
 struct GroupStatus {
   std::vector<RankCall> calls;          // by rank
-  std::vector<std::int32_t> processes;  // by rank; 0: not joined, or of another host; -1: has left
-  std::string failure;                  // why the group can exchange no more; empty: it can
+  std::vector<std::int32_t> processes;  // by rank; 0: not joined, or on another host; -1: has left
+  std::string failure;                  // why the group has failed; empty: it has not
 };
 
-// The groups that a process of this host takes part in, as text: a paragraph each, empty if it has
-// none. The process need not answer: it may hang. Throws CommunicationError if there is no such
-// process, or this one may not look into it.
+// The status of each group that a process of this host belongs to, one line per group; empty if
+// there is none. Works even if the process hangs. Throws CommunicationError if the process does not
+// exist or may not be inspected.
 [[nodiscard]] std::string status_of_process(std::int64_t process);
 
 }  // namespace normscope

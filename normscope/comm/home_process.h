@@ -11,12 +11,12 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// How many forks lie between this process and the one that first asked: a system call for the
-// process's id would be as long as a short exchange.
+// The number of forks between this process and the one that first called this function. Used
+// instead of getpid(): a system call takes as long as a short exchange.
 [[nodiscard]] std::uint32_t forks_so_far() noexcept;
 
-// The process that an object was made in. A fork copies the object, but the copy does not speak for
-// the rank: its words would be taken for those of the process that it was forked from.
+// The process that an object was created in. A fork copies the object, but the copy must not act as
+// the rank: its messages would be taken for those of the original process.
 class HomeProcess {
  public:
   HomeProcess() noexcept : id_(getpid()), forks_(forks_so_far()) {}
@@ -24,13 +24,13 @@ class HomeProcess {
   [[nodiscard]] std::int32_t id() const noexcept { return id_; }
   [[nodiscard]] bool is_this_one() const noexcept { return forks_so_far() == forks_; }
 
-  // What an error of another process says; `rank` is what the home process is: "rank 1 of 4".
+  // The error text for a fork; `rank` names the home process: "rank 1 of 4".
   [[nodiscard]] std::string text_for_fork(std::string_view rank) const {
     return "this process (" + std::to_string(getpid()) + ") was forked from " + std::string(rank) +
            " (process " + std::to_string(id_) +
-           ") and cannot exchange in its place. Processes like it, such as the workers of a data "
-           "loader, can run layers in evaluation or with scope local; or start them anew instead "
-           "of forking, as ranks of a group of their own";
+           ") and cannot exchange in its place. A forked process, such as a data loader worker, "
+           "can run layers in evaluation mode or with scope local. To exchange, start new "
+           "processes instead of forking, as ranks of a group of their own";
   }
 
  private:

@@ -7,9 +7,9 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// A number that the processes of one host have in common, and no others: of 52 bits, so that a
-// double holds it. It is made of the kernel's boot id, or of the environment variable
-// NORMSCOPE_NODE, whose text then names the host.
+// A number that identifies this host: equal for all its processes, and for no others. It has 52
+// bits, which a double represents exactly. It is a hash of the environment variable NORMSCOPE_NODE
+// if that is set, otherwise of the kernel's boot id.
 [[nodiscard]] std::int64_t host_identity();
 
 }  // namespace normscope

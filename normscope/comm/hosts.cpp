@@ -20,11 +20,11 @@
 namespace normscope {
 namespace {
 
-// A float64 holds it.
+// A float64 represents them exactly.
 constexpr int kIdentityBits = 52;
 
-// float64 numbers of a slot if hosts exchange pieces of that length: 128 KiB. A piece between hosts
-// costs a message's latency, which shorter pieces do not make up by filling the slots meanwhile.
+// float64 numbers in a slot if there are several hosts: 128 KiB. Each piece costs the latency of a
+// message between hosts; shorter pieces do not gain enough from filling the slots in the meantime.
 constexpr std::int64_t kSlotLengthOfSeveral = 16384;
 
 bool is_wanted() {
@@ -32,7 +32,7 @@ bool is_wanted() {
   return chosen == nullptr || std::string_view(chosen) != "0";
 }
 
-// Equal for processes of one host that see each other.
+// Equal for processes of one host that can see each other.
 double identity_of_memory() {
   Hash hash;
   hash.add(std::to_string(host_identity()));
@@ -40,7 +40,7 @@ double identity_of_memory() {
   return static_cast<double>(hash.low_bits(kIdentityBits));
 }
 
-// Row `rank` of the result is what that rank gives. Every rank adds to zeros.
+// Row `rank` of the result is what that rank passed: a sum of rows that are zero elsewhere.
 std::vector<double> gather(Communicator& group, std::span<const double> own) {
   std::vector<double> rows(static_cast<std::size_t>(group.size()) * own.size());
   std::ranges::copy(own,
@@ -68,7 +68,7 @@ std::vector<double> row_of(const std::optional<SharedMemorySegment>& segment) {
           static_cast<double>(address.nonce)};
 }
 
-// None on an error: the others must hear of it before anything is thrown.
+// Empty on an error: the other ranks must be told before anything is thrown.
 template <class Make>
 std::optional<SharedMemorySegment> try_to(const Make& make) {
   try {

@@ -12,35 +12,35 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// How the ranks of a group lie on hosts, as one of them sees it.
+// How the ranks of a group are distributed over hosts, from the view of one rank.
 struct Hosts {
-  std::vector<int> members;  // ranks of this rank's host, in ascending order
+  std::vector<int> members;  // the ranks on this rank's host, in ascending order
   std::vector<int> leaders;  // the first rank of each host, in ascending order
 
-  // The memory that the members share. None if no host has two ranks, if ranks of one host cannot
-  // reach each other's memory, or if one rank has the environment variable
-  // NORMSCOPE_SHARED_MEMORY=0: then every rank of every host has none.
+  // The memory that the members share. Empty on every rank of every host if no host has two ranks,
+  // if ranks of one host cannot access each other's memory, or if one rank has the environment
+  // variable NORMSCOPE_SHARED_MEMORY=0.
   std::optional<SharedMemorySegment> memory;
 
   [[nodiscard]] bool is_one() const noexcept { return leaders.size() == 1; }
 };
 
-// Collective over `group`: every rank makes the same sums there whatever it finds, so that no
-// disagreement leaves a peer waiting. What a host is, host_identity() says; containers of one
-// machine that do not see each other's processes are hosts of their own. Throws what the sums
-// throw. `time_limit`: of waits in the memory.
+// Collective over `group`: every rank makes the same sums whatever it finds, so no disagreement
+// leaves a peer waiting. Ranks are on one host if their host_identity() is equal and they can see
+// each other's processes; two containers on one machine may be two hosts. Throws what the sums
+// throw. `time_limit` is for waits in the shared memory.
 [[nodiscard]] Hosts find_hosts(Communicator& group, std::chrono::milliseconds time_limit);
 
-// A communicator of the same ranks that uses the memory of each host. If there is one host, all
-// messages go by its memory. If there are several, ranks of a host add there, the leaders of the
-// hosts add the hosts' sums over `group`, and the result goes back through the memory. It is
+// A communicator of the same ranks that uses the shared memory of each host. With one host, all
+// messages go through its memory. With several, the ranks of each host add in its memory, the
+// leaders add the hosts' sums over `group`, and the result goes back through the memory. Returns
 // `group` itself if `hosts` has no memory.
 //
 // Collective. Throws CommunicationError.
 [[nodiscard]] std::unique_ptr<Communicator> over_hosts(std::unique_ptr<Communicator> group,
                                                        const Hosts& hosts);
 
-// The same of the hosts that find_hosts() finds.
+// The same with the hosts that find_hosts() finds.
 [[nodiscard]] std::unique_ptr<Communicator> over_hosts(std::unique_ptr<Communicator> group,
                                                        std::chrono::milliseconds time_limit);
 

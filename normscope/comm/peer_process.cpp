@@ -19,7 +19,7 @@ std::uint64_t own_pid_namespace() noexcept {
 
 bool has_died(std::int32_t process, std::uint64_t pid_namespace) noexcept {
   if (pid_namespace != own_pid_namespace()) return false;
-  // It becomes readable when the process ends.
+  // A pidfd becomes readable when its process ends.
   const int descriptor = static_cast<int>(syscall(SYS_pidfd_open, process, 0));
   if (descriptor >= 0) {
     pollfd ended{.fd = descriptor, .events = POLLIN, .revents = 0};
@@ -27,7 +27,7 @@ bool has_died(std::int32_t process, std::uint64_t pid_namespace) noexcept {
     close(descriptor);
     return died;
   }
-  // Sandboxes refuse the call, old kernels do not have it, and descriptors may have run out.
+  // pidfd_open can fail in a sandbox, on an old kernel, or if no descriptor is left.
   return kill(process, 0) != 0 && errno == ESRCH;
 }
 

@@ -5,13 +5,13 @@
 
 namespace normscope {
 
-// The PID namespace of this process: what its id is a number of. Never 0; the same number for all
-// processes that cannot find out.
+// The PID namespace in which this process's id is valid. Never 0; the same number for all processes
+// that cannot find theirs.
 [[nodiscard]] std::uint64_t own_pid_namespace() noexcept;
 
-// Whether the process of a peer has ended, reaped or not. False where that cannot be told: for a
-// process of another PID namespace, in which its number stands for another process or for none, and
-// where its number has been given to another process since. The time limit then ends a wait.
+// Whether a peer's process has ended, reaped or not. False if that cannot be determined: the peer
+// is in another PID namespace, where its id has another meaning, or its id has been reused. In
+// these cases the time limit ends a wait.
 [[nodiscard]] bool has_died(std::int32_t process, std::uint64_t pid_namespace) noexcept;
 
 }  // namespace normscope

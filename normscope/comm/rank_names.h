@@ -10,14 +10,14 @@
 
 namespace normscope {
 
-// What errors call the ranks of a group: by their numbers in a larger one if the group is a part
-// that users do not know of.
+// The names of a group's ranks in errors. If the group is an internal part of a larger one, its
+// ranks are named by their numbers in the larger group.
 class RankNames {
  public:
-  // A group that users know.
+  // A group that users know, with its own numbers.
   explicit RankNames(int size) : RankNames(numbers_of_ranks(size), size) {}
 
-  // Ranks `numbers` of a group of `size` ranks.
+  // The part with the ranks `numbers` of a group of `size` ranks.
   RankNames(std::vector<int> numbers, int size) : numbers_(std::move(numbers)), size_(size) {}
 
   [[nodiscard]] const std::vector<int>& numbers() const noexcept { return numbers_; }
@@ -27,7 +27,7 @@ class RankNames {
   // "rank 1 of 4".
   [[nodiscard]] std::string name(int rank) const { return name_of_rank(number(rank), size_); }
 
-  // "ranks 0, 2", of at least one.
+  // "ranks 0, 2", of at least one rank.
   [[nodiscard]] std::string list(std::vector<int> ranks) const {
     for (int& rank : ranks) rank = number(rank);
     return list_of_ranks(ranks);

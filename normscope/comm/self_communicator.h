@@ -8,7 +8,7 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// A group of one rank: its sums are the values themselves.
+// A group of one rank: each sum is the values themselves.
 [[nodiscard]] std::unique_ptr<Communicator> make_self_communicator();
 
 }  // namespace normscope

@@ -29,7 +29,7 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
     if (!leads && address.nonce != 0) {
       segment = try_to(error, [&] { return SharedMemorySegment::open(address); });
     }
-    // The leader holds the segment open until all have come here.
+    // This exchange also keeps the leader's segment open until all members have opened it.
     throw_if_any_failed(sub_group, error);
     auto part = std::make_unique<SharedMemoryCommunicator>(*segment, sub_group.rank);
     part->show_calls_as_part_of(*this, sub_group.members);
@@ -37,7 +37,7 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
   }
 
  private:
-  // Nothing, and the text in `error`, where `make` fails: the others must hear of it first.
+  // If `make` fails, returns nothing and sets `error`: the others must be told before this throws.
   template <class Make>
   [[nodiscard]] static std::optional<SharedMemorySegment> try_to(std::string& error,
                                                                  const Make& make) {
@@ -54,8 +54,8 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
                                        group().options());
   }
 
-  // The address of the segment that `leader` has made; zeros where it has none. Collective: every
-  // rank gives what it has made.
+  // The address of the segment that `leader` has created; zeros if it has none. Collective: every
+  // rank passes the segment that it has created, if any.
   [[nodiscard]] SharedMemoryAddress address_from(int leader,
                                                  const std::optional<SharedMemorySegment>& made) {
     const auto row = [](std::vector<double>& table, int of) {

@@ -9,14 +9,14 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// Joins the group of `segment` as `rank`. The ranks are processes of one host, or threads of some;
+// Joins the group of `segment` as `rank`. The ranks are processes of one host, or threads in them;
 // the segment need not outlive the call. Peers that wait for a rank whose communicator was
 // destroyed, or whose process has died, throw a CommunicationError that says so.
 //
-// The ranks show their calls on `board` if there is one, else in the segment.
+// The ranks show their calls on `board` if it is given, else in the segment.
 //
-// Not collective: ranks that have not joined are waited for in the first exchange. Throws
-// ArgumentError where the group has no such rank, or where it has joined before.
+// Not collective: the first exchange waits for ranks that have not joined. Throws ArgumentError if
+// the group has no such rank, or if the rank has joined before.
 [[nodiscard]] std::unique_ptr<Communicator> make_shared_memory_communicator(
     const SharedMemorySegment& segment, int rank, const CallBoard* board = nullptr);
 

@@ -30,10 +30,10 @@ struct alignas(kCacheLine) Label {
 
 constexpr std::uint64_t kMagic = 0x65706f63736d726e;  // "nrmscope"
 
-// To be raised with every change of the label or of what follows it.
+// Increase it with every change to the layout of the label or of the group's memory.
 constexpr std::int64_t kVersion = 3;
 
-// Nobody can shorten the memory under a process that reads it.
+// Nobody can shrink the memory while another process reads it.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void throw_error(const std::string& what, int error) {
@@ -53,17 +53,17 @@ std::shared_ptr<const int> own_descriptor(int descriptor) {
           }};
 }
 
-// Holds the descriptor as long as the memory.
+// The descriptor stays open as long as the mapping.
 std::shared_ptr<void> map(const std::shared_ptr<const int>& descriptor, std::size_t bytes) {
   void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *descriptor, 0);
   if (address == MAP_FAILED) throw_error("map a segment", errno);
   return {address, [bytes, descriptor](void* mapped) { munmap(mapped, bytes); }};
 }
 
-// Never 0, so that an address of zeros is nobody's; below 2^53, so that it is exact as a float64.
+// Never 0: an address of zeros means that there is no segment. Below 2^53: exact as a float64.
 std::int64_t new_nonce() {
   std::uint64_t random = 0;
-  if (getentropy(&random, sizeof(random)) != 0) throw_error("find a random number", errno);
+  if (getentropy(&random, sizeof(random)) != 0) throw_error("get a random number", errno);
   return static_cast<std::int64_t>(random >> 11) | 1;
 }
 
@@ -74,7 +74,7 @@ SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions
   const int created = memfd_create("normscope", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (created < 0) throw_error("create a segment", errno);
   const auto descriptor = own_descriptor(created);
-  // Reserved now: a page that is missing later would end the process by a signal.
+  // Reserve all pages now: with no memory left, a later access would kill the process (SIGBUS).
   if (const int error = posix_fallocate(created, 0, static_cast<off_t>(bytes)); error != 0) {
     throw_error("reserve " + std::to_string(bytes) + " bytes", error);
   }
@@ -96,7 +96,7 @@ SharedMemorySegment SharedMemorySegment::open(const SharedMemoryAddress& address
 }
 
 SharedMemorySegment SharedMemorySegment::look_into(const std::string& path) {
-  // Where something else has taken the place of the segment, it must not be waited for or changed.
+  // The path may now be something else, such as a pipe: opening it must not block or change it.
   const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (opened < 0) throw_error("open " + path, errno);
   const auto descriptor = own_descriptor(opened);

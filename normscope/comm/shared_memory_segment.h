@@ -11,33 +11,34 @@
 namespace normscope NORMSCOPE_EXPORT {
 
 // Where a process of this host finds the memory of a group. Three numbers, each exact as a float64,
-// that the ranks send each other by whatever means they have.
+// which the ranks can send to each other over any transport.
 struct SharedMemoryAddress {
-  std::int64_t process = 0;     // that holds the segment open
-  std::int64_t descriptor = 0;  // of that process
-  std::int64_t nonce = 0;       // tells this segment from whatever else may be found there later
+  std::int64_t process = 0;     // a process that holds the segment open
+  std::int64_t descriptor = 0;  // in that process
+  std::int64_t nonce = 0;       // distinguishes the segment from anything opened there later
 };
 
-// The memory of a group whose ranks are processes of one host. It has no name in any file system
-// and ends with the last process that has it open or mapped, however that process ends.
+// The memory of a group whose ranks are processes of one host. It has no name in any file system.
+// The kernel frees it after the last process that has it open or mapped, however that process ends.
 class SharedMemorySegment {
  public:
-  // Makes the memory of a group. Throws ArgumentError, or CommunicationError where there is no
-  // memory or descriptor left.
+  // Creates the memory of a group. Throws ArgumentError, or CommunicationError if no memory or
+  // descriptor is left.
   [[nodiscard]] static SharedMemorySegment create(int ranks, const ExchangeOptions& options = {});
 
-  // Opens what another process, or this one, has created and still holds. Throws CommunicationError
-  // where the segment is not there (any more).
+  // Opens a segment that another process, or this one, has created and still holds open. Throws
+  // CommunicationError if it is not there (any more).
   [[nodiscard]] static SharedMemorySegment open(const SharedMemoryAddress& address);
 
-  // Opens what lies at such a path of /proc, to look at. Throws CommunicationError.
+  // Opens the segment at a path /proc/PROCESS/fd/DESCRIPTOR without knowing its nonce. Throws
+  // CommunicationError.
   [[nodiscard]] static SharedMemorySegment look_into(const std::string& path);
 
-  // Good for open() as long as this object lives, also for the copy of it that a fork makes.
+  // Valid for open() as long as this object exists. Also correct in a forked copy.
   [[nodiscard]] SharedMemoryAddress address() const;
 
-  // The group's memory as SlotMemory has initialized it; stays when this object ends, and
-  // open, so that a process can be looked into.
+  // The group's memory, initialized by SlotMemory. It may outlive this object, and keeps the
+  // descriptor open: status_of_process() finds the segment through it.
   [[nodiscard]] const std::shared_ptr<void>& memory() const noexcept { return memory_; }
 
  private:

@@ -22,14 +22,14 @@ using std::chrono::milliseconds;
 
 constexpr std::size_t kReasonBytes = 1024;
 
-// A peer on another core comes within a microsecond or two; a longer spin only keeps away the peers
-// that wait for this core (8 ranks on 2 cores: half the time with 16 turns of that with 256). Who
-// waits beyond the yields sleeps, and looks now and then whether the peer's process is alive.
+// A peer on another core arrives within a microsecond or two. A longer spin only blocks peers that
+// wait for this core (8 ranks on 2 cores: 16 spins take half the time of 256). After spinning, a
+// rank yields; then it sleeps, and checks from time to time whether the peer's process is alive.
 constexpr int kSpins = 16;
 
-// Ranks that touch fresh memory come some hundred microseconds apart, and a core that has gone to
-// sleep takes long to wake in a virtual machine; but where ranks share cores, one that yields still
-// takes turns from those that work.
+// Long, because ranks that touch new memory arrive some hundred microseconds apart, and because an
+// idle core takes long to wake up in a virtual machine. Shorter if ranks share cores: a rank that
+// yields still takes time from those that work.
 microseconds yield_time(int ranks) {
   static const unsigned kCores = std::thread::hardware_concurrency();
   return static_cast<unsigned>(ranks) <= kCores ? microseconds{2000} : microseconds{200};
@@ -37,10 +37,10 @@ microseconds yield_time(int ranks) {
 
 constexpr milliseconds kLongestSleep{100};
 
-// For a rank that waits beyond its time limit to tell the others why.
+// Time for a leader that has reached its own limit to report the reason to its followers.
 constexpr milliseconds kGrace{1000};
 
-// A kilobyte is written within the first.
+// More than a peer needs to write a reason, of at most kReasonBytes.
 constexpr int kYieldsForAReason = 1000;
 
 void pause_core() noexcept {
@@ -135,7 +135,7 @@ void SlotGroup::wait_for(RankRange awaited) {
   }
 }
 
-// Or until kLongestSleep: there are others to look at.
+// Sleeps for at most kLongestSleep: other peers must be checked too.
 void SlotGroup::sleep_until_come(int peer, milliseconds time_left) {
   SlotMemory::Member& awaited = member(peer);
   const std::uint32_t bell = awaited.bell;
@@ -158,7 +158,7 @@ void SlotGroup::tell_observer(Clock::time_point start) {
 }
 
 bool SlotGroup::has_come(int peer) const noexcept {
-  // The sign of the difference survives the wrap-around. A peer is at most one epoch ahead.
+  // The sign survives the wrap-around of epochs: a peer is at most one epoch ahead.
   return static_cast<std::int32_t>(member(peer).epoch - epoch_) >= 0;
 }
 
@@ -173,7 +173,7 @@ void SlotGroup::throw_if_failed() const {
   if (memory_.has_failed()) throw CommunicationError(describe(memory_.failure()));
 }
 
-// Looks at all that have not come: a peer that is only late may hide one that will not come.
+// Checks all missing peers: the one that this rank waits for may only be late, and another dead.
 void SlotGroup::throw_if_any_gone(RankRange awaited) {
   std::vector<int> dead;
   std::vector<int> left;
@@ -182,12 +182,12 @@ void SlotGroup::throw_if_any_gone(RankRange awaited) {
     const std::int32_t process = member(peer).process;
     const bool has_left = process == SlotMemory::kLeft;
     const bool died = process > 0 && has_died(process, member(peer).pid_namespace);
-    // It may have come in its last moment, so that the epoch is looked at after the process.
+    // The peer may have announced the epoch just before it ended: check the epoch last.
     if (!(has_left || died) || has_come(peer)) continue;
     (died ? dead : left).push_back(peer);
   }
   if (dead.empty() && left.empty()) return;
-  // A rank that has left may have done so because another died.
+  // A rank that has left may have done so because another died: name the dead only.
   const std::vector<int>& gone = dead.empty() ? left : dead;
   end_with<CommunicationError>(names_.names(gone) + (gone.size() > 1 ? " have " : " has ") +
                                (dead.empty() ? "left the group" : "died"));
@@ -202,7 +202,8 @@ milliseconds SlotGroup::time_left_or_throw(RankRange awaited, Clock::time_point 
   const std::vector<int> missing = this->missing();
   std::string text = name() + " waited " + in_seconds(waited) + " for ";
   if (missing.empty()) {
-    // Those that this rank waits for have a limit of their own, and tell what they wait for.
+    // Only the leader is awaited, and it waits for other leaders with a limit of its own. Give it
+    // time to report what it waits for.
     const Clock::duration limit = 2 * options_.time_limit + kGrace;
     if (waited < limit) return std::chrono::ceil<milliseconds>(limit - waited);
     text += names_.name(awaited.first) + ", which waits for other hosts";
@@ -214,7 +215,7 @@ milliseconds SlotGroup::time_left_or_throw(RankRange awaited, Clock::time_point 
   end_with<TimeoutError>(text);
 }
 
-// Ranks that have shown nothing of this epoch.
+// Ranks that have neither arrived in this epoch nor announced it.
 std::vector<int> SlotGroup::missing() const {
   std::vector<int> missing;
   for (int peer = 0; peer < size_; ++peer) {
@@ -244,12 +245,12 @@ void SlotGroup::add_slots(std::span<double> sum) const noexcept {
   }
 }
 
-// A peer that failed, and left, between two looks of this rank has told the reason: this rank only
-// sees what followed.
+// A peer may have failed and left between two checks of this rank. Its reason came first and wins:
+// this rank has only seen the consequence.
 template <class Error>
 void SlotGroup::end_with(const std::string& text) {
   if (!memory_.record_failure(text)) {
-    // A peer may have died while it wrote, so that this is not waited for without an end.
+    // Bounded, because the peer may have died while it wrote the reason.
     for (int i = 0; i < kYieldsForAReason && !memory_.has_failed(); ++i) sched_yield();
     throw_if_failed();
   }

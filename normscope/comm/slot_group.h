@@ -18,7 +18,7 @@
 
 namespace normscope {
 
-// Some ranks of a SlotMemory: `first` and those after it, up to and without `last`.
+// The ranks [first, last) of a SlotMemory.
 struct RankRange {
   int first;
   int last;
@@ -27,22 +27,22 @@ struct RankRange {
 // Where ranks show their calls.
 struct ShownCalls {
   CallBoard board;
-  std::vector<int> ranks;  // what the board's ranks are called
-  bool are_all = true;     // else a rank without a call may have made one that is unknown here
+  std::vector<int> ranks;  // the numbers to show for the board's ranks
+  bool are_all = true;     // if false, the board may lack calls that ranks have made
 };
 
-// One rank of a SlotMemory. It counts exchanges by epochs: it puts its values into a slot of its
-// own, announces them by the number of the epoch, and waits until other ranks have announced the
-// same number. What the ranks then do with the slots is up to the user of this class.
+// One rank of a SlotMemory. Exchanges are counted in epochs: a rank writes its values to its slot,
+// announces the number of the epoch, and waits until other ranks have announced the same number.
+// The user of this class decides what the ranks then do with the slots.
 //
 // A rank has two slots and uses them in turn.
 //
-// A copy that a fork makes of a group is none of the ranks: throw_if_forked() throws, and nothing
-// that it does, its end included, reaches the group.
+// A forked copy of this object is not one of the ranks: throw_if_forked() throws, and nothing that
+// the copy does, including its destruction, affects the group.
 class SlotGroup {
  public:
   // Joins the group in `memory` as `rank`. Throws ArgumentError if there is no such rank, or if it
-  // has joined before. `transport`, with which errors begin, must outlive the object.
+  // has joined before. Errors begin with `transport`, which must outlive the object.
   SlotGroup(SlotMemory memory, int rank, std::string_view transport, RankNames names);
   SlotGroup(const SlotGroup&) = delete;
   SlotGroup& operator=(const SlotGroup&) = delete;
@@ -55,54 +55,54 @@ class SlotGroup {
   [[nodiscard]] const ExchangeOptions& options() const noexcept { return options_; }
   [[nodiscard]] const RankNames& names() const noexcept { return names_; }
 
-  // Where the ranks show their calls: in their memory, unless they have another board.
+  // Where the ranks show their calls: in their memory, unless another board has been set.
   [[nodiscard]] CallBoard& calls() noexcept { return calls_.board; }
   [[nodiscard]] const CallBoard& calls() const noexcept { return calls_.board; }
   [[nodiscard]] bool shows_all_calls() const noexcept { return calls_.are_all; }
   void show_calls_on(ShownCalls calls) { calls_ = std::move(calls); }
 
-  // Whether this process is the rank, and not a fork of it.
+  // Whether this process joined as the rank; false in a fork of it.
   [[nodiscard]] bool is_at_home() const noexcept { return home_.is_this_one(); }
 
   // Throws CommunicationError.
   void throw_if_forked() const;
   void throw_if_failed() const;
 
-  // The next epoch, in which this rank has a message of `length` numbers.
+  // Begins the next epoch, with a message of `length` numbers from this rank.
   void begin_epoch(std::size_t length) noexcept;
 
-  // Of this epoch.
+  // Of a rank in this epoch.
   [[nodiscard]] double* slot(int rank) const noexcept { return memory_.slot(rank, epoch_); }
   [[nodiscard]] std::int64_t& length(int rank) const noexcept {
     return memory_.member(rank).lengths[epoch_ % 2];
   }
 
-  // Shows that this rank takes part in the epoch, before it announces anything: a rank that waits
-  // for it beyond the time limit knows that others are to blame.
+  // Shows that this rank has arrived in the epoch, before it can announce it. Peers that wait for
+  // it beyond the time limit then do not name it as missing.
   void show_arrival() noexcept { memory_.member(rank_).arrived = epoch_; }
 
-  // This rank's slot and length are complete.
+  // Announces the epoch: this rank's slot and length are complete.
   void announce() noexcept;
 
-  // Until those ranks have announced this epoch. Throws CommunicationError if one of them has left
-  // or died, or if the group has failed; TimeoutError; and what a CallObserver throws. The group
-  // has failed after each.
+  // Waits until those ranks have announced this epoch. Throws CommunicationError if one of them has
+  // left or died, or if the group has failed; TimeoutError; and what a CallObserver throws. Each of
+  // them marks the group as failed.
   void wait_for(RankRange awaited);
 
-  // The group fails: "rank 1 of 4 failed: `reason`". The first failure wins.
+  // Marks the group as failed: "rank 1 of 4 failed: `reason`". The first failure wins.
   void fail(std::string_view reason) noexcept;
 
-  // The same, in these words.
+  // Marks the group as failed with exactly this text.
   void record_failure(std::string_view text) noexcept;
 
-  // The same, and throws an `Error`, or a CommunicationError with the reason that came first.
+  // The same, and throws an `Error`. If there is an earlier failure, throws that instead.
   template <class Error>
   [[noreturn]] void end_with(const std::string& text);
 
-  // Whether the ranks have messages of different lengths in this epoch; all have announced it.
+  // Whether the ranks' lengths differ in this epoch. All ranks must have announced it.
   [[nodiscard]] bool lengths_differ() const noexcept;
 
-  // The sum of this epoch's slots, in the order of the ranks. [sum.size()] numbers of each.
+  // Writes the sum of the first sum.size() numbers of this epoch's slots, added in rank order.
   void add_slots(std::span<double> sum) const noexcept;
 
   // Why the group has failed; empty if it has not.
@@ -134,7 +134,7 @@ class SlotGroup {
   HomeProcess home_;
   int rank_;
   int size_;
-  std::chrono::microseconds yield_time_;  // of a rank that waits, before it sleeps
+  std::chrono::microseconds yield_time_;  // how long a waiting rank yields before it sleeps
   std::string_view transport_;
   RankNames names_;
   ExchangeOptions options_;

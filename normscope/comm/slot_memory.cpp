@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kReasonBytes = 1024;
 
-// Their product, times two slots of 8 bytes, is far from the end of an int64.
+// Two slots of 8-byte numbers for each rank are then far below the limit of an int64.
 constexpr int kMaxRanks = 1 << 16;
 constexpr std::int64_t kMaxSlotLength = std::int64_t{1} << 30;
 
@@ -33,7 +33,7 @@ struct SlotMemory::Group {
   std::int64_t slot_length;
   std::chrono::milliseconds time_limit;
   alignas(kCacheLine) std::atomic<std::uint32_t> failure = kNone;
-  char reason[kReasonBytes] = {};  // to be read where failure == kWritten
+  char reason[kReasonBytes] = {};  // valid if failure == kWritten
 };
 
 std::int64_t SlotMemory::bytes(int ranks, const ExchangeOptions& options) {

@@ -15,41 +15,41 @@
 
 namespace normscope {
 
-// The memory that the ranks of a SlotGroup share: the group, a board of calls (calls.h), a
-// member and two slots of values for each rank.
+// The memory that the ranks of a SlotGroup share: the group, a board of calls (calls.h), and for
+// each rank a member and two slots of values.
 //
-// All atomics are sequentially consistent. Announcing and falling asleep rely on it: either the
+// All atomics are sequentially consistent. Announcing and falling asleep rely on this: either the
 // sleeper sees the new epoch, or the announcer sees the sleeper.
 class SlotMemory {
  public:
-  // Epochs wrap around after 2^32 exchanges. They begin shortly before, so that every long run
-  // crosses the wrap-around and no defect there can hide.
+  // Epochs wrap around after 2^32 exchanges. They start shortly before that point: every long run
+  // crosses it, and no bug there can stay unnoticed.
   static constexpr std::uint32_t kFirstEpoch = 0U - 256U;
 
-  // Member::process, where it is not a process id.
+  // Values of Member::process that are not process ids.
   static constexpr std::int32_t kNotJoined = 0;
   static constexpr std::int32_t kLeft = -1;
 
   struct Member {
     alignas(kCacheLine) std::atomic<std::uint32_t> epoch = kFirstEpoch;
-    std::atomic<std::uint32_t> bell = 0;      // what those who wait for this rank sleep on
-    std::atomic<std::uint32_t> sleepers = 0;  // how many they are
+    std::atomic<std::uint32_t> bell = 0;      // the futex on which peers wait for this rank
+    std::atomic<std::uint32_t> sleepers = 0;  // how many peers sleep on it
     std::atomic<std::int32_t> process = kNotJoined;
-    std::atomic<std::uint64_t> pid_namespace = 0;      // whose number that is; 0 until it is known
-    std::atomic<std::uint32_t> arrived = kFirstEpoch;  // that it has begun, if it shows that
+    std::atomic<std::uint64_t> pid_namespace = 0;      // of `process`; 0 until it is known
+    std::atomic<std::uint32_t> arrived = kFirstEpoch;  // the last epoch of show_arrival()
     std::int64_t lengths[2] = {};  // of the whole message, by the epoch's parity
   };
 
-  // Bytes of the memory of a group. Throws ArgumentError.
+  // Size of a group's memory in bytes. Throws ArgumentError.
   [[nodiscard]] static std::int64_t bytes(int ranks, const ExchangeOptions& options);
 
-  // Makes a group in `memory` [bytes(ranks, options)], aligned to 64 bytes, before any rank joins.
+  // Creates a group in `memory` [bytes(ranks, options)], aligned to 64 bytes. No rank has joined.
   static void initialize(void* memory, int ranks, const ExchangeOptions& options);
 
-  // An initialized group.
+  // `memory` must hold an initialized group.
   explicit SlotMemory(std::shared_ptr<void> memory);
 
-  // What can be seen of the group without joining it.
+  // The state of the group. The caller need not have joined it.
   [[nodiscard]] GroupStatus look_at() const;
 
   [[nodiscard]] int ranks() const noexcept;
@@ -65,10 +65,11 @@ class SlotMemory {
   [[nodiscard]] bool has_failed() const noexcept;
   [[nodiscard]] const char* failure() const noexcept;
 
-  // Whether this failure is the first of the group, which wins. Wakes all that sleep.
+  // Marks the group as failed and wakes all sleepers. Returns false, and changes nothing, if the
+  // group has failed before.
   bool record_failure(std::string_view reason) const noexcept;
 
-  // Those that wait for this rank.
+  // Wakes the peers that wait for this rank.
   void wake_sleepers(int rank) const noexcept;
 
  private:

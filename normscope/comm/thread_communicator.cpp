@@ -27,7 +27,7 @@ struct ThreadGroup {
   }
 
   std::shared_ptr<void> memory;
-  std::vector<std::shared_ptr<ThreadGroup>> parts;  // while splitting: [r] is what rank r leads
+  std::vector<std::shared_ptr<ThreadGroup>> parts;  // during a split: by leader, else null
 };
 
 class ThreadCommunicator final : public SlotCommunicator {
@@ -45,7 +45,7 @@ class ThreadCommunicator final : public SlotCommunicator {
     if (part == nullptr) {
       throw CommunicationError(
           group().describe("split: " + group().names().name(sub_group.leader()) +
-                           " found no memory for the group of color " + std::to_string(color)));
+                           " could not create the memory of the new group"));
     }
     auto communicator = std::make_unique<ThreadCommunicator>(part, sub_group.rank);
     communicator->show_calls_as_part_of(*this, sub_group.members);
@@ -53,7 +53,7 @@ class ThreadCommunicator final : public SlotCommunicator {
   }
 
  private:
-  // Null where there is no memory, so that the leader can tell the others.
+  // Null if there is no memory: the leader must tell the others before it throws.
   [[nodiscard]] std::shared_ptr<ThreadGroup> make_part(const SubGroup& sub_group) const {
     try {
       return std::make_shared<ThreadGroup>(static_cast<int>(sub_group.members.size()),

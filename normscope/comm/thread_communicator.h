@@ -10,9 +10,8 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// A group whose ranks are threads of this process; [r] is for the thread that is rank r. A rank
-// whose communicator is destroyed has left: peers that still wait for it throw a
-// CommunicationError.
+// A group whose ranks are threads of this process; element r is for rank r. A rank leaves the group
+// when its communicator is destroyed: peers that still wait for it throw a CommunicationError.
 [[nodiscard]] std::vector<std::unique_ptr<Communicator>> make_thread_communicators(
     int size, const ExchangeOptions& options = {});
 

@@ -22,26 +22,25 @@ namespace {
 // The leader is the first rank of a host's memory.
 constexpr int kLeader = 0;
 
-// What a leader announces as the length of its message if some ranks, of whatever host, came with
-// another one than the rest.
+// What a leader announces as its length if the lengths of any two ranks, on any hosts, differ.
 constexpr std::int64_t kLengthsDiffer = -1;
 
-// A message between hosts ends with its length and the square of that. Their sums over H hosts are
-// H * length and H * length^2 only if all hosts have this length; both are exact while
-// H * length^2 <= 2^53. A host whose own ranks differ sends NaN, which no length equals.
+// A message between hosts ends with its length and the square of its length. Their sums over H
+// hosts are H * length and H * length^2 only if all hosts have the same length; both are exact
+// while H * length^2 <= 2^53. A host whose own ranks differ sends NaN, which equals no length.
 constexpr std::size_t kTrailer = 2;
 
 int place_of(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::ranges::find(ranks, rank) - ranks.begin());
 }
 
-// In an exchange every rank of a host writes its values to its slot. The leader adds the slots,
-// adds the hosts' sums with the other leaders, and puts the result into its own slot, where the
-// others read it: each rank waits once, for the leader, and the leader for them.
+// In an exchange, every rank of a host writes its values to its slot. The leader waits for them,
+// adds the slots, adds the hosts' sums with the other leaders, and writes the result to its own
+// slot. The other ranks wait for the leader and read the result there.
 //
-// Why a slot may be written again two epochs later: the leader announces an epoch after all have
-// announced it and it has read their slots; and a rank announces an epoch after it has read the
-// leader's slot of the one before.
+// A slot can be written again two epochs later: the leader announces an epoch only after all ranks
+// have announced it and it has read their slots, and a rank announces an epoch only after it has
+// read the leader's slot of the epoch before.
 class TwoLevelCommunicator final : public Communicator {
  public:
   TwoLevelCommunicator(std::unique_ptr<Communicator> whole, const Hosts& hosts)
@@ -54,7 +53,7 @@ class TwoLevelCommunicator final : public Communicator {
       host_.show_calls_on(
           {.board = *board, .ranks = numbers_of_ranks(whole_->size()), .are_all = false});
     }
-    // The others are alone in their parts, which costs them nothing.
+    // Every other rank gets a part of its own, which costs nothing.
     between_ = whole_->split(leads() ? 0 : 1 + whole_->rank(), whole_->rank());
   }
 
@@ -75,7 +74,7 @@ class TwoLevelCommunicator final : public Communicator {
       host_.throw_if_failed();
       if (!sum(values)) throw_lengths_differ(values.size());
     } catch (const MismatchError&) {
-      throw;  // of every rank
+      throw;  // on every rank: no one needs to be told
     } catch (...) {
       tell_other_hosts();
       throw;
@@ -88,8 +87,8 @@ class TwoLevelCommunicator final : public Communicator {
     return over_hosts(whole_->split(color, key), host_.options().time_limit);
   }
 
-  // Ranks of this host throw at once. Those of others do as soon as this host's leader comes to an
-  // exchange, or at once if this is the leader.
+  // Ranks of this host throw at once. Ranks of other hosts throw when this host's leader comes to
+  // its next exchange, or at once if this rank is the leader.
   void fail(std::string_view reason) noexcept override {
     if (!host_.is_at_home()) return;
     host_.fail(reason);
@@ -153,7 +152,7 @@ class TwoLevelCommunicator final : public Communicator {
     return true;
   }
 
-  // Returns false if the lengths of pieces differ.
+  // Returns false if the lengths of the pieces differ.
   [[nodiscard]] bool all_reduce_between() {
     try {
       between_->all_reduce_sum(message_);
@@ -173,8 +172,8 @@ class TwoLevelCommunicator final : public Communicator {
     }
   }
 
-  // A leader that fails tells the others its text in theirs. What else they meet is in terms of
-  // their own group.
+  // The cause in an error from another leader, if that leader reported its own. Any other error
+  // numbers the ranks within the group of leaders; the text then lists the leaders.
   [[nodiscard]] std::string cause_of(const std::string& text) const {
     const std::string prefix = host_.describe("");
     const std::size_t found = text.find(prefix);
@@ -182,27 +181,27 @@ class TwoLevelCommunicator final : public Communicator {
     return host_.name() + " among the first " + list_of_ranks(leaders_) + " of the hosts: " + text;
   }
 
-  // Every rank comes to this with a vector of one length.
+  // Collective: sums a vector of the same length on every rank.
   [[noreturn]] void throw_lengths_differ(std::size_t length) {
     std::vector<double> lengths(static_cast<std::size_t>(size()));
     lengths[static_cast<std::size_t>(rank())] = static_cast<double>(length);
     if (!sum(lengths)) {
       throw CommunicationError(
-          host_.describe("ranks that came with different lengths do not agree "
-                         "on how many ranks there are"));
+          host_.describe("ranks that passed different lengths do not agree "
+                         "on the number of ranks"));
     }
     throw MismatchError(
         host_.describe(text_of_different_lengths({lengths.begin(), lengths.end()})));
   }
 
-  // The group has failed.
+  // Call it after the group has failed.
   void tell_other_hosts() noexcept {
     try {
       const std::string text = host_.describe(host_.failure());
       if (between_ && leads()) between_->fail(text);
       whole_->fail(text);              // peers may be in a split
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-      // No memory for the text: the peers find out at their time limit.
+      // No memory for the text: the peers throw at their time limit.
     }
   }
 
@@ -211,7 +210,7 @@ class TwoLevelCommunicator final : public Communicator {
   std::string transport_;
   SlotGroup host_;
   std::unique_ptr<Communicator> between_;  // of the leaders
-  std::vector<double> message_;            // of a leader, to the others
+  std::vector<double> message_;            // of a leader, to the other leaders
 };
 
 }  // namespace

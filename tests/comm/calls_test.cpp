@@ -31,7 +31,7 @@ std::vector<CallBoard> boards_of(int ranks) {
   return boards;
 }
 
-TEST(WhoIsWhere, NamesThoseFirstThatAreWaitedFor) {
+TEST(WhoIsWhere, NamesAwaitedRanksFirst) {
   std::vector<CallBoard> boards = boards_of(5);
   for (const int rank : {0, 2}) {
     boards[static_cast<std::size_t>(rank)].begin({.what = "forward", .layer = "layer3.bn1"});
@@ -44,11 +44,11 @@ TEST(WhoIsWhere, NamesThoseFirstThatAreWaitedFor) {
 
   EXPECT_THAT(text, MatchesRegex("rank 1 last finished forward of layer2.bn1, 0.0 s ago; "
                                  "rank 3 last ran backward of stem without peers, 0.0 s ago; "
-                                 "rank 4 has not come to any call yet; "
+                                 "rank 4 has not made any call yet; "
                                  "ranks 0, 2 wait in forward of layer3.bn1"));
 }
 
-TEST(CallBoard, APartTellsOfItsMembersAlone) {
+TEST(CallBoard, APartShowsOnlyItsMembers) {
   std::vector<CallBoard> boards = boards_of(3);
   boards[0].begin({.what = "forward", .layer = "a"});
   CallBoard part = boards[2].part({0, 2});
@@ -69,7 +69,7 @@ TEST(CallBoard, KeepsTheEndOfALongNameAndShowsNoControlCharacter) {
   EXPECT_THAT(name, EndsWith("\\x1b[31m.bn1"));
 }
 
-TEST(CallBoard, IsReadWholeWhileItIsWritten) {
+TEST(CallBoard, ReadsAreConsistentDuringWrites) {
   std::vector<CallBoard> boards = boards_of(2);
   const std::string layers[] = {std::string(60, 'a'), std::string(60, 'b')};
   std::jthread writer([&](const std::stop_token& stop) {
