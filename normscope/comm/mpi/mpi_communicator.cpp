@@ -25,23 +25,21 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// A peer on another core comes within microseconds; a longer spin only keeps away the peers that
-// wait for this core.
+// A peer on another core arrives within microseconds. A longer spin only blocks peers on this core.
 constexpr int kSpins = 16;
 
-// Who waits for longer leaves the core to ranks that have work to do, but must look now and then:
-// MPI moves messages only while it is called.
+// A longer wait leaves the core to ranks that have work to do, but must call MPI from time to time:
+// MPI only makes progress inside its calls.
 constexpr std::chrono::microseconds kYieldTime{200};
 constexpr std::chrono::microseconds kSleep{20};
 
-// float64 numbers that one MPI_Iallreduce adds: 8 MiB, since MPI counts in int, and works on a
-// copy.
+// float64 numbers in one MPI_Iallreduce: 8 MiB. MPI counts in int, and the numbers are copied.
 constexpr std::size_t kPieceLength = std::size_t{1} << 20;
 
 constexpr std::size_t kReasonBytes = 1024;
 
-// Messages beside the sums. Who has waited for nearly as long as it may asks its peers whether they
-// have come to the same exchange, so that an error can name those that have not.
+// Point-to-point messages next to the sums. Shortly before its time limit, a rank asks its peers
+// whether they have reached the same exchange. The error can then name those that have not.
 enum Tag { kHaveYouCome, kHaveCome, kFailed };
 constexpr milliseconds kTimeForAnswers{500};
 
@@ -56,7 +54,7 @@ void check_arguments(MPI_Comm ranks, milliseconds time_limit) {
   }
   if (mpi::is_finalized()) refuse("expected MPI to be in use, but it has been finalized");
   if (const std::string obstacle = mpi::obstacle_of_thread(); !obstacle.empty()) refuse(obstacle);
-  if (ranks == MPI_COMM_NULL) refuse("ranks: expected a communicator of MPI, got MPI_COMM_NULL");
+  if (ranks == MPI_COMM_NULL) refuse("ranks: expected an MPI communicator, got MPI_COMM_NULL");
   int is_inter = 0;
   MPI_Comm_test_inter(ranks, &is_inter);
   if (is_inter != 0) refuse("ranks: expected one group of ranks, got an inter-communicator");
@@ -66,7 +64,7 @@ void check_arguments(MPI_Comm ranks, milliseconds time_limit) {
   }
 }
 
-// Lets calls on the caller's communicator return their errors, as long as this object lives.
+// Makes calls on the caller's communicator return errors for the lifetime of this object.
 class ReturnsErrors {
  public:
   explicit ReturnsErrors(MPI_Comm comm) : comm_(comm) {
@@ -85,16 +83,16 @@ class ReturnsErrors {
   MPI_Errhandler before_ = MPI_ERRHANDLER_NULL;
 };
 
-// What MPI reads and writes on its own.
+// Memory that MPI reads and writes between calls.
 struct Traffic {
   std::vector<double> sum;
   MPI_Request request = MPI_REQUEST_NULL;
-  std::list<std::string> letters;  // that have been sent to peers
+  std::list<std::string> letters;  // texts sent to peers
 };
 
 class MpiCommunicator final : public Communicator {
  public:
-  // Takes `own` over; MPI returns its errors there.
+  // Takes ownership of `own`, whose error handler is MPI_ERRORS_RETURN.
   MpiCommunicator(MPI_Comm own, milliseconds time_limit)
       : own_(own), time_limit_(time_limit), traffic_(std::make_unique<Traffic>()) {
     MPI_Comm_rank(own_, &rank_);
@@ -103,8 +101,8 @@ class MpiCommunicator final : public Communicator {
   }
 
   ~MpiCommunicator() override {
-    // An exchange that was given up cannot be cancelled, and a letter may still be on its way to a
-    // peer: MPI keeps what it needs for them. MPI_Comm_free waits for nobody in practice.
+    // MPI cannot cancel an exchange, and a letter may still be on its way to a peer. In both cases
+    // the memory must stay. MPI_Comm_free is collective, but does not wait in practice.
     const bool is_quiet = failure_.empty() && !has_talked_;
     if (!is_quiet) {
       mpi::keep_for_mpi(std::move(traffic_));
@@ -117,7 +115,7 @@ class MpiCommunicator final : public Communicator {
   [[nodiscard]] int size() const noexcept override { return size_; }
   [[nodiscard]] std::string_view transport() const noexcept override { return "mpi"; }
 
-  // MPI leaves open what happens where ranks come with different counts.
+  // If the counts differ between ranks, MPI's behaviour is undefined.
   [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
 
   void all_reduce_sum(std::span<double> values, Stream stream) override {
@@ -133,7 +131,7 @@ class MpiCommunicator final : public Communicator {
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     const SubGroup sub_group = agree_on_sub_group(*this, color, key);
-    // All have come, so that MPI_Comm_split, which knows no time limit, finds them there.
+    // MPI_Comm_split has no time limit. It does not need one: all ranks have just arrived here.
     MPI_Comm part = MPI_COMM_NULL;
     check(MPI_Comm_split(own_, sub_group.leader(), sub_group.rank, &part), "MPI_Comm_split");
     check(MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
@@ -144,13 +142,13 @@ class MpiCommunicator final : public Communicator {
     try {
       fail_with(own_name() + " failed: " + std::string(reason.substr(0, kReasonBytes)));
     } catch (const std::exception&) {
-      failure_ = "no memory";  // for the reason: the peers find out at their time limit
+      failure_ = "no memory";  // for the reason; the peers throw at their time limit
     }
   }
 
  private:
   void add_piece(std::span<double> values) {
-    // Of nothing MPI would make no exchange.
+    // At least one number: an empty sum would not synchronize the ranks.
     traffic_->sum.assign(std::max<std::size_t>(values.size(), 1), 0.0);
     std::ranges::copy(values, traffic_->sum.begin());
     ++exchanges_;
@@ -161,7 +159,7 @@ class MpiCommunicator final : public Communicator {
     std::copy_n(traffic_->sum.begin(), values.size(), values.begin());
   }
 
-  // Until the exchange is done.
+  // Waits until the exchange is complete.
   void wait() {
     const Clock::time_point start = Clock::now();
     bool has_asked = false;
@@ -185,7 +183,7 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  // Takes what peers say beside the sums.
+  // Receives and handles the peers' point-to-point messages.
   void listen() {
     for (;;) {
       int found = 0;
@@ -223,7 +221,7 @@ class MpiCommunicator final : public Communicator {
       if (peer != rank_ && !has_come) missing.push_back(peer);
     }
     const std::string awaited =
-        missing.empty() ? "a sum that all ranks have come to" : list_of_ranks(missing);
+        missing.empty() ? "a sum that all ranks have reached" : list_of_ranks(missing);
     fail_with(own_name() + " waited " + in_seconds(waited) + " for " + awaited);
     throw TimeoutError(describe(failure_));
   }
@@ -257,7 +255,7 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  // Whether it arrives is not known: the letter stays.
+  // The request is freed, so MPI does not tell when it is done with the letter: it must be kept.
   void tell(int peer, Tag tag, const std::string& letter) {
     has_talked_ = true;
     MPI_Request request = MPI_REQUEST_NULL;
@@ -277,15 +275,15 @@ class MpiCommunicator final : public Communicator {
   std::unique_ptr<Traffic> traffic_;
   int rank_ = 0;
   int size_ = 0;
-  std::int64_t exchanges_ = 0;          // that this rank has come to
-  std::vector<std::int64_t> arrivals_;  // the last exchange that each peer said it has come to
-  bool has_talked_ = false;             // beside the sums
+  std::int64_t exchanges_ = 0;          // that this rank has reached
+  std::vector<std::int64_t> arrivals_;  // the last exchange that each peer has reported
+  bool has_talked_ = false;             // has sent or received point-to-point messages
   std::string failure_;                 // the first one; empty: none
 };
 
-// Within the time limit, unlike MPI_Comm_dup.
+// MPI_Comm_dup with a time limit.
 MPI_Comm duplicate(MPI_Comm ranks, milliseconds time_limit) {
-  // MPI writes there when the others come, perhaps after this rank has given up.
+  // MPI writes to it when the other ranks arrive, perhaps after this rank has given up.
   auto own = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
   const auto check = [](int code, const char* call) {
     if (code == MPI_SUCCESS) return;
@@ -303,7 +301,7 @@ MPI_Comm duplicate(MPI_Comm ranks, milliseconds time_limit) {
     if (waited >= time_limit) {
       mpi::keep_for_mpi(std::move(own));
       throw TimeoutError("mpi: this rank waited " + in_seconds(waited) +
-                         " for the others to make the group");
+                         " for the other ranks to create the group");
     }
     sched_yield();
   }

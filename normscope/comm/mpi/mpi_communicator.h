@@ -11,17 +11,16 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// The ranks of `ranks`, whose messages MPI carries. They travel on a duplicate, and never mix with
-// the caller's own. Collective; no wait is longer than the time limit.
+// A communicator over MPI, of the ranks of `ranks`. It uses a duplicate of `ranks`: its messages
+// never mix with the caller's. Collective; no wait exceeds the time limit.
 //
-// MPI must have been initialized with MPI_THREAD_FUNNELED or more. With MPI_THREAD_FUNNELED every
-// call comes from the thread that did so, with MPI_THREAD_SERIALIZED from any one at a time; groups
-// that threads use at once need MPI_THREAD_MULTIPLE. Communicators should be destroyed before
-// MPI_Finalize; one that is used after it throws, one that is destroyed after it does no harm.
+// MPI must have been initialized with MPI_THREAD_FUNNELED or more. With MPI_THREAD_FUNNELED, only
+// the thread that initialized MPI may call; with MPI_THREAD_SERIALIZED, any one thread at a time.
+// If threads use several groups at once, MPI_THREAD_MULTIPLE is needed. Destroy communicators
+// before MPI_Finalize: a use after it throws, a destruction after it does no harm.
 //
-// Throws ArgumentError where MPI is not initialized like that or `ranks` is no group of ranks
-// (null, or an inter-communicator), CommunicationError where MPI reports an error, TimeoutError
-// where ranks do not come.
+// Throws ArgumentError if MPI is not initialized like that, or if `ranks` is MPI_COMM_NULL or an
+// inter-communicator; CommunicationError on errors of MPI; TimeoutError if ranks are missing.
 [[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator(
     MPI_Comm ranks, std::chrono::milliseconds time_limit = std::chrono::minutes(10));
 

@@ -6,17 +6,17 @@
 
 namespace normscope::mpi {
 
-// What MPI is ready for in this process, and what it still holds.
+// The state of MPI in this process, and memory that MPI may still use.
 
 [[nodiscard]] bool is_finalized() noexcept;
 
-// Empty, or what forbids this thread to call MPI.
+// Why this thread must not call MPI; empty if it may.
 [[nodiscard]] std::string obstacle_of_thread();
 
-// What an error of MPI is called.
+// MPI's text for an error code.
 [[nodiscard]] std::string text_of_code(int code);
 
-// Until the process ends: what MPI may still use cannot be taken from it.
+// Keeps `memory` until the process ends, because MPI may still use it.
 void keep_for_mpi(std::shared_ptr<void> memory);
 
 }  // namespace normscope::mpi

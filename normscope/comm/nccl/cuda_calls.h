@@ -14,7 +14,7 @@ inline void check_cuda(cudaError_t error, const char* call) {
   throw CommunicationError(std::string("nccl: ") + call + ": " + cudaGetErrorString(error));
 }
 
-// Makes a device the calling thread's current one, as long as this lives.
+// Makes `device` the calling thread's current device for the lifetime of this object.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device) {
@@ -29,7 +29,7 @@ class CurrentDevice {
   int before_ = 0;
 };
 
-// A message of the host on its way over a device.
+// Device memory and a stream, for the sum of a message in host memory.
 class Staging {
  public:
   explicit Staging(std::size_t bytes) {

@@ -30,8 +30,8 @@ using nccl::CurrentDevice;
 using Clock = nccl::Watch::Clock;
 using std::chrono::milliseconds;
 
-// Between two looks at what NCCL does meanwhile. That may take microseconds, which a first sleep
-// would multiply; looks without one are bounded, so that a long wait leaves the core to others.
+// Pauses between two checks of NCCL's progress. NCCL may need only microseconds, and a sleep takes
+// much longer: the first checks only yield. A long wait sleeps and leaves the core to others.
 class Pauses {
  public:
   void next() {
@@ -70,7 +70,7 @@ void check_nccl(ncclResult_t result, const char* call, ncclComm_t comm = nullptr
   throw CommunicationError(std::string("nccl: ") + call + ": " + reason_of(result, comm));
 }
 
-// Until NCCL, which does not block here, has done what it was told.
+// Waits until NCCL, which is in nonblocking mode, has completed `call`.
 void settle(ncclComm_t comm, const char* call, milliseconds time_limit) {
   const Clock::time_point deadline = Clock::now() + time_limit;
   ncclResult_t state = ncclInProgress;
@@ -87,7 +87,7 @@ void settle(ncclComm_t comm, const char* call, milliseconds time_limit) {
   }
 }
 
-// NCCL's communicator, ended with its owner: in good order, or aborted once something has failed.
+// Owns a communicator of NCCL: finalizes and destroys it, or aborts it after a failure.
 class OwnedComm {
  public:
   OwnedComm(ncclComm_t comm, milliseconds time_limit) : comm_(comm), time_limit_(time_limit) {}
@@ -144,7 +144,7 @@ class NcclCommunicator final : public Communicator {
     const auto on = static_cast<cudaStream_t>(stream.handle);
     guarded([&] {
       enqueue_sum(values.data(), values.size(), on);
-      // A graph's work is the caller's to wait for: it runs whenever, and as often as, that says.
+      // No time limit for captured work: the caller decides when and how often the graph runs.
       cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
       check_cuda(cudaStreamIsCapturing(on, &capture), "cudaStreamIsCapturing");
       if (capture == cudaStreamCaptureStatusNone) watch().add(on, Clock::now() + time_limit_);
@@ -154,12 +154,12 @@ class NcclCommunicator final : public Communicator {
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     const SubGroup part = agree_on_sub_group(*this, color, key);
     if (part.members.size() == 1 && size_ > 1) {
-      // A part that is alone sums nothing, on any device; NCCL need not know of it.
+      // A part of one rank needs no NCCL communicator.
       guarded([&] { (void)split_comm(NCCL_SPLIT_NOCOLOR, 0); });
       return make_self_communicator();
     }
     ncclComm_t comm = nullptr;
-    // NCCL knows no negative colors.
+    // The leader's rank is the color, because NCCL allows no negative colors.
     guarded([&] { comm = split_comm(part.leader(), part.rank); });
     return std::make_unique<NcclCommunicator>(comm, time_limit_);
   }
@@ -172,7 +172,7 @@ class NcclCommunicator final : public Communicator {
  private:
   enum class Failure { kNone, kTimeout, kOther };
 
-  // Runs `call` unless something has failed; where it fails, so does everything that follows.
+  // Runs `call`, unless an earlier call has failed. A failure is repeated by every later call.
   template <class Call>
   void guarded(const Call& call) {
     const std::lock_guard lock(mutex_);
@@ -197,10 +197,10 @@ class NcclCommunicator final : public Communicator {
   }
 
   void sum_through_device(std::span<double> values) {
-    // Freed when an abort has ended what still works on it: CUDA would wait for that.
+    // Freed after guarded(): its abort ends a sum that still uses the memory, else CUDA would wait.
     std::optional<nccl::Staging> staging;
     guarded([&] {
-      // NCCL has no message of no length; the ranks meet all the same.
+      // At least one number: NCCL skips empty messages, but the ranks must synchronize.
       const std::size_t bytes = std::max<std::size_t>(values.size_bytes(), sizeof(double));
       staging.emplace(bytes);
       const cudaStream_t stream = staging->stream();
@@ -243,9 +243,9 @@ class NcclCommunicator final : public Communicator {
     return *watch_;
   }
 
-  // What the watch does every now and then.
+  // The watch's regular check.
   void look(bool is_overdue) {
-    // A call that holds the lock finds the error itself, or the next look does.
+    // If a call holds the lock, that call or the next check finds the error.
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock || failure_ != Failure::kNone) return;
     ncclResult_t state = ncclSuccess;
@@ -274,7 +274,7 @@ class NcclCommunicator final : public Communicator {
     reason_ = std::string(kPrefix) + name_of_rank(rank_, size_) + ": " + std::string(reason);
   }
 
-  std::mutex mutex_;  // of what follows, between the caller and the watch
+  std::mutex mutex_;  // guards the members below: the caller and the watch use them
   OwnedComm comm_;
   milliseconds time_limit_;
   int rank_ = 0;
@@ -282,7 +282,7 @@ class NcclCommunicator final : public Communicator {
   int device_ = 0;
   Failure failure_ = Failure::kNone;
   std::string reason_;
-  std::optional<nccl::Watch> watch_;  // last: it ends before what it looks at does
+  std::optional<nccl::Watch> watch_;  // last: destroyed before the members that it checks
 };
 
 ncclConfig_t not_blocking() {
@@ -291,7 +291,7 @@ ncclConfig_t not_blocking() {
   return config;
 }
 
-// Rank 0's, on every rank.
+// Returns rank 0's id on every rank.
 ncclUniqueId agree_on_unique_id(Communicator& meeting) {
   ncclUniqueId id = {};
   try {
@@ -315,7 +315,7 @@ ncclUniqueId agree_on_unique_id(Communicator& meeting) {
 
 std::unique_ptr<Communicator> make_nccl_communicator(ncclComm* ranks, milliseconds time_limit) {
   if (ranks == nullptr) {
-    throw ArgumentError("ranks: expected a communicator of NCCL's, got a null pointer");
+    throw ArgumentError("ranks: expected an NCCL communicator, got a null pointer");
   }
   int rank = 0;
   check_nccl(ncclCommUserRank(ranks, &rank), "ncclCommUserRank", ranks);

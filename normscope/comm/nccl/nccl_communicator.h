@@ -7,29 +7,27 @@
 #include "normscope/comm/communicator.h"
 #include "normscope/core/export.h"
 
-struct ncclComm;  // NCCL's: an ncclComm_t points to one
+struct ncclComm;  // declared by NCCL: ncclComm_t is a pointer to it
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// The ranks of `ranks`, one GPU each, whose messages NCCL carries. They travel on a duplicate
-// (ncclCommSplit), and never mix with the caller's own. Collective.
+// A communicator over NCCL, of the ranks of `ranks`, with one GPU each. It uses a duplicate
+// (ncclCommSplit): its messages never mix with the caller's. Collective.
 //
-// Messages in a device's memory are summed on the stream that comes with them, and nothing waits
-// for it; a CUDA graph may capture that. A sum that has not ended after the time limit, counted
-// from the call, or that NCCL reports an error for, is aborted: what follows on the stream then
-// runs with what is there, and the next call throws. Messages in the host's memory go by the device
-// and wait.
+// A sum in device memory is queued on the given stream, and nothing waits for it; a CUDA graph may
+// capture it. It is aborted if it has not ended within the time limit, counted from the call, or if
+// NCCL reports an error. The work that follows on the stream then runs with wrong values, and the
+// next call throws. A sum in host memory goes through the device, and the call waits for it.
 //
-// NCCL has no message for fail(): peers find out at their time limit. Lengths must agree.
+// NCCL cannot tell peers of fail(): they throw at their time limit. Lengths must agree.
 //
-// Throws ArgumentError where `ranks` is null, CommunicationError where NCCL or CUDA reports an
-// error, TimeoutError where ranks do not come.
+// Throws ArgumentError if `ranks` is null, CommunicationError if NCCL or CUDA reports an error, and
+// TimeoutError if ranks are missing.
 [[nodiscard]] std::unique_ptr<Communicator> make_nccl_communicator(
     ncclComm* ranks, std::chrono::milliseconds time_limit = std::chrono::minutes(10));
 
-// The same for the ranks of `meeting`, each with the device that is current for its thread; no two
-// ranks of a group may have the same one. NCCL's unique id travels over `meeting`, which is needed
-// no longer then.
+// The same for the ranks of `meeting`, each with the current device of its thread; no two ranks may
+// use the same device. `meeting` only distributes NCCL's unique id and need not outlive the call.
 [[nodiscard]] std::unique_ptr<Communicator> make_nccl_communicator(
     Communicator& meeting, std::chrono::milliseconds time_limit = std::chrono::minutes(10));
 

@@ -8,7 +8,7 @@
 namespace normscope::nccl {
 namespace {
 
-// Between two looks: short against any time limit, and next to nothing for a core.
+// Between two checks: short compared to any time limit, and negligible load for a core.
 constexpr std::chrono::milliseconds kInterval{20};
 
 }  // namespace
@@ -21,7 +21,7 @@ Watch::Watch(int device, std::function<void(bool)> look)
 Watch::~Watch() {
   thread_.request_stop();
   thread_.join();
-  // Errors are no business of a communicator that is going.
+  // Errors are ignored: the communicator is being destroyed.
   for (const Work& work : under_way_) cudaEventDestroy(work.end);
   for (const cudaEvent_t event : unused_) cudaEventDestroy(event);
 }
@@ -47,8 +47,8 @@ cudaEvent_t Watch::unused_event() {
 
 void Watch::run(const std::stop_token& stop) {
   cudaSetDevice(device_);
-  // In CUDA's default mode a query of an event, or the end of an aborted communicator, would
-  // invalidate what another thread captures. Nothing here is on a stream that anyone captures.
+  // In CUDA's default mode, querying an event or aborting a communicator would invalidate a capture
+  // in another thread. The relaxed mode is safe here: this thread uses no stream that is captured.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(mutex_);
@@ -63,7 +63,8 @@ void Watch::run(const std::stop_token& stop) {
   }
 }
 
-// A stream ends its work in order; streams among themselves may not, which costs one look more.
+// Work on one stream ends in order. Work on several may not, and is then forgotten at a later
+// check.
 void Watch::forget_what_has_ended() {
   while (!under_way_.empty() && cudaEventQuery(under_way_.front().end) != cudaErrorNotReady) {
     unused_.push_back(under_way_.front().end);

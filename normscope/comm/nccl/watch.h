@@ -13,18 +13,19 @@
 
 namespace normscope::nccl {
 
-// Looks after work on a device that nobody waits for, in a thread of its own.
+// Monitors work on a device that nobody waits for, in a thread of its own.
 class Watch {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Calls `look` every now and then while work is under way, with whether some of it is overdue.
+  // Calls `look` at intervals while work is running; `is_overdue` if some has passed its deadline.
   explicit Watch(int device, std::function<void(bool is_overdue)> look);
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
   ~Watch();
 
-  // What the stream holds at present has to end by `deadline`. Throws CommunicationError.
+  // Monitors the work that is now on the stream; it should end by `deadline`. Throws
+  // CommunicationError.
   void add(cudaStream_t stream, Clock::time_point deadline);
 
  private:
@@ -39,11 +40,11 @@ class Watch {
 
   int device_;
   std::function<void(bool)> look_;
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable_any changed_;
   std::deque<Work> under_way_;
   std::vector<cudaEvent_t> unused_;
-  std::jthread thread_;  // last, so that it ends before the rest does
+  std::jthread thread_;  // last: destroyed before the members that it uses
 };
 
 }  // namespace normscope::nccl

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every process that mpirun starts is one rank, and runs all tests beside the others.
+// Every process that mpirun starts is one rank. All ranks run all tests together.
 #include "normscope/comm/mpi/mpi_communicator.h"
 
 #include <algorithm>
@@ -34,11 +34,11 @@ using namespace std::chrono_literals;
 constexpr std::chrono::milliseconds kTimeToMeet = 5s;
 
 void run_under_mpi(int /*ranks*/, const ExchangeOptions& options, const CommunicatorBody& body) {
-  // Also where the limit shall be reached: making the group takes longer than no time.
+  // Creating the group takes time too, even in tests with a very short time limit.
   body(*make_mpi_communicator(MPI_COMM_WORLD, std::max(options.time_limit, kTimeToMeet)));
 }
 
-// Two ranks a host.
+// With two ranks per host.
 void run_under_mpi_in_pairs(int /*ranks*/, const ExchangeOptions& options,
                             const CommunicatorBody& body) {
   auto group = make_mpi_communicator(MPI_COMM_WORLD, std::max(options.time_limit, kTimeToMeet));
@@ -47,7 +47,7 @@ void run_under_mpi_in_pairs(int /*ranks*/, const ExchangeOptions& options,
   unsetenv("NORMSCOPE_NODE");
 }
 
-// For processes that have nothing in common but MPI.
+// For processes that share nothing but MPI.
 class MpiGate final : public Gate {
  public:
   void open_for(int ranks) override {
@@ -66,7 +66,7 @@ World world_of_mpi() {
   return {.ranks = ranks, .run = run_under_mpi, .make_gate = make_mpi_gate};
 }
 
-// Where there are at least that many ranks.
+// Empty if there are fewer ranks.
 auto world_of_at_least(int ranks) {
   std::vector<World> worlds = {world_of_mpi()};
   if (worlds.front().ranks < ranks) worlds.clear();
@@ -87,7 +87,7 @@ INSTANTIATE_TEST_SUITE_P(MpiInPairs, CommunicatorContract, world_of_pairs(), ran
 INSTANTIATE_TEST_SUITE_P(MpiInPairs, PeersContract, world_of_pairs(), ranks_of);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(PeersContract);
 
-TEST(MpiCommunicator, KeepsItsMessagesApartFromTheCallers) {
+TEST(MpiCommunicator, KeepsItsMessagesSeparateFromTheCallers) {
   const auto communicator = make_mpi_communicator(MPI_COMM_WORLD);
   MPI_Request callers = MPI_REQUEST_NULL;
   char byte = 0;
@@ -101,16 +101,16 @@ TEST(MpiCommunicator, KeepsItsMessagesApartFromTheCallers) {
   EXPECT_EQ(byte, 'x');
 }
 
-TEST(MpiCommunicator, LetsSharedMemoryTakeOverBetweenTheRanksOfAHost) {
+TEST(MpiCommunicator, UsesSharedMemoryBetweenRanksOfOneHost) {
   const auto shared = over_hosts(make_mpi_communicator(MPI_COMM_WORLD), kAmple);
 
   EXPECT_EQ(shared->transport(), shared->size() > 1 ? "shared memory" : "mpi");
   EXPECT_EQ(exchanged_sum_of_ranks(*shared), sum_of_ranks(*shared));
 }
 
-TEST(MpiCommunicator, RefusesWhatIsNoGroupOfRanks) {
+TEST(MpiCommunicator, RefusesInvalidArguments) {
   EXPECT_THAT(text_of<ArgumentError>([] { (void)make_mpi_communicator(MPI_COMM_NULL); }),
-              HasSubstr("ranks: expected a communicator of MPI, got MPI_COMM_NULL"));
+              HasSubstr("ranks: expected an MPI communicator, got MPI_COMM_NULL"));
   EXPECT_THAT(text_of<ArgumentError>([] { (void)make_mpi_communicator(MPI_COMM_WORLD, 0ms); }),
               HasSubstr("time_limit: expected more than 0 ms, got 0 ms"));
 }
@@ -123,7 +123,7 @@ TEST(MpiCommunicator, LeavesTheCallersErrorHandlerAsItWas) {
   EXPECT_EQ(handler, MPI_ERRORS_ARE_FATAL);
 }
 
-// What the groups of several ranks alone can show.
+// Tests that need several ranks.
 class MpiPeers : public ::testing::TestWithParam<World> {};
 class MpiTriples : public ::testing::TestWithParam<World> {};
 
@@ -145,12 +145,12 @@ TEST_P(MpiPeers, AnInterCommunicatorIsRefused) {
   MPI_Comm_free(&half);
 }
 
-TEST_P(MpiPeers, AGroupThatARankDoesNotJoinIsGivenUp) {
+TEST_P(MpiPeers, CreatingAGroupTimesOutIfARankIsMissing) {
   MpiGate gave_up;
   int rank = 0, size = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
-  MPI_Comm once = MPI_COMM_NULL;  // which the abandoned call goes on using
+  MPI_Comm once = MPI_COMM_NULL;  // the abandoned call keeps using it
   MPI_Comm_dup(MPI_COMM_WORLD, &once);
   if (rank != 0) {
     gave_up.wait();
@@ -158,11 +158,11 @@ TEST_P(MpiPeers, AGroupThatARankDoesNotJoinIsGivenUp) {
   }
 
   EXPECT_THAT(text_of<TimeoutError>([&] { (void)make_mpi_communicator(once, 50ms); }),
-              EndsWith(" s for the others to make the group"));
+              EndsWith(" s for the other ranks to create the group"));
   gave_up.open_for(size - 1);
 }
 
-TEST_P(MpiTriples, AWaitNamesOnlyTheRanksThatHaveNotCome) {
+TEST_P(MpiTriples, ATimeoutNamesOnlyTheMissingRanks) {
   MpiGate timed_out;
   const auto communicator = make_mpi_communicator(MPI_COMM_WORLD, kTimeToMeet);
   const int last = communicator->size() - 1;
@@ -174,11 +174,11 @@ TEST_P(MpiTriples, AWaitNamesOnlyTheRanksThatHaveNotCome) {
   const std::string text = text_of<CommunicationError>([&] { communicator->all_reduce_sum({}); });
 
   EXPECT_THAT(text, EndsWith(" s for rank " + std::to_string(last)));
-  // The last rank is the one that must not wait any longer.
+  // Release the last rank, which is the missing one.
   if (communicator->rank() == 0) MPI_Send(nullptr, 0, MPI_CHAR, last, 0, MPI_COMM_WORLD);
 }
 
-TEST_P(MpiPeers, RanksThatMeetWithOtherLayersAreToldBeforeLengthsCanDiffer) {
+TEST_P(MpiPeers, DifferentLayersAreReportedBeforeDifferentLengths) {
   Exchange exchange(make_mpi_communicator(MPI_COMM_WORLD));
   const int rank = exchange.communicator().rank();
   std::vector<double> message(static_cast<std::size_t>(rank == 0 ? 10 : 100) + kHeaderSize);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MPI that is not there yet, not there any more, or not for this thread. MPI can be initialized
-// once a process, so that each case has a process of its own, which is the only rank of its world.
+// MPI before its initialization, after its end, and in the wrong thread. A process can initialize
+// MPI only once: each test runs in a process of its own, which is the only rank of its world.
 #include <functional>
 #include <memory>
 #include <string>
@@ -34,13 +34,13 @@ std::string refusal() {
   return text_of<ArgumentError>([] { (void)make_mpi_communicator(MPI_COMM_WORLD); });
 }
 
-TEST(MpiLifetime, BeforeItsInitializationMpiIsRefused) {
+TEST(MpiLifetime, MpiIsRefusedBeforeItsInitialization) {
   in_a_process([] {
     EXPECT_THAT(refusal(), HasSubstr("expected MPI to be initialized, by MPI_Init_thread"));
   });
 }
 
-TEST(MpiLifetime, AfterItsEndMpiIsRefused) {
+TEST(MpiLifetime, MpiIsRefusedAfterItsEnd) {
   in_a_process([] {
     initialize_with(MPI_THREAD_FUNNELED);
     MPI_Finalize();
@@ -49,7 +49,7 @@ TEST(MpiLifetime, AfterItsEndMpiIsRefused) {
   });
 }
 
-TEST(MpiLifetime, ACommunicatorThatOutlivesMpiThrowsAndEndsQuietly) {
+TEST(MpiLifetime, ACommunicatorThatOutlivesMpiThrowsAndIsDestroyedSafely) {
   in_a_process([] {
     initialize_with(MPI_THREAD_FUNNELED);
     const auto communicator = make_mpi_communicator(MPI_COMM_WORLD);
@@ -62,7 +62,7 @@ TEST(MpiLifetime, ACommunicatorThatOutlivesMpiThrowsAndEndsQuietly) {
   });
 }
 
-TEST(MpiLifetime, AProcessThatMayHaveNoThreadsIsToldHowToInitialize) {
+TEST(MpiLifetime, TheErrorForThreadSingleSaysHowToInitialize) {
   in_a_process([] {
     initialize_with(MPI_THREAD_SINGLE);
 
@@ -71,7 +71,7 @@ TEST(MpiLifetime, AProcessThatMayHaveNoThreadsIsToldHowToInitialize) {
   });
 }
 
-TEST(MpiLifetime, AnotherThreadThanTheFunnelIsRefusedAndTheGroupStaysUsable) {
+TEST(MpiLifetime, AThreadOtherThanTheMainOneIsRefusedAndTheGroupStaysUsable) {
   in_a_process([] {
     initialize_with(MPI_THREAD_FUNNELED);
     auto communicator = make_mpi_communicator(MPI_COMM_WORLD);
@@ -88,7 +88,7 @@ TEST(MpiLifetime, AnotherThreadThanTheFunnelIsRefusedAndTheGroupStaysUsable) {
   });
 }
 
-TEST(MpiLifetime, ThreadsTakeTurnsWhereMpiAllowsIt) {
+TEST(MpiLifetime, ThreadsTakeTurnsIfMpiIsSerialized) {
   in_a_process([] {
     initialize_with(MPI_THREAD_SERIALIZED);
     auto communicator = make_mpi_communicator(MPI_COMM_WORLD);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The communicator over NCCL, whose NCCL is one of the host: without a GPU.
+// The communicator over NCCL, with an implementation of NCCL on the host: no GPU is needed.
 #include "normscope/comm/nccl/nccl_communicator.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ class Nccl : public ::testing::TestWithParam<int> {
 
 class NcclPeers : public Nccl {
  protected:
-  // Rank 0 alone does something; it waits for the others, who never come, for 100 ms.
+  // Only rank 0 runs `body`: its exchanges wait for the others until the time limit of 100 ms.
   static void run_without_peers(const CommunicatorBody& body) {
     PipeGate done;
     run(
@@ -58,7 +58,7 @@ class NcclPeers : public Nccl {
   }
 };
 
-TEST_P(Nccl, SumsMessagesOfTheHost) {
+TEST_P(Nccl, SumsInHostMemory) {
   run([](Communicator& communicator) {
     EXPECT_EQ(communicator.size(), GetParam());
     EXPECT_EQ(communicator.transport(), "nccl");
@@ -72,14 +72,14 @@ TEST_P(Nccl, SumsMessagesOfTheHost) {
   });
 }
 
-TEST_P(Nccl, SumsMessagesOfADeviceInTheStreamsOrderAndDoesNotWait) {
+TEST_P(Nccl, SumsInDeviceMemoryInStreamOrderWithoutWaiting) {
   PipeGate gate;
   run([&](Communicator& communicator) {
     nccl_on_host::Stream stream;
     std::vector<double> values{communicator.rank() + 1.0};
     stream.wait_at(gate);
 
-    // Were it to wait, the gate would never open.
+    // If a call waited, the gate would never open.
     for (int i = 0; i < 3; ++i) {
       communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
     }
@@ -106,7 +106,7 @@ TEST_P(Nccl, SplitsIntoPartsThatSumAmongThemselves) {
   });
 }
 
-TEST_P(Nccl, TravelsOnADuplicateOfTheCallers) {
+TEST_P(Nccl, UsesADuplicateOfTheCallersCommunicator) {
   ncclUniqueId id;
   ncclGetUniqueId(&id);
   spawn_threads(GetParam(), [&](int rank) {
@@ -160,7 +160,7 @@ TEST_P(Nccl, ThrowsWhatNcclReportsLater) {
   });
 }
 
-TEST_P(Nccl, LeavesAGraphsTimeToTheGraph) {
+TEST_P(Nccl, HasNoTimeLimitForCapturedSums) {
   run(
       [](Communicator& communicator) {
         nccl_on_host::Stream stream;
@@ -175,8 +175,8 @@ TEST_P(Nccl, LeavesAGraphsTimeToTheGraph) {
       1s);
 }
 
-// A pause of 50 us between looks would take 1 ms, however idle the machine.
-TEST_P(Nccl, DoesNotPauseForWhatIsSoonInProgressNoMore) {
+// With a pause of 50 us between checks, 20 checks would take 1 ms even on an idle machine.
+TEST_P(Nccl, DoesNotSleepDuringShortWaits) {
   run([](Communicator& communicator) {
     nccl_on_host::Stream stream;
     std::vector<double> values{1.0};
@@ -194,7 +194,7 @@ TEST_P(Nccl, DoesNotPauseForWhatIsSoonInProgressNoMore) {
   });
 }
 
-TEST_P(Nccl, PausesBetweenLooksAtWhatTakesLong) {
+TEST_P(Nccl, SleepsDuringLongWaits) {
   run([](Communicator& communicator) {
     nccl_on_host::Stream stream;
     std::vector<double> values{1.0};
@@ -248,7 +248,7 @@ TEST_P(NcclPeers, AbortsASumOnADeviceAtItsTimeLimit) {
     std::vector<double> values{1.0};
     communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
 
-    // Ends although no peer ever comes, as nobody but the watch can see to.
+    // Ends although no peer ever arrives: the watch has aborted the sum.
     cudaStreamSynchronize(stream.get());
 
     EXPECT_THAT(text_of<TimeoutError>([&] { communicator.all_reduce_sum(values); }),
@@ -257,7 +257,7 @@ TEST_P(NcclPeers, AbortsASumOnADeviceAtItsTimeLimit) {
   });
 }
 
-TEST_P(NcclPeers, AWaitOfTheHostEndsAtItsTimeLimit) {
+TEST_P(NcclPeers, AWaitOnTheHostEndsAtItsTimeLimit) {
   run_without_peers([](Communicator& communicator) {
     std::vector<double> values{1.0};
     for (int i = 0; i < 2; ++i) {
@@ -270,7 +270,7 @@ TEST_P(NcclPeers, AWaitOfTheHostEndsAtItsTimeLimit) {
 TEST(NcclCommunicator, RefusesANullPointer) {
   EXPECT_EQ(
       text_of<ArgumentError>([] { (void)make_nccl_communicator(static_cast<ncclComm*>(nullptr)); }),
-      "ranks: expected a communicator of NCCL's, got a null pointer");
+      "ranks: expected an NCCL communicator, got a null pointer");
 }
 
 const auto kRanks = [](const ::testing::TestParamInfo<int>& ranks) {

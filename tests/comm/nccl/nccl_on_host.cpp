@@ -25,14 +25,14 @@ std::atomic<int> living = 0;
 thread_local std::shared_ptr<std::atomic<ncclResult_t>> reported =
     std::make_shared<std::atomic<ncclResult_t>>(ncclSuccess);
 
-// The ranks of one communicator, who add one message after the other.
+// The ranks of one communicator. They add one message after the other.
 struct Group {
   explicit Group(int ranks) : size(ranks) {}
 
-  // Adds `values` of all ranks into each's; nothing where `is_aborted` becomes true meanwhile.
+  // Replaces `values` by the sum over all ranks. Returns early if `is_aborted` becomes true.
   void sum(double* values, std::size_t length, const std::atomic<bool>& is_aborted) {
     std::unique_lock lock(mutex);
-    // The round before has to be over for all.
+    // All ranks must have left the previous round.
     if (!wait(lock, is_aborted, [&] { return leaving == 0; })) return;
     if (arrived++ == 0) total.assign(length, 0.0);
     for (std::size_t i = 0; i < length; ++i) total[i] += values[i];
@@ -101,7 +101,7 @@ class Queue {
   }
 
   std::atomic<bool> is_capturing = false;
-  std::int64_t unsafe_calls_before = 0;  // the capture
+  std::int64_t unsafe_calls_before = 0;  // before the capture
 
  private:
   void run(const std::stop_token& stop) {
@@ -125,7 +125,7 @@ struct Event {
   std::shared_ptr<std::atomic<bool>> is_over = std::make_shared<std::atomic<bool>>(true);
 };
 
-// Of this thread's messages, while NCCL does not block.
+// Progress of this thread's nonblocking calls.
 struct Progress {
   int looks_of_each = 0;
   std::chrono::microseconds time_of_each{0};
@@ -139,7 +139,7 @@ thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 std::atomic<std::int64_t> unsafe_calls = 0;
 std::atomic<std::int64_t> event_queries = 0;
 
-// What CUDA calls potentially unsafe: it would invalidate the captures of other threads.
+// For functions that CUDA calls potentially unsafe: they invalidate captures of other threads.
 void count_unsafe_call() {
   if (capture_mode == cudaStreamCaptureModeGlobal) ++unsafe_calls;
 }
@@ -205,7 +205,7 @@ int living_communicators() { return living; }
 
 }  // namespace normscope::nccl_on_host
 
-// NOLINTBEGIN(readability-identifier-naming): NCCL and CUDA name these.
+// NOLINTBEGIN(readability-identifier-naming): the names are those of NCCL and CUDA.
 extern "C" {
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
@@ -224,7 +224,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part,
                            ncclConfig_t* /*config*/) {
-  // The ranks of a color, by key: everyone's color and key go round.
+  // All ranks exchange their colors and keys, as a sum.
   const auto size = static_cast<std::size_t>(comm->group->size);
   std::vector<double> all(2 * size);
   all[2 * static_cast<std::size_t>(comm->rank)] = color;
@@ -274,7 +274,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  count_unsafe_call();  // frees memory of the device
+  count_unsafe_call();  // frees device memory
   end(comm);
   return ncclSuccess;
 }
@@ -295,7 +295,7 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t /*comm*/, int* device) {
 }
 
 const char* ncclGetErrorString(ncclResult_t result) {
-  return result == ncclRemoteError ? "remote process exited" : "an error of NCCL's";
+  return result == ncclRemoteError ? "remote process exited" : "an NCCL error";
 }
 
 const char* ncclGetLastError(ncclComm_t /*comm*/) { return ""; }
@@ -379,7 +379,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 
-const char* cudaGetErrorString(cudaError_t /*error*/) { return "an error of CUDA's"; }
+const char* cudaGetErrorString(cudaError_t /*error*/) { return "a CUDA error"; }
 
 }  // extern "C"
 // NOLINTEND(readability-identifier-naming)

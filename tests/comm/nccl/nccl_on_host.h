@@ -8,12 +8,12 @@
 
 #include "tests/support/ranks.h"
 
-// What the communicator over NCCL calls of NCCL and of CUDA, on the host: a stream is a thread that
-// does its work in order, a device's memory is the host's, a rank is a thread. Sums are made and
-// errors come about as the documentation of both says; nothing is said about speed.
+// An implementation on the host of those NCCL and CUDA functions that the communicator over NCCL
+// calls. A stream is a thread that does its work in order, device memory is host memory, a rank is
+// a thread. Sums and errors follow the documentation of both; speed does not.
 namespace normscope::nccl_on_host {
 
-// A stream of its own, which ends with this object.
+// Creates a stream and destroys it with this object.
 class Stream {
  public:
   Stream();
@@ -23,35 +23,35 @@ class Stream {
 
   [[nodiscard]] cudaStream_t get() const noexcept { return stream_; }
 
-  // Work that ends when the gate opens.
+  // Queues work that ends when the gate opens.
   void wait_at(testing::Gate& gate);
 
-  // What is put on the stream from now on is recorded by a graph, and does not run. The mode is
-  // CUDA's default, global: no thread may make calls that are unsafe meanwhile, unless it has
-  // chosen the relaxed mode for itself.
+  // From now on, work on the stream is captured into a graph and does not run. The mode is CUDA's
+  // default, global: no thread may make unsafe calls during the capture, unless it has chosen the
+  // relaxed mode for itself.
   void capture();
 
-  // Whether no such call was made so far.
+  // Whether no unsafe call has been made since capture().
   [[nodiscard]] bool capture_is_valid() const;
 
  private:
   cudaStream_t stream_ = nullptr;
 };
 
-// Returns once events have been queried that often, counted from this call.
+// Waits until events have been queried `count` times, counted from this call.
 void wait_for_event_queries(int count);
 
-// What ncclCommGetAsyncError() says from now on, for every communicator of this thread.
+// Makes ncclCommGetAsyncError() return `error` from now on, for every communicator of this thread.
 void report(ncclResult_t error);
 
-// From now on each ncclAllReduce() of this thread is in progress for that many looks at it, and for
-// that long.
+// From now on, each ncclAllReduce() of this thread stays in progress for at least `looks` calls of
+// ncclCommGetAsyncError() and for at least `duration`.
 void take_time(int looks, std::chrono::microseconds duration);
 
-// How often this thread has looked at what NCCL does meanwhile.
+// The number of this thread's calls of ncclCommGetAsyncError().
 [[nodiscard]] int looks();
 
-// Communicators of this process that were made and not destroyed, nor aborted.
+// Communicators of this process that were created and neither destroyed nor aborted.
 [[nodiscard]] int living_communicators();
 
 }  // namespace normscope::nccl_on_host
