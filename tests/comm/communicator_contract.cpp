@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every communicator promises.
+// The contract of every communicator.
 #include "tests/comm/communicator_contract.h"
 
 #include <bit>
@@ -62,7 +62,7 @@ TEST_P(CommunicatorContract, SumsInPlaceAtLengthsAroundASlot) {
 
 TEST_P(CommunicatorContract, RanksAgreeBitwise) {
   run([](Communicator& communicator) {
-    // Summands of very different size: another order of additions would show.
+    // Summands of very different magnitude: another order of additions changes the bits.
     std::vector<double> values;
     for (int i = 0; i < 3 * kSlotLength + 5; ++i) {
       values.push_back(
@@ -81,7 +81,7 @@ TEST_P(CommunicatorContract, RanksAgreeBitwise) {
   });
 }
 
-TEST_P(CommunicatorContract, NoValuesAreASumToo) {
+TEST_P(CommunicatorContract, EmptySumsAreAllowed) {
   run([](Communicator& communicator) {
     communicator.all_reduce_sum({});
 
@@ -89,7 +89,7 @@ TEST_P(CommunicatorContract, NoValuesAreASumToo) {
   });
 }
 
-TEST_P(CommunicatorContract, NonFiniteValuesPass) {
+TEST_P(CommunicatorContract, NonFiniteValuesAreSummed) {
   run([](Communicator& communicator) {
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
     constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -104,9 +104,9 @@ TEST_P(CommunicatorContract, NonFiniteValuesPass) {
   });
 }
 
-TEST_P(CommunicatorContract, AThousandSumsInARowAreRight) {
+TEST_P(CommunicatorContract, AThousandSumsInARowAreCorrect) {
   run([](Communicator& communicator) {
-    // Ranks that share memory count exchanges from 256 before the wrap-around of their counter.
+    // Crosses the wrap-around of epochs: in shared memory they start 256 exchanges before it.
     for (int i = 0; i < 1000; ++i) {
       std::vector<double> values{static_cast<double>(i), static_cast<double>(communicator.rank())};
 
@@ -146,12 +146,12 @@ TEST_P(CommunicatorContract, EqualKeysKeepTheOrderOfRanks) {
   });
 }
 
-TEST_P(CommunicatorContract, PartsOfASplitAndTheirPartsSumAmongThemselves) {
+TEST_P(CommunicatorContract, PartsOfASplitAndTheirPartsSumSeparately) {
   run([](Communicator& communicator) {
     const auto parity = communicator.split(communicator.rank() % 2, communicator.rank());
     const auto pair = parity->split(parity->rank() / 2, parity->rank());
 
-    // Different numbers of exchanges in the parts do not matter to the whole.
+    // The parts may make different numbers of exchanges without an effect on the whole group.
     for (int i = 0; i <= communicator.rank() % 2; ++i) {
       std::vector<double> values{static_cast<double>(communicator.rank() % 2), 1.0};
       parity->all_reduce_sum(values);
@@ -163,7 +163,7 @@ TEST_P(CommunicatorContract, PartsOfASplitAndTheirPartsSumAmongThemselves) {
   });
 }
 
-TEST_P(CommunicatorContract, EveryCallAfterAFailureThrowsItsReason) {
+TEST_P(CommunicatorContract, EveryCallAfterAFailureThrowsTheFirstReason) {
   run([](Communicator& communicator) {
     if (communicator.rank() == 0) communicator.fail("the weights are missing");
     const std::string first = text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); });
@@ -180,11 +180,11 @@ TEST_P(CommunicatorContract, EveryCallAfterAFailureThrowsItsReason) {
   });
 }
 
-TEST_P(PeersContract, DifferentLengthsAreNamedToEveryRankAndTheGroupStaysUsable) {
+TEST_P(PeersContract, EveryRankIsToldOfDifferentLengthsAndTheGroupStaysUsable) {
   run([](Communicator& communicator) {
     if (!communicator.compares_lengths()) return;
     const int last = communicator.size() - 1;
-    // A length of another number of pieces, an empty one, and lengths of one piece.
+    // Against a length of 2: one with more pieces, an empty one, and one that also fits one piece.
     for (const std::size_t odd_length : {200, 0, 3}) {
       std::vector<double> values(communicator.rank() == last ? odd_length : 2);
       EXPECT_THAT(
@@ -196,7 +196,7 @@ TEST_P(PeersContract, DifferentLengthsAreNamedToEveryRankAndTheGroupStaysUsable)
   });
 }
 
-TEST_P(PeersContract, AddingOnTheCpuRefusesADevicesMemoryAndTheGroupStaysUsable) {
+TEST_P(PeersContract, DeviceMemoryIsRefusedAndTheGroupStaysUsable) {
   run([](Communicator& communicator) {
     std::vector<double> value{1.0};
 
@@ -209,12 +209,12 @@ TEST_P(PeersContract, AddingOnTheCpuRefusesADevicesMemoryAndTheGroupStaysUsable)
 }
 
 TEST_P(PeersContract, AFailureEndsTheWaitOfPeers) {
-  // The time limit is far beyond the limit of the whole test.
+  // With a time limit longer than that of the test: only the failure can end the wait.
   run(
       [](Communicator& communicator) {
         EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
         if (communicator.rank() == 1) {
-          std::this_thread::sleep_for(20ms);  // the peers are waiting by then, most likely asleep
+          std::this_thread::sleep_for(20ms);  // by then the peers wait, most likely asleep
           communicator.fail("out of memory");
         } else {
           EXPECT_THAT(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),

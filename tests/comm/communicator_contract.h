@@ -10,13 +10,13 @@
 
 namespace normscope::testing {
 
-// Short, so that a message of a few hundred numbers goes in pieces.
+// Short: a message of a few hundred numbers is exchanged in pieces.
 inline constexpr std::int64_t kSlotLength = 64;
 
-// Far more than a loaded machine delays a rank: where a test waits for it, the test has failed.
+// Far longer than any delay on a loaded machine: a test that reaches this limit has failed.
 inline constexpr std::chrono::milliseconds kAmple = std::chrono::seconds(60);
 
-// What every communicator promises. A transport joins by a line that instantiates it.
+// The contract of every communicator. Each transport instantiates it.
 class CommunicatorContract : public ::testing::TestWithParam<World> {
  protected:
   static void run(const CommunicatorBody& body, std::chrono::milliseconds time_limit = kAmple) {
@@ -25,7 +25,7 @@ class CommunicatorContract : public ::testing::TestWithParam<World> {
   }
 };
 
-// What only a group of two or more can show.
+// The part of the contract that needs at least two ranks.
 class PeersContract : public CommunicatorContract {};
 
 }  // namespace normscope::testing

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Who is held to the contract. A line a transport, and one more where it has peers.
+// Instantiates the contract: one line per transport, and a second one if it has peers.
 #include "tests/comm/communicator_contract.h"
 
 namespace normscope::testing {
@@ -19,7 +19,7 @@ INSTANTIATE_TEST_SUITE_P(SharedMemoryOfThreads, CommunicatorContract,
 INSTANTIATE_TEST_SUITE_P(SharedMemoryOfThreads, PeersContract,
                          worlds({2, 3, 4, 8}, run_as_threads_in_shared_memory), ranks_of);
 
-// On two levels. One rank of three is alone on its host.
+// On two levels. With three ranks, one of them is alone on its host.
 INSTANTIATE_TEST_SUITE_P(PairsOfThreads, CommunicatorContract,
                          worlds_of_pairs({2, 3, 4, 8}, run_as_threads_in_pairs), ranks_of);
 INSTANTIATE_TEST_SUITE_P(PairsOfThreads, PeersContract,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a process that is forked from a rank can do to the rank's group: nothing.
+// A process that is forked from a rank cannot affect the rank's group.
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -25,7 +25,7 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 using namespace std::chrono_literals;
 
-// Runs `body` in a process that is forked from this one, which waits for its end.
+// Runs `body` in a fork of this process and waits until it ends.
 void run_in_fork(const std::function<void()>& body) {
   const std::vector<RankFailure> failures = failures_of_processes(1, [&](int) { body(); });
   for (const RankFailure& failure : failures) ADD_FAILURE() << "the fork: " << failure.reason;
@@ -33,7 +33,7 @@ void run_in_fork(const std::function<void()>& body) {
 
 class ForkedProcessTest : public ::testing::TestWithParam<World> {
  protected:
-  // Rank 1 forks between exchanges, and the group goes on.
+  // Rank 1 forks between two exchanges. The group must stay usable.
   static void run(const std::function<void(std::unique_ptr<Communicator>&)>& in_fork) {
     GetParam().run(GetParam().ranks, {.time_limit = 60s}, [&](Communicator& communicator) {
       EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));

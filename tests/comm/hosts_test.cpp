@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ranks of one host and of several use, and what they meet there beyond the contract of every
-// communicator.
+// Which communicators ranks use on one host and on several, and how these behave beyond the
+// contract of every communicator.
 #include "normscope/comm/hosts.h"
 
 #include <array>
@@ -32,7 +32,7 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 using namespace std::chrono_literals;
 
-// Runs ranks as processes on hosts of these names.
+// Runs each rank as a process, on the host with the given name.
 void run_on(const std::vector<std::string>& hosts, const CommunicatorBody& body,
             std::chrono::milliseconds time_limit = 60s) {
   const auto ranks = static_cast<int>(hosts.size());
@@ -44,7 +44,7 @@ void run_on(const std::vector<std::string>& hosts, const CommunicatorBody& body,
   });
 }
 
-// The same, over the hosts.
+// The same, with the communicator of over_hosts().
 void run_over(const std::vector<std::string>& hosts, const CommunicatorBody& body,
               std::chrono::milliseconds time_limit = 60s) {
   const auto ranks = static_cast<int>(hosts.size());
@@ -55,7 +55,7 @@ void run_over(const std::vector<std::string>& hosts, const CommunicatorBody& bod
   });
 }
 
-TEST(FindHosts, NamesTheRanksOfTheHostAndTheFirstOfEach) {
+TEST(FindHosts, ReturnsTheRanksOfTheHostAndTheLeaders) {
   run_on({"a", "b", "a", "c", "b"}, [](Communicator& group) {
     const Hosts hosts = find_hosts(group, 60s);
 
@@ -67,7 +67,7 @@ TEST(FindHosts, NamesTheRanksOfTheHostAndTheFirstOfEach) {
   });
 }
 
-TEST(FindHosts, OneRankThatDoesNotWantItDecidesForAll) {
+TEST(FindHosts, OneRankCanDisableSharedMemoryForAll) {
   run_on({"a", "a", "b", "b"}, [](Communicator& group) {
     if (group.rank() == 1) setenv("NORMSCOPE_SHARED_MEMORY", "0", 1);
 
@@ -77,7 +77,7 @@ TEST(FindHosts, OneRankThatDoesNotWantItDecidesForAll) {
   });
 }
 
-TEST(OverHosts, OneHostGoesByItsMemory) {
+TEST(OverHosts, OneHostUsesItsMemory) {
   run_as_threads(3, {.time_limit = 60s}, [](Communicator& group) {
     const Hosts hosts = find_hosts(group, 60s);
 
@@ -102,11 +102,11 @@ TEST(OverHosts, HostsOfOneRankUseTheGroupItself) {
   });
 }
 
-TEST(OverHosts, SeveralHostsGoOnTwoLevelsAndSoDoTheirParts) {
+TEST(OverHosts, SeveralHostsUseTwoLevelsAndSoDoTheirParts) {
   run_over({"a", "a", "a", "b", "c", "c"}, [](Communicator& communicator) {
     EXPECT_EQ(communicator.transport(), "shared memory and shared memory");
 
-    // A part cuts the first host and takes the second whole; the other is of one host.
+    // One part spans all three hosts; the other has two ranks of the first host.
     const int rank = communicator.rank();
     const auto part = communicator.split(rank == 1 || rank == 2 ? 1 : 0, rank);
     EXPECT_EQ(part->transport(),
@@ -116,7 +116,7 @@ TEST(OverHosts, SeveralHostsGoOnTwoLevelsAndSoDoTheirParts) {
   });
 }
 
-TEST(OverHosts, LongMessagesGoInPieces) {
+TEST(OverHosts, LongMessagesAreExchangedInPieces) {
   run_over({"a", "a", "b", "b", "b"}, [](Communicator& communicator) {
     std::vector<double> values(100'003, 1.0 + communicator.rank());
 
@@ -126,9 +126,9 @@ TEST(OverHosts, LongMessagesGoInPieces) {
   });
 }
 
-TEST(OverHosts, LengthsThatDifferBetweenHostsOnlyAreNamed) {
+TEST(OverHosts, LengthsThatDifferOnlyBetweenHostsAreReported) {
   run_over({"a", "a", "b", "b"}, [](Communicator& communicator) {
-    // The first pieces are as long as each other.
+    // The first pieces have the same length.
     std::vector<double> values(communicator.rank() < 2 ? 20'000 : 30'000);
 
     EXPECT_THAT(text_of<MismatchError>([&] { communicator.all_reduce_sum(values); }),
@@ -138,7 +138,7 @@ TEST(OverHosts, LengthsThatDifferBetweenHostsOnlyAreNamed) {
   });
 }
 
-// Rank `dead` dies in the second exchange. What the others are told.
+// Rank `dead` is killed before the second exchange. The others must get the `expected` error.
 void kill_on_two_hosts(int dead, const ::testing::Matcher<std::string>& expected) {
   const std::vector<std::string> hosts{"a", "a", "b", "b"};
   const auto segment = SharedMemorySegment::create(4, {.time_limit = 24h});
@@ -154,17 +154,17 @@ void kill_on_two_hosts(int dead, const ::testing::Matcher<std::string>& expected
   EXPECT_EQ(failures[0].rank, dead);
 }
 
-TEST(OverHosts, AFollowerThatIsKilledIsNamedToTheRanksOfAllHosts) {
+TEST(OverHosts, AKilledFollowerIsNamedOnAllHosts) {
   kill_on_two_hosts(3, HasSubstr("shared memory and shared memory: rank 3 of 4 has died"));
 }
 
-TEST(OverHosts, ALeaderThatIsKilledIsNamedToItsHostAndAmongTheLeaders) {
+TEST(OverHosts, AKilledLeaderIsNamedOnItsHostAndToTheOtherLeaders) {
   kill_on_two_hosts(2, ::testing::AnyOf(HasSubstr("rank 2 of 4 has died"),
                                         AllOf(HasSubstr("among the first ranks 0, 2 of the hosts"),
                                               HasSubstr("rank 1 of 2 has died"))));
 }
 
-TEST(OverHosts, AHostThatDoesNotComeIsWaitedForOnlyAsLongAsItMay) {
+TEST(OverHosts, AWaitForAMissingHostEndsAtTheTimeLimit) {
   const auto gate = make_pipe_gate();
   run_over(
       {"a", "a", "b", "b"},
@@ -174,7 +174,7 @@ TEST(OverHosts, AHostThatDoesNotComeIsWaitedForOnlyAsLongAsItMay) {
           gate->wait();
           return;
         }
-        // The rank that waits for the other host tells the one that waits for it.
+        // The leader waits for the other host, and passes its error on to its follower.
         EXPECT_THAT(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),
                     AllOf(StartsWith("shared memory and shared memory: rank 0 of 4 among the first "
                                      "ranks 0, 2 of the hosts: "),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How processes find the memory of their group, and what stays when they are killed.
+// How processes find the memory of their group, and that killed processes leave nothing behind.
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -47,7 +47,7 @@ struct stat status_of(const SharedMemorySegment& segment) {
   return status;
 }
 
-// The processes of this host that have memory of that inode mapped.
+// The processes of this host that map the memory with this inode.
 std::vector<std::string> processes_that_map(ino_t inode) {
   const std::string mark = " " + std::to_string(inode) + " ";
   std::vector<std::string> processes;
@@ -92,8 +92,8 @@ TEST(SharedMemorySegmentTest, EndsWithItsLastUser) {
   EXPECT_EQ(open_descriptors(), descriptors);
 }
 
-TEST(SharedMemorySegmentTest, ProcessesJoinByAnAddressAlone) {
-  // Rank 0 makes the segment after the fork, so that rank 1 has inherited nothing of it.
+TEST(SharedMemorySegmentTest, ProcessesCanJoinByAddressAlone) {
+  // Rank 0 creates the segment after the fork: rank 1 cannot inherit it.
   int pipe_ends[2];
   ASSERT_EQ(pipe(pipe_ends), 0);
 
@@ -116,7 +116,7 @@ TEST(SharedMemorySegmentTest, ProcessesJoinByAnAddressAlone) {
   close(pipe_ends[1]);
 }
 
-TEST(SharedMemorySegmentTest, AnAddressOfThePastIsRefused) {
+TEST(SharedMemorySegmentTest, AnOutdatedAddressIsRefused) {
   const SharedMemoryAddress address = SharedMemorySegment::create(2).address();
 
   EXPECT_THAT(text_of<CommunicationError>([&] { (void)SharedMemorySegment::open(address); }),
@@ -151,14 +151,14 @@ TEST(SharedMemorySegmentTest, AnyOtherFileInItsPlaceIsRefused) {
   close(pipe_ends[1]);
 }
 
-// Lets this process open nothing any more.
+// From now on, this process cannot open any file.
 void forbid_new_descriptors() {
   const rlimit none{.rlim_cur = 0, .rlim_max = 0};
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
 }
 
-// Ranks 0 and 1, and ranks 2 and 3, split off; `crippled` cannot open anything, and the ranks of
-// its part must get an error, of which the last rank's is `peer_error`.
+// Splits four ranks into 0, 1 and 2, 3. `crippled`, which is 2 or 3, cannot open any file. Both
+// ranks of its part must get an error: `peer` gets `peer_error`.
 void expect_failed_split(int crippled, int peer, const std::string& peer_error) {
   run_as_processes(4, {.time_limit = 24h}, [&](Communicator& communicator) {
     if (communicator.rank() == crippled) forbid_new_descriptors();
@@ -175,17 +175,17 @@ void expect_failed_split(int crippled, int peer, const std::string& peer_error) 
   });
 }
 
-TEST(SharedMemorySplitTest, MemoryThatCannotBeMadeIsAnErrorOfItsWholePart) {
+TEST(SharedMemorySplitTest, AFailedCreationIsAnErrorOnAllRanksOfThePart) {
   expect_failed_split(2, 3, "rank 2 of 4 could not create the memory of the new group");
 }
 
-TEST(SharedMemorySplitTest, MemoryThatCannotBeOpenedIsAnErrorOfItsWholePart) {
+TEST(SharedMemorySplitTest, AFailedOpenIsAnErrorOnAllRanksOfThePart) {
   expect_failed_split(3, 2, "rank 3 of 4 could not open the memory of the new group");
 }
 
 class KilledRankTest : public ::testing::Test {
  protected:
-  // Runs three ranks; rank 1 is expected to be killed, and nothing to stay.
+  // Runs three ranks. Rank 1 must be killed, and no memory or descriptor may leak.
   static void run(std::chrono::milliseconds time_limit,
                   const std::function<void(const SharedMemorySegment&, int rank)>& body) {
     const std::size_t descriptors = open_descriptors();
@@ -204,7 +204,7 @@ class KilledRankTest : public ::testing::Test {
     EXPECT_EQ(open_descriptors(), descriptors);
   }
 
-  // The text of the error that ends a row of exchanges.
+  // Exchanges until an error occurs. Returns its text.
   static std::string end_of_exchanges(Communicator& communicator) {
     std::vector<double> values(1000, 1.0);  // 16 pieces
     return text_of<CommunicationError>([&] {
@@ -218,7 +218,7 @@ TEST_F(KilledRankTest, BeforeItJoinsIsNamedAtTheTimeLimit) {
     if (rank == 1) raise(SIGKILL);
     const auto communicator = make_shared_memory_communicator(segment, rank);
 
-    // On a loaded machine the other rank may be late as well.
+    // On a loaded machine, the other rank may be late too.
     EXPECT_THAT(end_of_exchanges(*communicator),
                 ContainsRegex("waited .* s for (rank 1|ranks 0, 1|ranks 1, 2)$"));
   });
@@ -229,7 +229,7 @@ TEST_F(KilledRankTest, WhileItWaitsIsNamedAtOnce) {
     const auto communicator = make_shared_memory_communicator(segment, rank);
     const std::vector<double> processes = gather(*communicator, getpid());
     if (rank == 2) {
-      std::this_thread::sleep_for(30ms);  // rank 1 waits for this one by then
+      std::this_thread::sleep_for(30ms);  // by then rank 1 waits for this rank
       kill(static_cast<pid_t>(processes[1]), SIGKILL);
     }
 
@@ -237,7 +237,7 @@ TEST_F(KilledRankTest, WhileItWaitsIsNamedAtOnce) {
   });
 }
 
-TEST_F(KilledRankTest, AtAnyMomentOfExchangesIsNamedAtOnce) {
+TEST_F(KilledRankTest, AtAnyTimeDuringExchangesIsNamedAtOnce) {
   for (const auto delay : {0us, 50us, 100us, 300us, 1000us, 3000us, 10'000us}) {
     run(24h, [&](const SharedMemorySegment& segment, int rank) {
       const auto communicator = make_shared_memory_communicator(segment, rank);

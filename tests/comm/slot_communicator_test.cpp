@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ranks that share memory promise beyond the contract of every communicator.
+// How ranks that share memory behave beyond the contract of every communicator.
 #include "normscope/comm/slot_communicator.h"
 
 #include <chrono>
@@ -36,7 +36,7 @@ TEST_P(SlotCommunicatorTest, ARankThatLeavesEndsTheWaitOfPeers) {
   });
 }
 
-TEST_P(SlotCommunicatorTest, ALongReasonIsCutAndStillNamesTheRank) {
+TEST_P(SlotCommunicatorTest, ALongReasonIsTruncatedAndStillNamesTheRank) {
   const World& world = GetParam();
   world.run(world.ranks, {.time_limit = 24h}, [](Communicator& communicator) {
     if (communicator.rank() == 1) communicator.fail(std::string(100'000, 'x'));
@@ -50,18 +50,18 @@ INSTANTIATE_TEST_SUITE_P(Threads, SlotCommunicatorTest, worlds({2, 4}, run_as_th
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SlotCommunicatorTest, worlds({2, 4}, run_as_processes),
                          ranks_of);
 
-TEST(SlotCommunicatorArgumentsTest, ANumberOfRanksBelowOneIsRefused) {
+TEST(SlotCommunicatorArgumentsTest, ZeroRanksAreRefused) {
   EXPECT_THAT(text_of<ArgumentError>([] { (void)make_thread_communicators(0); }),
               HasSubstr("ranks: expected 1 to 65536, got 0"));
 }
 
-TEST(SlotCommunicatorArgumentsTest, ASlotOfNoValuesIsRefused) {
+TEST(SlotCommunicatorArgumentsTest, AnEmptySlotIsRefused) {
   EXPECT_THAT(
       text_of<ArgumentError>([] { (void)make_thread_communicators(2, {.slot_length = 0}); }),
       HasSubstr("slot_length: expected 1 to 1073741824, got 0"));
 }
 
-TEST(SlotCommunicatorArgumentsTest, ATimeLimitOfNothingIsRefused) {
+TEST(SlotCommunicatorArgumentsTest, ATimeLimitOfZeroIsRefused) {
   EXPECT_THAT(
       text_of<ArgumentError>([] { (void)make_thread_communicators(2, {.time_limit = 0ms}); }),
       HasSubstr("time_limit: expected more than 0 ms, got 0 ms"));
@@ -76,7 +76,7 @@ TEST(SlotCommunicatorArgumentsTest, ARankBeyondTheGroupIsRefused) {
               HasSubstr("rank: expected 0 to 1, got -1"));
 }
 
-TEST(SlotCommunicatorArgumentsTest, ARankJoinsOnce) {
+TEST(SlotCommunicatorArgumentsTest, ARankCanJoinOnlyOnce) {
   const SharedMemorySegment segment = SharedMemorySegment::create(2);
   const auto joined = make_shared_memory_communicator(segment, 1);
 

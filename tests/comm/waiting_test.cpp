@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a rank finds out while it waits for peers that do not come.
+// What a rank detects while it waits for peers that do not arrive.
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -37,7 +37,7 @@ using ::testing::MatchesRegex;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-TEST(Waiting, ADeadRankBehindALateOneIsNamedAtOnce) {
+TEST(Waiting, ADeadRankIsNamedAtOnceWhileAnotherIsLate) {
   const SharedMemorySegment segment = SharedMemorySegment::create(3, {.time_limit = 24h});
   const std::vector<RankFailure> failures = failures_of_processes(3, [&](int rank) {
     const auto communicator = make_shared_memory_communicator(segment, rank);
@@ -55,7 +55,7 @@ TEST(Waiting, ADeadRankBehindALateOneIsNamedAtOnce) {
   EXPECT_EQ(failures[0].reason, "killed by signal 9");
 }
 
-TEST(Waiting, TheTimeLimitSaysWhoIsWhere) {
+TEST(Waiting, ATimeoutShowsTheCallsOfAllRanks) {
   run_as_processes(3, {.time_limit = 300ms}, [](Communicator& communicator) {
     ASSERT_NE(communicator.calls(), nullptr);
     communicator.calls()->begin({.what = "forward", .layer = "stem"});
@@ -86,7 +86,7 @@ class Interruption : public CallObserver {
   int waits = 0;
 };
 
-TEST(Waiting, WhatTheObserverThrowsEndsTheWaitAndTellsThePeers) {
+TEST(Waiting, AnExceptionOfTheObserverEndsTheWaitAndThePeersAreTold) {
   run_as_processes(2, {.time_limit = 24h}, [](Communicator& communicator) {
     communicator.all_reduce_sum({});
     if (communicator.rank() == 1) {
@@ -107,7 +107,7 @@ TEST(Waiting, WhatTheObserverThrowsEndsTheWaitAndTellsThePeers) {
   });
 }
 
-TEST(StatusOfProcess, TellsOfEveryRankOfAProcessThatHangs) {
+TEST(StatusOfProcess, ShowsAllRanksEvenIfTheProcessHangs) {
   const SharedMemorySegment segment = SharedMemorySegment::create(3, {.time_limit = 24h});
   PipeGate all_are_there;
   PipeGate looked;
@@ -133,7 +133,7 @@ TEST(StatusOfProcess, TellsOfEveryRankOfAProcessThatHangs) {
   EXPECT_TRUE(failures.empty()) << failures.front().reason;
 }
 
-TEST(StatusOfProcess, OfNoProcessIsAnError) {
+TEST(StatusOfProcess, AMissingProcessIsAnError) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
   waitpid(child, nullptr, 0);
@@ -142,8 +142,8 @@ TEST(StatusOfProcess, OfNoProcessIsAnError) {
               HasSubstr("process " + std::to_string(child)));
 }
 
-// Of a child that has ended and was not waited for, and of one that lives.
-TEST(PeerProcess, TellsTheDeadFromTheLiving) {
+// A dead child is tested before and after it is reaped.
+TEST(PeerProcess, DistinguishesDeadFromLiving) {
   const std::uint64_t here = own_pid_namespace();
   const pid_t child = fork();
   if (child == 0) _exit(0);
@@ -156,7 +156,7 @@ TEST(PeerProcess, TellsTheDeadFromTheLiving) {
   EXPECT_TRUE(has_died(child, here));
 }
 
-TEST(PeerProcess, OfAnotherNamespaceIsNeverCalledDead) {
+TEST(PeerProcess, IsNeverReportedDeadInAnotherNamespace) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
   waitpid(child, nullptr, 0);
@@ -164,7 +164,7 @@ TEST(PeerProcess, OfAnotherNamespaceIsNeverCalledDead) {
   EXPECT_FALSE(has_died(child, own_pid_namespace() + 1));
 }
 
-TEST(PeerProcess, IsToldWithoutDescriptorsToo) {
+TEST(PeerProcess, IsDetectedDeadWithoutDescriptors) {
   const std::vector<RankFailure> failures = failures_of_processes(1, [](int) {
     const pid_t child = fork();
     if (child == 0) _exit(0);
@@ -179,7 +179,7 @@ TEST(PeerProcess, IsToldWithoutDescriptorsToo) {
   EXPECT_TRUE(failures.empty());
 }
 
-// Goes on as the first process of a PID namespace; this one waits for it.
+// Continues in a child that is the first process of a new PID namespace. The parent waits for it.
 void go_on_in_a_pid_namespace() {
   ASSERT_EQ(unshare(CLONE_NEWPID), 0);
   const pid_t child = fork();
@@ -189,10 +189,10 @@ void go_on_in_a_pid_namespace() {
   _exit(status == 0 ? 0 : 1);
 }
 
-// It sees the /proc of the others, so that it finds their memory.
+// It still sees the /proc of the others, and can therefore open their memory.
 TEST(Waiting, ARankInAPidNamespaceOfItsOwnIsNotTakenForDead) {
   if (!failures_of_processes(1, [](int) { go_on_in_a_pid_namespace(); }).empty()) {
-    GTEST_SKIP() << "a PID namespace needs a privilege";
+    GTEST_SKIP() << "creating a PID namespace needs a privilege";
   }
   const SharedMemorySegment segment = SharedMemorySegment::create(2, {.time_limit = 24h});
   const auto exchange_and_be_late = [&](int rank) {

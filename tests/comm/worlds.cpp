@@ -49,7 +49,7 @@ using HostOfRank = int (*)(int rank);
 int pair_of(int rank) { return rank / 2; }
 int one_of_two_hosts(int rank) { return rank % 2; }
 
-// As find_hosts() finds them, for threads.
+// The same result as find_hosts() gives, for ranks that are threads.
 Hosts hosts_of(int rank, int ranks, HostOfRank host_of,
                const std::vector<SharedMemorySegment>& memories) {
   Hosts hosts;

@@ -17,20 +17,19 @@ namespace normscope::testing {
 
 using CommunicatorBody = std::function<void(Communicator& communicator)>;
 
-// A way to run a group of ranks: what a transport adds to be held to the contract.
+// Runs a group of ranks over a transport. Each transport that is tested needs one.
 using RunRanks = void (*)(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
 
 void run_alone(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
 void run_as_threads(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
 
-// Shared memory between processes, and, so that a race detector sees all ranks, between threads.
+// Shared memory between processes, and between threads: there a race detector sees all ranks.
 void run_as_processes(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
 void run_as_threads_in_shared_memory(int ranks, const ExchangeOptions& options,
                                      const CommunicatorBody& body);
 
-// Ranks on several hosts: two ranks a host, or two hosts that get the ranks in turn. Of threads the
-// memory of a host is a segment that some of them use; processes find their hosts by
-// NORMSCOPE_NODE.
+// Ranks on several hosts: two ranks per host, or two hosts with the even and the odd ranks. Threads
+// of one host share a segment; processes find their hosts by NORMSCOPE_NODE.
 void run_as_threads_in_pairs(int ranks, const ExchangeOptions& options,
                              const CommunicatorBody& body);
 void run_as_threads_on_two_hosts(int ranks, const ExchangeOptions& options,
@@ -40,7 +39,7 @@ void run_as_processes_in_pairs(int ranks, const ExchangeOptions& options,
 void run_as_processes_on_two_hosts(int ranks, const ExchangeOptions& options,
                                    const CommunicatorBody& body);
 
-// What can hold some of its ranks.
+// Makes a gate that ranks of a world can wait at.
 using MakeGate = std::unique_ptr<Gate> (*)();
 
 inline std::unique_ptr<Gate> make_pipe_gate() { return std::make_unique<PipeGate>(); }
@@ -49,7 +48,7 @@ struct World {
   int ranks;
   RunRanks run;
   MakeGate make_gate = make_pipe_gate;
-  std::vector<int> peers_of_rank_0 = {};  // whose absence it sees by itself; none: all
+  std::vector<int> peers_of_rank_0 = {};  // those it waits for itself; empty: all
 };
 
 // One test for each number of ranks.
@@ -76,12 +75,12 @@ inline auto worlds_of_two_hosts(const std::vector<int>& sizes, RunRanks run) {
   return ::testing::ValuesIn(worlds);
 }
 
-// What follows the name of a test.
+// The suffix of a test's name.
 inline std::string ranks_of(const ::testing::TestParamInfo<World>& world) {
   return std::to_string(world.param.ranks);
 }
 
-// The ranks' `own` values, in the order of the ranks.
+// The `own` values of all ranks, in rank order.
 inline std::vector<double> gather(Communicator& communicator, double own) {
   std::vector<double> values(static_cast<std::size_t>(communicator.size()));
   values[static_cast<std::size_t>(communicator.rank())] = own;
@@ -93,14 +92,14 @@ inline double sum_of_ranks(const Communicator& communicator) {
   return communicator.size() * (communicator.size() - 1) / 2.0;
 }
 
-// The same, as exchanged.
+// The same sum, computed by an exchange.
 inline double exchanged_sum_of_ranks(Communicator& communicator) {
   std::vector<double> value{static_cast<double>(communicator.rank())};
   communicator.all_reduce_sum(value);
   return value[0];
 }
 
-// The text of the `Expected` that `call` must throw.
+// `call` must throw an `Expected`. Returns its text.
 template <class Expected, class Call>
 std::string text_of(const Call& call) {
   try {

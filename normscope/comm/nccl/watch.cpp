@@ -63,8 +63,7 @@ void Watch::run(const std::stop_token& stop) {
   }
 }
 
-// Work on one stream ends in order. Work on several may not, and is then forgotten at a later
-// check.
+// Work on one stream ends in order. Work on several may not: a later check then forgets it.
 void Watch::forget_what_has_ended() {
   while (!under_way_.empty() && cudaEventQuery(under_way_.front().end) != cudaErrorNotReady) {
     unused_.push_back(under_way_.front().end);
