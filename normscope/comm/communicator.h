@@ -31,9 +31,9 @@ class Communicator {
   // What carries the messages: "self", "threads", "shared memory", "gloo", ...
   [[nodiscard]] virtual std::string_view transport() const noexcept = 0;
 
-  // Replaces `values` by their sum over all ranks; every rank gets the same bits.
-  // `stream` says whose memory holds them. A sum in device memory is queued on the stream, and
-  // nothing waits for it; communicators that add on the CPU throw an ArgumentError.
+  // Replaces `values` by their sum over all ranks; every rank gets the same bits. `stream` says
+  // which memory holds them. A sum in device memory is queued on the stream, and nothing waits for
+  // it; communicators that add on the CPU throw an ArgumentError.
   //
   // If `compares_lengths()`, different lengths are a MismatchError on every rank, which names each
   // rank's length, and the group stays usable. Otherwise the lengths must agree.

@@ -7,7 +7,7 @@
 namespace normscope {
 
 SubGroup agree_on_sub_group(Communicator& parent, int color, int key) {
-  // The sum gathers: each entry is nonzero on one rank only, and every int is exact as a float64.
+  // The sum gathers: all other ranks add zeros, and every int is exact as a float64.
   const auto ranks = static_cast<std::size_t>(parent.size());
   std::vector<double> colors_and_keys(2 * ranks);
   const std::span colors(colors_and_keys.data(), ranks);
