@@ -27,9 +27,20 @@ namespace {
 // R * length^2 <= 2^53.
 constexpr std::size_t kLengthFields = 2;
 
-// The float64 numbers of a frame: 32 KiB, enough for 409 channels. Over Gloo, a second all-reduce
-// costs more than the padding of a short message.
-constexpr std::size_t kFrameLength = 4096;
+// The float64 numbers of the frame of an unexpected message: 32 KiB, enough for 409 channels. Over
+// Gloo, a second all-reduce costs more than the padding of a short message.
+constexpr std::size_t kUsualFrame = 4096;
+
+// Frames have a multiple of 1 KiB, so that a message that differs a little from the expected one
+// still fits, and at most 2 MiB: expecting a long message in vain must not cost much.
+constexpr std::size_t kFrameStep = 128;
+constexpr std::size_t kLongestFrame = 1 << 18;
+
+std::size_t frame_for(std::optional<std::size_t> expected) {
+  if (!expected) return kUsualFrame;
+  const std::size_t needed = kLengthFields + *expected;
+  return std::min((needed + kFrameStep - 1) / kFrameStep * kFrameStep, kLongestFrame);
+}
 
 // Backends have no exception of their own for a timeout.
 bool tells_of_time_out(std::string_view text) {
@@ -123,29 +134,39 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
 
 void C10dCommunicator::all_reduce_in_frame(std::span<double> values) {
   const auto length = static_cast<double>(values.size());
-  std::vector<double> frame(kFrameLength);
-  const std::span content = std::span(frame).subspan(kLengthFields);
-  const std::span first = values.first(std::min(values.size(), content.size()));
-  frame[0] = length;
-  frame[1] = length * length;
-  std::ranges::copy(first, content.begin());
+  const std::size_t frame_length = frame_for(lengths_.next());
+  const std::span first = values.first(std::min(values.size(), frame_length - kLengthFields));
 
-  all_reduce(frame);
-  if (frame[0] != size_ * length || frame[1] != size_ * (length * length)) {
+  // A separate tensor, because a backend may keep a reference to it after a failed operation.
+  const at::Tensor frame = at::empty({static_cast<std::int64_t>(frame_length)}, at::kDouble);
+  auto* const fields = frame.mutable_data_ptr<double>();
+  fields[0] = length;
+  fields[1] = length * length;
+  double* const end = std::ranges::copy(first, fields + kLengthFields).out;
+  std::fill(end, fields + frame_length, 0.0);
+
+  const at::Tensor sum = all_reduce_of_host(frame);
+  const auto* const sums = sum.const_data_ptr<double>();
+  if (sums[0] != size_ * length || sums[1] != size_ * (length * length)) {
     throw_lengths_differ(values.size());
   }
-  std::ranges::copy(content.first(first.size()), first.begin());
+  lengths_.add(values.size());
+  std::copy_n(sums + kLengthFields, first.size(), first.begin());
   if (first.size() < values.size()) all_reduce(values.subspan(first.size()));
 }
 
 void C10dCommunicator::all_reduce(std::span<double> values) {
-  // A separate tensor, because a backend may keep a reference to it after a failed operation.
   const at::Tensor of_host = at::empty({static_cast<std::int64_t>(values.size())}, at::kDouble);
   std::ranges::copy(values, of_host.mutable_data_ptr<double>());
+  const at::Tensor sum = all_reduce_of_host(of_host);
+  std::copy_n(sum.const_data_ptr<double>(), values.size(), values.begin());
+}
+
+// The sum of a tensor in host memory, in host memory.
+at::Tensor C10dCommunicator::all_reduce_of_host(const at::Tensor& of_host) {
   const at::Tensor sum = of_host.to(host_device_);
   all_reduce(sum);
-  const at::Tensor result = sum.cpu();
-  std::copy_n(result.const_data_ptr<double>(), values.size(), values.begin());
+  return sum.cpu();
 }
 
 void C10dCommunicator::all_reduce(const at::Tensor& sum) {
@@ -229,8 +250,10 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
   if (own_) publisher_ = std::make_shared<CallPublisher>(own_->store(), *board_, publish_after);
 }
 
-// All ranks have found that their lengths differ. They tell each other the lengths.
+// All ranks have found that their lengths differ. They tell each other the lengths, and forget
+// those before: a rank that skipped a message would expect others than its peers.
 void C10dCommunicator::throw_lengths_differ(std::size_t length) {
+  lengths_.clear();
   std::vector<double> lengths(static_cast<std::size_t>(size_));
   lengths[static_cast<std::size_t>(rank_)] = static_cast<double>(length);
   all_reduce(lengths);

@@ -13,6 +13,7 @@
 #include "normscope/comm/sub_group.h"
 #include "normscope/torch/call_publisher.h"
 #include "normscope/torch/device.h"
+#include "normscope/torch/expected_lengths.h"
 #include "normscope/torch/own_group.h"
 
 namespace normscope::binding {
@@ -27,9 +28,10 @@ namespace normscope::binding {
 // group must carry nothing but this communicator's messages.
 //
 // If ranks come with different lengths, some backends end the process (Gloo) or hang (NCCL). A host
-// message therefore starts with a frame, which has the same length for every message and contains
-// the message's length. What does not fit into the frame follows once the lengths are known to
-// agree. If the group serves devices only, host messages go through a device.
+// message therefore starts with a frame, which contains the message's length. All ranks choose the
+// same length of the frame, from the messages before. What does not fit into the frame follows once
+// the lengths are known to agree. If the group serves devices only, host messages go through a
+// device.
 //
 // NCCL sums a message in device memory directly, and nothing waits for it. Other backends would
 // copy it to the host themselves; here it goes the way of host messages.
@@ -82,6 +84,7 @@ class C10dCommunicator final : public Communicator {
   void end_part();
   void all_reduce_in_frame(std::span<double> values);
   void all_reduce(std::span<double> values);
+  [[nodiscard]] at::Tensor all_reduce_of_host(const at::Tensor& of_host);
   void all_reduce(const at::Tensor& sum);
   void wait_for(c10d::Work& work);
   void look_up(std::chrono::steady_clock::duration waited, int looks);
@@ -103,7 +106,8 @@ class C10dCommunicator final : public Communicator {
   std::string transport_;
   bool sums_on_device_;
   c10d::AllreduceOptions options_;
-  std::string failure_;  // the first failure; empty: none
+  ExpectedLengths lengths_;  // of messages in frames
+  std::string failure_;      // the first failure; empty: none
   std::optional<CallBoard> board_;
   std::unique_ptr<Communicator> holder_of_board_;  // nullptr for a part
   std::shared_ptr<CallPublisher> publisher_;       // of the whole group

@@ -109,9 +109,10 @@ auto GroupStore::answer_of(Milliseconds patience, Ask ask) const noexcept
     std::thread(std::move(task)).detach();
     if (answer.wait_for(patience) == std::future_status::ready) return answer.get();
     ask_again_->store((Clock::now() + kSilence).time_since_epoch().count());
-  } catch (const std::exception&) {  // The same as no answer.
+    return std::nullopt;
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
-  return std::nullopt;
 }
 
 std::string GroupStore::key(const std::string& what, std::size_t rank) const {
