@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from normscope.costs import FRAME_BYTES, SLOT_BYTES, Costs, HostCosts, LinkCosts, parts_of_frame
+from normscope.costs import FRAME_BYTES, SLOT_BYTES, Costs, HostCosts, LinkCosts, padded_bytes
 from normscope.exchange_times import (
     BACKEND_SECONDS,
     HostCounts,
@@ -57,8 +57,7 @@ def fit_call(times: Sequence[TimedExchange]) -> tuple[float, float, float]:
     Args:
         times: Exchanges of a rank with itself over the backend.
     """
-    parts = [parts_of_frame(time.size, FRAME_BYTES) for time in times]
-    rows = [[len(of_time), sum(of_time)] for of_time in parts]
+    rows = [[1, padded_bytes(time.size, FRAME_BYTES)] for time in times]
     (call, per_byte), error = least_squares(rows, [time.seconds for time in times])
     return call, per_byte, error
 
@@ -82,16 +81,13 @@ def fit_link(
 
     def share(time: TimedExchange, link: LinkCosts, adding: float, *, like: LinkCosts) -> float:
         """What a link, one number of which is 1, takes by the way that is fastest for `like`."""
-        total = 0.0
-        for part in parts_of_frame(time.size, costs.frame_bytes):
-            way = seconds
-            if algorithm == "tree":
-                counts = counts_of(time.ranks)
-                doubles = doubling_seconds(part, counts, like, like, added)
-                halves = halving_seconds(part, counts, like, like, added)
-                way = doubling_seconds if doubles <= halves else halving_seconds
-            total += way(part, counts_of(time.ranks), link, link, adding)
-        return total
+        size, counts = padded_bytes(time.size, costs.frame_bytes), counts_of(time.ranks)
+        way = seconds
+        if algorithm == "tree":
+            doubles = doubling_seconds(size, counts, like, like, added)
+            halves = halving_seconds(size, counts, like, like, added)
+            way = doubling_seconds if doubles <= halves else halving_seconds
+        return way(size, counts, link, link, adding)
 
     link, error = _FIRST_LINK, math.inf
     for _ in range(_TURNS):
@@ -104,10 +100,7 @@ def fit_link(
                 ]
             )
             known = share(time, LinkCosts(0, 0), added, like=link)
-            known += sum(
-                backend_call_seconds(part, costs)
-                for part in parts_of_frame(time.size, costs.frame_bytes)
-            )
+            known += backend_call_seconds(padded_bytes(time.size, costs.frame_bytes), costs)
             rest.append(known)
         (latency, per_byte), error = least_squares(
             rows, [time.seconds for time in times], known=rest

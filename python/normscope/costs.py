@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ _HEADER_BYTES = 32
 # Of a message in shared memory; a longer one goes in pieces (comm/exchange_options.h).
 SLOT_BYTES = 65536
 
-# A backend for the host first carries a frame of this length (docs/decisions/0012), of which two
-# numbers are the message's length.
-FRAME_BYTES = 32768
+# A backend for the host carries frames of a multiple of this length, of which two numbers are the
+# message's length. After the first steps a frame holds the whole message (docs/decisions/0031).
+FRAME_BYTES = 1024
 _LENGTH_BYTES = 16
 
 BACKEND_ALGORITHMS = ("flat", "ring", "tree")
@@ -81,8 +80,8 @@ class Costs:
         seconds_per_byte_copied: Of the message to the backend and back.
         seconds_per_byte_added: Of adding float64 numbers in memory.
         algorithm: That the backend sums by: one of ``flat``, ``ring``, ``tree``.
-        frame_bytes: To which the first part of the backend's messages is filled; 0: not at all, as
-            with NCCL.
+        frame_bytes: The backend's messages are padded to a multiple of it; 0 if they are not
+            padded, as with NCCL.
         source: Where these numbers come from, for tables.
         errors: Largest relative deviation of the measured times from the model, by level.
 
@@ -244,7 +243,7 @@ class Costs:
             lines.append(f"{name:26}{latency * 1e6:12.2f}{per_byte * 1024e9:12.1f}{rate}")
         copied = self.seconds_per_byte_copied * 1024e9
         lines.append(
-            f"an all-reduce of the backend ({self.algorithm}, filled to {self.frame_bytes} bytes): "
+            f"an all-reduce of the backend ({self.algorithm}, padded to {self.frame_bytes} bytes): "
             f"{self.call * 1e6:.1f} us and {copied:.1f} ns per KiB more"
         )
         missing = [
@@ -260,17 +259,16 @@ class Costs:
         return "\n".join(lines)
 
 
-def parts_of_frame(size: int, frame_bytes: int) -> Sequence[int]:
-    """Bytes of the all-reduces by which a backend carries a message.
+def padded_bytes(size: int, frame_bytes: int) -> int:
+    """Return the bytes of the all-reduce by which a backend carries a message.
 
     Example:
-        >>> parts_of_frame(5152, 32768), parts_of_frame(40032, 32768), parts_of_frame(5152, 0)
-        ((32768,), (32768, 7280), (5152,))
+        >>> padded_bytes(5152, 1024), padded_bytes(5152, 0)
+        (6144, 5152)
     """
     if frame_bytes == 0:
-        return (size,)
-    rest = size - (frame_bytes - _LENGTH_BYTES)
-    return (frame_bytes, rest) if rest > 0 else (frame_bytes,)
+        return size
+    return -(-(size + _LENGTH_BYTES) // frame_bytes) * frame_bytes
 
 
 def _between(low: float, high: float, share: float) -> float:

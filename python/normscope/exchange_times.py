@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
-from normscope.costs import SLOT_BYTES, Costs, LinkCosts, parts_of_frame
+from normscope.costs import SLOT_BYTES, Costs, LinkCosts, padded_bytes
 
 # How many of the ranks of a group each host holds, in the order of the ranks.
 HostCounts = tuple[int, ...]
@@ -128,10 +128,8 @@ def _over_backend(
     far = LinkCosts(far.latency, far.seconds_per_byte * sharing)
     seconds = BACKEND_SECONDS[algorithm]
     added = costs.seconds_per_byte_added
-    return sum(
-        backend_call_seconds(part, costs) + seconds(part, counts, far, near, added)
-        for part in parts_of_frame(size, costs.frame_bytes)
-    )
+    padded = padded_bytes(size, costs.frame_bytes)
+    return backend_call_seconds(padded, costs) + seconds(padded, counts, far, near, added)
 
 
 def backend_call_seconds(size: int, costs: Costs) -> float:

@@ -17,12 +17,12 @@ from torch import distributed
 
 from normscope import _library
 from normscope._cost_fit import TimedExchange, fit_call, fit_host, fit_link
-from normscope.costs import FRAME_BYTES, Costs, LinkCosts
+from normscope.costs import Costs, LinkCosts
 from normscope.counters import communication_counters
 from normscope.exchange_times import HostCounts
 
 # Bytes of messages, about: of 12 channels to 13 000. The last is beyond what one slot of shared
-# memory holds, and beyond a frame of the backend.
+# memory holds.
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 ROUNDS = 15
 
@@ -32,6 +32,7 @@ _MOST_CALLS = 200
 _CALLS_BEFORE = 3
 
 _BYTES_PER_NUMBER = 8
+_NUMBERS_ADDED = 4096
 _HEADER_NUMBERS = 4
 
 # Gloo sums in a ring, others as MPICH does; what was measured decides, if it can tell.
@@ -208,6 +209,7 @@ def seconds_of_exchange(group: str, own: torch.Tensor, calls: int) -> float:
         calls: How many.
     """
     name = f"measure {len(own)}"
+    _library.gather(own, group, name)  # the backend's frame is of the length before
     before = communication_counters()
     for _ in range(calls):
         _library.gather(own, group, name)
@@ -216,7 +218,7 @@ def seconds_of_exchange(group: str, own: torch.Tensor, calls: int) -> float:
 
 def _seconds_per_byte_added(rounds: int) -> float:
     """Of adding float64 numbers that lie in a cache, on one thread as the library adds."""
-    summand = torch.ones(FRAME_BYTES // _BYTES_PER_NUMBER, dtype=torch.float64)
+    summand = torch.ones(_NUMBERS_ADDED, dtype=torch.float64)
     total = torch.zeros_like(summand)  # too few numbers for torch to take threads
     calls = 100
     samples = []
@@ -224,7 +226,7 @@ def _seconds_per_byte_added(rounds: int) -> float:
         begin = time.perf_counter()
         for _ in range(calls):
             total.add_(summand)
-        samples.append((time.perf_counter() - begin) / calls / FRAME_BYTES)
+        samples.append((time.perf_counter() - begin) / calls / summand.nbytes)
     return statistics.median(samples)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from normscope import Costs, HostCosts, LinkCosts, _library
 from normscope._cost_fit import TimedExchange, fit_call, fit_host, fit_link, least_squares
-from normscope.costs import SLOT_BYTES, message_bytes, parts_of_frame
+from normscope.costs import SLOT_BYTES, message_bytes, padded_bytes
 from normscope.exchange_times import (
     BACKEND_SECONDS,
     HostCounts,
@@ -41,9 +41,11 @@ def test_message_bytes_are_the_librarys(channels: int) -> None:
     assert message_bytes(channels) == _library.message_bytes(channels)
 
 
-def test_a_frame_holds_409_channels() -> None:
-    assert len(parts_of_frame(message_bytes(409), 32768)) == 1
-    assert parts_of_frame(message_bytes(410), 32768) == (32768, 32832 + 16 - 32768)
+@pytest.mark.parametrize(
+    ("size", "padded"), [(8, 1024), (1008, 1024), (1016, 2048), (message_bytes(409), 32768)]
+)
+def test_messages_are_padded_with_their_length(size: int, padded: int) -> None:
+    assert padded_bytes(size, 1024) == padded
 
 
 @pytest.mark.parametrize("counts", [(1,), (4,), (1, 1), (8,) * 5, (3, 1)])
@@ -119,17 +121,13 @@ def test_ranks_of_one_host_go_through_shared_memory_in_pieces() -> None:
         assert got == pytest.approx(2 * 2e-6 + size * 1e-9)
 
 
-def test_the_backend_fills_frames_and_the_rest_follows() -> None:
-    short = exchange_seconds(5152, (1, 1), COSTS)
-    long = exchange_seconds(message_bytes(410), (1, 1), COSTS)
-
-    def part(size: int) -> float:
+def test_the_backend_carries_padded_messages() -> None:
+    def expected(size: int) -> float:
         return 5e-6 + size * 2e-10 + 2 * (3e-5 + size / 2 * 4e-10) + size / 2 * 1e-10
 
-    assert short == pytest.approx(part(32768))
-    assert long == pytest.approx(part(32768) + part(80))
+    assert exchange_seconds(5152, (1, 1), COSTS) == pytest.approx(expected(6144))
     no_frames = dataclasses.replace(COSTS, frame_bytes=0)
-    assert exchange_seconds(5152, (1, 1), no_frames) == pytest.approx(part(5152))
+    assert exchange_seconds(5152, (1, 1), no_frames) == pytest.approx(expected(5152))
 
 
 def test_two_levels_add_up() -> None:
@@ -170,7 +168,7 @@ def test_groups_that_share_a_link_share_its_bandwidth_alone() -> None:
     one = exchange_seconds(1 << 20, (1, 1), COSTS)
 
     assert exchange_seconds(1 << 20, (1, 1), COSTS, sharing=3) == pytest.approx(
-        one + 2 * ((1 << 20) + 16) * 4e-10
+        one + 2 * ((1 << 20) + 1024) * 4e-10
     )
 
 
@@ -269,11 +267,9 @@ def test_a_fit_finds_shared_memory() -> None:
 
 
 def test_a_fit_finds_what_a_call_takes() -> None:
-    sums = [sum(parts_of_frame(size, COSTS.frame_bytes)) for size in SIZES]
-    parts = [len(parts_of_frame(size, COSTS.frame_bytes)) for size in SIZES]
     times = [
-        TimedExchange(1, size, 5e-6 * count + 2e-10 * whole)
-        for size, count, whole in zip(SIZES, parts, sums, strict=True)
+        TimedExchange(1, size, 5e-6 + 2e-10 * padded_bytes(size, COSTS.frame_bytes))
+        for size in SIZES
     ]
 
     call, copied, error = fit_call(times)
@@ -300,7 +296,7 @@ def test_a_fit_finds_the_link(algorithm: str) -> None:
 def test_times_of_several_numbers_of_ranks_tell_the_algorithm(algorithm: str) -> None:
     truth = dataclasses.replace(COSTS, algorithm=algorithm)
     alone = [
-        TimedExchange(1, size, sum(5e-6 + 2e-10 * part for part in parts_of_frame(size, 32768)))
+        TimedExchange(1, size, 5e-6 + 2e-10 * padded_bytes(size, COSTS.frame_bytes))
         for size in SIZES
     ]
     times = {

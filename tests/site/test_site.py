@@ -32,7 +32,7 @@ FROM_A_HOST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')]+)"""
 # Public by its name, and of no use outside the package.
 INTERNAL = {
     "normscope.costs.message_bytes",
-    "normscope.costs.parts_of_frame",
+    "normscope.costs.padded_bytes",
     "normscope.measurement.costs_of",
     "normscope.measurement.seconds_of_exchange",
     "normscope.registry.Conversion",
