@@ -119,7 +119,7 @@ def table(plan: ScopePlan, costs: Costs, step_time: float) -> str:
 
 def draw(path: Path, plan: ScopePlan, all_costs: Sequence[Costs], step_time: float) -> None:
     """Write a picture with a column for each set of costs."""
-    figure = Figure(figsize=(12, 9), layout="constrained")
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
     rows = figure.subplots(2, len(all_costs), sharex=True, sharey="row", squeeze=False)
     for column, costs in enumerate(all_costs):
         times, shares = rows[0][column], rows[1][column]
@@ -134,7 +134,7 @@ def draw(path: Path, plan: ScopePlan, all_costs: Sequence[Costs], step_time: flo
         shares.set_xlabel(f"ranks, {RANKS_PER_HOST} on a host")
     rows[0][0].set_ylabel("milliseconds of a step in exchanges")
     rows[1][0].set_ylabel(f"share of a step of {step_time * 1e3:.0f} ms without them")
-    rows[1][-1].legend(loc="upper left", fontsize=8)
+    rows[1][-1].legend(loc="upper left", fontsize=7)
     # Letters, not their outlines; and the same file from the same figures.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
