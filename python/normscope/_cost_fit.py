@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of normscope.costs that measured times follow."""
+"""Fits the parameters of normscope.costs to measured times."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from normscope.exchange_times import (
     halving_seconds,
 )
 
-# A tree's formula depends on its parameters, since the faster of two ways counts.
+# The formula of a tree is the faster of two algorithms, and which one that is depends on the
+# parameters: fit several times.
 _TURNS = 8
 
-# 20 us and 1 GB/s: where those turns begin.
+# The first guess: 20 us and 1 GB/s.
 _FIRST_LINK = LinkCosts(20e-6, 1e-9)
 
 
 @dataclass(frozen=True)
 class TimedExchange:
-    """Ranks, bytes of the message and seconds that it took."""
+    """Number of ranks of an exchange, bytes of its message, and seconds that it took."""
 
     ranks: int
     size: int
@@ -36,10 +37,10 @@ class TimedExchange:
 
 
 def fit_host(times: Sequence[TimedExchange]) -> tuple[tuple[HostCosts, ...], float]:
-    """Points for shared memory, and the largest relative deviation from them.
+    """Fit the costs of shared memory; return them and the largest relative deviation.
 
     Args:
-        times: Exchanges of several lengths for each number of ranks.
+        times: Exchanges of several sizes for each number of ranks.
     """
     points, worst = [], 0.0
     for ranks in sorted({time.ranks for time in times}):
@@ -52,10 +53,13 @@ def fit_host(times: Sequence[TimedExchange]) -> tuple[tuple[HostCosts, ...], flo
 
 
 def fit_call(times: Sequence[TimedExchange]) -> tuple[float, float, float]:
-    """Seconds of an all-reduce that sends nothing, per call and per byte, and the deviation.
+    """Fit the seconds of an all-reduce that sends nothing.
 
     Args:
         times: Exchanges of a rank with itself over the backend.
+
+    Returns:
+        Seconds per call, seconds per byte, and the largest relative deviation.
     """
     rows = [[1, padded_bytes(time.size, FRAME_BYTES)] for time in times]
     (call, per_byte), error = least_squares(rows, [time.seconds for time in times])
@@ -68,26 +72,29 @@ def fit_link(
     counts_of: Callable[[int], HostCounts],
     costs: Costs,
 ) -> tuple[LinkCosts, float]:
-    """The link whose messages explain the backend's exchanges, and the largest deviation.
+    """Fit a link to exchanges of the backend; return it and the largest relative deviation.
 
     Args:
         times: Exchanges over one kind of link.
-        algorithm: Of the backend.
-        counts_of: How so many ranks lie on hosts.
-        costs: What is known: all but the links.
+        algorithm: The backend's algorithm.
+        counts_of: Returns the ranks on each host for a number of ranks.
+        costs: The other parameters, which are known.
     """
     added = costs.seconds_per_byte_added
     seconds = BACKEND_SECONDS[algorithm]
 
     def share(time: TimedExchange, link: LinkCosts, adding: float, *, like: LinkCosts) -> float:
-        """What a link, one number of which is 1, takes by the way that is fastest for `like`."""
+        """Return the seconds over a link, by the formula that is faster for the link `like`.
+
+        If one number of the link is 1 and the other 0, this is that number's coefficient.
+        """
         size, counts = padded_bytes(time.size, costs.frame_bytes), counts_of(time.ranks)
-        way = seconds
+        formula = seconds
         if algorithm == "tree":
             doubles = doubling_seconds(size, counts, like, like, added)
             halves = halving_seconds(size, counts, like, like, added)
-            way = doubling_seconds if doubles <= halves else halving_seconds
-        return way(size, counts, link, link, adding)
+            formula = doubling_seconds if doubles <= halves else halving_seconds
+        return formula(size, counts, link, link, adding)
 
     link, error = _FIRST_LINK, math.inf
     for _ in range(_TURNS):
@@ -116,12 +123,12 @@ def least_squares(
     seconds: Sequence[float],
     known: Sequence[float] | None = None,
 ) -> tuple[list[float], float]:
-    """Coefficients of at least 0 with the least squares of relative deviations.
+    """Find the non-negative coefficients that minimize the squares of the relative deviations.
 
     Args:
-        rows: What each time has of each coefficient.
+        rows: For each time, the factor of each coefficient.
         seconds: The times.
-        known: A part of each time that has no coefficient.
+        known: For each time, seconds that do not depend on the coefficients.
 
     Returns:
         The coefficients, and the largest relative deviation.
@@ -129,7 +136,7 @@ def least_squares(
     whole = torch.tensor(seconds, dtype=torch.float64)
     matrix = torch.tensor(rows, dtype=torch.float64) / whole[:, None]
     constant = torch.zeros_like(whole) if known is None else torch.tensor(known).double() / whole
-    # Columns of one size: seconds per byte are small.
+    # Scale the columns to the same size: seconds per byte are small.
     scale = matrix.norm(dim=0).clamp_min(1e-300)
     best = torch.zeros(matrix.shape[1], dtype=torch.float64)
     best_squares = (1 - constant).square().sum().item()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who shares statistics on a number of hosts that is not there: scopes resolved without ranks.
+"""Resolves scopes for hosts that need not exist: which ranks would share statistics.
 
-The rules are those of core/resolution.cpp, which resolves scopes where there are ranks.
+The rules are those of core/resolution.cpp, which resolves the scopes of running ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from normscope.scope import Scope
 
 @dataclass(frozen=True)
 class HostLayout:
-    """Consecutive ranks on hosts that hold as many each.
+    """Hosts with the same number of consecutive ranks on each.
 
     Args:
-        hosts: How many.
-        ranks_per_host: On each.
+        hosts: Number of hosts.
+        ranks_per_host: Number of ranks on each host.
     """
 
     hosts: int
@@ -26,25 +26,25 @@ class HostLayout:
 
     @property
     def ranks(self) -> int:
-        """On all hosts."""
+        """Number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
 
     def host_of(self, rank: int) -> int:
-        """By its number, from 0."""
+        """Return the number of a rank's host, from 0."""
         return rank // self.ranks_per_host
 
 
 def resolved(scope: Scope, layout: HostLayout, samples: int | None) -> Scope:
-    """The scope that ``norm_batch:M`` comes to; any other as it is.
+    """Return the scope that ``norm_batch:M`` resolves to; other scopes are returned unchanged.
 
     Raises:
-        ValueError: If the samples of a rank matter, and are not known.
+        ValueError: If the scope depends on the samples per rank, and ``samples`` is None.
     """
     if not scope.depends_on_samples:
         return scope
     if samples is None:
         raise ValueError(
-            f"samples: expected how many a rank has in a step, since a layer has scope {scope}, "
+            f"samples: expected the samples per rank and step, since a layer has scope {scope}, "
             "got None"
         )
     wanted = _number(scope)
@@ -57,10 +57,10 @@ def resolved(scope: Scope, layout: HostLayout, samples: int | None) -> Scope:
 
 
 def leaders_of(scope: Scope, layout: HostLayout) -> list[int]:
-    """For each rank the lowest one that it shares with.
+    """Return for each rank the lowest rank that it shares statistics with.
 
     Raises:
-        ValueError: If the scope needs ranks that there are not, as it is an error in training.
+        ValueError: If the scope needs more ranks than there are, as in training.
     """
     alone = list(range(layout.ranks))
     if layout.ranks == 1 or scope.is_of_one_rank:
@@ -91,12 +91,13 @@ def leaders_of(scope: Scope, layout: HostLayout) -> list[int]:
 
 @dataclass(frozen=True)
 class Division:
-    """How a scope divides the ranks.
+    """Groups into which a scope divides the ranks.
 
     Args:
-        leaders: Of each rank, as :func:`leaders_of` has them.
-        groups: Ranks on each host of the groups of two ranks and more; those alike once.
-        sharing: The most groups that use the link of one host to others at the same time.
+        leaders: Leader of each rank, see :func:`leaders_of`.
+        groups: For each group of two or more ranks, the number of its ranks on each host; equal
+            groups are listed once.
+        sharing: Largest number of groups that use the link of one host at the same time.
     """
 
     leaders: tuple[int, ...]
@@ -105,10 +106,10 @@ class Division:
 
 
 def division_of(scope: Scope, layout: HostLayout) -> Division:
-    """How the scope divides the ranks.
+    """Return the groups into which a scope divides the ranks.
 
     Raises:
-        ValueError: As :func:`leaders_of` does.
+        ValueError: See :func:`leaders_of`.
     """
     leaders = leaders_of(scope, layout)
     counts: dict[int, dict[int, int]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m normscope measure``: on the ranks of a launcher, or on ranks of its own."""
+"""Ranks for ``python -m normscope measure``: those of a launcher, or processes that it starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import distributed
 from normscope.costs import Costs
 from normscope.measurement import measure_costs
 
-# What launchers call a rank, how many there are, and how many of them are on its host: torchrun,
-# Open MPI, MPICH and Intel MPI, Slurm.
+# Environment variables for the rank, the number of ranks, and the number of ranks on this host:
+# of torchrun, Open MPI, MPICH and Intel MPI, and Slurm.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -30,7 +30,7 @@ _USUAL_PORT = "29500"
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process as one of several ranks, or as the only one."""
+    """Return whether a launcher has started this process as a rank."""
     return _launcher() is not None
 
 
@@ -42,15 +42,18 @@ def _launcher() -> tuple[str, str, str] | None:
 
 @contextlib.contextmanager
 def joined_launch(backend: str) -> Iterator[None]:
-    """Join the ranks that a launcher has started, and leave them.
+    """Join the process group of the launcher's ranks, and leave it at the end of the block.
+
+    Args:
+        backend: A backend of torch.distributed.
 
     Raises:
-        ValueError: If the launcher says too little to find rank 0.
+        ValueError: If the environment does not say where rank 0 is.
     """
     names = _launcher()
     if names is None:
         raise ValueError(
-            "measure: expected the variables of a launcher, as RANK and WORLD_SIZE, got none"
+            "measure: expected the variables of a launcher, such as RANK and WORLD_SIZE, got none"
         )
     rank, size = int(os.environ[names[0]]), int(os.environ[names[1]])
     on_this_host = os.environ.get(names[2], "")
@@ -71,11 +74,11 @@ def joined_launch(backend: str) -> Iterator[None]:
 
 
 def measure_alone(ranks: int, rounds: int) -> Costs:
-    """Measure among processes that this one starts, all on this host.
+    """Measure among processes that this one starts on its host.
 
     Args:
-        ranks: How many, at least 2.
-        rounds: As :func:`normscope.measure_costs` has it.
+        ranks: Number of processes, at least 2.
+        rounds: See :func:`normscope.measure_costs`.
     """
     if ranks < 2:
         raise ValueError(f"ranks: expected at least 2, got {ranks}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange costs between these machines: parameters, measured or assumed, as JSON.
+"""Cost parameters of exchanges on given machines, measured or assumed; stored as JSON.
 
-Nothing here knows torch.
+This module does not use torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# docs/numerics.md, "Limbs": two sums of five float64 for each channel, and a header of four.
+# docs/numerics.md, "Limbs": two sums of five float64 per channel, and a header of four.
 _BYTES_PER_CHANNEL = 80
 _HEADER_BYTES = 32
 
-# Of a message in shared memory; a longer one goes in pieces (comm/exchange_options.h).
+# The longest message that shared memory takes at once; longer ones are sent in pieces
+# (comm/exchange_options.h).
 SLOT_BYTES = 65536
 
-# A backend for the host carries frames of a multiple of this length, of which two numbers are the
-# message's length. After the first steps a frame holds the whole message (docs/decisions/0031).
+# Messages over a CPU backend are padded to a multiple of this length. Two numbers of a message hold
+# its length. The longer frames of the first steps are left out (docs/decisions/0031).
 FRAME_BYTES = 1024
 _LENGTH_BYTES = 16
 
@@ -28,7 +29,10 @@ BACKEND_ALGORITHMS = ("flat", "ring", "tree")
 
 
 def message_bytes(channels: int) -> int:
-    """Bytes that a rank of a layer sends in forward, and again in backward.
+    """Return the bytes that a rank sends for a layer in the forward, and again in the backward.
+
+    Args:
+        channels: The layer's number of channels.
 
     Example:
         >>> message_bytes(64)
@@ -39,12 +43,13 @@ def message_bytes(channels: int) -> int:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """An exchange through shared memory among the ranks of one host.
+    """Cost of an exchange through shared memory among the ranks of one host.
 
     Args:
-        ranks: That exchanged.
-        latency: Seconds, whatever the length.
-        seconds_per_byte: Of the message; copying it and adding those of the others.
+        ranks: Number of ranks in the exchange.
+        latency: Seconds per exchange, for a message of any length.
+        seconds_per_byte: Seconds per byte of the message, for copying it and adding those of the
+            other ranks.
     """
 
     ranks: int
@@ -54,11 +59,11 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """A message of the process group's backend between two ranks (Hockney 1994).
+    """Cost of a message that the process group's backend sends between two ranks (Hockney 1994).
 
     Args:
-        latency: Seconds, whatever the length.
-        seconds_per_byte: The inverse of the bandwidth.
+        latency: Seconds per message, for a message of any length.
+        seconds_per_byte: Inverse of the bandwidth.
     """
 
     latency: float
@@ -67,22 +72,24 @@ class LinkCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """The parameters of the model of docs/scaling.md, for one kind of machines and network.
+    """Parameters of the cost model in docs/scaling.md, for one kind of machine and network.
 
-    ``python -m normscope measure`` finds them. What is None was not measured: there was one host,
-    or one rank on each.
+    ``python -m normscope measure`` measures them. A parameter is None if it was not measured:
+    because there was only one host, or only one rank on each.
 
     Args:
-        shared_memory: By the number of ranks; others are interpolated. None if not known.
-        within_host: The backend's messages between two ranks of a host; None: as between hosts.
-        between_hosts: The backend's messages between ranks of two hosts.
-        call: Seconds that the backend takes for each all-reduce, whatever it sends.
-        seconds_per_byte_copied: Of the message to the backend and back.
-        seconds_per_byte_added: Of adding float64 numbers in memory.
-        algorithm: That the backend sums by: one of ``flat``, ``ring``, ``tree``.
-        frame_bytes: The backend's messages are padded to a multiple of it; 0 if they are not
-            padded, as with NCCL.
-        source: Where these numbers come from, for tables.
+        shared_memory: Costs for several numbers of ranks, in increasing order; other numbers are
+            interpolated. None if not known.
+        within_host: Cost of the backend's messages between two ranks of a host. If None,
+            ``between_hosts`` is used.
+        between_hosts: Cost of the backend's messages between ranks of two hosts. None if not known.
+        call: Seconds that the backend takes per all-reduce, in addition to sending.
+        seconds_per_byte_copied: Seconds per byte for copying a message to the backend and back.
+        seconds_per_byte_added: Seconds per byte for adding float64 numbers in memory.
+        algorithm: The backend's all-reduce algorithm: ``flat``, ``ring`` or ``tree``.
+        frame_bytes: Messages over the backend are padded to a multiple of this number of bytes; 0
+            for no padding, as with NCCL.
+        source: Where these numbers come from; shown in tables.
         errors: Largest relative deviation of the measured times from the model, by level.
 
     Example:
@@ -111,8 +118,7 @@ class Costs:
             ranks = [point.ranks for point in self.shared_memory]
             if not ranks or ranks[0] < 2 or ranks != sorted(set(ranks)):
                 raise ValueError(
-                    "shared_memory: expected points of growing numbers of ranks, from 2 on, got "
-                    f"{ranks}"
+                    f"shared_memory: expected increasing numbers of ranks, at least 2, got {ranks}"
                 )
         numbers = [
             ("call", self.call),
@@ -137,9 +143,9 @@ class Costs:
 
     @classmethod
     def ethernet_25g(cls) -> Costs:
-        """An assumption, not a measurement: TCP over 25 Gbit/s Ethernet, 30 us a message.
+        """Return assumed, not measured, costs of TCP over 25 Gbit/s Ethernet: 30 us per message.
 
-        Shared memory was measured with two ranks, and is taken in proportion for more.
+        Shared memory was measured with two ranks, and is scaled in proportion for more ranks.
         """
         return cls(
             _TWO_RANKS,
@@ -148,14 +154,14 @@ class Costs:
             call=30e-6,
             seconds_per_byte_copied=0.1e-9,
             seconds_per_byte_added=0.1e-9,
-            source="assumed: 25 Gbit/s Ethernet, 30 us a message",
+            source="assumed: 25 Gbit/s Ethernet, 30 us per message",
         )
 
     @classmethod
     def infiniband_100g(cls) -> Costs:
-        """An assumption, not a measurement: MPI over 100 Gbit/s InfiniBand, 2 us a message.
+        """Return assumed, not measured, costs of MPI over 100 Gbit/s InfiniBand: 2 us per message.
 
-        Shared memory as for :meth:`ethernet_25g`.
+        The costs of shared memory are those of :meth:`ethernet_25g`.
         """
         return cls(
             _TWO_RANKS,
@@ -165,7 +171,7 @@ class Costs:
             seconds_per_byte_copied=0.1e-9,
             seconds_per_byte_added=0.1e-9,
             algorithm="tree",
-            source="assumed: 100 Gbit/s InfiniBand, 2 us a message",
+            source="assumed: 100 Gbit/s InfiniBand, 2 us per message",
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -174,10 +180,10 @@ class Costs:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Costs:
-        """Read what ``save`` or ``python -m normscope measure`` wrote.
+        """Read a file that ``save`` or ``python -m normscope measure`` wrote.
 
         Raises:
-            ValueError: If the file holds no such parameters.
+            ValueError: If the file does not hold these parameters.
         """
         try:
             fields = json.loads(Path(path).read_text())
@@ -194,18 +200,21 @@ class Costs:
             ) from error
 
     def on_host(self, ranks: int) -> HostCosts:
-        """An exchange through shared memory among so many ranks.
+        """Return the cost of an exchange through shared memory among the given number of ranks.
 
-        Between measured numbers of ranks it is interpolated; beyond them the last two go on
-        linearly, or a single one in proportion to the number of the other ranks.
+        It is interpolated linearly between the measured numbers of ranks, and extrapolated from
+        the nearest two. A single measured point is scaled in proportion to ``ranks - 1``.
+
+        Args:
+            ranks: Number of ranks, at least 2.
 
         Raises:
-            ValueError: If that was not measured.
+            ValueError: If ``shared_memory`` is None.
         """
         if self.shared_memory is None:
             raise ValueError(
                 "costs: expected shared_memory, since ranks share a host, got None; measure with "
-                "several ranks on a host, or give values of yours"
+                "several ranks on a host, or give your own values"
             )
         points = self.shared_memory
         if len(points) == 1:
@@ -221,7 +230,7 @@ class Costs:
         )
 
     def __str__(self) -> str:
-        """A table of the parameters."""
+        """Return a table of the parameters."""
         lines = [self.source] if self.source else []
         rows = [
             *(
@@ -231,8 +240,8 @@ class Costs:
             *(
                 (name, link.latency, link.seconds_per_byte)
                 for name, link in (
-                    ("a message within a host", self.within_host),
-                    ("a message between hosts", self.between_hosts),
+                    ("message within a host", self.within_host),
+                    ("message between hosts", self.between_hosts),
                 )
                 if link is not None
             ),
@@ -243,7 +252,7 @@ class Costs:
             lines.append(f"{name:26}{latency * 1e6:12.2f}{per_byte * 1024e9:12.1f}{rate}")
         copied = self.seconds_per_byte_copied * 1024e9
         lines.append(
-            f"an all-reduce of the backend ({self.algorithm}, padded to {self.frame_bytes} bytes): "
+            f"all-reduce of the backend ({self.algorithm}, padded to {self.frame_bytes} bytes): "
             f"{self.call * 1e6:.1f} us and {copied:.1f} ns per KiB more"
         )
         missing = [
@@ -254,13 +263,17 @@ class Costs:
         if missing:
             lines.append(f"not measured: {', '.join(missing)}")
         if self.errors:
-            told = ", ".join(f"{level} {error:.0%}" for level, error in self.errors.items())
-            lines.append(f"largest deviation of a measured time from the model: {told}")
+            by_level = ", ".join(f"{level} {error:.0%}" for level, error in self.errors.items())
+            lines.append(f"largest deviation of a measured time from the model: {by_level}")
         return "\n".join(lines)
 
 
 def padded_bytes(size: int, frame_bytes: int) -> int:
-    """Return the bytes of the all-reduce by which a backend carries a message.
+    """Return the bytes of the all-reduce with which a backend sends a message.
+
+    Args:
+        size: Bytes of the message.
+        frame_bytes: See :class:`Costs`.
 
     Example:
         >>> padded_bytes(5152, 1024), padded_bytes(5152, 0)
@@ -272,9 +285,9 @@ def padded_bytes(size: int, frame_bytes: int) -> int:
 
 
 def _between(low: float, high: float, share: float) -> float:
-    """Linear, and never below 0: two measured points may fall."""
+    """Interpolate linearly. The result is never below 0: extrapolated times may decrease."""
     return max(0.0, low + (high - low) * share)
 
 
-# Measured (docs/scaling.md), with two ranks; an assumption for more of them.
+# Measured with two ranks (docs/scaling.md); an assumption for more ranks.
 _TWO_RANKS = (HostCosts(2, 0.7e-6, 0.1e-9),)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an exchange takes, by the ways in which ranks can sum.
+"""Models the time of an exchange, for each algorithm by which ranks can sum.
 
-The formulas are those of Thakur, Rabenseifner and Gropp (2005), over two kinds of links: within a
-host and between hosts. Nothing here knows torch.
+The formulas are those of Thakur, Rabenseifner and Gropp (2005), with two kinds of links: within a
+host and between hosts. This module does not use torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import lru_cache
 
 from normscope.costs import SLOT_BYTES, Costs, LinkCosts, padded_bytes
 
-# How many of the ranks of a group each host holds, in the order of the ranks.
+# The number of a group's ranks on each host, in the order of the ranks.
 HostCounts = tuple[int, ...]
 
 TWO_LEVEL = "two-level"
-# Between hosts, and what each piece ends with (docs/decisions/0030).
+# The largest piece that is sent between hosts, and the trailer of each piece (docs/decisions/0030).
 _TWO_LEVEL_BYTES = 131072
 _TRAILER_BYTES = 16
 
@@ -31,23 +31,23 @@ def exchange_seconds(
     algorithm: str | None = None,
     sharing: int = 1,
 ) -> float:
-    """The time of one all-reduce of the library, no rank being late.
+    """Return the seconds of one all-reduce of the library if no rank is late.
 
     Args:
         size: Bytes of a rank's message.
-        counts: Ranks of the group on each of its hosts; neighbours are on one host.
-        costs: The parameters.
+        counts: Number of the group's ranks on each of its hosts; ranks of a host are consecutive.
+        costs: The cost parameters.
         algorithm: How ranks of several hosts sum. None: as the library does, which is
-            ``two-level`` over a backend for the host, and the backend's own algorithm over NCCL
+            ``two-level`` over a CPU backend, and the backend's own algorithm over NCCL
             (``frame_bytes`` 0). ``two-level``: the ranks of a host add in shared memory, one rank
             of each host sums by the backend's own algorithm, and the result goes back. ``flat``:
-            one rank receives from every other and answers. ``ring``. ``tree``: recursive
-            doubling, or halving and doubling, whichever is faster. A group on one host always
-            uses shared memory.
-        sharing: Groups that use the link between a host and the others at the same time.
+            one rank receives from every other and answers. ``ring``: each part goes around all
+            ranks twice. ``tree``: recursive doubling, or halving and doubling, whichever is faster.
+            A group on one host always uses shared memory.
+        sharing: Number of groups that use the link between a host and the others at the same time.
 
     Raises:
-        ValueError: If the algorithm is not one of these, or the costs that it needs are None.
+        ValueError: If the algorithm is unknown, or a cost that it needs is None.
 
     Example:
         >>> ethernet = Costs.ethernet_25g()
@@ -78,10 +78,10 @@ def exchange_seconds(
 
 
 def check_algorithm(algorithm: str | None) -> None:
-    """See that it is one of those.
+    """Check the name of an algorithm.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If it is neither None nor one of ``ALGORITHMS``.
     """
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise ValueError(
@@ -90,16 +90,16 @@ def check_algorithm(algorithm: str | None) -> None:
 
 
 def links(costs: Costs) -> tuple[LinkCosts, LinkCosts]:
-    """The backend's messages between hosts, and within a host.
+    """Return the costs of the backend's messages between hosts, and within a host.
 
     Raises:
-        ValueError: If those between hosts were not measured.
+        ValueError: If the messages between hosts were not measured.
     """
     far = costs.between_hosts
     if far is None:
         raise ValueError(
             "costs: expected between_hosts, since ranks of several hosts share statistics, got "
-            "None; measure on two hosts or more, or give values of yours, as "
+            "None; measure on two hosts or more, or give your own values, for example by "
             "dataclasses.replace(costs, between_hosts=normscope.LinkCosts(30e-6, 8 / 25e9))"
         )
     return far, costs.within_host or far
@@ -111,7 +111,10 @@ def _through_shared_memory(size: int, ranks: int, costs: Costs) -> float:
 
 
 def _to_leader_and_back(size: int, ranks: int, costs: Costs) -> float:
-    """The leader waits for the ranks of its host and adds; they wait for it and copy."""
+    """Return the seconds in which a leader adds its host's messages, and the others copy the sum.
+
+    Each side waits for the other once.
+    """
     adding, copying = costs.on_host(ranks), costs.on_host(2)
     return 2 * adding.latency + size * (adding.seconds_per_byte + copying.seconds_per_byte)
 
@@ -133,14 +136,18 @@ def _over_backend(
 
 
 def backend_call_seconds(size: int, costs: Costs) -> float:
-    """What an all-reduce of the backend takes beside its messages."""
+    """Return the seconds of an all-reduce of the backend without its messages."""
     return costs.call + size * costs.seconds_per_byte_copied
 
 
 def flat_seconds(
     size: int, counts: HostCounts, far: LinkCosts, near: LinkCosts, added: float
 ) -> float:
-    """The first rank takes every other's message, one after the other, adds, and answers each."""
+    """Return the seconds of a flat all-reduce.
+
+    The first rank receives the messages of the others one after the other, adds them, and answers
+    each.
+    """
     others_near, others_far = counts[0] - 1, sum(counts[1:])
     messages = 2 * (others_near * _message(near, size) + others_far * _message(far, size))
     return messages + (others_near + others_far) * size * added
@@ -149,9 +156,11 @@ def flat_seconds(
 def ring_seconds(
     size: int, counts: HostCounts, far: LinkCosts, near: LinkCosts, added: float
 ) -> float:
-    """A p-th part goes around twice; of p hops as many leave a host as there are hosts.
+    """Return the seconds of a ring all-reduce.
 
-    Latencies add up along the way around; all links carry parts at once, as fast as the slowest.
+    Of p ranks, each sends a p-th part of the message around the ring twice. One hop per host
+    crosses to another host. Latencies add up around the ring. All links send at once, at the speed
+    of the slowest.
     """
     ranks, hosts = sum(counts), len(counts)
     crossing = hosts / ranks if hosts > 1 else 0.0
@@ -167,7 +176,10 @@ def ring_seconds(
 def tree_seconds(
     size: int, counts: HostCounts, far: LinkCosts, near: LinkCosts, added: float
 ) -> float:
-    """The faster of recursive doubling, for short messages, and of halving and doubling."""
+    """Return the seconds of recursive doubling or of halving and doubling, whichever is faster.
+
+    Recursive doubling is faster for short messages.
+    """
     return min(
         doubling_seconds(size, counts, far, near, added),
         halving_seconds(size, counts, far, near, added),
@@ -177,7 +189,10 @@ def tree_seconds(
 def doubling_seconds(
     size: int, counts: HostCounts, far: LinkCosts, near: LinkCosts, added: float
 ) -> float:
-    """Partners at distances 1, 2, 4, ... swap whole messages."""
+    """Return the seconds of recursive doubling.
+
+    Partners at distances 1, 2, 4, ... swap whole messages.
+    """
     steps = sum(
         _message(_shared(far, near, crossing), size) + size * added
         for crossing in _crossings(counts)
@@ -188,9 +203,10 @@ def doubling_seconds(
 def halving_seconds(
     size: int, counts: HostCounts, far: LinkCosts, near: LinkCosts, added: float
 ) -> float:
-    """Partners swap halves, quarters, ... and then give back the sums (Rabenseifner 2004).
+    """Return the seconds of recursive halving and doubling (Rabenseifner 2004).
 
-    Halves go the farthest.
+    Partners swap halves, then quarters, and so on, and return the sums in reverse order. The most
+    distant partners swap the halves.
     """
     steps, part = 0.0, float(size)
     for crossing in reversed(_crossings(counts)):
@@ -212,14 +228,17 @@ def _message(link: LinkCosts, size: float) -> float:
 
 
 def _shared(far: LinkCosts, near: LinkCosts, crossing: int) -> LinkCosts:
-    """The link of a step in which so many ranks of a host send to other hosts."""
+    """Return the link of a step in which ``crossing`` ranks of a host send to other hosts."""
     if crossing == 0:
         return near
     return LinkCosts(far.latency, far.seconds_per_byte * crossing)
 
 
 def _folding(size: int, counts: HostCounts, far: LinkCosts, near: LinkCosts, added: float) -> float:
-    """Ranks beyond a power of two give theirs to a neighbour before, and get the sum after."""
+    """Return the seconds that ranks beyond a power of two add.
+
+    Each of them sends its message to a neighbour before the tree, and gets the sum after it.
+    """
     ranks = sum(counts)
     surplus = ranks - _power_below(ranks)
     if surplus == 0:
@@ -239,7 +258,10 @@ def _host_of_rank(counts: HostCounts) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _crossings(counts: HostCounts) -> tuple[int, ...]:
-    """For distances 1, 2, 4, ...: the most ranks of a host whose partner is on another host."""
+    """Return how many ranks of a host have their partner on another host, for each distance.
+
+    The distances are 1, 2, 4, ...; each number is that of the host with the most such ranks.
+    """
     hosts = _host_of_rank(counts)
     ranks = len(hosts)
     power = _power_below(ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what exchanges cost between the ranks that are there."""
+"""Measures what exchanges cost between the ranks of the default process group."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from normscope.costs import Costs, LinkCosts
 from normscope.counters import communication_counters
 from normscope.exchange_times import HostCounts
 
-# Bytes of messages, about: of 12 channels to 13 000. The last is beyond what one slot of shared
-# memory holds.
+# Approximate bytes of the messages, for 12 to 13 000 channels. The last ones are longer than a slot
+# of shared memory.
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 ROUNDS = 15
 
-# A sample, so that it shows more of the exchanges than of the scheduler.
+# The approximate length of a sample: in a shorter one the scheduler would dominate.
 _SAMPLE_SECONDS = 3e-3
 _MOST_CALLS = 200
 _CALLS_BEFORE = 3
@@ -35,7 +35,8 @@ _BYTES_PER_NUMBER = 8
 _NUMBERS_ADDED = 4096
 _HEADER_NUMBERS = 4
 
-# Gloo sums in a ring, others as MPICH does; what was measured decides, if it can tell.
+# If the measured times can tell algorithms apart, they select one of the first two. Otherwise Gloo
+# is assumed to sum in a ring, and other backends in a tree, as MPICH does.
 _TRIED = ("ring", "tree")
 _ALGORITHM_OF_BACKEND = {"gloo": "ring"}
 
@@ -45,7 +46,7 @@ Value = TypeVar("Value")
 
 
 class _Level(NamedTuple):
-    """Groups that are timed for one kind of link, the largest last."""
+    """Groups to time for one kind of link, the largest last."""
 
     name: str
     groups: list[list[int]]
@@ -55,28 +56,31 @@ class _Level(NamedTuple):
 def measure_costs(*, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Costs:
     """Measure the parameters of docs/scaling.md among the ranks of the default process group.
 
-    All ranks call it together; ``python -m normscope measure`` does. It times exchanges of the
-    library: within the host that holds the most ranks, through shared memory and by the backend,
-    for two of its ranks, four, and so on up to all; and among one rank of each host. Hosts count
-    as alike. All ranks return the same.
+    All ranks call it together, as ``python -m normscope measure`` does. It times exchanges of the
+    library on the host with the most ranks, through shared memory and over the backend: among two
+    of its ranks, four, and so on up to all. It also times exchanges among one rank of each of two
+    hosts, four, and so on up to all. All hosts are assumed to be alike. All ranks return the same
+    costs.
 
     Args:
-        sizes: Bytes of the messages, about; at least two different ones.
-        rounds: How often each is timed; the median counts.
+        sizes: Approximate bytes of the messages; at least two different sizes.
+        rounds: Number of times that each size is timed; the median is used.
 
     Raises:
-        ValueError: If there is no default process group, or none that serves the host's memory,
-            or an argument is out of range.
+        ValueError: If there is no default process group, if it has no CPU backend, or if an
+            argument is out of range.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError("measure_costs: expected a default process group, got none")
     if "cpu" not in {device.type for device in _group()._device_types}:
         raise ValueError(
-            "measure_costs: expected a process group that serves the host's memory, as gloo, got "
-            f"{distributed.get_backend()}; for others, give Costs of what the network promises"
+            "measure_costs: expected a process group with a CPU backend, such as gloo, got "
+            f"{distributed.get_backend()}; for other backends, give Costs with your own values"
         )
     if len(set(sizes)) < 2 or min(sizes) < 1:
-        raise ValueError(f"sizes: expected two lengths and more, from 1 byte on, got {sizes}")
+        raise ValueError(
+            f"sizes: expected two or more different sizes of at least 1 byte, got {sizes}"
+        )
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     hosts = _gather(_library.host_identity())
@@ -87,17 +91,19 @@ def measure_costs(*, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Cost
         for level in _levels(hosts)
     }
     added = statistics.median(_gather(_seconds_per_byte_added(rounds)))
-    # The same times need not give the same bits on processors that are not alike.
+    # On different processors, the fit of the same times can give different bits.
     return _gather(costs_of(times, added, str(distributed.get_backend())))[0]
 
 
 def costs_of(times: dict[str, list[TimedExchange]], added: float, backend: str) -> Costs:
-    """The parameters that measured times follow.
+    """Fit the parameters of the model to measured times.
 
     Args:
-        times: Of the levels ``alone``, ``shared_memory``, ``within_host``, ``between_hosts``.
+        times: Times of the levels ``alone``, ``shared_memory``, ``within_host`` and
+            ``between_hosts``.
         added: Seconds per byte of adding.
-        backend: By whose name its algorithm is known, if too few ranks tell.
+        backend: Name of the backend; implies its algorithm if too few ranks were measured to
+            tell.
     """
     call, copied, error = fit_call(times["alone"])
     known = Costs(call=call, seconds_per_byte_copied=copied, seconds_per_byte_added=added)
@@ -112,7 +118,7 @@ def costs_of(times: dict[str, list[TimedExchange]], added: float, backend: str) 
 
     measured = [name for name in ("within_host", "between_hosts") if times[name]]
     algorithm = _ALGORITHM_OF_BACKEND.get(backend, "tree")
-    # Of two ranks alone every algorithm can be true.
+    # The times of two ranks alone fit every algorithm.
     if measured and len({timed.ranks for timed in times[measured[-1]]}) > 1:
         algorithm = min(_TRIED, key=lambda tried: fit(measured[-1], tried)[1])
     links: dict[str, LinkCosts] = {}
@@ -153,7 +159,7 @@ def _levels(hosts: Sequence[int]) -> list[_Level]:
 
 
 def _beginnings(ranks: list[int]) -> list[list[int]]:
-    """The first two, four, eight and so on, and all, if they are several."""
+    """Return the first two, four, eight and so on of the ranks, and all; nothing for one rank."""
     numbers = {1 << i for i in range(1, len(ranks).bit_length()) if 1 << i <= len(ranks)}
     return [ranks[:number] for number in sorted(numbers | {len(ranks)}) if number > 1]
 
@@ -161,7 +167,7 @@ def _beginnings(ranks: list[int]) -> list[list[int]]:
 def _time_group(
     ranks: list[int], level: _Level, sizes: Sequence[int], rounds: int
 ) -> list[TimedExchange]:
-    """The median times of a group's exchanges, on every rank."""
+    """Measure the median times of a group's exchanges; every rank returns them."""
     group = distributed.new_group(ranks)
     medians: dict[int, float] = {}
     if distributed.get_rank() in ranks:
@@ -177,14 +183,15 @@ def _time_group(
 
 
 def _median_times(group: str, ranks: int, sizes: Sequence[int], rounds: int) -> dict[int, float]:
-    """By the bytes of the messages."""
+    """Return this rank's median seconds of an exchange, by the bytes of the message."""
     own = [
         torch.ones(max(1, round(size / _BYTES_PER_NUMBER / ranks)), dtype=torch.float64)
         for size in sorted(set(sizes))
     ]
     calls = []
     for numbers in own:
-        seconds_of_exchange(group, numbers, _CALLS_BEFORE)  # the first meeting, and fresh memory
+        # The ranks meet, and memory is touched for the first time.
+        seconds_of_exchange(group, numbers, _CALLS_BEFORE)
         estimate = seconds_of_exchange(group, numbers, _CALLS_BEFORE)
         slowest = _library.gather(
             torch.tensor([estimate], dtype=torch.float64), group, "measure, calls"
@@ -201,15 +208,15 @@ def _median_times(group: str, ranks: int, sizes: Sequence[int], rounds: int) -> 
 
 
 def seconds_of_exchange(group: str, own: torch.Tensor, calls: int) -> float:
-    """The mean time of exchanges in a group, one after the other, without what Python adds.
+    """Return the mean seconds of consecutive exchanges in a group, without Python's overhead.
 
     Args:
-        group: Its name; all its ranks call this together.
-        own: Float64 [n]; the message has n numbers for each rank, and a header of four.
-        calls: How many.
+        group: Name of the group; all its ranks call this together.
+        own: Float64 [n]; the message has n numbers per rank, and a header of four.
+        calls: Number of exchanges.
     """
     name = f"measure {len(own)}"
-    _library.gather(own, group, name)  # the backend's frame is of the length before
+    _library.gather(own, group, name)  # the first frame has the length of earlier messages
     before = communication_counters()
     for _ in range(calls):
         _library.gather(own, group, name)
@@ -217,9 +224,9 @@ def seconds_of_exchange(group: str, own: torch.Tensor, calls: int) -> float:
 
 
 def _seconds_per_byte_added(rounds: int) -> float:
-    """Of adding float64 numbers that lie in a cache, on one thread as the library adds."""
+    """Measure adding float64 numbers in the cache, with one thread as in the library."""
     summand = torch.ones(_NUMBERS_ADDED, dtype=torch.float64)
-    total = torch.zeros_like(summand)  # too few numbers for torch to take threads
+    total = torch.zeros_like(summand)  # too few numbers for torch to use several threads
     calls = 100
     samples = []
     for _ in range(rounds):
@@ -237,7 +244,7 @@ def _group() -> distributed.ProcessGroup:
 
 
 def _gather(own: Value) -> list[Value]:
-    """What each rank has, on every rank."""
+    """Gather a value from each rank, in rank order."""
     values: list[Value | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(values, own)
     return [value for value in values if value is not None]
@@ -245,7 +252,7 @@ def _gather(own: Value) -> list[Value]:
 
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """A group reads them when its ranks meet for the first time."""
+    """Set environment variables, which a group reads when its ranks first meet; restore them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scopes of a model's layers will cost on machines that are not there yet."""
+"""Predicts what the scopes of a model's layers will cost on machines that are not at hand."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from normscope.scope import Scope
 from normscope.scope_plan import ScopePlan
 from normscope.stragglers import simulate_waiting
 
-# Steps to take the mean over: many ranks need few.
+# The number of simulated steps: with many ranks, few steps give an accurate mean.
 _FEWEST_STEPS = 4
 _RANKS_OF_ALL_STEPS = 2000
 
 
 class LayerScope(NamedTuple):
-    """A layer, as :func:`predict` needs to know it.
+    """A layer's name, channels and scope, for :func:`predict`.
 
     Args:
         layer: Qualified name.
-        channels: Of its input.
-        scope: Who shares its statistics.
+        channels: Number of channels of its input.
+        scope: The ranks that share its statistics.
     """
 
     layer: str
@@ -40,15 +40,16 @@ class LayerScope(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPrediction:
-    """What a layer costs in each step.
+    """Predicted cost of a layer in each step.
 
     Args:
         layer: Qualified name.
-        scope: That it has, ``norm_batch:M`` as it resolves.
-        ranks: Of its largest norm batch.
-        bytes: That a rank sends, forward and backward.
-        seconds: In both exchanges of the group that takes the longest, if no rank is late.
-        waiting_seconds: For late ranks in both, the mean over ranks.
+        scope: The layer's scope; for ``norm_batch:M``, the scope that it resolves to.
+        ranks: Number of ranks in its largest norm batch.
+        bytes: Bytes that a rank sends in the forward and the backward together.
+        seconds: Time of both exchanges if no rank is late, in the slowest group.
+        waiting_seconds: Time that a rank waits for late ranks in both exchanges; the mean over the
+            ranks.
     """
 
     layer: str
@@ -61,15 +62,15 @@ class LayerPrediction:
 
 @dataclass(frozen=True)
 class SizePrediction:
-    """What a step costs among so many ranks.
+    """Predicted cost of a step on one number of hosts.
 
     Args:
-        hosts: How many.
-        ranks_per_host: On each.
-        layers: Of the model, in its order.
+        hosts: Number of hosts.
+        ranks_per_host: Number of ranks on each host.
+        layers: Costs of the layers, in the order of the model.
         step_time: Seconds of a step without exchanges; None if not given.
-        waiting_seconds: By which a step is longer than with ``local`` in all layers, since ranks
-            wait for late ones.
+        waiting_seconds: Seconds that waiting for late ranks adds to a step, compared with ``local``
+            in all layers.
     """
 
     hosts: int
@@ -80,27 +81,27 @@ class SizePrediction:
 
     @property
     def ranks(self) -> int:
-        """On all hosts."""
+        """Number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
 
     @property
     def exchanges(self) -> int:
-        """Number of exchanges of a rank in a step."""
+        """Number of exchanges that a rank takes part in per step."""
         return 2 * sum(layer.ranks > 1 for layer in self.layers)
 
     @property
     def bytes(self) -> int:
-        """Bytes that a rank sends in a step, without the padding of a backend."""
+        """Bytes that a rank sends in a step, without the backend's padding."""
         return sum(layer.bytes for layer in self.layers)
 
     @property
     def seconds(self) -> float:
-        """Time of all exchanges of a step if no rank is late; they do not overlap."""
+        """Time of all exchanges of a step if no rank is late. Exchanges do not overlap."""
         return sum(layer.seconds for layer in self.layers)
 
     @property
     def share(self) -> float | None:
-        """Of the whole step that goes into exchanges and waiting; None without a step time."""
+        """Share of the step that exchanges and waiting take; None if no step time was given."""
         if self.step_time is None:
             return None
         spent = self.seconds + self.waiting_seconds
@@ -109,12 +110,12 @@ class SizePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What synchronization will cost, size by size; ``print`` shows a table.
+    """Predicted cost of synchronization for each number of hosts; ``print`` shows a table.
 
     Args:
-        sizes: As they were asked for.
-        algorithm: As :func:`predict` was given it.
-        source: Of the costs.
+        sizes: One prediction per number of hosts, in the given order.
+        algorithm: The argument of :func:`predict`.
+        source: Where the costs come from, see :class:`Costs`.
     """
 
     sizes: tuple[SizePrediction, ...]
@@ -122,7 +123,7 @@ class Prediction:
     source: str
 
     def __str__(self) -> str:
-        """A row for each size; of one size alone, a row for each layer too."""
+        """Return a table with a row per number of hosts; for a single one, also a row per layer."""
         lines = [f"algorithm: {self.algorithm or 'the library'}; costs: {self.source or 'given'}"]
         if len(self.sizes) == 1:
             lines += _layer_table(self.sizes[0])
@@ -140,29 +141,32 @@ def predict(
     spread: float = 0.0,
     samples: int | None = None,
 ) -> Prediction:
-    """Predict what the scopes of the layers cost in each training step on so many hosts.
+    """Predict what the scopes of the layers cost per training step on given numbers of hosts.
 
-    A layer that spans ranks makes one exchange forward and one backward. None can be merged with
-    another's, since a layer's input depends on the statistics of the one before; so their times
-    add up. docs/scaling.md has the model, and says what it leaves out.
+    A layer whose scope spans several ranks makes one exchange in the forward and one in the
+    backward. Exchanges of different layers cannot be merged, since the input of a layer depends on
+    the statistics of the layer before it. Their times therefore add up. docs/scaling.md describes
+    the model and its limits.
 
     Args:
-        plan: What :func:`recommend_scopes` made; a model with layers of normscope, whose layers in
-            evaluation do not count if the model trains; or name, channels and scope of each layer.
-        hosts: How many, or several numbers.
-        ranks_per_host: On each; ranks are numbered host by host.
-        costs: What ``python -m normscope measure`` found, or its file.
+        plan: A plan from :func:`recommend_scopes`; a model with layers of normscope; or name,
+            channels and scope of each layer. If the model is in training mode, its layers in
+            evaluation mode are left out.
+        hosts: One or several numbers of hosts.
+        ranks_per_host: Number of ranks on each host; ranks are numbered host by host.
+        costs: The costs that ``python -m normscope measure`` measured, or its file.
         step_time: Seconds of a training step without exchanges.
-        algorithm: How ranks of several hosts sum: None for what the library does; ``two-level``;
-            or ``flat``, ``ring`` or ``tree``, rank by rank.
-        spread: Standard deviation of the time of a rank's pass through a layer, forward or
-            backward, as a share of its mean; passes are taken as independent, and of equal
-            length. Above 0 it needs ``step_time``.
-        samples: Of a rank in a step, for ``norm_batch:M``.
+        algorithm: How ranks of several hosts sum. None: as the library does. ``two-level``: first
+            within each host, then between hosts. ``flat``, ``ring`` or ``tree``: over all ranks, on
+            a single level.
+        spread: Standard deviation of the time that a rank takes for a pass through a layer, forward
+            or backward, as a share of its mean. The passes are assumed to be independent and of
+            equal length. A spread above 0 requires ``step_time``.
+        samples: Samples per rank and step; needed for ``norm_batch:M``.
 
     Raises:
-        ValueError: If a scope does not fit the ranks, or the costs lack what it needs, or an
-            argument is out of range.
+        ValueError: If a scope does not fit the ranks, the costs lack a value that a scope needs, or
+            an argument is out of range.
 
     Example:
         >>> costs = Costs.ethernet_25g()
@@ -200,7 +204,7 @@ def predict(
 def _layers_of(
     plan: ScopePlan | torch.nn.Module | Iterable[LayerScope | tuple[str, int, str]],
 ) -> list[tuple[str, int, Scope]]:
-    """Name, channels and scope of each layer."""
+    """Return name, channels and scope of each layer."""
     if isinstance(plan, ScopePlan):
         return [(each.layer, each.channels, Scope(each.scope)) for each in plan.layers]
     if isinstance(plan, torch.nn.Module):
@@ -214,7 +218,7 @@ def _layers_of(
         layers = [(name, channels, Scope(str(scope))) for name, channels, scope in plan]
     if not layers:
         raise ValueError(
-            "plan: expected layers of normscope that train (normscope.convert makes them), got none"
+            "plan: expected layers of normscope in training mode (see normscope.convert), got none"
         )
     for name, channels, _ in layers:
         if channels < 1:
@@ -265,7 +269,7 @@ def _predict_size(
 def _waiting(
     divisions: list[Division], layout: HostLayout, step_time: float | None, spread: float
 ) -> tuple[float, list[float]]:
-    """Of a step beyond that of local layers, and of each layer; in seconds."""
+    """Return the seconds of waiting that scopes add to a step, and those of each layer."""
     if not spread > 0 or step_time is None:
         return 0.0, [0.0] * len(divisions)
     forward = [division.leaders if division.groups else None for division in divisions]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waiting for the slowest rank costs, where ranks take different times by chance."""
+"""Simulates what waiting for the slowest rank costs if the times of ranks vary randomly."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-# Standard deviations beyond which a normal variable's density is below 1e-22.
+# Beyond this many standard deviations, the density of a normal variable is below 1e-22.
 _FAR = 10.0
 _INTERVALS = 2000
 
 
 def expected_maximum(count: int, spread: float) -> float:
-    """The expected largest of so many independent log-normal variables of mean 1.
+    """Return the expected maximum of independent log-normal variables of mean 1.
 
     Args:
-        count: How many, at least 1.
+        count: Number of variables, at least 1.
         spread: Their standard deviation.
 
     Example:
@@ -34,7 +34,8 @@ def expected_maximum(count: int, spread: float) -> float:
         return 1.0
     log_mean, log_deviation = _log_moments(spread)
 
-    # The integral of exp(log_mean + log_deviation z) over the density of the largest z, by Simpson.
+    # Simpson's rule for the integral of exp(log_mean + log_deviation z) over the density of the
+    # largest z.
     def integrand(z: float) -> float:
         tail = 0.5 * math.erfc(abs(z) / math.sqrt(2))
         log_below = math.log(tail) if z < 0 else math.log1p(-tail)
@@ -51,11 +52,11 @@ def expected_maximum(count: int, spread: float) -> float:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a step takes whose ranks wait for each other, in passes of mean 1.
+    """Time of a step in which ranks wait for each other; the unit is the mean time of a pass.
 
     Args:
-        step: The time at which the last rank is done; the mean over steps.
-        of_exchange: A rank's wait in each exchange, the mean over ranks and steps.
+        step: Time until the last rank is done; the mean over the steps.
+        of_exchange: Time that a rank waits in each exchange; the mean over ranks and steps.
     """
 
     step: float
@@ -70,18 +71,18 @@ def simulate_waiting(
     steps: int = 20,
     seed: int = 0,
 ) -> Waiting:
-    """Run steps of passes whose times are log-normal, independent, of mean 1.
+    """Simulate steps of passes whose times are independent and log-normal with a mean of 1.
 
-    After each pass the ranks of a group wait for their slowest, as for the exchange of a layer's
-    forward or backward. After the last one all ranks wait, as for their gradients.
+    After each pass the ranks of a group wait for their slowest, as they do in the exchange of a
+    layer's forward or backward. After the last pass all ranks wait, as they do for gradients.
 
     Args:
         groups: For each pass of a step, in order, the leader of every rank: ranks with the same
-            one wait for each other. None: nobody waits.
-        ranks: How many.
-        spread: The standard deviation of a pass.
-        steps: To take the mean over.
-        seed: Of the times; the same gives the same times under any groups.
+            leader wait for each other. None if no rank waits after the pass.
+        ranks: Number of ranks.
+        spread: Standard deviation of the time of a pass.
+        steps: Number of steps to average over.
+        seed: Seed of the times. The same seed gives the same times for any ``groups``.
 
     Example:
         >>> alone = simulate_waiting([None] * 10, ranks=8, spread=0.2)
@@ -94,7 +95,7 @@ def simulate_waiting(
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
     log_mean, log_deviation = _log_moments(spread)
     generator = torch.Generator().manual_seed(seed)
-    known: dict[int, int | torch.Tensor] = {}  # by the identity of what the caller holds
+    known: dict[int, int | torch.Tensor] = {}  # by the identity of the caller's sequence
     now = torch.zeros(steps, ranks, dtype=torch.float64)
     waits = []
     for leaders in groups:
@@ -113,7 +114,7 @@ def simulate_waiting(
 
 
 def _groups_of(leaders: Sequence[int], ranks: int) -> int | torch.Tensor:
-    """The size of groups of consecutive ranks, if they are all alike; else each rank's leader."""
+    """Return the size of the groups if they are consecutive and equal; else each rank's leader."""
     if len(leaders) != ranks:
         raise ValueError(f"groups: expected a leader for each of {ranks} ranks, got {len(leaders)}")
     index = torch.tensor(leaders)
@@ -124,7 +125,7 @@ def _groups_of(leaders: Sequence[int], ranks: int) -> int | torch.Tensor:
 
 
 def _latest(now: torch.Tensor, groups: int | torch.Tensor) -> torch.Tensor:
-    """For each rank the latest of its group."""
+    """Return for each rank the latest time in its group."""
     if isinstance(groups, int):
         of_group = now.view(now.shape[0], -1, groups).amax(dim=2, keepdim=True)
         return of_group.expand(-1, -1, groups).reshape(now.shape)
@@ -139,6 +140,6 @@ def _check_spread(spread: float) -> None:
 
 
 def _log_moments(spread: float) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm of a variable of mean 1."""
+    """Return mean and standard deviation of the logarithm of a log-normal variable of mean 1."""
     variance = math.log1p(spread * spread)
     return -variance / 2, math.sqrt(variance)

@@ -223,8 +223,8 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         ({"algorithm": "bus"}, "algorithm: expected one of flat, ring, tree, got bus"),
         ({"call": math.nan}, "call: expected numbers of at least 0, got nan"),
         ({"between_hosts": LinkCosts(-1, 0)}, "between_hosts: expected numbers of at least 0"),
-        ({"shared_memory": ()}, "shared_memory: expected points of growing numbers of ranks"),
-        ({"shared_memory": (HostCosts(1, 0, 0),)}, "shared_memory: expected points of growing"),
+        ({"shared_memory": ()}, "shared_memory: expected increasing numbers of ranks"),
+        ({"shared_memory": (HostCosts(1, 0, 0),)}, "shared_memory: expected increasing numbers"),
     ],
 )
 def test_impossible_costs_are_refused(fields: dict[str, object], message: str) -> None:

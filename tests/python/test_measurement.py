@@ -77,7 +77,7 @@ def test_arguments_out_of_range_are_refused(ranks: RankPool) -> None:
 
 
 def _refuses() -> None:
-    with pytest.raises(ValueError, match="sizes: expected two lengths and more"):
+    with pytest.raises(ValueError, match="sizes: expected two or more different sizes"):
         measure_costs(sizes=[1024])
     with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
         measure_costs(rounds=0)

@@ -256,9 +256,9 @@ def test_layers_that_are_frozen_do_not_count() -> None:
         ({"spread": -0.1}, "spread: expected a number of at least 0, got -0.1"),
         ({"samples": 0}, "samples: expected at least 1, got 0"),
         ({"algorithm": "star"}, "algorithm: expected None or one of flat, "),
-        ({"plan": nn.BatchNorm1d(3)}, "plan: expected layers of normscope that train"),
+        ({"plan": nn.BatchNorm1d(3)}, "plan: expected layers of normscope in training mode"),
         ({"plan": [("bn", 0, "world")]}, "plan: expected at least 1 channel, got 0 in bn"),
-        ({"plan": [("bn", 3, "norm_batch:9")]}, "bn: samples: expected how many a rank has"),
+        ({"plan": [("bn", 3, "norm_batch:9")]}, "bn: samples: expected the samples per rank"),
         ({"plan": [("bn", 3, "town")]}, "town"),
     ],
 )
