@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time the exchange of a layer between hosts, beside a flat all-reduce of the same bytes over Gloo.
+"""Time a layer's exchange between hosts, and a flat all-reduce of the same bytes over Gloo.
 
 The hosts are network namespaces (limited_hosts.py).
 """
@@ -24,13 +24,13 @@ KIBIBYTES = (1, 4, 16, 64, 256, 1024)
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the rounds of the mean over the ranks.
+    """Medians over the rounds; each round counts with the mean over the ranks.
 
     Args:
         size: Bytes of the message.
         ours: Seconds of an exchange of normscope.
         flat: Seconds of an all-reduce.
-        ratio: The second by the first, of the same round; above 1, normscope is faster.
+        ratio: Median of flat / ours within a round; above 1, normscope is faster.
     """
 
     size: int
@@ -40,7 +40,7 @@ class Measured:
 
 
 def channels_of(size: int) -> int:
-    """As many as make a message of about so many bytes."""
+    """Return the number of channels whose message has about the given bytes."""
     header = _library.message_bytes(0)
     return max(1, round((size - header) / (_library.message_bytes(1) - header)))
 
@@ -48,11 +48,11 @@ def channels_of(size: int) -> int:
 def time_exchanges(
     sizes: list[int], rounds: int, calls: int
 ) -> tuple[str, list[tuple[int, list[tuple[float, float]]]]]:
-    """What every rank does.
+    """Time both on this rank; every rank calls this.
 
     Returns:
-        What carries the exchanges, and of each size the message's bytes and, round by round, the
-        seconds of an exchange and of an all-reduce.
+        The transport of the exchanges; and for each size the message's bytes and, for each round,
+        the seconds of an exchange and of an all-reduce.
     """
     results = []
     for size in sizes:
@@ -72,7 +72,7 @@ def time_exchanges(
 def _one_round(
     layer: normscope.BatchNorm1d, x: torch.Tensor, message: torch.Tensor, calls: int, turn: int
 ) -> tuple[float, float]:
-    """Each round begins with the other one."""
+    """Time an exchange and an all-reduce; every other round begins with the all-reduce."""
     if turn % 2:
         flat = _seconds_of_all_reduces(message, calls)
         return _seconds_of_exchanges(layer, x, calls), flat
@@ -80,7 +80,7 @@ def _one_round(
 
 
 def _seconds_of_exchanges(layer: normscope.BatchNorm1d, x: torch.Tensor, calls: int) -> float:
-    """Of those alone, without what a layer computes."""
+    """Return the seconds per exchange, without the layer's computation."""
     distributed.barrier()
     before = normscope.communication_counters().seconds
     for _ in range(calls):
@@ -97,7 +97,7 @@ def _seconds_of_all_reduces(message: torch.Tensor, calls: int) -> float:
 
 
 def summarize(of_ranks: list[list[tuple[int, list[tuple[float, float]]]]]) -> list[Measured]:
-    """From what the ranks have timed."""
+    """Summarize the times of the ranks."""
     summary = []
     for of_size in zip(*of_ranks, strict=True):
         rounds = list(zip(*(times for _, times in of_size), strict=True))
@@ -109,7 +109,7 @@ def summarize(of_ranks: list[list[tuple[int, list[tuple[float, float]]]]]) -> li
 
 
 def main() -> None:
-    """Measure what the command line asks for, and print a table."""
+    """Measure with the options of the command line, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     limited_hosts.add_arguments(parser, hosts=2)
     parser.add_argument("--kibibytes", type=int, nargs="+", default=KIBIBYTES)

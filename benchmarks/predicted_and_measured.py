@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the time of layers' exchanges as predicted beside that of this launch.
+"""Prints predicted and measured times of the exchanges of layers next to each other.
 
-Start it as a training is started, with the file that `python -m normscope measure` wrote on these
-machines, and as many ranks on each host:
+Start it like a training, with the same number of ranks on each host, and with the file that
+`python -m normscope measure` wrote on these machines:
 
     torchrun --nproc-per-node 4 benchmarks/predicted_and_measured.py costs.json
 
-Or let it make hosts that are network namespaces of this machine, and measure the parameters there:
+Or let it make hosts out of network namespaces on this machine, and measure the parameters there:
 
     python benchmarks/predicted_and_measured.py --hosts 2 --ranks 4 --rate 1gbit
 """
@@ -32,22 +32,22 @@ from normscope.exchange_times import ALGORITHMS
 
 CHANNELS = (16, 64, 256, 1024, 4096)
 ROUNDS = 21
-STEPS = 10  # of a round
+STEPS = 10  # per round
 STEPS_BEFORE = 3
 
-# Ratios of measured to predicted times that count as right.
+# A prediction counts as right if the ratio of measured to predicted time is in this range.
 GOAL = (1 / 1.3, 1.3)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A layer's exchange, in seconds.
+    """Predicted and measured time of a layer's exchange.
 
     Args:
-        scope: Of the layer.
-        channels: Of the layer.
-        predicted: By the model of docs/scaling.md.
-        measured: The median over rounds, of the rank that took the longest.
+        scope: Scope of the layer.
+        channels: Number of channels of the layer.
+        predicted: Seconds by the model of docs/scaling.md.
+        measured: Seconds on the slowest rank; the median over the rounds.
     """
 
     scope: str
@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Above 1, it took longer than predicted."""
+        """Measured time divided by predicted time."""
         return self.measured / self.predicted
 
     @property
@@ -69,10 +69,10 @@ class Comparison:
 def compare(
     costs: Costs, scopes: Sequence[str], algorithm: str | None, rounds: int = ROUNDS
 ) -> list[Comparison]:
-    """Predict and measure each scope with each number of channels; all ranks call it together.
+    """Predict and measure each scope with each number of channels; all ranks call this together.
 
     Raises:
-        ValueError: If hosts hold different numbers of ranks, or not consecutive ones.
+        ValueError: If hosts have different numbers of ranks, or ranks that are not consecutive.
     """
     hosts, ranks_per_host = hosts_of_launch()
     found = []
@@ -95,7 +95,7 @@ def compare(
 def measure_and_compare(
     scopes: Sequence[str], algorithm: str | None, rounds: int
 ) -> tuple[Costs, list[tuple[str, int, float, float]]]:
-    """Measure the parameters first, and return them and the fields of the comparisons."""
+    """Measure the parameters, then compare; return both, the comparisons as tuples."""
     torch.set_num_threads(1)
     costs = normscope.measure_costs(rounds=rounds)
     found = compare(costs, scopes, algorithm, rounds)
@@ -103,27 +103,28 @@ def measure_and_compare(
 
 
 def hosts_of_launch() -> tuple[int, int]:
-    """The number of hosts, and of ranks on each."""
+    """Return the number of hosts, and the number of ranks on each."""
     hosts = gather(_library.host_identity())
     count = len(set(hosts))
     each = len(hosts) // count
     expected = [hosts[rank - rank % each] for rank in range(len(hosts))]
     if len(hosts) % count or hosts != expected:
         raise ValueError(
-            f"ranks: expected as many consecutive ones on each of {count} hosts, got other places"
+            f"ranks: expected the same number of consecutive ranks on each of {count} hosts, got "
+            "another layout"
         )
     return count, each
 
 
 def gather(own: float) -> list[float]:
-    """What each rank has, on every rank."""
+    """Gather a value from each rank, in rank order."""
     values = [0.0] * distributed.get_world_size()
     distributed.all_gather_object(values, own)
     return values
 
 
 def exchange_seconds_of_layer(scope: str, channels: int, rounds: int) -> float:
-    """The median time of an exchange of this rank in forward and backward of a layer."""
+    """Return this rank's median seconds per exchange in the forward and backward of a layer."""
     layer = normscope.BatchNorm1d(channels, scope=scope)
     x = torch.randn(2, channels, requires_grad=True)
 
@@ -140,7 +141,7 @@ def exchange_seconds_of_layer(scope: str, channels: int, rounds: int) -> float:
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
-    """A row for each, and how many are right."""
+    """Return a table with a row per comparison, and the number of right predictions."""
     lines = [f"{'scope':12}{'channels':>9}{'predicted, us':>15}{'measured, us':>14}{'ratio':>8}"]
     lines += [
         f"{each.scope:12}{each.channels:9}{each.predicted * 1e6:15.1f}{each.measured * 1e6:14.1f}"
@@ -152,17 +153,21 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare on all ranks; the first one prints."""
+    """Compare on all ranks; rank 0 prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("costs", type=Path, nargs="?", help="of `python -m normscope measure`")
+    parser.add_argument(
+        "costs", type=Path, nargs="?", help="the file from `python -m normscope measure`"
+    )
     limited_hosts.add_arguments(parser, hosts=None)
     parser.add_argument("--scopes", nargs="+", default=["node", "world"])
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="else as the library exchanges")
-    parser.add_argument("--backend", default="gloo", help="of torch.distributed")
+    parser.add_argument(
+        "--algorithm", choices=ALGORITHMS, help="to predict with; default: the library's"
+    )
+    parser.add_argument("--backend", default="gloo", help="a backend of torch.distributed")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
     chosen = parser.parse_args(arguments)
     if (chosen.costs is None) == (chosen.hosts is None):
         parser.error("expected a file of costs, or --hosts")
@@ -184,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(comparisons: Sequence[Comparison], file: Path | None, title: str = "") -> None:
-    """Print a table, and write the figures into a file if there is one."""
+    """Print a table, and write the numbers into a file if one is given."""
     print(title + table(comparisons))
     if file is not None:
         rows = [dataclasses.asdict(each) for each in comparisons]

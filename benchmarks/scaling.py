@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts what scopes cost among 1 to 10 000 ranks, and draws it.
+"""Predicts what scopes cost for 2 to 10 000 ranks, and draws it.
 
-The network is a DeepLabv3 on a ResNet-50, in a step of a given time. Its plan of scopes is what
-recommend_scopes finds on four ranks of two images each; among more ranks a layer that needs four of
-them gets group:4.
+The network is a DeepLabv3 with a ResNet-50, with a given step time. Its plan of scopes is what
+recommend_scopes finds on four ranks with two images each. With more ranks, a layer that needs four
+of them gets group:4.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ STEP_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Curve:
-    """One way to share statistics.
+    """A way to share statistics.
 
     Args:
-        label: Of the picture and the table.
-        scope: In all layers; None for the plan.
-        algorithm: As predict takes it.
-        leaders: The backend's algorithm among the ranks that leave a host; None for its own.
-        least: Ranks from which on it differs from ``world``.
+        label: Name in the picture and the table.
+        scope: Scope of all layers; None for the scopes of the plan.
+        algorithm: The argument of predict.
+        leaders: Algorithm of the backend, used between hosts; None for that of the costs.
+        least: Smallest number of ranks to show.
     """
 
     label: str
@@ -64,7 +64,7 @@ CURVES = (
 
 
 def plan_of_deeplab() -> ScopePlan:
-    """What recommend_scopes finds on the scenes of the demo, at first weights."""
+    """Return what recommend_scopes finds on the scenes of the demo, with initial weights."""
     torch.manual_seed(0)
     model = normscope.convert(models.deeplab())
     task = make_task("segmentation", seed=0)
@@ -73,7 +73,7 @@ def plan_of_deeplab() -> ScopePlan:
 
 
 def layers_of(plan: ScopePlan, scope: str | None) -> list[LayerScope]:
-    """The layers, all under a scope, or as the plan has them."""
+    """Return the layers, all with one scope, or with the scopes of the plan if it is None."""
     return [
         LayerScope(layer.layer, layer.channels, scope or _by_ranks(layer.chosen.ranks))
         for layer in plan.layers
@@ -87,7 +87,7 @@ def _by_ranks(ranks: int) -> str:
 def predict_curve(
     curve: Curve, plan: ScopePlan, costs: Costs, ranks: int, step_time: float
 ) -> Prediction:
-    """What a step costs among so many ranks, up to eight of them on a host."""
+    """Predict the cost of a step for a number of ranks, up to eight of them on a host."""
     if curve.leaders is not None:
         costs = replace(costs, algorithm=curve.leaders)
     return predict(
@@ -101,7 +101,7 @@ def predict_curve(
 
 
 def table(plan: ScopePlan, costs: Costs, step_time: float) -> str:
-    """Milliseconds and share of a step, a row for each curve."""
+    """Return a table of milliseconds and shares of a step, with a row per curve."""
     lines = [f"{'milliseconds of a step (share)':30}" + "".join(f"{n:>18,}" for n in TABLE_SIZES)]
     for curve in CURVES:
         cells = []
@@ -111,8 +111,8 @@ def table(plan: ScopePlan, costs: Costs, step_time: float) -> str:
                 continue
             size = predict_curve(curve, plan, costs, ranks, step_time).sizes[0]
             milliseconds = size.seconds * 1e3
-            told = f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
-            cells.append(f"{f'{told} ({size.share:.1%})':>18}")
+            number = f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
+            cells.append(f"{f'{number} ({size.share:.1%})':>18}")
         lines.append(f"{curve.label:30}{''.join(cells)}")
     return "\n".join(lines)
 
@@ -135,7 +135,7 @@ def draw(path: Path, plan: ScopePlan, all_costs: Sequence[Costs], step_time: flo
     rows[0][0].set_ylabel("milliseconds of a step in exchanges")
     rows[1][0].set_ylabel(f"share of a step of {step_time * 1e3:.0f} ms without them")
     rows[1][-1].legend(loc="upper left", fontsize=7)
-    # Letters, not their outlines; and the same file from the same figures.
+    # Write text as text, not as outlines, and the same file for the same data.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -160,11 +160,17 @@ def _draw_curve(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print tables, and draw."""
+    """Print tables, and draw a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--costs", type=Path, nargs="*", help="of `python -m normscope measure`")
-    parser.add_argument("--plan", type=Path, help="of ScopePlan.save, in place of DeepLabv3's")
-    parser.add_argument("--step-time", type=float, default=STEP_SECONDS, help="without exchanges")
+    parser.add_argument(
+        "--costs", type=Path, nargs="*", help="files from `python -m normscope measure`"
+    )
+    parser.add_argument(
+        "--plan", type=Path, help="a file from ScopePlan.save; default: DeepLabv3's plan"
+    )
+    parser.add_argument(
+        "--step-time", type=float, default=STEP_SECONDS, help="seconds without exchanges"
+    )
     parser.add_argument("--plot", type=Path, help="a .svg or .png file")
     chosen = parser.parse_args(arguments)
     assumed = [Costs.ethernet_25g(), Costs.infiniband_100g()]

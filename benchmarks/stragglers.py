@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what late ranks cost: a layer that synchronizes waits for the slowest of them, twice.
+"""Shows what late ranks cost: a layer that synchronizes waits twice for the slowest rank.
 
-Times of passes are log-normal and independent, from a seed; exchanges themselves take no time.
+The times of passes are log-normal and independent, from a seed. Exchanges themselves take no time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ RANKS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
+    """Parameters of a simulation.
 
     Args:
-        layers: With a pass forward and one backward each.
-        ranks: How many.
-        spread: Standard deviation of a pass, as a share of its mean.
-        steps: To take the mean over.
-        seed: Of the times.
+        layers: Number of layers; each has a pass forward and one backward.
+        ranks: Number of ranks.
+        spread: Standard deviation of the time of a pass, as a share of its mean.
+        steps: Number of steps to average over.
+        seed: Seed of the times.
     """
 
     layers: int = 50
@@ -35,15 +35,16 @@ class Setting:
 
 
 def groups_of(scopes: str, setting: Setting) -> list[Sequence[int] | None]:
-    """For each pass of a step, the leader of every rank.
+    """Return the leader of every rank, for each pass of a step.
 
     Args:
-        scopes: ``local``, ``node``, ``group:K`` or ``world`` in all layers, or ``3 x world`` and
-            the like for so many layers, evenly spaced, and ``local`` in the others.
-        setting: What is simulated.
+        scopes: ``local``, ``node``, ``group:K`` or ``world`` for this scope in all layers;
+            ``3 x world``, for example, for ``world`` in three evenly spaced layers and ``local`` in
+            the others.
+        setting: Parameters of the simulation.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If ``scopes`` is none of these.
     """
     count, _, scope = scopes.rpartition(" x ")
     wide = int(count) if count else setting.layers
@@ -68,7 +69,11 @@ def _leaders(scope: str, ranks: int) -> list[int] | None:
 
 
 def row(scopes: str, setting: Setting) -> tuple[float, float]:
-    """How much longer a step takes than without spread, and the share of it that a rank waits."""
+    """Simulate steps.
+
+    Returns:
+        By what share a step is longer than without spread; and the share of it that a rank waits.
+    """
     waiting = simulate_waiting(
         groups_of(scopes, setting),
         setting.ranks,
@@ -77,7 +82,7 @@ def row(scopes: str, setting: Setting) -> tuple[float, float]:
         seed=setting.seed,
     )
     passes = 2 * setting.layers
-    # What a rank does not compute, it waits: in layers, or for the last gradients.
+    # A rank that does not compute waits, in a layer or for the gradients.
     return waiting.step / passes - 1, 1 - passes / waiting.step
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Name in a wheel of normscope the torch that it was compiled with: as version and requirement.
+"""Name the torch that a wheel of normscope was compiled with, in its version and requirements.
 
-A wheel serves one release of torch (docs/decisions/0029). The release is read in the wheel itself,
-where CMake wrote it. Replaces the wheel and prints the new one's path.
+A wheel works with one release of torch (docs/decisions/0029). The release is read from the wheel
+itself, into which CMake wrote it. The script replaces the wheel and prints the path of the new one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def version_for(public: str, torch: str, *, published: bool) -> str:
     Args:
         public: normscope's own version, such as 0.2.0.
         torch: The release that the wheel was compiled with, such as 2.13.0.
-        published: Whether an index takes the wheel: a post-release in place of a local version.
+        published: Whether the wheel is for a package index, which accepts no local versions; the
+            version is then a post-release.
     """
     major, minor = torch.split(".")[:2]
     return f"{public}.post{major}{int(minor):02}" if published else f"{public}+torch{major}.{minor}"
@@ -38,14 +39,14 @@ def rename(wheel: Path, *, published: bool) -> Path:
     """Write the wheel under its new version and remove the old file.
 
     Args:
-        wheel: A file that is called normscope-<version>-<tags>.whl.
-        published: As for `version_for`.
+        wheel: A file named normscope-<version>-<tags>.whl.
+        published: See `version_for`.
 
     Returns:
         The new file, in the same directory.
 
     Raises:
-        ValueError: If the file is no wheel of normscope, or already has such a version.
+        ValueError: If the file is no wheel of normscope, or its version already names a torch.
     """
     name = re.fullmatch(r"normscope-(\d+\.\d+\.\d+)-(\w+-\w+-[\w.]+\.whl)", wheel.name)
     if name is None:
@@ -83,7 +84,7 @@ def rename(wheel: Path, *, published: bool) -> Path:
 
 
 def _metadata(text: str, version: str, torch: str) -> str:
-    """METADATA with another version and a requirement of one release of torch."""
+    """Return METADATA with another version and a requirement of one release of torch."""
     head, separator, description = text.partition("\n\n")
     head, versions = re.subn(r"(?m)^Version: .*$", f"Version: {version}", head)
     head, torches = re.subn(
@@ -103,7 +104,7 @@ def _hash(content: bytes) -> str:
 
 
 def _record(files: list[tuple[zipfile.ZipInfo, bytes]], own_name: str) -> str:
-    """RECORD: the hash and the bytes of every file but itself."""
+    """Return RECORD: the hash and the size in bytes of every file but itself."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for entry, content in files:
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wheel", type=Path)
     parser.add_argument(
-        "--published", action="store_true", help="a version that package indexes take"
+        "--published", action="store_true", help="use a version that package indexes accept"
     )
     parsed = parser.parse_args(arguments)
     print(rename(parsed.wheel, published=parsed.published))

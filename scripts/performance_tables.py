@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/performance.md, from the results in benchmarks/results.
+"""Writes the tables of docs/performance.md from the results in benchmarks/results.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. A file of results is what a
-benchmark's `--json` wrote, or as much of it as was kept; its "command" measures it again.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`. A file of results is what a benchmark
+wrote with `--json`, or the part of it that was kept. Its "command" repeats the measurement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks/results"
 
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("forward", "backward")
-# Nothing to compute: its time is that of a call, so that it is in no mean.
+# The time of this input is that of a call, with almost nothing to compute: no mean includes it.
 SMALLEST = [2, 8, 1, 1]
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -34,7 +34,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     columns = list(columns)
     lines = [columns, ["---"] * len(columns), *map(list, rows)]
     return "".join(f"|{'|'.join(_padded(cells))}|\n" for cells in lines)
@@ -62,7 +62,7 @@ def _quartiles(ratio: dict[str, float]) -> str:
 
 
 def _in_means(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The timings of each arrangement and type, without those of the smallest input."""
+    """Return the timings by arrangement and type, without those of the smallest input."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         if result["case"]["shape"] != SMALLEST:
@@ -72,7 +72,7 @@ def _in_means(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def layers_summary() -> str:
-    """Ratios to torch.nn: the geometric mean over the inputs, and the least."""
+    """Return the ratios to torch.nn: the geometric mean over the inputs, and the smallest."""
     groups = _in_means(load("layers-zen4")["results"])
     rows = []
     for arrangement in dict.fromkeys(key.split("/")[0] for key in groups):
@@ -89,7 +89,7 @@ def layers_summary() -> str:
 
 
 def layers_summary_of_zen3() -> str:
-    """The same of a run of which only the summary was kept."""
+    """Return the same table for a run of which only the summary was kept."""
     rows: dict[str, list[str]] = {}
     for one in load("layers-zen3")["summary"]:
         row = rows.setdefault(_arrangement(one), [])
@@ -102,7 +102,7 @@ def _summary_columns() -> list[str]:
 
 
 def world_over_local() -> str:
-    """The time of scope world divided by that of local: geometric mean, and the most."""
+    """Return the time of scope world divided by that of local: geometric mean, and the largest."""
     results = load("layers-zen4")["results"]
     rows = []
     for arrangement in dict.fromkeys(map(_arrangement, results)):
@@ -122,7 +122,7 @@ def world_over_local() -> str:
 
 
 def layers(dtype: str) -> str:
-    """Ratios to torch.nn for every input of one type: median, forward / backward."""
+    """Return the ratios to torch.nn for every input of one type: median, forward / backward."""
     results = load("layers-zen4")["results"]
     arrangements = list(dict.fromkeys(map(_arrangement, results)))
     cells: dict[str, dict[str, str]] = {}
@@ -136,7 +136,7 @@ def layers(dtype: str) -> str:
 
 
 def comparisons() -> str:
-    """Ratios of times, of what is no layer of torch in training."""
+    """Return the ratios of times for comparisons other than training a layer of torch.nn."""
     rows = [
         [
             f"{_input(one)} {one['case']['dtype']}",
@@ -149,7 +149,7 @@ def comparisons() -> str:
 
 
 def memory() -> str:
-    """The peak of a training step, and what lasts from forward to backward."""
+    """Return the peak memory of a training step, and the bytes kept from forward to backward."""
     run = load("layers-zen4")
     rows = (
         [name, f"{mebibytes:.1f}", f"{run['statistics_bytes_a_channel'][name]:.0f}"]
@@ -159,7 +159,7 @@ def memory() -> str:
 
 
 def all_reduce() -> str:
-    """Microseconds by ranks and bytes."""
+    """Return the microseconds of an all-reduce, by ranks and bytes."""
     results = load("all_reduce-zen4")["results"]
     sizes = list(dict.fromkeys(one["bytes"] for one in results))
     rows: dict[int, list[str]] = {}
@@ -172,7 +172,7 @@ def all_reduce() -> str:
 
 
 def networks(run: str) -> str:
-    """Ratios of whole training steps, and of the normalization ops if they were told apart."""
+    """Return the ratios of training steps, and of the normalization ops if timed separately."""
     results = load(run)["results"]
     has_ops = any(one["result"]["ops_ratio"] for one in results)
     rows = []
@@ -191,7 +191,7 @@ def networks(run: str) -> str:
 
 
 def paths() -> str:
-    """What paths of the kernels give in networks."""
+    """Return the ratios of times in networks with and without paths of the kernels."""
     rows = (
         [one["path"], one["networks"], f"{one['of_without']:.2f}"]
         for one in load("paths-zen4")["results"]
@@ -215,10 +215,10 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_tables(text: str) -> str:
-    """Return the document's text with every table written anew.
+    """Return the document's text with all tables rewritten.
 
     Raises:
-        ValueError: If a table of TABLES stands there never or twice, or another one does.
+        ValueError: If the text does not have each table of TABLES exactly once, and no other.
     """
     names = [match["name"] for match in _TABLE.finditer(text)]
     if sorted(names) != sorted(TABLES):

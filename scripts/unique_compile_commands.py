@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write a compilation database that has each source file once.
+"""Write a compilation database that lists each source file once.
 
-clang-tidy checks a file once for each of its commands: a test that is linked into four programs
-would be checked four times. Of several commands the first is kept.
+clang-tidy checks a file once per command: it would check a test that is linked into four programs
+four times. Of several commands for a file, the first is kept.
 """
 
 import argparse
