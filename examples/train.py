@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small network on scikit-learn's digits, with few images per rank; a template to copy.
+"""Train a small network on scikit-learn's digits, with few images per rank; a template to copy.
 
     python examples/train.py                                            # one process
     torchrun --nproc-per-node 4 examples/train.py                       # four ranks
@@ -25,7 +25,7 @@ import normscope  # 1
 
 
 def network() -> nn.Module:
-    """Makes a classifier of plain torch.nn layers."""
+    """Make a classifier from plain torch.nn layers."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
@@ -37,7 +37,7 @@ def network() -> nn.Module:
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Loads images [n, 1, 8, 8] and classes [n] for training, and every fifth image held out."""
+    """Load images [n, 1, 8, 8] and classes [n]: for training, and every fifth one held out."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     classes = torch.tensor(data.target)
@@ -49,7 +49,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(args: argparse.Namespace, device: torch.device, rank: int, ranks: int) -> None:
-    """Trains on this rank's share, evaluates and saves."""
+    """Train on this rank's share of the images, evaluate and save."""
     torch.manual_seed(0)
     training, held_out = digits()
     sampler: DistributedSampler[object] = DistributedSampler(training, ranks, rank, drop_last=True)
@@ -94,7 +94,7 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, ranks: int)
 
 
 def main() -> None:
-    """Reads the command line, and joins the ranks that torchrun started."""
+    """Read the command line, join the ranks that torchrun started, and train."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--scope", default="world", help="such as group:2, local or recommended")
     parser.add_argument("--epochs", type=int, default=3)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Sphinx makes the documentation's site: `make docs` gives it the repository as its source.
+"""Sphinx's configuration for the documentation site, which `make docs` builds.
 
-The documents stay where a reader of the repository expects them, and so do the links between them.
+The source directory is the root of the repository: documents stay where readers of the repository
+expect them, and links between them work in both places.
 """
 
 import sys
@@ -31,7 +32,7 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "build"]
 
-myst_heading_anchors = 4  # those that git hosts give to headings
+myst_heading_anchors = 4  # the anchors that GitHub and other hosts give to headings
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -40,12 +41,12 @@ napoleon_custom_sections = ["Shape"]
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
-# Every reference in a docstring leads somewhere, but those to other libraries, whose inventories
-# would have to be downloaded.
+# Every reference in a docstring must lead somewhere, except those to other libraries, whose
+# inventories would have to be downloaded.
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|contextlib|lightning|os|torch|typing)\..+"),
-    # What annotations name: types of torch's and Python's that no module imports at run time, type
+    # Names in annotations: types of torch and Python that are not imported at run time, type
     # variables and Literals.
     (
         r"py:class",
@@ -56,12 +57,12 @@ nitpick_ignore_regex = [
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what follows."""
+    """Connect the handler below."""
     app.connect("autodoc-process-docstring", keep_asterisks)
 
 
 def keep_asterisks(*arguments: object) -> None:
-    """Keep shapes such as [N, C, *] from being read as the beginning of emphasis."""
+    """Escape the asterisk of shapes such as [N, C, *], which would begin emphasis."""
     lines = arguments[-1]
     assert isinstance(lines, list)
     lines[:] = [line.replace(", *]", r", \*]") for line in lines]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directive that lists what the C++ headers declare, with links into Doxygen's pages."""
+"""A directive that lists the declarations of the C++ headers, with links to Doxygen's pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LISTED = ("function", "typedef", "enumeration", "variable", "define")
 
 @dataclass(frozen=True)
 class Link:
-    """A name, and the page of Doxygen that describes it."""
+    """A name, and the Doxygen page that describes it."""
 
     name: str
     page: str
@@ -29,7 +29,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Header:
-    """A header as programs include it, and what it declares."""
+    """A header, by the path with which programs include it, and its declarations."""
 
     link: Link
     declared: tuple[Link, ...]
@@ -39,13 +39,14 @@ def headers_of(tags: Path) -> list[Header]:
     """Read a tag file of Doxygen.
 
     Args:
-        tags: Its path.
+        tags: Path of the tag file.
 
     Returns:
-        The headers, sorted by path, each with its classes and then its other names in their order.
+        The headers, sorted by path. Each lists its classes, then its other names in the order of
+        the tag file.
 
     Raises:
-        ValueError: If there is none, or one lies outside a folder ``include``.
+        ValueError: If there are no headers, or a header is not below a folder ``include``.
     """
     root = ElementTree.parse(tags).getroot()
     class_pages = {
@@ -90,8 +91,8 @@ def _text(element: ElementTree.Element, tag: str) -> str:
     return element.findtext(tag) or ""
 
 
-class CppHeaders(SphinxDirective):  # type: ignore[misc] # it is Any where Sphinx is missing
-    """A section for each folder, and in it the headers with links to what they declare."""
+class CppHeaders(SphinxDirective):  # type: ignore[misc] # it is Any if Sphinx is not installed
+    """A directive with a section per folder, which lists headers and links to declarations."""
 
     def run(self) -> list[nodes.Node]:
         """Make the sections."""

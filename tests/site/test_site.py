@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make docs` has made in build/docs: nothing is missing, no link is broken."""
+"""Checks the site that `make docs` wrote to build/docs: it is complete, and no link is broken."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build/docs/html"
 HEADERS = ROOT / "build/install/include"
 
-# What a browser loads by itself; a link in <a> is loaded by whoever follows it.
+# What a browser loads by itself, unlike the links in <a>.
 LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "object": "data"}
 
 FROM_A_HOST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')]+)""")
 
-# Public by its name, and of no use outside the package.
+# Public names that are of no use outside the package.
 INTERNAL = {
     "normscope.costs.message_bytes",
     "normscope.costs.padded_bytes",
@@ -47,7 +47,7 @@ INTERNAL = {
 
 @dataclass
 class Page(HTMLParser):
-    """The names in a page that links may lead to, and its links."""
+    """A page's anchors, which links can lead to, and its links."""
 
     anchors: set[str] = field(default_factory=set)
     followed: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def page(path: Path) -> Page:
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """Name each link of a page to a file, or a part of one, that the site does not have."""
+    """Yield each link to a file or an anchor that the site does not have."""
     for path in sorted(site.rglob("*.html")):
         for link in page(path).followed + page(path).loaded:
             parts = urlsplit(link)
@@ -89,7 +89,7 @@ def broken_links(site: Path) -> Iterator[str]:
 
 
 def from_elsewhere(site: Path) -> Iterator[str]:
-    """Name what pages and style sheets would load from another host."""
+    """Yield what pages and style sheets would load from another host."""
     for path in sorted(site.rglob("*.html")):
         for link in page(path).loaded:
             if urlsplit(link).netloc:
@@ -100,7 +100,7 @@ def from_elsewhere(site: Path) -> Iterator[str]:
 
 
 def public_names() -> set[str]:
-    """The names of __all__, and those of modules without an underscore that are defined there."""
+    """Return the names in __all__, and the public names that public modules define."""
     exported = {f"normscope.{name}" for name in normscope.__all__}
     from_modules = {getattr(normscope, name) for name in normscope.__all__}
     for found in pkgutil.iter_modules(normscope.__path__, "normscope."):
@@ -120,7 +120,7 @@ def defined_in(module: ModuleType, elsewhere: set[object]) -> Iterator[str]:
 
 
 def inventory(site: Path) -> set[str]:
-    """The names of Python's that the site describes."""
+    """Return the Python names that the site describes."""
     head, _, body = (site / "objects.inv").read_bytes().partition(b"zlib.\n")
     assert b"version 2" in head
     lines = zlib.decompress(body).decode().splitlines()
@@ -131,11 +131,11 @@ def test_no_link_is_broken() -> None:
     assert list(broken_links(SITE)) == []
 
 
-def test_nothing_is_loaded_from_elsewhere() -> None:
+def test_nothing_is_loaded_from_another_host() -> None:
     assert list(from_elsewhere(SITE)) == []
 
 
-def test_every_public_name_of_python_is_described() -> None:
+def test_every_public_python_name_is_described() -> None:
     assert public_names() - inventory(SITE) == set()
 
 
@@ -164,7 +164,7 @@ def site_with(link: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("link", ["other.html#there", "#here", "https://example.org/"])
-def test_a_link_that_leads_somewhere_is_not_broken(tmp_path: Path, link: str) -> None:
+def test_a_link_to_an_existing_target_is_not_broken(tmp_path: Path, link: str) -> None:
     assert list(broken_links(site_with(link, tmp_path))) == []
 
 
@@ -173,7 +173,7 @@ def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
     assert list(broken_links(site_with(link, tmp_path))) == [f"page.html: {link}"]
 
 
-def test_what_comes_from_elsewhere_is_found(tmp_path: Path) -> None:
+def test_files_from_another_host_are_found(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text('<script src="https://example.org/a.js"></script>')
     (tmp_path / "style.css").write_text("p { background: url(//example.org/a.png) }")
 

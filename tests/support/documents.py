@@ -22,20 +22,24 @@ INLINE = re.compile(r"`([^`]+)`")
 
 
 def blocks_of(document: str) -> list[tuple[str, str]]:
-    """The language and the code of each fenced block of a document, given from the root."""
+    """Return the language and the code of each fenced block of a document.
+
+    Args:
+        document: Path of the document, relative to the root of the repository.
+    """
     text = (ROOT / document).read_text()
     return [(match["language"], match["code"]) for match in FENCED.finditer(text)]
 
 
 def commands_in(document: str) -> list[str]:
-    """Every line of code of a document that could be a command, without its comment.
+    """Return all lines of code of a document that could be commands, without comments.
 
     Args:
-        document: Its path from the root of the repository.
+        document: Path of the document, relative to the root of the repository.
 
     Returns:
-        The lines of shell blocks and of indented ones, those that a backslash continues joined,
-        and what stands between single backticks.
+        The lines of shell blocks and indented blocks, with continuation lines joined, and the text
+        between single backticks.
     """
     text = (ROOT / document).read_text()
     code = [code for language, code in blocks_of(document) if language.split()[:1] == ["sh"]]
@@ -51,7 +55,7 @@ def run_blocks(document: str, languages: tuple[str, ...]) -> int:
 
     Args:
         document: Path of the document, relative to the root of the repository.
-        languages: Texts after the three backticks at the start of a block.
+        languages: Accepted texts after the three backticks of a block.
 
     Returns:
         The number of blocks that ran.
@@ -60,7 +64,7 @@ def run_blocks(document: str, languages: tuple[str, ...]) -> int:
     blocks = [match for match in FENCED.finditer(text) if match["language"] in languages]
     namespace: dict[str, object] = {"__name__": document}
     for block in blocks:
-        # Makes the line numbers in a traceback those of the document.
+        # Line numbers in a traceback are then those of the document.
         above = "\n" * text.count("\n", 0, block.start("code"))
         exec(compile(above + block["code"], ROOT / document, "exec"), namespace)
     return len(blocks)
@@ -68,7 +72,7 @@ def run_blocks(document: str, languages: tuple[str, ...]) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a tutorial, the files that there are by then, and what it prints."""
+    """A command of a tutorial, the files at that point, and the command's output."""
 
     command: str
     files: dict[str, str]
@@ -78,14 +82,14 @@ class Command:
 def commands(document: str) -> Iterator[Command]:
     """Follow a tutorial.
 
-    A block that begins with ```python NAME is a file, one with ```diff NAME a change of it. One
-    with ```sh is a command, and the next one with ```text is what it prints.
+    A block that begins with ```python NAME is a file, and one with ```diff NAME changes it. A block
+    with ```sh is a command, and the next one with ```text is its output.
 
     Args:
-        document: Its path from the root of the repository.
+        document: Path of the document, relative to the root of the repository.
 
     Yields:
-        Its commands, in their order.
+        The commands of the tutorial, in order.
     """
     files: dict[str, str] = {}
     command = ""
@@ -102,7 +106,7 @@ def commands(document: str) -> Iterator[Command]:
 
 
 def changed(text: str, diff: str) -> str:
-    """Apply a diff without line numbers, whose lines are in one place of the text."""
+    """Apply a diff without line numbers; its old lines must occur exactly once in the text."""
     lines = diff.splitlines(keepends=True)
     before = "".join(line[1:] for line in lines if not line.startswith("+"))
     after = "".join(line[1:] for line in lines if not line.startswith("-"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of hosts.py: a switch, the first process of each host, and the ranks."""
+"""Processes of hosts.py: the switch, the first process of each host, and the ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rank_pool import Answer, Task, connect_ranks, module_of
 
 @dataclass(frozen=True)
 class RankOfHost:
-    """A rank that a host is to start.
+    """A rank for a host to start.
 
     Args:
-        rank: In the default process group.
-        local_rank: On its host.
-        host: The host's name.
+        rank: Rank in the default process group.
+        local_rank: Rank within the host.
+        host: Name of the host.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class RankOfHost:
 
 @dataclass(frozen=True)
 class Start:
-    """What a host is told, for a run of this number."""
+    """A command to a host: start ranks for the run with this number."""
 
     run: int
     task: Task
@@ -53,45 +53,45 @@ class Start:
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank tells while it runs."""
+    """A value that a rank sends while it runs."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Died:
-    """A rank has ended without an answer."""
+    """The message that a rank has ended without an answer."""
 
     exit_code: int
 
 
-# Of a rank, to the first process of its host.
+# In a rank: the connection to the first process of its host.
 _to_host: list[Connection] = []
 
 
 def tell(value: object) -> None:
-    """From a rank, to the one who waits for its :meth:`hosts.Run.notes`."""
+    """Send a value from a rank to the test, which gets it from :meth:`hosts.Run.notes`."""
     _to_host[0].send_bytes(pickle.dumps(Note(value)))
 
 
 def be_switch(commands: Connection, of_hosts: list[Connection], *, namespaces: bool) -> None:
-    """Make the hosts, then do what is asked of their links until the test has ended.
+    """Make the hosts, then run commands on their links until the test has ended.
 
     Args:
-        commands: Answered with "", or an error. What is sent first says why the hosts are not
-            isolated, or nothing if they are.
-        of_hosts: What each host gets its runs by.
-        namespaces: Whether the hosts are to be isolated.
+        commands: Connection to the test. Each command is answered with "" or an error. The first
+            message to the test says why the hosts are not isolated; it is "" if they are.
+        of_hosts: Connections over which the hosts get their runs.
+        namespaces: Whether to isolate the hosts.
     """
-    # From a terminal it is for the test, which then ends its processes.
+    # Ctrl-C in a terminal is meant for the test, which then ends its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reason = why_not() if namespaces else "nobody asked for namespaces"
+    reason = why_not() if namespaces else "namespaces were not requested"
     switch = None
     if not reason:
         try:
             enter_network_of_switch()
             switch = Switch()
-        except NamespaceError as error:  # as that of a main program that has begun threads
+        except NamespaceError as error:  # for example, because the main program has threads
             reason = str(error)
     _import_what_ranks_need()
     every = [commands, *of_hosts]
@@ -115,7 +115,7 @@ def be_switch(commands: Connection, of_hosts: list[Connection], *, namespaces: b
 
 
 def _import_what_ranks_need() -> None:
-    # Forks then have it.
+    # Forks inherit the imported modules.
     import pytest
     import torch
 
@@ -123,13 +123,13 @@ def _import_what_ranks_need() -> None:
 
     assert pytest
     assert normscope
-    # Ranks are more than cores.
+    # There can be more ranks than cores.
     torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
 class _Process:
-    """A rank of the run that goes on."""
+    """A process of the current run."""
 
     run: int
     rank: int
@@ -137,7 +137,7 @@ class _Process:
 
 
 def _be_host(connection: Connection, of_others: Sequence[Connection]) -> None:
-    """The first process of a host, which starts its ranks and passes on what they tell."""
+    """Start the ranks of a host and forward their messages, as the host's first process."""
     for other in of_others:
         other.close()
     ranks: dict[Connection, _Process] = {}
@@ -147,7 +147,7 @@ def _be_host(connection: Connection, of_others: Sequence[Connection]) -> None:
                 assert isinstance(ready, Connection)
                 if ready is connection:
                     _obey(connection.recv(), connection, ranks)
-                elif ready in ranks:  # which an end of the run closes
+                elif ready in ranks:  # it is not if a command has just ended the run
                     _pass_on(ready, connection, ranks)
 
 
@@ -187,23 +187,23 @@ def _pass_on(ready: Connection, connection: Connection, ranks: dict[Connection, 
 
 
 def _be_rank(one: RankOfHost, task: Task, to_host: Connection, others: list[Connection]) -> None:
-    """A rank's whole life, which its host ends."""
+    """Run a task as a rank, then wait until the host kills this process."""
     for other in others:
         other.close()
     _to_host.append(to_host)
     os.environ.update(task.environment)
     os.environ.update(NORMSCOPE_NODE=one.host, LOCAL_RANK=str(one.local_rank))
-    # What a rank writes would appear among pytest's own output.
+    # The output of a rank would mix with pytest's own.
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            # What it imports takes seconds, which are none of the group's.
+            # Imports take seconds, which must not count towards the group's time limit.
             function = getattr(module_of(task.file), task.function)
             connect_ranks(task.store, one.rank, task.size, task.group_seconds)
             answer = Answer(function(*task.arguments), None)
         except BaseException:
             answer = Answer(None, traceback.format_exc())
-    # Not by send(), which would lend tensors' memory to the other process.
+    # send() would share the memory of tensors with the other process.
     to_host.send_bytes(pickle.dumps(answer))
-    # Peers may still need the store that it keeps.
+    # Other ranks may still need the store of this process.
     while True:
         signal.pause()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on several hosts, each of which is a set of Linux namespaces with an address of its own.
+"""Ranks on several hosts, each of which is a set of Linux namespaces with its own address.
 
-If the system makes no namespaces, the hosts share the machine, and NORMSCOPE_NODE alone tells them
-apart. One process imports torch; hosts and ranks are forks of it, which takes milliseconds.
+If the system does not allow namespaces, the hosts share the machine's network, and only
+NORMSCOPE_NODE distinguishes them. One process imports torch. Hosts and ranks are forks of it, since
+a fork takes milliseconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from host_processes import Died, Note, RankOfHost, Start, be_switch
 from namespaces import INTERFACE, address_of
 from rank_pool import Answer, RankFailureError, Task
 
-# Far beyond what a run takes, on a machine that does other things besides.
+# Far longer than any run takes, even on a busy machine.
 HANG_SECONDS = 60.0
 
 START_SECONDS = 60.0
@@ -31,12 +32,12 @@ FIRST_PORT = 29500
 
 @dataclass
 class Hosts:
-    """Hosts that are connected by a switch, for one run after the other.
+    """Hosts that are connected by a switch. They can be used for several runs, one at a time.
 
     Args:
-        number: How many.
-        namespaces: Whether to make any; otherwise processes of this machine say that they are on
-            hosts of their own.
+        number: Number of hosts.
+        namespaces: Whether to isolate the hosts by namespaces; otherwise the processes only have
+            different values of NORMSCOPE_NODE.
 
     Example::
 
@@ -74,14 +75,14 @@ class Hosts:
         group_seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call ``function(*arguments)`` on ranks of the first hosts, as :meth:`begun` does.
+        """Call ``function(*arguments)`` on ranks of the first hosts; see :meth:`begun`.
 
         Returns:
-            What each rank's function returned.
+            The result of each rank.
 
         Raises:
-            RankFailureError: With the traceback of each rank that raised; or the ranks that died or
-                hung.
+            RankFailureError: If ranks raised, died or hung; the message has the tracebacks or the
+                numbers of these ranks.
         """
         with self.begun(
             ranks_of_hosts,
@@ -102,16 +103,16 @@ class Hosts:
         hang_seconds: float = HANG_SECONDS,
         environment: Mapping[str, str] | None = None,
     ) -> Iterator[Run]:
-        """Begin to call ``function(*arguments)``; all ranks are ended on leaving the block.
+        """Start ``function(*arguments)`` on ranks, which are killed at the end of the block.
 
         Args:
-            ranks_of_hosts: The number of ranks on each of the first hosts. The ranks of the default
+            ranks_of_hosts: Number of ranks on each of the first hosts. The ranks of the default
                 process group, over Gloo, are numbered host by host.
-            function: A function at the top of a file; it is imported there by every rank.
-            arguments: The same for every rank.
-            group_seconds: The time limit of the process group.
-            hang_seconds: When ranks that have not answered are ended and named.
-            environment: Variables that hold for this run.
+            function: Function at the top level of a file, from which every rank imports it.
+            arguments: Arguments of the function, the same for every rank.
+            group_seconds: Time limit of the process group.
+            hang_seconds: Time after which ranks that have not answered are killed and reported.
+            environment: Environment variables of this run.
         """
         if self._switch is None:
             self._start()
@@ -148,7 +149,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def link_cut(self, host: int) -> Iterator[None]:
-        """A host that nothing reaches, and that reaches nothing; for isolated hosts alone."""
+        """Disconnect a host from the others within the block; only for isolated hosts."""
         self._ask_switch("cut", host)
         try:
             yield
@@ -157,11 +158,11 @@ class Hosts:
 
     @contextlib.contextmanager
     def link_of_rate(self, host: int, rate: str) -> Iterator[None]:
-        """A host with a slow link; for isolated hosts alone.
+        """Limit the rate of a host's link within the block; only for isolated hosts.
 
         Args:
-            host: Its number.
-            rate: As tc has it, as "10mbit", in each direction.
+            host: Number of the host.
+            rate: Rate in each direction in tc's notation, such as "10mbit".
         """
         self._ask_switch("limit_rate", host, rate)
         try:
@@ -170,7 +171,7 @@ class Hosts:
             self._ask_switch("lift_limit", host)
 
     def close(self) -> None:
-        """End all processes; the next run starts new ones."""
+        """Kill all processes. The next run starts new ones."""
         for connection in (self._to_switch, *self._to_hosts):
             if connection is not None:
                 connection.close()
@@ -199,7 +200,7 @@ class Hosts:
 
     def _rendezvous(self) -> dict[str, str]:
         if self.isolated:
-            # Another port each time, since a server's is kept for a while after its end.
+            # The kernel keeps the port of a server for a while after its end: use another one.
             port = FIRST_PORT + self._runs
             address, interface = address_of(0), INTERFACE
         else:
@@ -213,7 +214,7 @@ class Hosts:
     def _ask_switch(self, method: str, *arguments: int | str) -> None:
         if not self.isolated:
             raise RuntimeError(f"{method}: the hosts share a network: {self.why_not_isolated}")
-        if self._to_switch is None:  # ended with ranks that hung, and all links with it
+        if self._to_switch is None:  # it was killed with ranks that hung: there are no links left
             return
         self._to_switch.send((method, arguments))
         error = self._reply_of_switch()
@@ -230,12 +231,12 @@ class Hosts:
         except (EOFError, ConnectionError):
             pass
         self.close()
-        raise RuntimeError("the process that makes the hosts has ended, or hangs")
+        raise RuntimeError("the process that makes the hosts has ended or hangs")
 
 
 @dataclass
 class Run:
-    """Ranks while they run a function."""
+    """A run of a function on ranks, from its start."""
 
     number: int
     host_of_rank: list[Connection]
@@ -245,25 +246,33 @@ class Run:
     _notes: dict[int, Any] = field(default_factory=dict)
 
     def notes(self) -> list[Any]:
-        """Wait until every rank has called :func:`host_processes.tell`; return the latest."""
+        """Wait until every rank has called :func:`host_processes.tell`; return the latest values.
+
+        Raises:
+            RankFailureError: If ranks raised, died or hung.
+        """
         self._receive_until(lambda: {*self._notes, *self._answers})
         self._raise_failures()
         return [self._notes[rank] for rank in range(len(self.host_of_rank))]
 
     def answers(self, of: Sequence[int] | Literal["all"] = "all") -> list[Answer]:
-        """Wait for the answers of ranks; a rank that was killed gives a failure."""
+        """Wait for the answers of ranks; the answer of a killed rank is a failure."""
         ranks = range(len(self.host_of_rank)) if of == "all" else of
         self._receive_until(lambda: set(self._answers), set(ranks))
         return [self._answers[rank] for rank in ranks]
 
     def results(self) -> list[Any]:
-        """Wait for all ranks; what they returned."""
+        """Wait for all ranks, and return their results.
+
+        Raises:
+            RankFailureError: If ranks raised, died or hung.
+        """
         answers = self.answers()
         self._raise_failures()
         return [answer.result for answer in answers]
 
     def kill(self, rank: int) -> None:
-        """End a rank by a signal that it cannot handle."""
+        """Kill a rank with a signal that it cannot handle."""
         self.host_of_rank[rank].send(("kill", rank))
 
     def _raise_failures(self) -> None:
@@ -290,7 +299,7 @@ class Run:
         except (EOFError, ConnectionError):
             self.on_hang()
             raise RankFailureError("the first process of a host has ended") from None
-        if number != self.number:  # what a rank of an earlier run had to say
+        if number != self.number:  # a message of an earlier run
             return
         if isinstance(message, Died):
             what = f"died with exit code {message.exit_code}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linux namespaces that are hosts to what runs in them, and the switch that connects them.
+"""Linux namespaces that look like hosts to the processes in them, and a switch to connect them.
 
-The switch lives in a network namespace too: nothing of it is seen on the machine itself, and the
-kernel takes all of it away when the last process in it ends.
+The switch has a network namespace too. It is therefore invisible on the machine itself, and the
+kernel removes it when the last process in the namespace ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUBNET = "10.87.0"
 _SWITCH = "switch"
 _MOST_HOSTS = 16
 
-# Of linux/sched.h, sys/mount.h and sys/prctl.h.
+# From linux/sched.h, sys/mount.h and sys/prctl.h.
 _NEW_MOUNTS = 0x00020000
 _NEW_HOST_NAME = 0x04000000
 _NEW_IPC = 0x08000000
@@ -37,7 +37,7 @@ _BIND = 0x1000
 _RECURSIVE_AND_PRIVATE = 0x4000 | 0x40000
 _DIE_WITH_PARENT = 1
 
-# Until a packet is dropped: more than any message of a test takes at its rate.
+# Longer than any message of a test takes at its rate: no packet may be dropped.
 _LONGEST_QUEUE = "30s"
 _BURST_BYTES = 16384
 
@@ -45,26 +45,26 @@ _PROBE_SECONDS = 20.0
 
 
 class NamespaceError(Exception):
-    """This machine makes no namespaces, or has no program that sets their network up."""
+    """This machine does not allow namespaces, or lacks a program to set up their network."""
 
 
 def address_of(host: int) -> str:
-    """In the subnet of the switch."""
+    """Return the address of a host in the subnet of the switch."""
     return f"{SUBNET}.{host + 1}"
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this process as soon as the thread that made it has ended."""
+    """Have the kernel kill this process as soon as the thread that forked it ends."""
     _call("prctl", _DIE_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0)
 
 
 def enter_network_of_switch() -> None:
-    """Give this process a network namespace, and without root a user namespace to own it.
+    """Move this process into a new network namespace, and without root also into a user namespace.
 
-    It must have one thread at most, if it is not root's.
+    Without root, the process must have a single thread.
 
     Raises:
-        NamespaceError: If the system refuses it.
+        NamespaceError: If the system refuses.
     """
     for program in ("ip", "tc", "nsenter"):
         _path_of(program)
@@ -82,18 +82,19 @@ def start_host(name: str, life: Callable[[], None]) -> int:
     """Start the first process of a host, which ends with this thread.
 
     Args:
-        name: Of the host.
-        life: What the process does; when it returns, or raises, all processes of the host end.
+        name: Name of the host.
+        life: Function that the process runs. When it returns or raises, all processes of the host
+            end.
 
     Returns:
-        The process, as this one sees it.
+        The id of the process in this process's namespace.
 
     Raises:
         NamespaceError: If the system refuses the namespaces.
     """
 
     def begin() -> None:
-        # A process stays in its namespace of processes: its next child is the first of a new one.
+        # This process stays in its PID namespace; its next child is the first process of a new one.
         _unshare(_NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_HOST_NAME | _NEW_MOUNTS)
         process = _fork(life, prepare=lambda: _hide_other_hosts(name))
         to_parent.send((process, ""))
@@ -111,7 +112,7 @@ def start_host(name: str, life: Callable[[], None]) -> int:
     try:
         process, error = ours.recv()
     except EOFError:
-        process, error = 0, "a process has ended while it made a host"
+        process, error = 0, "a process ended while it made a host"
     ours.close()
     if error:
         raise NamespaceError(error)
@@ -119,12 +120,12 @@ def start_host(name: str, life: Callable[[], None]) -> int:
 
 
 def start_process(life: Callable[[], None]) -> int:
-    """Start a process that ends with this thread, and with what it does."""
+    """Start a process that runs ``life``, and ends at the latest with this thread."""
     return _fork(life)
 
 
 def why_not() -> str:
-    """What keeps this machine from making hosts and their network, or nothing."""
+    """Return why this machine cannot make hosts and their network; "" if it can."""
 
     def probe() -> None:
         try:
@@ -147,12 +148,12 @@ def why_not() -> str:
 
 
 def _hide_other_hosts(name: str) -> None:
-    """Let this process see no processes, and no shared memory, but those of its host."""
+    """Let this process see only the processes and the shared memory of its host."""
     _call("mount", b"none", b"/", None, _RECURSIVE_AND_PRIVATE, None)
     _call("mount", b"proc", b"/proc", b"proc", 0, None)
     _call("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, None)
     socket.sethostname(name)
-    # torch asks for the names of addresses, which no server is here to tell.
+    # torch looks up the names of addresses, and there is no name server.
     names = Path("/dev/shm/hosts")
     lines = [
         f"{family}{address_of(host)} host{host}\n"
@@ -165,7 +166,11 @@ def _hide_other_hosts(name: str) -> None:
 
 
 def _fork(life: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> int:
-    """A child; returns, or raises NamespaceError, once that has prepared itself."""
+    """Fork a child that runs ``prepare`` and then ``life``; return its id after ``prepare``.
+
+    Raises:
+        NamespaceError: If ``prepare`` fails.
+    """
     ours, to_parent = multiprocessing.Pipe(duplex=False)
     process = os.fork()
     if process == 0:
@@ -190,7 +195,7 @@ def _fork(life: Callable[[], None], prepare: Callable[[], None] = lambda: None) 
     try:
         reason = ours.recv()
     except EOFError:
-        reason = "a process has ended before it began"
+        reason = "a process ended before it was ready"
     ours.close()
     if reason:
         os.waitpid(process, 0)
@@ -200,7 +205,7 @@ def _fork(life: Callable[[], None], prepare: Callable[[], None] = lambda: None) 
 
 @dataclass
 class Switch:
-    """A bridge in the network namespace of this process, with a port for each host."""
+    """A bridge in the network namespace of this process, with a port per host."""
 
     _processes: list[int] = field(default_factory=list)
 
@@ -212,7 +217,7 @@ class Switch:
         """Give the next host a link to the switch, and an address.
 
         Args:
-            process: A process of the host.
+            process: Id of a process of the host.
         """
         host = len(self._processes)
         self._processes.append(process)
@@ -224,7 +229,7 @@ class Switch:
         self._in_host(host, "ip", "link", "set", INTERFACE, "up")
 
     def cut(self, host: int) -> None:
-        """Let nothing reach a host, or leave it: its own end of the link stays up."""
+        """Disconnect a host from the switch; its own end of the link stays up."""
         _run("ip", "link", "set", _port(host), "nomaster")
 
     def mend(self, host: int) -> None:
@@ -232,11 +237,11 @@ class Switch:
         _run("ip", "link", "set", _port(host), "master", _SWITCH)
 
     def limit_rate(self, host: int, rate: str) -> None:
-        """Let a host send no more than that, and get no more.
+        """Limit the rate at which a host can send and receive.
 
         Args:
-            host: Its number.
-            rate: As tc has it, as "10mbit".
+            host: Number of the host.
+            rate: Rate in tc's notation, such as "10mbit".
         """
         limit = ("rate", rate, "burst", str(_BURST_BYTES), "latency", _LONGEST_QUEUE)
         _run("tc", "qdisc", "replace", "dev", _port(host), "root", "tbf", *limit)
@@ -257,7 +262,7 @@ def _port(host: int) -> str:
 
 
 def _path_of(program: str) -> str:
-    # Where they are is no part of everyone's path.
+    # Not every user's PATH has the directories of these programs.
     path = shutil.which(program, path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
     if path is None:
         raise NamespaceError(f"there is no program {program}")
