@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas of what exchanges cost, and the parameters that times follow."""
+"""Formulas for the cost of exchanges, and the fit of their parameters to times."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ from normscope.exchange_times import (
 )
 from normscope.measurement import costs_of
 
-# Numbers that no two sums of small multiples have in common.
+# With these numbers, different formulas give different times.
 FAR, NEAR, ADDED = LinkCosts(1000, 3), LinkCosts(7, 0.125), 0.01
 SHARED_MEMORY = (HostCosts(2, 2e-6, 1e-9), HostCosts(8, 5e-6, 4e-9))
 COSTS = Costs(
@@ -37,7 +37,7 @@ NUMBERS_ON_HOST = (COSTS.on_host(4), COSTS.on_host(2))
 
 
 @pytest.mark.parametrize("channels", [1, 64, 409, 410, 2048])
-def test_message_bytes_are_the_librarys(channels: int) -> None:
+def test_message_bytes_are_those_of_the_library(channels: int) -> None:
     assert message_bytes(channels) == _library.message_bytes(channels)
 
 
@@ -64,7 +64,7 @@ def test_ring_sends_each_part_around_twice(counts: HostCounts) -> None:
     assert got == pytest.approx(latency + sent + added)
 
 
-def test_flat_sends_everything_to_one_rank_and_back() -> None:
+def test_flat_sends_all_messages_to_one_rank_and_back() -> None:
     near = 2 * (7 + 100 * 0.125) * 3
     far = 2 * (1000 + 100 * 3) * 8
 
@@ -84,7 +84,7 @@ def test_trees_of_powers_of_two_follow_thakur_rabenseifner_and_gropp(steps: int)
     assert halving == pytest.approx(2 * steps * 1000 + share * size * (2 * 3 + ADDED))
 
 
-def test_other_numbers_of_ranks_fold_and_unfold() -> None:
+def test_ranks_beyond_a_power_of_two_add_two_messages() -> None:
     folding = 2 * (1000 + 64 * 3) + 64 * ADDED
 
     for seconds in (doubling_seconds, halving_seconds):
@@ -94,7 +94,7 @@ def test_other_numbers_of_ranks_fold_and_unfold() -> None:
 
 def test_ranks_of_a_host_share_its_link_to_others() -> None:
     within = 2 * (7 + 64 * 0.125 + 64 * ADDED)
-    between = 1000 + 4 * 64 * 3 + 64 * ADDED  # all four ranks of a host at once
+    between = 1000 + 4 * 64 * 3 + 64 * ADDED  # all four ranks of a host send at the same time
 
     assert doubling_seconds(64, (4, 4), FAR, NEAR, ADDED) == pytest.approx(within + between)
 
@@ -107,13 +107,13 @@ def test_a_tree_doubles_short_messages_and_halves_long_ones() -> None:
         assert tree_seconds(size, counts, FAR, NEAR, ADDED) == expected
 
 
-def test_a_rank_alone_exchanges_nothing() -> None:
+def test_a_single_rank_exchanges_nothing() -> None:
     assert exchange_seconds(5152, (1,), Costs()) == 0
     for seconds in BACKEND_SECONDS.values():
         assert seconds(5152, (1,), FAR, NEAR, ADDED) == 0
 
 
-def test_ranks_of_one_host_go_through_shared_memory_in_pieces() -> None:
+def test_ranks_of_one_host_use_shared_memory_in_pieces() -> None:
     size = SLOT_BYTES + 8
 
     for algorithm in (None, "two-level", "ring"):
@@ -121,7 +121,7 @@ def test_ranks_of_one_host_go_through_shared_memory_in_pieces() -> None:
         assert got == pytest.approx(2 * 2e-6 + size * 1e-9)
 
 
-def test_the_backend_carries_padded_messages() -> None:
+def test_messages_over_the_backend_are_padded() -> None:
     def expected(size: int) -> float:
         return 5e-6 + size * 2e-10 + 2 * (3e-5 + size / 2 * 4e-10) + size / 2 * 1e-10
 
@@ -130,7 +130,7 @@ def test_the_backend_carries_padded_messages() -> None:
     assert exchange_seconds(5152, (1, 1), no_frames) == pytest.approx(expected(5152))
 
 
-def test_two_levels_add_up() -> None:
+def test_the_time_of_two_levels_is_their_sum() -> None:
     size, (four, two) = 5152, NUMBERS_ON_HOST
 
     got = exchange_seconds(size, (4, 4, 2), COSTS)
@@ -156,7 +156,7 @@ def test_two_levels_send_pieces_with_a_trailer() -> None:
     assert got == pytest.approx(of_piece(piece) + of_piece(rest))
 
 
-def test_backends_of_devices_go_rank_by_rank() -> None:
+def test_backends_for_devices_use_a_single_level() -> None:
     nccl = dataclasses.replace(COSTS, frame_bytes=0)
 
     default = exchange_seconds(5152, (4, 4), nccl)
@@ -164,7 +164,7 @@ def test_backends_of_devices_go_rank_by_rank() -> None:
     assert default == exchange_seconds(5152, (4, 4), nccl, "ring")
 
 
-def test_groups_that_share_a_link_share_its_bandwidth_alone() -> None:
+def test_groups_on_the_same_link_share_its_bandwidth_but_not_its_latency() -> None:
     one = exchange_seconds(1 << 20, (1, 1), COSTS)
 
     assert exchange_seconds(1 << 20, (1, 1), COSTS, sharing=3) == pytest.approx(
@@ -177,7 +177,7 @@ def test_unknown_algorithms_are_refused() -> None:
         exchange_seconds(5152, (1, 1), COSTS, "star")
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_missing_costs_are_named() -> None:
     with pytest.raises(ValueError, match=r"^costs: expected between_hosts, since .*, got None"):
         exchange_seconds(5152, (1, 1), Costs(SHARED_MEMORY))
     with pytest.raises(ValueError, match=r"^costs: expected shared_memory, since .*, got None"):
@@ -196,7 +196,7 @@ def test_what_was_not_measured_is_said() -> None:
         ((HostCosts(4, 4e-6, 0), HostCosts(8, 8e-6, 0)), 2, 2e-6),
     ],
 )
-def test_other_numbers_of_ranks_are_interpolated(
+def test_unmeasured_numbers_of_ranks_are_interpolated(
     points: tuple[HostCosts, ...], ranks: int, latency: float
 ) -> None:
     assert Costs(points).on_host(ranks).latency == pytest.approx(latency)
@@ -209,7 +209,7 @@ def test_costs_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}x", '{"speed": 1}', '{"call": -1}', '{"call": "1"}'])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+def test_files_without_costs_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
 
@@ -227,12 +227,12 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
         ({"shared_memory": (HostCosts(1, 0, 0),)}, "shared_memory: expected increasing numbers"),
     ],
 )
-def test_impossible_costs_are_refused(fields: dict[str, object], message: str) -> None:
+def test_invalid_costs_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Costs(**fields)  # type: ignore[arg-type]
 
 
-def test_a_table_shows_what_was_measured_and_what_not() -> None:
+def test_the_table_shows_measured_and_missing_costs() -> None:
     text = str(Costs(SHARED_MEMORY, source="here", errors={"shared_memory": 0.125}))
 
     assert "shared memory, 8 ranks            5.00      4096.0    0.25" in text
@@ -246,7 +246,7 @@ SIZES = (1056, 16416, 65568, 1048608)
 def timed(
     costs: Costs, ranks: int, algorithm: str | None, *, one_host: bool = False
 ) -> list[TimedExchange]:
-    """What the formulas say, as if it had been measured."""
+    """Return the times that the formulas give, as if they were measured."""
     counts = (ranks,) if one_host else (1,) * ranks
     return [
         TimedExchange(ranks, size, exchange_seconds(size, counts, costs, algorithm))
@@ -254,7 +254,7 @@ def timed(
     ]
 
 
-def test_a_fit_finds_shared_memory() -> None:
+def test_the_fit_recovers_shared_memory() -> None:
     times = timed(COSTS, 2, None, one_host=True) + timed(COSTS, 8, None, one_host=True)
 
     points, error = fit_host(times)
@@ -266,7 +266,7 @@ def test_a_fit_finds_shared_memory() -> None:
         assert point.seconds_per_byte == pytest.approx(expected.seconds_per_byte)
 
 
-def test_a_fit_finds_what_a_call_takes() -> None:
+def test_the_fit_recovers_the_time_of_a_call() -> None:
     times = [
         TimedExchange(1, size, 5e-6 + 2e-10 * padded_bytes(size, COSTS.frame_bytes))
         for size in SIZES
@@ -280,7 +280,7 @@ def test_a_fit_finds_what_a_call_takes() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["flat", "ring", "tree"])
-def test_a_fit_finds_the_link(algorithm: str) -> None:
+def test_the_fit_recovers_the_link(algorithm: str) -> None:
     costs = dataclasses.replace(COSTS, algorithm=algorithm)
     times = [time for ranks in (2, 4, 8) for time in timed(costs, ranks, algorithm)]
 
@@ -293,7 +293,7 @@ def test_a_fit_finds_the_link(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
-def test_times_of_several_numbers_of_ranks_tell_the_algorithm(algorithm: str) -> None:
+def test_times_for_several_numbers_of_ranks_reveal_the_algorithm(algorithm: str) -> None:
     truth = dataclasses.replace(COSTS, algorithm=algorithm)
     alone = [
         TimedExchange(1, size, 5e-6 + 2e-10 * padded_bytes(size, COSTS.frame_bytes))
@@ -319,6 +319,6 @@ def test_coefficients_are_not_negative() -> None:
     (constant, slope), error = least_squares([[1, 1], [1, 2], [1, 4]], [4.0, 3.0, 2.0])
 
     assert slope == 0
-    # The least squares of relative deviations: sum(1 / t) / sum(1 / t^2).
+    # The constant with the least squares of relative deviations: sum(1 / t) / sum(1 / t^2).
     assert constant == pytest.approx((1 / 4 + 1 / 3 + 1 / 2) / (1 / 16 + 1 / 9 + 1 / 4))
     assert error == pytest.approx(1 - constant / 4)

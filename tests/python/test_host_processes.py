@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts of tests themselves: failures are reported, the next run works, nothing stays."""
+"""The hosts for tests report failures, can be used again, and leave nothing on the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hang_on_rank_2() -> None:
 
 
 def children_of(process: int) -> list[int]:
-    """And their children, and so on."""
+    """Return all descendants of a process."""
     found = []
     for task in Path(f"/proc/{process}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
@@ -43,7 +43,7 @@ def children_of(process: int) -> list[int]:
 
 
 def is_of_hosts(process: int) -> bool:
-    """Whether it lives, and is not multiprocessing's own."""
+    """Return whether a process lives, and is not multiprocessing's resource tracker."""
     try:
         command = Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
@@ -73,7 +73,7 @@ def test_hosts_report_failures_and_leave_nothing() -> None:
         made = set(children_of(os.getpid())) - own_before
     assert made
 
-    # The kernel ends them one after the other. One serves multiprocessing in the whole program.
+    # The kernel ends the processes one after the other. The resource tracker stays.
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline and any(map(is_of_hosts, made)):
         time.sleep(0.01)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of several hosts train as ranks of one: the same bits, and faults that are told."""
+"""Ranks on several hosts train with the same bits as on one, and every rank reports faults."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from torch import distributed, nn
 import normscope
 from normscope import _library, _process_group
 
-# When a rank stops waiting, and what finding out who is missing then adds at most.
+# A rank stops waiting after LIMIT_SECONDS. Finding out which ranks are missing then takes at most
+# QUESTION_SECONDS.
 LIMIT_SECONDS = 2.0
 QUESTION_SECONDS = 2.0
-# The same for a rank that reaches neither its peers nor the store in which they would answer.
+# The same if a rank reaches neither the other ranks nor the store in which they would answer.
 LONE_SECONDS = 15.0
-# On a machine that does other things besides.
+# Extra time on a busy machine.
 PATIENCE_SECONDS = 8.0
 
-# Samples of each rank, in each step; a rank takes its share of as many as it needs. No two
-# neighbours are without samples at once.
+# Number of samples of each rank, for each step; with fewer ranks, only the first numbers are used.
+# Two neighbouring ranks are never without samples in the same step.
 SAMPLES = ((2, 2, 2, 2, 2, 2), (3, 0, 4, 1, 0, 2), (1, 5, 0, 2, 3, 0))
 IMAGE = (3, 6, 5)
 
@@ -62,7 +63,7 @@ def network(scope: str) -> nn.Sequential:
 
 
 def train(scope: str) -> Bits:
-    """Of this rank: what each step gives it, and all that it has learnt at the end."""
+    """Train; return this rank's outputs and gradients of each step, and the final state."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     net = network(scope)
     generator = torch.Generator().manual_seed(2)
@@ -81,7 +82,7 @@ def train(scope: str) -> Bits:
 
 
 def apply_gradients(net: nn.Module) -> None:
-    """Summed in the order of the ranks, whatever lies between them."""
+    """Sum gradients in rank order, independently of the network, and take a step of SGD."""
     parameters = list(net.parameters())
     gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
     of_ranks = [torch.empty_like(gradient) for _ in range(distributed.get_world_size())]
@@ -98,7 +99,7 @@ def train_all(scopes: Sequence[str]) -> dict[str, Bits]:
 
 
 def members_of(ranks_of_hosts: Sequence[int]) -> str:
-    """The scope that is `node` there, wherever the ranks are."""
+    """Return a scope that shares like `node` on these hosts, for ranks on any hosts."""
     ranks = iter(range(sum(ranks_of_hosts)))
     sets = [[next(ranks) for _ in range(number)] for number in ranks_of_hosts]
     return str(normscope.Scope.ranks([ranks for ranks in sets if len(ranks) > 1]))
@@ -114,7 +115,7 @@ def members_of(ranks_of_hosts: Sequence[int]) -> str:
         ((1, 3, 2), ["world", "group:2", "group:4"]),
     ],
 )
-def test_training_on_hosts_has_the_bits_of_training_on_one(
+def test_training_on_several_hosts_has_the_bits_of_one_host(
     hosts: Hosts, ranks_of_hosts: tuple[int, ...], scopes: list[str]
 ) -> None:
     of_one = [members_of(ranks_of_hosts) if scope == "node" else scope for scope in scopes]
@@ -142,7 +143,7 @@ def place() -> tuple[str, str, int, str, list[str]]:
     )
 
 
-def test_hosts_have_identities_of_their_own(hosts: Hosts) -> None:
+def test_hosts_have_different_identities(hosts: Hosts) -> None:
     places = hosts.run((2, 1), place)
 
     assert [name for name, *_ in places] == ["host0", "host0", "host1"]
@@ -157,12 +158,12 @@ def test_hosts_share_neither_names_nor_processes_nor_memory(isolated_hosts: Host
     for name, network_name, _, transport, processes in spread:
         assert network_name == name
         assert transport != "shared memory"
-        assert len(processes) <= 3  # the first one of the host, and its ranks
+        assert len(processes) <= 3  # the host's first process, and its ranks
     assert together[3] == "shared memory"
 
 
 def train_and_send(count: int) -> tuple[Bits, float]:
-    """Also the seconds that a message of so many bytes takes from one rank to all."""
+    """Train; return the bits, and the seconds in which rank 0 broadcasts `count` bytes."""
     bits = train("world")
     distributed.barrier()
     begin = time.monotonic()
@@ -180,11 +181,11 @@ def test_a_slow_link_changes_no_bit(isolated_hosts: Hosts) -> None:
 
     for (got, seconds), (wanted, _) in zip(answers, expected, strict=True):
         assert all(torch.equal(got[name], value) for name, value in wanted.items())
-        assert seconds > 0.9 * count / bytes_per_second  # a burst goes through at once
+        assert seconds > 0.9 * count / bytes_per_second  # a first burst is not limited
 
 
 def train_until_an_error() -> tuple[str, float]:
-    """Tell when steps begin; what ended them, and when."""
+    """Train until an error; return its text and the time. Tell the test when the ranks have met."""
     net = network("world")
     x = torch.randn(2, *IMAGE)
     net(x).sum().backward()
@@ -202,7 +203,7 @@ LIMIT = {"NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS)}
 def errors_after_a_cut(
     hosts: Hosts, ranks_of_hosts: Sequence[int], cut: int, of: Sequence[int]
 ) -> list[tuple[str, float]]:
-    """Of some ranks, what they raise if a host's link breaks, and after how many seconds."""
+    """Cut a host's link; return what the ranks in `of` raise, and after how many seconds."""
     with hosts.begun(ranks_of_hosts, train_until_an_error, environment=LIMIT) as run:
         run.notes()
         with hosts.link_cut(cut):
@@ -215,7 +216,7 @@ def errors_after_a_cut(
 @pytest.mark.parametrize(
     ("ranks_of_hosts", "missing"), [((2, 2), "rank(s 2 and 3 are| 2 is)"), ((1, 1, 1), "rank 1 is")]
 )
-def test_a_host_that_is_cut_off_is_named_to_those_who_keep_the_store(
+def test_ranks_with_the_store_name_a_host_that_is_cut_off(
     isolated_hosts: Hosts, ranks_of_hosts: Sequence[int], missing: str
 ) -> None:
     stay = (0, 1) if ranks_of_hosts == (2, 2) else (0, 2)
@@ -223,7 +224,7 @@ def test_a_host_that_is_cut_off_is_named_to_those_who_keep_the_store(
     errors = errors_after_a_cut(isolated_hosts, ranks_of_hosts, 1, stay)
 
     for text, seconds in errors:
-        # If the ranks of a host add in shared memory, its first one speaks for them.
+        # If the ranks of a host add in shared memory, only the first of them is named.
         assert re.search(f"{missing} not there", text)
         assert re.search(r"(forward|backward) of \d \(\d channels, scope world\)", text)
         assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
@@ -231,8 +232,8 @@ def test_a_host_that_is_cut_off_is_named_to_those_who_keep_the_store(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1])
-def test_a_host_that_is_cut_off_is_told_and_does_not_hang(isolated_hosts: Hosts, cut: int) -> None:
-    # The store is on host 0: the others lose it, whichever link breaks.
+def test_ranks_that_are_cut_off_from_the_store_do_not_hang(isolated_hosts: Hosts, cut: int) -> None:
+    # The store is on host 0. The others lose it if either link breaks.
     errors = errors_after_a_cut(isolated_hosts, (2, 2), cut, (2, 3))
 
     for text, seconds in errors:
@@ -255,22 +256,22 @@ def errors_after_a_kill(hosts: Hosts, killed: int) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("killed", [1, 2, 3])
-def test_a_rank_that_is_killed_is_named_on_every_host(hosts: Hosts, killed: int) -> None:
+def test_a_killed_rank_is_named_on_every_host(hosts: Hosts, killed: int) -> None:
     for text, seconds in errors_after_a_kill(hosts, killed):
-        # Another one may be late to say that it is there.
+        # Another rank may answer too late, and be named too.
         assert re.search(rf"ranks? .*\b{killed}\b.* (has died|not there)", text)
         assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
 
 
-def test_a_rank_that_is_killed_with_the_group_s_store_ends_all_waits(hosts: Hosts) -> None:
+def test_no_rank_hangs_if_the_rank_with_the_store_is_killed(hosts: Hosts) -> None:
     for text, seconds in errors_after_a_kill(hosts, 0):
-        # Nobody is left to ask who is missing, unless they share memory.
+        # Without the store, only ranks that share memory with rank 0 can tell that it has died.
         assert re.search(r"\brank 0\b.* has died|the group's store does not answer", text)
         assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
 
 
 def train_with_other_channels(odd: int) -> str:
-    """One rank has a channel more; then all are alike, and the group works."""
+    """Give one rank one more channel; return the error. Then check that the group still works."""
     channels = 4 if distributed.get_rank() == odd else 3
     layer = normscope.BatchNorm2d(channels)
     layer.layer_name = "head"
@@ -284,7 +285,7 @@ def train_with_other_channels(odd: int) -> str:
 
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
-def test_a_rank_of_another_shape_is_named_on_every_host(hosts: Hosts, odd: int) -> None:
+def test_a_rank_with_another_shape_is_named_on_every_host(hosts: Hosts, odd: int) -> None:
     for text in hosts.run((2, 2), train_with_other_channels, odd):
         _, *of_ranks, _ = text.split("\n")
         assert [f"  rank {rank}: " in line for rank, line in enumerate(of_ranks)] == [True] * 4
@@ -292,7 +293,7 @@ def test_a_rank_of_another_shape_is_named_on_every_host(hosts: Hosts, odd: int) 
 
 
 def fail_on_the_last_rank() -> tuple[str, float]:
-    """Outside of the library."""
+    """Raise on the last rank, outside of the library; return the error and the seconds."""
     net = network("world")
     net(torch.randn(2, *IMAGE))
     distributed.barrier()
@@ -307,7 +308,7 @@ def fail_on_the_last_rank() -> tuple[str, float]:
     return "", 0.0
 
 
-def test_what_one_rank_raised_is_told_on_every_host(hosts: Hosts) -> None:
+def test_the_error_of_one_rank_is_reported_on_every_host(hosts: Hosts) -> None:
     *of_peers, (own, _) = hosts.run((2, 2), fail_on_the_last_rank)
 
     assert own == "no such file"
@@ -317,7 +318,7 @@ def test_what_one_rank_raised_is_told_on_every_host(hosts: Hosts) -> None:
         assert seconds < PATIENCE_SECONDS
 
 
-def test_processes_of_one_network_can_pass_for_hosts() -> None:
+def test_without_namespaces_processes_can_stand_for_hosts() -> None:
     scopes = ["world", "node", "group:3"]
 
     with Hosts(2, namespaces=False) as hosts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring what exchanges cost, in real processes."""
+"""Measuring the cost of exchanges, in real processes."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ from normscope.measurement import _beginnings, _levels
 SIZES = (1 << 10, 1 << 17)
 
 
-def test_levels_are_groups_of_one_host_and_of_all_hosts() -> None:
+def test_levels_time_groups_on_one_host_and_across_hosts() -> None:
     levels = {level.name: level.groups for level in _levels([7, 5, 5, 7, 5, 9])}
 
     assert levels == {
@@ -87,7 +87,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "normscope", "measure", *arguments]
 
 
-def test_the_command_alone_starts_ranks_of_its_own(tmp_path: Path) -> None:
+def test_without_a_launcher_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
 
     result = subprocess.run(
@@ -135,7 +135,9 @@ def _free_port() -> int:
         return int(any_port.getsockname()[1])
 
 
-def test_the_command_says_what_a_launcher_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_names_missing_and_conflicting_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
 

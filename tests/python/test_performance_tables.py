@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/performance.md are what the results say."""
+"""The tables of docs/performance.md agree with the results."""
 
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from timing import Direction, Quartiles, Timing
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_document_has_the_tables_that_the_script_makes() -> None:
+def test_the_document_has_the_tables_of_the_script() -> None:
     text = tables.DOCUMENT.read_text()
 
     assert tables.with_tables(text) == text, "run scripts/performance_tables.py"
 
 
-def test_the_document_says_how_each_result_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_has_the_command_of_each_result(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
     load = tables.load
 
@@ -35,11 +35,11 @@ def test_the_document_says_how_each_result_was_measured(monkeypatch: pytest.Monk
     for name in set(used):
         assert load(name)["command"] in text, name
         assert load(name)["machine"], name
-    # The others are those of `make gpu-check`.
+    # Other files of results are those of `make gpu-check`.
     assert set(used) == {path.stem for path in tables.RESULTS.glob("*-zen[34].json")}
 
 
-def test_the_readme_has_figures_of_the_summary() -> None:
+def test_the_readme_has_numbers_of_the_summary() -> None:
     rows = {row.split("|")[1].strip(): row for row in tables.layers_summary().splitlines()}
     readme = " ".join((ROOT / "README.md").read_text().split())
 
@@ -56,7 +56,7 @@ def timing(ratio: float) -> Timing:
     return Timing(direction, direction, 1.0)
 
 
-def test_a_summary_is_made_of_what_the_benchmark_saves(
+def test_the_summary_is_made_from_saved_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = {(2, 3): 0.5, (4, 3): 8.0, SMALLEST: 100.0}
@@ -68,7 +68,7 @@ def test_a_summary_is_made_of_what_the_benchmark_saves(
     layers.save(tmp_path / "layers-zen4.json", "a machine", results, [], {}, {})
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
-    # The geometric mean of a half and eight, without the smallest input.
+    # The geometric mean of 0.5 and 8, without the smallest input.
     assert tables.layers_summary().splitlines()[2:] == [
         "| local, 1 thread |" + " 2.00 (0.50) |" * 4
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What predict says of scopes on hosts that are not there, against ranks that are."""
+"""Predictions for scopes on given hosts, compared with real ranks and with theory."""
 
 import pytest
 import torch
@@ -33,7 +33,8 @@ SCOPES = [
     "norm_batch:5",
     "norm_batch:100",
 ]
-SAMPLES, VALUES = 2, 3  # of a rank, and of a sample's channel: so that one sample can do
+# Samples per rank, and values per sample and channel: a single sample is enough for statistics.
+SAMPLES, VALUES = 2, 3
 
 
 def test_scopes_divide_ranks_as_the_library_does(ranks: RankPool) -> None:
@@ -49,7 +50,11 @@ def test_scopes_divide_ranks_as_the_library_does(ranks: RankPool) -> None:
 
 
 def _members_by_scope() -> dict[str, set[int]]:
-    """With whom this rank shares, by the running mean: inputs are 1 in the rank's own channel."""
+    """Return for each scope the ranks with which this one shares statistics.
+
+    The inputs are 1 in the rank's own channel and 0 in the others. The running mean then shows
+    which ranks took part.
+    """
     rank = distributed.get_rank()
     found = {}
     with pytest.MonkeyPatch.context() as environment:
@@ -72,7 +77,7 @@ def test_scopes_that_do_not_fit_are_errors_as_in_training(ranks: RankPool, scope
         normscope.predict(layers, hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, costs=COSTS)
 
     assert all(str(error.value).removeprefix("bn: ") in text for text in of_library)
-    # A rank alone shares with nobody, whatever the scope.
+    # A single rank shares with nobody, for any scope.
     alone = normscope.predict(layers, hosts=1, ranks_per_host=1, costs=COSTS)
     assert alone.sizes[0].exchanges == 0
 
@@ -102,7 +107,7 @@ def test_norm_batches_resolve_as_in_the_library(samples: int, wanted: int) -> No
         assert many == alone
 
 
-def test_exchanges_and_bytes_are_those_that_are_counted(ranks: RankPool) -> None:
+def test_predicted_exchanges_and_bytes_are_those_counted(ranks: RankPool) -> None:
     counted = ranks.run(RANKS, _counted_by_scope)
 
     for scope in SCOPES:
@@ -111,7 +116,7 @@ def test_exchanges_and_bytes_are_those_that_are_counted(ranks: RankPool) -> None
         size = normscope.predict(
             layers, hosts=HOSTS, ranks_per_host=RANKS_PER_HOST, costs=COSTS, samples=SAMPLES
         ).sizes[0]
-        # Of the ranks that share; others send nothing.
+        # Ranks that share with nobody send nothing: compare the largest counts.
         assert max(of_rank) == (size.exchanges, size.bytes), scope
 
 
@@ -123,7 +128,7 @@ def _counted_by_scope() -> dict[str, tuple[int, int]]:
             layers = [nn.BatchNorm1d(3), nn.Conv1d(3, 700, 1), nn.BatchNorm1d(700)]
             network = normscope.convert(nn.Sequential(*layers), scope)
             x = torch.randn(SAMPLES, 3, VALUES)
-            network(x)  # the ranks agree on scopes at first use
+            network(x)  # the ranks agree on scopes at the first use
             before = normscope.communication_counters()
             network(x).sum().backward()
             after = normscope.communication_counters()
@@ -144,14 +149,16 @@ def _counted_by_scope() -> dict[str, tuple[int, int]]:
         ("local", set(), 1),
     ],
 )
-def test_groups_lie_on_hosts(scope: str, groups: set[tuple[int, ...]], sharing: int) -> None:
+def test_groups_are_divided_among_hosts(
+    scope: str, groups: set[tuple[int, ...]], sharing: int
+) -> None:
     division = division_of(Scope(scope), HostLayout(3, 8))
 
     assert set(division.groups) == groups
     assert division.sharing == sharing
 
 
-def test_a_layer_costs_its_slowest_group_twice() -> None:
+def test_a_layer_costs_two_exchanges_of_its_slowest_group() -> None:
     [layer] = (
         normscope.predict([("bn", 64, "group:12")], hosts=2, ranks_per_host=8, costs=COSTS)
         .sizes[0]
@@ -179,7 +186,7 @@ def test_a_step_costs_the_sum_of_its_layers() -> None:
     assert size.share == pytest.approx(size.seconds / (0.1 + size.seconds))
 
 
-def test_what_the_costs_lack_matters_only_if_it_is_needed() -> None:
+def test_missing_costs_are_an_error_only_if_they_are_needed() -> None:
     one_host = Costs((HostCosts(2, 1e-6, 1e-9),))
     layers = [("bn", 8, "node")]
 
@@ -197,17 +204,18 @@ def test_ten_thousand_ranks_are_predicted() -> None:
 
     small, large = prediction.sizes
     assert large.ranks == 10_000
-    # A tree: as many steps as the logarithm of the ranks, not as ranks.
+    # The steps of a tree grow with the logarithm of the number of ranks.
     assert small.seconds < large.seconds < 20 * small.seconds
 
 
-def test_waiting_is_that_of_the_slowest_rank() -> None:
+def test_ranks_wait_for_the_slowest() -> None:
     layers = [(f"bn{i}", 8, "world") for i in range(10)]
     arguments = {"hosts": 16, "ranks_per_host": 8, "costs": COSTS, "step_time": 0.02}
 
     size = normscope.predict(layers, spread=0.2, **arguments).sizes[0]  # type: ignore[arg-type]
 
-    # 20 passes of a millisecond each. Fifteen steps: the maximum of 128 deviates by some 0.07.
+    # 20 passes of a millisecond each, in 15 steps. The maximum of 128 times has a deviation of
+    # about 0.07.
     expected = 1e-3 * (expected_maximum(128, 0.2) - 1)
     assert sum(layer.waiting_seconds for layer in size.layers) == pytest.approx(
         20 * expected, rel=0.1
@@ -218,7 +226,7 @@ def test_waiting_is_that_of_the_slowest_rank() -> None:
     assert alone.waiting_seconds == 0
 
 
-def test_a_plan_is_predicted_as_its_layers() -> None:
+def test_a_plan_is_predicted_like_its_layers() -> None:
     plan = normscope.recommend_scopes(small_network().eval(), noise_batches(12), 12, ranks=2)
     layers = [(layer.layer, layer.channels, layer.scope) for layer in plan.layers]
 
@@ -231,7 +239,7 @@ def test_a_plan_is_predicted_as_its_layers() -> None:
     assert of_plan.sizes[0].bytes == plan.bytes_per_step
 
 
-def test_layers_that_are_frozen_do_not_count() -> None:
+def test_frozen_layers_do_not_count() -> None:
     network = normscope.convert(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(8)), "world")
 
     def names() -> list[str]:
@@ -241,7 +249,7 @@ def test_layers_that_are_frozen_do_not_count() -> None:
     assert names() == ["0", "1"]
     network[0].eval()
     assert names() == ["1"]
-    network.eval()  # all of it: it will train later
+    network.eval()  # if the whole model is in evaluation mode, it will train later
     assert names() == ["0", "1"]
 
 
@@ -269,7 +277,7 @@ def test_arguments_out_of_range_are_refused(change: dict[str, object], message: 
         normscope.predict(**(arguments | change))  # type: ignore[arg-type]
 
 
-def test_tables_show_layers_of_one_size_and_sizes_of_many() -> None:
+def test_tables_show_layers_for_one_size_and_sizes_for_several() -> None:
     layers = [("conv.bn", 64, "world"), ("", 8, "local")]
     arguments = {"ranks_per_host": 8, "costs": COSTS, "step_time": 0.5}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for the slowest rank, against theory."""
+"""Waiting for the slowest rank, compared with theory."""
 
 import math
 
@@ -11,17 +11,18 @@ from normscope.stragglers import expected_maximum, simulate_waiting
 SPREAD = 0.3
 
 
-def test_one_rank_waits_for_nobody() -> None:
+def test_a_single_rank_does_not_wait() -> None:
     waiting = simulate_waiting([[0]] * 5, ranks=1, spread=SPREAD, steps=4000)
 
     assert waiting.of_exchange == (0.0,) * 5
-    # Five passes of mean 1; five standard errors.
+    # Five passes with a mean of 1; the tolerance is five standard errors.
     assert waiting.step == pytest.approx(5, abs=5 * SPREAD * math.sqrt(5 / 4000))
     assert expected_maximum(1, SPREAD) == 1
 
 
-def test_the_larger_of_two_has_a_closed_form() -> None:
-    # E max(X, Y) = 2 E[X] Phi(s / sqrt 2) for equal log-normals whose logarithm has deviation s.
+def test_the_expected_maximum_of_two_has_a_closed_form() -> None:
+    # E max(X, Y) = 2 E[X] Phi(s / sqrt 2) for independent log-normals of the same distribution,
+    # whose logarithms have the standard deviation s.
     s = math.sqrt(math.log1p(SPREAD**2))
     expected = 1 + math.erf(s / 2)
 
@@ -29,7 +30,7 @@ def test_the_larger_of_two_has_a_closed_form() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 50, 1000])
-def test_the_expected_maximum_is_that_of_samples(count: int) -> None:
+def test_the_expected_maximum_matches_samples(count: int) -> None:
     rows = 4_000_000 // count
     s = math.sqrt(math.log1p(SPREAD**2))
     normal = torch.randn(rows, count, generator=torch.Generator().manual_seed(count))
@@ -48,18 +49,18 @@ def test_each_exchange_waits_for_the_slowest_of_its_group(size: int) -> None:
 
     expected = expected_maximum(size, SPREAD) - 1
     for wait in waiting.of_exchange:
-        # A pass deviates by SPREAD; as many groups and steps are independent.
+        # A pass has the deviation SPREAD, and groups and steps are independent.
         assert wait == pytest.approx(expected, abs=5 * SPREAD / math.sqrt(steps * ranks / size))
 
 
-def test_world_in_each_pass_makes_steps_of_maxima() -> None:
+def test_with_world_in_each_pass_every_pass_takes_the_maximum() -> None:
     waiting = simulate_waiting([[0] * 100] * 20, 100, SPREAD, steps=200)
 
     expected = 20 * expected_maximum(100, SPREAD)
     assert waiting.step == pytest.approx(expected, abs=5 * SPREAD * math.sqrt(20 / 200))
 
 
-def test_seldom_exchanges_let_late_passes_cancel() -> None:
+def test_with_few_exchanges_late_and_early_passes_cancel() -> None:
     passes, ranks = 100, 64
     world, pairs = [0] * ranks, [rank - rank % 2 for rank in range(ranks)]
     sequences: list[list[list[int] | None]] = [
@@ -72,12 +73,13 @@ def test_seldom_exchanges_let_late_passes_cancel() -> None:
     steps = [simulate_waiting(groups, ranks, 0.1, steps=50).step for groups in sequences]
 
     assert steps == sorted(steps)
-    # Of sums: their deviation is sqrt(passes) times that of a pass.
+    # Without exchanges, the sums of passes count. Their deviation is sqrt(passes) times that of a
+    # pass, and their mean is passes times as large.
     normal = expected_maximum(ranks, 0.1 / math.sqrt(passes))
     assert steps[0] == pytest.approx(passes * normal, rel=0.01)
 
 
-def test_groups_of_any_ranks_wait_as_groups_of_neighbours() -> None:
+def test_groups_of_any_ranks_wait_like_groups_of_neighbours() -> None:
     neighbours = simulate_waiting([[0, 0, 2, 2]] * 4, 4, SPREAD, steps=500)
     others = simulate_waiting([[0, 1, 1, 0]] * 4, 4, SPREAD, steps=500)
     with_one_alone = simulate_waiting([[0, 0, 2, 3]] * 4, 4, SPREAD, steps=500)
@@ -87,7 +89,7 @@ def test_groups_of_any_ranks_wait_as_groups_of_neighbours() -> None:
     assert sum(with_one_alone.of_exchange) / 4 == pytest.approx(mean / 2, rel=0.1)
 
 
-def test_no_spread_is_no_waiting() -> None:
+def test_without_spread_there_is_no_waiting() -> None:
     waiting = simulate_waiting([[0] * 8] * 3, 8, 0.0)
 
     assert waiting.step == 3
@@ -95,7 +97,7 @@ def test_no_spread_is_no_waiting() -> None:
     assert expected_maximum(1000, 0.0) == 1
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_times() -> None:
     one, other, again = (simulate_waiting([[0] * 8], 8, SPREAD, seed=seed) for seed in (1, 2, 1))
 
     assert one == again

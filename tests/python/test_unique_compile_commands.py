@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linter sees every source file, and sees it once."""
+"""The linter checks every source file exactly once."""
 
 import json
 from pathlib import Path

@@ -33,7 +33,7 @@ Version: of the text, which stays.
 
 
 def write_wheel(directory: Path, torch: str | None = "2.13.0\n", metadata: str = METADATA) -> Path:
-    """A wheel as scikit-build-core lays it out, with few files."""
+    """Write a small wheel with the layout of scikit-build-core; return its path."""
     path = directory / "normscope-0.2.0-py3-none-linux_x86_64.whl"
     files = {
         "normscope/__init__.py": "",
@@ -56,7 +56,7 @@ def write_wheel(directory: Path, torch: str | None = "2.13.0\n", metadata: str =
 @pytest.mark.parametrize(
     ("arguments", "version"), [([], "0.2.0+torch2.13"), (["--published"], "0.2.0.post213")]
 )
-def test_version_and_requirement_name_the_torch(
+def test_version_and_requirement_name_the_release_of_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], version: str
 ) -> None:
     main([*arguments, str(write_wheel(tmp_path))])
@@ -72,7 +72,7 @@ def test_version_and_requirement_name_the_torch(
     assert "Version: of the text, which stays." in metadata.get_payload()
 
 
-def test_record_has_the_hash_of_every_file_and_modes_stay(tmp_path: Path) -> None:
+def test_record_has_the_hash_of_every_file_and_modes_are_kept(tmp_path: Path) -> None:
     new = rename(write_wheel(tmp_path), published=False)
 
     with zipfile.ZipFile(new) as archive:
@@ -89,7 +89,7 @@ def test_record_has_the_hash_of_every_file_and_modes_stay(tmp_path: Path) -> Non
     assert library.external_attr >> 16 == 0o100755
 
 
-def test_pip_installs_it(tmp_path: Path) -> None:
+def test_pip_installs_the_renamed_wheel(tmp_path: Path) -> None:
     new = rename(write_wheel(tmp_path), published=False)
 
     subprocess.run(
@@ -101,7 +101,7 @@ def test_pip_installs_it(tmp_path: Path) -> None:
     assert (tmp_path / "site/normscope-0.2.0+torch2.13.dist-info/METADATA").exists()
 
 
-def test_pip_takes_the_wheel_of_the_newest_torch_first() -> None:
+def test_pip_prefers_the_wheel_for_the_newest_torch() -> None:
     torches = ["2.9.1", "2.11.0", "2.13.0", "3.0.0"]
     for published in (False, True):
         versions = [Version(version_for("0.2.0", t, published=published)) for t in torches]
@@ -112,7 +112,7 @@ def test_pip_takes_the_wheel_of_the_newest_torch_first() -> None:
         assert all(version in SpecifierSet("~=0.2.0") for version in versions)
 
 
-def test_what_is_no_wheel_for_one_torch_is_refused(tmp_path: Path) -> None:
+def test_wheels_that_cannot_be_renamed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a release of torch in normscope/torch_version"):
         rename(write_wheel(tmp_path, torch=None), published=False)
     with pytest.raises(ValueError, match=r"expected one version and one requirement of torch"):
