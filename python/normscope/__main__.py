@@ -78,11 +78,13 @@ def _print_status(processes: list[int]) -> None:
 
 
 def _measure(ranks: int | None, backend: str, rounds: int, output: Path | None) -> None:
-    """On all ranks; the first one prints and writes."""
+    """Measure costs on all ranks. The first rank prints them and writes the file."""
     try:
         if _launch.is_launched():
             if ranks is not None:
-                raise ValueError(f"--ranks: expected none, since a launcher chose, got {ranks}")
+                raise ValueError(
+                    f"--ranks: expected none under a launcher, which chose the ranks, got {ranks}"
+                )
             with _launch.joined_launch(backend):
                 costs = normscope.measure_costs(rounds=rounds)
                 is_first = distributed.get_rank() == 0
@@ -104,12 +106,17 @@ def main(arguments: list[str] | None = None) -> None:
     status = commands.add_parser("status", help="where the ranks of a job are, even if it hangs")
     status.add_argument("process", type=int, nargs="*", help="ids; none: all of this user's ranks")
     measure = commands.add_parser(
-        "measure", help="what exchanges cost: under torchrun or mpirun, or alone on this host"
+        "measure",
+        help="measure what exchanges cost, under torchrun or mpirun, or on this host alone",
     )
-    measure.add_argument("--output", type=Path, help="a JSON file for normscope.predict")
-    measure.add_argument("--ranks", type=int, help="to start, if no launcher has; else the cores")
-    measure.add_argument("--backend", default="gloo", help="of torch.distributed")
-    measure.add_argument("--rounds", type=int, default=ROUNDS, help="of which the median counts")
+    measure.add_argument("--output", type=Path, help="JSON file to write, for normscope.predict")
+    measure.add_argument(
+        "--ranks", type=int, help="ranks to start without a launcher (default: one per core)"
+    )
+    measure.add_argument("--backend", default="gloo", help="backend of torch.distributed")
+    measure.add_argument(
+        "--rounds", type=int, default=ROUNDS, help="measurements, of which the median counts"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.command == "status":
         _print_status(chosen.process)

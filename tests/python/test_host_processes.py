@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,13 @@ def hang_on_rank_2() -> None:
 def children_of(process: int) -> list[int]:
     """Return all descendants of a process."""
     found = []
-    for task in Path(f"/proc/{process}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *children_of(child)]
+    try:
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+                for child in map(int, (task / "children").read_text().split()):
+                    found += [child, *children_of(child)]
+    except FileNotFoundError:  # the process has ended
+        pass
     return found
 
 

@@ -143,7 +143,7 @@ def test_the_command_names_missing_and_conflicting_settings(
 
     with pytest.raises(SystemExit, match="measure: MASTER_ADDR: expected the address of rank 0"):
         main(["measure"])
-    with pytest.raises(SystemExit, match=r"--ranks: expected none, since a launcher .*, got 4"):
+    with pytest.raises(SystemExit, match=r"--ranks: expected none under a launcher, .*, got 4"):
         main(["measure", "--ranks", "4"])
 
 
