@@ -35,10 +35,10 @@ _BYTES_PER_NUMBER = 8
 _NUMBERS_ADDED = 4096
 _HEADER_NUMBERS = 4
 
-# If the measured times can tell algorithms apart, they select one of the first two. Otherwise Gloo
-# is assumed to sum in a ring, and other backends in a tree, as MPICH does.
-_TRIED = ("ring", "tree")
+# Gloo sums in a ring. For other backends, the measured times select an algorithm if they can tell
+# the two apart. Otherwise a tree is assumed, as in MPICH.
 _ALGORITHM_OF_BACKEND = {"gloo": "ring"}
+_TRIED = ("ring", "tree")
 
 _SHARED_MEMORY, _FORCE = "NORMSCOPE_SHARED_MEMORY", "NORMSCOPE_FORCE_SYNC"
 
@@ -119,7 +119,8 @@ def costs_of(times: dict[str, list[TimedExchange]], added: float, backend: str) 
     measured = [name for name in ("within_host", "between_hosts") if times[name]]
     algorithm = _ALGORITHM_OF_BACKEND.get(backend, "tree")
     # The times of two ranks alone fit every algorithm.
-    if measured and len({timed.ranks for timed in times[measured[-1]]}) > 1:
+    tells_apart = measured and len({timed.ranks for timed in times[measured[-1]]}) > 1
+    if tells_apart and backend not in _ALGORITHM_OF_BACKEND:
         algorithm = min(_TRIED, key=lambda tried: fit(measured[-1], tried)[1])
     links: dict[str, LinkCosts] = {}
     for name in measured:

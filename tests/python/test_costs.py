@@ -315,6 +315,15 @@ def test_times_for_several_numbers_of_ranks_reveal_the_algorithm(algorithm: str)
     assert found.shared_memory is None
 
 
+def test_the_algorithm_of_a_known_backend_does_not_depend_on_measured_times() -> None:
+    truth = dataclasses.replace(COSTS, algorithm="tree")
+    alone = [TimedExchange(1, size, 5e-6) for size in SIZES]
+    of_tree = [t for n in (2, 4, 8) for t in timed(truth, n, "tree")]
+    times = {"alone": alone, "shared_memory": [], "within_host": [], "between_hosts": of_tree}
+
+    assert costs_of(times, 1e-10, "gloo").algorithm == "ring"
+
+
 def test_coefficients_are_not_negative() -> None:
     (constant, slope), error = least_squares([[1, 1], [1, 2], [1, 4]], [4.0, 3.0, 2.0])
 
