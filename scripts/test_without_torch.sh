@@ -25,4 +25,5 @@ cmake -G Ninja -S tests/consumer -B "$copy/consumer" --fresh -DCMAKE_PREFIX_PATH
   -Dcomponents=core > /dev/null
 cmake --build "$copy/consumer"
 ctest --test-dir "$copy/consumer" --no-tests=error --output-on-failure
-ctest --test-dir "$build" --no-tests=error --output-on-failure --output-junit "$results"
+ctest --test-dir "$build" --no-tests=error --output-on-failure -j "${CMAKE_BUILD_PARALLEL_LEVEL:-1}" \
+  --output-junit "$results"
