@@ -28,6 +28,7 @@ import limited_hosts
 import normscope
 from normscope import Costs, _library
 from normscope._launch import joined_launch
+from normscope._process_group import gather
 from normscope.exchange_times import ALGORITHMS
 
 CHANNELS = (16, 64, 256, 1024, 4096)
@@ -114,13 +115,6 @@ def hosts_of_launch() -> tuple[int, int]:
             "another layout"
         )
     return count, each
-
-
-def gather(own: float) -> list[float]:
-    """Gather a value from each rank, in rank order."""
-    values = [0.0] * distributed.get_world_size()
-    distributed.all_gather_object(values, own)
-    return values
 
 
 def exchange_seconds_of_layer(scope: str, channels: int, rounds: int) -> float:

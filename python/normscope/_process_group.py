@@ -4,6 +4,7 @@
 import atexit
 import os
 import weakref
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -13,6 +14,8 @@ from normscope import _library
 from normscope.scope import Scope
 
 NONE = ""
+
+Value = TypeVar("Value")
 
 _unnamed_layers: "weakref.WeakKeyDictionary[distributed.ProcessGroup | None, int]"
 _unnamed_layers = weakref.WeakKeyDictionary()
@@ -129,3 +132,10 @@ def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> t
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
     return _library.resolve_scope(text, group_name, samples)
+
+
+def gather(own: Value) -> list[Value]:
+    """Gather a value from each rank of the default group, in rank order."""
+    values: list[Value | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, own)
+    return [value for value in values if value is not None]

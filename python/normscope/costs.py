@@ -147,15 +147,8 @@ class Costs:
 
         Shared memory was measured with two ranks, and is scaled in proportion for more ranks.
         """
-        return cls(
-            _TWO_RANKS,
-            LinkCosts(15e-6, 1 / 3e9),
-            LinkCosts(30e-6, 8 / 25e9),
-            call=30e-6,
-            seconds_per_byte_copied=0.1e-9,
-            seconds_per_byte_added=0.1e-9,
-            source="assumed: 25 Gbit/s Ethernet, 30 us per message",
-        )
+        within, between = LinkCosts(15e-6, 1 / 3e9), LinkCosts(30e-6, 8 / 25e9)
+        return cls._assumed(within, between, "ring", "25 Gbit/s Ethernet, 30 us per message")
 
     @classmethod
     def infiniband_100g(cls) -> Costs:
@@ -163,15 +156,21 @@ class Costs:
 
         The costs of shared memory are those of :meth:`ethernet_25g`.
         """
+        within, between = LinkCosts(0.5e-6, 1 / 10e9), LinkCosts(2e-6, 8 / 100e9)
+        return cls._assumed(within, between, "tree", "100 Gbit/s InfiniBand, 2 us per message")
+
+    @classmethod
+    def _assumed(cls, within: LinkCosts, between: LinkCosts, algorithm: str, network: str) -> Costs:
+        """Assume that a call takes as long as a message, and memory bandwidth of 10 GB/s."""
         return cls(
             _TWO_RANKS,
-            LinkCosts(0.5e-6, 1 / 10e9),
-            LinkCosts(2e-6, 8 / 100e9),
-            call=2e-6,
+            within,
+            between,
+            call=between.latency,
             seconds_per_byte_copied=0.1e-9,
             seconds_per_byte_added=0.1e-9,
-            algorithm="tree",
-            source="assumed: 100 Gbit/s InfiniBand, 2 us per message",
+            algorithm=algorithm,
+            source=f"assumed: {network}",
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -10,13 +10,14 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import distributed
 
 from normscope import _library
 from normscope._cost_fit import TimedExchange, fit_call, fit_host, fit_link
+from normscope._process_group import gather
 from normscope.costs import Costs, LinkCosts
 from normscope.counters import communication_counters
 from normscope.exchange_times import HostCounts
@@ -41,8 +42,6 @@ _ALGORITHM_OF_BACKEND = {"gloo": "ring"}
 _TRIED = ("ring", "tree")
 
 _SHARED_MEMORY, _FORCE = "NORMSCOPE_SHARED_MEMORY", "NORMSCOPE_FORCE_SYNC"
-
-Value = TypeVar("Value")
 
 
 class _Level(NamedTuple):
@@ -83,16 +82,16 @@ def measure_costs(*, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Cost
         )
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
-    hosts = _gather(_library.host_identity())
+    hosts = gather(_library.host_identity())
     times = {
         level.name: [
             timed for ranks in level.groups for timed in _time_group(ranks, level, sizes, rounds)
         ]
         for level in _levels(hosts)
     }
-    added = statistics.median(_gather(_seconds_per_byte_added(rounds)))
+    added = statistics.median(gather(_seconds_per_byte_added(rounds)))
     # On different processors, the fit of the same times can give different bits.
-    return _gather(costs_of(times, added, str(distributed.get_backend())))[0]
+    return gather(costs_of(times, added, str(distributed.get_backend())))[0]
 
 
 def costs_of(times: dict[str, list[TimedExchange]], added: float, backend: str) -> Costs:
@@ -174,7 +173,7 @@ def _time_group(
     if distributed.get_rank() in ranks:
         with _environment(level.environment):
             medians = _median_times(group.group_name, len(ranks), sizes, rounds)
-    of_ranks = [found for found in _gather(medians) if found]
+    of_ranks = [found for found in gather(medians) if found]
     if distributed.get_rank() in ranks:
         distributed.destroy_process_group(group)
     return [
@@ -242,13 +241,6 @@ def _group() -> distributed.ProcessGroup:
     group = distributed.group.WORLD
     assert group is not None  # it is initialized
     return group
-
-
-def _gather(own: Value) -> list[Value]:
-    """Gather a value from each rank, in rank order."""
-    values: list[Value | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, own)
-    return [value for value in values if value is not None]
 
 
 @contextlib.contextmanager

@@ -10,13 +10,12 @@ of the tutorial are the files train.py and load.py, changes of them, and command
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from documents import DOCUMENTS, FENCED, ROOT, commands, run_blocks
+from programs import output_of
 from rank_pool import RankPool
 from torch import distributed
 
@@ -91,23 +90,13 @@ def test_the_tutorial_runs_and_prints_what_it_says(tmp_path: Path) -> None:
             (tmp_path / name).write_text(code)
         program, *arguments = step.command.split()
 
-        run = subprocess.run(
-            [sys.executable, *MODULES[program], *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TUTORIAL_SECONDS,
-            # As torchrun sets it: threads that share cores wait for each other.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        output = output_of(*MODULES[program], *arguments, seconds=TUTORIAL_SECONDS, folder=tmp_path)
 
-        assert run.returncode == 0, run.stderr
-        expected, got = accuracy(step.output), accuracy(run.stdout)
+        expected, got = accuracy(step.output), accuracy(output)
         # Five standard deviations of the accuracy of 360 guesses: convolutions round differently
         # on other machines.
-        assert abs(got - expected) < 5 * (expected * (1 - expected) / 360) ** 0.5, run.stdout
-        assert PLANNED.findall(run.stdout) == PLANNED.findall(step.output)
+        assert abs(got - expected) < 5 * (expected * (1 - expected) / 360) ** 0.5, output
+        assert PLANNED.findall(output) == PLANNED.findall(step.output)
 
 
 def accuracy(output: str) -> float:

@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import output_of
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -54,24 +52,15 @@ def test_the_script_learns_and_its_checkpoint_loads_into_torch_s_layers(
     started = ["-m", *modules] if modules else []
     options = ["--device", "cpu", "--scope", scope, "--epochs", "1", "--batch", "8"]
 
-    run = subprocess.run(
-        [sys.executable, *started, str(TRAIN), *options, "--checkpoint", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_SECONDS,
-        # torchrun sets this too: threads that share cores wait for each other.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    output = output_of(
+        *started, str(TRAIN), *options, "--checkpoint", str(path), seconds=TIMEOUT_SECONDS
     )
 
-    assert run.returncode == 0, run.stderr
-    told = re.search(
-        r"^accuracy ([\d.]+) on (\d+) held-out digits \(ranks: (\d)\)$", run.stdout, re.M
-    )
-    assert told, run.stdout
+    told = re.search(r"^accuracy ([\d.]+) on (\d+) held-out digits \(ranks: (\d)\)$", output, re.M)
+    assert told, output
     assert float(told[1]) > CHANCE
     assert (int(told[2]), int(told[3])) == (DIGITS, ranks)
-    assert ("independent values of a norm batch" in run.stdout) == (scope == "recommended")
+    assert ("independent values of a norm batch" in output) == (scope == "recommended")
     network = plain_network()
     assert {type(layer).__module__.split(".")[0] for layer in network.modules()} == {"torch"}
     network.load_state_dict(torch.load(path))
