@@ -174,7 +174,7 @@ endif
 
 # Cross-compiles the library without torch, and runs C++ tests in emulation. Some comparisons with the
 # oracle are left out, because long double is computed in software there: those of the kernels, and
-# those of the ranks that are threads (ranks that are processes do the same). Five minutes on two cores.
+# those of the ranks that are threads (ranks that are processes do the same). Seven minutes on two cores.
 ifneq ($(and $(shell command -v aarch64-linux-gnu-g++),$(shell command -v qemu-aarch64)),)
 check-aarch64: $(stamps)/googletest
 	cmake --preset aarch64 > /dev/null

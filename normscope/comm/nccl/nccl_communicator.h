@@ -17,7 +17,7 @@ namespace normscope NORMSCOPE_EXPORT {
 // A sum in device memory is queued on the given stream, and nothing waits for it; a CUDA graph may
 // capture it. It is aborted if it has not ended within the time limit, counted from the call, or if
 // NCCL reports an error. The work that follows on the stream then runs with wrong values, and the
-// next call throws. A sum in host memory goes through the device, and the call waits for it.
+// next call throws. A sum in host memory is copied to the device and back, and its call waits.
 //
 // NCCL cannot tell peers of fail(): they throw at their time limit. Lengths must agree.
 //
