@@ -99,6 +99,18 @@ NORMSCOPE_INLINE Words narrow_pair(const BFloat16*, Floats low, Floats high) {
   return upper_halves(round_to_upper_half(low), round_to_upper_half(high));
 }
 
+#if !defined(__AVX512F__) && !defined(__F16C__)
+// Out of line, because in software it takes many instructions.
+[[maybe_unused, gnu::noinline]] Words narrow_in_software(Floats low, Floats high) {
+  std::uint16_t halves[2 * kFloats];
+  for (int i = 0; i < kFloats; ++i) {
+    halves[i] = narrow<Float16>(low[i]).bits;
+    halves[kFloats + i] = narrow<Float16>(high[i]).bits;
+  }
+  return load_bytes<Words>(halves);
+}
+#endif
+
 NORMSCOPE_INLINE Words narrow_pair(const Float16*, Floats low, Floats high) {
 #if defined(__AVX512F__)
   return join_halves(
@@ -110,12 +122,7 @@ NORMSCOPE_INLINE Words narrow_pair(const Float16*, Floats low, Floats high) {
           _mm256_cvtps_ph(reinterpret_cast<__m256>(low), _MM_FROUND_TO_NEAREST_INT)),
       _mm256_cvtps_ph(reinterpret_cast<__m256>(high), _MM_FROUND_TO_NEAREST_INT), 1));
 #else
-  std::uint16_t halves[2 * kFloats];
-  for (int i = 0; i < kFloats; ++i) {
-    halves[i] = narrow<Float16>(low[i]).bits;
-    halves[kFloats + i] = narrow<Float16>(high[i]).bits;
-  }
-  return load_bytes<Words>(halves);
+  return narrow_in_software(low, high);
 #endif
 }
 

@@ -99,16 +99,17 @@ struct ElementKernels {
                          const InputGradientArrays<const Real>& formulas, TileRange tiles,
                          Stores stores, const MutableTensorView& dx);
 
-  // The same as the functions of Kernels with these names.
+  // The same as the functions of Kernels with these names. dz is read again at once, so its stores
+  // are cached.
   void (*normalize_activated)(const TensorView& x, const NormalizeArrays<const Real>& formulas,
                               const ActivationFunction& activation, const TensorView& residual,
                               TileRange tiles, Stores stores, const MutableTensorView& y);
   void (*activation_gradient)(const TensorView& x, const TensorView& dy,
                               const NormalizeArrays<const Real>& formulas,
-                              const ActivationFunction& activation, TileRange tiles, Stores stores,
+                              const ActivationFunction& activation, TileRange tiles,
                               const MutableTensorView& dz);
   void (*gradient_of_output)(const TensorView& y, const TensorView& dy,
-                             const ActivationFunction& activation, TileRange tiles, Stores stores,
+                             const ActivationFunction& activation, TileRange tiles,
                              const MutableTensorView& dz);
   void (*add_activated_gradient_sums)(const TensorView& x, const TensorView& dy,
                                       const NormalizeArrays<const Real>& formulas,
@@ -126,10 +127,10 @@ struct Target {
   std::string_view name;
   bool (*can_run)();
 
-  ElementKernels<float> float32;
-  ElementKernels<double> float64;
-  ElementKernels<BFloat16> bfloat16;
-  ElementKernels<Float16> float16;
+  const ElementKernels<float>* float32;
+  const ElementKernels<double>* float64;
+  const ElementKernels<BFloat16>* bfloat16;
+  const ElementKernels<Float16>* float16;
 
   void (*add_limbs)(LimbsView from, LimbsView to);  // to += from
   void (*canonicalize)(LimbsView limbs);
@@ -142,19 +143,25 @@ struct Target {
   template <class Element>
   [[nodiscard]] constexpr const ElementKernels<Element>& of() const noexcept {
     if constexpr (sizeof(Element) == sizeof(double)) {
-      return float64;
+      return *float64;
     } else if constexpr (sizeof(Element) == sizeof(float)) {
-      return float32;
+      return *float32;
     } else if constexpr (requires(Element e, BFloat16 b) { e = b; }) {
-      return bfloat16;
+      return *bfloat16;
     } else {
-      return float16;
+      return *float16;
     }
   }
 };
 
-extern const Target kBaseline;
-extern const Target kAvx2;
-extern const Target kAvx512;
+namespace baseline {
+extern const Target kTarget;  // runs on every machine of the architecture: SSE2 on x86-64
+}
+namespace avx2 {
+extern const Target kTarget;
+}
+namespace avx512 {
+extern const Target kTarget;
+}
 
 }  // namespace normscope::cpu

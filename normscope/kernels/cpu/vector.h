@@ -104,15 +104,22 @@ NORMSCOPE_INLINE Floats load(const BFloat16* from) {
   return reinterpret_cast<Floats>(widen_words(load_bytes<HalfWords>(from)) << 16U);
 }
 
+#if !defined(__AVX512F__) && !defined(__F16C__)
+// Out of line, because in software it takes many instructions.
+[[maybe_unused, gnu::noinline]] Floats widen_in_software(const Float16* from) {
+  Floats wide{};
+  for (int i = 0; i < kFloats; ++i) wide[i] = widen(from[i]);
+  return wide;
+}
+#endif
+
 NORMSCOPE_INLINE Floats load(const Float16* from) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(kAllFloats, load_bytes<__m256i>(from)));
 #elif defined(__F16C__)
   return reinterpret_cast<Floats>(_mm256_cvtph_ps(load_bytes<__m128i>(from)));
 #else
-  Floats wide{};
-  for (int i = 0; i < kFloats; ++i) wide[i] = widen(from[i]);
-  return wide;
+  return widen_in_software(from);
 #endif
 }
 
