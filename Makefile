@@ -226,8 +226,14 @@ install-tree: $(stamps)/normscope
 # Where a project finds the installed normscope, and torch.
 prefixes = "$(CURDIR)/build/install;$$($(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
 
-# Every installed header compiles on its own, and a project builds with the installed normscope.
+# Every installed header compiles on its own, and a project builds with the installed normscope. Both
+# also configure with a torch for CUDA, without a CUDA toolkit.
 check-install: install-tree
+	prefix=$$($(python) tests/consumer/torch_with_cuda.py build/torch-with-cuda) && \
+	  export PATH="$(CURDIR)/build/torch-with-cuda/bin:$$PATH" && \
+	  cmake -S . -B build/with-torch-with-cuda --fresh -DTorch_DIR="$(CURDIR)/$$prefix/Torch" > /dev/null && \
+	  cmake -S tests/consumer -B build/consumer-with-torch-with-cuda --fresh \
+	    -DCMAKE_PREFIX_PATH="$(CURDIR)/build/install;$(CURDIR)/$$prefix" > /dev/null
 	cmake --build $(build) --target all_verify_interface_header_sets
 	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(prefixes) \
 	  "-Dcomponents=core;torch$(if $(filter ON,$(mpi)),;mpi)"
@@ -281,10 +287,11 @@ lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 	mypy $(python_files)
 
 # Without OpenMP: clang-tidy does not include its header, which is part of a compiler.
-lint-names: $(stamps)/lint $(stamps)/normscope $(stamps)/googletest
-	$(configure)
-	$(python) scripts/unique_compile_commands.py $(build) $(build)/lint
-	run-clang-tidy.py -quiet -hide-progress -p $(build)/lint -j $(JOBS) \
+lint-names: $(stamps)/lint $(stamps)/torch $(stamps)/googletest
+	cmake -G Ninja -S . -B build/lint -DCMAKE_UNITY_BUILD=OFF -DNORMSCOPE_BUILD_TESTS=ON \
+	  -DNORMSCOPE_BUILD_MPI=$(mpi) -DPython_EXECUTABLE=$(abspath $(python)) > /dev/null
+	$(python) scripts/unique_compile_commands.py build/lint build/lint/unique
+	run-clang-tidy.py -quiet -hide-progress -p build/lint/unique -j $(JOBS) \
 	  -extra-arg=-Wno-error -extra-arg=-fno-openmp \
 	  '$(CURDIR)/(normscope|tests|benchmarks)/'
 

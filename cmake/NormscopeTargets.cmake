@@ -43,6 +43,14 @@ function(normscope_set_compile_rules target)
   )
 endfunction()
 
+# Compiles all files of a target as a single one. Most of the time for any file that includes torch
+# goes into the parsing of its headers. -DCMAKE_UNITY_BUILD=OFF compiles each file by itself.
+function(normscope_compile_as_one target)
+  if(NOT DEFINED CMAKE_UNITY_BUILD)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
+  endif()
+endfunction()
+
 # Adds a folder of normscope/ as the target normscope_<folder>, alias normscope::<folder>: a static
 # library, or a shared one with SHARED. DEPENDS are public, because the headers of a folder include
 # those of the folders below it.

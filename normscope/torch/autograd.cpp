@@ -18,7 +18,7 @@
 #include "normscope/torch/operators.h"
 #include "normscope/torch/saved_call.h"
 
-namespace normscope::binding {
+namespace normscope::binding::autograd {
 namespace {
 
 using ::torch::autograd::AutogradContext;
@@ -314,4 +314,4 @@ TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
 }
 
-}  // namespace normscope::binding
+}  // namespace normscope::binding::autograd

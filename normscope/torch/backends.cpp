@@ -18,7 +18,7 @@
 #include "normscope/torch/results.h"
 #include "normscope/torch/tensor_view.h"
 
-namespace normscope::binding {
+namespace normscope::binding::backend {
 namespace {
 
 OptionalTensor contiguous(const OptionalTensor& tensor) {
@@ -309,4 +309,4 @@ void register_ops(::torch::Library& m) {
 TORCH_LIBRARY_IMPL(normscope, CPU, m) { register_ops(m); }
 TORCH_LIBRARY_IMPL(normscope, CUDA, m) { register_ops(m); }
 
-}  // namespace normscope::binding
+}  // namespace normscope::binding::backend

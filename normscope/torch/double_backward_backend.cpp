@@ -17,7 +17,7 @@
 #include "normscope/torch/operators.h"
 #include "normscope/torch/results.h"
 
-namespace normscope::binding {
+namespace normscope::binding::backend {
 namespace {
 
 // One for each slice of the batch.
@@ -97,4 +97,4 @@ TORCH_LIBRARY_IMPL(normscope, CUDA, m) {
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
 }
 
-}  // namespace normscope::binding
+}  // namespace normscope::binding::backend

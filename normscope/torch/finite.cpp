@@ -37,8 +37,8 @@ std::int64_t non_finite_values(const at::Tensor& tensor) {
 
 // The numbers of all ranks. The label's layer tells these calls from those of ranks that do not
 // check.
-std::vector<double> gather(Exchange& exchange, std::int64_t own, Direction direction,
-                           const ScopedCall& call) {
+std::vector<double> counts_of_ranks(Exchange& exchange, std::int64_t own, Direction direction,
+                                    const ScopedCall& call) {
   const auto ranks = static_cast<std::size_t>(exchange.communicator().size());
   std::vector<double> message(ranks + kHeaderSize);
   message[static_cast<std::size_t>(exchange.communicator().rank())] = static_cast<double>(own);
@@ -65,7 +65,7 @@ void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direct
     TORCH_CHECK(own == 0, text, own, " non-finite");
     return;
   }
-  const std::vector<double> of_ranks = gather(*exchange, own, direction, call);
+  const std::vector<double> of_ranks = counts_of_ranks(*exchange, own, direction, call);
   std::string found;
   for (std::size_t rank = 0; rank < of_ranks.size(); ++rank) {
     if (of_ranks[rank] == 0) continue;

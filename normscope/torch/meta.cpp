@@ -12,7 +12,7 @@
 #include "normscope/torch/results.h"
 #include "normscope/torch/tensor_view.h"
 
-namespace normscope::binding {
+namespace normscope::binding::meta {
 namespace {
 
 // slice_count() for symbolic numbers.
@@ -100,4 +100,4 @@ TORCH_LIBRARY_IMPL(normscope, Meta, m) {
   m.impl("batch_norm_with_statistics", &Taken<WithStatisticsOp, &with_statistics>::call);
 }
 
-}  // namespace normscope::binding
+}  // namespace normscope::binding::meta

@@ -16,7 +16,7 @@
 #include "normscope/torch/results.h"
 #include "normscope/torch/tensor_view.h"
 
-namespace normscope::binding {
+namespace normscope::binding::parts {
 namespace {
 
 // For a tensor of moments that check_moments() accepts.
@@ -178,4 +178,4 @@ TORCH_LIBRARY_IMPL(normscope, Meta, m) {
   m.impl("batch_norm_part_input_gradient", &input_gradient_meta);
 }
 
-}  // namespace normscope::binding
+}  // namespace normscope::binding::parts

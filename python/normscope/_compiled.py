@@ -11,7 +11,7 @@ _VERSION_FILE = "torch_version.txt"
 
 _REMEDY = (
     "To compile it for this torch, run in normscope's source directory: "
-    "pip install --no-build-isolation --force-reinstall --no-deps ."
+    "pip install --force-reinstall --no-deps ."
 )
 
 

@@ -51,14 +51,14 @@ Impl& layer_at(const torch::nn::Sequential& net, std::size_t index) {
   return dynamic_cast<Impl&>(*net->ptr(index));
 }
 
-torch::nn::Sequential network() {
+torch::nn::Sequential convertible_network() {
   return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)),
                                torch::nn::BatchNorm2d(4), Block());
 }
 
 TEST(Convert, ReplacesTheLayersOfSequentialsAndKeepsWhatTheyHold) {
   const RankGroup group = alone();
-  torch::nn::Sequential net = network();
+  torch::nn::Sequential net = convertible_network();
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   const at::Tensor weight = layer_at<torch::nn::BatchNorm2dImpl>(net, 1).weight;
   const at::Tensor running_mean = layer_at<torch::nn::BatchNorm2dImpl>(net, 1).running_mean;
@@ -81,7 +81,7 @@ TEST(Convert, ReplacesTheLayersOfSequentialsAndKeepsWhatTheyHold) {
 
 TEST(Convert, KeepsTheModeAndTheCheckpoint) {
   const RankGroup group = alone();
-  torch::nn::Sequential net = network(), theirs = network();
+  torch::nn::Sequential net = convertible_network(), theirs = convertible_network();
   const at::Tensor x = torch::randn({4, 3, 5, 5});
   net->forward(x);
   net->eval();

@@ -22,7 +22,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-torch::nn::Sequential network() {
+torch::nn::Sequential trained_network() {
   return torch::nn::Sequential(torch::nn::Linear(6, 5), torch::nn::BatchNorm1d(5),
                                torch::nn::Linear(5, 2));
 }
@@ -86,13 +86,13 @@ TEST(DataParallel, RanksWithDifferentModulesAllGetAnErrorThatSaysSo) {
 }
 
 // A few hundred float64 roundings (2e-16) of numbers near one, over five steps.
-constexpr double kRounding = 1e-12;
+constexpr double kRoundingOfTraining = 1e-12;
 
 TEST(DataParallel, RanksTrainAsOneProcessWithAllSamples) {
   constexpr int kRanks = 3;
   const at::Tensor all_x = torch::randn({2 * kRanks, 6}, torch::kDouble) + 3;
   const at::Tensor all_targets = torch::randn({2 * kRanks, 2}, torch::kDouble);
-  torch::nn::Sequential whole = network();
+  torch::nn::Sequential whole = trained_network();
   whole->to(torch::kDouble);
   std::stringstream start;
   torch::save(whole, start);
@@ -109,7 +109,7 @@ TEST(DataParallel, RanksTrainAsOneProcessWithAllSamples) {
   train(whole, all_x, all_targets, [] {});
 
   run_ranks(kRanks, [&](const RankGroup& group) {
-    torch::nn::Sequential net = network();
+    torch::nn::Sequential net = trained_network();
     net->to(torch::kDouble);
     if (group.rank() == 0) torch::load(net, start);
     nn::broadcast_parameters(*net, group);
@@ -120,12 +120,13 @@ TEST(DataParallel, RanksTrainAsOneProcessWithAllSamples) {
           [&] { nn::average_gradients(*net, group); });
 
     for (const auto& [name, parameter] : whole->named_parameters().pairs()) {
-      EXPECT_TRUE(torch::allclose(net->named_parameters()[name], parameter, kRounding, kRounding))
+      EXPECT_TRUE(torch::allclose(net->named_parameters()[name], parameter, kRoundingOfTraining,
+                                  kRoundingOfTraining))
           << name;
     }
     for (const auto& [name, buffer] : whole->named_buffers().pairs()) {
-      EXPECT_TRUE(torch::allclose(net->named_buffers()[name].to(torch::kDouble), buffer, kRounding,
-                                  kRounding))
+      EXPECT_TRUE(torch::allclose(net->named_buffers()[name].to(torch::kDouble), buffer,
+                                  kRoundingOfTraining, kRoundingOfTraining))
           << name;
     }
   });

@@ -27,7 +27,7 @@ namespace {
 constexpr std::int64_t kBatches = 8;
 
 // The first layer normalizes 64 positions of noise per image, the last one a single value.
-torch::nn::Sequential network() {
+torch::nn::Sequential measured_network() {
   torch::manual_seed(0);
   return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3).padding(1)),
                                nn::BatchNorm2d(8), torch::nn::Dropout(0.5),
@@ -83,7 +83,7 @@ std::string error_of(const Call& call) {
 }
 
 TEST(RecommendScopes, GivesLayersWithFewValuesWideScopes) {
-  torch::nn::Sequential net = network();
+  torch::nn::Sequential net = measured_network();
   net->eval();
 
   const nn::ScopePlan plan =
@@ -105,7 +105,7 @@ class RecommendScopesOfRanks : public ::testing::TestWithParam<int> {};
 TEST_P(RecommendScopesOfRanks, IsThatOfSlicesOnEveryRank) {
   const int ranks = GetParam();
   const std::vector<at::Tensor> batches = noise(12);
-  torch::nn::Sequential net = network();
+  torch::nn::Sequential net = measured_network();
   net->eval();
   const auto options = nn::RecommendOptions().independent_values(12);
   const nn::ScopePlan expected =
@@ -138,7 +138,7 @@ class LeavesTheModule : public ::testing::TestWithParam<bool> {};
 
 TEST_P(LeavesTheModule, AsItWas) {
   const bool throws = GetParam();
-  torch::nn::Sequential net = network();
+  torch::nn::Sequential net = measured_network();
   net->push_back(torch::nn::BatchNorm1d(16));
   net->forward(noise(4)[0]);
   nn::set_scope(*net, Scope::slices(2));
@@ -173,7 +173,7 @@ INSTANTIATE_TEST_SUITE_P(Whether, LeavesTheModule, ::testing::Bool(), [](const a
 });
 
 TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
-  torch::nn::Sequential net = network(), none(torch::nn::Linear(2, 2));
+  torch::nn::Sequential net = measured_network(), none(torch::nn::Linear(2, 2));
   const auto error = [&](torch::nn::Sequential& model, std::int64_t samples,
                          const nn::RecommendOptions& options) {
     return error_of([&] { (void)plan_of(model, noise(samples), alone(), options); });
@@ -196,7 +196,7 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
 }
 
 TEST(RecommendScopes, NamesALayerWithNonFiniteInput) {
-  torch::nn::Sequential net = network();
+  torch::nn::Sequential net = measured_network();
   std::vector<at::Tensor> batches = noise(4);
   batches[3][0][0][0][0] = std::nan("");
 
@@ -207,7 +207,7 @@ TEST(RecommendScopes, NamesALayerWithNonFiniteInput) {
 
 TEST(RecommendScopes, ThrowsIfRanksDiffer) {
   run_ranks(3, [](const RankGroup& group) {
-    torch::nn::Sequential net = network();
+    torch::nn::Sequential net = measured_network();
     nn::convert(*net, Scope::world(), group);
     const std::vector<at::Tensor> batches = noise(4);
     const auto error = [&](std::int64_t count, double wanted) {
@@ -230,7 +230,7 @@ TEST(RecommendScopes, ThrowsIfRanksDiffer) {
 
 TEST(RecommendScopes, EndsTheWaitForARankThatThrows) {
   run_ranks(2, [](const RankGroup& group) {
-    torch::nn::Sequential net = network();
+    torch::nn::Sequential net = measured_network();
     nn::convert(*net, Scope::world(), group);
     const at::Tensor x = noise(4)[0];
 
@@ -250,7 +250,7 @@ TEST(RecommendScopes, EndsTheWaitForARankThatThrows) {
 
 TEST(RecommendScopes, TakesEmptyBatchesOfARank) {
   run_ranks(2, [](const RankGroup& group) {
-    torch::nn::Sequential net = network();
+    torch::nn::Sequential net = measured_network();
     nn::convert(*net, Scope::world(), group);
     std::vector<at::Tensor> batches = noise(4);
     if (group.rank() == 1) batches[0] = batches[0].narrow(0, 0, 0);
@@ -260,7 +260,7 @@ TEST(RecommendScopes, TakesEmptyBatchesOfARank) {
 }
 
 TEST(ScopePlan, IsRefusedByAModuleWithoutItsLayers) {
-  torch::nn::Sequential net = network(), none(torch::nn::Linear(2, 2));
+  torch::nn::Sequential net = measured_network(), none(torch::nn::Linear(2, 2));
   const nn::ScopePlan plan = plan_of(net, noise(8), alone(), nn::RecommendOptions().ranks(2));
 
   EXPECT_EQ(error_of([&] { plan.apply(*none); }),
