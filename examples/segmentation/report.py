@@ -46,12 +46,9 @@ def write_report(
     versions = {"normscope": normscope.__version__, "torch": torch.__version__}
     everything = {"settings": vars(settings), "versions": versions, "scopes": metrics}
     (folder / "metrics.json").write_text(json.dumps(everything, indent=2, default=str) + "\n")
+    rows = [cells(of_scope) for of_scope in metrics.values()]
     # Transposed: with a column for each scope, the table fits on a phone.
-    table = [
-        [name.replace("_", " "), *(told(of_scope[name]) for of_scope in metrics.values())]
-        for name in next(iter(metrics.values()))
-        if name != "trainings"
-    ]
+    table = [[name, *(row[name] for row in rows)] for name in rows[0]]
     schedules = [
         f"{scope}: "
         + ", ".join(f"{stage} from step {step}" for step, stage in first.stages.items())
@@ -72,8 +69,7 @@ def write_report(
         versions=", ".join(f"{name} {version}" for name, version in versions.items()),
     )
     (folder / "report.html").write_text(page)
-    lines = [f"{name:22}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in table]
-    return "\n".join([*lines, *schedules])
+    return "\n".join([*lines_of(rows), *schedules])
 
 
 def metrics_of(settings: Settings, trainings: list[Training]) -> Metrics:
@@ -104,15 +100,38 @@ def spread(values: list[float]) -> dict[str, float | None]:
     return {"mean": fmean(values), "deviation": stdev(values) if len(values) > 1 else None}
 
 
-def told(metric: object) -> str:
-    """Formats a metric for the table."""
-    if isinstance(metric, dict):
-        return " ± ".join(f"{value:.3f}" for value in metric.values() if value is not None)
-    if isinstance(metric, list):
-        return ", ".join(map(str, metric))
-    if isinstance(metric, float):
-        return f"{metric:,.1f}" if metric < 100 else f"{metric:,.0f}"
-    return str(metric)
+def cells(metrics: Metrics) -> dict[str, str]:
+    """Formats the metrics of a scope for a table, with their units."""
+    iou, seconds = metrics["mean_iou"], metrics["seconds"]
+    return {
+        "scope": metrics["scope"],
+        "images per\nnorm batch": ", ".join(map(str, metrics["images_per_norm_batch"])),
+        "mean IoU": told(iou, ".3f"),
+        "training": f"{told(seconds, '.0f')} s",
+        "time in\nsyncs": f"{100 * metrics['synchronization_share']['mean']:.0f} %",
+        "syncs\nper step": f"{metrics['exchanges_per_step']:.3g}",
+        "sent\nper step": f"{metrics['bytes_per_step'] / 1000:.3g} kB",
+    }
+
+
+def told(spread: dict[str, float | None], form: str) -> str:
+    """Formats a mean and, if there is one, its standard deviation."""
+    return " ± ".join(format(value, form) for value in spread.values() if value is not None)
+
+
+def lines_of(rows: list[dict[str, str]]) -> list[str]:
+    """Lays rows out in columns, at most 80 characters wide; headings take two lines."""
+    headings = [name.partition("\n") for name in rows[0]]
+    table = [
+        [first for first, _, _ in headings],
+        [second for _, _, second in headings],
+        *(list(row.values()) for row in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
 
 
 def draw_results(trainings: Trainings, metrics: dict[str, Metrics]) -> Figure:

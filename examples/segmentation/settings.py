@@ -22,7 +22,7 @@ class Settings:
 
     ranks: int = 4  # processes
     images_per_rank: int = 2  # per step
-    steps: int = 700  # optimizer steps
+    steps: int = 400  # optimizer steps
     data: Path | None = None  # the user's images and masks; None for digits on photographs
 
     @property
@@ -38,19 +38,17 @@ class Settings:
         """Opens the scenes."""
         return DigitScenes() if self.data is None else FolderScenes(self.data)
 
-    def scopes(self, asked: list[str] | None = None) -> list[str]:
-        """Checks the requested scopes, or returns the default; there are as many slices as ranks.
+    def scopes(self, asked: list[str]) -> list[str]:
+        """Checks the requested scopes; there are as many slices as ranks.
 
         Raises:
             ValueError: if the demo cannot train under one of them.
 
         Example:
-            >>> Settings(ranks=4).scopes()
-            ['local', 'slices:4', 'group:2', 'world', 'recommended']
+            >>> Settings(ranks=4).scopes(["local", "slices"])
+            ['local', 'slices:4']
         """
         groups = [f"group:{size}" for size in range(2, self.ranks) if self.ranks % size == 0]
-        if asked is None:
-            asked = ["local", "slices", *groups[:1], "world", RECOMMENDED]
         known = ["local", "slices", *groups, "world", PROGRESSIVE, RECOMMENDED]
         for scope in asked:
             if scope not in known:
@@ -77,13 +75,15 @@ def parse(parser: argparse.ArgumentParser) -> tuple[Settings, argparse.Namespace
     for name, kind, default, what in (
         ("--ranks", positive, Settings.ranks, "number of processes"),
         ("--images-per-rank", positive, Settings.images_per_rank, "images per rank and step"),
-        ("--steps", positive, Settings.steps, "optimizer steps per scope"),
+        ("--steps", positive, None, f"optimizer steps per scope (default: {Settings.steps})"),
         ("--seed", int, 0, "seed of the initial weights and of the scenes"),
         ("--data", Path, Settings.data, "folder of your own pictures: DIR/images and DIR/masks"),
     ):
-        parser.add_argument(name, type=kind, default=default, help=f"{what} (default: %(default)s)")
+        described = what if default is None else f"{what} (default: %(default)s)"
+        parser.add_argument(name, type=kind, default=default, help=described)
     given = parser.parse_args()
-    return Settings(given.ranks, given.images_per_rank, given.steps, given.data), given
+    steps = given.steps or Settings.steps
+    return Settings(given.ranks, given.images_per_rank, steps, given.data), given
 
 
 def positive(text: str) -> int:

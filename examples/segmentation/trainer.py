@@ -33,6 +33,9 @@ ESTIMATION_BATCHES = 16
 
 EVALUATIONS = 8
 
+# The time of all evaluations of a training, in steps.
+EVALUATION_STEPS = 80
+
 # The progress bar shows the mean loss of this many steps; a single batch of a rank is mostly noise.
 RECENT_STEPS = 50
 
@@ -180,11 +183,11 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
     losses, spent = torch.zeros(steps), torch.zeros(4, dtype=torch.float64)
     bar = tqdm(
         range(steps),
-        desc=f"{trainer.scope:>11}, seed {trainer.seed}",
+        desc=f"{trainer.scope:11} seed {trainer.seed}",
         unit=" images",
         unit_scale=global_batch,
-        mininterval=0.2 if sys.stderr.isatty() else 10.0,
-        disable=not leads,
+        leave=False,
+        disable=not leads or not sys.stderr.isatty(),
     )
     for step in bar:
         stage = " ".join(trainer.scopes_of_layers)
@@ -206,6 +209,12 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
     dist.all_reduce(means, group=group)
     *result.losses, result.synchronization_share = (means / processes).tolist()
     result.predictions = trainer.predict(held_out.images[:SHOWN_SCENES])
+    if leads:
+        print(
+            f"{trainer.scope:11} seed {trainer.seed}: mean IoU {result.mean_ious[-1]:.3f} after "
+            f"{steps} steps in {result.seconds:.0f} s",
+            flush=True,
+        )
     return result
 
 
