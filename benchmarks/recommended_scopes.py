@@ -22,7 +22,7 @@ from scope_rules import Scopes, apply, never_changes, plan_of, schedule_of, step
 from scope_tasks import RANKS, STEPS, make_task
 from scopes_on_ranks import Ranks
 
-DEFAULT_SCOPES = ("world", "local", "progressive", "4", "4*", "8", "16")
+DEFAULT_SCOPES = ("world", "local", "progressive", "4", "8", "16")
 
 
 def train(
@@ -87,13 +87,13 @@ def main() -> None:
         "--scopes",
         nargs="+",
         default=DEFAULT_SCOPES,
-        help="local, world, progressive, 4 (a plan for this many values), 4* (updated every 100 "
-        "steps), RULE=4 (by RULE, with the cost of the plan 4), RULE=25%% (of world's exchanges), "
-        "RULE@100=4 (applied at step 100), where RULE is noise, noise-per-byte, loss, loss-size or "
-        "random, only:LAYER, all-but:LAYER (default: %(default)s)",
+        help="local, world, progressive, 4 (a plan for this many values), RULE=4 (by RULE, with "
+        "the cost of the plan 4), RULE=25%% (of world's exchanges), RULE@100=4 (applied at step "
+        "100), where RULE is noise, noise-per-byte, loss, loss-size or random, only:LAYER, "
+        "all-but:LAYER (default: %(default)s)",
     )
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 5], metavar=("FIRST", "END"))
-    parser.add_argument("--on-ranks", action="store_true", help="4 processes, and AdaptiveScope")
+    parser.add_argument("--on-ranks", action="store_true", help="train in 4 processes")
     parser.add_argument(
         "--results", type=Path, help="append every training to FILE; existing ones are not repeated"
     )

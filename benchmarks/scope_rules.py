@@ -22,7 +22,6 @@ from normscope.scope_plan import LayerPlan
 from scope_tasks import RANKS, Task
 
 BATCHES_OF_A_PLAN = 16
-PLAN_EVERY = 100
 
 # The scopes in one process with the whole batch that correspond to scopes of four ranks.
 IN_ONE_PROCESS = {"local": "slices:4", "group:2": "slices:2", "world": "local"}
@@ -34,7 +33,7 @@ Schedule = dict[int, Callable[[Task], Scopes]]
 
 _SPELLING = re.compile(
     r"""(?P<rule>noise|noise-per-byte|loss|loss-size|random)(@(?P<step>\d+))?=(?P<budget>[\d.]+)(?P<share>%?)
-    |(?P<wanted>[\d.]+)(?P<again>\*?)
+    |(?P<wanted>[\d.]+)
     |(?P<which>only|all-but):(?P<layer>[\w.]+)""",
     re.VERBOSE,
 )
@@ -45,8 +44,7 @@ def schedule_of(scopes: str, steps: int, seed: int = 0) -> Schedule:
 
     * `local`, `world`: the scope of every layer;
     * `progressive`: local, group:2 and world for a third of the steps each;
-    * `4`: the plan of normscope.recommend_scopes for this many independent values; `4*`: a new plan
-      every 100 steps, as normscope.AdaptiveScope makes on ranks;
+    * `4`: the plan of normscope.recommend_scopes for this many independent values;
     * `RULE=4`: `world` for the first layers by RULE (see `rank`), with as many exchanges as the
       plan for 4 (`noise-per-byte`: as many bytes); `RULE=25%`: with this share of those of world;
       `RULE@100=4`: `world` for all layers until step 100, when the rule is applied;
@@ -73,8 +71,7 @@ def schedule_of(scopes: str, steps: int, seed: int = 0) -> Schedule:
         return {0: lambda task: _but_one(task, spelling["layer"], spelling["which"])}
     if spelling["wanted"]:
         wanted = float(spelling["wanted"])
-        asked = range(0, steps, PLAN_EVERY) if spelling["again"] else [0]
-        return dict.fromkeys(asked, lambda task: _scopes_of(plan_of(task, wanted)))
+        return {0: lambda task: _scopes_of(plan_of(task, wanted))}
     budget = Budget(float(spelling["budget"]), is_percentage=bool(spelling["share"]))
     step = int(spelling["step"] or 0)
     asked_once: Schedule = {step: lambda task: within(task, spelling["rule"], budget, seed)}
@@ -83,7 +80,7 @@ def schedule_of(scopes: str, steps: int, seed: int = 0) -> Schedule:
 
 def never_changes(scopes: str) -> bool:
     """Return whether the scopes are only chosen once, at the initial weights."""
-    return len(schedule_of(scopes, PLAN_EVERY + 1)) == 1
+    return len(schedule_of(scopes, len(IN_ONE_PROCESS))) == 1
 
 
 def plan_of(task: Task, wanted: float = math.inf) -> normscope.ScopePlan:

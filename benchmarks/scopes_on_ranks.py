@@ -16,7 +16,7 @@ from torch import distributed
 import normscope
 from normscope import communication_counters
 from scope_results import Result
-from scope_rules import PLAN_EVERY, steps_of_a_plan
+from scope_rules import steps_of_a_plan
 from scope_tasks import IMAGES_PER_RANK, RANKS, Task, make_task
 
 # The time after which a rank stops waiting for one that has failed.
@@ -30,10 +30,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._processes = ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn"))
 
     def train(self, task: str, scopes: str, seed: int, steps: int | None = None) -> Result:
-        """Train under local, world, progressive, or the plan for a wanted number.
-
-        With a star, `4*`, AdaptiveScope updates the plan.
-        """
+        """Train under local, world, progressive, or the plan for a wanted number."""
         with tempfile.TemporaryDirectory(prefix="normscope-ranks-") as folder:
             store = Path(folder, "store").as_uri()
             futures = [
@@ -96,15 +93,12 @@ def train_as_rank(task_name: str, scopes: str, seed: int, steps: int | None = No
 
 def _schedule(
     task: Task, scopes: str, batches: list[torch.Tensor]
-) -> normscope.ProgressiveScope | normscope.AdaptiveScope | None:
-    """Set the initial scopes of the layers; return the schedule, which changes them."""
+) -> normscope.ProgressiveScope | None:
+    """Set the initial scopes of the layers; return the schedule that changes them, if any."""
     if scopes in ("local", "world"):
         normscope.set_scope(task.model, scopes)
         return None
     if scopes == "progressive":
         return normscope.ProgressiveScope.doubling(task.model, task.steps)
-    wanted = float(scopes.rstrip("*"))
-    if scopes.endswith("*"):
-        return normscope.AdaptiveScope(task.model, wanted, PLAN_EVERY)
-    normscope.recommend_scopes(task.model, batches, wanted).apply(task.model)
+    normscope.recommend_scopes(task.model, batches, float(scopes)).apply(task.model)
     return None

@@ -5,7 +5,6 @@
 from normscope import _compiled, _library, _own_groups, functional  # noqa: F401
 from normscope.accumulation import accumulate
 from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
-from normscope.adaptive import AdaptiveScope
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.costs import Costs, HostCosts, LinkCosts
@@ -28,7 +27,6 @@ from normscope.sync import SyncBatchNorm
 from normscope.uneven import empty_batch_like, joined
 
 __all__ = [
-    "AdaptiveScope",
     "BatchNorm",
     "BatchNorm1d",
     "BatchNorm2d",

@@ -40,16 +40,6 @@ class PartMoments:
         rows = [_library.part_moments(unmasked_rows(*part), 1) for part in cut]
         return cls(torch.cat(rows, dim=1))
 
-    @classmethod
-    def of_nothing(cls, channels: int) -> PartMoments:
-        """Return the moments of one part without elements."""
-        return cls(torch.zeros(1, 1, 1 + 2 * channels, dtype=torch.float64))
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """Elements per channel of each part [B, K]."""
-        return self.rows[:, :, 0]
-
     def followed_by(self, other: PartMoments) -> PartMoments:
         """Return the moments of these batches and of others."""
         return PartMoments(torch.cat([self.rows, other.rows]))

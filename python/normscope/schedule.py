@@ -104,8 +104,8 @@ class ProgressiveScope:
         self._milestones = list(milestones)
         _check_milestones(self._scopes, self._milestones)
         self._model = model
-        self._include = kept(include)
-        self._exclude = kept(exclude)
+        self._include = _kept(include)
+        self._exclude = _kept(exclude)
         self._last_step = 0
         self._apply()
 
@@ -201,6 +201,6 @@ def _doubling_scopes(ranks: int) -> list[str]:
     return ["local", *groups, *(["world"] if ranks > 1 else [])]
 
 
-def kept(patterns: Patterns | None) -> Patterns | None:
+def _kept(patterns: Patterns | None) -> Patterns | None:
     """Return the patterns in a form that can be iterated over more than once."""
     return patterns if patterns is None or isinstance(patterns, str) else tuple(patterns)

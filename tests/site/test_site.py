@@ -41,7 +41,6 @@ INTERNAL = {
     "normscope.running_stats.batch_statistics",
     "normscope.running_stats.check_agreement",
     "normscope.running_stats.peers_told",
-    "normscope.schedule.kept",
 }
 
 
