@@ -17,11 +17,6 @@ from normscope.exchange_times import check_algorithm, exchange_seconds
 from normscope.modules import BatchNorm
 from normscope.scope import Scope
 from normscope.scope_plan import ScopePlan
-from normscope.stragglers import simulate_waiting
-
-# The number of simulated steps: with many ranks, few steps give an accurate mean.
-_FEWEST_STEPS = 4
-_RANKS_OF_ALL_STEPS = 2000
 
 
 class LayerScope(NamedTuple):
@@ -48,8 +43,6 @@ class LayerPrediction:
         ranks: Number of ranks in its largest norm batch.
         bytes: Bytes that a rank sends in the forward and the backward together.
         seconds: Time of both exchanges if no rank is late, in the slowest group.
-        waiting_seconds: Time that a rank waits for late ranks in both exchanges; the mean over the
-            ranks.
     """
 
     layer: str
@@ -57,7 +50,6 @@ class LayerPrediction:
     ranks: int
     bytes: int
     seconds: float
-    waiting_seconds: float
 
 
 @dataclass(frozen=True)
@@ -69,15 +61,12 @@ class SizePrediction:
         ranks_per_host: Number of ranks on each host.
         layers: Costs of the layers, in the order of the model.
         step_time: Seconds of a step without exchanges; None if not given.
-        waiting_seconds: Seconds that waiting for late ranks adds to a step, compared with ``local``
-            in all layers.
     """
 
     hosts: int
     ranks_per_host: int
     layers: tuple[LayerPrediction, ...]
     step_time: float | None
-    waiting_seconds: float
 
     @property
     def ranks(self) -> int:
@@ -101,11 +90,10 @@ class SizePrediction:
 
     @property
     def share(self) -> float | None:
-        """Share of the step that exchanges and waiting take; None if no step time was given."""
+        """Share of the step that exchanges take; None if no step time was given."""
         if self.step_time is None:
             return None
-        spent = self.seconds + self.waiting_seconds
-        return spent / (self.step_time + spent)
+        return self.seconds / (self.step_time + self.seconds)
 
 
 @dataclass(frozen=True)
@@ -138,7 +126,6 @@ def predict(
     costs: Costs | str | os.PathLike[str],
     step_time: float | None = None,
     algorithm: str | None = None,
-    spread: float = 0.0,
     samples: int | None = None,
 ) -> Prediction:
     """Predict what the scopes of the layers cost per training step on given numbers of hosts.
@@ -159,9 +146,6 @@ def predict(
         algorithm: How ranks of several hosts sum. None: as the library does. ``two-level``: first
             within each host, then between hosts. ``flat``, ``ring`` or ``tree``: over all ranks, on
             a single level.
-        spread: Standard deviation of the time that a rank takes for a pass through a layer, forward
-            or backward, as a share of its mean. The passes are assumed to be independent and of
-            equal length. A spread above 0 requires ``step_time``.
         samples: Samples per rank and step; needed for ``norm_batch:M``.
 
     Raises:
@@ -186,15 +170,11 @@ def predict(
         raise ValueError(f"samples: expected at least 1, got {samples}")
     if step_time is not None and not step_time > 0:
         raise ValueError(f"step_time: expected seconds above 0, got {step_time}")
-    if not spread >= 0:
-        raise ValueError(f"spread: expected a number of at least 0, got {spread}")
-    if spread > 0 and step_time is None:
-        raise ValueError("step_time: expected seconds, since spread is above 0, got None")
     if not isinstance(costs, Costs):
         costs = Costs.load(costs)
     sizes = tuple(
         _predict_size(
-            layers, HostLayout(count, ranks_per_host), costs, step_time, algorithm, spread, samples
+            layers, HostLayout(count, ranks_per_host), costs, step_time, algorithm, samples
         )
         for count in numbers
     )
@@ -234,7 +214,6 @@ def _predict_size(
     costs: Costs,
     step_time: float | None,
     algorithm: str | None,
-    spread: float,
     samples: int | None,
 ) -> SizePrediction:
     divisions: dict[Scope, Division] = {}
@@ -247,9 +226,8 @@ def _predict_size(
         except ValueError as error:
             raise ValueError(f"{name or 'model'}: {error}") from error
         scopes.append(scope)
-    waiting, of_layer = _waiting([divisions[scope] for scope in scopes], layout, step_time, spread)
     predictions = []
-    for (name, channels, _), scope, wait in zip(layers, scopes, of_layer, strict=True):
+    for (name, channels, _), scope in zip(layers, scopes, strict=True):
         division, size = divisions[scope], message_bytes(channels)
         seconds = max(
             (
@@ -260,54 +238,28 @@ def _predict_size(
         )
         ranks = max(map(sum, division.groups), default=1)
         sent = 2 * size if ranks > 1 else 0
-        predictions.append(LayerPrediction(name, scope.text, ranks, sent, 2 * seconds, wait))
-    return SizePrediction(
-        layout.hosts, layout.ranks_per_host, tuple(predictions), step_time, waiting
-    )
-
-
-def _waiting(
-    divisions: list[Division], layout: HostLayout, step_time: float | None, spread: float
-) -> tuple[float, list[float]]:
-    """Return the seconds of waiting that scopes add to a step, and those of each layer."""
-    if not spread > 0 or step_time is None:
-        return 0.0, [0.0] * len(divisions)
-    forward = [division.leaders if division.groups else None for division in divisions]
-    passes = [*forward, *reversed(forward)]
-    steps = max(_FEWEST_STEPS, _RANKS_OF_ALL_STEPS // layout.ranks)
-    together = simulate_waiting(passes, layout.ranks, spread, steps=steps)
-    alone = simulate_waiting([None] * len(passes), layout.ranks, spread, steps=steps)
-    of_pass = step_time / len(passes)
-    of_layer = [
-        of_pass * (there + back)
-        for there, back in zip(
-            together.of_exchange[: len(forward)], together.of_exchange[::-1], strict=False
-        )
-    ]
-    return of_pass * (together.step - alone.step), of_layer
+        predictions.append(LayerPrediction(name, scope.text, ranks, sent, 2 * seconds))
+    return SizePrediction(layout.hosts, layout.ranks_per_host, tuple(predictions), step_time)
 
 
 def _layer_table(size: SizePrediction) -> list[str]:
     width = max(len("layer"), *(len(layer.layer or "model") for layer in size.layers))
     across = max(len("scope"), *(len(layer.scope) for layer in size.layers))
-    lines = [
-        f"{'layer':{width}}  {'scope':{across}}  {'ranks':>6}{'bytes':>10}{'us':>10}{'late':>10}"
-    ]
+    lines = [f"{'layer':{width}}  {'scope':{across}}  {'ranks':>6}{'bytes':>10}{'us':>10}"]
     lines += [
         f"{layer.layer or 'model':{width}}  {layer.scope:{across}}  {layer.ranks:6}"
-        f"{layer.bytes:10}{layer.seconds * 1e6:10.1f}{layer.waiting_seconds * 1e6:10.1f}"
+        f"{layer.bytes:10}{layer.seconds * 1e6:10.1f}"
         for layer in size.layers
     ]
     return lines
 
 
 def _size_table(sizes: tuple[SizePrediction, ...]) -> list[str]:
-    times = f"{'ms':>10}{'late, ms':>10}{'share':>8}"
-    lines = [f"{'hosts':>6}{'ranks':>7}{'exchanges':>11}{'bytes':>12}{times}"]
+    lines = [f"{'hosts':>6}{'ranks':>7}{'exchanges':>11}{'bytes':>12}{'ms':>10}{'share':>8}"]
     for size in sizes:
         share = "" if size.share is None else f"{size.share:.1%}"
         lines.append(
             f"{size.hosts:6}{size.ranks:7}{size.exchanges:11}{size.bytes:12,}"
-            f"{size.seconds * 1e3:10.3f}{size.waiting_seconds * 1e3:10.3f}{share:>8}"
+            f"{size.seconds * 1e3:10.3f}{share:>8}"
         )
     return lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of costs show what the library predicts and simulates."""
+"""The benchmarks of costs show what the library predicts."""
 
 from pathlib import Path
 
@@ -10,47 +10,9 @@ from rank_pool import RankPool
 import normscope
 import predicted_and_measured
 import scaling
-import stragglers
 from normscope import Costs, HostCosts
-from normscope.stragglers import expected_maximum
 
 SHARED_MEMORY = Costs((HostCosts(2, 1e-6, 1e-9),))
-
-
-def test_layers_with_a_scope_are_evenly_spaced_in_the_model() -> None:
-    setting = stragglers.Setting(layers=4, ranks=3)
-
-    assert stragglers.groups_of("local", setting) == [None] * 8
-    assert stragglers.groups_of("group:2", setting) == [[0, 0, 2]] * 8
-    world = [0, 0, 0]
-    assert stragglers.groups_of("2 x world", setting) == [
-        *[world, None, world, None],
-        *[None, world, None, world],
-    ]
-
-
-@pytest.mark.parametrize("scopes", ["town", "group:0", "group:x", "5 x world", "0 x world"])
-def test_unknown_scopes_are_refused(scopes: str) -> None:
-    with pytest.raises(ValueError, match=r"^scopes: expected .*, got "):
-        stragglers.groups_of(scopes, stragglers.Setting(layers=4, ranks=3))
-
-
-def test_with_world_in_all_layers_each_pass_takes_the_maximum() -> None:
-    longer, waits = stragglers.row("world", stragglers.Setting(10, 200, 0.1, steps=50))
-
-    # The maximum of 200 times has a deviation of about 0.04; the result is the mean of a thousand.
-    assert longer == pytest.approx(expected_maximum(200, 0.1) - 1, abs=5 * 0.04 / 1000**0.5)
-    assert waits == pytest.approx(longer / (1 + longer))
-
-
-def test_the_table_of_stragglers_has_a_row_per_scope(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    stragglers.main(["--layers", "2", "--ranks", "4", "--spread", "0.1", "--scopes", "node"])
-
-    *_, row, theory = capsys.readouterr().out.splitlines()
-    assert row.startswith("node ")
-    assert theory.startswith("world, in theory ")
 
 
 def test_a_plan_gives_a_table_and_a_picture(

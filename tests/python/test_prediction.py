@@ -13,7 +13,6 @@ from normscope._host_layout import HostLayout, division_of, leaders_of, resolved
 from normscope.exchange_times import exchange_seconds
 from normscope.prediction import LayerPrediction
 from normscope.scope import Scope
-from normscope.stragglers import expected_maximum
 
 HOSTS, RANKS_PER_HOST = 2, 2
 RANKS = HOSTS * RANKS_PER_HOST
@@ -166,7 +165,7 @@ def test_a_layer_costs_two_exchanges_of_its_slowest_group() -> None:
     )
 
     assert layer == LayerPrediction(
-        "bn", "group:12", 12, 2 * 5152, 2 * exchange_seconds(5152, (8, 4), COSTS), 0
+        "bn", "group:12", 12, 2 * 5152, 2 * exchange_seconds(5152, (8, 4), COSTS)
     )
 
 
@@ -208,24 +207,6 @@ def test_ten_thousand_ranks_are_predicted() -> None:
     assert small.seconds < large.seconds < 20 * small.seconds
 
 
-def test_ranks_wait_for_the_slowest() -> None:
-    layers = [(f"bn{i}", 8, "world") for i in range(10)]
-    arguments = {"hosts": 16, "ranks_per_host": 8, "costs": COSTS, "step_time": 0.02}
-
-    size = normscope.predict(layers, spread=0.2, **arguments).sizes[0]  # type: ignore[arg-type]
-
-    # 20 passes of a millisecond each, in 15 steps. The maximum of 128 times has a deviation of
-    # about 0.07.
-    expected = 1e-3 * (expected_maximum(128, 0.2) - 1)
-    assert sum(layer.waiting_seconds for layer in size.layers) == pytest.approx(
-        20 * expected, rel=0.1
-    )
-    assert 0 < size.waiting_seconds < 20 * expected
-    local = [(name, channels, "local") for name, channels, _ in layers]
-    alone = normscope.predict(local, spread=0.2, **arguments).sizes[0]  # type: ignore[arg-type]
-    assert alone.waiting_seconds == 0
-
-
 def test_a_plan_is_predicted_like_its_layers() -> None:
     plan = normscope.recommend_scopes(small_network().eval(), noise_batches(12), 12, ranks=2)
     layers = [(layer.layer, layer.channels, layer.scope) for layer in plan.layers]
@@ -260,8 +241,6 @@ def test_frozen_layers_do_not_count() -> None:
         ({"hosts": []}, r"hosts: expected numbers of at least 1, got \[\]"),
         ({"ranks_per_host": 0}, "ranks_per_host: expected at least 1, got 0"),
         ({"step_time": 0.0}, "step_time: expected seconds above 0, got 0.0"),
-        ({"spread": 0.1}, "step_time: expected seconds, since spread is above 0, got None"),
-        ({"spread": -0.1}, "spread: expected a number of at least 0, got -0.1"),
         ({"samples": 0}, "samples: expected at least 1, got 0"),
         ({"algorithm": "star"}, "algorithm: expected None or one of flat, "),
         ({"plan": nn.BatchNorm1d(3)}, "plan: expected layers of normscope in training mode"),
@@ -285,7 +264,7 @@ def test_tables_show_layers_for_one_size_and_sizes_for_several() -> None:
     many = str(normscope.predict(layers, hosts=(1, 2), **arguments))  # type: ignore[arg-type]
 
     assert "conv.bn  world      16     10304" in one
-    assert "model    local       1         0       0.0       0.0" in one
+    assert "model    local       1         0       0.0" in one
     assert COSTS.source in one
     assert "conv.bn" not in many
     assert [line.split()[:3] for line in many.splitlines()[2:]] == [
