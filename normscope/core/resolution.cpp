@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 #include <string>
+#include <unordered_map>
 
 #include "normscope/core/error.h"
 
@@ -33,10 +34,11 @@ std::vector<int> leaders_of_groups(const Scope& scope, std::size_t ranks) {
 }
 
 std::vector<int> leaders_of_hosts(std::span<const std::int64_t> host_of_rank) {
-  std::vector<int> leaders;
-  for (const std::int64_t host : host_of_rank) {
-    leaders.push_back(
-        static_cast<int>(std::ranges::find(host_of_rank, host) - host_of_rank.begin()));
+  std::vector<int> leaders = alone(host_of_rank.size());
+  std::unordered_map<std::int64_t, int> leader_of_host;
+  for (int& leader : leaders) {
+    const std::int64_t host = host_of_rank[static_cast<std::size_t>(leader)];
+    leader = leader_of_host.try_emplace(host, leader).first->second;
   }
   return leaders;
 }

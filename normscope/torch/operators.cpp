@@ -13,6 +13,7 @@
 #include "normscope/comm/host_identity.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
+#include "normscope/core/resolution.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
@@ -27,6 +28,20 @@ namespace {
 
 std::string canonical_scope(std::string_view text) {
   return as_torch([&] { return Scope::parse(text).str(); });
+}
+
+// Divides ranks on hosts that need not exist, with `samples` samples each: the scope that the given
+// one resolves to, and the leader of each rank (core/resolution.h).
+std::tuple<std::string, std::vector<std::int64_t>> divide_ranks(std::string_view scope,
+                                                                std::int64_t samples,
+                                                                at::IntArrayRef host_of_rank) {
+  return as_torch([&] {
+    const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
+    const Scope resolved = resolve_norm_batch(Scope::parse(scope), samples, ranks);
+    const std::vector<int> leaders =
+        leaders_of(resolved, {host_of_rank.data(), host_of_rank.size()});
+    return std::tuple(resolved.str(), std::vector<std::int64_t>(leaders.begin(), leaders.end()));
+  });
 }
 
 std::vector<std::string> names_of_available_kernels() {
@@ -154,6 +169,8 @@ TORCH_LIBRARY(normscope, m) {
   m.def("version() -> str", &version);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
+  m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",
+        &divide_ranks);
   m.def("gather_samples(str group_name, int own) -> int[]", &gather_samples_of_group);
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);

@@ -44,6 +44,9 @@ batch_norm_part_input_gradient = cast(
 )
 canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
 resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
+divide_ranks = cast(
+    "Callable[[str, int, list[int]], tuple[str, list[int]]]", _ops.divide_ranks.default
+)
 gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.default)
 available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
 default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)

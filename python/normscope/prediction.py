@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from normscope._host_layout import Division, HostLayout, division_of, resolved
+from normscope._host_layout import Division, HostLayout, division_of
 from normscope._layers import named_layers
 from normscope.costs import Costs, message_bytes
 from normscope.exchange_times import check_algorithm, exchange_seconds
@@ -217,17 +217,13 @@ def _predict_size(
     samples: int | None,
 ) -> SizePrediction:
     divisions: dict[Scope, Division] = {}
-    scopes = []
-    for name, _, asked in layers:
+    predictions = []
+    for name, channels, scope in layers:
         try:
-            scope = resolved(asked, layout, samples)
             if scope not in divisions:
-                divisions[scope] = division_of(scope, layout)
+                divisions[scope] = division_of(scope, layout, samples)
         except ValueError as error:
             raise ValueError(f"{name or 'model'}: {error}") from error
-        scopes.append(scope)
-    predictions = []
-    for (name, channels, _), scope in zip(layers, scopes, strict=True):
         division, size = divisions[scope], message_bytes(channels)
         seconds = max(
             (
@@ -238,7 +234,7 @@ def _predict_size(
         )
         ranks = max(map(sum, division.groups), default=1)
         sent = 2 * size if ranks > 1 else 0
-        predictions.append(LayerPrediction(name, scope.text, ranks, sent, 2 * seconds))
+        predictions.append(LayerPrediction(name, division.scope, ranks, sent, 2 * seconds))
     return SizePrediction(layout.hosts, layout.ranks_per_host, tuple(predictions), step_time)
 
 

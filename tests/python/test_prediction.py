@@ -9,13 +9,14 @@ from torch import distributed, nn
 
 import normscope
 from normscope import Costs, HostCosts, _library
-from normscope._host_layout import HostLayout, division_of, leaders_of, resolved
+from normscope._host_layout import HostLayout, division_of
 from normscope.exchange_times import exchange_seconds
 from normscope.prediction import LayerPrediction
 from normscope.scope import Scope
 
 HOSTS, RANKS_PER_HOST = 2, 2
 RANKS = HOSTS * RANKS_PER_HOST
+HOST_OF_RANK = [0, 0, 1, 1]
 COSTS = Costs.ethernet_25g()
 SCOPES = [
     "local",
@@ -36,13 +37,11 @@ SCOPES = [
 SAMPLES, VALUES = 2, 3
 
 
-def test_scopes_divide_ranks_as_the_library_does(ranks: RankPool) -> None:
-    layout = HostLayout(HOSTS, RANKS_PER_HOST)
-
+def test_scopes_divide_hosts_that_need_not_exist_like_real_ranks(ranks: RankPool) -> None:
     got = ranks.run(RANKS, _members_by_scope)
 
     for scope in SCOPES:
-        leaders = leaders_of(resolved(Scope(scope), layout, SAMPLES), layout)
+        _, leaders = _library.divide_ranks(scope, SAMPLES, HOST_OF_RANK)
         for rank in range(RANKS):
             members = {other for other in range(RANKS) if leaders[other] == leaders[rank]}
             assert got[rank][scope] == members, (scope, rank)
@@ -87,23 +86,23 @@ def _error_of(scope: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 8, 64])
-@pytest.mark.parametrize("wanted", [1, 2, 3, 7, 8, 100])
-def test_norm_batches_resolve_as_in_the_library(samples: int, wanted: int) -> None:
-    scope = Scope.norm_batch(wanted)
+@pytest.mark.parametrize(
+    ("samples", "wanted", "resolved"),
+    [
+        (64, 8, "slices:8"),
+        (8, 7, "local"),
+        (3, 7, "group:3"),
+        (1, 11, "group:11"),
+        (1, 12, "world"),
+        (2, 100, "world"),
+    ],
+)
+def test_norm_batches_resolve_for_the_samples(samples: int, wanted: int, resolved: str) -> None:
+    layers = [("bn", 3, f"norm_batch:{wanted}")]
 
-    alone = resolved(scope, HostLayout(1, 1), samples)
-    many = resolved(scope, HostLayout(3, 4), samples)
+    prediction = normscope.predict(layers, hosts=3, ranks_per_host=4, costs=COSTS, samples=samples)
 
-    assert alone.text == _library.resolve_scope(scope.text, "", samples)
-    if many.text.startswith("group:"):
-        size = int(many.text.removeprefix("group:"))
-        assert (size - 1) * samples < wanted <= size * samples
-        assert size < 12
-    elif many.text == "world":
-        assert 11 * samples < wanted
-    else:
-        assert many == alone
+    assert prediction.sizes[0].layers[0].scope == resolved
 
 
 def test_predicted_exchanges_and_bytes_are_those_counted(ranks: RankPool) -> None:
@@ -151,7 +150,7 @@ def _counted_by_scope() -> dict[str, tuple[int, int]]:
 def test_groups_are_divided_among_hosts(
     scope: str, groups: set[tuple[int, ...]], sharing: int
 ) -> None:
-    division = division_of(Scope(scope), HostLayout(3, 8))
+    division = division_of(Scope(scope), HostLayout(3, 8), None)
 
     assert set(division.groups) == groups
     assert division.sharing == sharing
