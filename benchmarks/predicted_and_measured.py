@@ -26,10 +26,10 @@ from torch import distributed
 
 import limited_hosts
 import normscope
-from normscope import Costs, _library
-from normscope._launch import joined_launch
+from normscope import _library
 from normscope._process_group import gather
-from normscope.exchange_times import ALGORITHMS
+from normscope.costs import Costs
+from normscope.costs.measurement import joined_launch
 
 CHANNELS = (16, 64, 256, 1024, 4096)
 ROUNDS = 21
@@ -67,9 +67,7 @@ class Comparison:
         return GOAL[0] <= self.ratio <= GOAL[1]
 
 
-def compare(
-    costs: Costs, scopes: Sequence[str], algorithm: str | None, rounds: int = ROUNDS
-) -> list[Comparison]:
+def compare(costs: Costs, scopes: Sequence[str], rounds: int = ROUNDS) -> list[Comparison]:
     """Predict and measure each scope with each number of channels; all ranks call this together.
 
     Raises:
@@ -79,14 +77,12 @@ def compare(
     found = []
     for scope in scopes:
         for channels in CHANNELS:
-            prediction = normscope.predict(
+            [layer] = normscope.costs.predict(
                 [("layer", channels, scope)],
                 hosts=hosts,
                 ranks_per_host=ranks_per_host,
                 costs=costs,
-                algorithm=algorithm,
-            )
-            [layer] = prediction.sizes[0].layers
+            ).layers
             if layer.ranks > 1:
                 measured = max(gather(exchange_seconds_of_layer(scope, channels, rounds)))
                 found.append(Comparison(scope, channels, layer.seconds / 2, measured))
@@ -94,12 +90,12 @@ def compare(
 
 
 def measure_and_compare(
-    scopes: Sequence[str], algorithm: str | None, rounds: int
+    scopes: Sequence[str], rounds: int
 ) -> tuple[Costs, list[tuple[str, int, float, float]]]:
     """Measure the parameters, then compare; return both, the comparisons as tuples."""
     torch.set_num_threads(1)
-    costs = normscope.measure_costs(rounds=rounds)
-    found = compare(costs, scopes, algorithm, rounds)
+    costs = normscope.costs.measure(rounds=rounds)
+    found = compare(costs, scopes, rounds)
     return costs, [(one.scope, one.channels, one.predicted, one.measured) for one in found]
 
 
@@ -156,9 +152,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     limited_hosts.add_arguments(parser, hosts=None)
     parser.add_argument("--scopes", nargs="+", default=["node", "world"])
-    parser.add_argument(
-        "--algorithm", choices=ALGORITHMS, help="to predict with; default: the library's"
-    )
     parser.add_argument("--backend", default="gloo", help="a backend of torch.distributed")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", type=Path, help="a file for the numbers")
@@ -166,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (chosen.costs is None) == (chosen.hosts is None):
         parser.error("expected a file of costs, or --hosts")
     if chosen.hosts is not None:
-        task = (measure_and_compare, chosen.scopes, chosen.algorithm, chosen.rounds)
+        task = (measure_and_compare, chosen.scopes, chosen.rounds)
         costs, fields = limited_hosts.run_on_hosts(
             parser, chosen, *task, seconds=limited_hosts.QUIET_SECONDS
         )[0]
@@ -175,9 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     with joined_launch(chosen.backend):
-        comparisons = compare(
-            Costs.load(chosen.costs), chosen.scopes, chosen.algorithm, chosen.rounds
-        )
+        comparisons = compare(Costs.load(chosen.costs), chosen.scopes, chosen.rounds)
         if distributed.get_rank() == 0:
             report(comparisons, chosen.json)
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import models
 import normscope
-from normscope import Costs, LayerScope, Prediction, ScopePlan, predict
+from normscope import ScopePlan
+from normscope.costs import Costs, Prediction, predict
 from scope_tasks import RANKS, make_task
 
 RANKS_PER_HOST = 8
@@ -37,28 +37,20 @@ class Curve:
     Args:
         label: Name in the picture and the table.
         scope: Scope of all layers; None for the scopes of the plan.
-        algorithm: The argument of predict.
-        leaders: Algorithm of the backend, used between hosts; None for that of the costs.
         least: Smallest number of ranks to show.
     """
 
     label: str
     scope: str | None
-    algorithm: str | None = None
-    leaders: str | None = None
     least: int = 2
 
 
 CURVES = (
-    Curve("world, flat", "world", "flat"),
-    Curve("world, ring", "world", "ring"),
-    Curve("world, tree", "world", "tree"),
-    Curve("world, two-level, ring", "world", "two-level", "ring"),
-    Curve("world, two-level, tree", "world", "two-level", "tree"),
-    Curve("group:32, two-level, tree", "group:32", "two-level", "tree", 32),
+    Curve("world", "world"),
+    Curve("group:32", "group:32", 32),
     Curve("node", "node"),
     Curve("group:2", "group:2"),
-    Curve("recommended", None, least=RANKS),
+    Curve("recommended", None, RANKS),
     Curve("local", "local"),
 )
 
@@ -72,10 +64,10 @@ def plan_of_deeplab() -> ScopePlan:
     return normscope.recommend_scopes(model, batches, ranks=RANKS)
 
 
-def layers_of(plan: ScopePlan, scope: str | None) -> list[LayerScope]:
+def layers_of(plan: ScopePlan, scope: str | None) -> list[tuple[str, int, str]]:
     """Return the layers, all with one scope, or with the scopes of the plan if it is None."""
     return [
-        LayerScope(layer.layer, layer.channels, scope or _by_ranks(layer.chosen.ranks))
+        (layer.layer, layer.channels, scope or _by_ranks(layer.chosen.ranks))
         for layer in plan.layers
     ]
 
@@ -88,15 +80,12 @@ def predict_curve(
     curve: Curve, plan: ScopePlan, costs: Costs, ranks: int, step_time: float
 ) -> Prediction:
     """Predict the cost of a step for a number of ranks, up to eight of them on a host."""
-    if curve.leaders is not None:
-        costs = replace(costs, algorithm=curve.leaders)
     return predict(
         layers_of(plan, curve.scope),
         hosts=-(-ranks // RANKS_PER_HOST),
         ranks_per_host=min(ranks, RANKS_PER_HOST),
         costs=costs,
         step_time=step_time,
-        algorithm=curve.algorithm,
     )
 
 
@@ -109,61 +98,47 @@ def table(plan: ScopePlan, costs: Costs, step_time: float) -> str:
             if ranks < curve.least:
                 cells.append(f"{'':18}")
                 continue
-            size = predict_curve(curve, plan, costs, ranks, step_time).sizes[0]
-            milliseconds = size.seconds * 1e3
+            prediction = predict_curve(curve, plan, costs, ranks, step_time)
+            milliseconds = prediction.seconds * 1e3
             number = f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
-            cells.append(f"{f'{number} ({size.share:.1%})':>18}")
+            cells.append(f"{f'{number} ({prediction.share:.1%})':>18}")
         lines.append(f"{curve.label:30}{''.join(cells)}")
     return "\n".join(lines)
 
 
-def draw(path: Path, plan: ScopePlan, all_costs: Sequence[Costs], step_time: float) -> None:
-    """Write a picture with a column for each set of costs."""
-    figure = Figure(figsize=(9, 7.5), layout="constrained")
-    rows = figure.subplots(2, len(all_costs), sharex=True, sharey="row", squeeze=False)
-    for column, costs in enumerate(all_costs):
-        times, shares = rows[0][column], rows[1][column]
-        times.set_title(costs.source, fontsize=10)
-        for number, curve in enumerate(CURVES):
-            _draw_curve(times, shares, curve, f"C{number}", plan, costs, step_time)
-        for axes in (times, shares):
-            axes.set_xscale("log")
-            axes.grid(color="#dddddd", linewidth=0.5)
-        times.set_yscale("log")
-        shares.set_ylim(-0.02, 1)
-        shares.set_xlabel(f"ranks, {RANKS_PER_HOST} on a host")
-    rows[0][0].set_ylabel("milliseconds of a step in exchanges")
-    rows[1][0].set_ylabel(f"share of a step of {step_time * 1e3:.0f} ms without them")
-    rows[1][-1].legend(loc="upper left", fontsize=7)
+def draw(path: Path, plan: ScopePlan, costs: Costs, step_time: float) -> None:
+    """Write a picture of the times and of their shares of a step."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    times, shares = figure.subplots(1, 2, sharex=True)
+    for number, curve in enumerate(CURVES):
+        ranks = [ranks for ranks in SIZES if ranks >= curve.least]
+        found = [predict_curve(curve, plan, costs, each, step_time) for each in ranks]
+        style = {"color": f"C{number}", "linewidth": 1, "label": curve.label}
+        if any(each.seconds for each in found):
+            times.plot(ranks, [each.seconds * 1e3 for each in found], ".-", **style)
+        shares.plot(ranks, [each.share for each in found], ".-", **style)
+    for axes in (times, shares):
+        axes.set_xscale("log")
+        axes.set_xlabel(f"ranks, {RANKS_PER_HOST} on a host")
+        axes.grid(color="#dddddd", linewidth=0.5)
+    times.set_yscale("log")
+    times.set_ylabel("milliseconds of a step in exchanges")
+    shares.set_ylim(-0.02, 1)
+    shares.set_ylabel(f"share of a step of {step_time * 1e3:.0f} ms without them")
+    shares.legend(loc="upper left", fontsize=7)
+    figure.suptitle(costs.source, fontsize=10)
     # Write text as text, not as outlines, and the same file for the same data.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _draw_curve(
-    times: Axes,
-    shares: Axes,
-    curve: Curve,
-    color: str,
-    plan: ScopePlan,
-    costs: Costs,
-    step_time: float,
-) -> None:
-    numbers = [ranks for ranks in SIZES if ranks >= curve.least]
-    sizes = [predict_curve(curve, plan, costs, n, step_time).sizes[0] for n in numbers]
-    seconds = [size.seconds for size in sizes]
-    if any(seconds):
-        milliseconds = [each * 1e3 for each in seconds]
-        times.plot(numbers, milliseconds, ".-", color=color, linewidth=1, label=curve.label)
-    share_of_step = [each / (step_time + each) for each in seconds]
-    shares.plot(numbers, share_of_step, ".-", color=color, linewidth=1, label=curve.label)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print tables, and draw a picture."""
+    """Print a table, and draw a picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--costs", type=Path, nargs="*", help="files from `python -m normscope measure`"
+        "--costs",
+        type=Path,
+        help="a file from `python -m normscope measure`; default: an assumed Ethernet",
     )
     parser.add_argument(
         "--plan", type=Path, help="a file from ScopePlan.save; default: DeepLabv3's plan"
@@ -173,15 +148,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--plot", type=Path, help="a .svg or .png file")
     chosen = parser.parse_args(arguments)
-    assumed = [Costs.ethernet_25g(), Costs.infiniband_100g()]
-    all_costs = [Costs.load(path) for path in chosen.costs] if chosen.costs else assumed
+    costs = Costs.load(chosen.costs) if chosen.costs else Costs.ethernet_25g()
     plan = ScopePlan.load(chosen.plan) if chosen.plan else plan_of_deeplab()
     noisy = [layer.layer for layer in plan.layers if layer.chosen.ranks > 1]
     print(f"{len(plan.layers)} layers, of which the plan synchronizes {', '.join(noisy) or 'none'}")
-    for costs in all_costs:
-        print(f"\n{costs}\n\n{table(plan, costs, chosen.step_time)}")
+    print(f"\n{costs}\n\n{table(plan, costs, chosen.step_time)}")
     if chosen.plot is not None:
-        draw(chosen.plot, plan, all_costs, chosen.step_time)
+        draw(chosen.plot, plan, costs, chosen.step_time)
 
 
 if __name__ == "__main__":

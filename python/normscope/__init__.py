@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization with a statistics scope that the user chooses."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 # _compiled comes first: an incompatible torch may lack what the other modules import.
-from normscope import _compiled, _library, _own_groups, functional  # noqa: F401
+from normscope import _compiled, _library, _own_groups, costs, functional  # noqa: F401
 from normscope.accumulation import accumulate
 from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
-from normscope.costs import Costs, HostCosts, LinkCosts
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.deployment import to_torch
 from normscope.faults import fail_fast, status
 from normscope.fusion import fuse
 from normscope.graphs import exact_graphs
-from normscope.measurement import measure_costs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
-from normscope.prediction import LayerScope, Prediction, predict
 from normscope.recommendation import recommend_scopes
 from normscope.registry import register_conversion
 from normscope.running_stats import estimate_running_stats, sync_running_stats
@@ -36,11 +36,6 @@ __all__ = [
     "BatchNormAct2d",
     "BatchNormAct3d",
     "CommunicationCounters",
-    "Costs",
-    "HostCosts",
-    "LayerScope",
-    "LinkCosts",
-    "Prediction",
     "ProgressiveScope",
     "Scope",
     "ScopePlan",
@@ -49,6 +44,7 @@ __all__ = [
     "checkpoint_context",
     "communication_counters",
     "convert",
+    "costs",
     "detect_non_finite",
     "empty_batch_like",
     "estimate_running_stats",
@@ -57,8 +53,6 @@ __all__ = [
     "functional",
     "fuse",
     "joined",
-    "measure_costs",
-    "predict",
     "recommend_scopes",
     "register_conversion",
     "revert",
@@ -67,6 +61,24 @@ __all__ = [
     "sync_running_stats",
     "to_torch",
 ]
+
+# Names that have moved: where they are now.
+_MOVED = {
+    "Costs": "costs.Costs",
+    "Prediction": "costs.Prediction",
+    "measure_costs": "costs.measure",
+    "predict": "costs.predict",
+}
+
+if not TYPE_CHECKING:  # type checkers know the new names only
+
+    def __getattr__(name: str) -> object:
+        """Return the object of a name that has moved."""
+        if name not in _MOVED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, _, moved = _MOVED[name].partition(".")
+        return getattr(import_module(f"{__name__}.{module}"), moved)
+
 
 _kernels = _own_groups.register()
 __version__ = _library.version()

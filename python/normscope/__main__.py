@@ -5,6 +5,7 @@ import argparse
 import os
 import platform
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import torch
 from torch import distributed
 
 import normscope
-from normscope import _launch, _library
-from normscope.measurement import ROUNDS
+from normscope import _library
+from normscope.costs import measurement
 
 
 def _backends() -> list[str]:
@@ -77,26 +78,28 @@ def _print_status(processes: list[int]) -> None:
         print(text.rstrip() or f"process {process}: no rank of a group that has exchanged")
 
 
-def _measure(ranks: int | None, backend: str, rounds: int, output: Path | None) -> None:
-    """Measure costs on all ranks. The first rank prints them and writes the file."""
-    try:
-        if _launch.is_launched():
-            if ranks is not None:
-                raise ValueError(
-                    f"--ranks: expected none under a launcher, which chose the ranks, got {ranks}"
-                )
-            with _launch.joined_launch(backend):
-                costs = normscope.measure_costs(rounds=rounds)
-                is_first = distributed.get_rank() == 0
-        else:
-            cores = len(os.sched_getaffinity(0))
-            costs, is_first = _launch.measure_alone(ranks or max(2, cores), rounds), True
-    except ValueError as error:
-        sys.exit(f"measure: {error}")
-    if is_first:
-        print(costs)
-        if output is not None:
-            costs.save(output)
+def _measure(backend: str, rounds: int, output: Path | None) -> None:
+    """Measure costs on the ranks of a launch. The first rank prints them and writes the file."""
+    with measurement.joined_launch(backend):
+        costs = normscope.costs.measure(rounds=rounds)
+        if distributed.get_rank() == 0:
+            print(costs)
+            if output is not None:
+                costs.save(output)
+
+
+def _measure_here(ranks: int | None, backend: str, rounds: int, output: Path | None) -> None:
+    """Launch the command on this host."""
+    if ranks is None:
+        ranks = max(2, len(os.sched_getaffinity(0)))
+    if ranks < 2:
+        raise ValueError(f"--ranks: expected at least 2, got {ranks}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "normscope", "measure"]
+    command += ["--backend", backend, "--rounds", str(rounds)]
+    command += [] if output is None else ["--output", str(output)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    sys.exit(subprocess.run(command, env=environment, check=False).returncode)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -109,19 +112,36 @@ def main(arguments: list[str] | None = None) -> None:
         "measure",
         help="measure what exchanges cost, under torchrun or mpirun, or on this host alone",
     )
-    measure.add_argument("--output", type=Path, help="JSON file to write, for normscope.predict")
+    measure.add_argument(
+        "--output", type=Path, help="JSON file to write, for normscope.costs.predict"
+    )
     measure.add_argument(
         "--ranks", type=int, help="ranks to start without a launcher (default: one per core)"
     )
     measure.add_argument("--backend", default="gloo", help="backend of torch.distributed")
     measure.add_argument(
-        "--rounds", type=int, default=ROUNDS, help="measurements, of which the median counts"
+        "--rounds",
+        type=int,
+        default=measurement.ROUNDS,
+        help="measurements, of which the median counts",
     )
     chosen = parser.parse_args(arguments)
     if chosen.command == "status":
         _print_status(chosen.process)
     elif chosen.command == "measure":
-        _measure(chosen.ranks, chosen.backend, chosen.rounds, chosen.output)
+        options = (chosen.backend, chosen.rounds, chosen.output)
+        try:
+            if measurement.launcher() is None:
+                _measure_here(chosen.ranks, *options)
+            elif chosen.ranks is not None:
+                raise ValueError(
+                    "--ranks: expected none under a launcher, which chose the ranks, got "
+                    f"{chosen.ranks}"
+                )
+            else:
+                _measure(*options)
+        except ValueError as error:
+            sys.exit(f"measure: {error}")
     else:
         _print_installation()
 

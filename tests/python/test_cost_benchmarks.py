@@ -10,9 +10,9 @@ from rank_pool import RankPool
 import normscope
 import predicted_and_measured
 import scaling
-from normscope import Costs, HostCosts
+from normscope.costs import Costs
 
-SHARED_MEMORY = Costs((HostCosts(2, 1e-6, 1e-9),))
+SHARED_MEMORY = Costs((1e-6, 1e-9))
 
 
 def test_a_plan_gives_a_table_and_a_picture(
@@ -25,11 +25,11 @@ def test_a_plan_gives_a_table_and_a_picture(
 
     output = capsys.readouterr().out
     for curve in scaling.CURVES:
-        assert output.count(f"\n{curve.label} ") == 2
+        assert output.count(f"\n{curve.label} ") == 1
     assert "assumed: 25 Gbit/s Ethernet" in (tmp_path / "plot.svg").read_text()
     wide = [layer for layer in plan.layers if layer.chosen.ranks > 1]
     of_plan = scaling.layers_of(plan, None)
-    assert sum(layer.scope == "group:2" for layer in of_plan) == len(wide) > 0
+    assert sum(scope == "group:2" for _, _, scope in of_plan) == len(wide) > 0
 
 
 def test_predictions_are_compared_with_measured_times(ranks: RankPool) -> None:
@@ -45,7 +45,7 @@ def test_predictions_are_compared_with_measured_times(ranks: RankPool) -> None:
 
 
 def _compared() -> list[predicted_and_measured.Comparison]:
-    return predicted_and_measured.compare(SHARED_MEMORY, ["local", "world"], None, rounds=2)
+    return predicted_and_measured.compare(SHARED_MEMORY, ["local", "world"], rounds=2)
 
 
 def test_predictions_within_the_goal_are_right() -> None:

@@ -11,25 +11,17 @@ import pytest
 from rank_pool import RankPool
 from torch import distributed
 
-import normscope
-from normscope import Costs, measure_costs
 from normscope.__main__ import main
-from normscope.measurement import _beginnings, _levels
+from normscope.costs import Costs, measure, predict
+from normscope.costs.measurement import beginnings
 
 SIZES = (1 << 10, 1 << 17)
 
 
-def test_levels_time_groups_on_one_host_and_across_hosts() -> None:
-    levels = {level.name: level.groups for level in _levels([7, 5, 5, 7, 5, 9])}
-
-    assert levels == {
-        "alone": [[0]],
-        "shared_memory": [[1, 2], [1, 2, 4]],
-        "within_host": [[1, 2], [1, 2, 4]],
-        "between_hosts": [[0, 1], [0, 1, 5]],
-    }
-    assert _beginnings([3]) == []
-    assert _beginnings(list(range(8))) == [list(range(n)) for n in (2, 4, 8)]
+def test_two_four_and_more_ranks_are_timed_up_to_all() -> None:
+    assert beginnings([3]) == []
+    assert beginnings([1, 2, 4]) == [[1, 2], [1, 2, 4]]
+    assert beginnings(list(range(8))) == [list(range(n)) for n in (2, 4, 8)]
 
 
 def test_ranks_of_one_host_measure_shared_memory_and_the_backend(ranks: RankPool) -> None:
@@ -37,39 +29,35 @@ def test_ranks_of_one_host_measure_shared_memory_and_the_backend(ranks: RankPool
 
     costs = found[0]
     assert found == (costs,) * 3
-    assert [point.ranks for point in costs.shared_memory or ()] == [2, 3]
-    assert costs.within_host is not None
-    assert costs.within_host.latency + costs.within_host.seconds_per_byte > 0
-    assert costs.call > 0
-    assert costs.seconds_per_byte_added > 0
-    assert costs.between_hosts is None
-    assert set(costs.errors or {}) == {"call", "shared_memory", "within_host"}
+    assert costs.seconds("shared_memory", (1, 1024)) > 0
+    assert costs.seconds("call", (1, 1024)) > 0
+    assert costs.message is None
+    assert set(costs.deviations) == {"call", "shared_memory"}
+    assert costs.source == "measured, gloo"
     assert environments == (None,) * 3
-    prediction = normscope.predict([("bn", 8, "node")], hosts=1, ranks_per_host=3, costs=costs)
-    assert prediction.sizes[0].seconds > 0
+    assert predict([("bn", 8, "node")], hosts=1, ranks_per_host=3, costs=costs).seconds > 0
 
 
 def _measured() -> tuple[Costs, str | None]:
-    return measure_costs(sizes=SIZES, rounds=3), os.environ.get("NORMSCOPE_SHARED_MEMORY")
+    return measure(sizes=SIZES, rounds=3), os.environ.get("NORMSCOPE_SHARED_MEMORY")
 
 
 def test_ranks_of_several_hosts_measure_between_them(ranks: RankPool) -> None:
     for costs in ranks.run(3, _measured_on_hosts):
-        assert costs.between_hosts is not None
-        assert costs.between_hosts.latency + costs.between_hosts.seconds_per_byte > 0
+        assert costs.seconds("message", (1, 1024)) > 0
         assert costs.shared_memory is None
-        assert costs.within_host is None
+        assert set(costs.deviations) == {"call", "message"}
 
 
 def _measured_on_hosts() -> Costs:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("NORMSCOPE_NODE", f"host {distributed.get_rank()}")
-        return measure_costs(sizes=SIZES, rounds=3)
+        return measure(sizes=SIZES, rounds=3)
 
 
 def test_without_a_process_group_nothing_is_measured() -> None:
-    with pytest.raises(ValueError, match="measure_costs: expected a default process group"):
-        measure_costs()
+    with pytest.raises(ValueError, match="measure: expected a default process group"):
+        measure()
 
 
 def test_arguments_out_of_range_are_refused(ranks: RankPool) -> None:
@@ -78,9 +66,9 @@ def test_arguments_out_of_range_are_refused(ranks: RankPool) -> None:
 
 def _refuses() -> None:
     with pytest.raises(ValueError, match="sizes: expected two or more different sizes"):
-        measure_costs(sizes=[1024])
+        measure(sizes=[1024])
     with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
-        measure_costs(rounds=0)
+        measure(rounds=0)
 
 
 def command(*arguments: str) -> list[str]:
@@ -98,9 +86,8 @@ def test_without_a_launcher_the_command_starts_its_own_ranks(tmp_path: Path) -> 
     )
 
     costs = Costs.load(path)
-    assert [point.ranks for point in costs.shared_memory or ()] == [2]
+    assert set(costs.deviations) == {"call", "shared_memory"}
     assert result.stdout == f"{costs}\n"
-    assert "not measured: between_hosts" in result.stdout
 
 
 def test_the_command_measures_on_the_ranks_of_mpirun(tmp_path: Path) -> None:
@@ -148,5 +135,5 @@ def test_the_command_names_missing_and_conflicting_settings(
 
 
 def test_the_command_needs_two_ranks() -> None:
-    with pytest.raises(SystemExit, match="measure: ranks: expected at least 2, got 1"):
+    with pytest.raises(SystemExit, match="measure: --ranks: expected at least 2, got 1"):
         main(["measure", "--ranks", "1"])

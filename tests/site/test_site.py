@@ -31,10 +31,6 @@ FROM_A_HOST = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')]+)"""
 
 # Public names that are of no use outside the package.
 INTERNAL = {
-    "normscope.costs.message_bytes",
-    "normscope.costs.padded_bytes",
-    "normscope.measurement.costs_of",
-    "normscope.measurement.seconds_of_exchange",
     "normscope.registry.Conversion",
     "normscope.registry.conversion_of",
     "normscope.registry.named",
@@ -99,9 +95,10 @@ def from_elsewhere(site: Path) -> Iterator[str]:
 
 
 def public_names() -> set[str]:
-    """Return the names in __all__, and the public names that public modules define."""
-    exported = {f"normscope.{name}" for name in normscope.__all__}
-    from_modules = {getattr(normscope, name) for name in normscope.__all__}
+    """Return the names in the packages' __all__, and the public names of public modules."""
+    packages = (normscope, normscope.costs)
+    exported = {f"{package.__name__}.{name}" for package in packages for name in package.__all__}
+    from_modules = {getattr(package, name) for package in packages for name in package.__all__}
     for found in pkgutil.iter_modules(normscope.__path__, "normscope."):
         if not found.name.rpartition(".")[2].startswith("_"):
             exported |= set(defined_in(import_module(found.name), from_modules))
