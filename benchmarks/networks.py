@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -39,8 +38,6 @@ ratio    torch's time divided by normscope's in the same round: above 1, normsco
          quartiles over the rounds
 ops      the same of the normalization ops, from as many rounds of profiled steps; a compiled
          network has none of its own
-fused    normscope.fuse has put activations and additions into the layers; ops are then both
-         networks' normalizations, activations and additions
 world    {SIZE_OF_WORLD} ranks with a batch each; torch's layers synchronize nothing"""
 
 COLUMNS = f"{'':65}{'step ms':>9}{'ratio':>7} {'(quartiles)':<11}{'ops ms':>9}{'ratio':>7}"
@@ -67,7 +64,6 @@ class Setting:
         threads: Number of threads of each process.
         compiled: Whether to use torch.compile.
         scope: local, or world on two ranks.
-        fused: Whether normscope's layers are fused with activations.
     """
 
     network: str
@@ -77,7 +73,6 @@ class Setting:
     threads: int = 1
     compiled: bool = False
     scope: str = "local"
-    fused: bool = False
 
     def __str__(self) -> str:
         mode = "compiled" if self.compiled else "eager"
@@ -85,7 +80,7 @@ class Setting:
         dtype = {"float32": "", "bfloat16": " bf16"}[self.dtype]
         return (
             f"{self.network} x{self.batch}{layout}{dtype}, {mode}, {self.threads} thread"
-            f"{'s' if self.threads > 1 else ''}, {self.scope}{', fused' if self.fused else ''}"
+            f"{'s' if self.threads > 1 else ''}, {self.scope}"
         )
 
 
@@ -110,7 +105,7 @@ def settings(*, thorough: bool) -> list[Setting]:
     """Return settings that differ from an eager float32 network in one point, or all of them."""
     if thorough:
         return [
-            Setting(network, batch, layout, dtype, threads, compiled, scope, fused)
+            Setting(network, batch, layout, dtype, threads, compiled, scope)
             for network in NETWORKS
             for batch in (2, 8)
             for layout in ("contiguous", "channels_last")
@@ -118,7 +113,6 @@ def settings(*, thorough: bool) -> list[Setting]:
             for threads in (1, 2)
             for compiled in (False, True)
             for scope in ("local", "world")
-            for fused in (False, True)
         ]
     chosen = []
     for network in NETWORKS:
@@ -126,8 +120,6 @@ def settings(*, thorough: bool) -> list[Setting]:
             Setting(network, 2),
             Setting(network, 4, "channels_last"),
             Setting(network, 2, scope="world"),
-            Setting(network, 2, fused=True),
-            Setting(network, 4, "channels_last", fused=True),
         ]
     return [
         *chosen,
@@ -165,8 +157,7 @@ def _rank(rank: int, ranks: int, setting: Setting, store: Path) -> Result:
         )
     steps = _steps_of(setting)
     step = _taking_turns(steps, _seconds_of)
-    with_activations = partial(_seconds_of_ops, with_activations=setting.fused)
-    ops = None if setting.compiled else _taking_turns(steps, with_activations)
+    ops = None if setting.compiled else _taking_turns(steps, _seconds_of_ops)
     if ranks > 1:
         distributed.destroy_process_group()
     return Result(
@@ -189,8 +180,6 @@ def _steps_of(setting: Setting) -> dict[str, Callable[[], None]]:
     factory, image = NETWORKS[setting.network]
     theirs = factory()
     ours = normscope.convert(copy.deepcopy(theirs), setting.scope)
-    if setting.fused:
-        ours = normscope.fuse(ours)
     x = torch.randn(setting.batch, *image)
     is_3d = x.dim() == 5
     memory_format = torch.contiguous_format
@@ -251,39 +240,19 @@ def _seconds_of(step: Callable[[], None]) -> float:
     return perf_counter() - begin
 
 
-@dataclass(frozen=True)
-class _Ops:
-    """The names of forward ops, and parts of the names of their backward nodes."""
-
-    forward: frozenset[str]
-    backward: tuple[str, ...]
+_FORWARD_OPS = ("aten::batch_norm", "normscope::batch_norm_forward")
+_BACKWARD_NODES = "BatchNorm"  # in the name of each
 
 
-_NORMALIZATIONS = _Ops(
-    frozenset(
-        {"aten::batch_norm", "normscope::batch_norm_forward", "normscope::batch_norm_act_forward"}
-    ),
-    ("BatchNorm",),
-)
-_WITH_ACTIVATIONS = _Ops(
-    _NORMALIZATIONS.forward
-    | {"aten::add", "aten::relu", "aten::relu_", "aten::hardtanh", "aten::hardtanh_"},
-    (*_NORMALIZATIONS.backward, "ReluBackward", "HardtanhBackward", "AddBackward"),
-)
-
-
-def _seconds_of_ops(step: Callable[[], None], *, with_activations: bool) -> float:
+def _seconds_of_ops(step: Callable[[], None]) -> float:
     """Return the seconds of the normalization ops of a step, including what they call."""
-    ops = _WITH_ACTIVATIONS if with_activations else _NORMALIZATIONS
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
     microseconds = 0.0
     for event in profiler.events():
         # An op inside another is a part of it, for example a sum of gradients.
-        is_forward = event.name in ops.forward and event.cpu_parent is None
-        is_backward = event.name.startswith("autograd::engine") and any(
-            name in event.name for name in ops.backward
-        )
+        is_forward = event.name in _FORWARD_OPS and event.cpu_parent is None
+        is_backward = event.name.startswith("autograd::engine") and _BACKWARD_NODES in event.name
         if is_forward or is_backward:
             microseconds += event.cpu_time_total
     return float(microseconds) / 1e6

@@ -171,12 +171,10 @@ def all_reduce() -> str:
     )
 
 
-def networks(run: str) -> str:
-    """Return the ratios of training steps, and of the normalization ops if timed separately."""
-    results = load(run)["results"]
-    has_ops = any(one["result"]["ops_ratio"] for one in results)
+def networks_compiled() -> str:
+    """Return the ratios of compiled training steps."""
     rows = []
-    for one in results:
+    for one in load("networks-compiled-zen4")["results"]:
         setting, result = one["setting"], one["result"]
         layout = ", channels-last" if setting["layout"] == "channels_last" else ""
         ranks = ", 2 ranks" if setting["scope"] == "world" else ""
@@ -186,8 +184,8 @@ def networks(run: str) -> str:
             f"`{setting['scope']}`{ranks}",
             f"{median:.2f} ({lower:.2f}-{upper:.2f})",
         ]
-        rows.append([*row, f"{result['ops_ratio']:.2f}"] if has_ops else row)
-    return table(["network", "scope", "step", *(["ops"] if has_ops else [])], rows)
+        rows.append(row)
+    return table(["network", "scope", "step"], rows)
 
 
 def paths() -> str:
@@ -208,8 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "comparisons": comparisons,
     "memory": memory,
     "all-reduce": all_reduce,
-    "networks-compiled": lambda: networks("networks-compiled-zen4"),
-    "networks-fused": lambda: networks("networks-fused-zen4"),
+    "networks-compiled": networks_compiled,
     "paths": paths,
 }
 

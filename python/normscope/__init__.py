@@ -13,7 +13,6 @@ from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.deployment import to_torch
 from normscope.faults import fail_fast, status
-from normscope.fusion import fuse
 from normscope.graphs import exact_graphs
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.non_finite import detect_non_finite
@@ -51,7 +50,6 @@ __all__ = [
     "exact_graphs",
     "fail_fast",
     "functional",
-    "fuse",
     "joined",
     "recommend_scopes",
     "register_conversion",

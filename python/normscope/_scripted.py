@@ -76,18 +76,3 @@ def activated(y: torch.Tensor, activation: str, negative_slope: float) -> torch.
         return functional.silu(y)
     assert activation == "hard_swish"
     return functional.hardswish(y)
-
-
-def added(y: torch.Tensor, residual: torch.Tensor, adds_into: str) -> torch.Tensor:
-    """Add a residual, in place or into a new tensor.
-
-    Args:
-        y: The layer's output.
-        residual: Added to the output.
-        adds_into: Where the sum is written: ``new``, ``output`` or ``residual``.
-    """
-    if adds_into == "output":
-        return y.add_(residual)
-    if adds_into == "residual":
-        return residual.add_(y)
-    return y + residual

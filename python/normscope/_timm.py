@@ -16,9 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope import _library
 from normscope._fx import call_of_module
-from normscope._pairs import ACTIVATIONS
 from normscope._scripted import evaluated
-from normscope._traced import has_hooks
+from normscope.activated import activation_of, has_hooks
 from normscope.modules import BatchNorm2d
 from normscope.registry import register_conversion
 
@@ -44,8 +43,7 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
             activation = self._activation()
             if activation is None:
                 return self._drop_and_act(self._train(x, _library.batch_norm))
-            slope = getattr(self.act, "negative_slope", 0.01)
-            return self._train(x, partial(_library.batch_norm_act, activation, slope, None))
+            return self._train(x, partial(_library.batch_norm_act, *activation, None))
         y = evaluated(
             x,
             self.running_mean,
@@ -65,25 +63,24 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
                 y = module(y)
         return y
 
-    def _activation(self) -> Activation | None:
+    def _activation(self) -> tuple[Activation, float] | None:
         """Return the activation that the op can apply; None if drop and act have to be called."""
         if torch.compiler.is_compiling():
             return None  # the compiler fuses by itself
         if self._meeting is not None:
             return None  # replicas of torch.nn.DataParallel wait for each other within the layer
         drop, act = self._modules.get("drop"), self._modules.get("act")
-        if act is None or not (drop is None or _is(drop, torch.nn.Identity)):
+        if act is None or torch.nn.modules.module._has_any_global_hook():
             return None
-        return ACTIVATIONS.get(type(act)) if _is(act, type(act)) else None
+        return activation_of(act) if drop is None or _is_identity(drop) else None
 
 
-def _is(module: torch.nn.Module, module_class: type[torch.nn.Module]) -> bool:
+def _is_identity(module: torch.nn.Module) -> bool:
     """Return whether skipping the call of the module has no visible effect."""
     return (
-        type(module) is module_class
+        type(module) is torch.nn.Identity
         and "forward" not in vars(module)
         and not has_hooks(module)
-        and not torch.nn.modules.module._has_any_global_hook()
     )
 
 

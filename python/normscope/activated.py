@@ -16,11 +16,11 @@ from torch.fx import Proxy
 from normscope import _library
 from normscope._fx import call_of_module
 from normscope._rows import Residual
-from normscope._scripted import activated, added, evaluated, filled
+from normscope._scripted import activated, evaluated, filled
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,10 +28,38 @@ if TYPE_CHECKING:
     from normscope.scope import Scope
 
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
-AddsInto = Literal["new", "output", "residual"]
 
 # The attributes that only a layer with an activation has.
-OWN_ATTRIBUTES = ("activation", "negative_slope", "_adds_into")
+OWN_ATTRIBUTES = ("activation", "negative_slope")
+
+# torch's modules that compute the same.
+MODULES: Mapping[Activation, type[torch.nn.Module]] = {
+    "relu": torch.nn.ReLU,
+    "relu6": torch.nn.ReLU6,
+    "leaky_relu": torch.nn.LeakyReLU,
+    "silu": torch.nn.SiLU,
+    "hard_swish": torch.nn.Hardswish,
+}
+_NAMES = {module_class: name for name, module_class in MODULES.items()}
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a forward or backward hook is registered on the module."""
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+def activation_of(module: torch.nn.Module) -> tuple[Activation, float] | None:
+    """Return the activation that a module computes, and its slope, which only leaky_relu uses.
+
+    Returns:
+        None if a layer cannot compute it, or if calling the module does more than that.
+    """
+    activation = _NAMES.get(type(module))
+    if activation is None or "forward" in vars(module) or has_hooks(module):
+        return None
+    return activation, float(getattr(module, "negative_slope", 0.01))
 
 
 class BatchNormAct(BatchNorm):
@@ -43,7 +71,13 @@ class BatchNormAct(BatchNorm):
 
     Computes the same numbers as three separate modules, in training and in evaluation. The residual
     may have any shape and dtype: the sum is broadcast and promoted as in torch. Everything else is
-    as in :class:`BatchNorm`. :func:`normscope.fuse` puts these layers into a model.
+    as in :class:`BatchNorm`.
+
+    In training a single op does all of it, and keeps only x for backward, or x and y if there is a
+    residual. Several ops with the same results are used in evaluation, under ``torch.compile``, for
+    a sum that broadcasts or promotes, and for one before ``silu``, ``hard_swish`` or a
+    ``leaky_relu`` with a negative slope. SiLU is rounded differently from torch's, by up to 2 units
+    in the last place.
 
     Args:
         num_features: C; every other argument up to ``dtype`` is as for :class:`BatchNorm`.
@@ -88,7 +122,6 @@ class BatchNormAct(BatchNorm):
 
     activation: Activation
     negative_slope: float
-    _adds_into: AddsInto = "new"  # the others require the dtype and shape of the sum
 
     def __init__(
         self,
@@ -154,7 +187,7 @@ class BatchNormAct(BatchNorm):
             mask,
         )
         if residual is not None:
-            y = added(y, residual, self._adds_into)
+            y = y + residual
         y = activated(y, self.activation, self.negative_slope)
         return y if mask is None else filled(y, mask)
 
@@ -168,7 +201,7 @@ class BatchNormAct(BatchNorm):
 
     def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
         if residual is not None:
-            y = added(y, residual, self._adds_into)  # type: ignore[arg-type] # may be a number
+            y = y + residual
         return activated(y, self.activation, self.negative_slope)
 
     def _has_one_op(self, x: torch.Tensor, residual: Residual) -> bool:

@@ -14,7 +14,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from normscope import _process_group
 from normscope._layers import Patterns, named_layers
 from normscope._parametrized import class_of, set_class
-from normscope.activated import OWN_ATTRIBUTES, BatchNormAct
 from normscope.modules import BatchNorm
 from normscope.registry import Conversion, conversion_of, named
 from normscope.scope import Scope
@@ -103,12 +102,10 @@ def revert(model: Model) -> Model:
     """Undo ``convert``: restore the original classes and scopes of the layers.
 
     Changes made by training are kept. A lazy layer that has seen an input becomes the class that
-    torch would have given it. After ``fuse``, revert the original model, not the fused one. The
-    fused layers then keep their scopes.
+    torch would have given it.
 
     Raises:
-        TypeError: If the class of a layer has been changed since, or ``fuse`` has put an activation
-            into it. No layer has been reverted then.
+        TypeError: If the class of a layer has been changed since. No layer has been reverted then.
         RuntimeError: If a torch.nn.SyncBatchNorm had a process group that is not in this process.
 
     Example:
@@ -175,23 +172,14 @@ def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
     conversion = conversion_of(original)
     if class_of(layer) is (conversion.scoped_class if conversion else original):
         return original
-    fused = isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct)
-    advice = (
-        ", which normscope.fuse made; revert the model that was fused"
-        if fused
-        else "; undo first what has changed it"
-    )
     raise TypeError(
         f"{name or 'model'}: expected the class that convert gave it, got "
-        f"{named(type(layer))}{advice}"
+        f"{named(type(layer))}; undo first what has changed it"
     )
 
 
 def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> None:
     attributes = layer.__dict__
-    if OWN_ATTRIBUTES[0] in attributes and not isinstance(layer, BatchNormAct):
-        attributes = {key: attributes[key] for key in attributes if key not in OWN_ATTRIBUTES}
-        object.__setattr__(layer, "__dict__", attributes)  # the fused layer keeps the old dict
     if issubclass(original_class, torch.nn.SyncBatchNorm):
         attributes["process_group"] = _process_group.named(layer.group_name)
     if not issubclass(original_class, BatchNorm):

@@ -9,14 +9,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope._layers import named_layers
 from normscope._parametrized import class_of, set_class
-from normscope._scripted import added
-from normscope._traced import has_hooks
 from normscope.activated import (
+    MODULES,
     OWN_ATTRIBUTES,
     BatchNormAct,
     BatchNormAct1d,
     BatchNormAct2d,
     BatchNormAct3d,
+    has_hooks,
 )
 from normscope.conversion import (
     _COUNT,
@@ -48,15 +48,14 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
     """Replace the classes of normscope's layers by torch's, in place, to deploy the model.
 
     Unlike ``revert``, this works no matter how the layers got into the model: through ``convert``,
-    ``fuse``, or directly as classes of normscope. In evaluation the model computes the same values
-    as before, to the bit. In training, its layers no longer share statistics.
+    or directly as classes of normscope. In evaluation the model computes the same values as before,
+    to the bit. In training, its layers no longer share statistics.
 
     Each layer remains the same object, with its parameters, buffers, hooks and names in
     ``state_dict``. The exception is :class:`~normscope.BatchNormAct`: it is replaced by a
     :class:`~normscope.deployment.BatchNormThenActivation` with the same parameters and buffers,
     whose names in ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
-    ``norm.0.weight``). Both a model and the result of ``fuse`` can be converted; they share the
-    layers that were not fused. An error names the layer, and nothing has been changed.
+    ``norm.0.weight``). An error names the layer, and nothing has been changed.
 
     Args:
         model: The model, or a single layer.
@@ -120,14 +119,13 @@ class BatchNormThenActivation(nn.Sequential):
         norm = torch_class.__new__(torch_class)
         object.__setattr__(norm, "__dict__", _attributes_of_torch(layer))
         super().__init__(norm, _activation(layer))
-        self.adds_into = str(layer._adds_into)
         self.training = self[1].training = layer.training
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *], add ``residual``, and activate."""
         y = self[0](input)
         if residual is not None:
-            y = added(y, residual, self.adds_into)
+            y = y + residual
         activated: torch.Tensor = self[1](y)
         return activated
 
@@ -172,20 +170,11 @@ def _goes_back(layer: BatchNorm) -> bool:
 
 
 def _attributes_of_torch(layer: BatchNorm) -> dict[str, object]:
-    """Return the attributes of torch's layer in a new dict; a fused layer shares the old one."""
+    """Return the attributes of torch's layer in a new dict."""
     own = {*_SETTINGS, *OWN_ATTRIBUTES, _COUNT, _ORIGINAL}
     return {key: value for key, value in layer.__dict__.items() if key not in own}
 
 
 def _activation(layer: BatchNormAct) -> nn.Module:
-    if layer.activation == "leaky_relu":
-        return nn.LeakyReLU(layer.negative_slope)
-    return _ACTIVATIONS[layer.activation]()
-
-
-_ACTIVATIONS = {
-    "relu": nn.ReLU,
-    "relu6": nn.ReLU6,
-    "silu": nn.SiLU,
-    "hard_swish": nn.Hardswish,
-}
+    arguments = (layer.negative_slope,) if layer.activation == "leaky_relu" else ()
+    return MODULES[layer.activation](*arguments)

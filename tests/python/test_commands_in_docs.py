@@ -51,7 +51,6 @@ GUIDES = (
     "docs/deploying.md",
     "docs/environment.md",
     "docs/faults.md",
-    "docs/fusing.md",
     "docs/install.md",
     "docs/migrating.md",
     "docs/numerics.md",

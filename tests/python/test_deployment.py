@@ -49,18 +49,6 @@ def test_a_scripted_model_does_not_train() -> None:
         scripted.train()(batch())
 
 
-@pytest.mark.parametrize("adds_into", ["new", "output", "residual"])
-def test_a_scripted_sum_is_written_into_the_same_tensor(adds_into: str) -> None:
-    layer = normscope.BatchNormAct2d(3, activation="leaky_relu").eval()
-    vars(layer)["_adds_into"] = adds_into  # as set by fuse
-    mine, theirs = batch(1), batch(1)
-
-    y = torch.jit.script(layer)(batch(), mine)
-
-    assert torch.equal(y, layer(batch(), theirs))
-    assert torch.equal(mine, theirs)
-
-
 def test_a_traced_model_evaluates() -> None:
     model = network()
     file = io.BytesIO()

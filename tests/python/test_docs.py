@@ -37,7 +37,6 @@ RUNNING = (
     "docs/scopes.md",
     "docs/recommending.md",
     "docs/scaling.md",
-    "docs/fusing.md",
     "docs/migrating.md",
     "docs/faults.md",
     DEPLOYING,

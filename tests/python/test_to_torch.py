@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -29,28 +28,6 @@ ACTIVATIONS = {
 class Centred(normscope.BatchNorm2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(input) - 0.5
-
-
-class Block(nn.Module):
-    """A residual block whose sum is written into a new tensor or into one of the operands."""
-
-    def __init__(self, adds_into: str = "new") -> None:
-        super().__init__()
-        self.norm1 = nn.BatchNorm2d(3)
-        self.norm2 = nn.BatchNorm2d(3)
-        self.adds_into = adds_into
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        residual: torch.Tensor = self.norm1(x)
-        y: torch.Tensor = self.norm2(x)
-        if self.adds_into == "residual":
-            residual += y
-            y = residual
-        elif self.adds_into == "output":
-            y += residual
-        else:
-            y = y + residual
-        return y.relu()
 
 
 def batch() -> torch.Tensor:
@@ -180,32 +157,3 @@ def test_a_layer_with_an_activation_and_hooks_is_refused() -> None:
         normscope.to_torch(model)
 
     assert type(model[0]) is normscope.BatchNorm2d
-
-
-@pytest.mark.parametrize("adds_into", ["new", "output", "residual"])
-def test_a_fused_model_can_be_deployed(adds_into: str) -> None:
-    model = trained(normscope.convert(Block(adds_into), "local"))
-    fused = normscope.fuse(model)
-    expected = model(batch())
-
-    normscope.to_torch(fused)
-
-    assert vars(fused.norm2)["adds_into"] == adds_into
-    assert type(model.norm2) is normscope.BatchNorm2d
-    assert not any(isinstance(module, normscope.BatchNorm) for module in fused.modules())
-    for deployed in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert torch.equal(deployed(batch()), expected)
-
-
-def test_a_model_that_was_fused_can_be_deployed() -> None:
-    model = trained(normscope.convert(Block(), "local"))
-    fused = normscope.fuse(model)
-    expected = model(batch())
-
-    normscope.to_torch(model)
-
-    assert type(model.norm2) is nn.BatchNorm2d
-    assert model.norm2.__dict__.keys() == nn.BatchNorm2d(3).__dict__.keys()
-    assert torch.equal(model(batch()), expected)
-    assert torch.equal(fused(batch()), expected)
-    assert isinstance(fused.norm2, normscope.BatchNormAct2d)
