@@ -12,8 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope import _process_group
+from normscope._fused import fused_pairs, fusible_pairs, unfused_class
 from normscope._layers import Patterns, named_layers
 from normscope._parametrized import class_of, set_class
+from normscope.activated import BatchNormAct
 from normscope.modules import BatchNorm
 from normscope.registry import Conversion, conversion_of, named
 from normscope.scope import Scope
@@ -46,6 +48,7 @@ def convert(
     exclude: Patterns | None = None,
     *,
     process_group: ProcessGroup | DeviceMesh | None = None,
+    fuse: bool = False,
 ) -> Model:
     """Give the batch normalization layers of a model a scope, in place.
 
@@ -62,6 +65,12 @@ def convert(
         exclude: Patterns of qualified names that are left unchanged; None for none.
         process_group: The ranks that the scope refers to, or a mesh of one dimension. With None,
             each layer keeps its group: a torch.nn.SyncBatchNorm its own, all others the default.
+        fuse: Whether a layer also applies the activation that directly follows it in a
+            torch.nn.Sequential, as a :class:`~normscope.BatchNormAct` does: a ReLU, ReLU6,
+            LeakyReLU, SiLU or Hardswish of torch.nn, whose place a torch.nn.Identity takes. Names
+            and ``state_dict`` stay the same. Modules that have hooks, occur elsewhere in the model
+            too or derive from those classes are not fused, and neither are lazy and parametrized
+            layers. Whoever calls the layer alone then gets the activated output.
 
     Returns:
         The model. If no layer was selected, it is unchanged, and a warning is issued.
@@ -95,17 +104,21 @@ def convert(
         scoped.layer_name = name
         if group_name is not None:
             scoped.group_name = group_name
+    if fuse:
+        for pair in fusible_pairs(model, {layer for _, layer in layers}):
+            pair.fuse()
     return model
 
 
 def revert(model: Model) -> Model:
-    """Undo ``convert``: restore the original classes and scopes of the layers.
+    """Undo ``convert``: restore the original classes, scopes and activations of the layers.
 
     Changes made by training are kept. A lazy layer that has seen an input becomes the class that
     torch would have given it.
 
     Raises:
-        TypeError: If the class of a layer has been changed since. No layer has been reverted then.
+        TypeError: If the class of a layer has been changed since, or ``model`` lacks the
+            torch.nn.Sequential in which a layer was fused. No layer has been reverted then.
         RuntimeError: If a torch.nn.SyncBatchNorm had a process group that is not in this process.
 
     Example:
@@ -113,11 +126,14 @@ def revert(model: Model) -> Model:
         >>> type(revert(convert(layer))) is torch.nn.BatchNorm2d
         True
     """
+    pairs = fused_pairs(model)
     layers = [
-        (layer, _original_class(layer, name))
+        (layer, _original_class(layer, unfused_class(layer, pairs), name))
         for name, layer in named_layers(model, BatchNorm, include=None, exclude=None)
         if _ORIGINAL in layer.__dict__
     ]
+    for pair in pairs.values():
+        pair.split()
     for layer, original_class in layers:
         _revert_layer(layer, original_class)
     return model
@@ -163,18 +179,26 @@ def _converted(
     return layer
 
 
-def _original_class(layer: BatchNorm, name: str) -> type[torch.nn.Module]:
-    """Return the class that ``revert`` gives a converted layer."""
+def _original_class(
+    layer: BatchNorm, layer_class: type[torch.nn.Module], name: str
+) -> type[torch.nn.Module]:
+    """Return the class that ``revert`` gives a converted layer, whose class is ``layer_class``."""
     original: type[torch.nn.Module] = layer.__dict__[_ORIGINAL].layer_class
     if issubclass(original, LazyModuleMixin) and not isinstance(layer, LazyModuleMixin):
         assert original.cls_to_become is not None
         original = original.cls_to_become
     conversion = conversion_of(original)
-    if class_of(layer) is (conversion.scoped_class if conversion else original):
+    if layer_class is (conversion.scoped_class if conversion else original):
         return original
+    fused = isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct)
+    advice = (
+        "revert the torch.nn.Sequential in which it was fused"
+        if fused
+        else ("undo first what has changed it")
+    )
     raise TypeError(
         f"{name or 'model'}: expected the class that convert gave it, got "
-        f"{named(type(layer))}; undo first what has changed it"
+        f"{named(type(layer))}; {advice}"
     )
 
 

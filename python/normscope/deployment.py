@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from normscope._fused import fused_pairs, unfused_class
 from normscope._layers import named_layers
-from normscope._parametrized import class_of, set_class
+from normscope._parametrized import set_class
 from normscope.activated import (
     MODULES,
     OWN_ATTRIBUTES,
@@ -55,7 +58,8 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
     ``state_dict``. The exception is :class:`~normscope.BatchNormAct`: it is replaced by a
     :class:`~normscope.deployment.BatchNormThenActivation` with the same parameters and buffers,
     whose names in ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
-    ``norm.0.weight``). An error names the layer, and nothing has been changed.
+    ``norm.0.weight``). If ``convert`` has fused a layer with an activation, the two are separated
+    instead, as by ``revert``. An error names the layer, and nothing has been changed.
 
     Args:
         model: The model, or a single layer.
@@ -76,15 +80,18 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
         >>> type(to_torch(model)[1]) is torch.nn.BatchNorm2d
         True
     """
+    pairs = fused_pairs(model)
     layers = [
-        (layer, _torch_class(layer, name or "model", any_dims))
+        (layer, _torch_class(layer, _class_of(layer, pairs), name or "model", any_dims))
         for name, layer in named_layers(model, BatchNorm, include=None, exclude=None)
     ]
+    for pair in pairs.values():
+        pair.split()
     replaced: dict[nn.Module | None, nn.Module] = {}
     for layer, torch_class in layers:
         if isinstance(layer, BatchNormAct):
             replaced[layer] = BatchNormThenActivation(layer, torch_class)
-        elif _goes_back(layer):
+        elif _goes_back(layer, type(layer)):
             _revert_layer(layer, torch_class)
         else:
             object.__setattr__(layer, "__dict__", _attributes_of_torch(layer))
@@ -130,18 +137,29 @@ class BatchNormThenActivation(nn.Sequential):
         return activated
 
 
-def _torch_class(layer: BatchNorm, name: str, any_dims: type[_BatchNorm] | None) -> type[nn.Module]:
-    if isinstance(layer, BatchNormAct) and has_hooks(layer):
+def _class_of(layer: BatchNorm, fused: Container[nn.Module]) -> type[nn.Module]:
+    """Return the class of a layer, without the activation that ``convert`` has fused it with."""
+    if isinstance(layer, BatchNormAct) and layer not in fused:
+        # If it is parametrized, it is refused: two replacements would lose the parametrizations.
+        return type(layer)
+    return unfused_class(layer, fused)
+
+
+def _torch_class(
+    layer: BatchNorm,
+    layer_class: type[nn.Module],
+    name: str,
+    any_dims: type[_BatchNorm] | None,
+) -> type[nn.Module]:
+    if issubclass(layer_class, BatchNormAct) and has_hooks(layer):
         raise RuntimeError(
             f"{name}: expected a layer without forward or backward hooks, which two modules "
             f"replace, got a {type(layer).__qualname__} with hooks; remove them"
         )
-    # A parametrized BatchNormAct is refused: its two replacements would lose the parametrizations.
-    layer_class = type(layer) if isinstance(layer, BatchNormAct) else class_of(layer)
     if layer_class in _OF_ANY_DIMENSIONS:
         return _checked(any_dims, layer, name)
-    if _goes_back(layer):
-        return _original_class(layer, name)
+    if _goes_back(layer, layer_class):
+        return _original_class(layer, layer_class, name)
     if layer_class in _TORCH:
         return _TORCH[layer_class]
     raise TypeError(
@@ -161,9 +179,9 @@ def _checked(any_dims: type[_BatchNorm] | None, layer: BatchNorm, name: str) -> 
     return any_dims
 
 
-def _goes_back(layer: BatchNorm) -> bool:
+def _goes_back(layer: BatchNorm, layer_class: type[nn.Module]) -> bool:
     """Return whether the class before ``convert`` can be deployed."""
-    if isinstance(layer, BatchNormAct) or _ORIGINAL not in layer.__dict__:
+    if issubclass(layer_class, BatchNormAct) or _ORIGINAL not in layer.__dict__:
         return False
     original = layer.__dict__[_ORIGINAL].layer_class
     return original is not nn.SyncBatchNorm and not issubclass(original, BatchNorm)
