@@ -13,11 +13,18 @@ from normscope import _library
 from normscope._library import Running
 from normscope._moments import no_moments
 from normscope._rows import Residual, Rows, broadcast, checked
-from normscope._scripted import filled
 
 Op = Callable[..., torch.Tensor]
 # Chooses the op for an input and its residual.
 ChooseOp = Callable[[torch.Tensor, Residual], Op]
+
+
+def filled(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return x with zeros where the mask is False, after broadcasting the two.
+
+    Unlike the result of masked_fill, this one has the memory format of x.
+    """
+    return torch.where(mask, x, 0.0)
 
 
 def normalize_filled(

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The classes that ``convert`` gives timm's layers. Importing this module imports timm."""
 
-# timm's layers take no mask.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from functools import partial
@@ -16,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope import _library
 from normscope._fx import call_of_module
-from normscope._scripted import evaluated
 from normscope.activated import activation_of, has_hooks
 from normscope.modules import BatchNorm2d
 from normscope.registry import register_conversion
@@ -33,28 +29,16 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
     activation of any other class.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # no mask
         """Normalize ``x`` [N, C, H, W], drop, and activate."""
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            if isinstance(x, Proxy):
-                return call_of_module(self, x)
-            if not self.training:
-                return self._drop_and_act(_BatchNorm.forward(self, x))
-            activation = self._activation()
-            if activation is None:
-                return self._drop_and_act(self._train(x, _library.batch_norm))
-            return self._train(x, partial(_library.batch_norm_act, *activation, None))
-        y = evaluated(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            self.eps,
-        )
-        activated: torch.Tensor = self.act(self.drop(y))  # type: ignore[operator]
-        return activated
+        if isinstance(x, Proxy):
+            return call_of_module(self, x)
+        if not self.training:
+            return self._drop_and_act(_BatchNorm.forward(self, x))
+        activation = self._activation()
+        if activation is None:
+            return self._drop_and_act(self._train(x, _library.batch_norm))
+        return self._train(x, partial(_library.batch_norm_act, *activation, None))
 
     def _drop_and_act(self, y: torch.Tensor) -> torch.Tensor:
         for name in ("drop", "act"):
@@ -90,7 +74,7 @@ class SplitBatchNorm2d(timm_layers.SplitBatchNorm2d, BatchNorm2d):  # type: igno
     The layers in ``aux_bn`` are converted like any others.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # no mask
         """Normalize the first part of ``input`` [N, C, H, W], and the others with ``aux_bn``."""
         if isinstance(input, Proxy):
             return call_of_module(self, input)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization with the activation that follows it."""
 
-# The overrides of forward take more arguments. Ignoring the error on the line itself is impossible:
-# TorchScript reads type comments in a forward as its own.
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from functools import partial
@@ -12,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from torch.fx import Proxy
+from torch.nn import functional
 
 from normscope import _library
 from normscope._fx import call_of_module
 from normscope._rows import Residual
-from normscope._scripted import activated, evaluated, filled
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
 
 if TYPE_CHECKING:
@@ -118,8 +114,6 @@ class BatchNormAct(BatchNorm):
         torch.Size([4, 3, 5])
     """
 
-    __constants__ = [*BatchNorm.__constants__, *OWN_ATTRIBUTES]  # noqa: RUF012 - torch's
-
     activation: Activation
     negative_slope: float
 
@@ -160,36 +154,21 @@ class BatchNormAct(BatchNorm):
         self.activation = activation
         self.negative_slope = negative_slope
 
-    def forward(
+    def forward(  # type: ignore[override] # takes more than torch's
         self,
         input: torch.Tensor,
         residual: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,  # TorchScript allows no default for keyword-only ones
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Normalize ``input`` [N, C, *], add ``residual``, activate; 0 where ``mask`` is False."""
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            if isinstance(input, Proxy):
-                others = () if residual is None else (residual,)
-                return call_of_module(self, input, *others, mask=mask)
-            if mask is not None:
-                return self._normalize_masked(input, mask, residual)
-            if self.training and self._has_one_op(input, residual):
-                return self._train(input, self._op(input, residual))
-            return self._finish(super().forward(input), residual)
-        y = evaluated(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            self.eps,
-            mask,
-        )
-        if residual is not None:
-            y = y + residual
-        y = activated(y, self.activation, self.negative_slope)
-        return y if mask is None else filled(y, mask)
+        if isinstance(input, Proxy):
+            others = () if residual is None else (residual,)
+            return call_of_module(self, input, *others, mask=mask)
+        if mask is not None:
+            return self._normalize_masked(input, mask, residual)
+        if self.training and self._has_one_op(input, residual):
+            return self._train(input, self._op(input, residual))
+        return self._finish(super().forward(input), residual)
 
     def _op(self, x: torch.Tensor, residual: Residual) -> Callable[..., torch.Tensor]:
         if self._has_one_op(x, residual):
@@ -202,7 +181,7 @@ class BatchNormAct(BatchNorm):
     def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
         if residual is not None:
             y = y + residual
-        return activated(y, self.activation, self.negative_slope)
+        return _activated(y, self.activation, self.negative_slope)
 
     def _has_one_op(self, x: torch.Tensor, residual: Residual) -> bool:
         """Return whether a single op can do all of it, which is not the case for every sum."""
@@ -227,6 +206,19 @@ class BatchNormAct(BatchNorm):
         """Return the text of BatchNorm with the activation."""
         slope = f"({self.negative_slope})" if self.activation == "leaky_relu" else ""
         return f"{super().extra_repr()}, activation={self.activation}{slope}"
+
+
+def _activated(y: torch.Tensor, activation: Activation, negative_slope: float) -> torch.Tensor:
+    if activation == "relu":
+        return functional.relu(y)
+    if activation == "relu6":
+        return functional.relu6(y)
+    if activation == "leaky_relu":
+        return functional.leaky_relu(y, negative_slope)
+    if activation == "silu":
+        return functional.silu(y)
+    assert activation == "hard_swish"
+    return functional.hardswish(y)
 
 
 class BatchNormAct1d(BatchNormAct, BatchNorm1d):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
 
 import torch
 from torch.fx import Proxy
@@ -13,7 +13,6 @@ from normscope import _library, _process_group, _replicas
 from normscope._fx import call_of_module
 from normscope._masked import MaskedOp, normalize_alone, normalize_filled, recomputes
 from normscope._rows import Residual
-from normscope._scripted import evaluated, filled
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -109,16 +108,6 @@ class BatchNorm(_BatchNorm):
     _accumulator: _Accumulator | None = None  # in a block of accumulate
     _meeting: _replicas.Meeting | None = None  # in a replica of torch.nn.DataParallel
 
-    # TorchScript does not know the types of these, and evaluation does not need them.
-    __jit_ignored_attributes__: ClassVar[list[str]] = [
-        "slice_stats",
-        "group_name",
-        "layer_name",
-        "elements_seen",
-        "_accumulator",
-    ]
-    __jit_unused_properties__: ClassVar[list[str]] = ["scope", "process_group"]
-
     def __init__(
         self,
         num_features: int,
@@ -169,25 +158,13 @@ class BatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *] where ``mask`` [N, 1, *] is True; elsewhere y is 0."""
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            if isinstance(input, Proxy):
-                return call_of_module(self, input, mask=mask)
-            if mask is not None:
-                return self._normalize_masked(input, mask, None)
-            if not self.training:
-                return super().forward(input)
-            return self._train(input, _library.batch_norm)
-        y = evaluated(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            self.eps,
-            mask,
-        )
-        return y if mask is None else filled(y, mask)
+        if isinstance(input, Proxy):
+            return call_of_module(self, input, mask=mask)
+        if mask is not None:
+            return self._normalize_masked(input, mask, None)
+        if not self.training:
+            return super().forward(input)
+        return self._train(input, _library.batch_norm)
 
     def _normalize_masked(
         self, x: torch.Tensor, mask: torch.Tensor, residual: Residual
@@ -273,6 +250,14 @@ class BatchNorm(_BatchNorm):
         if not is_first:
             replica._accumulator = None  # its counts would be lost, as its buffers are
         return replica
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse torch.jit.script, which calls this for every layer of a model."""
+        raise TypeError(
+            f"{self.layer_name or 'torch.jit.script'}: expected a layer of torch.nn, got a "
+            f"{type(self).__name__} of normscope, which TorchScript cannot compile; script "
+            "normscope.to_torch(model), which evaluates the same, or use torch.export"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -236,11 +236,15 @@ def test_layers_can_be_copied_pickled_and_traced() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_layers_can_be_scripted_for_evaluation() -> None:
+def test_layers_can_be_scripted_once_they_are_timm_s_again() -> None:
     model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "local")).eval()
     x = samples(3, 5, 5)
+    expected = model(x)
 
-    assert torch.equal(torch.jit.script(model)(x), model(x))
+    with pytest.raises(TypeError, match=r"got a BatchNormAct2d of normscope, .*to_torch\(model\)"):
+        torch.jit.script(model)
+
+    assert torch.equal(torch.jit.script(normscope.to_torch(model))(x), expected)
 
 
 def test_replicas_share_statistics_and_activate() -> None:

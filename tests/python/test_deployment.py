@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from deployed_networks import assert_close, batch, network
+from torch import nn
 
 import normscope
 
@@ -19,34 +20,39 @@ pytestmark = [
 ]
 
 
-def test_a_scripted_model_evaluates() -> None:
+@pytest.mark.parametrize(
+    "layer",
+    [
+        normscope.BatchNorm2d(3),
+        normscope.BatchNormAct2d(3),
+        normscope.SyncBatchNorm(3),
+        normscope.convert(nn.BatchNorm2d(3)),
+        normscope.convert(nn.LazyBatchNorm2d()),
+    ],
+    ids=["BatchNorm2d", "BatchNormAct2d", "SyncBatchNorm", "converted", "lazy"],
+)
+def test_scripting_a_layer_raises_and_names_to_torch(layer: nn.Module) -> None:
+    for model in (layer, nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(layer))):
+        with pytest.raises(TypeError, match=r"^torch.jit.script: .* normscope.to_torch\(model\)"):
+            torch.jit.script(model.eval())
+
+
+def test_the_error_of_scripting_names_the_layer() -> None:
+    model = normscope.convert(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+
+    with pytest.raises(TypeError, match=r"^1: expected a layer of torch.nn, got a BatchNorm2d"):
+        torch.jit.script(model)
+
+
+def test_a_model_with_torch_s_layers_can_be_scripted() -> None:
     model = network()
+    expected = model(batch())
     file = io.BytesIO()
 
-    torch.jit.save(torch.jit.script(model), file)
+    torch.jit.save(torch.jit.script(normscope.to_torch(model, any_dims=nn.BatchNorm2d)), file)
     file.seek(0)
 
-    assert torch.equal(torch.jit.load(file)(batch()), model(batch()))
-    assert "normscope::" not in str(torch.jit.script(model).inlined_graph)
-
-
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("track_running_stats", [True, False])
-def test_a_scripted_layer_may_lack_parameters_and_statistics(
-    affine: bool,  # noqa: FBT001
-    track_running_stats: bool,  # noqa: FBT001
-) -> None:
-    layer = normscope.BatchNorm2d(3, affine=affine, track_running_stats=track_running_stats)
-    layer(batch(1))
-
-    assert torch.equal(torch.jit.script(layer.eval())(batch()), layer(batch()))
-
-
-def test_a_scripted_model_does_not_train() -> None:
-    scripted = torch.jit.script(normscope.BatchNorm2d(3).eval())
-
-    with pytest.raises(torch.jit.Error, match="expected a scripted layer of normscope in evalu"):
-        scripted.train()(batch())
+    assert torch.equal(torch.jit.load(file)(batch()), expected)
 
 
 def test_a_traced_model_evaluates() -> None:

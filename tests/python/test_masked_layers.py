@@ -247,21 +247,6 @@ def test_a_compiled_layer_has_equal_bits_and_is_compiled_once(training: bool, sc
             torch.compile(layer, backend="eager", fullgraph=True)(given[0], mask=mask)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_a_scripted_layer_evaluates_with_a_mask() -> None:
-    mask, x, residual = inputs()
-    for layer, given in (
-        (normscope.BatchNorm2d(3), [x]),
-        (normscope.BatchNormAct2d(3, activation="silu"), [x, residual]),
-    ):
-        scripted = torch.jit.script(layer.eval())
-
-        assert torch.equal(scripted(*given, mask=mask), layer(*given, mask=mask))
-    alone = torch.jit.script(normscope.BatchNorm2d(3, track_running_stats=False).eval())
-    with pytest.raises(Exception, match="mask: expected a scripted layer that has running"):
-        alone(x, mask=mask)
-
-
 def test_a_mask_is_an_argument_of_a_traced_module_call() -> None:
     model = Masked(normscope.BatchNorm2d(3, scope="local"))
     mask, x = inputs(count=1)
