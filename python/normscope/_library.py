@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops of the C++ library, with types."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -76,55 +78,77 @@ for _op in (
 exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
 
 
+class ForwardArguments(NamedTuple):
+    """The arguments of a training forward after x, in the order of the op.
+
+    Args:
+        weight: [C].
+        bias: [C].
+        running_mean: [C]; updated, as are the next two. None for none.
+        running_var: [C].
+        num_batches_tracked: The number of updates.
+        momentum: Weight of the new statistics in the running ones; None for a cumulative average.
+        eps: Added to the variance.
+        dims: The numbers of dimensions that x may have; () for any.
+        slice_stats: How slices update the running statistics.
+        scope: Who shares statistics.
+        group: The name of the process group; "" for none.
+        layer: The layer's name, used in errors; "" for none.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+    momentum: float | None
+    eps: float
+    dims: tuple[int, ...]
+    slice_stats: str
+    scope: str
+    group: str
+    layer: str
+
+    def without_running(self) -> ForwardArguments:
+        """Return the same arguments without running statistics."""
+        return self._replace(running_mean=None, running_var=None, num_batches_tracked=None)
+
+
 def batch_norm(
-    *arguments: Any,  # noqa: ANN401 - as the user gave them
-    scope: str,
-    slice_stats: str,
-    group: str,
-    layer: str,
-    **accumulated: torch.Tensor,
+    x: torch.Tensor, arguments: ForwardArguments, accumulated: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Call the training op; if the arguments do not reach it, tell the other ranks.
 
     Args:
-        arguments: The first arguments of the op, up to ``dims``.
-        scope: As for the op.
-        slice_stats: As for the op.
-        group: The op's ``group_name``.
-        layer: As for the op.
-        accumulated: The op's argument of this name, if given.
+        x: [N, C, *].
+        arguments: As for the op.
+        accumulated: The moments of the norm batch are added to these; None for none.
     """
+    y: torch.Tensor
     try:
         if torch.compiler.is_compiling():
             y, _ = batch_norm_forward(
-                *arguments,
-                slice_stats,
-                scope,
-                group,
-                layer,
-                decompose=not exact_graphs,
-                **accumulated,
+                x, *arguments, accumulated=accumulated, decompose=not exact_graphs
             )
+        elif accumulated is None:  # an argument that is not needed takes time, too
+            y, _ = batch_norm_forward(x, *arguments)
         else:
-            y, _ = batch_norm_forward(*arguments, slice_stats, scope, group, layer, **accumulated)
+            y, _ = batch_norm_forward(x, *arguments, accumulated=accumulated)
     except (RuntimeError, TypeError) as error:
         # Only these: checkpointing ends a recomputation with an exception of its own.
-        tell_peers(error, scope, group)
+        tell_peers(error, arguments.scope, arguments.group)
         _name_transforms(error)
         raise
-    return cast("torch.Tensor", y)
+    return y
 
 
 def batch_norm_act(
     activation: str,
     negative_slope: float,
     residual: torch.Tensor | None,
-    *arguments: Any,  # noqa: ANN401 - as the user gave them
-    scope: str,
-    slice_stats: str,
-    group: str,
-    layer: str,
-    **accumulated: torch.Tensor,
+    x: torch.Tensor,
+    arguments: ForwardArguments,
+    accumulated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Call the training op with an activation, in the same way as :func:`batch_norm`.
 
@@ -132,34 +156,33 @@ def batch_norm_act(
         activation: As for the op.
         negative_slope: As for the op.
         residual: As for the op.
+        x: As for :func:`batch_norm`.
         arguments: As for :func:`batch_norm`.
-        scope: As for the op.
-        slice_stats: As for the op.
-        group: The op's ``group_name``.
-        layer: As for the op.
-        accumulated: The op's argument of this name, if given.
+        accumulated: As for :func:`batch_norm`.
     """
+    y: torch.Tensor
+    ending = (activation, negative_slope, residual)
     try:
-        y, _ = batch_norm_act_forward(
-            activation,
-            negative_slope,
-            residual,
-            *arguments,
-            slice_stats,
-            scope,
-            group,
-            layer,
-            **accumulated,
-        )
+        if accumulated is None:
+            y, _ = batch_norm_act_forward(*ending, x, *arguments)
+        else:
+            y, _ = batch_norm_act_forward(*ending, x, *arguments, accumulated=accumulated)
     except (RuntimeError, TypeError) as error:
-        tell_peers(error, scope, group)
+        tell_peers(error, arguments.scope, arguments.group)
         _name_transforms(error)
         raise
-    return cast("torch.Tensor", y)
+    return y
 
 
-# running_mean, running_var and num_batches_tracked.
-Running = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+def recomputes() -> bool:
+    """Return whether a backward is running, as in checkpointing; it updates no statistics."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def no_moments(channels: int, device: torch.device) -> torch.Tensor:
+    """Return the moments of no elements, to which others can be added."""
+    size = message_bytes(channels) // torch.float64.itemsize
+    return torch.zeros(size, dtype=torch.float64, device=device)
 
 
 def tell_peers(error: Exception, scope: str, group: str) -> None:

@@ -20,20 +20,21 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.constants import default_pg_timeout
 
 from normscope import _library, _process_group
-from normscope._moments import update_running
+from normscope._ending import Ending
+from normscope._forward import DIRECT, Counter, Layer, Route, check_dimensions
+from normscope._library import ForwardArguments
 from normscope._rows import Rows
+from normscope.scope import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from normscope.modules import BatchNorm
 
 _COUNT = -4  # index of the element count in moments: the first of the four numbers after the sums
 
@@ -149,6 +150,7 @@ class _Arrival:
 
     moments: torch.Tensor
     x: torch.Tensor
+    eps: float
     call: _Call
 
 
@@ -161,30 +163,38 @@ class _Round:
     error: str = ""
 
 
-class Meeting:
+class _Original(Layer, Protocol):
+    """The layer that replicas were made from."""
+
+    layer_name: str
+    _route: Route
+
+
+class _Meeting:
     """The replicas of a layer that torch.nn.parallel.replicate() has made for one forward."""
 
-    def __init__(self, layer: BatchNorm) -> None:
+    def __init__(self, layer: _Original) -> None:
         self._layer = weakref.ref(layer)
         self.is_open = True  # more replicas can join until one of them is called
-        self._replicas: list[weakref.ref[BatchNorm]] = []
+        self._replicas: list[weakref.ref[_RouteOfReplica]] = []
         self._rounds: dict[int, _Round] = {}
         self._calls: dict[int, int] = {}  # by replica
         self._error = ""
         self._condition = threading.Condition()
 
-    def join(self, replica: BatchNorm) -> bool:
-        """Add a replica, and return whether it is the first."""
-        self._replicas.append(weakref.ref(replica))
-        return len(self._replicas) == 1
+    def join(self, route: Route) -> _RouteOfReplica:
+        """Add a replica; the first one has the given route for what it does alone."""
+        joined = _RouteOfReplica(self, DIRECT if self._replicas else route)
+        self._replicas.append(weakref.ref(joined))
+        return joined
 
-    def normalize(
+    def train(
         self,
-        replica: BatchNorm,
+        replica: _RouteOfReplica,
         x: torch.Tensor,
-        scope: str,
-        group_name: str,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | None,
+        arguments: ForwardArguments,
+        ending: Ending,
     ) -> torch.Tensor:
         """Normalize one replica's part of the joint batch, without what the mask excludes.
 
@@ -193,24 +203,24 @@ class Meeting:
             RuntimeError: If the other replicas do not arrive, or their inputs do not match, or the
                 scope is not supported for replicas.
         """
-        weight, bias = replica.weight, replica.bias
-        call = _Call()
+        weight, bias, part, call = arguments.weight, arguments.bias, x, _Call()
         try:
-            replica._check_input_dim(x)
-            _check_scope(scope, group_name)
+            check_dimensions(x, arguments.dims)
+            _check_scope(arguments.scope, arguments.group)
             if mask is not None:
-                rows, whole = Rows.of(x, mask), x
-                x = rows.take(x)
-            moments: torch.Tensor = _Moments.apply(x, weight, call)  # type: ignore[no-untyped-call]
+                rows = Rows.of(x, mask)
+                part, ending = rows.take(x), ending.of_rows(rows, x)
+            moments: torch.Tensor = _Moments.apply(part, weight, call)  # type: ignore[no-untyped-call]
             with self._condition:
-                total = self._meet(replica, _Arrival(moments, x, call))
+                total = self._meet(replica, _Arrival(moments, part, arguments.eps, call))
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             raise
-        y: torch.Tensor = _Normalize.apply(x, weight, bias, total, call)  # type: ignore[no-untyped-call]
-        return y if mask is None else rows.put(y, whole)
+        y: torch.Tensor = _Normalize.apply(part, weight, bias, total, call)  # type: ignore[no-untyped-call]
+        y = ending.finish(y)
+        return y if mask is None else rows.put(y, x)
 
-    def _meet(self, replica: BatchNorm, arrival: _Arrival) -> torch.Tensor:
+    def _meet(self, replica: _RouteOfReplica, arrival: _Arrival) -> torch.Tensor:
         """Return the moments of all replicas, on the device of this one."""
         if self.is_open:
             self.is_open = False
@@ -251,9 +261,10 @@ class Meeting:
         totals = _Sum.apply(*(arrival.moments for arrival in arrivals))  # type: ignore[no-untyped-call]
         for arrival, total in zip(arrivals, totals, strict=True):
             arrival.call.statistics = _library.batch_norm_finalize(
-                total.detach(), None, None, None, None, layer.eps, arrival.x.dtype
+                total.detach(), None, None, None, None, arrival.eps, arrival.x.dtype
             )
-        update_running(layer, totals[0].detach(), sum(a.x.numel() for a in arrivals))
+        elements = sum(arrival.x.numel() for arrival in arrivals)
+        layer._route.add(layer, totals[0].detach(), elements)
         this_round.totals = totals
 
     def _wait(self, this_round: _Round) -> None:
@@ -323,12 +334,41 @@ def _no_thread_works() -> bool:
     return True
 
 
-_open_meetings: weakref.WeakKeyDictionary[BatchNorm, Meeting] = weakref.WeakKeyDictionary()
+class _RouteOfReplica:
+    """The route of a replica: to the others if they share statistics, else as if it was alone."""
+
+    def __init__(self, meeting: _Meeting, alone: Route) -> None:
+        self._meeting = meeting
+        self._alone = alone
+
+    def train(
+        self,
+        counter: Counter | None,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: ForwardArguments,
+        ending: Ending,
+    ) -> torch.Tensor:
+        """Normalize the replica's part of the batch."""
+        if Scope(arguments.scope).is_of_one_rank:
+            return self._alone.train(counter, x, mask, arguments, ending)
+        return self._meeting.train(self, x, mask, arguments, ending)
+
+    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
+        """Add moments as if the replica was alone."""
+        self._alone.add(layer, moments, elements)
 
 
-def open_meeting(layer: BatchNorm) -> Meeting:
-    """Return the meeting that new replicas of a layer join."""
+_open_meetings: weakref.WeakKeyDictionary[_Original, _Meeting] = weakref.WeakKeyDictionary()
+
+
+def route_of_replica(layer: _Original) -> Route:
+    """Return the route of a new replica of a layer.
+
+    Only the first replica adds to what the layer's route collects: the buffers of the others are
+    lost.
+    """
     meeting = _open_meetings.get(layer)
     if meeting is None or not meeting.is_open:
-        meeting = _open_meetings[layer] = Meeting(layer)
-    return meeting
+        meeting = _open_meetings[layer] = _Meeting(layer)
+    return meeting.join(layer._route)

@@ -30,6 +30,14 @@ def checked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def filled(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return x with zeros where the mask is False, after broadcasting the two.
+
+    Unlike the result of masked_fill, this one has the memory format of x.
+    """
+    return torch.where(mask, x, 0.0)
+
+
 def unmasked_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the rows [M, C] of x [N, C, *] where the mask is True, in the order of the samples."""
     return Rows.of(x, mask).take(x)

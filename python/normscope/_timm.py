@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +10,14 @@ from timm import layers as timm_layers
 from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from normscope import _library
+from normscope._ending import NOTHING, Activated
 from normscope._fx import call_of_module
 from normscope.activated import activation_of, has_hooks
 from normscope.modules import BatchNorm2d
 from normscope.registry import register_conversion
 
 if TYPE_CHECKING:
-    from normscope.activated import Activation
+    from normscope._ending import Activation
 
 
 class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[misc]
@@ -37,8 +36,8 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
             return self._drop_and_act(_BatchNorm.forward(self, x))
         activation = self._activation()
         if activation is None:
-            return self._drop_and_act(self._train(x, _library.batch_norm))
-        return self._train(x, partial(_library.batch_norm_act, *activation, None))
+            return self._drop_and_act(self._train(x, None, NOTHING))
+        return self._train(x, None, Activated(*activation))
 
     def _drop_and_act(self, y: torch.Tensor) -> torch.Tensor:
         for name in ("drop", "act"):
@@ -51,8 +50,6 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
         """Return the activation that the op can apply; None if drop and act have to be called."""
         if torch.compiler.is_compiling():
             return None  # the compiler fuses by itself
-        if self._meeting is not None:
-            return None  # replicas of torch.nn.DataParallel wait for each other within the layer
         drop, act = self._modules.get("drop"), self._modules.get("act")
         if act is None or torch.nn.modules.module._has_any_global_hook():
             return None

@@ -10,16 +10,34 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import is_lazy
 
-from normscope._moments import no_moments, update_running
+from normscope._ending import Ending
+from normscope._forward import Counter, Layer, add_to_count, train
+from normscope._library import ForwardArguments, no_moments
 from normscope.modules import BatchNorm
 
 
 @dataclass
 class _Accumulator:
-    """What a layer has seen since the block began."""
+    """The route of a layer in the block, which collects what the layer sees."""
 
     moments: torch.Tensor  # in the format of the ops, of all norm batches so far
     elements_seen: int | None = 0  # like the attribute of a layer
+
+    def train(
+        self,
+        counter: Counter | None,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: ForwardArguments,
+        ending: Ending,
+    ) -> torch.Tensor:
+        """Normalize ``x``; the layer's buffers and its count stay as they are."""
+        return train(self, x, mask, arguments.without_running(), ending, self.moments)
+
+    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
+        """Add moments to those of the block."""
+        self.moments += moments
+        add_to_count(self, elements)
 
 
 @contextmanager
@@ -55,14 +73,14 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
     layers = _layers_of(model)
     accumulators = [_Accumulator(_no_moments(layer)) for layer in layers]
     for layer, accumulator in zip(layers, accumulators, strict=True):
-        layer._accumulator = accumulator
+        layer._route = accumulator
     try:
         yield
     finally:
         for layer in layers:
-            del layer._accumulator
+            del layer._route
     for layer, accumulator in zip(layers, accumulators, strict=True):
-        update_running(layer, accumulator.moments, accumulator.elements_seen)
+        layer._update_running(accumulator.moments, accumulator.elements_seen)
 
 
 def _no_moments(layer: BatchNorm) -> torch.Tensor:
@@ -80,7 +98,7 @@ def _layers_of(model: torch.nn.Module) -> list[BatchNorm]:
             raise ValueError(
                 f"{name or 'model'}: expected a layer that has seen an input, got a lazy one"
             )
-        if layer._accumulator is not None:
+        if isinstance(layer._route, _Accumulator):
             raise RuntimeError(
                 f"{name or 'model'}: expected a layer outside of other blocks of accumulate, got "
                 "one inside"

@@ -3,27 +3,24 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch.fx import Proxy
-from torch.nn import functional
 
-from normscope import _library
+from normscope._ending import Activated
+from normscope._ending import Activation as Activation
 from normscope._fx import call_of_module
-from normscope._rows import Residual
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from normscope.scope import Scope
 
-Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
 
 # The attributes that only a layer with an activation has.
 OWN_ATTRIBUTES = ("activation", "negative_slope")
@@ -164,61 +161,17 @@ class BatchNormAct(BatchNorm):
         if isinstance(input, Proxy):
             others = () if residual is None else (residual,)
             return call_of_module(self, input, *others, mask=mask)
-        if mask is not None:
-            return self._normalize_masked(input, mask, residual)
-        if self.training and self._has_one_op(input, residual):
-            return self._train(input, self._op(input, residual))
-        return self._finish(super().forward(input), residual)
-
-    def _op(self, x: torch.Tensor, residual: Residual) -> Callable[..., torch.Tensor]:
-        if self._has_one_op(x, residual):
-            assert not isinstance(residual, float)
-            return partial(_library.batch_norm_act, self.activation, self.negative_slope, residual)
-        return lambda *given, **keywords: self._finish(
-            _library.batch_norm(*given, **keywords), residual
-        )
-
-    def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
-        if residual is not None:
-            y = y + residual
-        return _activated(y, self.activation, self.negative_slope)
-
-    def _has_one_op(self, x: torch.Tensor, residual: Residual) -> bool:
-        """Return whether a single op can do all of it, which is not the case for every sum."""
-        if torch.compiler.is_compiling():
-            return False  # the compiler fuses by itself
-        if self._meeting is not None:
-            return False  # replicas of torch.nn.DataParallel wait for each other within the layer
-        if residual is None:
-            return True
-        rises = self.activation in ("relu", "relu6") or (
-            self.activation == "leaky_relu" and self.negative_slope >= 0
-        )
-        return (
-            rises
-            and isinstance(residual, torch.Tensor)
-            and residual.shape == x.shape
-            and residual.dtype == x.dtype
-            and residual.device == x.device
-        )
+        ending = Activated(self.activation, self.negative_slope, residual)
+        if self.training:
+            return self._train(input, mask, ending)
+        if mask is None:
+            return ending.finish(super().forward(input))
+        return self._evaluate(input, mask, ending)
 
     def extra_repr(self) -> str:
         """Return the text of BatchNorm with the activation."""
         slope = f"({self.negative_slope})" if self.activation == "leaky_relu" else ""
         return f"{super().extra_repr()}, activation={self.activation}{slope}"
-
-
-def _activated(y: torch.Tensor, activation: Activation, negative_slope: float) -> torch.Tensor:
-    if activation == "relu":
-        return functional.relu(y)
-    if activation == "relu6":
-        return functional.relu6(y)
-    if activation == "leaky_relu":
-        return functional.leaky_relu(y, negative_slope)
-    if activation == "silu":
-        return functional.silu(y)
-    assert activation == "hard_swish"
-    return functional.hardswish(y)
 
 
 class BatchNormAct1d(BatchNormAct, BatchNorm1d):

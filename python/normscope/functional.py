@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normscope import _library, _process_group
-from normscope._masked import MaskedOp, normalize_filled, normalize_rows
+from normscope import _process_group
+from normscope._forward import evaluate, train
+from normscope._library import ForwardArguments
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -74,23 +75,9 @@ def batch_norm(
     given = _process_group.name_of(process_group)
     parsed = Scope(str(scope))
     if not training:
-        has_none = running_mean is None and running_var is None
-
-        def evaluate(x: torch.Tensor, _residual: None = None) -> torch.Tensor:
-            return torch.nn.functional.batch_norm(
-                x, running_mean, running_var, weight, bias, has_none, eps=eps
-            )
-
-        if mask is None:
-            return evaluate(x)
-        normalize = normalize_rows if has_none else normalize_filled
-        return normalize(x, mask, None, evaluate)
+        return evaluate(x, mask, running_mean, running_var, weight, bias, eps)
     text, group_name = _process_group.scope_and_group_in_use(parsed, given, x)
-    op = _library.batch_norm
-    if mask is not None:
-        op = MaskedOp(mask, lambda *_: _library.batch_norm, lambda y, _: y)
-    return op(
-        x,
+    arguments = ForwardArguments(
         weight,
         bias,
         running_mean,
@@ -99,8 +86,9 @@ def batch_norm(
         momentum,
         eps,
         (),
-        scope=text,
-        slice_stats=slice_stats,
-        group=group_name,
-        layer="",
+        slice_stats,
+        text,
+        group_name,
+        "",
     )
+    return train(None, x, mask, arguments)

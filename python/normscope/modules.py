@@ -10,18 +10,15 @@ from torch.fx import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from normscope import _library, _process_group, _replicas
+from normscope._ending import NOTHING, Ending
+from normscope._forward import DIRECT, Route, add_to_count, check_dimensions, evaluate
 from normscope._fx import call_of_module
-from normscope._masked import MaskedOp, normalize_alone, normalize_filled, recomputes
-from normscope._rows import Residual
+from normscope._library import ForwardArguments
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-    from normscope.accumulation import _Accumulator
 
 SliceStats = Literal["pooled", "first", "sequential"]
 
@@ -105,8 +102,7 @@ class BatchNorm(_BatchNorm):
     group_name: str | None
     layer_name: str
     elements_seen: int | None = 0
-    _accumulator: _Accumulator | None = None  # in a block of accumulate
-    _meeting: _replicas.Meeting | None = None  # in a replica of torch.nn.DataParallel
+    _route: Route = DIRECT  # another in blocks of accumulate and replicas of DataParallel
 
     def __init__(
         self,
@@ -160,95 +156,77 @@ class BatchNorm(_BatchNorm):
         """Normalize ``input`` [N, C, *] where ``mask`` [N, 1, *] is True; elsewhere y is 0."""
         if isinstance(input, Proxy):
             return call_of_module(self, input, mask=mask)
-        if mask is not None:
-            return self._normalize_masked(input, mask, None)
-        if not self.training:
-            return super().forward(input)
-        return self._train(input, _library.batch_norm)
-
-    def _normalize_masked(
-        self, x: torch.Tensor, mask: torch.Tensor, residual: Residual
-    ) -> torch.Tensor:
         if self.training:
-            return self._train(x, MaskedOp(mask, self._op, self._finish, residual))
+            return self._train(input, mask, NOTHING)
+        if mask is None:
+            return super().forward(input)
+        return self._evaluate(input, mask, NOTHING)
+
+    def _evaluate(self, x: torch.Tensor, mask: torch.Tensor, ending: Ending) -> torch.Tensor:
         self._check_input_dim(x)
-        if self.running_mean is not None or self.running_var is not None:
-            return normalize_filled(x, mask, residual, self._evaluate)
-        return normalize_alone(x, mask, residual, self, self._finish)
+        running = self.running_mean, self.running_var
+        return evaluate(x, mask, *running, self.weight, self.bias, self.eps, ending)
 
-    def _op(self, x: torch.Tensor, residual: Residual) -> Callable[..., torch.Tensor]:
-        """Return the training op for an input, or a part of it, and its residual."""
-        return _library.batch_norm
-
-    def _finish(self, y: torch.Tensor, residual: Residual) -> torch.Tensor:
-        """Apply what follows the normalization."""
-        return y
-
-    def _evaluate(self, x: torch.Tensor, residual: Residual) -> torch.Tensor:
-        return self._finish(super().forward(x), residual)
-
-    def _train(self, input: torch.Tensor, op: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Normalize ``input`` with an op, given the arguments that all training ops take."""
-        scope, group_name = _process_group.scope_and_group_in_use(
-            self._scope, self.group_name, input
-        )
-        if self._meeting is not None and not Scope(scope).is_of_one_rank:
-            if not isinstance(op, MaskedOp):
-                return self._meeting.normalize(self, input, scope, group_name)
-            y = self._meeting.normalize(self, input, scope, group_name, op.mask)
-            return op.finish(y)
-        if not self.layer_name and group_name and not self._scope.is_of_one_rank:
-            self.layer_name = _process_group.name_of_layer(group_name)
+    def _train(self, x: torch.Tensor, mask: torch.Tensor | None, ending: Ending) -> torch.Tensor:
+        scope, group = _process_group.scope_and_group_in_use(self._scope, self.group_name, x)
+        if not self.layer_name and group and not self._scope.is_of_one_rank:
+            self.layer_name = _process_group.name_of_layer(group)
         # Read from the dicts, because attribute access of torch.nn.Module is slow.
         parameters, buffers = self._parameters, self._buffers
-        has_statistics = self.track_running_stats
+        tracks = self.track_running_stats
+        mean = var = batches = None
         try:
             weight, bias = parameters["weight"], parameters["bias"]
-            running_mean = buffers["running_mean"] if has_statistics else None
-            running_var = buffers["running_var"] if has_statistics else None
-            num_batches_tracked = buffers["num_batches_tracked"] if has_statistics else None
+            if tracks:
+                mean, var = buffers["running_mean"], buffers["running_var"]
+                batches = buffers["num_batches_tracked"]
         except KeyError:  # parametrized tensors, and those of replicas, are plain attributes
             weight, bias = self.weight, self.bias
-            running_mean = self.running_mean if has_statistics else None
-            running_var = self.running_var if has_statistics else None
-            num_batches_tracked = self.num_batches_tracked if has_statistics else None
-        accumulator, moments = self._accumulator, {}
-        if accumulator is not None:
-            running_mean = running_var = num_batches_tracked = None
-            moments = {"accumulated": accumulator.moments}
-        y = op(
-            input,
+            if tracks:
+                mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        arguments = ForwardArguments(
             weight,
             bias,
-            running_mean,
-            running_var,
-            num_batches_tracked,
+            mean,
+            var,
+            batches,
             self.momentum,
             self.eps,
             self.dims,
-            scope=scope,
-            slice_stats=self.slice_stats,
-            group=group_name,
-            layer=self.layer_name,
-            **moments,
+            self.slice_stats,
+            scope,
+            group,
+            self.layer_name,
         )
-        if has_statistics:
-            self._count_elements(input, op)
-        return y
+        return self._route.train(self if tracks else None, x, mask, arguments, ending)
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation, with the op's errors
-        if input.dim() < 2:
-            raise ValueError(f"x: expected at least 2 dimensions, got {input.dim()}")
-        if self.dims and input.dim() not in self.dims:
-            wanted = " or ".join(map(str, self.dims))
-            raise ValueError(f"x: expected {wanted} dimensions, got {input.dim()}")
+    def _update_running(self, moments: torch.Tensor, elements: int | None) -> None:
+        """Update the running statistics once, if there are any.
+
+        Args:
+            moments: The moments of a norm batch, in the format of the ops.
+            elements: The number of elements from this rank; None if unknown.
+        """
+        if not self.track_running_stats:
+            return
+        assert self.running_mean is not None
+        _library.batch_norm_finalize(
+            moments,
+            self.running_mean,
+            self.running_var,
+            self.num_batches_tracked,
+            self.momentum,
+            self.eps,
+            self.running_mean.dtype,
+        )
+        add_to_count(self, elements)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation
+        check_dimensions(input, self.dims)
 
     def _replicate_for_data_parallel(self) -> BatchNorm:
         replica: BatchNorm = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica._meeting = _replicas.open_meeting(self)
-        is_first = replica._meeting.join(replica)
-        if not is_first:
-            replica._accumulator = None  # its counts would be lost, as its buffers are
+        replica._route = _replicas.route_of_replica(self)
         return replica
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -261,17 +239,8 @@ class BatchNorm(_BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.pop("_accumulator", None)  # a copy is not in the block
+        state.pop("_route", None)  # a copy is in no block of accumulate, and no replica
         return state
-
-    def _count_elements(self, x: torch.Tensor, op: Callable[..., torch.Tensor]) -> None:
-        counter = self if self._accumulator is None else self._accumulator
-        if torch.compiler.is_compiling():
-            counter.elements_seen = None  # a count in the graph would cause recompilation each step
-        elif counter.elements_seen is not None and not recomputes():
-            elements = op.elements if isinstance(op, MaskedOp) else x.numel()
-            # The assignment of torch.nn.Module takes microseconds.
-            object.__setattr__(counter, "elements_seen", counter.elements_seen + elements)
 
     def extra_repr(self) -> str:
         """Return the text of torch's layer with the scope."""

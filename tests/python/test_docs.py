@@ -141,7 +141,7 @@ def test_each_step_in_the_architecture_is_in_the_named_file() -> None:
 
     for name, file in steps:
         assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (name, file)
-    assert len(steps) == 12
+    assert len(steps) == 13
 
 
 def anchors(text: str) -> set[str]:

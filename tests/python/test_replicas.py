@@ -143,6 +143,16 @@ def test_narrow_scopes_stay_within_a_replica(scope: str) -> None:
     assert all(map(torch.equal, layer.buffers(), expected.buffers()))
 
 
+def test_a_narrow_scope_activates_as_without_replicas() -> None:
+    layer = normscope.BatchNormAct2d(3, activation="silu", scope="local")
+    parts = torch.randn(4, 3, 5, 2).chunk(2)
+    expected = [copy.deepcopy(layer)(part) for part in parts]
+
+    outputs = run_replicas(replicas_of(layer, 2), parts)
+
+    assert all(map(torch.equal, outputs, expected))
+
+
 def test_evaluation_is_not_affected() -> None:
     layer = normscope.BatchNorm1d(3).eval()
     x = torch.randn(sum(SIZES), 3)
