@@ -87,6 +87,9 @@ def convert(
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
         >>> convert(model, "slices:4")[1].scope
         Scope(text='slices:4')
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+        >>> convert(model, "slices:4", fuse=True)[0].activation
+        'relu'
     """
     scope = Scope(str(scope))
     group_name = _process_group.name_of(process_group)
