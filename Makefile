@@ -34,9 +34,12 @@ endif
 python := $(environment)/bin/python
 results := build/results
 pytest := $(python) -m pytest
+# Files are shared among the cores.
+pytest_in_parallel := $(pytest) -n $(JOBS) --dist loadfile
 # ON if MPI is installed.
 mpi := $(if $(shell command -v mpicxx),ON,OFF)
-configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) > /dev/null
+configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) \
+  -DNORMSCOPE_TEST_CUDA_ON_HOST=OFF > /dev/null
 
 export PATH := $(abspath $(environment)/bin):$(PATH)
 
@@ -112,7 +115,7 @@ test-cpp: $(stamps)/normscope $(stamps)/googletest
 
 # The docstrings of the installed package are tests too.
 test-python: $(stamps)/normscope $(stamps)/test
-	$(pytest) -m "not slow" --doctest-modules --pyargs tests/python normscope \
+	$(pytest_in_parallel) -m "not slow" --doctest-modules --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
 
 bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/demo ## Print speed as ratios to torch and to a copy
@@ -188,14 +191,17 @@ endif
 # Tests the code between Python and the device kernels: CPU tensors are treated like device tensors,
 # and the CUDA kernels run on the host.
 check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
-	$(configure)
-	cmake --build $(build) --target normscope_torch_on_host
+	$(configure) -DNORMSCOPE_TEST_CUDA_ON_HOST=ON
+	cmake --build $(build) --target normscope_torch_on_host cuda_on_host_test \
+	  cuda_on_host_batch_norm_test torch_on_host_test
+	ctest --test-dir $(build) --no-tests=error --output-on-failure -j $(JOBS) -R 'on_host' \
+	  --output-junit $(abspath $(results))/check-device-cpp.xml
 	NORMSCOPE_TEST_DEVICE=cpu PYTHONPATH=$(abspath $(build))/tests/torch_on_host/site \
-	  $(pytest) -m "on_device and not slow" --junitxml=$(results)/check-device.xml
+	  $(pytest_in_parallel) -m "on_device and not slow" --junitxml=$(results)/check-device.xml
 	$(python) scripts/gpu_check.py --dry-run --build $(build) --output $(results)
 
 check-slow: $(stamps)/normscope $(stamps)/test
-	$(pytest) -m slow --junitxml=$(results)/check-slow.xml
+	$(pytest_in_parallel) -m slow --junitxml=$(results)/check-slow.xml
 
 # The models of other libraries, which come from the package index.
 # They are installed into a separate environment on top of the usual one: torch's CPU build does not

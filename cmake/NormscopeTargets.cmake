@@ -43,12 +43,17 @@ function(normscope_set_compile_rules target)
   )
 endfunction()
 
-# Compiles all files of a target as a single one. Most of the time for any file that includes torch
-# goes into the parsing of its headers. -DCMAKE_UNITY_BUILD=OFF compiles each file by itself.
+# Compiles all files of a target as a single one. Most of the time for any file that includes torch or
+# GoogleTest goes into the parsing of headers. -DCMAKE_UNITY_BUILD=OFF compiles each file by itself.
 function(normscope_compile_as_one target)
   if(NOT DEFINED CMAKE_UNITY_BUILD)
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
   endif()
+endfunction()
+
+# Optimizes less: tests spend more time in the compiler than they take to run.
+function(normscope_compile_fast target)
+  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
 endfunction()
 
 # Adds a folder of normscope/ as the target normscope_<folder>, alias normscope::<folder>: a static
@@ -129,6 +134,8 @@ function(normscope_test name)
   endif()
 
   normscope_executable(${name} SOURCES ${arg_SOURCES} DEPENDS ${arg_DEPENDS} GTest::gmock GTest::gtest_main)
+  normscope_compile_as_one(${name})
+  normscope_compile_fast(${name})
   # The prefix distinguishes suites of the same name in different folders. Without NO_PRETTY_VALUES,
   # cases would be named after their parameters, which are printed as bytes if the type has no
   # printer.

@@ -15,8 +15,6 @@
 namespace normscope::testing {
 namespace {
 
-constexpr std::int64_t kSamples = 24;
-
 // The reference promises accuracy, not bits.
 std::vector<const Kernels*> kernels_of_equal_bits() {
   const auto all = available_kernels();

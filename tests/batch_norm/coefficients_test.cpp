@@ -15,8 +15,6 @@
 namespace normscope::testing {
 namespace {
 
-constexpr std::int64_t kSamples = 7;
-
 // The coefficients of `formula` for channel c of a slice: numbers [slices, ., C].
 template <class Formula, class Real>
 Formula formula_of(const AlignedVector<Real>& numbers, std::int64_t slice, std::int64_t channels,
@@ -40,8 +38,8 @@ template <class Element>
 void expect_outputs_follow_from_coefficients(const Layer& layer, std::int64_t slices,
                                              const CallContext& context) {
   using Real = Arithmetic<Element>;
-  LayerRun whole(layer, first_samples(kSamples), slices);
-  LayerRun bare(layer, first_samples(kSamples), slices);
+  LayerRun whole(layer, first_samples(kFewSamples), slices);
+  LayerRun bare(layer, first_samples(kFewSamples), slices);
   const auto channels = static_cast<std::size_t>(layer.channels * slices);
   AlignedVector<Real> of_y(Coefficients::kNormalize * channels);
   AlignedVector<Real> of_dx(Coefficients::kInputGradient * channels);
@@ -61,7 +59,7 @@ void expect_outputs_follow_from_coefficients(const Layer& layer, std::int64_t sl
   EXPECT_EQ(bare.running_mean.values(), whole.running_mean.values());
   EXPECT_EQ(bare.dweight.values(), whole.dweight.values());
   EXPECT_EQ(bare.dbias.values(), whole.dbias.values());
-  const std::int64_t slice_size = (kSamples + slices - 1) / slices;
+  const std::int64_t slice_size = (kFewSamples + slices - 1) / slices;
   whole.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
     const auto x = static_cast<Real>(whole.x.at(n, c, p));
     const auto dy = static_cast<Real>(whole.dy.at(n, c, p));

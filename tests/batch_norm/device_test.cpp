@@ -29,8 +29,6 @@ using ::testing::HasSubstr;
 using ::testing::IsNan;
 using ::testing::StartsWith;
 
-constexpr std::int64_t kSamples = 7;
-
 // The same over a transport that would crash if ranks had different lengths.
 class FragileCommunicator final : public HostedCommunicator {
  public:
@@ -110,7 +108,7 @@ TEST_P(OnADevice, TheBitsAreThoseOfTheHost) {
     const int ranks = exchange.communicator().size();
     for (const Layer& layer : layers()) {
       for (const Assignment& assignment :
-           {in_order(kSamples, ranks), uneven_and_permuted(kSamples, ranks)}) {
+           {in_order(kFewSamples, ranks), uneven_and_permuted(kFewSamples, ranks)}) {
         LayerRun expected(layer, assignment[rank]);
         expected.step(context_of(&exchange));
         LayerRun run(layer, assignment[rank]);
@@ -127,7 +125,7 @@ TEST_P(OnADevice, WithAnActivationItIsASequenceOfSingleOperations) {
   run([](Exchange& exchange) {
     DeviceRank device(&exchange);
     const auto rank = static_cast<std::size_t>(exchange.communicator().rank());
-    const Assignment assignment = in_order(kSamples, exchange.communicator().size());
+    const Assignment assignment = in_order(kFewSamples, exchange.communicator().size());
     for (const Layer& layer : layers()) {
       for (const Activated& activated : activated_layers(true)) {
         ASSERT_NO_FATAL_FAILURE(
@@ -260,7 +258,7 @@ TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
               .layout = layout,
           };
           const auto step = [&](const CallContext& context) {
-            LayerRun run(layer, first_samples(kSamples), slices);
+            LayerRun run(layer, first_samples(kFewSamples), slices);
             ForwardArguments arguments = run.forward_arguments();
             arguments.slice_stats = slice_stats;
             arguments.running_average = average;
@@ -312,7 +310,7 @@ TEST(AloneOnADevice, AScratchMemoryServesLayersOfAnySize) {
 TEST(AloneOnADevice, ARepeatedApplyGivesTheBitsOfForward) {
   for (const std::int64_t slices : {1, 3}) {
     DeviceRank device(nullptr, 5, slices);
-    LayerRun run(Layer{}, first_samples(kSamples), slices);
+    LayerRun run(Layer{}, first_samples(kFewSamples), slices);
     batch_norm_forward(run.forward_arguments(), device.context());
     const ForwardArguments forward = run.forward_arguments();
     Tensor y = run.x;

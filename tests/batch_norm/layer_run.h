@@ -29,6 +29,10 @@ struct Layer {
   double momentum = 0.1;
 };
 
+// Numbers of samples in a batch. The first is not a multiple of 5, as uneven_and_permuted requires.
+inline constexpr std::int64_t kSamples = 24;
+inline constexpr std::int64_t kFewSamples = 7;
+
 // One rank's step of a layer: some samples of the whole batch, and all results.
 class LayerRun {
  public:

@@ -16,9 +16,6 @@
 namespace normscope::testing {
 namespace {
 
-// 24 is not a multiple of 5, as uneven_and_permuted requires.
-constexpr std::int64_t kSamples = 24;
-
 void expect_near(double got, long double expected, long double tolerance) {
   ASSERT_LE(std::abs(static_cast<long double>(got) - expected), tolerance)
       << "got " << got << ", expected " << static_cast<double>(expected);
@@ -77,7 +74,7 @@ void check_step(const Layer& layer, const std::vector<std::int64_t>& samples, Ex
 }
 
 // All types and layouts, with the parameters and buffers that belong to them.
-std::vector<Layer> layers() {
+std::vector<Layer> shaped_layers() {
   std::vector<Layer> layers;
   for (const DType dtype : kAllDTypes) {
     for (const Layout layout : kAllLayouts) {
@@ -98,7 +95,7 @@ std::vector<Layer> layers() {
 }
 
 TEST(BatchNormOracle, ARankAloneAgrees) {
-  for (const Layer& layer : layers()) {
+  for (const Layer& layer : shaped_layers()) {
     for (const std::int64_t positions : {1, 70}) {
       Layer shaped = layer;
       shaped.positions = positions;
@@ -127,7 +124,7 @@ TEST_P(BatchNormWorld, AgreesOnUnevenRanksWithAndWithoutSamples) {
   world.run(world.ranks, {}, [&](Communicator& communicator) {
     Exchange exchange = exchange_over(communicator);
     const auto rank = static_cast<std::size_t>(communicator.rank());
-    for (const Layer& layer : layers()) {
+    for (const Layer& layer : shaped_layers()) {
       const Assignment assignment = uneven_and_permuted(kSamples, world.ranks);
       check_step(layer, assignment[rank], &exchange);
     }

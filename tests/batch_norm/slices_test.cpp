@@ -13,8 +13,7 @@
 namespace normscope::testing {
 namespace {
 
-// 7 samples in slices of 3, 3 and 1.
-constexpr std::int64_t kSamples = 7;
+// kFewSamples are slices of 3, 3 and 1.
 constexpr std::int64_t kSlices = 3;
 
 Assignment slices_of_seven() { return {{0, 1, 2}, {3, 4, 5}, {6}}; }
@@ -57,14 +56,14 @@ TEST_P(Slices, AreNormBatchesOfTheirOwn) {
   const std::vector<LayerRun> expected = separate_runs(layer);
   for (const int threads : {1, 2}) {
     const Execution execution = on_threads(threads);
-    LayerRun run(layer, first_samples(kSamples), kSlices);
+    LayerRun run(layer, first_samples(kFewSamples), kSlices);
     CallContext context;
     context.execution = &execution;
 
     run.step(context);
 
     EXPECT_EQ(run.counts, (std::vector<double>{3 * 70, 3 * 70, 70}));
-    for (std::int64_t n = 0; n < kSamples; ++n) {
+    for (std::int64_t n = 0; n < kFewSamples; ++n) {
       const LayerRun& slice = expected[static_cast<std::size_t>(n / 3)];
       for (std::int64_t c = 0; c < layer.channels; ++c) {
         for (std::int64_t p = 0; p < layer.positions; ++p) {
@@ -80,7 +79,7 @@ TEST_P(Slices, ParameterGradientsAreTheSumsOverAllSlices) {
   const Layer layer{
       .dtype = DType::kFloat64, .layout = GetParam(), .parameters = Parameters::kLikeInput};
   const std::vector<LayerRun> expected = separate_runs(layer);
-  LayerRun run(layer, first_samples(kSamples), kSlices);
+  LayerRun run(layer, first_samples(kFewSamples), kSlices);
 
   run.step({});
 
@@ -96,13 +95,13 @@ TEST_P(Slices, UpdateRunningStatisticsByTheRuleAskedFor) {
     const DType dtype = buffers == DType::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
     const Layer layer{.dtype = dtype, .layout = GetParam(), .buffers = buffers};
     const auto updated_with = [&](SliceStats slice_stats) {
-      LayerRun run(layer, first_samples(kSamples), kSlices);
+      LayerRun run(layer, first_samples(kFewSamples), kSlices);
       ForwardArguments arguments = run.forward_arguments();
       arguments.slice_stats = slice_stats;
       batch_norm_forward(arguments, {});
       return run;
     };
-    LayerRun pooled(layer, first_samples(kSamples));
+    LayerRun pooled(layer, first_samples(kFewSamples));
     batch_norm_forward(pooled.forward_arguments(), {});
     LayerRun first(layer, slices_of_seven()[0]);
     batch_norm_forward(first.forward_arguments(), {});
@@ -135,8 +134,8 @@ TEST_P(Slices, WeighAllUpdatesEquallyInCumulativeAverages) {
     arguments.slice_stats = slice_stats;
     batch_norm_forward(arguments, {});
   };
-  LayerRun sequential(layer, first_samples(kSamples), kSlices);
-  LayerRun pooled(layer, first_samples(kSamples), kSlices);
+  LayerRun sequential(layer, first_samples(kFewSamples), kSlices);
+  LayerRun pooled(layer, first_samples(kFewSamples), kSlices);
 
   forward(sequential, SliceStats::kSequential);
   forward(pooled, SliceStats::kPooled);
@@ -166,7 +165,7 @@ TEST_P(Slices, AreTheSameWithMoreThreads) {
   for (const SliceStats slice_stats :
        {SliceStats::kPooled, SliceStats::kFirst, SliceStats::kSequential}) {
     const auto run_with = [&](const CallContext& where) {
-      LayerRun run(wide, first_samples(kSamples), kSlices);
+      LayerRun run(wide, first_samples(kFewSamples), kSlices);
       ForwardArguments arguments = run.forward_arguments();
       arguments.slice_stats = slice_stats;
       arguments.running_average = RunningAverage::kCumulative;  // depends on the number of updates

@@ -17,7 +17,7 @@ using testing::Random;
 
 using Pair = DoubleDouble<double>;
 
-constexpr double kUnitRoundoff = 0x1p-53;
+constexpr double kRoundoff = 0x1p-53;
 
 Pair sum_of(const std::vector<double>& x) {
   Pair sum{0.0, 0.0};
@@ -141,11 +141,11 @@ TEST(FormulasTest, TranslationMovesTheMeanAndKeepsTheVariance) {
     // then one division by n in float64.
     const double mean_of_squares = shift * shift + original.population_variance;
     EXPECT_NEAR(result.population_variance, expected.population_variance,
-                5 * 7 * kUnitRoundoff * kUnitRoundoff * mean_of_squares +
-                    4 * kUnitRoundoff * expected.population_variance);
+                5 * 7 * kRoundoff * kRoundoff * mean_of_squares +
+                    4 * kRoundoff * expected.population_variance);
     EXPECT_NEAR((result.mean.hi - shift) + result.mean.lo, expected.mean.hi,
-                5 * 7 * kUnitRoundoff * kUnitRoundoff * std::abs(shift) +
-                    2 * kUnitRoundoff * std::abs(expected.mean.hi));
+                5 * 7 * kRoundoff * kRoundoff * std::abs(shift) +
+                    2 * kRoundoff * std::abs(expected.mean.hi));
   }
 }
 

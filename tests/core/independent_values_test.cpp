@@ -13,7 +13,6 @@
 namespace normscope::testing {
 namespace {
 
-constexpr double kEps = 1e-5;
 constexpr std::int64_t kBatches = 8;
 constexpr std::int64_t kParts = 4;
 constexpr std::int64_t kChannels = 1024;

@@ -12,6 +12,8 @@
 
 namespace normscope::testing {
 
+inline constexpr double kEps = 1e-5;
+
 // From a normal distribution (Box and Muller 1958).
 inline double normal(Random& random) {
   const double radius = std::sqrt(-2.0 * std::log(1.0 - std::abs(random.uniform())));

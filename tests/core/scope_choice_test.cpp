@@ -14,7 +14,6 @@
 namespace normscope::testing {
 namespace {
 
-constexpr double kEps = 1e-5;
 using Hosts = std::vector<std::int64_t>;
 
 // Parts of `values` values each.

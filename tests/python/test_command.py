@@ -46,6 +46,7 @@ def test_it_reports_cuda_as_not_built_if_no_library_contains_a_kernel() -> None:
     assert ("\ncuda           not built\n" in output) == (not has_kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _library.available_kernels())
 def test_the_environment_chooses_the_kernels(name: str) -> None:
     assert f"in use: {name}\n" in run_module(NORMSCOPE_KERNELS=name).stdout

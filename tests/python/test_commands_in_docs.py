@@ -71,6 +71,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("document", "code"),
     [
@@ -175,16 +176,3 @@ def test_commands_name_targets_files_and_options_that_exist(document: str) -> No
         if words[0] in ("cmake", "ctest"):
             for preset in re.findall(r"--preset (\w+)", command):
                 assert preset in {each["name"] for each in presets}, command
-
-
-def test_a_missing_target_file_or_option_is_found(tmp_path: Path) -> None:
-    document = tmp_path / "a.md"
-    document.write_text(
-        "Run `make\n  demo`.\n\n    make clean  # all\n\n```sh\npython x.py \\\n  --y\n```\n"
-    )
-
-    assert commands_in(str(document)) == ["python x.py    --y", "make clean", "make demo"]
-    assert {"demo", "gpu-check", "clean"} <= targets()
-    assert "telepathy" not in targets()
-    assert is_option_of("--thorough", ["examples/segmentation/run.py"])
-    assert not is_option_of("--telepathy", ["examples/segmentation/run.py"])

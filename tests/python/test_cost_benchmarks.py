@@ -15,6 +15,7 @@ from normscope.costs import Costs
 SHARED_MEMORY = Costs((1e-6, 1e-9))
 
 
+@pytest.mark.slow
 def test_a_plan_gives_a_table_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -32,6 +33,7 @@ def test_a_plan_gives_a_table_and_a_picture(
     assert sum(scope == "group:2" for _, _, scope in of_plan) == len(wide) > 0
 
 
+@pytest.mark.slow
 def test_predictions_are_compared_with_measured_times(ranks: RankPool) -> None:
     for comparisons in ranks.run(2, _compared):
         assert [each.channels for each in comparisons] == list(predicted_and_measured.CHANNELS)

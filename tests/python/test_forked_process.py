@@ -138,6 +138,7 @@ def fork_calls_badly_and_ends_as_a_program_does() -> float:
     return running_mean_of(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_exit_of_a_fork_does_not_affect_the_rank(transport: str) -> None:
     # Uses new processes: the threads of torch's profiler survive other tests, and a fork waits for

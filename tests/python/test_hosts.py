@@ -143,6 +143,7 @@ def place() -> tuple[str, str, int, str, list[str]]:
     )
 
 
+@pytest.mark.slow
 def test_hosts_have_different_identities(hosts: Hosts) -> None:
     places = hosts.run((2, 1), place)
 
@@ -151,6 +152,7 @@ def test_hosts_have_different_identities(hosts: Hosts) -> None:
     assert identities[0] == identities[1] != identities[2]
 
 
+@pytest.mark.slow
 def test_hosts_share_neither_names_nor_processes_nor_memory(isolated_hosts: Hosts) -> None:
     spread = isolated_hosts.run((2, 1), place)
     [together, _] = isolated_hosts.run((2,), place)
@@ -172,6 +174,7 @@ def train_and_send(count: int) -> tuple[Bits, float]:
     return bits, time.monotonic() - begin
 
 
+@pytest.mark.slow
 def test_a_slow_link_changes_no_bit(isolated_hosts: Hosts) -> None:
     count, bytes_per_second = 1_000_000, 1_000_000
     expected = isolated_hosts.run((2, 2), train_and_send, count)
@@ -213,6 +216,7 @@ def errors_after_a_cut(
     return [(answer.result[0], answer.result[1] - begin) for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks_of_hosts", "missing"), [((2, 2), "rank(s 2 and 3 are| 2 is)"), ((1, 1, 1), "rank 1 is")]
 )
@@ -263,6 +267,7 @@ def test_a_killed_rank_is_named_on_every_host(hosts: Hosts, killed: int) -> None
         assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
 
 
+@pytest.mark.slow
 def test_no_rank_hangs_if_the_rank_with_the_store_is_killed(hosts: Hosts) -> None:
     for text, seconds in errors_after_a_kill(hosts, 0):
         # Without the store, only ranks that share memory with rank 0 can tell that it has died.
@@ -284,6 +289,7 @@ def train_with_other_channels(odd: int) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [0, 1, 3])
 def test_a_rank_with_another_shape_is_named_on_every_host(hosts: Hosts, odd: int) -> None:
     for text in hosts.run((2, 2), train_with_other_channels, odd):
@@ -308,6 +314,7 @@ def fail_on_the_last_rank() -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.slow
 def test_the_error_of_one_rank_is_reported_on_every_host(hosts: Hosts) -> None:
     *of_peers, (own, _) = hosts.run((2, 2), fail_on_the_last_rank)
 
@@ -318,6 +325,7 @@ def test_the_error_of_one_rank_is_reported_on_every_host(hosts: Hosts) -> None:
         assert seconds < PATIENCE_SECONDS
 
 
+@pytest.mark.slow
 def test_without_namespaces_processes_can_stand_for_hosts() -> None:
     scopes = ["world", "node", "group:3"]
 

@@ -42,6 +42,7 @@ def _measured() -> tuple[Costs, str | None]:
     return measure(sizes=SIZES, rounds=3), os.environ.get("NORMSCOPE_SHARED_MEMORY")
 
 
+@pytest.mark.slow
 def test_ranks_of_several_hosts_measure_between_them(ranks: RankPool) -> None:
     for costs in ranks.run(3, _measured_on_hosts):
         assert costs.seconds("message", (1, 1024)) > 0
@@ -75,6 +76,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "normscope", "measure", *arguments]
 
 
+@pytest.mark.slow
 def test_without_a_launcher_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
 
@@ -90,6 +92,7 @@ def test_without_a_launcher_the_command_starts_its_own_ranks(tmp_path: Path) -> 
     assert result.stdout == f"{costs}\n"
 
 
+@pytest.mark.slow
 def test_the_command_measures_on_the_ranks_of_mpirun(tmp_path: Path) -> None:
     path, port = tmp_path / "costs.json", str(_free_port())
     processes = [
@@ -122,6 +125,7 @@ def _free_port() -> int:
         return int(any_port.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_the_command_names_missing_and_conflicting_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,6 +138,7 @@ def test_the_command_names_missing_and_conflicting_settings(
         main(["measure", "--ranks", "4"])
 
 
+@pytest.mark.slow
 def test_the_command_needs_two_ranks() -> None:
     with pytest.raises(SystemExit, match="measure: --ranks: expected at least 2, got 1"):
         main(["measure", "--ranks", "1"])

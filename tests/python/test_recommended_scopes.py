@@ -79,6 +79,7 @@ def test_an_unknown_layer_is_refused() -> None:
         choose(make_task("digits", 0))
 
 
+@pytest.mark.slow
 def test_the_loss_changes_if_a_narrow_layer_is_noisy() -> None:
     task = TwoBranches()
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
@@ -92,6 +93,7 @@ def test_the_loss_changes_if_a_narrow_layer_is_noisy() -> None:
     assert all(str(layer.scope) == "local" for layer in task.model.children())
 
 
+@pytest.mark.slow
 def test_a_single_layer_can_be_wide_or_narrow() -> None:
     task = make_task("digits", 0)
 
@@ -103,6 +105,7 @@ def test_a_single_layer_can_be_wide_or_narrow() -> None:
     assert len(only) == len(but) == LAYERS_OF_DIGITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["noise", "noise-per-byte", "loss", "loss-size", "random"])
 @pytest.mark.parametrize("budget", ["4", "50%"])
 def test_rules_keep_to_their_budget(rule: str, budget: str) -> None:
@@ -121,6 +124,7 @@ def test_rules_keep_to_their_budget(rule: str, budget: str) -> None:
         assert len(wide) == (planned if budget == "4" else LAYERS_OF_DIGITS // 2)
 
 
+@pytest.mark.slow
 def test_with_the_budget_of_a_plan_the_noisiest_layers_get_the_scopes_of_the_plan() -> None:
     task = make_task("digits", 0)
     (choose,) = scope_rules.schedule_of("noise=4", STEPS).values()
@@ -155,6 +159,7 @@ def test_sent_bytes_are_counted_for_each_step() -> None:
     assert later.exchanges == pytest.approx((1 + 3 * 4 / LAYERS_OF_DIGITS) / 4)
 
 
+@pytest.mark.slow
 def test_the_same_scopes_are_not_trained_twice() -> None:
     plan = recommended_scopes.train("digits", "4", 0, STEPS)
     marked = Result(**{**vars(plan), "quality": -1.0})
@@ -190,6 +195,7 @@ def test_quality_is_compared_seed_by_seed() -> None:
     assert " ".join(row.split()) == numbers
 
 
+@pytest.mark.slow
 def test_existing_results_are_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +228,7 @@ def test_the_table_lists_the_criteria_of_the_rules_and_the_loss() -> None:
     assert rows[0].split()[-1] == "?"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scopes", ["world", "local", "progressive", "4"])
 def test_ranks_train_like_one_process(ranks: RankPool, scopes: str) -> None:
     results = ranks.run(RANKS, train_as_rank, "digits", scopes, 0, STEPS)

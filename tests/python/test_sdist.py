@@ -21,6 +21,7 @@ BUILT_FROM = (
 )
 
 
+@pytest.mark.slow
 def test_it_contains_every_file_that_a_build_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def rank_1_stays_behind() -> tuple[str, float]:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_time_limit_says_where_every_rank_is(ranks: RankPool, transport: str) -> None:
     environment = environment_of(transport, NORMSCOPE_TIMEOUT=str(SECONDS))
@@ -128,6 +129,7 @@ def rank_1_is_late(seconds: float) -> str:
     return text[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_long_wait_is_logged_once(ranks: RankPool, transport: str) -> None:
     environment = environment_of(transport, NORMSCOPE_WARN_AFTER="1")
