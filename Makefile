@@ -75,8 +75,14 @@ $(python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "normscope needs Python 3.10 or later, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	    "Choose another with: make PYTHON=python3.12" >&2; exit 1; }
+	@command -v $${CXX:-c++} > /dev/null || { echo "make: expected a C++20 compiler, such as GCC 12, and" \
+	  "$${CXX:-c++} is missing" >&2; exit 1; }
 	$(PYTHON) -m venv $(environment)
 	$(install) 'pip>=25.1' # supports dependency groups
+
+# Targets look for their programs before anything else.
+needs-%:
+	@command -v $* > /dev/null || { echo "make $(MAKECMDGOALS): expected $* in PATH; it is missing" >&2; exit 1; }
 
 # Installs the dependency group of this name in pyproject.toml.
 $(stamps)/%: pyproject.toml | $(python)
@@ -107,7 +113,7 @@ demo: $(stamps)/normscope $(stamps)/demo ## Train a segmentation network on four
 
 test: test-cpp test-python ## Run the tests of every layer
 
-test-cpp: $(stamps)/normscope $(stamps)/googletest
+test-cpp: $(stamps)/googletest $(stamps)/normscope
 	$(configure)
 	cmake --build $(build)
 	ctest --test-dir $(build) --no-tests=error --output-on-failure --progress -j $(JOBS) -LE '^mpi$$' \
@@ -118,7 +124,7 @@ test-python: $(stamps)/normscope $(stamps)/test
 	$(pytest_in_parallel) -m "not slow" --doctest-modules --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
 
-bench: $(stamps)/normscope $(stamps)/googlebenchmark $(stamps)/demo ## Print speed as ratios to torch and to a copy
+bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print speed as ratios to torch and to a copy
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
 	cmake --build $(build) --target all_reduce kernels
 	$(build)/benchmarks/all_reduce
@@ -165,7 +171,7 @@ check-asan check-tsan check-cuda: check-%: $(stamps)/googletest
 
 # Machines without MPI can build and test everything else.
 ifeq ($(mpi),ON)
-check-mpi: $(stamps)/normscope $(stamps)/googletest
+check-mpi: $(stamps)/googletest $(stamps)/normscope
 	$(configure)
 	cmake --build $(build)
 	ctest --test-dir $(build) --no-tests=error --output-on-failure -L '^mpi$$' \
@@ -190,7 +196,7 @@ endif
 
 # Tests the code between Python and the device kernels: CPU tensors are treated like device tensors,
 # and the CUDA kernels run on the host.
-check-device: $(stamps)/normscope $(stamps)/googletest $(stamps)/test
+check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	$(configure) -DNORMSCOPE_TEST_CUDA_ON_HOST=ON
 	cmake --build $(build) --target normscope_torch_on_host cuda_on_host_test \
 	  cuda_on_host_batch_norm_test torch_on_host_test
@@ -257,8 +263,7 @@ check-examples: install-tree $(stamps)/demo
 
 # Doxygen documents the installed headers, Sphinx everything else; warnings are errors. Some docstrings
 # need packages of the tests to be imported.
-docs: install-tree $(stamps)/docs $(stamps)/test ## Make the documentation's site in build/docs
-	@command -v doxygen > /dev/null || { echo "docs: expected doxygen, which is missing" >&2; exit 1; }
+docs: needs-doxygen install-tree $(stamps)/docs $(stamps)/test ## Make the documentation's site in build/docs
 	rm -rf build/docs && mkdir -p build/docs/html
 	doxygen docs/Doxyfile
 	$(python) -m sphinx -W --keep-going -q -c docs/site -d build/docs/doctrees . build/docs/html
@@ -292,14 +297,14 @@ lint-formats: $(stamps)/lint
 lint-types: $(stamps)/lint $(stamps)/torch $(stamps)/test
 	mypy $(python_files)
 
-# Without OpenMP: clang-tidy does not include its header, which is part of a compiler.
-lint-names: $(stamps)/lint $(stamps)/torch $(stamps)/googletest
-	cmake -G Ninja -S . -B build/lint -DCMAKE_UNITY_BUILD=OFF -DNORMSCOPE_BUILD_TESTS=ON \
-	  -DNORMSCOPE_BUILD_MPI=$(mpi) -DPython_EXECUTABLE=$(abspath $(python)) > /dev/null
-	$(python) scripts/unique_compile_commands.py build/lint build/lint/unique
-	run-clang-tidy.py -quiet -hide-progress -p build/lint/unique -j $(JOBS) \
+# Without OpenMP: clang-tidy does not include its header, which is part of a compiler. A target that is
+# compiled as one file is also checked as one.
+lint-names: $(stamps)/lint $(stamps)/googletest $(stamps)/torch
+	$(configure)
+	$(python) scripts/unique_compile_commands.py $(build) $(build)/lint
+	run-clang-tidy.py -quiet -hide-progress -p $(build)/lint -j $(JOBS) \
 	  -extra-arg=-Wno-error -extra-arg=-fno-openmp \
-	  '$(CURDIR)/(normscope|tests|benchmarks)/'
+	  '$(CURDIR)/(normscope|tests|benchmarks|$(build)/.*/Unity)/'
 
 format: $(stamps)/lint ## Format every file
 	clang-format -i $(cpp_files)

@@ -99,11 +99,11 @@ TEST(FormulasTest, MomentsAboutANarrowPivotPropagateNonFiniteValues) {
     return std::isnan(tile.sum.hi + tile.sum.lo) &&
            std::isnan(tile.sum_of_squares.hi + tile.sum_of_squares.lo);
   };
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  const double infinity = std::numeric_limits<double>::infinity();
   constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-  EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, kInfinity, kNaN, kNaN)));
+  EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, infinity, kNaN, kNaN)));
   EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, 1.0, kNaN, kNaN)));
-  EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, 1.0, kInfinity, kInfinity)));
+  EXPECT_TRUE(is_nan_in_all(moments_about_narrow_pivot(4.0, 1.0, infinity, infinity)));
 }
 
 TEST(FormulasTest, TotalAddsTheLimbsFromTheFinest) {

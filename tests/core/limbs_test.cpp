@@ -209,8 +209,8 @@ TEST(LimbsTest, ATotalOfZeroIsPositiveZeros) {
 }
 
 TEST(LimbsTest, NonFinitePartsMakeEveryLimbNaN) {
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  for (const double part : {kInfinity, -kInfinity, std::nan("")}) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (const double part : {infinity, -infinity, std::nan("")}) {
     Limbs limbs;
     limbs.add(1.0);
     limbs.add(part);
