@@ -129,7 +129,7 @@ bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print spe
 	cmake --build $(build) --target all_reduce kernels
 	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/layers.py --kernels $(build)/benchmarks/kernels.so \
-	  --json $(results)/bench.json --plot $(results)/bench.svg $(ARGS)
+	  --json $(results)/bench.json --plot $(results)/bench.png $(ARGS)
 
 bench-networks: $(stamps)/normscope ## Print how fast networks train, as ratios to torch
 	$(python) benchmarks/networks.py --json $(results)/networks.json $(ARGS)

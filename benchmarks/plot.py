@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -21,23 +20,21 @@ def draw(path: Path, results: list[Result]) -> None:
     """Draw dots in one row per input and one column per direction and arrangement.
 
     Args:
-        path: The file to write; its extension selects the format: .svg or .png.
+        path: The PNG file to write.
         results: The rows of the table.
     """
     results = [result for result in results if result.case.shape != SMALLEST]
     names = list(dict.fromkeys(_name(result) for result in results))
-    figure = Figure(figsize=(15, 10), layout="constrained")
+    figure = Figure(figsize=(11, 8), layout="constrained")
     columns = figure.subplots(2, len(ARRANGEMENTS), sharex=True, sharey=True)
     for direction, axes_row in zip(("forward", "backward"), columns, strict=True):
         for arrangement, axes in zip(ARRANGEMENTS, axes_row, strict=True):
-            axes.set_title(f"{direction}, {arrangement}", fontsize=10)
+            axes.set_title(f"{direction}\n{arrangement}", fontsize=9)
             of_arrangement = [one for one in results if one.arrangement == arrangement]
             _draw_dots(axes, names, of_arrangement, direction)
     columns[0][0].legend(loc="lower right", fontsize=8)
     figure.supxlabel("torch.nn's time / normscope's: right of 1, normscope is faster; quartiles")
-    # Writes text as text, not as outlines, and the same file for the same results.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, dpi=75)
 
 
 def _name(result: Result) -> str:
