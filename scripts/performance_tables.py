@@ -21,8 +21,11 @@ RESULTS = ROOT / "benchmarks/results"
 
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("forward", "backward")
+COLUMNS = [f"{dtype} {direction}" for dtype in DTYPES for direction in DIRECTIONS]
 # The time of this input is that of a call, with almost nothing to compute: no mean includes it.
 SMALLEST = [2, 8, 1, 1]
+# The arrangements that the table of all inputs shows, and how it calls them.
+SHOWN = {"local, 1 thread": "`local`", "world, 2 ranks of 1 thread": "`world`"}
 
 _TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -57,105 +60,75 @@ def _input(result: dict[str, Any]) -> str:
     return f"{'x'.join(map(str, case['shape']))} {case['layout']}"
 
 
-def _quartiles(ratio: dict[str, float]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['lower']:.2f}-{ratio['upper']:.2f})"
-
-
-def _in_means(results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the timings by arrangement and type, without those of the smallest input."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        if result["case"]["shape"] != SMALLEST:
-            key = f"{_arrangement(result)}/{result['case']['dtype']}"
-            groups.setdefault(key, []).append(result["timing"])
-    return groups
-
-
-def layers_summary() -> str:
-    """Return the ratios to torch.nn: the geometric mean over the inputs, and the smallest."""
-    groups = _in_means(load("layers-zen4")["results"])
+def networks() -> str:
+    """Return the ratios of training steps: median and quartiles."""
     rows = []
-    for arrangement in dict.fromkeys(key.split("/")[0] for key in groups):
-        row = [arrangement]
+    for one in load("networks-compiled-zen4")["results"]:
+        setting, (lower, median, upper) = one["setting"], one["result"]["ratio"]
+        layout = ", channels-last" if setting["layout"] == "channels_last" else ""
+        ranks = ", 2 ranks" if setting["scope"] == "world" else ""
+        row = [
+            f"{setting['network']}, batch {setting['batch']}{layout}",
+            f"`{setting['scope']}`{ranks}",
+            f"{median:.2f} ({lower:.2f}-{upper:.2f})",
+        ]
+        rows.append(row)
+    return table(["compiled network", "scope", "step"], rows)
+
+
+def layers() -> str:
+    """Return the ratios to torch.nn: the geometric mean over the inputs, and the smallest."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for result in load("layers-zen4")["results"]:
+        if result["case"]["shape"] != SMALLEST:
+            groups.setdefault(_arrangement(result), []).append(result)
+    rows = []
+    for name, results in groups.items():
+        row = [name]
         for dtype in DTYPES:
-            for direction in DIRECTIONS:
-                ratios = [
-                    timing[direction]["ratio"]["median"]
-                    for timing in groups[f"{arrangement}/{dtype}"]
-                ]
+            of_dtype = [one["timing"] for one in results if one["case"]["dtype"] == dtype]
+            for way in DIRECTIONS:
+                ratios = [timing[way]["ratio"]["median"] for timing in of_dtype]
                 row.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})")
         rows.append(row)
-    return table(_summary_columns(), rows)
+    return table(["", *COLUMNS], rows)
 
 
-def layers_summary_of_zen3() -> str:
+def layers_of_zen3() -> str:
     """Return the same table for a run of which only the summary was kept."""
     rows: dict[str, list[str]] = {}
     for one in load("layers-zen3")["summary"]:
         row = rows.setdefault(_arrangement(one), [])
         row += [f"{one[way]['mean']:.2f} ({one[way]['least']:.2f})" for way in DIRECTIONS]
-    return table(_summary_columns(), ([name, *row] for name, row in rows.items()))
+    return table(["", *COLUMNS], ([name, *row] for name, row in rows.items()))
 
 
-def _summary_columns() -> list[str]:
-    return ["", *(f"{dtype} {direction}" for dtype in DTYPES for direction in DIRECTIONS)]
+def inputs() -> str:
+    """Return the ratios to torch.nn for every input: medians, forward / backward."""
+    rows: dict[str, dict[str, str]] = {}
+    for result in load("layers-zen4")["results"]:
+        if _arrangement(result) in SHOWN:
+            column = f"{result['case']['dtype']}, {SHOWN[_arrangement(result)]}"
+            medians = [f"{result['timing'][way]['ratio']['median']:.2f}" for way in DIRECTIONS]
+            rows.setdefault(_input(result), {})[column] = " / ".join(medians)
+    columns = [f"{dtype}, {scope}" for dtype in DTYPES for scope in SHOWN.values()]
+    return table(
+        ["input", *columns],
+        ([name, *(row[column] for column in columns)] for name, row in rows.items()),
+    )
 
 
 def world_over_local() -> str:
     """Return the time of scope world divided by that of local: geometric mean, and the largest."""
-    results = load("layers-zen4")["results"]
-    rows = []
-    for arrangement in dict.fromkeys(map(_arrangement, results)):
-        row = [arrangement]
-        for direction in DIRECTIONS:
-            timings = [one["timing"][direction] for one in results]
-            ratios = [
-                timing["of_local"]["median"]
-                for timing, one in zip(timings, results, strict=True)
-                if timing["of_local"] and _arrangement(one) == arrangement
-            ]
-            if ratios:
-                row.append(f"{geometric_mean(ratios):.2f} ({max(ratios):.2f})")
-        if len(row) > 1:
-            rows.append(row)
-    return table(["", *DIRECTIONS], rows)
-
-
-def layers(dtype: str) -> str:
-    """Return the ratios to torch.nn for every input of one type: median, forward / backward."""
-    results = load("layers-zen4")["results"]
-    arrangements = list(dict.fromkeys(map(_arrangement, results)))
-    cells: dict[str, dict[str, str]] = {}
-    for result in results:
-        if result["case"]["dtype"] == dtype:
-            medians = [result["timing"][way]["ratio"]["median"] for way in DIRECTIONS]
-            row = cells.setdefault(_input(result), {})
-            row[_arrangement(result)] = " / ".join(f"{median:.2f}" for median in medians)
-    rows = ([name, *(row[one] for one in arrangements)] for name, row in cells.items())
-    return table(["input", *arrangements], rows)
-
-
-def comparisons() -> str:
-    """Return the ratios of times for comparisons other than training a layer of torch.nn."""
-    rows = [
-        [
-            f"{_input(one)} {one['case']['dtype']}",
-            one["name"],
-            *(_quartiles(one[way]) if one[way] else "" for way in DIRECTIONS),
-        ]
-        for one in load("layers-zen4")["comparisons"]
-    ]
-    return table(["input", "times divided", *DIRECTIONS], rows)
-
-
-def memory() -> str:
-    """Return the peak memory of a training step, and the bytes kept from forward to backward."""
-    run = load("layers-zen4")
-    rows = (
-        [name, f"{mebibytes:.1f}", f"{run['statistics_bytes_a_channel'][name]:.0f}"]
-        for name, mebibytes in run["peak_memory_mebibytes"].items()
-    )
-    return table(["", "peak, MiB", "statistics kept, bytes per channel"], rows)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for result in load("layers-zen4")["results"]:
+        if result["timing"]["forward"]["of_local"]:
+            rows.setdefault(_arrangement(result), []).append(result["timing"])
+    cells = []
+    for name, timings in rows.items():
+        both = [[timing[way]["of_local"]["median"] for timing in timings] for way in DIRECTIONS]
+        cells.append([name, *(f"{geometric_mean(one):.2f} ({max(one):.2f})" for one in both)])
+    return table(["", *DIRECTIONS], cells)
 
 
 def all_reduce() -> str:
@@ -171,21 +144,27 @@ def all_reduce() -> str:
     )
 
 
-def networks_compiled() -> str:
-    """Return the ratios of compiled training steps."""
+def memory() -> str:
+    """Return the peak memory of a training step, and the bytes kept from forward to backward."""
+    run = load("layers-zen4")
+    rows = (
+        [name, f"{mebibytes:.1f}", f"{run['statistics_bytes_a_channel'][name]:.0f}"]
+        for name, mebibytes in run["peak_memory_mebibytes"].items()
+    )
+    return table(["", "peak, MiB", "statistics kept, bytes per channel"], rows)
+
+
+def comparisons(*names: str) -> str:
+    """Return ratios of times, for the comparisons of these names: median and quartiles."""
     rows = []
-    for one in load("networks-compiled-zen4")["results"]:
-        setting, result = one["setting"], one["result"]
-        layout = ", channels-last" if setting["layout"] == "channels_last" else ""
-        ranks = ", 2 ranks" if setting["scope"] == "world" else ""
-        lower, median, upper = result["ratio"]
-        row = [
-            f"{setting['network']}, batch {setting['batch']}{layout}",
-            f"`{setting['scope']}`{ranks}",
-            f"{median:.2f} ({lower:.2f}-{upper:.2f})",
-        ]
-        rows.append(row)
-    return table(["network", "scope", "step"], rows)
+    for one in load("layers-zen4")["comparisons"]:
+        if one["name"] in names:
+            cells = [
+                f"{way['median']:.2f} ({way['lower']:.2f}-{way['upper']:.2f})" if way else ""
+                for way in (one["forward"], one["backward"])
+            ]
+            rows.append([_input(one), one["name"], *cells])
+    return table(["input", "times divided", *DIRECTIONS], rows)
 
 
 def paths() -> str:
@@ -198,15 +177,15 @@ def paths() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "layers-summary": layers_summary,
-    "layers-summary-zen3": layers_summary_of_zen3,
+    "networks": networks,
+    "layers": layers,
+    "layers-zen3": layers_of_zen3,
+    "inputs": inputs,
     "world-over-local": world_over_local,
-    "layers-float32": lambda: layers("float32"),
-    "layers-bfloat16": lambda: layers("bfloat16"),
-    "comparisons": comparisons,
-    "memory": memory,
     "all-reduce": all_reduce,
-    "networks-compiled": networks_compiled,
+    "memory": memory,
+    "others": lambda: comparisons("oneDNN / normscope", "XLA / normscope"),
+    "slices": lambda: comparisons("slices:8 / local"),
     "paths": paths,
 }
 

@@ -21,6 +21,7 @@ from torch import distributed
 
 import draw_scopes
 import normscope
+import performance_tables
 
 # The deployment tools cause warnings about themselves and their dependencies.
 DEPLOYING = pytest.param(
@@ -156,6 +157,12 @@ def test_pictures_match_the_script_that_draws_them(tmp_path: Path) -> None:
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     pictures = (ROOT / "docs/pictures").glob("*.svg")
     assert drawn == {path.name: path.read_text() for path in pictures}
+
+
+def test_tables_of_speed_are_those_of_the_results() -> None:
+    text = performance_tables.DOCUMENT.read_text()
+
+    assert performance_tables.with_tables(text) == text
 
 
 def samples() -> torch.Tensor:
