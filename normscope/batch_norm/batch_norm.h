@@ -54,8 +54,8 @@ struct CallContext {
 
 struct ForwardArguments {
   TensorView x;  // [N, C, *]
-  // [N, C, *], x's dtype and layout, not sharing memory with x. data may be nullptr (y is not
-  // wanted) if coefficients are requested.
+  // [N, C, *], x's dtype and layout, in memory of its own. data nullptr: not wanted; allowed only
+  // if `coefficients` is given.
   MutableTensorView y;
   ChannelView weight = {};     // [C] float32 or x's dtype; none: ones
   ChannelView bias = {};       // [C] float32 or x's dtype; none: zeros
@@ -67,13 +67,12 @@ struct ForwardArguments {
   BackwardNeeded backward = BackwardNeeded::kYes;
   ActivationFunction activation = {};  // applied to y; kNone: y is the normalized x
   // [N, C, *], x's dtype and layout: added before the activation, which must satisfy
-  // output_tells_gradient(). data nullptr: nothing is added.
+  // output_tells_gradient(). data nullptr: none.
   TensorView residual = {};
   double* statistics = nullptr;  // out [slices, 3, C]: mean_hi, mean_lo, inv_std
   double* counts = nullptr;      // out [slices]: elements per channel; nullptr: not wanted
-  // In/out, for batch_norm_finalize(): the moments of the norm batch are added to it. With several
-  // slices these are the moments of all of them, or of the first for kFirst. data nullptr: not
-  // wanted.
+  // In/out, for batch_norm_finalize(): the moments of the norm batch are added to it: with several
+  // slices, those of all slices, or of the first one for kFirst. data nullptr: not wanted.
   MessageView accumulated = {};
   // Out [slices, 4, C]: the coefficients of y, for callers that apply them; none: not wanted.
   Coefficients coefficients = {};
@@ -91,7 +90,6 @@ struct ForwardArguments {
 // ranks disagree, or that together they have one element per channel, then all outputs (including
 // counts) are NaN, the running statistics are unchanged, and the next call throws MismatchError or
 // OneValueError. Throws DeviceError if the device refuses a launch.
-// the device refuses a launch.
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context);
 
 struct WithStatisticsArguments {

@@ -176,8 +176,8 @@ int Exchange::all_reduce_on_device(const CallLabel& label, double count, std::sp
   });
 }
 
-// Calls sum(this rank's header), first comparing the headers on their own if necessary. Adds to
-// every error what this rank was doing. Returns the label's number.
+// Calls sum(this rank's header), and compares the headers before that if necessary. Errors say what
+// this rank was doing. Returns the label's number.
 template <class Sum>
 int Exchange::meet(const CallLabel& label, double count, std::span<const double> message,
                    const Sum& sum) {

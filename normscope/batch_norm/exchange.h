@@ -16,9 +16,10 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// Why the ranks of a group meet. kAgreement: to find out who shares statistics. kParameters: for
-// the numbers of a whole module; the label's layer names the operation, and its channels say how
-// many numbers there are. kStep: before a step, to learn how many samples each rank has.
+// Why the ranks of a group meet. kAgreement: to find out who shares statistics. kParameters: to
+// exchange numbers of a whole module; CallLabel::layer then names the operation, and
+// CallLabel::channels is the number of numbers. kStep: to learn how many samples each rank has in
+// the next step.
 enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters, kStep };
 
 // For example "forward".
@@ -58,18 +59,18 @@ class Exchange {
   }
 
   // Replaces the sums and the count by their totals over the ranks. The message holds the sums,
-  // then kHeaderSize doubles, the first of which is the count. Takes one all-reduce. A small one
-  // precedes it if the transport cannot handle different lengths and this layer is new to the
-  // group.
+  // then kHeaderSize doubles, the first of which is the count. Takes one all-reduce. If the
+  // transport cannot handle different lengths, a small one precedes it for a layer that is new to
+  // the group.
   //
   // If the ranks disagree, throws MismatchError on every rank and says what each rank was doing. If
   // the exchange fails, throws CommunicationError or TimeoutError with the layer, direction and
   // scope.
   void all_reduce(const CallLabel& label, std::span<double> message, Stream stream);
 
-  // The same for a message in device memory; write_header() queues writing its header on the
-  // stream. Does not wait for the device. Whoever reads the totals must call ranks_agree(), and
-  // report the returned number if it is false.
+  // The same for a message in device memory, whose header write_header() writes on the stream. Does
+  // not wait for the device. The kernel that reads the totals must call ranks_agree(), and report
+  // the returned number if it is false.
   int all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
                            Stream stream, const std::function<void(const Header&)>& write_header);
 

@@ -10,9 +10,9 @@
 
 namespace normscope {
 
-// Calls work(begin, end, execution) for chunks of channels that fit the caches: what one sweep
-// reads is then still cached for the next. Chunks run concurrently, each on one thread. A single
-// chunk gets all threads.
+// Calls work(begin, end, execution) for chunks of channels that fit the caches: the second sweep
+// then finds the input of the first in the cache. Chunks run concurrently, each on one thread. A
+// single chunk gets all threads.
 template <class Work>
 void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int tensors,
                         const Work& work) {

@@ -28,8 +28,8 @@ namespace normscope NORMSCOPE_EXPORT {
                                                        std::string_view layer,
                                                        std::int64_t samples);
 
-// How many samples each rank has in the next step, in rank order. `own` is this rank's number;
-// negative numbers mean whatever the caller makes of them.
+// How many samples each rank has in the next step, in rank order. `own` is this rank's number. The
+// caller may give negative numbers a meaning.
 [[nodiscard]] std::vector<std::int64_t> gather_samples(Exchange& group, std::int64_t own);
 
 // The exchange among the ranks that have this rank's leader; nullptr if this rank is alone.

@@ -35,8 +35,8 @@ struct RankCall {
 [[nodiscard]] std::string who_is_where(const std::vector<RankCall>& calls,
                                        const std::vector<int>& ranks);
 
-// The same if kNone may also mean that a call is unknown. Shows the known calls only; empty if
-// fewer than two are known.
+// The same if kNone may also mean an unknown call. Shows only known calls; empty if there are fewer
+// than two.
 [[nodiscard]] std::string who_is_where_if_known(std::vector<RankCall> calls,
                                                 const std::vector<int>& ranks);
 

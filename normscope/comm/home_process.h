@@ -15,8 +15,8 @@ namespace normscope NORMSCOPE_EXPORT {
 // instead of getpid(): a system call takes as long as a short exchange.
 [[nodiscard]] std::uint32_t forks_so_far() noexcept;
 
-// The process that an object was created in. A fork copies the object, but the copy must not act as
-// the rank: its messages would be taken for those of the original process.
+// The process in which an object was created. A fork copies the object, but the copy must not act
+// as the rank: peers would take its messages for those of the original process.
 class HomeProcess {
  public:
   HomeProcess() noexcept : id_(getpid()), forks_(forks_so_far()) {}

@@ -40,7 +40,8 @@ double identity_of_memory() {
   return static_cast<double>(hash.low_bits(kIdentityBits));
 }
 
-// Row `rank` of the result is what that rank passed: a sum of rows that are zero elsewhere.
+// Gathers: row r of the result is the `own` of rank r. Each rank adds a matrix that is zero outside
+// its own row.
 std::vector<double> gather(Communicator& group, std::span<const double> own) {
   std::vector<double> rows(static_cast<std::size_t>(group.size()) * own.size());
   std::ranges::copy(own,

@@ -25,10 +25,10 @@ struct Hosts {
   [[nodiscard]] bool is_one() const noexcept { return leaders.size() == 1; }
 };
 
-// Collective over `group`: every rank makes the same sums whatever it finds, so no disagreement
-// leaves a peer waiting. Ranks are on one host if their host_identity() is equal and they can see
-// each other's processes; two containers on one machine may be two hosts. Throws what the sums
-// throw. `time_limit` is for waits in the shared memory.
+// Collective over `group`. Every rank makes the same sums, whatever it finds, so no peer is left
+// waiting. Ranks are on one host if their host_identity() is equal and they can see each other's
+// processes; two containers on one machine may be two hosts. Throws what the sums throw.
+// `time_limit` is for waits in the shared memory.
 [[nodiscard]] Hosts find_hosts(Communicator& group, std::chrono::milliseconds time_limit);
 
 // A communicator of the same ranks that uses the shared memory of each host. With one host, all

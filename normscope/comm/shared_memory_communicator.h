@@ -10,8 +10,8 @@
 namespace normscope NORMSCOPE_EXPORT {
 
 // Joins the group of `segment` as `rank`. The ranks are processes of one host, or threads in them;
-// the segment need not outlive the call. Peers that wait for a rank whose communicator was
-// destroyed, or whose process has died, throw a CommunicationError that says so.
+// the segment need not outlive the call. If a rank's communicator is destroyed or its process dies,
+// peers that wait for it throw a CommunicationError that says so.
 //
 // The ranks show their calls on `board` if it is given, else in the segment.
 //

@@ -245,8 +245,8 @@ void SlotGroup::add_slots(std::span<double> sum) const noexcept {
   }
 }
 
-// A peer may have failed and left between two checks of this rank. Its reason came first and wins:
-// this rank has only seen the consequence.
+// A peer may have failed and left between two checks of this rank. Its reason is then thrown: this
+// rank has only seen the consequence.
 template <class Error>
 void SlotGroup::end_with(const std::string& text) {
   if (!memory_.record_failure(text)) {

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::align_val_t kAlignment{kCacheLine};
 
-// What the threads of a group share.
+// The data that the threads of a group share.
 struct ThreadGroup {
   ThreadGroup(int size, const ExchangeOptions& options)
       : memory(

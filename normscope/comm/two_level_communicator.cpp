@@ -22,7 +22,7 @@ namespace {
 // The leader is the first rank of a host's memory.
 constexpr int kLeader = 0;
 
-// What a leader announces as its length if the lengths of any two ranks, on any hosts, differ.
+// A leader announces this length if the lengths of any two ranks, on any hosts, differ.
 constexpr std::int64_t kLengthsDiffer = -1;
 
 // A message between hosts ends with its length and the square of its length. Their sums over H
@@ -53,7 +53,7 @@ class TwoLevelCommunicator final : public Communicator {
       host_.show_calls_on(
           {.board = *board, .ranks = numbers_of_ranks(whole_->size()), .are_all = false});
     }
-    // Every other rank gets a part of its own, which costs nothing.
+    // Each rank that is no leader gets a part of its own, which costs nothing.
     between_ = whole_->split(leads() ? 0 : 1 + whole_->rank(), whole_->rank());
   }
 
@@ -172,8 +172,8 @@ class TwoLevelCommunicator final : public Communicator {
     }
   }
 
-  // The cause in an error from another leader, if that leader reported its own. Any other error
-  // numbers the ranks within the group of leaders; the text then lists the leaders.
+  // The cause in the text of an error, if another leader has reported one. In any other error the
+  // ranks are numbered within the group of leaders, so the result lists the leaders.
   [[nodiscard]] std::string cause_of(const std::string& text) const {
     const std::string prefix = host_.describe("");
     const std::size_t found = text.find(prefix);

@@ -51,7 +51,7 @@ NORMSCOPE_INLINE Real product_error(Real a, Real b, Real product) noexcept {
 #endif
 }
 
-// The same for a b whose lower half is zero, such as any float32.
+// The same if the lower half of b is zero, as in every float32.
 template <class Real>
 NORMSCOPE_INLINE Real narrow_product_error(Real a, Real b, Real product) noexcept {
 #if defined(__CUDA_ARCH__)

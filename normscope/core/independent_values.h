@@ -36,7 +36,7 @@ struct PartMoments {
 // Joins every `count` consecutive parts of each batch. `count` must divide the number of parts.
 [[nodiscard]] PartMoments joined(const PartMoments& moments, std::int64_t count);
 
-// The number of independent normal values whose variance is as noisy as that of a norm batch of one
+// The number of independent normal values that have as noisy a variance as a norm batch of one
 // part.
 struct IndependentValues {
   double value = 0.0;  // from the squared relative errors averaged over all channels

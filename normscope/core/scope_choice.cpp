@@ -36,7 +36,7 @@ Scope scope_of(std::int64_t size, std::int64_t ranks, std::int64_t ranks_of_host
   return size == ranks_of_host ? Scope::node() : Scope::group(size);
 }
 
-// What a norm batch of `size` ranks is worth for one call.
+// The candidate of `size` ranks, with its independent values for one call.
 ScopeCandidate measured(const PartMoments& moments, double eps, std::int64_t size) {
   ScopeCandidate candidate{.ranks = size, .values = independent_values(joined(moments, size), eps)};
   if (!candidate.values && size > 1) {

@@ -18,7 +18,7 @@ namespace normscope NORMSCOPE_EXPORT {
 // the choice.
 inline constexpr double kDefaultIndependentValues = 4.0;
 
-// A candidate scope for a layer, and what its statistics would be worth.
+// A candidate scope for a layer, with the independent values of its norm batch.
 struct ScopeCandidate {
   Scope scope = Scope::world();
   std::int64_t ranks = 1;                   // that share statistics

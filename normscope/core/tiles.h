@@ -10,14 +10,14 @@ namespace normscope {
 
 // A tile is a fixed range of the positions of one sample and channel. It is summed in one fixed
 // tree: lanes that each add a chain of elements in order, folded in halves. The tree depends only
-// on the layout and on the number of positions. No split over samples, threads or instruction sets
-// can therefore change a bit: docs/numerics.md, section "Tiles". All backends share these numbers;
-// changing one changes all results.
+// on the layout and on the number of positions. The bits therefore do not depend on how the work is
+// split over samples, threads or instruction sets: docs/numerics.md, section "Tiles". All backends
+// share these numbers; changing one changes all results.
 struct TileShape {
   std::int64_t positions;      // of a full tile
   std::int64_t lanes;          // a power of two
   std::int64_t chain;          // the most elements that a lane adds
-  std::int64_t pivot_samples;  // the most elements that the pivot is the mean of
+  std::int64_t pivot_samples;  // the pivot is the mean of at most so many elements
 };
 
 // Returned by value: device code cannot refer to the host's objects.

@@ -25,8 +25,8 @@ struct DeviceReport {
   int one_value = 0;  // not 0: the number of the call whose norm batch had one value per channel
 };
 
-// Zeros in device memory, which every call leaves as zeros. Blocks add their sums there, and count
-// how many of them have finished. Calls on one stream can share it.
+// Device memory that is zero between calls. Blocks add their sums there, and count the finished
+// blocks. Calls on one stream can share it.
 struct DeviceScratch {
   double* data = nullptr;  // device_scratch_size()
   std::int64_t channels = 0;
@@ -110,7 +110,7 @@ struct Coefficients {
   void* data = nullptr;  // aligned to 64 bytes
 };
 
-// What forward computes from the moments of x.
+// Forward's results from the moments of x.
 struct UseOfMoments {
   NormBatches batches = {};
   double eps = 0.0;
@@ -125,7 +125,7 @@ struct UseOfMoments {
   Coefficients coefficients = {};  // out, for normalize
 };
 
-// What backward computes from the gradient sums.
+// Backward's results from the gradient sums.
 struct UseOfGradientSums {
   NormBatches batches = {};
   const double* statistics = nullptr;  // [slices, 3, C], from forward

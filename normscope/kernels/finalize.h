@@ -10,7 +10,7 @@
 
 namespace normscope {
 
-// What all backends compute from the totals of a channel: docs/numerics.md, "Finalize".
+// The results of a channel's totals, in all backends: docs/numerics.md, "Finalize".
 
 struct ChannelStatistics {
   double mean_hi;

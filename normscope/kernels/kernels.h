@@ -25,9 +25,9 @@ struct Kernels {
   // Whether this machine can run it.
   bool (*can_run)();
 
-  // How many channels to process at a time: `tensors` tensors of that many channels of x then stay
-  // cached between the sweep that sums and the sweep that applies. Returns x.channels if chunks
-  // would gain nothing.
+  // How many channels to process at a time, so that these channels of `tensors` tensors stay cached
+  // between the sweep that sums and the sweep that applies. Returns x.channels if chunks gain
+  // nothing.
   std::int64_t (*channels_per_chunk)(const TensorView& x, int tensors, int threads);
 
   // Adds the sums of x and x^2 to the limbs, which end in canonical form.

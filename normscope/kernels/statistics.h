@@ -9,8 +9,9 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// What forward keeps for backward. The mean is a pair whose parts have the precision of the
-// arithmetic (float32 for inputs up to float32, otherwise float64): docs/numerics.md, "Finalize".
+// The statistics that forward keeps for backward. The mean is a pair whose parts have the precision
+// of the arithmetic (float32 for inputs up to float32, otherwise float64): docs/numerics.md,
+// "Finalize".
 template <class Number>
 struct BasicStatistics {
   Number* mean_hi = nullptr;  // [C]

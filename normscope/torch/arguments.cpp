@@ -145,8 +145,10 @@ ActivationFunction parsed_activation(std::string_view name, double negative_slop
 ActivationFunction checked(const ActivationCall& op, const at::Tensor& x) {
   const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
   if (op.residual) {
-    TORCH_CHECK_VALUE(activation.output_tells_gradient(), "residual: expected none before ",
-                      op.activation, ", or before a leaky_relu with a negative slope");
+    TORCH_CHECK_VALUE(activation.output_tells_gradient(),
+                      "residual: expected none unless relu, relu6 or a leaky_relu with a slope of "
+                      "at least 0 follows, got one before ",
+                      op.activation);
     check_like_x(x, "residual", *op.residual);
   }
   return activation;
@@ -158,8 +160,10 @@ ActivationFunction checked(const ActivatedBackwardOpArguments& op) {
   check_parameter_of_channels(layer.x, "bias", op.bias);
   const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
   if (op.y) {
-    TORCH_CHECK_VALUE(activation.output_tells_gradient(), "y: expected none after ", op.activation,
-                      ", or after a leaky_relu with a negative slope");
+    TORCH_CHECK_VALUE(activation.output_tells_gradient(),
+                      "y: expected none unless the activation is relu, relu6 or a leaky_relu with "
+                      "a slope of at least 0, got one after ",
+                      op.activation);
     check_like_x(layer.x, "y", *op.y);
   }
   return activation;

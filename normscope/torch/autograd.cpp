@@ -70,8 +70,8 @@ bool needs_backward(const at::Tensor& x,
   return at::GradMode::is_enabled() && one_requires_grad;
 }
 
-// Calls an op. If the dispatcher has no kernel for the tensors (such as sparse ones), no backend
-// tells the peers that this rank will not come; this function does.
+// Calls an op. If the dispatcher has no kernel for the tensors (such as sparse ones), tells the
+// peers that this rank will not come, because no backend can.
 template <class CallOp>
 auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
   try {
@@ -143,7 +143,7 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
   }
 };
 
-// Gradients that cannot be differentiated again. Trying to is an error, rather than giving zeros.
+// Gradients that cannot be differentiated again: an attempt is an error, and does not give zeros.
 class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoubleBackward> {
  public:
   static variable_list forward(AutogradContext*, const OptionalTensor&, const OptionalTensor&,

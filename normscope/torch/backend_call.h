@@ -13,9 +13,9 @@
 
 namespace normscope::binding {
 
-// The two stages of a backend's call: before the exchange, and with the other ranks.
+// The two stages of a backend's call: before the exchange, and in it.
 
-// Runs what comes before the exchange. If it throws, tells the peers not to wait for this rank.
+// Runs the first stage. If it throws, tells the peers not to wait for this rank.
 template <class Prepare>
 auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
   try {
@@ -29,14 +29,13 @@ auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
   }
 }
 
-// Runs what meets the other ranks. Converts errors to the types of torch's own in Python.
+// Runs the second stage, with the other ranks. Converts errors to torch's types.
 template <class Call>
 void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
   try {
     call();
   } catch (const OneValueError& error) {
-    // On a device the ranks find this together. This one hears of it in its next call, with another
-    // x.
+    // On a device the error appears in this rank's next call, which has another x.
     const bool is_told_later =
         exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice;
     if (is_told_later) TORCH_CHECK_VALUE(false, error.what());

@@ -189,7 +189,7 @@ void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   }
 }
 
-// Calls look_up() at intervals. Each interval costs an exception, which the work throws.
+// Calls look_up() at intervals. At the end of each interval the work throws an exception.
 void C10dCommunicator::wait_for(c10d::Work& work) {
   constexpr std::chrono::milliseconds kPause{100};
   const ObservedWait observed;
@@ -250,8 +250,9 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
   if (own_) publisher_ = std::make_shared<CallPublisher>(own_->store(), *board_, publish_after);
 }
 
-// All ranks have found that their lengths differ. They tell each other the lengths, and forget
-// those before: a rank that skipped a message would expect others than its peers.
+// All ranks have found that their lengths differ. They tell each other the lengths. They also
+// forget the earlier ones: after a skipped message, a rank would expect other lengths than its
+// peers.
 void C10dCommunicator::throw_lengths_differ(std::size_t length) {
   lengths_.clear();
   std::vector<double> lengths(static_cast<std::size_t>(size_));

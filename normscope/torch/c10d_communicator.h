@@ -29,12 +29,11 @@ namespace normscope::binding {
 //
 // If ranks come with different lengths, some backends end the process (Gloo) or hang (NCCL). A host
 // message therefore starts with a frame, which contains the message's length. All ranks choose the
-// same length of the frame, from the messages before. What does not fit into the frame follows once
-// the lengths are known to agree. If the group serves devices only, host messages go through a
-// device.
+// same length of the frame, from the messages before. The rest of the message follows once the
+// lengths are known to agree. If the group serves devices only, host messages go through a device.
 //
-// NCCL sums a message in device memory directly, and nothing waits for it. Other backends would
-// copy it to the host themselves; here it goes the way of host messages.
+// NCCL sums a message in device memory directly, and nothing waits for it. For other backends the
+// message is copied to the host and then treated like a host message.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -49,9 +48,8 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] bool compares_lengths() const noexcept override { return !sums_on_device_; }
   [[nodiscard]] CallBoard* calls() noexcept override { return board_ ? &*board_ : nullptr; }
 
-  // Makes this rank's calls visible from now on: from outside the process and, if there is a
-  // separate group, to the peers once a call is `publish_after` old. Parts that are made later are
-  // included.
+  // From now on shows this rank's calls outside the process. If there is a separate group, the
+  // peers also see calls that are older than `publish_after`. Later parts are included.
   void show_calls(std::chrono::milliseconds publish_after);
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
@@ -69,8 +67,8 @@ class C10dCommunicator final : public Communicator {
  private:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // A part of `whole`: of its group, if messages use that group, and the part then keeps its own
-  // group alive; and of its separate group, if there is one.
+  // A part of `whole`. `part`: of its group, which the part keeps alive, if messages use that
+  // group. `own`: of its separate group, if there is one.
   C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own, const SubGroup& members,
                    const C10dCommunicator& whole);
 

@@ -5,10 +5,10 @@
 
 namespace normscope::binding {
 
-// Copies a backend's options for a part of its group, because split() writes into the options that
-// it gets, and the part keeps them. Returns nullptr if their type is not known here; the part must
-// then share them with the group. Gloo's type is not known, because torch does not install its
-// headers; Gloo's split only uses the list of ranks.
+// Copies a backend's options for a part of its group: split() changes the options that it gets, and
+// the part keeps them. Returns nullptr if their type is not known here; the part must then share
+// the group's options. Gloo's type is not known, because torch does not install its headers, but
+// Gloo's split only uses the list of ranks.
 [[nodiscard]] c10::intrusive_ptr<c10d::Backend::Options> copy_of(
     const c10d::Backend::Options& options);
 

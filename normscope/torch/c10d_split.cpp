@@ -73,8 +73,8 @@ std::unique_ptr<Communicator> C10dCommunicator::make_part(const SubGroup& member
       new C10dCommunicator(std::move(part), std::move(own), members, *this));
 }
 
-// NCCL's backend splits what the group's first sum on a device has created. If the group has
-// another backend for the host, the ranks have agreed on their parts without such a sum.
+// NCCL can split a group only after its first sum on a device. If the group has another backend for
+// the host, there was no such sum yet.
 void C10dCommunicator::connect_devices() {
   if (!sums_on_device_ || host_device_ == placement_.device) return;
   all_reduce(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(placement_.device)));

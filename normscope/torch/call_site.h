@@ -14,8 +14,8 @@
 namespace normscope::binding {
 
 // Where a call of batch_norm runs: on torch's threads, or on the current stream of x's device. That
-// device stays current during this object's lifetime: whatever a process group creates for the
-// call, it creates there.
+// device stays current during this object's lifetime, because a process group may create streams
+// and memory for the call.
 class CallSite {
  public:
   explicit CallSite(const at::Tensor& x);

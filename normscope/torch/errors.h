@@ -10,7 +10,7 @@
 
 namespace normscope::binding {
 
-// Returns call(). Converts its errors to the types of torch's own in Python.
+// Returns call(). Converts its errors to torch's types, which Python knows.
 template <class Call>
 decltype(auto) as_torch(const Call& call) {
   try {

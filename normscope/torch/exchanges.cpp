@@ -13,7 +13,7 @@
 namespace normscope::binding {
 namespace {
 
-// What is not a scope may have been meant for all ranks.
+// False for an invalid scope: the peers may have a valid one, and wait.
 bool is_of_one_rank(std::string_view text) {
   try {
     return Scope::parse(text).is_of_one_rank();
@@ -22,7 +22,7 @@ bool is_of_one_rank(std::string_view text) {
   }
 }
 
-// The peers of a rank with a scope that is none are told, too.
+// Parses the scope. If it is invalid, also tells the peers.
 Scope parse_or_fail(const ScopedCall& call) {
   try {
     return parsed_scope(call.scope);
@@ -100,7 +100,7 @@ at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::strin
     const ExchangeUse use(Direction::kParameters, {"world", group_name, what});
     if (use.get() == nullptr) return own.unsqueeze(0).clone();
     const Communicator& group = use.get()->communicator();
-    // Every rank adds to zeros, so that the sum gathers.
+    // Each rank fills its own row and leaves the others zero. The sum then has all rows.
     const std::int64_t numbers = group.size() * own.size(0);
     const at::Tensor message =
         at::zeros({numbers + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));

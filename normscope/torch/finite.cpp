@@ -22,7 +22,7 @@ std::atomic<bool>& is_wanted() {
   return wanted;
 }
 
-// What check_finite() checks in each direction, for errors.
+// The name in errors of the tensor that check_finite() checks.
 std::string_view looked_at(Direction direction) {
   switch (direction) {
     case Direction::kForward: return "x";
@@ -35,8 +35,8 @@ std::int64_t non_finite_values(const at::Tensor& tensor) {
   return tensor.numel() - at::isfinite(tensor).sum().item<std::int64_t>();
 }
 
-// The numbers of all ranks. The label's layer tells these calls from those of ranks that do not
-// check.
+// The numbers of all ranks. The label's layer makes these calls differ from those of ranks that do
+// not check.
 std::vector<double> counts_of_ranks(Exchange& exchange, std::int64_t own, Direction direction,
                                     const ScopedCall& call) {
   const auto ranks = static_cast<std::size_t>(exchange.communicator().size());

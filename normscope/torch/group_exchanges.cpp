@@ -19,7 +19,7 @@ namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 
-// What the groups are for that a process group makes for messages of normscope.
+// The uses of the process groups that normscope makes for its own messages (OwnGroup).
 constexpr const char* kUseOnHost = "host";
 constexpr const char* kUseOnDevice = "device";
 
@@ -31,7 +31,8 @@ Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement
       ->timeout;
 }
 
-// A process group that a program has in Python carries its own messages, too.
+// A process group of a Python program also carries the program's own messages. Those of normscope
+// need a group of their own.
 std::unique_ptr<OwnGroup> own_group_of(const ProcessGroup& group, const std::string& name,
                                        const Placement& placement, Milliseconds time_limit) {
   if (name.starts_with(kRankGroup) || !serves(*group, c10::DeviceType::CPU)) return nullptr;
@@ -75,15 +76,15 @@ std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& grou
   watch_calls();
   auto over_torch = std::make_unique<C10dCommunicator>(
       group, placement_, time_limit, own_group_of(group, name_, placement_, time_limit));
-  // A group of one rank gets here only if that is forced.
+  // A group of one rank comes here only if NORMSCOPE_FORCE_SYNC is set.
   const auto exchange_over = [](std::unique_ptr<Communicator> communicator) {
     return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
   };
-  // On a device a call that has ended here has only been queued.
+  // On a device a call only queues work: the host does not know when it ends, and shows no calls.
   if (placement_.memory != Memory::kHost) return exchange_over(std::move(over_torch));
   const Hosts hosts = find_hosts(*over_torch, time_limit);
   if (!hosts.memory || !hosts.is_one()) {
-    // The peers are to know by the time that they warn, or end their wait.
+    // Calls are published in time for the peers' warnings and errors.
     over_torch->show_calls(std::min(time_limit, warning_limit().value_or(time_limit)) / 2);
   }
   return exchange_over(over_hosts(std::move(over_torch), hosts));
@@ -129,7 +130,7 @@ std::string GroupExchanges::scope_of_norm_batch(const Scope& scope, std::int64_t
   const Entry all = of_all(scope, "");
   const std::lock_guard use(all->mutex);
   const std::optional<Scope> resolved = agree_on_norm_batch(*all->exchange, scope, "", samples);
-  // Batches without samples say nothing about those to come.
+  // All batches are empty. Later ones may not be, so nothing is kept.
   if (!resolved) return Scope::world().str();
   return norm_batches_[text] = resolved->str();
 }

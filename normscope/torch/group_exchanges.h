@@ -23,29 +23,31 @@ namespace normscope::binding {
 
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// What the names of process groups begin with that a program has given to a RankGroup, and uses for
-// nothing else.
+// The beginning of the name of a RankGroup's process group, which carries only normscope's
+// messages.
 inline constexpr std::string_view kRankGroup = "normscope::RankGroup ";
 
-// An exchange, which scopes that divide the ranks alike share.
+// An exchange. Scopes that divide the ranks in the same way share one.
 struct ExchangeEntry {
   explicit ExchangeEntry(std::unique_ptr<Exchange> made);
-  // The threads of a communicator are not in a fork, and its connections are those of the rank.
+  // Does not destroy the exchange in a fork: the fork lacks its threads, and its connections belong
+  // to the rank.
   ~ExchangeEntry();
   ExchangeEntry(const ExchangeEntry&) = delete;
   ExchangeEntry& operator=(const ExchangeEntry&) = delete;
 
   HomeProcess home;
   std::mutex mutex;                    // held while the exchange is used
-  std::unique_ptr<Exchange> exchange;  // nullptr: this rank shares with none
+  std::unique_ptr<Exchange> exchange;  // nullptr: this rank is alone
   at::Tensor report_memory;            // made at first use on a device
   DeviceReport* report = nullptr;
 };
 
-// The exchanges of one group of ranks, for tensors of one placement. Threads may call it at once.
+// The exchanges of one group of ranks, for tensors of one placement. Several threads may use it at
+// the same time.
 class GroupExchanges {
  public:
-  // `home`: the process that is this rank of the group.
+  // `home`: this rank's process, and not a fork of it.
   GroupExchanges(const ProcessGroup& group, std::string name, const Placement& placement,
                  const HomeProcess& home);
   GroupExchanges(std::string name, std::unique_ptr<Communicator> communicator);
@@ -55,28 +57,28 @@ class GroupExchanges {
   [[nodiscard]] int size() const noexcept { return size_; }
   [[nodiscard]] const HomeProcess& home() const noexcept { return home_; }
 
-  // A later group may have the name of one that was destroyed: the name is not enough to know it
-  // by.
+  // A later group may have the name of a destroyed one, so names do not identify groups.
   [[nodiscard]] bool is_of(const ProcessGroup& group) const { return group_.lock() == group; }
   [[nodiscard]] bool is_destroyed() const { return group_.expired(); }
 
-  // The exchange of the ranks that a scope lets share statistics. Collective over the group at the
-  // scope's first use. Throws CommunicationError, and what the agreement on the scope throws.
+  // The exchange among the ranks that share statistics with this one. Collective over the group at
+  // the scope's first use. Throws CommunicationError, and the errors of agree_on_leaders().
   [[nodiscard]] std::shared_ptr<ExchangeEntry> of_scope(const Scope& scope, std::string_view layer);
 
-  // The scope that a wanted norm batch size stands for where a rank has `samples` samples.
-  // Collective at its first use, as above.
+  // Resolves norm_batch:M; `samples` is the size of this rank's batch. Collective at the scope's
+  // first use, as above.
   [[nodiscard]] std::string scope_of_norm_batch(const Scope& scope, std::int64_t samples);
 
-  // Shows peers that wait for this rank a call that sends nothing, if the group has met.
+  // Shows a call without messages to peers that wait for this rank. Does nothing before the group's
+  // first meeting.
   void show_call_alone(const CallName& call);
 
-  // Ends what the exchange of the scope waits for, on all its ranks; before the scope's first use
-  // that of the group. Not collective.
+  // Ends the waits of all ranks in the exchange of the scope or, before its first use, in the
+  // exchange of the whole group. Not collective.
   void fail(std::string_view scope, std::string_view reason);
   void fail_all(std::string_view reason);
 
-  // Ends the first meeting of a process group that this rank will not come to.
+  // Ends the first meeting of a process group, because this rank will not come to it.
   static void fail_first_meeting(c10d::ProcessGroup& group, const std::string& name,
                                  std::string_view reason);
 
@@ -87,18 +89,18 @@ class GroupExchanges {
   [[nodiscard]] Entry of_all(const Scope& scope, std::string_view layer);
   [[nodiscard]] Entry of_leaders(Exchange& all, const std::vector<int>& leaders);
 
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{ProcessGroup()};  // none: a communicator's
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{ProcessGroup()};  // none: a communicator
   std::string name_;
   int rank_;
   int size_;
   Placement placement_;  // of the tensors that are normalized
   HomeProcess home_;
 
-  std::mutex mutex_;  // of what follows, held while an exchange is made
+  std::mutex mutex_;  // guards the members below; held while an exchange is made
   Entry of_all_;
   std::map<std::string, Entry> of_scope_;
   std::map<std::vector<int>, Entry> of_leaders_;
-  std::map<std::string, std::string> norm_batches_;  // and what they stand for
+  std::map<std::string, std::string> norm_batches_;  // resolved scopes
 };
 
 }  // namespace normscope::binding

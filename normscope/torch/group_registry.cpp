@@ -103,7 +103,7 @@ Placement any_placement(const ProcessGroup& group) {
   return {.memory = Memory::kDevice, .device = group->getDeviceTypes().front().type()};
 }
 
-// Before anything waits: a lock that another thread held at the fork is never released here.
+// Comes before all locks: if another thread held one at the fork, nobody releases it here.
 void throw_if_forked(const GroupExchanges& group) {
   if (group.home().is_this_one()) return;
   const std::string text = group.home().text_for_fork(name_of_rank(group.rank(), group.size()));

@@ -19,19 +19,18 @@ namespace normscope::binding {
 void register_communicator(const std::string& name, std::unique_ptr<Communicator> communicator);
 void unregister_communicator(const std::string& name);
 
-// Process groups are known from their first use on. torch does not tell when it destroys one, and
-// does not know the parts that were made of it. The threads and connections of the parts last until
-// the group is forgotten. The first use of another group forgets those that were destroyed before.
-// These two functions do so now, the second for all groups. Python calls the first when a group's
-// object is deleted, and the second before the interpreter ends, because a backend may still call
-// into it then. Other programs need neither: the static objects of this library end before those
-// that torch and CUDA made for the first use.
+// The registry keeps each process group's exchanges, with their threads and connections, from the
+// first use until the group is forgotten. torch does not tell when it destroys a group. Destroyed
+// groups are therefore forgotten at the first use of another group, or by the first of these
+// functions; the second one forgets all groups. Python calls the first when a group's object is
+// deleted, and the second before the interpreter ends, because a backend may call into the
+// interpreter. Other programs need neither: the static objects of this library end before those of
+// torch and CUDA.
 void forget_destroyed_groups();
 void forget_groups();
 
-// Must be called before this process forks, or as soon as it has the process group. A process that
-// is forked from it then refuses the group, even if the group was never used here. Groups that are
-// in use are known.
+// Remembers that this process is a rank of the group. Forks of it then refuse the group, even if it
+// was never used here. Call it before a fork. Groups in use are known without it.
 void know_process_group(const std::string& name);
 
 // The group of this name, for tensors of this placement; without a placement, for calls in which no
@@ -40,7 +39,8 @@ void know_process_group(const std::string& name);
 [[nodiscard]] std::shared_ptr<GroupExchanges> group_named(
     std::string_view name, const std::optional<Placement>& placement = std::nullopt);
 
-// The same if the group has been used, otherwise nullptr. Throws nothing that group_named() throws.
+// The same if the group has been used, otherwise nullptr. Does not throw the errors of
+// group_named().
 [[nodiscard]] std::shared_ptr<GroupExchanges> used_group_named(
     std::string_view name, const std::optional<Placement>& placement);
 

@@ -26,7 +26,7 @@ constexpr Milliseconds kPatience{2000};
 // How long the server of a store may take to answer.
 constexpr Milliseconds kStorePatience{5000};
 
-// How long a server that took longer is not asked again.
+// The pause before a server that took longer is asked again.
 constexpr std::chrono::minutes kSilence{1};
 
 // Pauses between two reads of the store.
@@ -97,8 +97,8 @@ GroupStore GroupStore::part(const std::string& name, int rank,
   return of_part;
 }
 
-// What ask() returns; nullopt if it throws or takes too long, or if the server has not answered in
-// the last minute. A store waits without a limit for a server that hangs.
+// Returns ask(), or nullopt if it throws or takes too long, or if the server has not answered in
+// the last minute. Without this limit a store would wait forever for a server that hangs.
 template <class Ask>
 auto GroupStore::answer_of(Milliseconds patience, Ask ask) const noexcept
     -> std::optional<decltype(ask())> {

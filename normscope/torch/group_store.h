@@ -15,15 +15,15 @@
 
 namespace normscope::binding {
 
-// What the ranks of a group tell each other besides their messages. It is kept in the group's
-// store, which can be read without waiting for the rank that wrote. If the store's server has died
-// or hangs, one call waits a few seconds; those of the next minute do not ask it.
+// Facts that the ranks of a group tell each other besides their messages. They are kept in the
+// group's store, which can be read without waiting for the rank that wrote. If the store's server
+// has died or hangs, one call waits a few seconds, and the calls of the next minute do not ask it.
 class GroupStore {
  public:
-  // `rank` is this rank's place in the group. `names` [ranks] are what errors call the ranks.
+  // `rank` is this rank's place in the group. `names` [ranks] are the ranks' numbers in errors.
   GroupStore(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> names);
 
-  // What errors call this rank.
+  // This rank's number in errors.
   [[nodiscard]] int name() const { return names_[rank_]; }
 
   // A store for some of the ranks, given by their places in this group; `rank` is a place among
@@ -31,23 +31,23 @@ class GroupStore {
   [[nodiscard]] GroupStore part(const std::string& name, int rank,
                                 const std::vector<int>& members) const;
 
-  // Waits until every rank has called this for `what`, once each. Throws TimeoutError, which names
-  // the ranks that have not, or CommunicationError with the text that a rank gave to fail().
+  // Waits until every rank has called this once with the same `what`. Throws TimeoutError, which
+  // names the missing ranks, or CommunicationError with the text that a rank passed to fail().
   void meet(const std::string& what, std::chrono::milliseconds time_limit);
 
   // Tells ranks that ask later why they need not wait. Only the first text is kept.
   void fail(const std::string& text) noexcept;
 
-  // The text that a rank gave to fail(), if any.
+  // The text that a rank passed to fail(), if any.
   [[nodiscard]] std::optional<std::string> failure() noexcept;
 
   // Shows what this rank is doing to ranks that ask later.
   void show_call(const RankCall& call) noexcept;
 
-  // What the other ranks have shown, by their places in this group.
+  // The calls that the other ranks have shown, by their places in this group.
   [[nodiscard]] std::vector<std::pair<int, RankCall>> calls_of_others() noexcept;
 
-  // Why a message to all ranks has failed if no rank gave a reason: which ranks are missing. All
+  // Names the ranks that are missing after a message to all ranks has failed without a reason. All
   // ranks that are present must call this at about the same time.
   [[nodiscard]] std::string who_is_missing() noexcept;
 

@@ -18,8 +18,8 @@ namespace normscope::binding {
 // The moments of x [N, C, *], cut into parts: [1, parts, 1 + 2 C].
 [[nodiscard]] at::Tensor part_moments_of(const at::Tensor& x, std::int64_t parts);
 
-// What a norm batch of `ranks` of the parts is worth: value, lower, upper, noisiest tenth. Empty if
-// there is nothing to compare.
+// The independent values of a norm batch of `ranks` parts: value, lower, upper, noisiest tenth.
+// Empty if there are fewer than two such norm batches.
 [[nodiscard]] std::vector<double> independent_values_of(const at::Tensor& moments,
                                                         std::int64_t ranks, double eps);
 

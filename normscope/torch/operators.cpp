@@ -30,8 +30,8 @@ std::string canonical_scope(std::string_view text) {
   return as_torch([&] { return Scope::parse(text).str(); });
 }
 
-// Divides ranks on hosts that need not exist, with `samples` samples each: the scope that the given
-// one resolves to, and the leader of each rank (core/resolution.h).
+// Divides ranks of imagined hosts, with `samples` samples each. Returns the resolved scope, and the
+// leader of each rank (core/resolution.h).
 std::tuple<std::string, std::vector<std::int64_t>> divide_ranks(std::string_view scope,
                                                                 std::int64_t samples,
                                                                 at::IntArrayRef host_of_rank) {
@@ -132,7 +132,7 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor? accumulated=None, bool? needs_backward=None) -> (Tensor statistics, "
       "Tensor coefficients, Tensor running_mean, Tensor running_var, Tensor num_batches_tracked, "
       "Tensor accumulated)",
-      // x may come in the layout that other ops want.
+      // A compiler may change the layout of x to suit other ops.
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
   m.def(
       "batch_norm_gradient_sums(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "

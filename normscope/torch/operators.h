@@ -19,7 +19,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 inline const OptionalTensor kNoTensor;
 
-// A layer's call: who shares its statistics, and what errors call it.
+// A layer's call: the ranks that share its statistics, and its name in errors.
 struct ScopedCall {
   std::string_view scope;
   std::string_view group_name;  // of a process group; "": none
@@ -35,8 +35,8 @@ using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
     std::optional<bool> needs_backward, std::optional<bool> decompose);
 
 // The same without `decompose`. It changes none of its arguments. It returns the statistics, the
-// coefficients, and the new values of the buffers and of `accumulated`; for one that was not given,
-// an empty tensor.
+// coefficients, and the new values of the buffers and of `accumulated`, which are empty tensors if
+// the argument is absent.
 using StatisticsTensors =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using StatisticsOp =
@@ -75,8 +75,8 @@ struct ForwardOpArguments {
   }
 };
 
-// What follows a layer: an activation by name ("relu", "relu6", "leaky_relu", "silu", "hard_swish";
-// "none" for none), and a residual that is added before it.
+// The operations after a layer: a residual is added, then an activation is applied ("relu",
+// "relu6", "leaky_relu", "silu", "hard_swish" or "none").
 struct ActivationCall {
   std::string_view activation = "none";
   double negative_slope = 0.0;                 // for leaky_relu

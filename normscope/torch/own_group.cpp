@@ -22,7 +22,7 @@ std::vector<int> all_ranks_of(const c10d::ProcessGroup& group) {
 }
 
 // A name that no other group has: a store may outlive a group, and then serve another group of the
-// same name. All ranks count alike, because each use of a group is collective.
+// same name. All ranks have the same count, because each use of a group is collective.
 std::string new_name(c10d::ProcessGroup& group, const std::string& name, const std::string& use) {
   const std::string prefix = "normscope/" + name + "/" + use + "/";
   const std::int64_t number =
@@ -90,7 +90,7 @@ void OwnGroup::make() {
     error = of_torch.what_without_backtrace();
   }
   if (error.empty()) {
-    // A rank is connected before the others are. It must not leave before they are, too.
+    // A rank may be connected before the others. It must not leave before they are connected.
     store_.meet("made", time_limit_);
     return;
   }
@@ -122,7 +122,8 @@ void OwnGroup::abandon(std::string_view reason) noexcept {
 
 std::string OwnGroup::fail_after(const std::string& what,
                                  const std::function<std::string()>& who_is_where) noexcept {
-  // First, because this ends the waits of the other ranks, which then report that they are present.
+  // This comes first: it ends the waits of the other ranks, which can then report that they are
+  // present.
   close();
   if (const auto first = store_.failure()) return *first;
   std::string text = store_.who_is_missing() + " (" + what + ")";

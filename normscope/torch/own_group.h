@@ -19,10 +19,10 @@ namespace normscope::binding {
 // A process group that carries only normscope's messages in host memory, among ranks of one of the
 // program's groups.
 //
-// torch.distributed identifies a message only by its place in the order of calls. On the program's
-// own group, the message of a rank that runs one step more than its peers would be added to
-// whatever they send: silently if the lengths agree. Over Gloo, other lengths end the process, and
-// a timeout breaks the group. Closing this group also tells the peers at once.
+// torch.distributed identifies a message only by its place in the order of calls. If a rank ran one
+// step more than its peers, its message on the program's own group would be added to their next
+// messages: silently if the lengths agree. Over Gloo, different lengths end the process, and a
+// timeout breaks the group. Closing a separate group also tells the peers at once.
 //
 // Python makes and destroys it, which allows any backend of torch.distributed.
 class OwnGroup {
@@ -30,9 +30,9 @@ class OwnGroup {
   using Milliseconds = std::chrono::milliseconds;
 
   // Makes a group of all ranks of `group`, which Python knows by `name`. This is their first
-  // meeting. `use` tells groups for different uses of one group apart. Throws TimeoutError, which
-  // names the ranks that have not come, or CommunicationError if a rank has failed before or
-  // torch.distributed cannot make the group.
+  // meeting. `use` is a part of the new group's name. Throws TimeoutError, which names the ranks
+  // that have not come, or CommunicationError if a rank has failed before or torch.distributed
+  // cannot make the group.
   OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
            const std::string& use, Milliseconds time_limit);
 
@@ -59,14 +59,15 @@ class OwnGroup {
   void abandon(std::string_view reason) noexcept;
 
   // Ends the group after an error of its backend. Returns the reason: the text of the rank that
-  // failed first or, if there is none, `what`, which ranks are missing and where the ranks are.
+  // failed first. If no rank has failed, returns `what`, the missing ranks, and where the ranks
+  // are.
   [[nodiscard]] std::string fail_after(const std::string& what,
                                        const std::function<std::string()>& who_is_where) noexcept;
 
-  // Why a rank failed, if one has.
+  // The reason of the first rank that failed, if any.
   [[nodiscard]] std::optional<std::string> failure() noexcept { return store_.failure(); }
 
-  // What the ranks tell each other besides their messages.
+  // Facts that the ranks tell each other besides their messages.
   [[nodiscard]] const GroupStore& store() const noexcept { return store_; }
 
  private:

@@ -11,8 +11,8 @@
 
 namespace normscope::binding {
 
-// What the ops return, not filled in yet: the same on all devices and on Meta, which has no
-// storage.
+// The tensors that the ops return, not filled in yet. They are the same on all devices and on Meta,
+// which has no storage.
 
 // The options of tensors that are computed in float64 for x.
 [[nodiscard]] at::TensorOptions float64_options(const at::Tensor& x);
@@ -24,7 +24,7 @@ namespace normscope::binding {
 [[nodiscard]] at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
                                             std::int64_t numbers);
 
-// What backward returns; gradients that are not wanted are empty tensors. Gradients of parameters
+// The results of backward; gradients that are not wanted are empty tensors. Gradients of parameters
 // are float32, or float64 for float64 inputs; autograd rounds them to the parameter's type.
 struct Gradients {
   Gradients(const at::Tensor& x, const WantedGradients& wanted);

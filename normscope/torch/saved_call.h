@@ -17,8 +17,8 @@ namespace normscope::binding {
   return tensor && tensor->requires_grad();
 }
 
-// What backward must know of a forward's call, and double backward of a backward's. Saved as one
-// text and one number: saved_data is a map, each entry of which costs time in every forward.
+// A call's group, layer and flags, which its backward or double backward needs. They are saved as
+// one text and one number, because each entry of the map saved_data costs time in every forward.
 inline constexpr char kSeparator = '\0';
 
 // Neither scopes nor the names of groups contain separators.

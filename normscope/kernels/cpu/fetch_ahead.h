@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Prefetches what is summed next. Included once by each target (vector.h says why).
+// Prefetches the elements that are summed next. Included once by each target (vector.h says why).
 //
 // Sums go through memory in an order that the hardware does not predict: a few channels of all
 // rows, or parts of a few planes. In `make bench-networks`, prefetching makes the normalization ops

@@ -115,7 +115,8 @@ void sum_parts(const Execution& execution, const TensorView& x, const Target& ta
   target.canonicalize(limbs);
 }
 
-// The size in bytes of the whole tensor that y may be some channels of, judging by sample_stride.
+// The size in bytes of the whole tensor, of which y may be some channels. It follows from the
+// distance between samples.
 inline double extent(const MutableTensorView& y) {
   const double samples_apart =
       static_cast<double>(y.samples) * static_cast<double>(y.sample_stride);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the two sums of a tile add per element. Included once by each target (vector.h says why).
+// The terms of the two sums of a tile, per element. Included once by each target (vector.h says
+// why).
 //
 // Terms belong to one tensor or to two. Their run(n, c, p) is a view of the elements from that
 // place on, in rows. A row is a position, or a sample if each sample has one position.
@@ -19,7 +20,7 @@ NORMSCOPE_INLINE std::int64_t row_stride(const TensorView& x) {
   return x.positions == 1 ? x.sample_stride : x.position_stride;
 }
 
-// What runs load: a vector of contiguous elements, a block of them, or one element as a Value.
+// How runs load: a vector of contiguous elements, a block of them, or one element as a Value.
 inline constexpr auto kLoadVector = [](const auto* from) { return load(from); };
 inline constexpr auto kLoadBlock = [](const auto* from) { return load_block(from); };
 template <class Value>

@@ -124,7 +124,7 @@ NORMSCOPE_INLINE Floats load(const Float16* from) {
 }
 
 // a * b + c for products that float64 holds exactly. Fused or not, the result is rounded once. The
-// fused form keeps the units that can only add free for other additions.
+// fused form runs on the units that multiply, and leaves those that only add free.
 NORMSCOPE_INLINE Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Doubles>(_mm512_fmadd_pd(
@@ -137,8 +137,8 @@ NORMSCOPE_INLINE Doubles add_exact_product(Doubles a, Doubles b, Doubles c) {
 #endif
 }
 
-// a - b. As a fused multiplication by 1 it is rounded the same, but keeps the units that can only
-// add free for the sums that follow, which would otherwise wait for them.
+// a - b, as a fused multiplication by 1, which rounds the same. It runs on the units that multiply,
+// and leaves those that only add free for the sums that follow.
 template <class Value>
 NORMSCOPE_INLINE Value subtract(Value a, Value b) {
 #if defined(__AVX512F__)
@@ -189,7 +189,7 @@ NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   return load_bytes<Vector<Real>>(twice + kWidth - count);
 }
 
-// GCC 12 converts in two halves what one instruction converts at once.
+// One instruction converts all elements; GCC 12 would convert them in two halves.
 NORMSCOPE_INLINE Doubles widen_floats(FloatsOfDoubles floats) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Doubles>(

@@ -76,7 +76,7 @@ struct MomentsUser {
   UseOfMoments use;
   std::int64_t channels;
 
-  // What is accumulated for a channel over its slices.
+  // The sums of a channel over its slices.
   struct Channel {
     ChannelLimbs pooled = {};
     double pooled_count = 0.0;
@@ -204,8 +204,8 @@ struct GradientSumsUser {
   __device__ void once() const { use.batches.report_error(); }
 };
 
-// What the last blocks do with the sums that all blocks have added: finalize them and, if there is
-// a message, write them to it.
+// Lets the last blocks finalize the sums of all blocks and, if there is a message, write them to
+// it.
 template <class User>
 struct AfterSums {
   User user;

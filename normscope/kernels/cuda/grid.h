@@ -10,7 +10,7 @@
 namespace normscope::cuda {
 
 // kEarly: the kernel may be launched while the previous one on the stream still runs, which hides
-// the launch. Such a kernel must begin with wait_for_earlier_kernel().
+// the time of the launch. Such a kernel must begin with wait_for_earlier_kernel().
 enum class Order { kAfter, kEarly };
 
 // The kernels' grids. Device launches them: a GPU, or its stand-in on the host for tests.

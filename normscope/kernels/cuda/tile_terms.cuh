@@ -7,8 +7,8 @@
 
 namespace normscope::cuda {
 
-// What the two sums of a tile add per element. Real is the type in which they are added: the type
-// of the arithmetic, or float64 if a tile is summed again.
+// The terms of the two sums of a tile, per element. Real is the type in which they are added: the
+// type of the arithmetic, or float64 if a tile is summed again.
 
 template <class Real>
 struct Terms {

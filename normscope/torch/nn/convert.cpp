@@ -54,7 +54,7 @@ AnyModule converted(const Module& module) {
   throw ArgumentError("convert: " + layer + ": " + why);
 }
 
-// What convert() is going to do, determined before anything is changed.
+// The changes that convert() will make, determined before the first one.
 class Plan {
  public:
   void visit(Module& module, const std::string& prefix) {

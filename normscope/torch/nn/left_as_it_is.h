@@ -12,8 +12,8 @@
 
 namespace normscope::nn {
 
-// Restores, when it is destroyed, what running a module changes. Until then, batch normalization
-// uses the statistics of the batch.
+// Remembers the state of a module, and restores it when this object is destroyed. Until then, batch
+// normalization uses the statistics of the batch.
 class LeftAsItIs {
  public:
   explicit LeftAsItIs(::torch::nn::Module& module);

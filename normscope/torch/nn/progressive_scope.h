@@ -16,8 +16,8 @@ namespace nn NORMSCOPE_EXPORT {
 // on, its layers have scopes[i]. Make it before the first step, and call step() after each step of
 // the optimizer, on every rank. The module must live as long as this object.
 //
-// This is our reading of the progressive batch normalization of Qin et al. (2019), whose schedule
-// is not public.
+// It follows the idea of progressive batch normalization (Qin et al. 2019), whose schedule is not
+// public.
 class ProgressiveScope {
  public:
   // Throws ArgumentError unless there is one milestone for each scope, the first is 0 and they

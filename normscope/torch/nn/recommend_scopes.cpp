@@ -79,7 +79,7 @@ auto with_peers_told(const RankGroup& group, const Work& work) {
   }
 }
 
-// What was observed of a layer while the module ran.
+// The measurements of a layer.
 struct Watched {
   NamedLayer layer;
   // Moments of its inputs in a forward of the module, call by call.
@@ -213,7 +213,7 @@ std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_
 void run(std::vector<Watched>& watched, std::int64_t batches, std::int64_t parts,
          const std::function<void(std::int64_t)>& forward, const RankGroup& group) {
   const at::NoGradGuard no_grad;
-  // What was sent since the previous layer belongs to this layer.
+  // All messages since the previous layer's forward belong to this layer.
   CommunicationCounters before = communication_counters();
   for (Watched& each : watched) {
     each.layer.options->scope(Scope::world());

@@ -17,8 +17,8 @@ namespace nn NORMSCOPE_EXPORT {
 struct RecommendOptions {
   // The independent values that a norm batch should be worth, at least 2.
   TORCH_ARG(double, independent_values) = kDefaultIndependentValues;
-  // For a group of one rank: how many ranks the parts of each batch stand for, to learn what that
-  // many ranks would need.
+  // Only for a group of one rank: cuts each batch into this number of parts, and makes a plan for
+  // as many ranks.
   TORCH_ARG(std::int64_t, ranks) = 1;
 };
 

@@ -14,7 +14,7 @@
 namespace normscope {
 namespace nn NORMSCOPE_EXPORT {
 
-// What was measured for a layer, and the scope chosen for it.
+// The measurements of a layer, and the scope chosen for it.
 struct LayerPlan {
   std::string layer;  // qualified name
   std::int64_t channels = 0;
@@ -26,7 +26,7 @@ struct LayerPlan {
   [[nodiscard]] const ScopeCandidate& chosen() const { return choice.candidates[choice.chosen]; }
 };
 
-// A scope for each layer, and what it was chosen from. Made by recommend_scopes().
+// A scope for each layer, with the candidates. Made by recommend_scopes().
 struct ScopePlan {
   std::vector<LayerPlan> layers;    // in the module's order, without layers that had no input
   double independent_values = 0.0;  // wanted per norm batch
