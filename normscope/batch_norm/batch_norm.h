@@ -83,8 +83,8 @@ struct ForwardArguments {
 // if the exchange has several ranks. An empty norm batch updates nothing.
 //
 // Throws ArgumentError before anything is updated or sent; the exchange is then marked as failed.
-// Throws OneValueError if the norm batch has one element per channel. Passes on what
-// Exchange::all_reduce throws.
+// Throws OneValueError if the norm batch has one element per channel, and the errors of
+// Exchange::all_reduce().
 //
 // On a device, all pointers except the report point to device memory. If the device finds that the
 // ranks disagree, or that together they have one element per channel, then all outputs (including

@@ -8,8 +8,8 @@
 
 namespace normscope {
 
-// Checks shared by forward and backward. They throw ArgumentError and say which argument, what was
-// expected and what was given.
+// Checks shared by forward and backward. Their ArgumentError names the argument, the expected value
+// and the given one.
 void check_input(const TensorView& x);
 void check_like_input(std::string_view name, const TensorView& tensor, const TensorView& x);
 void check_own_memory(std::string_view name, const TensorView& output, std::string_view input_name,

@@ -29,7 +29,7 @@ enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParame
 // backward would hang. All of them therefore throw in forward.
 enum class BackwardNeeded { kNo, kYes };
 
-// What a rank is doing when it meets its group. Compared across ranks, and quoted in errors.
+// A rank's call in which it meets its group. Compared across ranks, and quoted in errors.
 struct CallLabel {
   std::string_view layer;  // qualified name; empty: identified by shape and call number only
   std::string_view scope;
@@ -41,7 +41,7 @@ struct CallLabel {
   double momentum = 0.0;
 };
 
-// What a group of one rank does: send nothing, or (for tests) exchange as several ranks would.
+// Whether a group of one rank sends nothing or, for tests, exchanges like several ranks.
 enum class WhenAlone { kSkip, kExchange };
 
 // A group of ranks that share statistics: a communicator, with checks that its messages match.
@@ -74,7 +74,7 @@ class Exchange {
   int all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
                            Stream stream, const std::function<void(const Header&)>& write_header);
 
-  // What this rank was doing in a call that a device reported: "forward of block.bn (...)".
+  // This rank's call that a device reported: "forward of block.bn (...)".
   [[nodiscard]] const std::string& reported_call(int number) const;
 
   // The number by which errors name a rank of the communicator.
@@ -99,7 +99,7 @@ class Exchange {
   std::int64_t calls_ = 0;
 };
 
-// What this process has sent since it started.
+// The messages of this process since it started.
 struct CommunicationCounters {
   std::int64_t calls = 0;
   std::int64_t bytes = 0;  // payload of this rank's messages, whatever the transport

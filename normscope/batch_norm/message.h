@@ -9,7 +9,8 @@
 
 namespace normscope {
 
-// What one direction sends, for all channels: the limbs of its sums, then the header of Exchange.
+// The message of one direction, for all channels: the limbs of its sums, then the header of
+// Exchange.
 class Message {
  public:
   explicit Message(std::int64_t channels)

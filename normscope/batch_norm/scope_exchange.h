@@ -17,8 +17,8 @@ namespace normscope NORMSCOPE_EXPORT {
 // over the group's exchange. If some ranks do something else meanwhile, all ranks get
 // MismatchError.
 
-// For each rank of the group, the first of the ranks with which it shares statistics. `layer` is
-// the one that uses the scope, for errors. Throws what leaders_of() throws, on every rank.
+// For each rank of the group, the first of the ranks with which it shares statistics. Errors name
+// `layer`, which uses the scope. Throws the errors of leaders_of(), on every rank.
 [[nodiscard]] std::vector<int> agree_on_leaders(Exchange& group, const Scope& scope,
                                                 std::string_view layer);
 

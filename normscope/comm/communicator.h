@@ -28,7 +28,7 @@ class Communicator {
   [[nodiscard]] virtual int rank() const noexcept = 0;
   [[nodiscard]] virtual int size() const noexcept = 0;
 
-  // What carries the messages: "self", "threads", "shared memory", "gloo", ...
+  // The transport of the messages: "self", "threads", "shared memory", "gloo", ...
   [[nodiscard]] virtual std::string_view transport() const noexcept = 0;
 
   // Replaces `values` by their sum over all ranks; every rank gets the same bits. `stream` says

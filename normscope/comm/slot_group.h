@@ -85,8 +85,8 @@ class SlotGroup {
   void announce() noexcept;
 
   // Waits until those ranks have announced this epoch. Throws CommunicationError if one of them has
-  // left or died, or if the group has failed; TimeoutError; and what a CallObserver throws. Each of
-  // them marks the group as failed.
+  // left or died, or if the group has failed; TimeoutError; and exceptions of a CallObserver. Each
+  // exception marks the group as failed.
   void wait_for(RankRange awaited);
 
   // Marks the group as failed: "rank 1 of 4 failed: `reason`". The first failure wins.

@@ -7,8 +7,8 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// The base class of all exceptions of this library. The text says which argument is wrong, what was
-// expected and what was given.
+// The base class of all exceptions of this library. The text names the wrong argument, the expected
+// value and the given one.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

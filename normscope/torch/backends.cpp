@@ -54,7 +54,7 @@ struct PreparedForward {
   ForwardArguments arguments;
 };
 
-// What an op returns: the output of a formula, or the coefficients of the formula.
+// The result of an op: the output of a formula, or its coefficients.
 enum class Answer { kOutput, kCoefficients };
 
 PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCall& activation,

@@ -49,8 +49,8 @@ bool has_python() {
   return kHas;
 }
 
-// Python runs signal handlers only in its main thread. What they raise passes through here as
-// torch's own exception, and reaches Python again.
+// Python runs signal handlers only in its main thread. Their exceptions pass through here as
+// torch's, and reach Python again.
 void check_signals() {
   if (syscall(SYS_gettid) != getpid() || !has_python()) return;
   op_named<CheckSignalsOp>("normscope::check_signals").call();

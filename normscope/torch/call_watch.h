@@ -7,10 +7,10 @@
 
 namespace normscope::binding {
 
-// What torch programs expect of a call that may wait. The profiler shows each exchange, and the
-// wait within it, with layer, scope and bytes. A signal that reaches Python, such as Ctrl-C, ends a
-// wait of its main thread within 100 ms. A wait as long as warning_limit() is logged once, in the
-// same way as c10's warnings (TORCH_CPP_LOG_LEVEL).
+// Watches calls that may wait, as torch programs expect it. The profiler shows each exchange, and
+// the wait within it, with layer, scope and bytes. A signal that reaches Python, such as Ctrl-C,
+// ends a wait of its main thread within 100 ms. A wait as long as warning_limit() is logged once,
+// in the same way as c10's warnings (TORCH_CPP_LOG_LEVEL).
 class CallWatch final : public CallObserver {
  public:
   void begin_call(const CallName& name, std::string_view scope, std::size_t bytes) override;

@@ -33,7 +33,7 @@ class DoubleBackward {
  public:
   explicit DoubleBackward(const DoubleBackwardArguments& arguments);
 
-  // What this rank adds to the norm batch: sums [k, C], and the number of elements per channel.
+  // This rank's share of the norm batch: sums [k, C], and the number of elements per channel.
   [[nodiscard]] const at::Tensor& sums() const noexcept { return sums_; }
   [[nodiscard]] std::int64_t count() const;
 

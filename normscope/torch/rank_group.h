@@ -32,8 +32,8 @@ class RankGroup {
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
 
-  // Exchange::all_reduce() among all ranks of the group; does nothing in a group of one rank.
-  // Throws what that throws.
+  // Exchange::all_reduce() among all ranks of the group, with its errors; does nothing in a group
+  // of one rank.
   void all_reduce(const CallLabel& label, std::span<double> message) const;
 
  private:

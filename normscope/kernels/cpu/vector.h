@@ -163,8 +163,8 @@ template <class Element, class Real = Arithmetic<Element>>
   return load(few);
 }
 
-// The same if a whole vector that ends with the last of these elements is readable. What follows
-// them in the result is unspecified.
+// The same if a whole vector that ends with the last of these elements is readable. The other
+// elements of the result are unspecified.
 template <class Element>
 NORMSCOPE_INLINE auto load_partial(const Element* from, std::int64_t count) {
   using Real = Arithmetic<Element>;

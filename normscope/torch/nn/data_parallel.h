@@ -13,8 +13,8 @@ namespace nn NORMSCOPE_EXPORT {
 // its own, and steps its own optimizer. Both calls are collective over the group. Numbers travel as
 // float64, in buckets.
 //
-// Both throw MismatchError on every rank if the ranks' modules differ in size, and what
-// RankGroup::all_reduce throws.
+// Both throw MismatchError on every rank if the ranks' modules differ in size, and the errors of
+// RankGroup::all_reduce().
 
 // Gives all ranks the parameters and buffers of rank 0. Integers beyond 2^53 are rounded.
 void broadcast_parameters(::torch::nn::Module& module, const RankGroup& group);
