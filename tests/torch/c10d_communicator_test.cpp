@@ -2,8 +2,6 @@
 //
 // The communicator over process groups of torch, with a backend that asks the same of its callers
 // as NCCL's.
-#include "normscope/torch/c10d_communicator.h"
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -29,6 +27,7 @@
 #include <torch/library.h>
 
 #include "normscope/core/error.h"
+#include "normscope/torch/c10d/communicator.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/store_backend.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/expected_lengths.h"
+#include "normscope/torch/c10d/expected_lengths.h"
 
 #include <cstddef>
 #include <optional>

@@ -12,7 +12,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "normscope/core/error.h"
-#include "normscope/torch/c10d_communicator.h"
+#include "normscope/torch/c10d/communicator.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/store_backend.h"
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What ranks tell each other through a store whose server does not answer.
-#include "normscope/torch/group_store.h"
-
 #include <atomic>
 #include <condition_variable>
 #include <memory>
@@ -14,6 +12,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "normscope/torch/c10d/store.h"
 
 namespace normscope::testing {
 namespace {

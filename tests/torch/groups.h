@@ -7,7 +7,7 @@
 
 #include "normscope/comm/self_communicator.h"
 #include "normscope/comm/thread_communicator.h"
-#include "normscope/torch/rank_group.h"
+#include "normscope/torch/groups/rank_group.h"
 #include "tests/support/ranks.h"
 
 namespace normscope::testing {

@@ -14,8 +14,8 @@
 
 #include "normscope/core/error.h"
 #include "normscope/core/header.h"
+#include "normscope/torch/groups/rank_group.h"
 #include "normscope/torch/nn/batch_norm.h"
-#include "normscope/torch/rank_group.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/store_backend.h"
 

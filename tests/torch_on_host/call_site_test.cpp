@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a call on a device takes from torch.
-#include "normscope/torch/call_site.h"
+#include "normscope/torch/tensors/call_site.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/FakeGuardImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "normscope/torch/device_scratch.h"
+#include "normscope/torch/tensors/device_scratch.h"
 #include "tests/kernels/cuda_on_host/backend.h"
 
 namespace normscope::binding {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Replaces normscope/torch/device.cpp: tensors on the CPU count as a device's, with the CUDA
-// kernels run on the host. Everything between Python and those kernels then runs without a GPU.
-#include "normscope/torch/device.h"
+// Replaces normscope/torch/tensors/device.cpp: tensors on the CPU count as a device's, with the
+// CUDA kernels run on the host. Everything between Python and those kernels then runs without a
+// GPU.
+#include "normscope/torch/tensors/device.h"
 
 #include <ATen/ops/zeros.h>
 

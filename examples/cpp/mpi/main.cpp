@@ -4,7 +4,7 @@
 
 #include <mpi.h>
 #include <normscope/comm/mpi/mpi_communicator.h>
-#include <normscope/torch/rank_group.h>
+#include <normscope/torch/groups/rank_group.h>
 
 #include "segmentation/command.h"
 

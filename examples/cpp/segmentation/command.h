@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include <normscope/torch/rank_group.h>
+#include <normscope/torch/groups/rank_group.h>
 
 // The command line of both programs.
 struct Command {

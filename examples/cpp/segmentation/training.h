@@ -5,7 +5,7 @@
 #include <string>
 
 #include <normscope/torch/nn/progressive_scope.h>
-#include <normscope/torch/rank_group.h>
+#include <normscope/torch/groups/rank_group.h>
 #include <torch/optim/adamw.h>
 
 #include "segmentation/network.h"

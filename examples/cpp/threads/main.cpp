@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <normscope/comm/thread_communicator.h>
-#include <normscope/torch/rank_group.h>
+#include <normscope/torch/groups/rank_group.h>
 
 #include "segmentation/command.h"
 

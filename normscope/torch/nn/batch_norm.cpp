@@ -8,8 +8,8 @@
 #include <c10/util/StringUtil.h>
 #include <torch/nn/functional/batchnorm.h>
 
-#include "normscope/torch/arguments.h"
-#include "normscope/torch/operators.h"
+#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/ops/operators.h"
 
 namespace normscope::nn {
 namespace {

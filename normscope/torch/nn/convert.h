@@ -5,7 +5,7 @@
 
 #include "normscope/core/export.h"
 #include "normscope/core/scope.h"
-#include "normscope/torch/rank_group.h"
+#include "normscope/torch/groups/rank_group.h"
 
 namespace normscope {
 namespace nn NORMSCOPE_EXPORT {

@@ -23,7 +23,7 @@
 #include "normscope/torch/errors.h"
 #include "normscope/torch/nn/layers.h"
 #include "normscope/torch/nn/left_as_it_is.h"
-#include "normscope/torch/operators.h"
+#include "normscope/torch/ops/operators.h"
 
 namespace normscope::nn {
 namespace {

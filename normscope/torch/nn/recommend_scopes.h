@@ -8,8 +8,8 @@
 #include <torch/nn/module.h>
 
 #include "normscope/core/export.h"
+#include "normscope/torch/groups/rank_group.h"
 #include "normscope/torch/nn/scope_plan.h"
-#include "normscope/torch/rank_group.h"
 
 namespace normscope {
 namespace nn NORMSCOPE_EXPORT {

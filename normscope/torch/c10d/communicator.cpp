@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/c10d/communicator.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "normscope/comm/call_observer.h"
+#include "normscope/comm/describe.h"
+#include "normscope/comm/shared_memory_communicator.h"
+#include "normscope/comm/shared_memory_segment.h"
+#include "normscope/comm/thread_communicator.h"
+#include "normscope/core/error.h"
+#include "normscope/torch/errors.h"
+
+namespace normscope::binding {
+namespace {
+
+// A frame starts with the length of the message in float64 numbers, and its square. Their sums over
+// R ranks are R * length and R * length^2 only if all ranks have this length. Both are exact while
+// R * length^2 <= 2^53.
+constexpr std::size_t kLengthFields = 2;
+
+// The float64 numbers of the frame of an unexpected message: 32 KiB, enough for 409 channels. Over
+// Gloo, a second all-reduce costs more than the padding of a short message.
+constexpr std::size_t kUsualFrame = 4096;
+
+// Frames have a multiple of 1 KiB, so that a message that differs a little from the expected one
+// still fits, and at most 2 MiB: expecting a long message in vain must not cost much.
+constexpr std::size_t kFrameStep = 128;
+constexpr std::size_t kLongestFrame = 1 << 18;
+
+std::size_t frame_for(std::optional<std::size_t> expected) {
+  if (!expected) return kUsualFrame;
+  const std::size_t needed = kLengthFields + *expected;
+  return std::min((needed + kFrameStep - 1) / kFrameStep * kFrameStep, kLongestFrame);
+}
+
+// Backends have no exception of their own for a timeout.
+bool tells_of_time_out(std::string_view text) {
+  return text.find("imed out") != std::string_view::npos ||
+         text.find("imeout") != std::string_view::npos;
+}
+
+// Carries what an observer threw to end a wait.
+struct Interruption : std::exception {
+  explicit Interruption(std::exception_ptr thrown) : cause(std::move(thrown)) {}
+  std::exception_ptr cause;
+};
+
+at::Tensor tensor_of_current_device(c10::DeviceType type, std::span<double> values) {
+  const c10::Device device = c10::impl::VirtualGuardImpl(type).getDevice();
+  return at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
+                       at::TensorOptions().dtype(at::kDouble).device(device));
+}
+
+}  // namespace
+
+bool serves(const c10d::ProcessGroup& group, c10::DeviceType device) {
+  return std::ranges::any_of(group.getDeviceTypes(),
+                             [&](const c10::Device& served) { return served.type() == device; });
+}
+
+C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                   const Placement& placement,
+                                   std::optional<std::chrono::milliseconds> time_limit,
+                                   std::unique_ptr<OwnGroup> own)
+    : own_(std::move(own)),
+      whole_(group),
+      group_(group),
+      placement_(placement),
+      host_device_(own_ || serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU
+                                                                : placement.device),
+      rank_(group->getRank()),
+      size_(group->getSize()),
+      transport_(group->getBackend(placement.device)->getBackendName()),
+      sums_on_device_(transport_ == "nccl") {
+  if (time_limit) options_.timeout = *time_limit;
+  // NCCL then sums on the caller's stream. With a stream of its own, the two would wait for each
+  // other.
+  if (sums_on_device_) options_.asyncOp = false;
+}
+
+C10dCommunicator::C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own,
+                                   const SubGroup& members, const C10dCommunicator& whole)
+    : C10dCommunicator(part, whole.placement_, std::nullopt, std::move(own)) {
+  if (!own_ || sums_on_device_) part_ = std::move(part);
+  rank_ = members.rank;
+  whole_ = whole.whole_;
+  options_ = whole.options_;
+  if (whole.board_) board_ = whole.board_->part(members.members);
+  publisher_ = whole.publisher_;
+}
+
+C10dCommunicator::~C10dCommunicator() {
+  try {
+    if (part_) end_part();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // Nobody is left to report this to.
+  }
+}
+
+// NCCL's shutdown() waits for operations in progress. Peers may never reach it if something has
+// failed, or if the program ends without destroy_process_group().
+void C10dCommunicator::end_part() {
+  if (failure_.empty() && whole_.expired()) {
+    part_->shutdown();
+  } else {
+    part_->abort();
+  }
+}
+
+void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
+  if (stream.memory == Memory::kHost) {
+    all_reduce_in_frame(values);
+    return;
+  }
+  const at::Tensor sum = tensor_of_current_device(placement_.device, values);
+  if (sums_on_device_) {
+    all_reduce(sum);
+  } else {
+    const at::Tensor of_host =
+        sum.to(c10::DeviceType::CPU, at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+    all_reduce_in_frame({of_host.mutable_data_ptr<double>(), values.size()});
+    sum.copy_(of_host);
+  }
+}
+
+void C10dCommunicator::all_reduce_in_frame(std::span<double> values) {
+  const auto length = static_cast<double>(values.size());
+  const std::size_t frame_length = frame_for(lengths_.next());
+  const std::span first = values.first(std::min(values.size(), frame_length - kLengthFields));
+
+  // A separate tensor, because a backend may keep a reference to it after a failed operation.
+  const at::Tensor frame = at::empty({static_cast<std::int64_t>(frame_length)}, at::kDouble);
+  auto* const fields = frame.mutable_data_ptr<double>();
+  fields[0] = length;
+  fields[1] = length * length;
+  double* const end = std::ranges::copy(first, fields + kLengthFields).out;
+  std::fill(end, fields + frame_length, 0.0);
+
+  const at::Tensor sum = all_reduce_of_host(frame);
+  const auto* const sums = sum.const_data_ptr<double>();
+  if (sums[0] != size_ * length || sums[1] != size_ * (length * length)) {
+    throw_lengths_differ(values.size());
+  }
+  lengths_.add(values.size());
+  std::copy_n(sums + kLengthFields, first.size(), first.begin());
+  if (first.size() < values.size()) all_reduce(values.subspan(first.size()));
+}
+
+void C10dCommunicator::all_reduce(std::span<double> values) {
+  const at::Tensor of_host = at::empty({static_cast<std::int64_t>(values.size())}, at::kDouble);
+  std::ranges::copy(values, of_host.mutable_data_ptr<double>());
+  const at::Tensor sum = all_reduce_of_host(of_host);
+  std::copy_n(sum.const_data_ptr<double>(), values.size(), values.begin());
+}
+
+// The sum of a tensor in host memory, in host memory.
+at::Tensor C10dCommunicator::all_reduce_of_host(const at::Tensor& of_host) {
+  const at::Tensor sum = of_host.to(host_device_);
+  all_reduce(sum);
+  return sum.cpu();
+}
+
+void C10dCommunicator::all_reduce(const at::Tensor& sum) {
+  if (!failure_.empty()) throw CommunicationError(failure_);
+  const Group group = group_for(sum);
+  std::vector<at::Tensor> tensors = {sum};
+  try {
+    // allreduce() returns nullptr if there is nothing to wait for.
+    if (const auto work = group->allreduce(tensors, options_)) wait_for(*work);
+  } catch (const Interruption& interruption) {
+    const std::string reason = "it was interrupted while it waited";
+    failure_ = describe(reason);
+    if (own_) own_->abandon(reason);
+    std::rethrow_exception(interruption.cause);
+  } catch (const std::exception& error) {
+    const std::string what = what_of(error);
+    failure_ = describe(own_ ? own_->fail_after(what, [this] { return where_ranks_are(); }) : what);
+    if (tells_of_time_out(what)) throw TimeoutError(failure_);
+    throw CommunicationError(failure_);
+  }
+}
+
+// Calls look_up() at intervals. At the end of each interval the work throws an exception.
+void C10dCommunicator::wait_for(c10d::Work& work) {
+  constexpr std::chrono::milliseconds kPause{100};
+  const ObservedWait observed;
+  // For a device, wait() returns once the stream is set to wait for the sum.
+  if (sums_on_device_) {
+    work.wait();
+    return;
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  for (int looks = 1;; ++looks) {
+    try {
+      work.wait(kPause);
+      return;
+    } catch (const std::exception&) {
+      if (work.isCompleted()) {
+        work.wait();  // throws the work's error: it may have ended after the wait gave up
+        return;
+      }
+    }
+    look_up(std::chrono::steady_clock::now() - begin, looks);
+  }
+}
+
+void C10dCommunicator::look_up(std::chrono::steady_clock::duration waited, int looks) {
+  if (CallObserver* const observer = call_observer()) {
+    try {
+      observer->during_wait(waited, [this] { return where_ranks_are(); });
+    } catch (...) {
+      throw Interruption(std::current_exception());
+    }
+  }
+  // A peer may have failed in a way that does not close its connections.
+  constexpr int kLooksPerQuestion = 5;
+  if (!own_ || looks % kLooksPerQuestion != 0) return;
+  if (const auto reason = own_->failure()) {
+    own_->abandon("");  // the other rank's reason counts
+    throw CommunicationError(*reason);
+  }
+}
+
+std::string C10dCommunicator::where_ranks_are() {
+  if (!board_) return "";
+  if (publisher_) publisher_->publish();
+  // Ranks that have published nothing are unknown.
+  return who_is_where_if_known(board_->read(), numbers_of_ranks(size_));
+}
+
+void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
+  try {
+    const auto segment = SharedMemorySegment::create(size_, {.slot_length = 1});
+    holder_of_board_ = make_shared_memory_communicator(segment, rank_);
+  } catch (const Error&) {
+    // Without a free file descriptor, calls cannot be seen from outside the process.
+    holder_of_board_ =
+        std::move(make_thread_communicators(size_).at(static_cast<std::size_t>(rank_)));
+  }
+  board_ = *holder_of_board_->calls();
+  if (own_) publisher_ = std::make_shared<CallPublisher>(own_->store(), *board_, publish_after);
+}
+
+// All ranks have found that their lengths differ. They tell each other the lengths. They also
+// forget the earlier ones: after a skipped message, a rank would expect other lengths than its
+// peers.
+void C10dCommunicator::throw_lengths_differ(std::size_t length) {
+  lengths_.clear();
+  std::vector<double> lengths(static_cast<std::size_t>(size_));
+  lengths[static_cast<std::size_t>(rank_)] = static_cast<double>(length);
+  all_reduce(lengths);
+  std::string text = "the ranks came with different lengths:";
+  for (const double of_rank : lengths) {
+    text += ' ';
+    text += std::to_string(static_cast<std::int64_t>(of_rank));
+  }
+  throw MismatchError(describe(text));
+}
+
+C10dCommunicator::Group C10dCommunicator::group_for(const at::Tensor& sum) const {
+  Group group = own_ && sum.is_cpu() ? own_->get() : group_.lock();
+  if (!group) throw CommunicationError(describe("the process group was destroyed"));
+  return group;
+}
+
+void C10dCommunicator::fail(std::string_view reason) noexcept {
+  if (!failure_.empty()) return;
+  failure_ = describe("this rank has failed: " + std::string(reason));
+  if (own_) own_->fail(reason);
+}
+
+std::string C10dCommunicator::describe(std::string_view text) const {
+  return transport_ + ": " + name_of_rank(rank_, size_) + ": " + std::string(text);
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "normscope/comm/communicator.h"
+#include "normscope/comm/sub_group.h"
+#include "normscope/torch/c10d/expected_lengths.h"
+#include "normscope/torch/c10d/private_group.h"
+#include "normscope/torch/tensors/device.h"
+#include "normscope/torch/watch/publisher.h"
+
+namespace normscope::binding {
+
+// Whether a process group has a backend for tensors on this type of device.
+[[nodiscard]] bool serves(const c10d::ProcessGroup& group, c10::DeviceType device);
+
+// A communicator over a process group of torch.distributed, with any backend. Does not keep the
+// group alive. The group's own time limit applies unless another is given.
+//
+// Messages in host memory use a separate group (own_group.h) if there is one. Otherwise the process
+// group must carry nothing but this communicator's messages.
+//
+// If ranks come with different lengths, some backends end the process (Gloo) or hang (NCCL). A host
+// message therefore starts with a frame, which contains the message's length. All ranks choose the
+// same length of the frame, from the messages before. The rest of the message follows once the
+// lengths are known to agree. If the group serves devices only, host messages go through a device.
+//
+// NCCL sums a message in device memory directly, and nothing waits for it. For other backends the
+// message is copied to the host and then treated like a host message.
+class C10dCommunicator final : public Communicator {
+ public:
+  explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            const Placement& placement = {},
+                            std::optional<std::chrono::milliseconds> time_limit = std::nullopt,
+                            std::unique_ptr<OwnGroup> own = nullptr);
+  ~C10dCommunicator() override;
+
+  [[nodiscard]] int rank() const noexcept override { return rank_; }
+  [[nodiscard]] int size() const noexcept override { return size_; }
+  [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
+  [[nodiscard]] bool compares_lengths() const noexcept override { return !sums_on_device_; }
+  [[nodiscard]] CallBoard* calls() noexcept override { return board_ ? &*board_ : nullptr; }
+
+  // From now on shows this rank's calls outside the process. If there is a separate group, the
+  // peers also see calls that are older than `publish_after`. Later parts are included.
+  void show_calls(std::chrono::milliseconds publish_after);
+
+  void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
+
+  // Splits through the group's backend if that can split. Parts are no groups of torch.distributed,
+  // which does not know of them: a part ends with its communicator. It ends in good order if its
+  // group has been destroyed by then. Otherwise it is aborted, as torch aborts a group that nobody
+  // destroyed.
+  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
+
+  // Closes the separate group, and the peers throw at once. Without one they find out at their time
+  // limit, because torch.distributed has no message for this.
+  void fail(std::string_view reason) noexcept override;
+
+ private:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  // A part of `whole`. `part`: of its group, which the part keeps alive, if messages use that
+  // group. `own`: of its separate group, if there is one.
+  C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own, const SubGroup& members,
+                   const C10dCommunicator& whole);
+
+  [[nodiscard]] Group group_for(const at::Tensor& sum) const;
+  [[nodiscard]] Group part_of(c10d::ProcessGroup& group, const SubGroup& members) const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::Backend> split_backend(
+      c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& members) const;
+  void stay_out_of_parts(c10d::ProcessGroup& group) const;
+  void connect_devices();
+  void end_part();
+  void all_reduce_in_frame(std::span<double> values);
+  void all_reduce(std::span<double> values);
+  [[nodiscard]] at::Tensor all_reduce_of_host(const at::Tensor& of_host);
+  void all_reduce(const at::Tensor& sum);
+  void wait_for(c10d::Work& work);
+  void look_up(std::chrono::steady_clock::duration waited, int looks);
+  [[nodiscard]] std::string where_ranks_are();
+  [[nodiscard]] std::unique_ptr<Communicator> make_part(const SubGroup& members) const;
+  [[noreturn]] void throw_lengths_differ(std::size_t length);
+  [[nodiscard]] std::string name_of_part(const SubGroup& members) const;
+  [[nodiscard]] std::string describe(std::string_view text) const;
+
+  std::unique_ptr<OwnGroup> own_;                      // nullptr: messages use group_
+  Group part_;                                         // nullptr: others keep group_ alive
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> whole_;  // the program's group
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  int parts_ = 0;                // made so far
+  Placement placement_;          // of messages that are not in host memory
+  c10::DeviceType host_device_;  // what host messages go through
+  int rank_;
+  int size_;
+  std::string transport_;
+  bool sums_on_device_;
+  c10d::AllreduceOptions options_;
+  ExpectedLengths lengths_;  // of messages in frames
+  std::string failure_;      // the first failure; empty: none
+  std::optional<CallBoard> board_;
+  std::unique_ptr<Communicator> holder_of_board_;  // nullptr for a part
+  std::shared_ptr<CallPublisher> publisher_;       // of the whole group
+};
+
+}  // namespace normscope::binding

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// C10dCommunicator::split(): process groups of some of the ranks of another.
+#include <cstdint>
+#include <exception>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "normscope/comm/self_communicator.h"
+#include "normscope/core/error.h"
+#include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/c10d/options.h"
+#include "normscope/torch/errors.h"
+
+namespace normscope::binding {
+namespace {
+
+// Sets the ranks of a group in the options of its backend, during its own lifetime. Backends look
+// up a part's ranks there. They are missing for a default group that is not the first of the
+// process, and some backends replace them.
+class RanksOfOptions {
+ public:
+  RanksOfOptions(c10d::Backend::Options& options, int size)
+      : options_(options), before_(options.global_ranks_in_group) {
+    if (!before_.empty()) return;
+    options_.global_ranks_in_group.resize(static_cast<std::size_t>(size));
+    std::iota(options_.global_ranks_in_group.begin(), options_.global_ranks_in_group.end(), 0U);
+  }
+  RanksOfOptions(const RanksOfOptions&) = delete;
+  RanksOfOptions& operator=(const RanksOfOptions&) = delete;
+  ~RanksOfOptions() { options_.global_ranks_in_group = std::move(before_); }
+
+ private:
+  c10d::Backend::Options& options_;
+  std::vector<std::uint64_t> before_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
+  const SubGroup members = agree_on_sub_group(*this, color, key);
+  parts_ += 1;
+  if (size_ == 1) return make_self_communicator();
+  connect_devices();
+  try {
+    return make_part(members);
+  } catch (const std::exception& error) {
+    throw CommunicationError(describe("split: " + what_of(error)));
+  }
+}
+
+std::unique_ptr<Communicator> C10dCommunicator::make_part(const SubGroup& members) const {
+  const bool is_alone = members.members.size() == 1;
+  const bool splits_group = !own_ || sums_on_device_;
+  Group part;
+  if (splits_group) {
+    const Group group = group_.lock();
+    if (!group) throw CommunicationError("the process group was destroyed");
+    if (is_alone) {
+      stay_out_of_parts(*group);
+    } else {
+      part = part_of(*group, members);
+    }
+  }
+  if (is_alone) return make_self_communicator();
+  std::unique_ptr<OwnGroup> own = own_ ? own_->part(name_of_part(members), members) : nullptr;
+  if (!part) part = own->get();
+  return std::unique_ptr<Communicator>(
+      new C10dCommunicator(std::move(part), std::move(own), members, *this));
+}
+
+// NCCL can split a group only after its first sum on a device. If the group has another backend for
+// the host, there was no such sum yet.
+void C10dCommunicator::connect_devices() {
+  if (!sums_on_device_ || host_device_ == placement_.device) return;
+  all_reduce(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(placement_.device)));
+}
+
+// Splitting may need all ranks of the group. Ranks that are alone take part with an empty list.
+void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
+  const auto of_host = group.getBackend(host_device_);
+  const auto of_device = group.getBackend(placement_.device);
+  if (!own_ && of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
+  if (of_device != of_host && of_device->supportsSplitting()) {
+    (void)split_backend(*of_device, group.getStore(), {});
+  }
+}
+
+// torch's own splitGroup() would split a backend that serves several devices once per device. The
+// resulting parts would mistake each other's keys in the store.
+C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
+                                                  const SubGroup& members) const {
+  const auto store =
+      c10::make_intrusive<c10d::PrefixStore>(name_of_part(members), group.getStore());
+  auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
+                                                      static_cast<int>(members.members.size()));
+  const auto backend = group.getBackend(host_device_);
+  c10::intrusive_ptr<c10d::Backend> backend_of_part;
+  if (!own_) {
+    backend_of_part = split_backend(*backend, store, members.members);
+    part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
+  }
+  if (placement_.device == host_device_) return part;
+
+  const auto device_backend = group.getBackend(placement_.device);
+  const bool is_one = device_backend == backend;
+  const auto device_store = c10::make_intrusive<c10d::PrefixStore>("device", store);
+  part->setBackend(
+      placement_.device,
+      is_one ? c10d::ProcessGroup::BackendType::CUSTOM : c10d::ProcessGroup::BackendType::NCCL,
+      is_one ? backend_of_part : split_backend(*device_backend, device_store, members.members));
+  return part;
+}
+
+c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
+    c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
+    const std::vector<int>& members) const {
+  const c10::intrusive_ptr<c10d::Backend::Options> options = backend.getBackendOptions();
+  const auto copy = copy_of(*options);
+  const RanksOfOptions ranks(*options, size_);
+  return backend.split(store, members, copy ? copy : options);
+}
+
+// The name of a part in the group's store.
+std::string C10dCommunicator::name_of_part(const SubGroup& members) const {
+  return "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/groups/exchanges.h"
+
+#include <ATen/ops/zeros.h>
+
+#include "normscope/batch_norm/scope_exchange.h"
+#include "normscope/core/error.h"
+#include "normscope/core/resolution.h"
+#include "normscope/torch/errors.h"
+#include "normscope/torch/groups/registry.h"
+#include "normscope/torch/ops/arguments.h"
+
+namespace normscope::binding {
+namespace {
+
+// False for an invalid scope: the peers may have a valid one, and wait.
+bool is_of_one_rank(std::string_view text) {
+  try {
+    return Scope::parse(text).is_of_one_rank();
+  } catch (const ArgumentError&) {
+    return false;
+  }
+}
+
+// Parses the scope. If it is invalid, also tells the peers.
+Scope parse_or_fail(const ScopedCall& call) {
+  try {
+    return parsed_scope(call.scope);
+  } catch (const c10::Error& error) {
+    fail_exchange(call.scope, call.group_name, error.what_without_backtrace());
+    throw;
+  }
+}
+
+}  // namespace
+
+ExchangeUse::ExchangeUse(Direction direction, const ScopedCall& call,
+                         const std::optional<Placement>& placement)
+    : scope_(parse_or_fail(call)) {
+  if (scope_.is_of_one_rank()) {
+    const auto group = used_group_named(call.group_name, placement);
+    if (group) group->show_call_alone({.what = name_of(direction), .layer = call.layer});
+    return;
+  }
+  const auto group = group_named(call.group_name, placement);
+  if (!group) return;
+  entry_ = as_torch([&] { return group->of_scope(scope_, call.layer); });
+  lock_ = std::unique_lock(entry_->mutex);
+  exchange_ = entry_->exchange.get();
+}
+
+DeviceReport* ExchangeUse::report() const {
+  if (exchange_ == nullptr) return nullptr;
+  if (entry_->report == nullptr) {
+    static_assert(sizeof(DeviceReport) % sizeof(std::int32_t) == 0);
+    entry_->report_memory = zeros_for_report(sizeof(DeviceReport) / sizeof(std::int32_t));
+    entry_->report = new (entry_->report_memory.mutable_data_ptr()) DeviceReport;
+  }
+  return entry_->report;
+}
+
+void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason) {
+  if (group_name.empty() || is_of_one_rank(scope)) return;
+  bool has_met = false;
+  for (const auto& group : used_groups()) {
+    if (group->name() != group_name) continue;
+    has_met = true;
+    group->fail(scope, reason);
+  }
+  if (!has_met) fail_first_meeting(std::string(group_name), reason);
+}
+
+void fail_all_exchanges(std::string_view reason) {
+  for (const auto& group : used_groups()) group->fail_all(reason);
+}
+
+std::string resolve_scope(std::string_view scope, std::string_view group_name,
+                          std::int64_t samples) {
+  return as_torch([&] {
+    const Scope parsed = Scope::parse(scope);
+    if (parsed.kind() != Scope::Kind::kNormBatch) return parsed.str();
+    const auto group = group_named(group_name);
+    if (!group) return resolve_norm_batch(parsed, samples, 1).str();
+    return group->scope_of_norm_batch(parsed, samples);
+  });
+}
+
+std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name, std::int64_t own) {
+  return as_torch([&]() -> std::vector<std::int64_t> {
+    const ExchangeUse use(Direction::kStep, {"world", group_name, "joined batches"});
+    if (use.get() == nullptr) return {own};
+    return gather_samples(*use.get(), own);
+  });
+}
+
+at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::string_view what) {
+  TORCH_CHECK_VALUE(own.dim() == 1 && own.scalar_type() == at::kDouble && own.is_cpu(),
+                    "own: expected float64 numbers [n] on the CPU");
+  return as_torch([&]() -> at::Tensor {
+    const ExchangeUse use(Direction::kParameters, {"world", group_name, what});
+    if (use.get() == nullptr) return own.unsqueeze(0).clone();
+    const Communicator& group = use.get()->communicator();
+    // Each rank fills its own row and leaves the others zero. The sum then has all rows.
+    const std::int64_t numbers = group.size() * own.size(0);
+    const at::Tensor message =
+        at::zeros({numbers + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
+    const at::Tensor all = message.narrow(0, 0, numbers).view({group.size(), own.size(0)});
+    all[group.rank()].copy_(own);
+    use.get()->all_reduce(
+        {.layer = what,
+         .scope = "world",
+         .direction = Direction::kParameters,
+         .channels = own.size(0)},
+        {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())}, {});
+    return all;
+  });
+}
+
+std::string transport_of(std::string_view group_name) {
+  const auto group = group_named(group_name);
+  if (!group) return "none";
+  const auto all = as_torch([&] { return group->of_scope(Scope::world(), ""); });
+  const std::lock_guard lock(all->mutex);
+  return std::string(all->exchange->communicator().transport());
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "normscope/batch_norm/exchange.h"
+#include "normscope/core/scope.h"
+#include "normscope/torch/groups/group_exchanges.h"
+#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/tensors/device.h"
+
+namespace normscope::binding {
+
+// The exchange of a layer's call: among the ranks of a group that share statistics under the call's
+// scope. One thread at a time uses an exchange, for the lifetime of this object.
+//
+// An exchange is made at its first use, which is collective over the group, and kept until the
+// group is destroyed. Scopes that divide the ranks in the same way share one. Messages of CPU
+// tensors go through shared memory within a host and through a process group between hosts;
+// messages of other tensors go through the backend for their device. The first use reads the
+// environment variables of docs/environment.md.
+class ExchangeUse {
+ public:
+  // call.group_name names a process group, or a registered communicator. `placement`: where the
+  // messages are; none: in host memory.
+  ExchangeUse(Direction direction, const ScopedCall& call,
+              const std::optional<Placement>& placement = std::nullopt);
+
+  [[nodiscard]] const Scope& scope() const noexcept { return scope_; }
+
+  // nullptr if this rank is alone.
+  [[nodiscard]] Exchange* get() const noexcept { return exchange_; }
+
+  // Where a device reports errors of this exchange; nullptr if there is no exchange.
+  [[nodiscard]] DeviceReport* report() const;
+
+  // Tells the peers, if there are any, that this rank will not come.
+  void fail(std::string_view reason) const noexcept {
+    if (exchange_ != nullptr) exchange_->fail(reason);
+  }
+
+ private:
+  Scope scope_;
+  std::shared_ptr<ExchangeEntry> entry_;
+  std::unique_lock<std::mutex> lock_;
+  Exchange* exchange_ = nullptr;
+};
+
+// The same for a rank that fails before it has its exchange. Not collective. Peers throw when they
+// wait in the exchange of the scope, or in the group's first meeting, now or later.
+void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason);
+
+// The same for every exchange that this rank has taken part in.
+void fail_all_exchanges(std::string_view reason);
+
+// The scope to run with. norm_batch:M is resolved for the largest batch of any rank when the group
+// first used this scope; that use is collective. A rank alone resolves it for `samples`. Other
+// scopes stay as they are.
+[[nodiscard]] std::string resolve_scope(std::string_view scope, std::string_view group_name,
+                                        std::int64_t samples);
+
+// The vectors of all ranks of a group, in rank order: own [n], float64, on the host; result [ranks,
+// n]. Collective. Errors call it `what`.
+[[nodiscard]] at::Tensor gather(const at::Tensor& own, std::string_view group_name,
+                                std::string_view what);
+
+// How many samples each rank of the group has in the next step, in rank order. `own` is this rank's
+// number, which may be negative. Collective.
+[[nodiscard]] std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name,
+                                                                std::int64_t own);
+
+// The transport of the process group's messages: "shared memory", "gloo", ...; "none" if the group
+// sends none, because it has one rank. Collective at first use.
+[[nodiscard]] std::string transport_of(std::string_view group_name);
+
+}  // namespace normscope::binding

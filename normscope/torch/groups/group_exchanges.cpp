@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/groups/group_exchanges.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <optional>
+#include <utility>
+
+#include "normscope/batch_norm/scope_exchange.h"
+#include "normscope/comm/hosts.h"
+#include "normscope/core/error.h"
+#include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/watch/calls.h"
+#include "normscope/torch/watch/environment.h"
+
+namespace normscope::binding {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+// The uses of the process groups that normscope makes for its own messages (OwnGroup).
+constexpr const char* kUseOnHost = "host";
+constexpr const char* kUseOnDevice = "device";
+
+Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement) {
+  if (const auto chosen = chosen_time_limit()) return *chosen;
+  const bool has_host = serves(group, c10::DeviceType::CPU);
+  return group.getBackend(has_host ? c10::DeviceType::CPU : placement.device)
+      ->getBackendOptions()
+      ->timeout;
+}
+
+// A process group of a Python program also carries the program's own messages. Those of normscope
+// need a group of their own.
+std::unique_ptr<OwnGroup> own_group_of(const ProcessGroup& group, const std::string& name,
+                                       const Placement& placement, Milliseconds time_limit) {
+  if (name.starts_with(kRankGroup) || !serves(*group, c10::DeviceType::CPU)) return nullptr;
+  const char* use = placement.memory == Memory::kHost ? kUseOnHost : kUseOnDevice;
+  return std::make_unique<OwnGroup>(group, name, use, time_limit);
+}
+
+void fail_entry(const std::shared_ptr<ExchangeEntry>& entry, std::string_view reason) {
+  if (!entry) return;
+  const std::lock_guard use(entry->mutex);
+  if (entry->exchange) entry->exchange->fail(reason);
+}
+
+}  // namespace
+
+ExchangeEntry::ExchangeEntry(std::unique_ptr<Exchange> made) : exchange(std::move(made)) {}
+
+ExchangeEntry::~ExchangeEntry() {
+  if (home.is_this_one()) return;
+  [[maybe_unused]] const Exchange* const left = exchange.release();
+}
+
+GroupExchanges::GroupExchanges(const ProcessGroup& group, std::string name,
+                               const Placement& placement, const HomeProcess& home)
+    : group_(group),
+      name_(std::move(name)),
+      rank_(group->getRank()),
+      size_(group->getSize()),
+      placement_(placement),
+      home_(home) {}
+
+GroupExchanges::GroupExchanges(std::string name, std::unique_ptr<Communicator> communicator)
+    : name_(std::move(name)),
+      rank_(communicator->rank()),
+      size_(communicator->size()),
+      of_all_(std::make_shared<ExchangeEntry>(
+          std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange))) {}
+
+std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& group) const {
+  const Milliseconds time_limit = time_limit_of(*group, placement_);
+  watch_calls();
+  auto over_torch = std::make_unique<C10dCommunicator>(
+      group, placement_, time_limit, own_group_of(group, name_, placement_, time_limit));
+  // A group of one rank comes here only if NORMSCOPE_FORCE_SYNC is set.
+  const auto exchange_over = [](std::unique_ptr<Communicator> communicator) {
+    return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
+  };
+  // On a device a call only queues work: the host does not know when it ends, and shows no calls.
+  if (placement_.memory != Memory::kHost) return exchange_over(std::move(over_torch));
+  const Hosts hosts = find_hosts(*over_torch, time_limit);
+  if (!hosts.memory || !hosts.is_one()) {
+    // Calls are published in time for the peers' warnings and errors.
+    over_torch->show_calls(std::min(time_limit, warning_limit().value_or(time_limit)) / 2);
+  }
+  return exchange_over(over_hosts(std::move(over_torch), hosts));
+}
+
+GroupExchanges::Entry GroupExchanges::of_all(const Scope& scope, std::string_view layer) {
+  if (of_all_) return of_all_;
+  const ProcessGroup group = group_.lock();
+  if (!group) throw CommunicationError("the process group was destroyed");
+  try {
+    return of_all_ = std::make_shared<ExchangeEntry>(make_exchange(group));
+  } catch (const CommunicationError& error) {
+    const std::string user(layer.empty() ? "a layer without a name" : layer);
+    throw CommunicationError("the group's first meeting, by " + user + " (scope " + scope.str() +
+                             "): " + error.what());
+  }
+}
+
+GroupExchanges::Entry GroupExchanges::of_leaders(Exchange& all, const std::vector<int>& leaders) {
+  const auto found = of_leaders_.find(leaders);
+  if (found != of_leaders_.end()) return found->second;
+  return of_leaders_[leaders] = std::make_shared<ExchangeEntry>(make_part_of(all, leaders));
+}
+
+GroupExchanges::Entry GroupExchanges::of_scope(const Scope& scope, std::string_view layer) {
+  const std::lock_guard lock(mutex_);
+  const std::string text = scope.str();
+  const auto found = of_scope_.find(text);
+  if (found != of_scope_.end()) return found->second;
+  const Entry all = of_all(scope, layer);
+  if (scope.kind() == Scope::Kind::kWorld) return of_scope_[text] = all;
+  const std::lock_guard use(all->mutex);
+  const std::vector<int> leaders = agree_on_leaders(*all->exchange, scope, layer);
+  const bool is_world = std::ranges::count(leaders, 0) == std::ssize(leaders);
+  return of_scope_[text] = is_world ? all : of_leaders(*all->exchange, leaders);
+}
+
+std::string GroupExchanges::scope_of_norm_batch(const Scope& scope, std::int64_t samples) {
+  const std::lock_guard lock(mutex_);
+  const std::string text = scope.str();
+  const auto found = norm_batches_.find(text);
+  if (found != norm_batches_.end()) return found->second;
+  const Entry all = of_all(scope, "");
+  const std::lock_guard use(all->mutex);
+  const std::optional<Scope> resolved = agree_on_norm_batch(*all->exchange, scope, "", samples);
+  // All batches are empty. Later ones may not be, so nothing is kept.
+  if (!resolved) return Scope::world().str();
+  return norm_batches_[text] = resolved->str();
+}
+
+void GroupExchanges::show_call_alone(const CallName& call) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !of_all_) return;
+  CallBoard* const board = of_all_->exchange->communicator().calls();
+  if (board != nullptr) board->begin(call, CallState::kAlone);
+}
+
+void GroupExchanges::fail(std::string_view scope, std::string_view reason) {
+  const std::lock_guard lock(mutex_);
+  const auto found = of_scope_.find(std::string(scope));
+  fail_entry(found != of_scope_.end() ? found->second : of_all_, reason);
+}
+
+void GroupExchanges::fail_all(std::string_view reason) {
+  const std::lock_guard lock(mutex_);
+  fail_entry(of_all_, reason);
+  for (const auto& [leaders, entry] : of_leaders_) fail_entry(entry, reason);
+}
+
+void GroupExchanges::fail_first_meeting(c10d::ProcessGroup& group, const std::string& name,
+                                        std::string_view reason) {
+  if (!serves(group, c10::DeviceType::CPU)) return;
+  for (const char* use : {kUseOnHost, kUseOnDevice}) OwnGroup::refuse(group, name, use, reason);
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "normscope/batch_norm/exchange.h"
+#include "normscope/comm/calls.h"
+#include "normscope/comm/home_process.h"
+#include "normscope/core/scope.h"
+#include "normscope/kernels/device_kernels.h"
+#include "normscope/torch/tensors/device.h"
+
+namespace normscope::binding {
+
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// The beginning of the name of a RankGroup's process group, which carries only normscope's
+// messages.
+inline constexpr std::string_view kRankGroup = "normscope::RankGroup ";
+
+// An exchange. Scopes that divide the ranks in the same way share one.
+struct ExchangeEntry {
+  explicit ExchangeEntry(std::unique_ptr<Exchange> made);
+  // Does not destroy the exchange in a fork: the fork lacks its threads, and its connections belong
+  // to the rank.
+  ~ExchangeEntry();
+  ExchangeEntry(const ExchangeEntry&) = delete;
+  ExchangeEntry& operator=(const ExchangeEntry&) = delete;
+
+  HomeProcess home;
+  std::mutex mutex;                    // held while the exchange is used
+  std::unique_ptr<Exchange> exchange;  // nullptr: this rank is alone
+  at::Tensor report_memory;            // made at first use on a device
+  DeviceReport* report = nullptr;
+};
+
+// The exchanges of one group of ranks, for tensors of one placement. Several threads may use it at
+// the same time.
+class GroupExchanges {
+ public:
+  // `home`: this rank's process, and not a fork of it.
+  GroupExchanges(const ProcessGroup& group, std::string name, const Placement& placement,
+                 const HomeProcess& home);
+  GroupExchanges(std::string name, std::unique_ptr<Communicator> communicator);
+
+  [[nodiscard]] const std::string& name() const noexcept { return name_; }
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] int size() const noexcept { return size_; }
+  [[nodiscard]] const HomeProcess& home() const noexcept { return home_; }
+
+  // A later group may have the name of a destroyed one, so names do not identify groups.
+  [[nodiscard]] bool is_of(const ProcessGroup& group) const { return group_.lock() == group; }
+  [[nodiscard]] bool is_destroyed() const { return group_.expired(); }
+
+  // The exchange among the ranks that share statistics with this one. Collective over the group at
+  // the scope's first use. Throws CommunicationError, and the errors of agree_on_leaders().
+  [[nodiscard]] std::shared_ptr<ExchangeEntry> of_scope(const Scope& scope, std::string_view layer);
+
+  // Resolves norm_batch:M; `samples` is the size of this rank's batch. Collective at the scope's
+  // first use, as above.
+  [[nodiscard]] std::string scope_of_norm_batch(const Scope& scope, std::int64_t samples);
+
+  // Shows a call without messages to peers that wait for this rank. Does nothing before the group's
+  // first meeting.
+  void show_call_alone(const CallName& call);
+
+  // Ends the waits of all ranks in the exchange of the scope or, before its first use, in the
+  // exchange of the whole group. Not collective.
+  void fail(std::string_view scope, std::string_view reason);
+  void fail_all(std::string_view reason);
+
+  // Ends the first meeting of a process group, because this rank will not come to it.
+  static void fail_first_meeting(c10d::ProcessGroup& group, const std::string& name,
+                                 std::string_view reason);
+
+ private:
+  using Entry = std::shared_ptr<ExchangeEntry>;
+
+  [[nodiscard]] std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group) const;
+  [[nodiscard]] Entry of_all(const Scope& scope, std::string_view layer);
+  [[nodiscard]] Entry of_leaders(Exchange& all, const std::vector<int>& leaders);
+
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{ProcessGroup()};  // none: a communicator
+  std::string name_;
+  int rank_;
+  int size_;
+  Placement placement_;  // of the tensors that are normalized
+  HomeProcess home_;
+
+  std::mutex mutex_;  // guards the members below; held while an exchange is made
+  Entry of_all_;
+  std::map<std::string, Entry> of_scope_;
+  std::map<std::vector<int>, Entry> of_leaders_;
+  std::map<std::string, std::string> norm_batches_;  // resolved scopes
+};
+
+}  // namespace normscope::binding

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/groups/registry.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "normscope/comm/describe.h"
+#include "normscope/comm/home_process.h"
+#include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/watch/calls.h"
+#include "normscope/torch/watch/environment.h"
+
+namespace normscope::binding {
+namespace {
+
+using Group = std::shared_ptr<GroupExchanges>;
+
+template <class Key>
+struct Groups {
+  std::mutex mutex;
+  std::map<Key, Group> entries;
+};
+
+auto& process_groups() {
+  static Groups<std::pair<std::string, Placement>> groups;
+  return groups;
+}
+
+auto& communicators() {
+  static Groups<std::string> groups;
+  return groups;
+}
+
+// Takes groups out of the map. The caller releases them after unlocking: ending a part may wait.
+template <class Condition>
+std::vector<Group> take_out(std::map<std::pair<std::string, Placement>, Group>& entries,
+                            const Condition& condition) {
+  std::vector<Group> taken;
+  std::erase_if(entries, [&](const auto& entry) {
+    if (!condition(*entry.second)) return false;
+    taken.push_back(entry.second);
+    return true;
+  });
+  return taken;
+}
+
+bool is_destroyed(const GroupExchanges& group) { return group.is_destroyed(); }
+
+ProcessGroup resolve(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, "process_group: expected a process group of this process, got the name \"",
+                name, "\"");
+  }
+}
+
+// The process in which a process group first became known: the ranks' own processes.
+struct KnownGroup {
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  HomeProcess home;
+};
+
+HomeProcess home_of(const std::string& name, const ProcessGroup& group) {
+  static std::mutex mutex;
+  static std::map<std::string, KnownGroup> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(name);
+  if (found != known.end() && found->second.group.lock() == group) return found->second.home;
+  std::erase_if(known, [](const auto& entry) { return entry.second.group.expired(); });
+  const HomeProcess here;
+  known.insert_or_assign(name, KnownGroup{.group = c10::weak_intrusive_ptr(group), .home = here});
+  return here;
+}
+
+Group exchanges_of(const std::string& name, const ProcessGroup& group, const Placement& placement) {
+  auto& [mutex, entries] = process_groups();
+  std::vector<Group> destroyed;  // released after the lock
+  const std::lock_guard lock(mutex);
+  const auto found = entries.find({name, placement});
+  if (found != entries.end() && found->second->is_of(group)) return found->second;
+  destroyed = take_out(entries, is_destroyed);
+  const HomeProcess home = home_of(name, group);
+  return entries[{name, placement}] =
+             std::make_shared<GroupExchanges>(group, name, placement, home);
+}
+
+Group registered_communicator(const std::string& name) {
+  auto& [mutex, entries] = communicators();
+  const std::lock_guard lock(mutex);
+  const auto found = entries.find(name);
+  return found == entries.end() ? nullptr : found->second;
+}
+
+bool sends(int ranks) { return ranks > 1 || forces_exchange(); }
+
+// Where a group meets if no tensor takes part: on the host, unless it serves devices only.
+Placement any_placement(const ProcessGroup& group) {
+  if (serves(*group, c10::DeviceType::CPU)) return {};
+  return {.memory = Memory::kDevice, .device = group->getDeviceTypes().front().type()};
+}
+
+// Comes before all locks: if another thread held one at the fork, nobody releases it here.
+void throw_if_forked(const GroupExchanges& group) {
+  if (group.home().is_this_one()) return;
+  const std::string text = group.home().text_for_fork(name_of_rank(group.rank(), group.size()));
+  C10_THROW_ERROR(DistBackendError, text);
+}
+
+}  // namespace
+
+void register_communicator(const std::string& name, std::unique_ptr<Communicator> communicator) {
+  watch_calls();
+  auto group = std::make_shared<GroupExchanges>(name, std::move(communicator));
+  auto& [mutex, entries] = communicators();
+  const std::lock_guard lock(mutex);
+  entries[name] = std::move(group);
+}
+
+void unregister_communicator(const std::string& name) {
+  auto& [mutex, entries] = communicators();
+  const std::lock_guard lock(mutex);
+  entries.erase(name);
+}
+
+void forget_destroyed_groups() {
+  auto& [mutex, entries] = process_groups();
+  std::vector<Group> destroyed;
+  const std::lock_guard lock(mutex);
+  destroyed = take_out(entries, is_destroyed);
+}
+
+void forget_groups() {
+  auto& [mutex, entries] = process_groups();
+  std::vector<Group> all;
+  const std::lock_guard lock(mutex);
+  all = take_out(entries, [](const GroupExchanges&) { return true; });
+}
+
+void know_process_group(const std::string& name) {
+  static_cast<void>(home_of(name, resolve(name)));
+}
+
+Group group_named(std::string_view name, const std::optional<Placement>& placement) {
+  if (name.empty()) return nullptr;
+  const std::string text(name);
+  Group group = registered_communicator(text);
+  if (group) {
+    if (!sends(group->size())) return nullptr;
+  } else {
+    const ProcessGroup of_torch = resolve(text);
+    if (!sends(of_torch->getSize())) return nullptr;
+    group = exchanges_of(text, of_torch, placement ? *placement : any_placement(of_torch));
+  }
+  throw_if_forked(*group);
+  return group;
+}
+
+Group used_group_named(std::string_view name, const std::optional<Placement>& placement) {
+  if (name.empty()) return nullptr;
+  const std::string text(name);
+  Group group = registered_communicator(text);
+  if (!group && placement) {
+    auto& [mutex, entries] = process_groups();
+    const std::lock_guard lock(mutex);
+    const auto found = entries.find({text, *placement});
+    if (found != entries.end()) group = found->second;
+  }
+  return group && group->home().is_this_one() ? group : nullptr;
+}
+
+std::vector<Group> used_groups() {
+  std::vector<Group> groups;
+  const auto add = [&](const Group& group) {
+    if (group->home().is_this_one()) groups.push_back(group);
+  };
+  {
+    auto& [mutex, entries] = process_groups();
+    const std::lock_guard lock(mutex);
+    for (const auto& [key, group] : entries) {
+      if (!group->is_destroyed()) add(group);
+    }
+  }
+  auto& [mutex, entries] = communicators();
+  const std::lock_guard lock(mutex);
+  for (const auto& [name, group] : entries) add(group);
+  return groups;
+}
+
+void fail_first_meeting(const std::string& name, std::string_view reason) {
+  const ProcessGroup group = resolve(name);
+  if (!home_of(name, group).is_this_one() || !sends(group->getSize())) return;
+  GroupExchanges::fail_first_meeting(*group, name, reason);
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/ops/arguments.h"
+
+#include <algorithm>
+
+#include <c10/util/StringUtil.h>
+
+#include "normscope/torch/errors.h"
+#include "normscope/torch/tensors/tensor_view.h"
+
+namespace normscope::binding {
+namespace {
+
+void check_dtype(const at::Tensor& x) {
+  TORCH_CHECK(dtype_of(x), "x: expected float32, float64, bfloat16 or float16, got ",
+              c10::toString(x.scalar_type()));
+}
+
+void check_device(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.device() == x.device(), name, ": expected the device of x (", x.device(),
+              "), got ", tensor.device());
+}
+
+// Checks that `x` has as many channels as the parameter.
+void check_channels(const at::Tensor& x, std::string_view name, const OptionalTensor& parameter) {
+  if (!parameter) return;
+  TORCH_CHECK(parameter->dim() == 1, name, ": expected 1 dimension, got ", parameter->dim());
+  TORCH_CHECK(parameter->sym_size(0) == x.sym_size(1), "x: expected ", parameter->sym_size(0),
+              " channels (", name, " has ", parameter->sym_size(0), "), got ", x.sym_size(1));
+}
+
+void check_parameter(const at::Tensor& x, std::string_view name, const OptionalTensor& parameter) {
+  if (!parameter) return;
+  TORCH_CHECK(parameter->scalar_type() == at::kFloat || parameter->scalar_type() == x.scalar_type(),
+              name, ": expected float32 or the dtype of x (", c10::toString(x.scalar_type()),
+              "), got ", c10::toString(parameter->scalar_type()));
+  TORCH_CHECK(parameter->device() == x.device(), name, ": expected the device of x (", x.device(),
+              "), got ", parameter->device());
+}
+
+// For buffers that are written through a plain pointer.
+void check_buffer(std::string_view name, const OptionalTensor& buffer) {
+  TORCH_CHECK(!buffer || buffer->is_contiguous(), name, ": expected a contiguous tensor");
+}
+
+void check_buffers(const at::Tensor& x, const OptionalTensor& running_mean,
+                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked) {
+  TORCH_CHECK(running_mean.has_value() == running_var.has_value(),
+              "running_var: expected a tensor if running_mean is one, and none otherwise");
+  check_buffer("running_mean", running_mean);
+  check_buffer("running_var", running_var);
+  if (!num_batches_tracked) return;
+  const at::Tensor& tracked = *num_batches_tracked;
+  TORCH_CHECK(tracked.scalar_type() == at::kLong, "num_batches_tracked: expected int64, got ",
+              c10::toString(tracked.scalar_type()));
+  check_device(x, "num_batches_tracked", tracked);
+  TORCH_CHECK(tracked.sym_numel() == 1, "num_batches_tracked: expected 1 number, got ",
+              tracked.sym_numel());
+}
+
+void check_like_x(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.sym_sizes() == x.sym_sizes(), name, ": expected the shape of x, ",
+              x.sym_sizes(), ", got ", tensor.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == x.scalar_type(), name, ": expected the dtype of x (",
+              c10::toString(x.scalar_type()), "), got ", c10::toString(tensor.scalar_type()));
+  check_device(x, name, tensor);
+}
+
+void check_parameter_of_channels(const at::Tensor& x, std::string_view name,
+                                 const OptionalTensor& parameter) {
+  check_channels(x, name, parameter);
+  check_parameter(x, name, parameter);
+}
+
+// Checks statistics from forward, which other ops read through a plain pointer.
+void check_statistics(const at::Tensor& x, const at::Tensor& statistics) {
+  TORCH_CHECK(statistics.scalar_type() == at::kDouble, "statistics: expected float64, got ",
+              c10::toString(statistics.scalar_type()));
+  TORCH_CHECK(statistics.dim() == 3 && statistics.sym_size(0) >= 1 && statistics.sym_size(1) == 3 &&
+                  statistics.sym_size(2) == x.sym_size(1),
+              "statistics: expected the shape [slices, 3, ", x.sym_size(1), "], got ",
+              statistics.sym_sizes());
+  TORCH_CHECK(statistics.is_contiguous(), "statistics: expected a contiguous tensor");
+  check_device(x, "statistics", statistics);
+}
+
+// Checks the gradient of a parameter's gradient.
+void check_parameter_gradient(const at::Tensor& x, std::string_view name,
+                              const OptionalTensor& gradient) {
+  if (!gradient) return;
+  check_channels(x, name, gradient);
+  TORCH_CHECK(gradient->is_floating_point(), name, ": expected floating-point numbers, got ",
+              c10::toString(gradient->scalar_type()));
+  check_device(x, name, *gradient);
+}
+
+// Checks that backward and double backward share.
+template <class OpArguments>
+void check_saved_by_forward(const OpArguments& op) {
+  check_dimensions(op.x, {});
+  check_dtype(op.x);
+  check_like_x(op.x, "dy", op.dy);
+  check_parameter_of_channels(op.x, "weight", op.weight);
+  check_statistics(op.x, op.statistics);
+}
+
+constexpr struct {
+  std::string_view name;
+  Activation kind;
+} kActivations[] = {{"none", Activation::kNone},   {"relu", Activation::kRelu},
+                    {"relu6", Activation::kRelu6}, {"leaky_relu", Activation::kLeakyRelu},
+                    {"silu", Activation::kSilu},   {"hard_swish", Activation::kHardSwish}};
+
+SliceStats parsed_slice_stats(std::string_view text) {
+  if (text == "pooled") return SliceStats::kPooled;
+  if (text == "first") return SliceStats::kFirst;
+  if (text == "sequential") return SliceStats::kSequential;
+  TORCH_CHECK_VALUE(false, "slice_stats: expected pooled, first or sequential, got \"", text, "\"");
+}
+
+}  // namespace
+
+Scope parsed_scope(std::string_view text) {
+  Scope scope = as_torch([&] { return Scope::parse(text); });
+  TORCH_CHECK_VALUE(scope.kind() != Scope::Kind::kNormBatch,
+                    "scope: expected a scope resolved by the op resolve_scope, got ", text);
+  return scope;
+}
+
+std::string_view name_of(Activation activation) noexcept {
+  for (const auto& known : kActivations) {
+    if (known.kind == activation) return known.name;
+  }
+  return "unknown";
+}
+
+ActivationFunction parsed_activation(std::string_view name, double negative_slope) {
+  for (const auto& known : kActivations) {
+    if (known.name == name) return {known.kind, negative_slope};
+  }
+  TORCH_CHECK_VALUE(false, "activation: expected none, relu, relu6, leaky_relu, silu or ",
+                    "hard_swish, got \"", name, "\"");
+}
+
+ActivationFunction checked(const ActivationCall& op, const at::Tensor& x) {
+  const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
+  if (op.residual) {
+    TORCH_CHECK_VALUE(activation.output_tells_gradient(),
+                      "residual: expected none unless relu, relu6 or a leaky_relu with a slope of "
+                      "at least 0 follows, got one before ",
+                      op.activation);
+    check_like_x(x, "residual", *op.residual);
+  }
+  return activation;
+}
+
+ActivationFunction checked(const ActivatedBackwardOpArguments& op) {
+  const BackwardOpArguments& layer = op.layer;
+  check_arguments(layer);
+  check_parameter_of_channels(layer.x, "bias", op.bias);
+  const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
+  if (op.y) {
+    TORCH_CHECK_VALUE(activation.output_tells_gradient(),
+                      "y: expected none unless the activation is relu, relu6 or a leaky_relu with "
+                      "a slope of at least 0, got one after ",
+                      op.activation);
+    check_like_x(layer.x, "y", *op.y);
+  }
+  return activation;
+}
+
+void check_dimensions(const at::Tensor& x, at::IntArrayRef dims) {
+  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected at least 2 dimensions, got ", x.dim());
+  TORCH_CHECK_VALUE(dims.empty() || std::ranges::count(dims, x.dim()) > 0, "x: expected ",
+                    c10::Join(" or ", dims), " dimensions, got ", x.dim());
+}
+
+Slicing checked(const ForwardOpArguments& op, const Scope& scope) {
+  const SliceStats slice_stats = parsed_slice_stats(op.slice_stats);
+  TORCH_CHECK_VALUE(op.eps > 0, "eps: expected a positive number in training, got ", op.eps);
+  check_dimensions(op.x, op.dims);
+  check_dtype(op.x);
+  const struct {
+    std::string_view name;
+    const OptionalTensor& tensor;
+  } parameters[] = {{"weight", op.weight},
+                    {"bias", op.bias},
+                    {"running_mean", op.running_mean},
+                    {"running_var", op.running_var}};
+  for (const auto& [name, tensor] : parameters) check_channels(op.x, name, tensor);
+  for (const auto& [name, tensor] : parameters) check_parameter(op.x, name, tensor);
+  check_buffers(op.x, op.running_mean, op.running_var, op.num_batches_tracked);
+  if (op.accumulated) check_moments(op.x, "accumulated", *op.accumulated);
+  return {scope.kind() == Scope::Kind::kSlices ? scope.count() : 1, slice_stats};
+}
+
+void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor& moments) {
+  TORCH_CHECK(moments.scalar_type() == at::kDouble, name, ": expected float64, got ",
+              c10::toString(moments.scalar_type()));
+  TORCH_CHECK(moments.dim() == 1 && moments.sym_size(0) == moments_size(x.sym_size(1)), name,
+              ": expected the shape [", moments_size(x.sym_size(1)), "], got ",
+              moments.sym_sizes());
+  TORCH_CHECK(moments.is_contiguous(), name, ": expected a contiguous tensor");
+  check_device(x, name, moments);
+}
+
+void check_running(const at::Tensor& x, const OptionalTensor& running_mean,
+                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked) {
+  check_parameter_of_channels(x, "running_mean", running_mean);
+  check_parameter_of_channels(x, "running_var", running_var);
+  check_buffers(x, running_mean, running_var, num_batches_tracked);
+}
+
+void check_weight(const at::Tensor& x, const OptionalTensor& weight) {
+  check_parameter_of_channels(x, "weight", weight);
+}
+
+void check_part(const at::Tensor& x) {
+  check_dimensions(x, {});
+  check_dtype(x);
+}
+
+void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& statistics) {
+  check_part(x);
+  check_like_x(x, "dy", dy);
+  check_statistics(x, statistics);
+}
+
+void check_arguments(const WithStatisticsOpArguments& op) {
+  check_dimensions(op.x, {});
+  check_dtype(op.x);
+  check_parameter_of_channels(op.x, "weight", op.weight);
+  check_parameter_of_channels(op.x, "bias", op.bias);
+  check_statistics(op.x, op.statistics);
+  static_cast<void>(checked(op.activation, op.x));
+}
+
+void check_arguments(const BackwardOpArguments& op) { check_saved_by_forward(op); }
+
+void check_arguments(const DoubleBackwardOpArguments& op) {
+  check_saved_by_forward(op);
+  if (op.grad_dx) check_like_x(op.x, "grad_dx", *op.grad_dx);
+  check_parameter_gradient(op.x, "grad_dweight", op.grad_dweight);
+  check_parameter_gradient(op.x, "grad_dbias", op.grad_dbias);
+}
+
+void throw_one_value_per_channel(const at::Tensor& x) {
+  TORCH_CHECK_VALUE(false, "Expected more than 1 value per channel when training, got input size ",
+                    "torch.Size(", x.sym_sizes(), ")");
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <string>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/hardswish_backward.h>
+#include <ATen/ops/hardtanh_backward.h>
+#include <ATen/ops/leaky_relu_backward.h>
+#include <ATen/ops/threshold_backward.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/ops/graph.h"
+#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/ops/saved_call.h"
+
+namespace normscope::binding::autograd {
+namespace {
+
+using ::torch::autograd::AutogradContext;
+using ::torch::autograd::variable_list;
+
+const c10::TypedOperatorHandle<ForwardOp>& forward_op() {
+  static const auto op = op_named<ForwardOp>("normscope::batch_norm_forward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
+  static const auto op = op_named<BackwardOp>("normscope::batch_norm_backward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
+  static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<ActivatedForwardOp>& act_forward_op() {
+  static const auto op = op_named<ActivatedForwardOp>("normscope::batch_norm_act_forward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<ActivatedBackwardOp>& act_backward_op() {
+  static const auto op = op_named<ActivatedBackwardOp>("normscope::batch_norm_act_backward");
+  return op;
+}
+
+// Only reverse mode is implemented: without this check, forward-mode derivatives would be zeros.
+void check_no_forward_gradient(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor._fw_grad(/*level=*/0).defined(),
+      "normscope.batch_norm: expected no forward-mode derivative in training, got one; use reverse "
+      "mode (torch.autograd.grad, torch.autograd.functional.jvp), or eval()");
+}
+
+// Whether a backward follows a forward of these inputs.
+bool needs_backward(const at::Tensor& x,
+                    std::initializer_list<std::reference_wrapper<const OptionalTensor>> others) {
+  check_no_forward_gradient(x);
+  bool one_requires_grad = x.requires_grad();
+  for (const OptionalTensor& other : others) {
+    if (!other) continue;
+    check_no_forward_gradient(*other);
+    one_requires_grad = one_requires_grad || other->requires_grad();
+  }
+  return at::GradMode::is_enabled() && one_requires_grad;
+}
+
+// Calls an op. If the dispatcher has no kernel for the tensors (such as sparse ones), tells the
+// peers that this rank will not come, because no backend can.
+template <class CallOp>
+auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
+  try {
+    return call_op();
+  } catch (const c10::NotImplementedError& error) {
+    fail_exchange(call.scope, call.group_name, error.what_without_backtrace());
+    throw;
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  if (op.decompose.has_value() && is_recorded_for_a_graph()) return forward_in_graph(op);
+  return op.pass_to(forward_op());
+}
+
+class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
+ public:
+  // Tensors that get gradients are separate arguments, because torch looks for them there.
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const OptionalTensor& weight, const OptionalTensor& bias,
+                               const ForwardOpArguments& op) {
+    const auto [y, statistics] = below_autograd(op);
+    context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
+    context->mark_non_differentiable({statistics});
+    save_flags(context, x, weight, bias, op.decompose.value_or(false) ? kDecomposes : 0);
+    save(context, op.call);
+    return {y, statistics};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const std::int64_t flags = flags_saved_in(*context);
+    const WantedGradients wanted = wanted_by(flags);
+    const ScopedCall call = call_saved_in(*context);
+    const OptionalTensor weight = defined_or_none(saved[1]);
+    const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], wanted, call};
+    const bool decompose = (flags & kDecomposes) != 0 && is_recorded_for_a_graph();
+    const auto [dx, dweight, dbias] = reach_backend(
+        call, [&] { return decompose ? backward_in_graph(op) : op.pass_to(backward_op()); });
+    const at::Tensor none;
+    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
+            none};
+  }
+};
+
+class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
+                               const OptionalTensor& weight, const BackwardOpArguments& op) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), op.statistics});
+    context->set_materialize_grads(false);
+    save(context, op.call);
+    return {dx, dweight, dbias};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const OptionalTensor grad_dx = defined_or_none(gradients[0]);
+    const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
+    const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
+    const OptionalTensor weight = defined_or_none(saved[2]);
+    const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
+                                       saved[1], weight,       saved[3],   call_saved_in(*context)};
+    const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+    return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
+  }
+};
+
+// Gradients that cannot be differentiated again: an attempt is an error, and does not give zeros.
+class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoubleBackward> {
+ public:
+  static variable_list forward(AutogradContext*, const OptionalTensor&, const OptionalTensor&,
+                               const OptionalTensor&, const at::Tensor&, const at::Tensor&,
+                               const OptionalTensor&, const DoubleBackwardOpArguments& op) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+    return {grad_dy, grad_x, grad_weight};
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "normscope.batch_norm: expected at most two differentiations, got a third");
+  }
+};
+
+// Recomputes z of a forward, with a graph. Needed if a backward is itself differentiated.
+class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const OptionalTensor& weight, const OptionalTensor& bias,
+                            const at::Tensor& statistics, const ScopedCall& call) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
+    save(context, call);
+    return WithStatisticsOpArguments{x, weight, bias, statistics}.pass_to(with_statistics_op());
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const OptionalTensor weight = defined_or_none(saved[1]);
+    const BackwardOpArguments op{gradients[0], saved[0],           weight,
+                                 saved[2],     {true, true, true}, call_saved_in(*context)};
+    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+    const at::Tensor none;
+    return {dx, weight ? dweight : none, dbias, none, none};
+  }
+};
+
+// The layer followed by an activation.
+class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const OptionalTensor& weight, const OptionalTensor& bias,
+                               const OptionalTensor& residual,
+                               const ActivatedForwardOpArguments& op) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [y, statistics] = op.pass_to(act_forward_op());
+    context->save_for_backward({x, weight.value_or(at::Tensor()), bias.value_or(at::Tensor()),
+                                statistics, residual ? y : at::Tensor()});
+    context->mark_non_differentiable({statistics});
+    context->saved_data["activation"] = std::string(op.activation.activation);
+    context->saved_data["negative_slope"] = op.activation.negative_slope;
+    save_flags(context, x, weight, bias, requires_grad(residual) ? kWantsDResidual : 0);
+    save(context, op.layer.call);
+    return {y, statistics};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const std::int64_t flags = flags_saved_in(*context);
+    const OptionalTensor weight = defined_or_none(saved[1]);
+    const OptionalTensor bias = defined_or_none(saved[2]);
+    const OptionalTensor y = defined_or_none(saved[4]);
+    const ActivatedBackwardOpArguments op{
+        context->saved_data.at("activation").toStringView(),
+        context->saved_data.at("negative_slope").toDouble(),
+        bias,
+        y,
+        {gradients[0], saved[0], weight, saved[3], wanted_by(flags), call_saved_in(*context)}};
+    const auto [dx, dweight, dbias, dresidual] = reach_backend(op.layer.call, [&] {
+      return at::GradMode::is_enabled() ? by_single_operations(op) : op.pass_to(act_backward_op());
+    });
+    const at::Tensor none;
+    const WantedGradients& wanted = op.layer.wanted;
+    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
+            (flags & kWantsDResidual) != 0 ? dresidual : none, none};
+  }
+
+ private:
+  // Records a graph, because the result is differentiated once more.
+  static ActivatedGradientTensors by_single_operations(const ActivatedBackwardOpArguments& op) {
+    const BackwardOpArguments& layer = op.layer;
+    const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
+    // The slope of a piecewise linear activation is constant: no gradient flows to z or y.
+    const at::Tensor z =
+        op.y ? op.y->detach()
+             : NormalizedAgain::apply(layer.x, layer.weight, op.bias, layer.statistics, layer.call);
+    const at::Tensor dz = activation_gradient(
+        activation, activation.is_piecewise_linear() ? z.detach() : z, layer.dy);
+    const BackwardOpArguments of_dz{dz,           layer.x,   layer.weight, layer.statistics,
+                                    layer.wanted, layer.call};
+    const auto [dx, dweight, dbias] = of_dz.pass_to(backward_op());
+    return {dx, dweight, dbias, dz};
+  }
+
+  // dy times the derivative at z, as operations of torch.
+  static at::Tensor activation_gradient(const ActivationFunction& activation, const at::Tensor& z,
+                                        const at::Tensor& dy) {
+    switch (activation.kind) {
+      case Activation::kRelu6: return at::hardtanh_backward(dy, z, 0, 6);
+      case Activation::kLeakyRelu:
+        return at::leaky_relu_backward(dy, z, activation.negative_slope, /*self_is_result=*/false);
+      case Activation::kHardSwish: return at::hardswish_backward(dy, z);
+      case Activation::kSilu: {
+        const at::Tensor sigmoid = z.sigmoid();
+        return dy * sigmoid * (1 + z * (1 - sigmoid));
+      }
+      default: return at::threshold_backward(dy, z, 0);
+    }
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& given) {
+  ActivatedForwardOpArguments op = given;
+  ForwardOpArguments& layer = op.layer;
+  layer.needs_backward =
+      needs_backward(layer.x, {layer.weight, layer.bias, op.activation.residual});
+  if (!*layer.needs_backward) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.pass_to(act_forward_op());
+  }
+  const variable_list outputs =
+      BatchNormAct::apply(layer.x, layer.weight, layer.bias, op.activation.residual, op);
+  return {outputs[0], outputs[1]};
+}
+
+// Needs no graph: a backward that is differentiated runs by_single_operations() instead.
+ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return op.pass_to(act_backward_op());
+}
+
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
+  ForwardOpArguments op = given;
+  op.needs_backward = needs_backward(op.x, {op.weight, op.bias});
+  if (!*op.needs_backward) return below_autograd(op);
+  const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, op);
+  return {outputs[0], outputs[1]};
+}
+
+GradientTensors backward(const BackwardOpArguments& op) {
+  if (!at::GradMode::is_enabled()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.pass_to(backward_op());
+  }
+  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op);
+  return {outputs[0], outputs[1], outputs[2]};
+}
+
+GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+  if (!at::GradMode::is_enabled()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.pass_to(double_backward_op());
+  }
+  const variable_list outputs = BatchNormDoubleBackward::apply(
+      op.grad_dx, op.grad_dweight, op.grad_dbias, op.dy, op.x, op.weight, op);
+  return {outputs[0], outputs[1], outputs[2]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
+  m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
+  m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
+  m.impl("batch_norm_act_forward", &Taken<ActivatedForwardOp, &act_forward>::call);
+  m.impl("batch_norm_act_backward", &Taken<ActivatedBackwardOp, &act_backward>::call);
+  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
+}
+
+}  // namespace normscope::binding::autograd

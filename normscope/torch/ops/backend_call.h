@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <exception>
+
+#include <ATen/core/Tensor.h>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/errors.h"
+#include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/tensors/device.h"
+
+namespace normscope::binding {
+
+// The two stages of a backend's call: before the exchange, and in it.
+
+// Runs the first stage. If it throws, tells the peers not to wait for this rank.
+template <class Prepare>
+auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
+  try {
+    return prepare();
+  } catch (const c10::Error& error) {
+    exchange.fail(error.what_without_backtrace());
+    throw;
+  } catch (const std::exception& error) {
+    exchange.fail(error.what());
+    throw;
+  }
+}
+
+// Runs the second stage, with the other ranks. Converts errors to torch's types.
+template <class Call>
+void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
+  try {
+    call();
+  } catch (const OneValueError& error) {
+    // On a device the error appears in this rank's next call, which has another x.
+    const bool is_told_later =
+        exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice;
+    if (is_told_later) TORCH_CHECK_VALUE(false, error.what());
+    throw_one_value_per_channel(x);
+  } catch (const ArgumentError& error) {
+    exchange.fail(error.what());
+    TORCH_CHECK_VALUE(false, error.what());
+  } catch (const CommunicationError& error) {
+    C10_THROW_ERROR(DistBackendError, error.what());
+  } catch (const MismatchError& error) {
+    C10_THROW_ERROR(DistError, error.what());
+  }
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "normscope/batch_norm/batch_norm.h"
+#include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/double_backward.h"
+#include "normscope/torch/ops/finite.h"
+#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/tensors/call_site.h"
+#include "normscope/torch/tensors/results.h"
+
+namespace normscope::binding::backend {
+namespace {
+
+// One for each slice of the batch.
+std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardOpArguments& op) {
+  check_arguments(op);
+  const std::int64_t slices = op.statistics.size(0);
+  TORCH_CHECK(slice_count(op.x.size(0), slices) == slices,
+              "statistics: expected those of slices of x, got ", slices, " for ", op.x.size(0),
+              " samples");
+  const std::vector<at::Tensor> x = op.x.chunk(slices);
+  const std::vector<at::Tensor> dy = op.dy.chunk(slices);
+  const std::vector<at::Tensor> grad_dx =
+      op.grad_dx ? op.grad_dx->chunk(slices) : std::vector<at::Tensor>(x.size());
+  std::vector<DoubleBackward> norm_batches;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    norm_batches.emplace_back(
+        DoubleBackwardArguments{.grad_dx = defined_or_none(grad_dx[i]),
+                                .grad_dweight = op.grad_dweight,
+                                .grad_dbias = op.grad_dbias,
+                                .dy = dy[i],
+                                .x = x[i],
+                                .weight = op.weight,
+                                .statistics = op.statistics[static_cast<std::int64_t>(i)]});
+  }
+  return norm_batches;
+}
+
+// The means over a norm batch, from one rank's sums. One message holds all sums and the count. It
+// goes through host memory on any device, because few networks differentiate twice.
+at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Exchange* exchange) {
+  const at::Tensor& sums = norm_batch.sums();
+  if (exchange == nullptr) return sums.div(norm_batch.count());
+  const at::Tensor message =
+      at::empty({sums.numel() + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
+  const at::Tensor totals = message.narrow(0, 0, sums.numel()).view(sums.sizes()).copy_(sums);
+  const at::Tensor count = message[sums.numel()].fill_(norm_batch.count());
+  exchange->all_reduce(
+      label, {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())},
+      Stream{});
+  return totals.div(count).to(sums.device());
+}
+
+GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+  const at::Tensor& x = op.x;
+  const CallSite site(x);
+  const ExchangeUse exchange(Direction::kDoubleBackward, op.call, site.placement());
+  const CallLabel label{.layer = op.call.layer,
+                        .scope = op.call.scope,
+                        .direction = Direction::kDoubleBackward,
+                        .channels = x.size(1)};
+  const std::vector<DoubleBackward> norm_batches =
+      prepare_or_fail(exchange, [&] { return prepare_double_backward(op); });
+
+  const SecondGradients all = empty_second_gradients(x);
+  const at::Tensor weight_total = at::zeros({x.size(1)}, float64_options(x));
+  const std::vector<at::Tensor> all_dy = all.dy.chunk(op.statistics.size(0));
+  const std::vector<at::Tensor> all_x = all.x.chunk(op.statistics.size(0));
+  for (std::size_t i = 0; i < norm_batches.size(); ++i) {
+    check_finite(norm_batches[i].sums(), exchange.get(), Direction::kDoubleBackward, op.call);
+    at::Tensor means;
+    run_as_torch(x, exchange, [&] { means = means_of(norm_batches[i], label, exchange.get()); });
+    const SecondGradients slice = norm_batches[i].gradients(means);
+    all_dy[i].copy_(slice.dy);
+    all_x[i].copy_(slice.x);
+    weight_total.add_(slice.weight);
+  }
+  all.weight.copy_(weight_total);
+  return {all.dy, all.x, all.weight};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(normscope, CPU, m) {
+  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
+}
+TORCH_LIBRARY_IMPL(normscope, CUDA, m) {
+  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
+}
+
+}  // namespace normscope::binding::backend

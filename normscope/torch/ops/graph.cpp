@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/ops/graph.h"
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/tensors/results.h"
+
+namespace normscope::binding {
+namespace {
+
+const c10::TypedOperatorHandle<StatisticsOp>& statistics_op() {
+  static const auto op = op_named<StatisticsOp>("normscope::batch_norm_statistics");
+  return op;
+}
+
+const c10::TypedOperatorHandle<BackwardOp>& gradient_sums_op() {
+  static const auto op = op_named<BackwardOp>("normscope::batch_norm_gradient_sums");
+  return op;
+}
+
+// The coefficients [slices, ., C] of the slices that a scope makes of x, in a shape that broadcasts
+// over x.
+class CoefficientsOf {
+ public:
+  CoefficientsOf(const at::Tensor& x, const at::Tensor& coefficients, const Scope& scope)
+      : dims_(x.dim()) {
+    if (scope.kind() != Scope::Kind::kSlices) {
+      of_samples_ = coefficients;
+      return;
+    }
+    const c10::SymInt samples = x.sym_size(0);
+    const c10::SymInt slices = coefficients.sym_size(0);
+    const c10::SymInt slice_size = ((samples + slices - 1) / slices).max(1);
+    const at::Tensor numbers = at::arange(c10::Scalar(samples), x.options().dtype(at::kLong));
+    of_samples_ = coefficients.index_select(0, numbers.floor_divide(c10::Scalar(slice_size)));
+  }
+
+  [[nodiscard]] at::Tensor operator[](std::int64_t number) const {
+    at::Tensor values = of_samples_.select(1, number);  // [slices or N, C]
+    for (std::int64_t dim = 2; dim < dims_; ++dim) values = values.unsqueeze(-1);
+    return values;
+  }
+
+  // Converted to the type of the coefficients.
+  [[nodiscard]] at::Tensor widened(const at::Tensor& x) const {
+    return x.to(of_samples_.scalar_type());
+  }
+
+ private:
+  std::int64_t dims_;
+  at::Tensor of_samples_;  // [1 or N, ., C]
+};
+
+// The formulas of core/formulas.h, with the same operations in the same order.
+
+at::Tensor normalize(const at::Tensor& x, const CoefficientsOf& of) {
+  return (((of.widened(x) - of[0]) - of[1]) * of[2] + of[3]).to(x.scalar_type());
+}
+
+at::Tensor input_gradient(const at::Tensor& x, const at::Tensor& dy, const CoefficientsOf& of) {
+  const at::Tensor centered = (of.widened(x) - of[0]) - of[1];
+  return (((of.widened(dy) - of[3]) - centered * of[4]) * of[2]).to(x.scalar_type());
+}
+
+bool meets_ranks(const Scope& scope, const ScopedCall& call) {
+  return !scope.is_of_one_rank() && !call.group_name.empty();
+}
+
+std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
+  static const auto op = op_named<KeepOrderOp>("normscope::keep_order");
+  return op.call(values);
+}
+
+// Ones if there is no weight, which gives the same results.
+at::Tensor weight_of(const ForwardOpArguments& op) {
+  if (op.weight) return *op.weight;
+  return at::ones_symint({op.x.sym_size(1)}, arithmetic_options(op.x));
+}
+
+void update(const OptionalTensor& buffer, const at::Tensor& value) {
+  if (buffer) buffer->copy_(value);
+}
+
+}  // namespace
+
+bool is_recorded_for_a_graph() {
+  using c10::impl::TorchDispatchModeKey;
+  using c10::impl::TorchDispatchModeTLS;
+  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+}
+
+std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op) {
+  const Scope scope = parsed_scope(op.call.scope);
+  const bool meets = meets_ranks(scope, op.call);
+  const OptionalTensor weight = meets ? keep_order({weight_of(op)})[0] : op.weight;
+  const ForwardOpArguments with_weight{op.x,
+                                       weight,
+                                       op.bias,
+                                       op.running_mean,
+                                       op.running_var,
+                                       op.num_batches_tracked,
+                                       op.momentum,
+                                       op.eps,
+                                       op.dims,
+                                       op.slice_stats,
+                                       op.call,
+                                       op.accumulated,
+                                       op.needs_backward};
+  auto [statistics, coefficients, running_mean, running_var, num_batches_tracked, accumulated] =
+      with_weight.pass_to(statistics_op());
+  if (meets) {
+    const std::vector<at::Tensor> kept = keep_order(
+        {statistics, coefficients, running_mean, running_var, num_batches_tracked, accumulated});
+    std::tie(statistics, coefficients, running_mean, running_var, num_batches_tracked,
+             accumulated) = std::tie(kept[0], kept[1], kept[2], kept[3], kept[4], kept[5]);
+  }
+  update(op.running_mean, running_mean);
+  update(op.running_var, running_var);
+  update(op.num_batches_tracked, num_batches_tracked);
+  update(op.accumulated, accumulated);
+  if (!op.decompose.value_or(false)) {
+    const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
+    return {again.pass_to(with_statistics_op()), statistics};
+  }
+  return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics};
+}
+
+GradientTensors backward_in_graph(const BackwardOpArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Scope scope = parsed_scope(op.call.scope);
+  const bool meets = meets_ranks(scope, op.call);
+  const at::Tensor statistics = meets ? keep_order({op.statistics})[0] : op.statistics;
+  const BackwardOpArguments with_statistics{op.dy, op.x, op.weight, statistics, op.wanted, op.call};
+  auto [coefficients, dweight, dbias] = with_statistics.pass_to(gradient_sums_op());
+  if (meets) {
+    const std::vector<at::Tensor> kept = keep_order({coefficients, dweight, dbias});
+    std::tie(coefficients, dweight, dbias) = std::tie(kept[0], kept[1], kept[2]);
+  }
+  if (!op.wanted.dx) return {at::empty({0}, op.x.options()), dweight, dbias};
+  return {input_gradient(op.x, op.dy, CoefficientsOf(op.x, coefficients, scope)), dweight, dbias};
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+#include "normscope/torch/ops/operators.h"
+
+namespace normscope::binding {
+
+// Forward and backward in a compiled graph. Functional ops compute the statistics and the gradient
+// sums; they return new values of buffers instead of changing the buffers. With `decompose`, the
+// elementwise part is left to torch's ops, which a compiler fuses with the ops before and after
+// (docs/numerics.md, "Compiled graphs", says what that may round differently). Otherwise it is one
+// op with the bits of eager mode.
+//
+// Ranks must meet in the same order, however a compiler reorders the graph. Every exchange is
+// therefore between two calls of keep_order, which compilers keep in order and never repeat
+// (_library.py tells them). That op takes only small tensors, because the arguments of such ops may
+// come in any layout.
+
+// Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.
+[[nodiscard]] bool is_recorded_for_a_graph();
+
+[[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op);
+[[nodiscard]] GradientTensors backward_in_graph(const BackwardOpArguments& op);
+
+}  // namespace normscope::binding

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/ops/operators.h"
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <torch/library.h>
+
+#include "normscope/batch_norm/exchange.h"
+#include "normscope/comm/group_status.h"
+#include "normscope/comm/host_identity.h"
+#include "normscope/core/header.h"
+#include "normscope/core/limbs.h"
+#include "normscope/core/resolution.h"
+#include "normscope/core/scope.h"
+#include "normscope/kernels/device_kernels.h"
+#include "normscope/kernels/kernels.h"
+#include "normscope/torch/errors.h"
+#include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/groups/registry.h"
+#include "normscope/torch/ops/finite.h"
+#include "normscope/torch/ops/independent_values.h"
+
+namespace normscope::binding {
+namespace {
+
+std::string canonical_scope(std::string_view text) {
+  return as_torch([&] { return Scope::parse(text).str(); });
+}
+
+// Divides ranks of imagined hosts, with `samples` samples each. Returns the resolved scope, and the
+// leader of each rank (core/resolution.h).
+std::tuple<std::string, std::vector<std::int64_t>> divide_ranks(std::string_view scope,
+                                                                std::int64_t samples,
+                                                                at::IntArrayRef host_of_rank) {
+  return as_torch([&] {
+    const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
+    const Scope resolved = resolve_norm_batch(Scope::parse(scope), samples, ranks);
+    const std::vector<int> leaders =
+        leaders_of(resolved, {host_of_rank.data(), host_of_rank.size()});
+    return std::tuple(resolved.str(), std::vector<std::int64_t>(leaders.begin(), leaders.end()));
+  });
+}
+
+std::vector<std::string> names_of_available_kernels() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+  return names;
+}
+
+std::string version() { return NORMSCOPE_VERSION; }
+
+std::string name_of_default_kernels() { return std::string(default_kernels().name); }
+
+std::string cuda_support() {
+  if (device_kernels() == nullptr) return "not built";
+  return device_kernels()->can_run() ? "built" : "built, but no device can run it";
+}
+
+// How many bytes a rank sends in a forward or a backward of `channels` channels.
+std::int64_t message_bytes(std::int64_t channels) {
+  return (limbs_size(channels) + kHeaderSize) * static_cast<std::int64_t>(sizeof(double));
+}
+
+std::string status(std::int64_t process) {
+  return as_torch([&] { return status_of_process(process); });
+}
+
+std::tuple<std::int64_t, std::int64_t, double> counters() {
+  const auto [calls, bytes, seconds] = communication_counters();
+  return {calls, bytes, seconds};
+}
+
+std::vector<at::Tensor> copies_of(at::TensorList values) {
+  std::vector<at::Tensor> copies;
+  for (const at::Tensor& value : values) copies.push_back(value.clone());
+  return copies;
+}
+
+}  // namespace
+
+// The ops that Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean,
+// running_var and their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64.
+// grad_t is the gradient, with respect to t, of a loss that is differentiated a second time.
+//
+// batch_norm_statistics and batch_norm_gradient_sums are forward and backward without the
+// elementwise part. They return coefficients [slices, ., C], which a graph that is recorded with
+// decompose applies (graph.h). batch_norm_act_forward and batch_norm_act_backward are the layer
+// followed by an activation. If the forward had a residual, the backward needs y, and also returns
+// the residual's gradient. batch_norm_with_statistics recomputes a forward's y from its statistics;
+// it has no gradient of its own. A forward adds the moments of its norm batch to `accumulated`,
+// from which batch_norm_finalize updates running statistics. This op and the part ops after it are
+// those of batch_norm/moments.h. Only autograd sets needs_backward; callers leave it out.
+//
+// group_name is the name of a process group, "" for none. layer is a qualified name, "" for none.
+// dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for other
+// ranks do not hold Python's lock: torch releases it around the ops of torch.ops, and in its
+// autograd engine.
+TORCH_LIBRARY(normscope, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+      "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
+      "Tensor(d!)? accumulated=None, bool? needs_backward=None, bool? decompose=None) "
+      "-> (Tensor y, Tensor statistics)",
+      tags);
+  m.def(
+      "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
+      "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+      tags);
+  m.def(
+      "batch_norm_act_forward(str activation, float negative_slope, Tensor? residual, Tensor x, "
+      "Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, float? momentum, float eps, int[] dims, str slice_stats, "
+      "str scope, str group_name, str layer, *, Tensor(d!)? accumulated=None, "
+      "bool? needs_backward=None) -> (Tensor y, Tensor statistics)",
+      tags);
+  m.def(
+      "batch_norm_act_backward(str activation, float negative_slope, Tensor? bias, Tensor? y, "
+      "Tensor dy, Tensor x, Tensor? weight, Tensor statistics, bool wants_dx, bool wants_dweight, "
+      "bool wants_dbias, str scope, str group_name, str layer) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
+      tags);
+  m.def(
+      "batch_norm_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+      "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
+      "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
+      "Tensor? accumulated=None, bool? needs_backward=None) -> (Tensor statistics, "
+      "Tensor coefficients, Tensor running_mean, Tensor running_var, Tensor num_batches_tracked, "
+      "Tensor accumulated)",
+      // A compiler may change the layout of x to suit other ops.
+      {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
+  m.def(
+      "batch_norm_gradient_sums(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
+      "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer) "
+      "-> (Tensor coefficients, Tensor dweight, Tensor dbias)",
+      tags);
+  m.def(
+      "batch_norm_double_backward(Tensor? grad_dx, Tensor? grad_dweight, Tensor? grad_dbias, "
+      "Tensor dy, Tensor x, Tensor? weight, Tensor statistics, str scope, str group_name, "
+      "str layer) -> (Tensor grad_dy, Tensor grad_x, Tensor grad_weight)",
+      tags);
+  m.def(
+      "batch_norm_with_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, *, "
+      "str activation=\"none\", float negative_slope=0., Tensor? residual=None) -> Tensor y",
+      tags);
+
+  m.def("batch_norm_moments(Tensor x) -> Tensor moments", tags);
+  m.def(
+      "batch_norm_finalize(Tensor moments, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType dtype) "
+      "-> Tensor statistics",
+      tags);
+  m.def(
+      "batch_norm_part_gradient_sums(Tensor dy, Tensor x, Tensor statistics) "
+      "-> (Tensor sums, Tensor dweight, Tensor dbias)",
+      tags);
+  m.def(
+      "batch_norm_part_input_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
+      "Tensor sums) -> Tensor dx",
+      tags);
+
+  m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
+
+  m.def("version() -> str", &version);
+  m.def("canonical_scope(str scope) -> str", &canonical_scope);
+  m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
+  m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",
+        &divide_ranks);
+  m.def("gather_samples(str group_name, int own) -> int[]", &gather_samples_of_group);
+  m.def("available_kernels() -> str[]", &names_of_available_kernels);
+  m.def("default_kernels() -> str", &name_of_default_kernels);
+  m.def("cuda() -> str", &cuda_support);
+  m.def("message_bytes(int channels) -> int", &message_bytes);
+  m.def("host_identity() -> int", &host_identity);
+  m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
+  m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
+  m.def("part_moments(Tensor x, int parts) -> Tensor moments", &part_moments_of);
+  m.def("independent_values(Tensor moments, int ranks, float eps) -> float[]",
+        &independent_values_of);
+  m.def(
+      "choose_scope(str layer, Tensor[] calls, float eps, float wanted, int[] host_of_rank) -> "
+      "(int chosen, str[] scopes, int[] ranks, Tensor values)",
+      &choose_scope_of);
+  m.def("transport(str group_name) -> str", &transport_of);
+  m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
+  m.def("status_of_process(int process) -> str", &status);
+  m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
+  m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
+  m.def("forget_groups() -> ()", &forget_groups);
+  // Implemented in Python.
+  m.def("make_process_group(str name, str parent, int[] ranks, float seconds) -> str error");
+  m.def("close_process_group(str name) -> ()");
+  m.def("check_signals() -> ()");
+
+  m.def("know_process_group(str group_name) -> ()", &know_process_group);
+  m.def("communication_counters() -> (int calls, int bytes, float seconds)", &counters);
+}
+
+TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) { m.impl("keep_order", &copies_of); }
+
+}  // namespace normscope::binding

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/tensors/results.h"
+
+#include <ATen/ops/empty.h>
+
+#include "normscope/torch/tensors/tensor_view.h"
+
+namespace normscope::binding {
+namespace {
+
+at::Tensor empty_parameter_gradient(const at::Tensor& x, const c10::SymInt& channels) {
+  return at::empty_symint({channels}, arithmetic_options(x));
+}
+
+}  // namespace
+
+at::TensorOptions arithmetic_options(const at::Tensor& x) {
+  return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+at::TensorOptions float64_options(const at::Tensor& x) { return x.options().dtype(at::kDouble); }
+
+at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
+                              std::int64_t numbers) {
+  return at::empty_symint({slices, numbers, x.sym_size(1)}, arithmetic_options(x));
+}
+
+Gradients::Gradients(const at::Tensor& x, const WantedGradients& wanted)
+    : dx(wanted.dx ? empty_output(x) : at::empty({0}, x.options())),
+      dweight(empty_parameter_gradient(x, wanted.dweight ? x.sym_size(1) : 0)),
+      dbias(empty_parameter_gradient(x, wanted.dbias ? x.sym_size(1) : 0)) {}
+
+SecondGradients empty_second_gradients(const at::Tensor& x) {
+  return {.dy = empty_output(x),
+          .x = empty_output(x),
+          .weight = empty_parameter_gradient(x, x.sym_size(1))};
+}
+
+}  // namespace normscope::binding

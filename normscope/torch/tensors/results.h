@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include "normscope/torch/ops/double_backward.h"
+#include "normscope/torch/ops/operators.h"
+
+namespace normscope::binding {
+
+// The tensors that the ops return, not filled in yet. They are the same on all devices and on Meta,
+// which has no storage.
+
+// The options of tensors that are computed in float64 for x.
+[[nodiscard]] at::TensorOptions float64_options(const at::Tensor& x);
+
+// The options of tensors in the type of x's arithmetic.
+[[nodiscard]] at::TensorOptions arithmetic_options(const at::Tensor& x);
+
+// Coefficients [slices, numbers, C], in the type of x's arithmetic.
+[[nodiscard]] at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
+                                            std::int64_t numbers);
+
+// The results of backward; gradients that are not wanted are empty tensors. Gradients of parameters
+// are float32, or float64 for float64 inputs; autograd rounds them to the parameter's type.
+struct Gradients {
+  Gradients(const at::Tensor& x, const WantedGradients& wanted);
+
+  [[nodiscard]] GradientTensors tensors() const { return {dx, dweight, dbias}; }
+
+  at::Tensor dx;       // [N, C, *]
+  at::Tensor dweight;  // [C]
+  at::Tensor dbias;    // [C]
+};
+
+[[nodiscard]] SecondGradients empty_second_gradients(const at::Tensor& x);
+
+}  // namespace normscope::binding

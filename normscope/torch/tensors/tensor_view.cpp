@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/tensors/tensor_view.h"
+
+#include <cstdint>
+
+#include <ATen/ops/empty_like.h>
+
+#include "normscope/core/error.h"
+
+namespace normscope::binding {
+namespace {
+
+DType known_dtype_of(const at::Tensor& tensor) {
+  const std::optional<DType> dtype = dtype_of(tensor);
+  TORCH_INTERNAL_ASSERT(dtype, "the dtype was not checked");
+  return *dtype;
+}
+
+// The stride of the positions [*] of a tensor [N, C, *] as one dimension; nullopt if they do not
+// fold.
+std::optional<std::int64_t> position_stride(const at::Tensor& tensor) {
+  std::optional<std::int64_t> innermost;
+  std::int64_t folded = 1;  // positions in the dimensions seen so far
+  for (std::int64_t d = tensor.dim() - 1; d >= 2; --d) {
+    if (tensor.size(d) == 1) continue;
+    if (!innermost) innermost = tensor.stride(d);
+    if (tensor.stride(d) != *innermost * folded) return std::nullopt;
+    folded *= tensor.size(d);
+  }
+  return innermost.value_or(1);
+}
+
+// nullopt if the positions do not fold.
+template <class Pointer>
+std::optional<BasicTensorView<Pointer>> fold(const at::Tensor& tensor, Pointer data) {
+  const std::optional<std::int64_t> stride = position_stride(tensor);
+  if (!stride) return std::nullopt;
+  std::int64_t positions = 1;
+  for (std::int64_t d = 2; d < tensor.dim(); ++d) positions *= tensor.size(d);
+  return BasicTensorView<Pointer>{
+      data,      known_dtype_of(tensor), tensor.size(0),   tensor.size(1),
+      positions, tensor.stride(0),       tensor.stride(1), *stride};
+}
+
+}  // namespace
+
+std::optional<DType> dtype_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kDouble: return DType::kFloat64;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    default: return std::nullopt;
+  }
+}
+
+at::Tensor empty_output(const at::Tensor& x) {
+  // Without elements, strides suggest no format. torch then preserves them.
+  const bool is_empty = !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.numel() == 0;
+  return at::empty_like(x, x.options(),
+                        is_empty ? at::MemoryFormat::Preserve : x.suggest_memory_format());
+}
+
+at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor) {
+  const auto have = fold(tensor, tensor.const_data_ptr());
+  if (have && have->has_kernel_layout() && have->layout() == view(output).layout()) return tensor;
+  return at::empty_like(output).copy_(tensor);
+}
+
+at::Tensor in_kernel_layout(const at::Tensor& tensor) {
+  const auto have = fold(tensor, tensor.const_data_ptr());
+  if (have && have->has_kernel_layout()) return tensor;
+  return empty_output(tensor).copy_(tensor);
+}
+
+TensorView view(const at::Tensor& tensor) { return *fold(tensor, tensor.const_data_ptr()); }
+
+MutableTensorView mutable_view(const at::Tensor& tensor) {
+  return *fold(tensor, tensor.mutable_data_ptr());
+}
+
+ChannelView channel_view(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) return {};
+  return {tensor->const_data_ptr(), known_dtype_of(*tensor)};
+}
+
+MutableChannelView mutable_channel_view(const std::optional<at::Tensor>& tensor) {
+  if (!tensor) return {};
+  return {tensor->mutable_data_ptr(), known_dtype_of(*tensor)};
+}
+
+}  // namespace normscope::binding

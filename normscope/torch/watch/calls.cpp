@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/watch/calls.h"
+
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include <ATen/record_function.h>
+#include <c10/util/Logging.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "normscope/comm/describe.h"
+#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/watch/environment.h"
+
+namespace normscope::binding {
+namespace {
+
+using std::chrono::milliseconds;
+
+// The open profiler events of a thread.
+struct Events {
+  std::optional<at::RecordFunction> exchange;
+  std::optional<at::RecordFunction> wait;
+  bool has_warned = false;  // in this wait
+};
+
+Events& events() noexcept {
+  thread_local Events of_thread;
+  return of_thread;
+}
+
+// `name` is called only if something is recording.
+template <class Name>
+void begin(std::optional<at::RecordFunction>& event, const Name& name) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return;
+  event.emplace(std::move(*callbacks));
+  event->before(name());
+}
+
+// Without Python, the op has no kernel.
+bool has_python() {
+  static const bool kHas = [] {
+    const auto op = c10::Dispatcher::singleton().findSchema({"normscope::check_signals", ""});
+    return op && op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd);
+  }();
+  return kHas;
+}
+
+// Python runs signal handlers only in its main thread. Their exceptions pass through here as
+// torch's, and reach Python again.
+void check_signals() {
+  if (syscall(SYS_gettid) != getpid() || !has_python()) return;
+  op_named<CheckSignalsOp>("normscope::check_signals").call();
+}
+
+}  // namespace
+
+void CallWatch::begin_call(const CallName& name, std::string_view scope, std::size_t bytes) {
+  begin(events().exchange, [&] {
+    std::string text = "normscope::exchange ";
+    text += printable(name.what) + " of " + printable(name.layer) + ", scope ";
+    return text + std::string(scope) + ", " + std::to_string(bytes) + " bytes";
+  });
+}
+
+void CallWatch::end_call() noexcept { events().exchange.reset(); }
+
+void CallWatch::begin_wait() {
+  events().has_warned = false;
+  begin(events().wait, [] { return std::string("normscope::wait"); });
+}
+
+void CallWatch::end_wait() noexcept { events().wait.reset(); }
+
+void CallWatch::during_wait(std::chrono::steady_clock::duration waited,
+                            const std::function<std::string()>& who_is_where) {
+  check_signals();
+  const std::optional<milliseconds> limit = warning_limit();
+  if (events().has_warned || !limit || waited < *limit) return;
+  events().has_warned = true;
+  LOG(WARNING) << "normscope has waited " << in_seconds(waited) << ": " << who_is_where();
+}
+
+void watch_calls() noexcept {
+  static CallWatch watch;
+  if (call_observer() == nullptr) observe_calls(&watch);
+}
+
+}  // namespace normscope::binding
