@@ -4,8 +4,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# _compiled comes first: an incompatible torch may lack what the other modules import.
-from normscope import _compiled, _library, _own_groups, costs, functional  # noqa: F401
+from normscope import costs, functional
+from normscope._binding import groups, ops
 from normscope.accumulation import accumulate
 from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.checkpoint import checkpoint_context
@@ -78,5 +78,5 @@ if not TYPE_CHECKING:  # type checkers know the new names only
         return getattr(import_module(f"{__name__}.{module}"), moved)
 
 
-_kernels = _own_groups.register()
-__version__ = _library.version()
+_kernels = groups.register()
+__version__ = ops.version()

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from normscope import _library
-from normscope._library import ForwardArguments
+from normscope._binding import ops
+from normscope._binding.ops import ForwardArguments
 from normscope._rows import Residual, Rows, broadcast, filled
 
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
@@ -25,8 +25,8 @@ class Ending:
         arguments: ForwardArguments,
         accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Normalize ``x``, and do what follows; as :func:`normscope._library.batch_norm`."""
-        return _library.batch_norm(x, arguments, accumulated)
+        """Normalize ``x``, and do what follows; as :func:`normscope._binding.ops.batch_norm`."""
+        return ops.batch_norm(x, arguments, accumulated)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """Do what follows the normalization, whose output is ``y``."""
@@ -70,9 +70,9 @@ class Activated(Ending):
     ) -> torch.Tensor:
         """Use the op that does all of it, or else do one after the other."""
         if not self._is_one_op(x):
-            return self.finish(_library.batch_norm(x, arguments, accumulated))
+            return self.finish(ops.batch_norm(x, arguments, accumulated))
         assert not isinstance(self.residual, float)
-        return _library.batch_norm_act(
+        return ops.batch_norm_act(
             self.activation, self.negative_slope, self.residual, x, arguments, accumulated
         )
 

@@ -8,9 +8,29 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from normscope import _library, _masked
+from normscope import _masked
+from normscope._binding import groups, ops
+from normscope._binding.ops import ForwardArguments
 from normscope._ending import NOTHING, Ending
-from normscope._library import ForwardArguments
+from normscope.scope import Scope
+
+
+def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> tuple[str, str]:
+    """Return the scope and the group for training on ``x`` [N, ...].
+
+    The ranks agree on the scope when it is first used.
+    """
+    group_name: str = groups.name_in_use(name)
+    if not scope.depends_on_samples or x.dim() == 0:
+        return scope.text, group_name
+    samples = len(range(x.shape[0]))  # an int, even if the batch size is symbolic in a trace
+    return _scope_of_samples(scope.text, group_name, samples), group_name
+
+
+# Runs outside the graph too: the number of slices is a constant of the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
+    return ops.resolve_scope(text, group_name, samples)
 
 
 def evaluate(
@@ -67,7 +87,7 @@ def train(
 def _count(counter: Counter, x: torch.Tensor) -> None:
     if torch.compiler.is_compiling():
         counter.elements_seen = None  # a count in the graph would cause recompilation each step
-    elif counter.elements_seen is not None and not _library.recomputes():
+    elif counter.elements_seen is not None and not ops.recomputes():
         # The assignment of torch.nn.Module takes microseconds.
         object.__setattr__(counter, "elements_seen", counter.elements_seen + x.numel())
 

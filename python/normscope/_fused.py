@@ -11,6 +11,7 @@ from itertools import pairwise
 from torch import nn
 from torch.nn.utils import parametrize
 
+from normscope._binding.torch_private import children_of, has_hooks
 from normscope._parametrized import class_of, set_class
 from normscope.activated import (
     OWN_ATTRIBUTES,
@@ -19,7 +20,6 @@ from normscope.activated import (
     BatchNormAct2d,
     BatchNormAct3d,
     activation_of,
-    has_hooks,
 )
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 
@@ -67,19 +67,19 @@ class Pair:
 
     def fuse(self) -> None:
         """Let the layer apply the activation."""
-        activation = self.sequence._modules[self.name]
+        activation = children_of(self.sequence)[self.name]
         assert activation is not None
         settings = activation_of(activation)
         assert settings is not None
         self.layer.__dict__.update(zip(OWN_ATTRIBUTES, settings, strict=True))
         set_class(self.layer, _FUSED[type(self.layer)])
-        self.sequence._modules[self.name] = FusedActivation(activation)
+        children_of(self.sequence)[self.name] = FusedActivation(activation)
 
     def split(self) -> None:
         """Undo :meth:`fuse`."""
-        place = self.sequence._modules[self.name]
+        place = children_of(self.sequence)[self.name]
         assert isinstance(place, FusedActivation)
-        self.sequence._modules[self.name] = place.activation.train(place.training)
+        children_of(self.sequence)[self.name] = place.activation.train(place.training)
         for key in OWN_ATTRIBUTES:
             del self.layer.__dict__[key]
         set_class(self.layer, _UNFUSED[class_of(self.layer)])
@@ -87,7 +87,7 @@ class Pair:
 
 def fusible_pairs(model: nn.Module, layers: Container[nn.Module]) -> list[Pair]:
     """Return the pairs of one of the layers and an activation that it can apply."""
-    places = Counter(child for module in model.modules() for child in module._modules.values())
+    places = Counter(child for module in model.modules() for child in children_of(module).values())
     return [
         Pair(sequence, layer, name)
         for sequence, layer, name, after in _neighbors(model)
@@ -120,7 +120,7 @@ def _neighbors(model: nn.Module) -> Iterator[tuple[nn.Sequential, nn.Module, str
     for sequence in model.modules():
         if not isinstance(sequence, nn.Sequential) or not _calls_in_order(sequence):
             continue
-        children = list(sequence._modules.items())
+        children = list(children_of(sequence).items())
         for (_, first), (name, second) in pairwise(children):
             if first is not None and second is not None:
                 yield sequence, first, name, second

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from normscope import _library
+from normscope._binding import ops
+from normscope._binding.ops import ForwardArguments
 from normscope._ending import Ending
-from normscope._library import ForwardArguments
 from normscope._rows import Rows, checked, filled
 
 
@@ -52,12 +52,12 @@ def train(
     """Normalize with the statistics of the norm batch; return y, and the rows that counted."""
     dims = arguments.dims
     if not isinstance(x, torch.Tensor) or x.dim() < 2 or (dims and x.dim() not in dims):
-        return _library.batch_norm(x, arguments), x  # raises the error
+        return ops.batch_norm(x, arguments), x  # raises the error
     try:
         rows = Rows.of(x, mask)
         ending = ending.of_rows(rows, x)
     except (ValueError, RuntimeError) as error:
-        _library.tell_peers(error, arguments.scope, arguments.group)
+        ops.tell_peers(error, arguments.scope, arguments.group)
         raise
     taken = rows.take(x)
     arguments = arguments._replace(dims=())
@@ -87,7 +87,7 @@ def _train_slices(
         num_batches_tracked=copies[2],
     )
     neutral = updating.without_running()
-    sums = _library.no_moments(rows.shape[1], rows.device)
+    sums = ops.no_moments(rows.shape[1], rows.device)
     pools = arguments.slice_stats == "pooled" or accumulated is not None
     counted = 1 if arguments.slice_stats == "first" else len(sizes)
     outputs = []
@@ -99,12 +99,12 @@ def _train_slices(
         else:
             y = end.train(part, updating)
         outputs.append(y)
-    if _library.recomputes():
+    if ops.recomputes():
         return torch.cat(outputs)
     if accumulated is not None:
         accumulated += sums
     elif pools:
-        _library.batch_norm_finalize(sums, *copies, arguments.momentum, arguments.eps, rows.dtype)
+        ops.batch_norm_finalize(sums, *copies, arguments.momentum, arguments.eps, rows.dtype)
     for buffer, value in zip(running, copies, strict=True):
         if buffer is not None and value is not None:
             buffer.detach().copy_(value)

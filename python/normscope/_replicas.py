@@ -26,10 +26,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.constants import default_pg_timeout
 
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
+from normscope._binding.ops import ForwardArguments
 from normscope._ending import Ending
 from normscope._forward import DIRECT, Counter, Layer, Route, check_dimensions
-from normscope._library import ForwardArguments
 from normscope._rows import Rows
 from normscope.scope import Scope
 
@@ -62,7 +62,7 @@ class _Moments(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
-        return _library.batch_norm_moments(x)
+        return ops.batch_norm_moments(x)
 
     @staticmethod
     @once_differentiable
@@ -77,7 +77,7 @@ class _Moments(torch.autograd.Function):
         if dy is None:  # the loss does not depend on this replica's y
             dy = torch.zeros_like(x)
         statistics = ctx.call.statistics
-        dx = _library.batch_norm_part_input_gradient(dy, x, weight, statistics, sums)
+        dx = ops.batch_norm_part_input_gradient(dy, x, weight, statistics, sums)
         return dx, None, None
 
 
@@ -115,7 +115,7 @@ class _Normalize(torch.autograd.Function):
         moments: torch.Tensor,
         call: _Call,
     ) -> torch.Tensor:
-        y = _library.batch_norm_with_statistics(x, weight, bias, call.statistics)
+        y = ops.batch_norm_with_statistics(x, weight, bias, call.statistics)
         ctx.save_for_backward(x)
         ctx.call = call
         return y
@@ -127,7 +127,7 @@ class _Normalize(torch.autograd.Function):
         dy: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        sums, dweight, dbias = _library.batch_norm_part_gradient_sums(dy, x, ctx.call.statistics)
+        sums, dweight, dbias = ops.batch_norm_part_gradient_sums(dy, x, ctx.call.statistics)
         ctx.call.dy = dy
         wants = ctx.needs_input_grad
         return None, dweight if wants[1] else None, dbias if wants[2] else None, sums, None
@@ -260,7 +260,7 @@ class _Meeting:
         assert layer is not None  # replicas do not outlive the forward of their layer
         totals = _Sum.apply(*(arrival.moments for arrival in arrivals))  # type: ignore[no-untyped-call]
         for arrival, total in zip(arrivals, totals, strict=True):
-            arrival.call.statistics = _library.batch_norm_finalize(
+            arrival.call.statistics = ops.batch_norm_finalize(
                 total.detach(), None, None, None, None, arrival.eps, arrival.x.dtype
             )
         elements = sum(arrival.x.numel() for arrival in arrivals)
@@ -301,13 +301,13 @@ def _check_scope(scope: str, group_name: str) -> None:
         raise RuntimeError(
             f"scope: expected world, node, local or slices under torch.nn.DataParallel, got {scope}"
         )
-    ranks = _process_group.size_of(_process_group.named(group_name)) if group_name else 1
+    ranks = groups.size_of(groups.named(group_name)) if group_name else 1
     if ranks > 1:
         raise RuntimeError(
             f"process_group: expected one rank under torch.nn.DataParallel, got {ranks}; use "
             "DistributedDataParallel with a process for each device"
         )
-    if torch._C._current_graph_task_id() >= 0:
+    if ops.recomputes():
         raise RuntimeError(
             "scope: expected local or slices for a layer that is recomputed under "
             f"torch.nn.DataParallel, got {scope}: backward has no thread for each replica"

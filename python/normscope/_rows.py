@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from normscope import _library
+from normscope._binding import ops
 
 Residual = torch.Tensor | float | None
 
@@ -78,7 +78,7 @@ class Rows:
         try:
             return cls(checked(x, mask).squeeze(1).nonzero(as_tuple=True))
         except RuntimeError as error:
-            if "vmap" not in _library.transforms():
+            if "vmap" not in ops.transforms():
                 raise
             raise ValueError(
                 "mask: expected one that torch.func.vmap does not map over, since the number of "

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from timm import layers as timm_layers
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from normscope._binding.torch_private import TorchBatchNorm, has_any_global_hook, has_hooks
 from normscope._ending import NOTHING, Activated
 from normscope._fx import call_of_module
-from normscope.activated import activation_of, has_hooks
+from normscope.activated import activation_of
 from normscope.modules import BatchNorm2d
 from normscope.registry import register_conversion
 
@@ -33,7 +33,7 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
         if isinstance(x, Proxy):
             return call_of_module(self, x)
         if not self.training:
-            return self._drop_and_act(_BatchNorm.forward(self, x))
+            return self._drop_and_act(TorchBatchNorm.forward(self, x))
         activation = self._activation()
         if activation is None:
             return self._drop_and_act(self._train(x, None, NOTHING))
@@ -51,7 +51,7 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
         if torch.compiler.is_compiling():
             return None  # the compiler fuses by itself
         drop, act = self._modules.get("drop"), self._modules.get("act")
-        if act is None or torch.nn.modules.module._has_any_global_hook():
+        if act is None or has_any_global_hook():
             return None
         return activation_of(act) if drop is None or _is_identity(drop) else None
 

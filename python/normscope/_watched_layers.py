@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normscope import _library
+from normscope._binding import ops
 from normscope._layers import input_of
 from normscope.counters import communication_counters
 from normscope.independent_values import PartMoments
@@ -90,7 +90,7 @@ def gather(watch: WatchedLayer, group: ProcessGroup) -> None:
     label = f"recommend_scopes, {watch.name or 'model'}"
     sizes = [len(moments.rows) for moments in watch.calls]
     own = torch.tensor([sum(sizes), watch.seconds], dtype=torch.float64)
-    all_calls, seconds = _library.gather(own, group.group_name, label).T
+    all_calls, seconds = ops.gather(own, group.group_name, label).T
     if len(set(all_calls.tolist())) > 1:
         raise ValueError(
             f"model: expected {watch.name or 'the layer'} to run as often on every rank, got "
@@ -100,6 +100,6 @@ def gather(watch: WatchedLayer, group: ProcessGroup) -> None:
     if not watch.calls:
         return
     rows = torch.cat([moments.rows for moments in watch.calls])  # [calls, 1, 1 + 2 C]
-    of_ranks = _library.gather(rows.flatten(), group.group_name, label)
+    of_ranks = ops.gather(rows.flatten(), group.group_name, label)
     parts = of_ranks.view(group.size(), len(rows), -1).transpose(0, 1)
     watch.calls = [PartMoments(of_call) for of_call in parts.split(sizes)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import is_lazy
 
+from normscope._binding.ops import ForwardArguments, no_moments
 from normscope._ending import Ending
 from normscope._forward import Counter, Layer, add_to_count, train
-from normscope._library import ForwardArguments, no_moments
 from normscope.modules import BatchNorm
 
 

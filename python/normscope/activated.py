@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import torch
 from torch.fx import Proxy
 
+from normscope._binding.torch_private import has_hooks
 from normscope._ending import Activated
 from normscope._ending import Activation as Activation
 from normscope._fx import call_of_module
@@ -34,13 +35,6 @@ MODULES: Mapping[Activation, type[torch.nn.Module]] = {
     "hard_swish": torch.nn.Hardswish,
 }
 _NAMES = {module_class: name for name, module_class in MODULES.items()}
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a forward or backward hook is registered on the module."""
-    return any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
 def activation_of(module: torch.nn.Module) -> tuple[Activation, float] | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from normscope import _library
+from normscope._binding import ops
+from normscope._binding.torch_private import TorchDispatchMode, argument_names
 
 
 def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -69,10 +69,9 @@ class _OverForwards(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func not in (_library.batch_norm_forward, _library.batch_norm_act_forward):
+        if func not in (ops.batch_norm_forward, ops.batch_norm_act_forward):
             return func(*args, **(kwargs or {}))
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        given = {**dict(zip(argument_names(func), args, strict=False)), **(kwargs or {})}
         return self._forward(given, lambda: func(*args, **(kwargs or {})))
 
     def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -106,7 +105,7 @@ class _Replay(_OverForwards):
                 f"checkpoint_context: expected the recomputation to run {_described(call)} next, "
                 f"as the forward did, got {layer or 'a layer without a name'} on {[*x.shape]}"
             )
-        y = _library.batch_norm_with_statistics(
+        y = ops.batch_norm_with_statistics(
             x,
             given["weight"],
             given["bias"],

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from normscope import _process_group
+from normscope._binding import groups
+from normscope._binding.torch_private import TorchBatchNorm
 from normscope._fused import fused_pairs, fusible_pairs, unfused_class
 from normscope._layers import Patterns, named_layers
 from normscope._parametrized import class_of, set_class
@@ -92,8 +92,8 @@ def convert(
         'relu'
     """
     scope = Scope(str(scope))
-    group_name = _process_group.name_of(process_group)
-    layers = named_layers(model, _BatchNorm, include, exclude)
+    group_name = groups.name_of(process_group)
+    layers = named_layers(model, TorchBatchNorm, include, exclude)
     if not layers:
         warnings.warn(
             f"convert: expected batch normalization layers to convert, got none in "
@@ -142,7 +142,7 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _conversion(layer: _BatchNorm, name: str) -> tuple[type[BatchNorm], dict[str, Any]]:
+def _conversion(layer: TorchBatchNorm, name: str) -> tuple[type[BatchNorm], dict[str, Any]]:
     """Return the class that a layer gets or keeps, and the attributes that it gets."""
     if isinstance(layer, BatchNorm):
         return class_of(layer), {}  # type: ignore[return-value]
@@ -150,8 +150,8 @@ def _conversion(layer: _BatchNorm, name: str) -> tuple[type[BatchNorm], dict[str
     conversion = conversion_of(layer_class)
     if conversion is not None:
         return conversion.scoped_class, conversion.values_of(layer)
-    bases = (base for base in layer_class.__mro__ if issubclass(base, _BatchNorm))
-    base = next(b for b in bases if b is _BatchNorm or (_is_torchs(b) and conversion_of(b)))
+    bases = (base for base in layer_class.__mro__ if issubclass(base, TorchBatchNorm))
+    base = next(b for b in bases if b is TorchBatchNorm or (_is_torchs(b) and conversion_of(b)))
     of_base = conversion_of(base) or Conversion(BatchNorm)
     added = "forward" if layer_class.forward is not base.forward else "members"
     raise TypeError(
@@ -163,7 +163,7 @@ def _conversion(layer: _BatchNorm, name: str) -> tuple[type[BatchNorm], dict[str
 
 
 def _converted(
-    layer: _BatchNorm, scoped_class: type[BatchNorm], added: dict[str, Any]
+    layer: TorchBatchNorm, scoped_class: type[BatchNorm], added: dict[str, Any]
 ) -> BatchNorm:
     attributes = layer.__dict__
     if _ORIGINAL in attributes:
@@ -173,7 +173,7 @@ def _converted(
     if not isinstance(layer, BatchNorm):
         attributes["slice_stats"] = "pooled"
         # torch.nn.SyncBatchNorm stores a group; a scoped layer stores its name.
-        attributes["group_name"] = _process_group.name_of(attributes.get("process_group"))
+        attributes["group_name"] = groups.name_of(attributes.get("process_group"))
         attributes.pop("process_group", None)
     attributes.update(added)
     attributes[_ORIGINAL] = _Original(class_of(layer), settings, tuple(added))
@@ -208,7 +208,7 @@ def _original_class(
 def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> None:
     attributes = layer.__dict__
     if issubclass(original_class, torch.nn.SyncBatchNorm):
-        attributes["process_group"] = _process_group.named(layer.group_name)
+        attributes["process_group"] = groups.named(layer.group_name)
     if not issubclass(original_class, BatchNorm):
         for key in (*_SETTINGS, _COUNT):
             attributes.pop(key, None)

@@ -3,7 +3,7 @@
 
 from typing import NamedTuple
 
-from normscope import _library
+from normscope._binding import ops
 
 
 class CommunicationCounters(NamedTuple):
@@ -30,4 +30,4 @@ def communication_counters() -> CommunicationCounters:
         >>> communication_counters().calls - before.calls
         0
     """
-    return CommunicationCounters(*_library.communication_counters())
+    return CommunicationCounters(*ops.communication_counters())

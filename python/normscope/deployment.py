@@ -7,8 +7,8 @@ from collections.abc import Container
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from normscope._binding.torch_private import TorchBatchNorm, children_of, has_hooks
 from normscope._fused import fused_pairs, unfused_class
 from normscope._layers import named_layers
 from normscope._parametrized import set_class
@@ -19,7 +19,6 @@ from normscope.activated import (
     BatchNormAct1d,
     BatchNormAct2d,
     BatchNormAct3d,
-    has_hooks,
 )
 from normscope.conversion import (
     _COUNT,
@@ -47,7 +46,7 @@ _TORCH: dict[type[nn.Module], type[nn.Module]] = {
 _OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm)
 
 
-def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.Module:
+def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> nn.Module:
     """Replace the classes of normscope's layers by torch's, in place, to deploy the model.
 
     Unlike ``revert``, this works no matter how the layers got into the model: through ``convert``,
@@ -97,8 +96,9 @@ def to_torch(model: nn.Module, any_dims: type[_BatchNorm] | None = None) -> nn.M
             object.__setattr__(layer, "__dict__", _attributes_of_torch(layer))
             set_class(layer, torch_class)
     for module in list(model.modules()):
-        for name, child in module._modules.items():
-            module._modules[name] = replaced.get(child, child)
+        children = children_of(module)
+        for name, child in children.items():
+            children[name] = replaced.get(child, child)
     return replaced.get(model, model)
 
 
@@ -149,7 +149,7 @@ def _torch_class(
     layer: BatchNorm,
     layer_class: type[nn.Module],
     name: str,
-    any_dims: type[_BatchNorm] | None,
+    any_dims: type[TorchBatchNorm] | None,
 ) -> type[nn.Module]:
     if issubclass(layer_class, BatchNormAct) and has_hooks(layer):
         raise RuntimeError(
@@ -168,7 +168,7 @@ def _torch_class(
     )
 
 
-def _checked(any_dims: type[_BatchNorm] | None, layer: BatchNorm, name: str) -> type[nn.Module]:
+def _checked(any_dims: type[TorchBatchNorm] | None, layer: BatchNorm, name: str) -> type[nn.Module]:
     expected = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     if any_dims not in expected:
         raise ValueError(

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
 
 
 def status(process: int | None = None) -> str:
@@ -32,7 +32,7 @@ def status(process: int | None = None) -> str:
         >>> status()
         ''
     """
-    return _library.status_of_process(os.getpid() if process is None else process)
+    return ops.status_of_process(os.getpid() if process is None else process)
 
 
 @contextmanager
@@ -52,8 +52,8 @@ def fail_fast() -> Iterator[None]:
         yield
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        _library.fail_all_exchanges(reason)
+        ops.fail_all_exchanges(reason)
         # The default group too, which may not have exchanged anything yet.
-        if group := _process_group.name_in_use(None):
-            _library.fail_exchange("world", group, reason)
+        if group := groups.name_in_use(None):
+            ops.fail_exchange("world", group, reason)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from normscope import _library
+from normscope._binding import ops
 
 
 class exact_graphs:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
@@ -30,8 +30,8 @@ class exact_graphs:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
     """
 
     def __init__(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
-        self._before = _library.exact_graphs
-        _library.exact_graphs = mode
+        self._before = ops.exact_graphs
+        ops.exact_graphs = mode
 
     def __enter__(self) -> None:
         """Do nothing: the constructor has set the mode."""
@@ -43,4 +43,4 @@ class exact_graphs:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
         traceback: TracebackType | None,
     ) -> None:
         """Restore the previous mode."""
-        _library.exact_graphs = self._before
+        ops.exact_graphs = self._before

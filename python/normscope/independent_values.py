@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from normscope import _library
+from normscope._binding import ops
 from normscope._rows import unmasked_rows
 
 # Half the width of a 90 % interval, in standard errors.
@@ -35,9 +35,9 @@ class PartMoments:
         If there is a mask [N, 1, *], only the elements where it is True count.
         """
         if mask is None:
-            return cls(_library.part_moments(x, parts))
+            return cls(ops.part_moments(x, parts))
         cut = zip(x.tensor_split(parts), mask.tensor_split(parts), strict=True)
-        rows = [_library.part_moments(unmasked_rows(*part), 1) for part in cut]
+        rows = [ops.part_moments(unmasked_rows(*part), 1) for part in cut]
         return cls(torch.cat(rows, dim=1))
 
     def followed_by(self, other: PartMoments) -> PartMoments:
@@ -94,5 +94,5 @@ def independent_values(
     Returns:
         The estimate; None if fewer than two norm batches have elements and can be compared.
     """
-    fields = _library.independent_values(moments.rows, ranks, eps)
+    fields = ops.independent_values(moments.rows, ranks, eps)
     return IndependentValues(*fields) if fields else None

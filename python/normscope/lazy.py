@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from normscope._binding.torch_private import LazyTorchBatchNorm
 from normscope.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 
-class _TakesMask(torch.nn.modules.batchnorm._LazyNormBase):
+class _TakesMask(LazyTorchBatchNorm):
     """A lazy layer whose first input may have a mask."""
 
     def initialize_parameters(self, input: torch.Tensor, *, mask: object = None) -> None:

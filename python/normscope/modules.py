@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
 
 import torch
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from normscope import _library, _process_group, _replicas
+from normscope import _replicas
+from normscope._binding import groups, ops
+from normscope._binding.ops import ForwardArguments
+from normscope._binding.torch_private import TorchBatchNorm
 from normscope._ending import NOTHING, Ending
-from normscope._forward import DIRECT, Route, add_to_count, check_dimensions, evaluate
+from normscope._forward import (
+    DIRECT,
+    Route,
+    add_to_count,
+    check_dimensions,
+    evaluate,
+    scope_and_group_in_use,
+)
 from normscope._fx import call_of_module
-from normscope._library import ForwardArguments
 from normscope.scope import Scope
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 SliceStats = Literal["pooled", "first", "sequential"]
 
 
-class BatchNorm(_BatchNorm):
+class BatchNorm(TorchBatchNorm):
     """Batch normalization of inputs [N, C, *] with a statistics scope.
 
     Per channel, over the n elements of the norm batch that the scope defines::
@@ -128,7 +136,7 @@ class BatchNorm(_BatchNorm):
             )
         self.scope = scope
         self.slice_stats = slice_stats
-        self.group_name = _process_group.name_of(process_group)
+        self.group_name = groups.name_of(process_group)
         self.layer_name = ""
 
     @property
@@ -146,11 +154,11 @@ class BatchNorm(_BatchNorm):
 
         A group, or a ``torch.distributed`` DeviceMesh of one dimension, can be assigned.
         """
-        return _process_group.named(self.group_name)
+        return groups.named(self.group_name)
 
     @process_group.setter
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
-        self.group_name = _process_group.name_of(group)
+        self.group_name = groups.name_of(group)
 
     def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *] where ``mask`` [N, 1, *] is True; elsewhere y is 0."""
@@ -168,9 +176,9 @@ class BatchNorm(_BatchNorm):
         return evaluate(x, mask, *running, self.weight, self.bias, self.eps, ending)
 
     def _train(self, x: torch.Tensor, mask: torch.Tensor | None, ending: Ending) -> torch.Tensor:
-        scope, group = _process_group.scope_and_group_in_use(self._scope, self.group_name, x)
+        scope, group = scope_and_group_in_use(self._scope, self.group_name, x)
         if not self.layer_name and group and not self._scope.is_of_one_rank:
-            self.layer_name = _process_group.name_of_layer(group)
+            self.layer_name = groups.name_of_layer(group)
         # Read from the dicts, because attribute access of torch.nn.Module is slow.
         parameters, buffers = self._parameters, self._buffers
         tracks = self.track_running_stats
@@ -210,7 +218,7 @@ class BatchNorm(_BatchNorm):
         if not self.track_running_stats:
             return
         assert self.running_mean is not None
-        _library.batch_norm_finalize(
+        ops.batch_norm_finalize(
             moments,
             self.running_mean,
             self.running_var,

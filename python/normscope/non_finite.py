@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from normscope import _library
+from normscope._binding import ops
 
 
 class detect_non_finite:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
@@ -30,7 +30,7 @@ class detect_non_finite:  # noqa: N801 - named as torch.autograd.set_detect_anom
     """
 
     def __init__(self, mode: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
-        self._before = _library.set_detect_non_finite(mode)
+        self._before = ops.set_detect_non_finite(mode)
 
     def __enter__(self) -> None:
         """Do nothing: the constructor has set the mode."""
@@ -42,4 +42,4 @@ class detect_non_finite:  # noqa: N801 - named as torch.autograd.set_detect_anom
         traceback: TracebackType | None,
     ) -> None:
         """Restore the previous mode."""
-        _library.set_detect_non_finite(self._before)
+        ops.set_detect_non_finite(self._before)

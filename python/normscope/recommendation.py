@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
+from normscope._binding.torch_private import buffers_of
 from normscope._layers import Patterns, named_layers
 from normscope._watched_layers import WatchedLayer, gather, watched
 from normscope.independent_values import IndependentValues
@@ -88,7 +89,7 @@ def recommend_scopes(
         >>> str(model[1].scope)
         'local'
     """
-    group = _process_group.in_use(process_group)
+    group = groups.in_use(process_group)
     with peers_told(group):
         if not independent_values >= 2:
             raise ValueError(f"independent_values: expected at least 2, got {independent_values}")
@@ -194,7 +195,7 @@ def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iter
             batch = next(left, _NO_BATCH)
         if group is not None and group.size() > 1:
             own = torch.tensor([float(batch is not _NO_BATCH)], dtype=torch.float64)
-            have = _library.gather(own, group.group_name, "recommend_scopes, next batch")
+            have = ops.gather(own, group.group_name, "recommend_scopes, next batch")
             without = [rank for rank, one in enumerate(have.flatten().tolist()) if one == 0]
             if 0 < len(without) < group.size():
                 raise ValueError(
@@ -216,7 +217,7 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
     devices = [index for index in {p.get_device() for p in model.parameters()} if index >= 0]
@@ -228,7 +229,7 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
             norm.scope, norm.layer_name = scope, layer_name
         for module, name, buffer, value in buffers:
             buffer.copy_(value)
-            module._buffers[name] = buffer
+            buffers_of(module)[name] = buffer
 
 
 def _hosts(group: ProcessGroup, wanted: float) -> list[int]:
@@ -237,8 +238,8 @@ def _hosts(group: ProcessGroup, wanted: float) -> list[int]:
     Raises:
         ValueError: On every rank, if they want different numbers of independent values.
     """
-    own = torch.tensor([_library.host_identity(), wanted], dtype=torch.float64)  # of 52 bits
-    hosts, numbers = _library.gather(own, group.group_name, "recommend_scopes, hosts").T.tolist()
+    own = torch.tensor([ops.host_identity(), wanted], dtype=torch.float64)  # of 52 bits
+    hosts, numbers = ops.gather(own, group.group_name, "recommend_scopes, hosts").T.tolist()
     if len(set(numbers)) > 1:
         raise ValueError(
             f"independent_values: expected the same number on every rank, got {numbers}"
@@ -248,7 +249,7 @@ def _hosts(group: ProcessGroup, wanted: float) -> list[int]:
 
 def _plan(watch: WatchedLayer, wanted: float, hosts: list[int]) -> LayerPlan:
     layer = watch.layer
-    chosen, scopes, ranks, values = _library.choose_scope(
+    chosen, scopes, ranks, values = ops.choose_scope(
         watch.name, [moments.rows for moments in watch.calls], layer.eps, wanted, hosts
     )
     candidates = tuple(
@@ -265,6 +266,6 @@ def _plan(watch: WatchedLayer, wanted: float, hosts: list[int]) -> LayerPlan:
         layer.num_features,
         scopes[chosen],
         candidates,
-        _library.message_bytes(layer.num_features),
+        ops.message_bytes(layer.num_features),
         watch.seconds / watch.exchanges if watch.exchanges else None,
     )

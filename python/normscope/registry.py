@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from normscope._binding.torch_private import TorchBatchNorm
 from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 
-Layer = TypeVar("Layer", bound=_BatchNorm)
+Layer = TypeVar("Layer", bound=TorchBatchNorm)
 Attributes = Callable[[Layer], Mapping[str, Any]]
 
 
@@ -31,7 +31,7 @@ class Conversion:
     scoped_class: type[BatchNorm]
     attributes: Attributes[Any] | None = None
 
-    def values_of(self, layer: _BatchNorm) -> dict[str, Any]:
+    def values_of(self, layer: TorchBatchNorm) -> dict[str, Any]:
         """Return the additional attributes of a layer.
 
         Raises:
@@ -153,7 +153,7 @@ def _check_layer_class(layer_class: object) -> None:
         got = named(layer_class)
         if issubclass(layer_class, BatchNorm):
             why = ", whose layers have a scope and need no conversion"
-        elif issubclass(layer_class, _BatchNorm):
+        elif issubclass(layer_class, TorchBatchNorm):
             return
     raise TypeError(
         "layer_class: expected a class that derives from torch's batch normalization, got "

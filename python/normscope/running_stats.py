@@ -11,10 +11,10 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
+from normscope._binding.torch_private import DistError, TorchBatchNorm
 from normscope._layers import input_of
 from normscope._rows import unmasked_rows
 from normscope.modules import BatchNorm
@@ -22,7 +22,7 @@ from normscope.modules import BatchNorm
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-NamedLayers = list[tuple[str, _BatchNorm]]
+NamedLayers = list[tuple[str, TorchBatchNorm]]
 
 _UNKNOWN = -1
 
@@ -60,7 +60,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
         >>> sync_running_stats(model)  # at the end of an epoch, before it is evaluated or saved
     """
-    group = _process_group.in_use(process_group)
+    group = groups.in_use(process_group)
     if group is None or group.size() == 1:
         return
     with peers_told(group):
@@ -108,7 +108,7 @@ def estimate_running_stats(
         >>> layer.running_mean, layer.running_var
         (tensor([3.7500]), tensor([6.9167]))
     """
-    group = _process_group.in_use(process_group)
+    group = groups.in_use(process_group)
     name = "estimate_running_stats"
     with peers_told(group):
         layers = _layers_with_statistics(model)
@@ -157,7 +157,7 @@ def _layers_with_statistics(model: torch.nn.Module) -> NamedLayers:
     layers = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
+        if isinstance(module, TorchBatchNorm) and module.running_mean is not None
     ]
     for name, layer in layers:
         if is_lazy(layer.running_mean):  # type: ignore[arg-type]
@@ -173,18 +173,18 @@ def peers_told(group: ProcessGroup | None) -> Iterator[None]:
     """Tell the other ranks about an exception on this rank, so that they do not wait for it."""
     try:
         yield
-    except _library.DistError:
+    except DistError:
         raise  # raised by an exchange: the other ranks know
     except Exception as error:
         if group is not None:
             reason = f"{type(error).__name__}: {error}"
-            _library.fail_exchange("world", group.group_name, reason)
+            ops.fail_exchange("world", group.group_name, reason)
         raise
 
 
 def check_agreement(
     name: str,
-    layers: Sequence[tuple[str, _BatchNorm]],
+    layers: Sequence[tuple[str, TorchBatchNorm]],
     group: ProcessGroup,
     batch_count: int = _UNKNOWN,
 ) -> None:
@@ -193,7 +193,7 @@ def check_agreement(
     # 48 bits, because a float64 represents them exactly.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     own = torch.tensor([digest, batch_count], dtype=torch.float64)
-    all_ranks = _library.gather(own, group.group_name, f"{name}, agreement")
+    all_ranks = ops.gather(own, group.group_name, f"{name}, agreement")
     digests, counts = all_ranks.long().T.tolist()
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
@@ -232,14 +232,14 @@ def _gather(
     for (layer, _), moments in zip(layers, own, strict=True):
         count = moments.mean.new_tensor([moments.count])
         message = torch.cat([count, moments.mean, moments.squares]).cpu()
-        of_ranks = _library.gather(message, group.group_name, f"{name}, {layer or 'model'}")
+        of_ranks = ops.gather(message, group.group_name, f"{name}, {layer or 'model'}")
         for rank, row in zip(ranks, of_ranks, strict=True):
             mean, squares = row[1:].chunk(2)
             rank.append(_Moments(row[0].item(), mean, squares))
     return ranks
 
 
-def _running_moments(layer: _BatchNorm) -> _Moments:
+def _running_moments(layer: TorchBatchNorm) -> _Moments:
     """Return a layer's running statistics, with the variance in place of the sum of squares."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
@@ -257,7 +257,7 @@ def _weighted(ranks: list[_Moments]) -> list[_Moments]:
     return [_Moments(w, m.mean, m.squares * w) for w, m in zip(weights, ranks, strict=True)]
 
 
-def _store(layer: _BatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
+def _store(layer: TorchBatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
     assert layer.running_mean is not None
     assert layer.running_var is not None
     layer.running_mean.copy_(mean)
@@ -272,7 +272,7 @@ def _moments_of_inputs(
     """Run the model over the batches, and return the moments of each layer's inputs."""
     seen = {layer: _no_elements(layer) for _, layer in layers}
 
-    def watch(layer: _BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def watch(layer: TorchBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, mask = input_of(layer, args, kwargs)
         counting = x if mask is None else unmasked_rows(x, mask)
         seen[layer] = seen[layer].merged(_Moments.of(counting))
@@ -289,7 +289,7 @@ def _moments_of_inputs(
     return list(seen.values())
 
 
-def _no_elements(layer: _BatchNorm) -> _Moments:
+def _no_elements(layer: TorchBatchNorm) -> _Moments:
     assert layer.running_mean is not None
     zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
     return _Moments(0, zeros, zeros)
@@ -298,7 +298,7 @@ def _no_elements(layer: _BatchNorm) -> _Moments:
 @contextmanager
 def batch_statistics(model: torch.nn.Module) -> Iterator[None]:
     """Put batch normalization into training mode; restore modes and statistics afterwards."""
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, TorchBatchNorm)]
     modes = [norm.training for norm in norms]
     counts = [getattr(norm, "elements_seen", None) for norm in norms]
     buffers = [{name: b.clone() for name, b in norm.named_buffers()} for norm in norms]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normscope import _process_group
+from normscope._binding import groups
 from normscope._layers import Patterns, named_layers
 from normscope.modules import BatchNorm
 from normscope.scope import Scope
@@ -138,7 +138,7 @@ class ProgressiveScope:
             >>> str(ProgressiveScope.doubling(BatchNorm1d(8), total_steps=1000).scope)
             'local'
         """
-        scopes = _doubling_scopes(_process_group.size_of(process_group))
+        scopes = _doubling_scopes(groups.size_of(process_group))
         if total_steps < len(scopes):
             raise ValueError(
                 f"total_steps: expected at least {len(scopes)}, one for each of "

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from normscope import _library
+from normscope._binding import ops
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scope:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(f"scope: expected text that can be encoded, got {text!a}") from None
-        object.__setattr__(self, "text", _library.canonical_scope(text))
+        object.__setattr__(self, "text", ops.canonical_scope(text))
 
     def __str__(self) -> str:
         return self.text

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from normscope import _process_group
+from normscope._binding import groups
 from normscope._layers import named_layers
 from normscope.independent_values import IndependentValues
 from normscope.modules import BatchNorm
@@ -164,9 +164,10 @@ class ScopePlan:
             layers[name].scope = scope
 
     def _warn_of_other_ranks(self, layers: list[BatchNorm]) -> None:
-        groups = {_process_group.named(name) for name in {layer.group_name for layer in layers}}
+        names = {layer.group_name for layer in layers}
         # A single process may stand for any number of ranks.
-        others = sorted({_process_group.size_of(group) for group in groups} - {1, self.ranks})
+        sizes = {groups.size_of(groups.named(name)) for name in names}
+        others = sorted(sizes - {1, self.ranks})
         if others:
             warnings.warn(
                 f"plan: made for {self.ranks} ranks, and applied among "

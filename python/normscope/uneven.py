@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,12 +70,12 @@ def joined(
         (4, 2) 0.25
         (1, 2) 1.0
     """
-    group = _process_group.name_in_use(_process_group.name_of(process_group))
+    group = groups.name_in_use(groups.name_of(process_group))
     own = _with_empty_ones(batches, like)
     while True:
         with _peers_told(group):
             batch, samples = next(own)
-        ranks = _library.gather_samples(group, samples)
+        ranks = ops.gather_samples(group, samples)
         if max(ranks) < 0:
             return
         if _HAS_NO_LIKE in ranks:
@@ -128,7 +128,7 @@ def _peers_told(group: str) -> Iterator[None]:
     except BaseException as error:
         if group:
             reason = f"its batches raised {type(error).__name__}: {error}"
-            _library.fail_exchange("world", group, reason)
+            ops.fail_exchange("world", group, reason)
         raise
 
 

@@ -20,11 +20,11 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import normscope
-from normscope import _library
+from normscope._binding import ops
 from normscope.modules import SliceStats
 
 DEVICE = os.environ.get("NORMSCOPE_TEST_DEVICE", "cuda")
-HAS_GPU = torch.cuda.is_available() and _library.cuda() == "built"
+HAS_GPU = torch.cuda.is_available() and ops.cuda() == "built"
 
 pytestmark = [
     pytest.mark.cuda,

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-# torch.distributed.DistError, which not every build of torch has.
-DistError: type[Exception] = torch._C._DistError
+from normscope._binding.torch_private import (
+    ORDERED,
+    DistError,
+    current_graph_task_id,
+    interpreter_stack,
+    register_effectful_op,
+)
 
-# Loaded by normscope._compiled.
 _ops = torch.ops.normscope
 
 batch_norm_forward = _ops.batch_norm_forward.default
@@ -72,7 +75,7 @@ for _op in (
     _ops.batch_norm_act_backward,
     _ops.batch_norm_double_backward,
 ):
-    _register_effectful_op(_op.default, _EffectType.ORDERED)
+    register_effectful_op(_op.default, ORDERED)
 
 # Whether each layer in a compiled graph is a single op; see normscope.exact_graphs.
 exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
@@ -176,7 +179,7 @@ def batch_norm_act(
 
 def recomputes() -> bool:
     """Return whether a backward is running, as in checkpointing; it updates no statistics."""
-    return torch._C._current_graph_task_id() >= 0
+    return current_graph_task_id() >= 0
 
 
 def no_moments(channels: int, device: torch.device) -> torch.Tensor:
@@ -194,7 +197,7 @@ def tell_peers(error: Exception, scope: str, group: str) -> None:
 
 def transforms() -> list[str]:
     """Return the torch.func transforms around the current call, outermost first."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
+    stack = interpreter_stack() or []
     return [interpreter.key().name.lower() for interpreter in stack]
 
 

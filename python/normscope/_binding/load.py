@@ -54,4 +54,4 @@ def _release(version: str) -> str:
     return release.group() if release else version
 
 
-load(Path(__file__).parent)
+load(Path(__file__).parents[1])

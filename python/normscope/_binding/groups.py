@@ -4,14 +4,19 @@
 import atexit
 import os
 import weakref
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-from normscope import _library
-from normscope.scope import Scope
+from normscope._binding import ops
+from normscope._binding.torch_private import (
+    new_process_group,
+    process_group_named,
+    process_groups,
+)
 
 NONE = ""
 
@@ -23,7 +28,7 @@ _unnamed_layers = weakref.WeakKeyDictionary()
 _watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()
 
 # Backends written in Python cannot be shut down any later.
-atexit.register(_library.forget_groups)
+atexit.register(ops.forget_groups)
 
 
 def _watch(group: "distributed.ProcessGroup") -> None:
@@ -31,7 +36,7 @@ def _watch(group: "distributed.ProcessGroup") -> None:
     if group in _watched:
         return
     _watched.add(group)
-    weakref.finalize(group, _library.forget_destroyed_groups).atexit = False
+    weakref.finalize(group, ops.forget_destroyed_groups).atexit = False
 
 
 def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None:
@@ -60,7 +65,7 @@ def named(name: str | None) -> "distributed.ProcessGroup | None":
     """Return the group with the given name; None stands for the default group."""
     if name is None:
         return None
-    return distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return process_group_named(name)
 
 
 def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGroup | None":
@@ -73,8 +78,8 @@ def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGrou
 def _know_all() -> None:
     """Tell the library the groups of this process; a forked process only has copies of them."""
     if distributed.is_available() and distributed.is_initialized():
-        for group in distributed.distributed_c10d._world.pg_names:
-            _library.know_process_group(group.group_name)
+        for group in process_groups():
+            ops.know_process_group(group.group_name)
 
 
 os.register_at_fork(before=_know_all)
@@ -116,26 +121,61 @@ def name_of_layer(group_name: str) -> str:
     return f"unnamed layer {number}"
 
 
-def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> tuple[str, str]:
-    """Return the scope and the group for training on ``x`` [N, ...].
-
-    The ranks agree on the scope when it is first used.
-    """
-    group_name: str = name_in_use(name)
-    if not scope.depends_on_samples or x.dim() == 0:
-        return scope.text, group_name
-    samples = len(range(x.shape[0]))  # an int, even if the batch size is symbolic in a trace
-    return _scope_of_samples(scope.text, group_name, samples), group_name
-
-
-# Runs outside the graph too: the number of slices is a constant of the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
-    return _library.resolve_scope(text, group_name, samples)
-
-
 def gather(own: Value) -> list[Value]:
     """Gather a value from each rank of the default group, in rank order."""
     values: list[Value | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(values, own)
     return [value for value in values if value is not None]
+
+
+# Groups for normscope's own messages, which the C++ library asks for.
+
+
+def _backend_for_the_host(group: "distributed.ProcessGroup") -> str:
+    names = distributed.Backend(distributed.get_backend_config(group))
+    config = distributed.distributed_c10d.BackendConfig(names)
+    return str(config.get_device_backend_map()["cpu"])
+
+
+def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
+    """Make a group of some ranks of ``parent``, with the backend that it uses for CPU tensors.
+
+    Returns:
+        The empty string, or the reason why the group could not be made.
+    """
+    try:
+        group = named(parent)
+        assert group is not None
+        of_parent = distributed.get_process_group_ranks(group)
+        new_process_group(
+            name,
+            _backend_for_the_host(group),
+            [of_parent[rank] for rank in ranks],
+            ranks.index(group.rank()),
+            timedelta(seconds=seconds),
+        )
+    except Exception as error:  # whatever a backend raises
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def close(name: str) -> None:
+    """Destroy a group made by ``make``; ranks that wait in it raise."""
+    try:
+        group = named(name)
+    except Exception:  # already destroyed, together with all others
+        return
+    distributed.destroy_process_group(group)
+
+
+def check_signals() -> None:
+    """Do nothing: calling any Python function in the main thread runs pending signal handlers."""
+
+
+def register() -> torch.library.Library:
+    """Register these functions with the C++ library for the lifetime of the returned object."""
+    kernels = torch.library.Library("normscope", "IMPL")
+    kernels.impl("make_process_group", make, "CompositeExplicitAutograd")
+    kernels.impl("close_process_group", close, "CompositeExplicitAutograd")
+    kernels.impl("check_signals", check_signals, "CompositeExplicitAutograd")
+    return kernels
