@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalization with a statistics scope that the user chooses."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from normscope import costs, functional
 from normscope._binding import groups, ops
+from normscope._moved import moved
 from normscope.accumulation import accumulate
-from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.checkpoint import checkpoint_context
 from normscope.conversion import convert, revert
 from normscope.counters import CommunicationCounters, communication_counters
 from normscope.deployment import to_torch
 from normscope.faults import fail_fast, status
 from normscope.graphs import exact_graphs
-from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
+from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.scope import Scope
 from normscope.non_finite import detect_non_finite
 from normscope.recommendation import recommend_scopes
 from normscope.registry import register_conversion
 from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
-from normscope.scope import Scope
 from normscope.scope_plan import ScopePlan
 from normscope.sync import SyncBatchNorm
 from normscope.uneven import empty_batch_like, joined
@@ -60,22 +60,11 @@ __all__ = [
     "to_torch",
 ]
 
-# Names that have moved: where they are now.
-_MOVED = {
-    "Costs": "costs.Costs",
-    "Prediction": "costs.Prediction",
-    "measure_costs": "costs.measure",
-    "predict": "costs.predict",
-}
-
 if not TYPE_CHECKING:  # type checkers know the new names only
 
     def __getattr__(name: str) -> object:
         """Return the object of a name that has moved."""
-        if name not in _MOVED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, _, moved = _MOVED[name].partition(".")
-        return getattr(import_module(f"{__name__}.{module}"), moved)
+        return moved(name)
 
 
 _kernels = groups.register()

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from normscope._binding.torch_private import children_of, has_hooks
 from normscope._parametrized import class_of, set_class
-from normscope.activated import (
+from normscope.layers.activated import (
     OWN_ATTRIBUTES,
     BatchNormAct,
     BatchNormAct1d,
@@ -21,7 +21,7 @@ from normscope.activated import (
     BatchNormAct3d,
     activation_of,
 )
-from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 _FUSED: dict[type[BatchNorm], type[BatchNormAct]] = {
     BatchNorm: BatchNormAct,

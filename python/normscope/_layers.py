@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from normscope.activated import BatchNormAct
+from normscope.layers.activated import BatchNormAct
 
 Layer = TypeVar("Layer", bound=torch.nn.Module)
 Patterns = str | Iterable[str]

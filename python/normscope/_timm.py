@@ -10,14 +10,14 @@ from timm import layers as timm_layers
 from torch.fx import Proxy
 
 from normscope._binding.torch_private import TorchBatchNorm, has_any_global_hook, has_hooks
-from normscope._ending import NOTHING, Activated
-from normscope._fx import call_of_module
-from normscope.activated import activation_of
-from normscope.modules import BatchNorm2d
+from normscope.layers.activated import activation_of
+from normscope.layers.batch_norm import BatchNorm2d
+from normscope.layers.ending import NOTHING, Activated
+from normscope.layers.fx import call_of_module
 from normscope.registry import register_conversion
 
 if TYPE_CHECKING:
-    from normscope._ending import Activation
+    from normscope.layers.ending import Activation
 
 
 class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from normscope._binding import ops
 from normscope._layers import input_of
 from normscope.counters import communication_counters
 from normscope.independent_values import PartMoments
-from normscope.modules import BatchNorm
+from normscope.layers.batch_norm import BatchNorm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,9 +11,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from normscope._binding.ops import ForwardArguments, no_moments
-from normscope._ending import Ending
-from normscope._forward import Counter, Layer, add_to_count, train
-from normscope.modules import BatchNorm
+from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.ending import Ending
+from normscope.layers.forward import Counter, Layer, add_to_count, train
 
 
 @dataclass

@@ -15,10 +15,10 @@ from normscope._binding.torch_private import TorchBatchNorm
 from normscope._fused import fused_pairs, fusible_pairs, unfused_class
 from normscope._layers import Patterns, named_layers
 from normscope._parametrized import class_of, set_class
-from normscope.activated import BatchNormAct
-from normscope.modules import BatchNorm
+from normscope.layers.activated import BatchNormAct
+from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.scope import Scope
 from normscope.registry import Conversion, conversion_of, named
-from normscope.scope import Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

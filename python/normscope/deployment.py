@@ -12,14 +12,6 @@ from normscope._binding.torch_private import TorchBatchNorm, children_of, has_ho
 from normscope._fused import fused_pairs, unfused_class
 from normscope._layers import named_layers
 from normscope._parametrized import set_class
-from normscope.activated import (
-    MODULES,
-    OWN_ATTRIBUTES,
-    BatchNormAct,
-    BatchNormAct1d,
-    BatchNormAct2d,
-    BatchNormAct3d,
-)
 from normscope.conversion import (
     _COUNT,
     _ORIGINAL,
@@ -27,8 +19,16 @@ from normscope.conversion import (
     _original_class,
     _revert_layer,
 )
-from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
-from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.activated import (
+    MODULES,
+    OWN_ATTRIBUTES,
+    BatchNormAct,
+    BatchNormAct1d,
+    BatchNormAct2d,
+    BatchNormAct3d,
+)
+from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.registry import named
 from normscope.sync import SyncBatchNorm
 

@@ -9,13 +9,13 @@ import torch
 
 from normscope._binding import groups
 from normscope._binding.ops import ForwardArguments
-from normscope._forward import evaluate, scope_and_group_in_use, train
-from normscope.scope import Scope
+from normscope.layers.forward import evaluate, scope_and_group_in_use, train
+from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from normscope.modules import SliceStats
+    from normscope.layers.batch_norm import SliceStats
 
 
 def batch_norm(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from normscope._binding import ops
-from normscope._rows import unmasked_rows
+from normscope.layers.masks import unmasked_rows
 
 # Half the width of a 90 % interval, in standard errors.
 _ERRORS_OF_INTERVAL = 1.645

@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import LayerSync
 
 from normscope._layers import Patterns
 from normscope.conversion import convert, revert
-from normscope.scope import Scope
+from normscope.layers.scope import Scope
 
 
 class ScopeSync(LayerSync):
@@ -30,7 +30,7 @@ class ScopeSync(LayerSync):
         >>> plugin = ScopeSync("slices:4", exclude="1")
         >>> model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.BatchNorm2d(8))
         >>> type(plugin.apply(model)[0]).__module__
-        'normscope.modules'
+        'normscope.layers.batch_norm'
         >>> type(plugin.revert(model)[0]).__module__
         'torch.nn.modules.batchnorm'
     """

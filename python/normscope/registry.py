@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from normscope._binding.torch_private import TorchBatchNorm
-from normscope.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
-from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 
 Layer = TypeVar("Layer", bound=TorchBatchNorm)
 Attributes = Callable[[Layer], Mapping[str, Any]]

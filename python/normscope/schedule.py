@@ -12,8 +12,8 @@ import torch
 
 from normscope._binding import groups
 from normscope._layers import Patterns, named_layers
-from normscope.modules import BatchNorm
-from normscope.scope import Scope
+from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,8 +16,8 @@ import torch
 from normscope._binding import groups
 from normscope._layers import named_layers
 from normscope.independent_values import IndependentValues
-from normscope.modules import BatchNorm
-from normscope.scope import Scope
+from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.scope import Scope
 
 # A relative standard error above this causes a warning.
 _LARGE_ERROR = 0.25

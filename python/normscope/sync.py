@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normscope.conversion import Model, convert
-from normscope.modules import BatchNorm
+from normscope.layers.batch_norm import BatchNorm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,7 +17,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 import normscope
-from normscope.activated import Activation
+from normscope.layers import Activation
 
 pytestmark = pytest.mark.on_device
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normscope
 from normscope._binding import ops
-from normscope.modules import SliceStats
+from normscope.layers import SliceStats
 
 DEVICE = os.environ.get("NORMSCOPE_TEST_DEVICE", "cuda")
 HAS_GPU = torch.cuda.is_available() and ops.cuda() == "built"

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import normscope
-from normscope.modules import SliceStats
+from normscope.layers import SliceStats
 
 pytestmark = pytest.mark.on_device
 

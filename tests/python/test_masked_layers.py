@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normscope
-from normscope.activated import Activation
+from normscope.layers import Activation
 
 pytestmark = pytest.mark.on_device
 

@@ -14,8 +14,8 @@ import torch
 from normscope._binding import ops
 from normscope._layers import named_layers
 from normscope.costs.model import Costs, exchange_seconds
-from normscope.modules import BatchNorm
-from normscope.scope import Scope
+from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.scope import Scope
 from normscope.scope_plan import ScopePlan
 
 Layers = ScopePlan | torch.nn.Module | Iterable[tuple[str, int, str | Scope]]

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from normscope import _masked
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
-from normscope._ending import NOTHING, Ending
-from normscope.scope import Scope
+from normscope.layers import masked_forward
+from normscope.layers.ending import NOTHING, Ending
+from normscope.layers.scope import Scope
 
 
 def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> tuple[str, str]:
@@ -45,7 +45,9 @@ def evaluate(
 ) -> torch.Tensor:
     """Normalize with running statistics, or with those of ``x`` if there are none."""
     if mask is not None:
-        return _masked.evaluate(x, mask, running_mean, running_var, weight, bias, eps, ending)
+        return masked_forward.evaluate(
+            x, mask, running_mean, running_var, weight, bias, eps, ending
+        )
     has_none = running_mean is None and running_var is None
     y = functional.batch_norm(x, running_mean, running_var, weight, bias, has_none, eps=eps)
     return ending.finish(y)
@@ -78,7 +80,7 @@ def train(
     if mask is None:
         y = ending.train(x, arguments, accumulated)
     else:
-        y, x = _masked.train(x, mask, arguments, ending, accumulated)
+        y, x = masked_forward.train(x, mask, arguments, ending, accumulated)
     if counter is not None:
         _count(counter, x)
     return y

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from normscope._binding import ops
 from normscope._binding.ops import ForwardArguments
-from normscope._rows import Residual, Rows, broadcast, filled
+from normscope.layers.masks import Residual, Rows, broadcast, filled
 
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
 

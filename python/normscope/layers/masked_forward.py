@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from normscope._binding import ops
 from normscope._binding.ops import ForwardArguments
-from normscope._ending import Ending
-from normscope._rows import Rows, checked, filled
+from normscope.layers.ending import Ending
+from normscope.layers.masks import Rows, checked, filled
 
 
 def evaluate(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from normscope._binding.torch_private import LazyTorchBatchNorm
-from normscope.modules import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.layers.batch_norm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 
 class _TakesMask(LazyTorchBatchNorm):

@@ -28,10 +28,10 @@ from torch.distributed.constants import default_pg_timeout
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
-from normscope._ending import Ending
-from normscope._forward import DIRECT, Counter, Layer, Route, check_dimensions
-from normscope._rows import Rows
-from normscope.scope import Scope
+from normscope.layers.ending import Ending
+from normscope.layers.forward import DIRECT, Counter, Layer, Route, check_dimensions
+from normscope.layers.masks import Rows
+from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
 import torch
 from torch.fx import Proxy
 
-from normscope import _replicas
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
-from normscope._ending import NOTHING, Ending
-from normscope._forward import (
+from normscope.layers import replicas
+from normscope.layers.ending import NOTHING, Ending
+from normscope.layers.forward import (
     DIRECT,
     Route,
     add_to_count,
@@ -21,8 +21,8 @@ from normscope._forward import (
     evaluate,
     scope_and_group_in_use,
 )
-from normscope._fx import call_of_module
-from normscope.scope import Scope
+from normscope.layers.fx import call_of_module
+from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -234,7 +234,7 @@ class BatchNorm(TorchBatchNorm):
 
     def _replicate_for_data_parallel(self) -> BatchNorm:
         replica: BatchNorm = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica._route = _replicas.route_of_replica(self)
+        replica._route = replicas.route_of_replica(self)
         return replica
 
     def __prepare_scriptable__(self) -> NoReturn:

@@ -9,10 +9,9 @@ import torch
 from torch.fx import Proxy
 
 from normscope._binding.torch_private import has_hooks
-from normscope._ending import Activated
-from normscope._ending import Activation as Activation
-from normscope._fx import call_of_module
-from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
+from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
+from normscope.layers.ending import Activated, Activation
+from normscope.layers.fx import call_of_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from normscope.scope import Scope
+    from normscope.layers.scope import Scope
 
 
 # The attributes that only a layer with an activation has.

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and modules of version 0.2.0 that are elsewhere now. They work in this version only.
+
+A pickled model, as ``torch.save(model)`` writes it, contains the names of its classes' modules.
+Models that version 0.2.0 has saved are therefore loaded through the modules listed here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+
+# Where each name of normscope is now.
+_NAMES = {
+    "Costs": "costs.Costs",
+    "Prediction": "costs.Prediction",
+    "measure_costs": "costs.measure",
+    "predict": "costs.predict",
+}
+
+# Where each module of normscope is now.
+_MODULES = {
+    "activated": "layers.activated",
+    "lazy": "layers.lazy",
+    "modules": "layers.batch_norm",
+    "scope": "layers.scope",
+}
+
+
+class _MovedModules(MetaPathFinder, Loader):
+    """Imports a module that has moved under the name that it had."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find modules that have moved."""
+        package, _, name = fullname.partition(".")
+        has_moved = package == __package__ and name in _MODULES
+        return spec_from_loader(fullname, self) if has_moved else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module that has moved in the place of the new, empty one."""
+        name = module.__name__.partition(".")[2]
+        sys.modules[module.__name__] = import_module(f"{__package__}.{_MODULES[name]}")
+
+
+sys.meta_path.append(_MovedModules())
+
+
+def moved(name: str) -> object:
+    """Return the object or the module that had the name in normscope.
+
+    Raises:
+        AttributeError: If there was none.
+    """
+    if name in _MODULES:
+        return import_module(f"{__package__}.{_MODULES[name]}")
+    if name not in _NAMES:
+        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
+    module, _, attribute = _NAMES[name].rpartition(".")
+    return getattr(import_module(f"{__package__}.{module}"), attribute)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What version 0.2.0 had elsewhere still works."""
+
+import pickle
+from importlib import import_module
+
+import pytest
+import torch
+
+import normscope
+
+# The modules of 0.2.0 with classes that pickles contain.
+MODULES_OF_PICKLES = {
+    "normscope.activated": "normscope.layers.activated",
+    "normscope.lazy": "normscope.layers.lazy",
+    "normscope.modules": "normscope.layers.batch_norm",
+    "normscope.scope": "normscope.layers.scope",
+}
+
+
+def as_pickled_by_the_last_version(value: object) -> bytes:
+    pickled = pickle.dumps(value, protocol=0)  # which has names of modules as lines of text
+    for old, new in MODULES_OF_PICKLES.items():
+        pickled = pickled.replace(f"c{new}\n".encode(), f"c{old}\n".encode())
+    assert b"cnormscope.layers" not in pickled
+    return pickled
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"), [("predict", "predict"), ("measure_costs", "measure"), ("Costs", "Costs")]
+)
+def test_names_still_work(name: str, moved: str) -> None:
+    assert getattr(normscope, name) is getattr(normscope.costs, moved)
+    assert name not in normscope.__all__
+
+
+def test_other_names_are_unknown() -> None:
+    with pytest.raises(AttributeError, match="module 'normscope' has no attribute 'HostCosts'"):
+        _ = normscope.HostCosts  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("old", "new"), MODULES_OF_PICKLES.items())
+def test_modules_can_be_imported_and_are_the_same(old: str, new: str) -> None:
+    assert import_module(old) is import_module(new)
+    assert import_module(new).__name__ == new
+
+
+def test_a_model_unpickles() -> None:
+    model = torch.nn.Sequential(
+        normscope.BatchNorm2d(3, scope="slices:2"),
+        normscope.BatchNormAct2d(3, scope="local", activation="silu"),
+    )
+    x = torch.randn(4, 3, 5, 5)
+
+    loaded = pickle.loads(as_pickled_by_the_last_version(model))
+
+    assert [type(layer) for layer in loaded] == [type(layer) for layer in model]
+    torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=0)
