@@ -25,10 +25,17 @@ _NAMES = {
 
 # Where each module of normscope is now.
 _MODULES = {
+    "_timm": "models.timm",
     "activated": "layers.activated",
+    "conversion": "models.conversion",
+    "deployment": "models.deployment",
+    "flops": "models.flops",
     "lazy": "layers.lazy",
+    "lightning": "models.lightning",
     "modules": "layers.batch_norm",
+    "registry": "models.registry",
     "scope": "layers.scope",
+    "sync": "models.sync",
 }
 
 

@@ -15,11 +15,11 @@ from torch.nn.parameter import is_lazy
 
 from normscope._binding import groups, ops
 from normscope._binding.torch_private import buffers_of
-from normscope._layers import Patterns, named_layers
 from normscope._watched_layers import WatchedLayer, gather, watched
 from normscope.independent_values import IndependentValues
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
+from normscope.models.selection import Patterns, named_layers
 from normscope.running_stats import batch_statistics, check_agreement, peers_told
 from normscope.scope_plan import Candidate, LayerPlan, ScopePlan
 

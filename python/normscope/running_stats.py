@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from normscope._binding import groups, ops
 from normscope._binding.torch_private import DistError, TorchBatchNorm
-from normscope._layers import input_of
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.masks import unmasked_rows
+from normscope.models.selection import input_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from normscope._binding import groups
-from normscope._layers import Patterns, named_layers
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
+from normscope.models.selection import Patterns, named_layers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

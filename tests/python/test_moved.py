@@ -12,9 +12,12 @@ import normscope
 # The modules of 0.2.0 with classes that pickles contain.
 MODULES_OF_PICKLES = {
     "normscope.activated": "normscope.layers.activated",
+    "normscope.conversion": "normscope.models.conversion",
+    "normscope.deployment": "normscope.models.deployment",
     "normscope.lazy": "normscope.layers.lazy",
     "normscope.modules": "normscope.layers.batch_norm",
     "normscope.scope": "normscope.layers.scope",
+    "normscope.sync": "normscope.models.sync",
 }
 
 
@@ -23,6 +26,7 @@ def as_pickled_by_the_last_version(value: object) -> bytes:
     for old, new in MODULES_OF_PICKLES.items():
         pickled = pickled.replace(f"c{new}\n".encode(), f"c{old}\n".encode())
     assert b"cnormscope.layers" not in pickled
+    assert b"cnormscope.models" not in pickled
     return pickled
 
 
@@ -49,6 +53,8 @@ def test_a_model_unpickles() -> None:
     model = torch.nn.Sequential(
         normscope.BatchNorm2d(3, scope="slices:2"),
         normscope.BatchNormAct2d(3, scope="local", activation="silu"),
+        normscope.convert(torch.nn.BatchNorm2d(3), "local"),
+        normscope.SyncBatchNorm(3),
     )
     x = torch.randn(4, 3, 5, 5)
 
@@ -56,3 +62,4 @@ def test_a_model_unpickles() -> None:
 
     assert [type(layer) for layer in loaded] == [type(layer) for layer in model]
     torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=0)
+    assert type(normscope.revert(loaded)[2]) is torch.nn.BatchNorm2d

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from normscope._binding import ops
-from normscope._layers import named_layers
 from normscope.costs.model import Costs, exchange_seconds
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
+from normscope.models.selection import named_layers
 from normscope.scope_plan import ScopePlan
 
 Layers = ScopePlan | torch.nn.Module | Iterable[tuple[str, int, str | Scope]]

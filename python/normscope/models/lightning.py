@@ -6,9 +6,11 @@ from __future__ import annotations
 import torch
 from lightning.pytorch.plugins import LayerSync
 
-from normscope._layers import Patterns
-from normscope.conversion import convert, revert
 from normscope.layers.scope import Scope
+from normscope.models.conversion import convert, revert
+from normscope.models.selection import Patterns
+
+__all__ = ["ScopeSync"]
 
 
 class ScopeSync(LayerSync):

@@ -9,16 +9,6 @@ import torch
 from torch import nn
 
 from normscope._binding.torch_private import TorchBatchNorm, children_of, has_hooks
-from normscope._fused import fused_pairs, unfused_class
-from normscope._layers import named_layers
-from normscope._parametrized import set_class
-from normscope.conversion import (
-    _COUNT,
-    _ORIGINAL,
-    _SETTINGS,
-    _original_class,
-    _revert_layer,
-)
 from normscope.layers.activated import (
     MODULES,
     OWN_ATTRIBUTES,
@@ -29,8 +19,18 @@ from normscope.layers.activated import (
 )
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.layers.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
-from normscope.registry import named
-from normscope.sync import SyncBatchNorm
+from normscope.models.conversion import (
+    _COUNT,
+    _ORIGINAL,
+    _SETTINGS,
+    _original_class,
+    _revert_layer,
+)
+from normscope.models.fusion import fused_pairs, unfused_class
+from normscope.models.parametrized import set_class
+from normscope.models.registry import named
+from normscope.models.selection import named_layers
+from normscope.models.sync import SyncBatchNorm
 
 _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     BatchNorm1d: nn.BatchNorm1d,
@@ -55,8 +55,8 @@ def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> 
 
     Each layer remains the same object, with its parameters, buffers, hooks and names in
     ``state_dict``. The exception is :class:`~normscope.BatchNormAct`: it is replaced by a
-    :class:`~normscope.deployment.BatchNormThenActivation` with the same parameters and buffers,
-    whose names in ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
+    :class:`~normscope.models.BatchNormThenActivation` with the same parameters and buffers, whose
+    names in ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
     ``norm.0.weight``). If ``convert`` has fused a layer with an activation, the two are separated
     instead, as by ``revert``. An error names the layer, and nothing has been changed.
 

@@ -12,13 +12,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope._binding import groups
 from normscope._binding.torch_private import TorchBatchNorm
-from normscope._fused import fused_pairs, fusible_pairs, unfused_class
-from normscope._layers import Patterns, named_layers
-from normscope._parametrized import class_of, set_class
 from normscope.layers.activated import BatchNormAct
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
-from normscope.registry import Conversion, conversion_of, named
+from normscope.models.fusion import fused_pairs, fusible_pairs, unfused_class
+from normscope.models.parametrized import class_of, set_class
+from normscope.models.registry import Conversion, conversion_of, named
+from normscope.models.selection import Patterns, named_layers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

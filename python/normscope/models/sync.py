@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normscope.conversion import Model, convert
 from normscope.layers.batch_norm import BatchNorm
+from normscope.models.conversion import Model, convert
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

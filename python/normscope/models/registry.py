@@ -59,7 +59,7 @@ _CONVERSIONS: dict[type[torch.nn.Module], Conversion] = {
 
 # For each library module, the module of normscope that registers its classes. That one is only
 # imported to convert a layer of the library, which has been imported by then.
-_LIBRARIES = {"timm.layers": "normscope._timm"}
+_LIBRARIES = {"timm.layers": "normscope.models.timm"}
 
 _SCOPED_BASES: dict[type[torch.nn.Module], type[BatchNorm]] = {
     torch.nn.BatchNorm1d: BatchNorm1d,

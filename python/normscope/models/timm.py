@@ -14,7 +14,7 @@ from normscope.layers.activated import activation_of
 from normscope.layers.batch_norm import BatchNorm2d
 from normscope.layers.ending import NOTHING, Activated
 from normscope.layers.fx import call_of_module
-from normscope.registry import register_conversion
+from normscope.models.registry import register_conversion
 
 if TYPE_CHECKING:
     from normscope.layers.ending import Activation

@@ -7,6 +7,8 @@ from collections import Counter
 from math import prod
 from typing import Any
 
+__all__ = ["fvcore_handles"]
+
 # Operations per element, as fvcore counts torch's layer in training.
 _WITHOUT_WEIGHT = 4
 _WITH_WEIGHT = 5

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from normscope._binding.torch_private import children_of, has_hooks
-from normscope._parametrized import class_of, set_class
 from normscope.layers.activated import (
     OWN_ATTRIBUTES,
     BatchNormAct,
@@ -22,6 +21,7 @@ from normscope.layers.activated import (
     activation_of,
 )
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
+from normscope.models.parametrized import class_of, set_class
 
 _FUSED: dict[type[BatchNorm], type[BatchNormAct]] = {
     BatchNorm: BatchNormAct,
