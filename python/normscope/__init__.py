@@ -6,11 +6,6 @@ from typing import TYPE_CHECKING
 from normscope import costs, functional
 from normscope._binding import groups, ops
 from normscope._moved import moved
-from normscope.accumulation import accumulate
-from normscope.checkpoint import checkpoint_context
-from normscope.counters import CommunicationCounters, communication_counters
-from normscope.faults import fail_fast, status
-from normscope.graphs import exact_graphs
 from normscope.layers.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.layers.scope import Scope
@@ -18,12 +13,17 @@ from normscope.models.conversion import convert, revert
 from normscope.models.deployment import to_torch
 from normscope.models.registry import register_conversion
 from normscope.models.sync import SyncBatchNorm
-from normscope.non_finite import detect_non_finite
 from normscope.recommendation import recommend_scopes
-from normscope.running_stats import estimate_running_stats, sync_running_stats
 from normscope.schedule import ProgressiveScope, set_scope
 from normscope.scope_plan import ScopePlan
-from normscope.uneven import empty_batch_like, joined
+from normscope.training.accumulation import accumulate
+from normscope.training.checkpoint import checkpoint_context
+from normscope.training.counters import CommunicationCounters, communication_counters
+from normscope.training.faults import fail_fast, status
+from normscope.training.graphs import exact_graphs
+from normscope.training.non_finite import detect_non_finite
+from normscope.training.running_stats import estimate_running_stats, sync_running_stats
+from normscope.training.uneven import empty_batch_like, joined
 
 __all__ = [
     "BatchNorm",

@@ -26,16 +26,24 @@ _NAMES = {
 # Where each module of normscope is now.
 _MODULES = {
     "_timm": "models.timm",
+    "accumulation": "training.accumulation",
     "activated": "layers.activated",
+    "checkpoint": "training.checkpoint",
     "conversion": "models.conversion",
+    "counters": "training.counters",
     "deployment": "models.deployment",
+    "faults": "training.faults",
     "flops": "models.flops",
+    "graphs": "training.graphs",
     "lazy": "layers.lazy",
     "lightning": "models.lightning",
     "modules": "layers.batch_norm",
+    "non_finite": "training.non_finite",
     "registry": "models.registry",
+    "running_stats": "training.running_stats",
     "scope": "layers.scope",
     "sync": "models.sync",
+    "uneven": "training.uneven",
 }
 
 

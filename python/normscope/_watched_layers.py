@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normscope._binding import ops
-from normscope.counters import communication_counters
 from normscope.independent_values import PartMoments
 from normscope.layers.batch_norm import BatchNorm
 from normscope.models.selection import input_of
+from normscope.training.counters import communication_counters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,8 +20,8 @@ from normscope.independent_values import IndependentValues
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
 from normscope.models.selection import Patterns, named_layers
-from normscope.running_stats import batch_statistics, check_agreement, peers_told
 from normscope.scope_plan import Candidate, LayerPlan, ScopePlan
+from normscope.training.running_stats import batch_statistics, check_agreement, peers_told
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

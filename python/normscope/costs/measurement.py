@@ -16,7 +16,7 @@ from torch import distributed
 from normscope._binding import ops
 from normscope._binding.groups import gather
 from normscope.costs.model import TERMS, Costs, Terms, call_terms
-from normscope.counters import communication_counters
+from normscope.training.counters import communication_counters
 
 # Approximate bytes of the messages, for 12 to 13 000 channels. The last ones are longer than a slot
 # of shared memory.
