@@ -13,9 +13,9 @@ from normscope.models.conversion import convert, revert
 from normscope.models.deployment import to_torch
 from normscope.models.registry import register_conversion
 from normscope.models.sync import SyncBatchNorm
-from normscope.recommendation import recommend_scopes
-from normscope.schedule import ProgressiveScope, set_scope
-from normscope.scope_plan import ScopePlan
+from normscope.scopes.plan import ScopePlan
+from normscope.scopes.recommendation import recommend_scopes
+from normscope.scopes.schedule import ProgressiveScope, set_scope
 from normscope.training.accumulation import accumulate
 from normscope.training.checkpoint import checkpoint_context
 from normscope.training.counters import CommunicationCounters, communication_counters

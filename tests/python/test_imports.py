@@ -10,6 +10,7 @@ import torch
 import normscope
 
 ROOT = Path(normscope.__file__).parent
+ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
 
 # Members of every module that torch does not document.
 PRIVATE_MEMBERS = {name for name in vars(torch.nn.Module()) if name.startswith("_")}
@@ -69,13 +70,17 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     TopologicalSorter(IMPORTS).prepare()  # raises CycleError
 
 
-def test_no_packages_import_each_other_in_a_circle() -> None:
+def test_packages_depend_on_each_other_in_the_order_of_the_architecture() -> None:
     imports: dict[str, set[str]] = {}
     for module, names in IMPORTS.items():
         others = {package_of(name) for name in names} - {package_of(module)}
         imports.setdefault(package_of(module), set()).update(others)
+    packages = {f"normscope.{path.parent.name}" for path in ROOT.glob("*/__init__.py")}
 
-    TopologicalSorter(imports).prepare()
+    in_order = [name for name in TopologicalSorter(imports).static_order() if name in packages]
+
+    arrows = "  <-  ".join(name.removeprefix("normscope.") for name in in_order)
+    assert f"    {arrows}\n" in ARCHITECTURE.read_text()
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:

@@ -13,10 +13,14 @@ import normscope
 MODULES_OF_PICKLES = {
     "normscope.activated": "normscope.layers.activated",
     "normscope.conversion": "normscope.models.conversion",
+    "normscope.counters": "normscope.training.counters",
     "normscope.deployment": "normscope.models.deployment",
+    "normscope.independent_values": "normscope.scopes.noise",
     "normscope.lazy": "normscope.layers.lazy",
     "normscope.modules": "normscope.layers.batch_norm",
+    "normscope.schedule": "normscope.scopes.schedule",
     "normscope.scope": "normscope.layers.scope",
+    "normscope.scope_plan": "normscope.scopes.plan",
     "normscope.sync": "normscope.models.sync",
 }
 

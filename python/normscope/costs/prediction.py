@@ -16,7 +16,7 @@ from normscope.costs.model import Costs, exchange_seconds
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
 from normscope.models.selection import named_layers
-from normscope.scope_plan import ScopePlan
+from normscope.scopes.plan import ScopePlan
 
 Layers = ScopePlan | torch.nn.Module | Iterable[tuple[str, int, str | Scope]]
 

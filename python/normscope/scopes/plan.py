@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from normscope._binding import groups
-from normscope.independent_values import IndependentValues
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
 from normscope.models.selection import named_layers
+from normscope.scopes.noise import IndependentValues
 
 # A relative standard error above this causes a warning.
 _LARGE_ERROR = 0.25

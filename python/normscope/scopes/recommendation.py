@@ -15,12 +15,11 @@ from torch.nn.parameter import is_lazy
 
 from normscope._binding import groups, ops
 from normscope._binding.torch_private import buffers_of
-from normscope._watched_layers import WatchedLayer, gather, watched
-from normscope.independent_values import IndependentValues
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
 from normscope.models.selection import Patterns, named_layers
-from normscope.scope_plan import Candidate, LayerPlan, ScopePlan
+from normscope.scopes.noise import IndependentValues, WatchedLayer, gather, watched
+from normscope.scopes.plan import Candidate, LayerPlan, ScopePlan
 from normscope.training.running_stats import batch_statistics, check_agreement, peers_told
 
 if TYPE_CHECKING:
