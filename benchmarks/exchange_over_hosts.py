@@ -60,9 +60,9 @@ def time_exchanges(
         layer = normscope.BatchNorm1d(channels)
         x = torch.randn(2, channels)
         layer(x)
-        before = normscope.communication_counters().bytes
+        before = normscope.training.communication_counters().bytes
         layer(x)
-        sent = normscope.communication_counters().bytes - before
+        sent = normscope.training.communication_counters().bytes - before
         message = torch.zeros(sent // 8, dtype=torch.float64)
         of_rounds = [_one_round(layer, x, message, calls, turn) for turn in range(rounds + 1)]
         results.append((sent, of_rounds[1:]))
@@ -82,10 +82,10 @@ def _one_round(
 def _seconds_of_exchanges(layer: normscope.BatchNorm1d, x: torch.Tensor, calls: int) -> float:
     """Return the seconds per exchange, without the layer's computation."""
     distributed.barrier()
-    before = normscope.communication_counters().seconds
+    before = normscope.training.communication_counters().seconds
     for _ in range(calls):
         layer(x)
-    return (normscope.communication_counters().seconds - before) / calls
+    return (normscope.training.communication_counters().seconds - before) / calls
 
 
 def _seconds_of_all_reduces(message: torch.Tensor, calls: int) -> float:

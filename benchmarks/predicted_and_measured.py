@@ -119,10 +119,10 @@ def exchange_seconds_of_layer(scope: str, channels: int, rounds: int) -> float:
     x = torch.randn(2, channels, requires_grad=True)
 
     def seconds(steps: int) -> float:
-        before = normscope.communication_counters()
+        before = normscope.training.communication_counters()
         for _ in range(steps):
             layer(x).sum().backward()
-        after = normscope.communication_counters()
+        after = normscope.training.communication_counters()
         calls = after.calls - before.calls
         return (after.seconds - before.seconds) / calls if calls else 0.0
 

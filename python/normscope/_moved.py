@@ -17,8 +17,13 @@ from types import ModuleType
 
 # Where each name of normscope is now.
 _NAMES = {
+    "CommunicationCounters": "training.CommunicationCounters",
     "Costs": "costs.Costs",
     "Prediction": "costs.Prediction",
+    "communication_counters": "training.communication_counters",
+    "detect_non_finite": "training.detect_non_finite",
+    "empty_batch_like": "training.empty_batch_like",
+    "exact_graphs": "training.exact_graphs",
     "measure_costs": "costs.measure",
     "predict": "costs.predict",
 }

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from normscope.layers.batch_norm import SliceStats
 
+__all__ = ["batch_norm"]
+
 
 def batch_norm(
     x: torch.Tensor,

@@ -166,7 +166,7 @@ def test_compiled_layers_accumulate(exact: bool) -> None:  # noqa: FBT001
     x = torch.randn(6, 3, 4)
     layer, joined = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with normscope.exact_graphs(exact):
+    with normscope.training.exact_graphs(exact):
         compiled(x[:2])
         joined(x[:2])
         for _ in range(2):

@@ -83,6 +83,13 @@ def test_packages_depend_on_each_other_in_the_order_of_the_architecture() -> Non
     assert f"    {arrows}\n" in ARCHITECTURE.read_text()
 
 
+def test_the_names_of_normscope_are_few_and_from_its_packages() -> None:
+    packages = (normscope.layers, normscope.models, normscope.scopes, normscope.training)
+
+    assert len(normscope.__all__) <= 25
+    assert set(normscope.__all__) <= {name for package in packages for name in package.__all__}
+
+
 def test_private_names_of_torch_are_in_one_file() -> None:
     users = [name for name, tree in TREES.items() if private_names_of_torch(tree)]
 

@@ -68,7 +68,7 @@ def step(layer: _BatchNorm, x: torch.Tensor, **keywords: Any) -> Tensors:  # noq
 
 
 def calls() -> int:
-    return normscope.communication_counters().calls
+    return normscope.training.communication_counters().calls
 
 
 def assert_as_on_rows(got: Tensors, rows: Tensors, mask: torch.Tensor, *, bits: bool) -> None:

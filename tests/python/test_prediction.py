@@ -128,9 +128,9 @@ def _counted_by_scope() -> dict[str, tuple[int, int]]:
             network = normscope.convert(nn.Sequential(*layers), scope)
             x = torch.randn(SAMPLES, 3, VALUES)
             network(x)  # the ranks agree on scopes at the first use
-            before = normscope.communication_counters()
+            before = normscope.training.communication_counters()
             network(x).sum().backward()
-            after = normscope.communication_counters()
+            after = normscope.training.communication_counters()
             counted[scope] = (after.calls - before.calls, after.bytes - before.bytes)
     return counted
 

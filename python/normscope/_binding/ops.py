@@ -77,7 +77,7 @@ for _op in (
 ):
     register_effectful_op(_op.default, ORDERED)
 
-# Whether each layer in a compiled graph is a single op; see normscope.exact_graphs.
+# Whether each layer in a compiled graph is a single op; see normscope.training.exact_graphs.
 exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
 
 
