@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer does after the normalization: nothing, or an addition and an activation."""
+"""The ending of a layer, after its normalization: nothing, or an addition and an activation."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Ending:
         arguments: ForwardArguments,
         accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Normalize ``x``, and do what follows; as :func:`normscope._binding.ops.batch_norm`."""
+        """Normalize ``x`` as :func:`normscope._binding.ops.batch_norm`, and apply the ending."""
         return ops.batch_norm(x, arguments, accumulated)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
-        """Do what follows the normalization, whose output is ``y``."""
+        """Apply the ending to ``y``, the output of the normalization."""
         return y
 
     def filled(self, x: torch.Tensor, mask: torch.Tensor) -> Ending:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward does with its arguments, for layers and functions alike."""
+"""The forward of layers and functions, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def evaluate(
 
 
 class Counter(Protocol):
-    """What counts the elements in its running statistics; None if unknown."""
+    """Counts the elements in its running statistics; None if their number is unknown."""
 
     elements_seen: int | None
 
@@ -74,7 +74,7 @@ def train(
         x: [N, C, *].
         mask: As for a layer.
         arguments: As for the op.
-        ending: What follows.
+        ending: Applied after the normalization.
         accumulated: As for the op.
     """
     if mask is None:
@@ -114,7 +114,7 @@ def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
 
 
 class Layer(Counter, Protocol):
-    """What a route needs of a layer."""
+    """A layer, as far as a route uses it."""
 
     def _update_running(self, moments: torch.Tensor, elements: int | None) -> None:
         """Update the buffers, if there are any, with the moments of a norm batch."""
@@ -131,7 +131,7 @@ class Route(Protocol):
         arguments: ForwardArguments,
         ending: Ending,
     ) -> torch.Tensor:
-        """Do what :func:`train` does."""
+        """Normalize as :func:`train` does."""
 
     def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
         """Add the moments of a norm batch that was normalized elsewhere."""

@@ -146,7 +146,7 @@ def _on_devices(total: torch.Tensor, devices: list[torch.device]) -> tuple[torch
 
 @dataclass
 class _Arrival:
-    """What a replica contributes to a round."""
+    """The part of a replica in a round."""
 
     moments: torch.Tensor
     x: torch.Tensor
@@ -183,7 +183,7 @@ class _Meeting:
         self._condition = threading.Condition()
 
     def join(self, route: Route) -> _RouteOfReplica:
-        """Add a replica; the first one has the given route for what it does alone."""
+        """Add a replica. If it is the first, it uses the given route whenever it runs alone."""
         joined = _RouteOfReplica(self, DIRECT if self._replicas else route)
         self._replicas.append(weakref.ref(joined))
         return joined
@@ -196,7 +196,7 @@ class _Meeting:
         arguments: ForwardArguments,
         ending: Ending,
     ) -> torch.Tensor:
-        """Normalize one replica's part of the joint batch, without what the mask excludes.
+        """Normalize one replica's part of the joint batch, without its masked elements.
 
         Raises:
             ValueError: If the replicas together have one value per channel.
@@ -277,8 +277,8 @@ class _Meeting:
             if polls_alone >= _POLLS_ALONE or time.monotonic() > deadline:
                 missing = set(range(len(self._replicas))) - this_round.arrivals.keys()
                 this_round.error = (
-                    f"replicas {', '.join(map(str, sorted(missing)))} did not come to it: they "
-                    "have failed, or do not call it"
+                    f"replicas {', '.join(map(str, sorted(missing)))} did not call it: they "
+                    "have failed, or leave it out"
                 )
         if this_round.error:
             layer = self._layer()
@@ -335,7 +335,7 @@ def _no_thread_works() -> bool:
 
 
 class _RouteOfReplica:
-    """The route of a replica: to the others if they share statistics, else as if it was alone."""
+    """The route of a replica: to the others if they share statistics, otherwise its route alone."""
 
     def __init__(self, meeting: _Meeting, alone: Route) -> None:
         self._meeting = meeting
@@ -365,8 +365,7 @@ _open_meetings: weakref.WeakKeyDictionary[_Original, _Meeting] = weakref.WeakKey
 def route_of_replica(layer: _Original) -> Route:
     """Return the route of a new replica of a layer.
 
-    Only the first replica adds to what the layer's route collects: the buffers of the others are
-    lost.
+    Only the first replica adds moments to the layer's route: the buffers of the others are lost.
     """
     meeting = _open_meetings.get(layer)
     if meeting is None or not meeting.is_open:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes the layers of a whole model: to normscope's, back, and to torch's for other tools.
+"""Functions of models: give the layers a scope, undo it, and replace them by torch's for tools.
 
-``normscope.models.lightning`` has a plugin for Lightning, which it imports.
+``normscope.models.lightning`` has a plugin for Lightning. Only that module imports Lightning.
 """
 
 from normscope.models.conversion import convert, revert

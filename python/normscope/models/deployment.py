@@ -103,7 +103,7 @@ def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> 
 
 
 class BatchNormThenActivation(nn.Sequential):
-    """What :func:`~normscope.to_torch` makes of a BatchNormAct: torch's layer and an activation.
+    """torch's layer and an activation: :func:`~normscope.to_torch` replaces a BatchNormAct by it.
 
     The layer is ``[0]`` and the activation ``[1]``. Tools that trace a model see these two, with an
     addition between them if there is a residual.

@@ -33,7 +33,7 @@ _UNFUSED: Mapping[type[nn.Module], type[BatchNorm]] = {a: norm for norm, a in _F
 
 
 class FusedActivation(nn.Identity):
-    """Takes the place of an activation that the layer before it applies, and keeps it.
+    """A placeholder for an activation, which the layer before it applies. It keeps the activation.
 
     Args:
         activation: The module. It is not registered as a child: it has no state, and is not called.
@@ -53,12 +53,12 @@ class FusedActivation(nn.Identity):
 
 @dataclass(frozen=True)
 class Pair:
-    """A layer, and its activation or what has taken the place of it.
+    """A layer and the next module: its activation, or a :class:`FusedActivation` in its place.
 
     Args:
         sequence: The torch.nn.Sequential in which they follow each other.
         layer: The layer.
-        name: The name of the second in the sequence.
+        name: The name of the next module in the sequence.
     """
 
     sequence: nn.Sequential
@@ -111,12 +111,12 @@ def fused_pairs(model: nn.Module) -> dict[nn.Module, Pair]:
 
 
 def unfused_class(layer: BatchNorm, fused: Container[nn.Module]) -> type[nn.Module]:
-    """Return the layer's class, or what it will be once its pair is split."""
+    """Return the layer's class; if the layer is fused, its class once the pair is split."""
     return _UNFUSED[class_of(layer)] if layer in fused else class_of(layer)
 
 
 def _neighbors(model: nn.Module) -> Iterator[tuple[nn.Sequential, nn.Module, str, nn.Module]]:
-    """Yield two modules of which one is called with the output of the other, and nothing else."""
+    """Yield each module of a sequence with the next one, whose only input is the first's output."""
     for sequence in model.modules():
         if not isinstance(sequence, nn.Sequential) or not _calls_in_order(sequence):
             continue

@@ -57,8 +57,8 @@ _CONVERSIONS: dict[type[torch.nn.Module], Conversion] = {
     torch.nn.LazyBatchNorm3d: Conversion(LazyBatchNorm3d),
 }
 
-# For each library module, the module of normscope that registers its classes. That one is only
-# imported to convert a layer of the library, which has been imported by then.
+# By module of another library: the module of normscope that registers its classes. It is imported
+# when a layer of that library is converted; the program has imported the library by then.
 _LIBRARIES = {"timm.layers": "normscope.models.timm"}
 
 _SCOPED_BASES: dict[type[torch.nn.Module], type[BatchNorm]] = {

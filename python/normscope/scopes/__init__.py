@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layer has which scope, and when: set by hand, by a schedule or from measurements."""
+"""Sets the scopes of layers: by hand, by a schedule, or as measurements recommend."""
 
 from normscope.layers.scope import Scope
 from normscope.scopes.noise import IndependentValues, PartMoments, independent_values

@@ -112,7 +112,7 @@ def independent_values(
 
 @dataclass
 class WatchedLayer:
-    """What was recorded of a layer while the model ran.
+    """The record of a layer while a model runs.
 
     Args:
         name: The qualified name.

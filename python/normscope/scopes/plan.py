@@ -25,7 +25,7 @@ _LARGE_ERROR = 0.25
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scope that a layer may get, and what its statistics would be worth.
+    """A scope that a layer may get, and the worth of its statistics under it.
 
     Args:
         scope: The text of a :class:`~normscope.Scope`.
@@ -181,7 +181,7 @@ class ScopePlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ScopePlan:
-        """Read what ``save`` wrote.
+        """Read a plan that ``save`` has written.
 
         Raises:
             ValueError: If the file holds no plan.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop needs besides the layers."""
+"""Functions for training loops."""
 
 from normscope.training.accumulation import accumulate
 from normscope.training.checkpoint import checkpoint_context

@@ -18,7 +18,7 @@ from normscope.layers.forward import Counter, Layer, add_to_count, train
 
 @dataclass
 class _Accumulator:
-    """The route of a layer in the block, which collects what the layer sees."""
+    """The route of a layer in the block; it collects the moments of the layer's inputs."""
 
     moments: torch.Tensor  # in the format of the ops, of all norm batches so far
     elements_seen: int | None = 0  # like the attribute of a layer

@@ -7,7 +7,7 @@ from normscope._binding import ops
 
 
 class CommunicationCounters(NamedTuple):
-    """What this process has sent since it started.
+    """The exchanges of this process since it started.
 
     Attributes:
         calls: Exchanges: one for each synchronized forward, backward and double backward, one each

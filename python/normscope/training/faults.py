@@ -14,16 +14,16 @@ def status(process: int | None = None) -> str:
     """Report where the ranks are, for every group in which a process on this host exchanges.
 
     The process need not respond: its state is read from memory that it shares. Over shared memory
-    the report covers all ranks. Over other transports it covers the process itself, and of the
-    other ranks what they have published, which they do once a call is ``NORMSCOPE_WARN_AFTER``
-    seconds old (default 30). Exchanges on a device are not reported.
+    the report covers all ranks. Over other transports it covers the process itself, and those other
+    ranks that have published their state: a rank does so if a call takes longer than
+    ``NORMSCOPE_WARN_AFTER`` seconds (default 30). Exchanges on a device are not reported.
 
     Args:
         process: The process id; None for this process.
 
     Returns:
-        One line per group, with the ranks grouped by what they do, those that do not wait first;
-        "" if the process has exchanged nothing.
+        One line per group. Ranks in the same state are listed together, and ranks that do not wait
+        come first. "" if the process has exchanged nothing.
 
     Raises:
         RuntimeError: If there is no such process, or this one may not inspect it.
