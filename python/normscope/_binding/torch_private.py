@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every private name of torch that normscope uses, with the reason beside each.
 
-torch may change these names in any release. Members that a class of torch passes on to derived
-classes are not listed here, if a derived class uses its own: ``self._parameters`` and
-``_check_input_dim`` of a layer, for example.
+torch may change these names in any release. Private members that a class inherits from torch's are
+not listed here if the class itself uses or overrides them: ``self._parameters`` of a layer, or its
+``_check_input_dim``.
 """
 
 from __future__ import annotations
