@@ -17,7 +17,7 @@ from torch import distributed
 
 import limited_hosts
 import normscope
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
 
 KIBIBYTES = (1, 4, 16, 64, 256, 1024)
 
@@ -41,8 +41,8 @@ class Measured:
 
 def channels_of(size: int) -> int:
     """Return the number of channels whose message has about the given bytes."""
-    header = _library.message_bytes(0)
-    return max(1, round((size - header) / (_library.message_bytes(1) - header)))
+    header = ops.message_bytes(0)
+    return max(1, round((size - header) / (ops.message_bytes(1) - header)))
 
 
 def time_exchanges(
@@ -60,13 +60,13 @@ def time_exchanges(
         layer = normscope.BatchNorm1d(channels)
         x = torch.randn(2, channels)
         layer(x)
-        before = normscope.communication_counters().bytes
+        before = normscope.training.communication_counters().bytes
         layer(x)
-        sent = normscope.communication_counters().bytes - before
+        sent = normscope.training.communication_counters().bytes - before
         message = torch.zeros(sent // 8, dtype=torch.float64)
         of_rounds = [_one_round(layer, x, message, calls, turn) for turn in range(rounds + 1)]
         results.append((sent, of_rounds[1:]))
-    return _library.transport(_process_group.name_in_use(None)), results
+    return ops.transport(groups.name_in_use(None)), results
 
 
 def _one_round(
@@ -82,10 +82,10 @@ def _one_round(
 def _seconds_of_exchanges(layer: normscope.BatchNorm1d, x: torch.Tensor, calls: int) -> float:
     """Return the seconds per exchange, without the layer's computation."""
     distributed.barrier()
-    before = normscope.communication_counters().seconds
+    before = normscope.training.communication_counters().seconds
     for _ in range(calls):
         layer(x)
-    return (normscope.communication_counters().seconds - before) / calls
+    return (normscope.training.communication_counters().seconds - before) / calls
 
 
 def _seconds_of_all_reduces(message: torch.Tensor, calls: int) -> float:

@@ -26,8 +26,8 @@ from torch import distributed
 
 import limited_hosts
 import normscope
-from normscope import _library
-from normscope._process_group import gather
+from normscope._binding import ops
+from normscope._binding.groups import gather
 from normscope.costs import Costs
 from normscope.costs.measurement import joined_launch
 
@@ -101,7 +101,7 @@ def measure_and_compare(
 
 def hosts_of_launch() -> tuple[int, int]:
     """Return the number of hosts, and the number of ranks on each."""
-    hosts = gather(_library.host_identity())
+    hosts = gather(ops.host_identity())
     count = len(set(hosts))
     each = len(hosts) // count
     expected = [hosts[rank - rank % each] for rank in range(len(hosts))]
@@ -119,10 +119,10 @@ def exchange_seconds_of_layer(scope: str, channels: int, rounds: int) -> float:
     x = torch.randn(2, channels, requires_grad=True)
 
     def seconds(steps: int) -> float:
-        before = normscope.communication_counters()
+        before = normscope.training.communication_counters()
         for _ in range(steps):
             layer(x).sum().backward()
-        after = normscope.communication_counters()
+        after = normscope.training.communication_counters()
         calls = after.calls - before.calls
         return (after.seconds - before.seconds) / calls if calls else 0.0
 

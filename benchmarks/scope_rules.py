@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import normscope
-from normscope.scope_plan import LayerPlan
+from normscope.scopes import LayerPlan
 from scope_tasks import RANKS, Task
 
 BATCHES_OF_A_PLAN = 16

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 import normscope
-from normscope import communication_counters
+from normscope.training import communication_counters
 from scope_results import Result
 from scope_rules import steps_of_a_plan
 from scope_tasks import IMAGES_PER_RANK, RANKS, Task, make_task

@@ -50,7 +50,7 @@ nitpick_ignore_regex = [
     # variables and Literals.
     (
         r"py:class",
-        r"(normscope\.\w+\.)?"
+        r"(normscope\.[\w.]+\.)?"
         r"(Activation|Batch|DeviceMesh|Layer|Model|Patterns|ProcessGroup|SliceStats)",
     ),
 ]

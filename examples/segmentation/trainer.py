@@ -220,5 +220,5 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
 
 def _meters() -> torch.Tensor:
     """Returns the clock in seconds, and exchanges, bytes and seconds of synchronization so far."""
-    counters = normscope.communication_counters()
+    counters = normscope.training.communication_counters()
     return torch.tensor([time.perf_counter(), *counters], dtype=torch.float64)

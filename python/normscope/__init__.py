@@ -1,29 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalization with a statistics scope that the user chooses."""
+"""Batch normalization with a statistics scope that the user chooses.
 
-from importlib import import_module
+The names that most programs use are here; the packages have the others.
+"""
+
 from typing import TYPE_CHECKING
 
-# _compiled comes first: an incompatible torch may lack what the other modules import.
-from normscope import _compiled, _library, _own_groups, costs, functional  # noqa: F401
-from normscope.accumulation import accumulate
-from normscope.activated import BatchNormAct, BatchNormAct1d, BatchNormAct2d, BatchNormAct3d
-from normscope.checkpoint import checkpoint_context
-from normscope.conversion import convert, revert
-from normscope.counters import CommunicationCounters, communication_counters
-from normscope.deployment import to_torch
-from normscope.faults import fail_fast, status
-from normscope.graphs import exact_graphs
-from normscope.modules import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
-from normscope.non_finite import detect_non_finite
-from normscope.recommendation import recommend_scopes
-from normscope.registry import register_conversion
-from normscope.running_stats import estimate_running_stats, sync_running_stats
-from normscope.schedule import ProgressiveScope, set_scope
-from normscope.scope import Scope
-from normscope.scope_plan import ScopePlan
-from normscope.sync import SyncBatchNorm
-from normscope.uneven import empty_batch_like, joined
+from normscope import costs as costs
+from normscope import functional as functional
+from normscope import layers as layers
+from normscope import models as models
+from normscope import scopes as scopes
+from normscope import training as training
+from normscope._binding import groups, ops
+from normscope._moved import moved
+from normscope.layers import (
+    BatchNorm,
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    BatchNormAct,
+    BatchNormAct1d,
+    BatchNormAct2d,
+    BatchNormAct3d,
+)
+from normscope.models import SyncBatchNorm, convert, register_conversion, revert, to_torch
+from normscope.scopes import ProgressiveScope, Scope, ScopePlan, recommend_scopes, set_scope
+from normscope.training import (
+    accumulate,
+    checkpoint_context,
+    estimate_running_stats,
+    fail_fast,
+    joined,
+    status,
+    sync_running_stats,
+)
 
 __all__ = [
     "BatchNorm",
@@ -34,22 +45,15 @@ __all__ = [
     "BatchNormAct1d",
     "BatchNormAct2d",
     "BatchNormAct3d",
-    "CommunicationCounters",
     "ProgressiveScope",
     "Scope",
     "ScopePlan",
     "SyncBatchNorm",
     "accumulate",
     "checkpoint_context",
-    "communication_counters",
     "convert",
-    "costs",
-    "detect_non_finite",
-    "empty_batch_like",
     "estimate_running_stats",
-    "exact_graphs",
     "fail_fast",
-    "functional",
     "joined",
     "recommend_scopes",
     "register_conversion",
@@ -60,23 +64,12 @@ __all__ = [
     "to_torch",
 ]
 
-# Names that have moved: where they are now.
-_MOVED = {
-    "Costs": "costs.Costs",
-    "Prediction": "costs.Prediction",
-    "measure_costs": "costs.measure",
-    "predict": "costs.predict",
-}
-
 if not TYPE_CHECKING:  # type checkers know the new names only
 
     def __getattr__(name: str) -> object:
         """Return the object of a name that has moved."""
-        if name not in _MOVED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, _, moved = _MOVED[name].partition(".")
-        return getattr(import_module(f"{__name__}.{module}"), moved)
+        return moved(name)
 
 
-_kernels = _own_groups.register()
-__version__ = _library.version()
+_kernels = groups.register()
+__version__ = ops.version()

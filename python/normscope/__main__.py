@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 import normscope
-from normscope import _library
+from normscope._binding import ops
 from normscope.costs import measurement
 
 
@@ -31,12 +31,12 @@ def _backends() -> list[str]:
 
 
 def _print_installation() -> None:
-    kernels, chosen = _library.available_kernels(), _library.default_kernels()
+    kernels, chosen = ops.available_kernels(), ops.default_kernels()
     print(f"normscope      {normscope.__version__}")
     print(f"torch          {torch.__version__}")
     print(f"python         {platform.python_version()}")
     print(f"kernels        {', '.join(kernels)}; in use: {chosen}")
-    print(f"cuda           {_library.cuda()}")
+    print(f"cuda           {ops.cuda()}")
     print(f"communicators  shared memory (ranks of one host), {', '.join(_backends())}")
 
 

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from normscope import _process_group
-from normscope._forward import evaluate, train
-from normscope._library import ForwardArguments
-from normscope.scope import Scope
+from normscope._binding import groups
+from normscope._binding.ops import ForwardArguments
+from normscope.layers.forward import evaluate, scope_and_group_in_use, train
+from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from normscope.modules import SliceStats
+    from normscope.layers.batch_norm import SliceStats
+
+__all__ = ["batch_norm"]
 
 
 def batch_norm(
@@ -72,11 +74,11 @@ def batch_norm(
         tensor([[-1.],
                 [ 1.]])
     """
-    given = _process_group.name_of(process_group)
+    given = groups.name_of(process_group)
     parsed = Scope(str(scope))
     if not training:
         return evaluate(x, mask, running_mean, running_var, weight, bias, eps)
-    text, group_name = _process_group.scope_and_group_in_use(parsed, given, x)
+    text, group_name = scope_and_group_in_use(parsed, given, x)
     arguments = ForwardArguments(
         weight,
         bias,

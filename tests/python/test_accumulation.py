@@ -90,7 +90,7 @@ def test_outputs_and_gradients_do_not_change() -> None:
 
 
 @pytest.mark.parametrize("slice_stats", ["pooled", "first", "sequential"])
-def test_slices_are_pooled(slice_stats: normscope.modules.SliceStats) -> None:
+def test_slices_are_pooled(slice_stats: normscope.layers.SliceStats) -> None:
     x = torch.randn(8, 3, 5)
     layer = normscope.BatchNorm1d(3, scope="slices:2", slice_stats=slice_stats)
     joined = normscope.BatchNorm1d(3, scope="local")
@@ -166,7 +166,7 @@ def test_compiled_layers_accumulate(exact: bool) -> None:  # noqa: FBT001
     x = torch.randn(6, 3, 4)
     layer, joined = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with normscope.exact_graphs(exact):
+    with normscope.training.exact_graphs(exact):
         compiled(x[:2])
         joined(x[:2])
         for _ in range(2):

@@ -17,7 +17,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 import normscope
-from normscope.activated import Activation
+from normscope.layers import Activation
 
 pytestmark = pytest.mark.on_device
 
@@ -53,12 +53,12 @@ def step_of_rank(activation: Activation, fused: bool) -> tuple[list[torch.Tensor
     act = normscope.BatchNormAct1d(4, activation=activation)
     plain = normscope.BatchNorm1d(4)
     apply = {"relu": functional.relu, "hard_swish": functional.hardswish}
-    before = normscope.communication_counters().calls
+    before = normscope.training.communication_counters().calls
     if fused:
         found = step(act, act, x, residual)
     else:
         found = step(plain, lambda x, r: apply[activation](plain(x) + r), x, residual)
-    return found, normscope.communication_counters().calls - before
+    return found, normscope.training.communication_counters().calls - before
 
 
 @pytest.mark.parametrize("activation", ["relu", "hard_swish"])

@@ -67,10 +67,10 @@ def train_step(kind: str, scope: str) -> tuple[Tensors, int]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(SIZES), 3, 6, 6, generator=generator, dtype=torch.float64)
     x = x[split_of(SIZES, distributed.get_rank())].requires_grad_()
-    before = normscope.communication_counters().calls
+    before = normscope.training.communication_counters().calls
     y = CHECKPOINTS[kind](block, x)
     y.square().sum().backward()
-    calls = normscope.communication_counters().calls - before
+    calls = normscope.training.communication_counters().calls - before
     assert x.grad is not None
     gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
     return {**block.state_dict(), **gradients, "y": y.detach(), "dx": x.grad}, calls
@@ -110,11 +110,11 @@ class Twice(torch.nn.Module):
 def nested_and_repeated() -> tuple[int, list[int], bool]:
     block = Twice()
     x = torch.randn(4, 3, requires_grad=True)
-    before = normscope.communication_counters().calls
+    before = normscope.training.communication_counters().calls
     y = CHECKPOINTS["with context"](block, x)
     [first] = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
     [second] = torch.autograd.grad(y.square().sum(), x)
-    calls = normscope.communication_counters().calls - before
+    calls = normscope.training.communication_counters().calls - before
     layers = (block.outer, block.inner)
     updates = [int(layer.num_batches_tracked or 0) for layer in layers]
     return calls, updates, torch.equal(first, second)

@@ -14,7 +14,7 @@ from rank_pool import RankPool
 from torch import distributed
 
 import normscope
-from normscope import _library
+from normscope._binding import ops
 
 
 def run_module(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,13 +32,13 @@ def test_it_prints_versions_kernels_and_communicators() -> None:
 
     assert normscope.__version__ in output
     assert torch.__version__ in output
-    assert all(name in output for name in _library.available_kernels())
+    assert all(name in output for name in ops.available_kernels())
     assert "shared memory" in output
     assert "gloo" in output
 
 
 def test_it_reports_cuda_as_not_built_if_no_library_contains_a_kernel() -> None:
-    libraries = Path(_library.__file__).parent.glob("*.so*")
+    libraries = Path(normscope.__file__).parent.glob("*.so*")
     has_kernels = any(b"add_tiles_channels_first" in path.read_bytes() for path in libraries)
 
     output = run_module().stdout
@@ -47,7 +47,7 @@ def test_it_reports_cuda_as_not_built_if_no_library_contains_a_kernel() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _library.available_kernels())
+@pytest.mark.parametrize("name", ops.available_kernels())
 def test_the_environment_chooses_the_kernels(name: str) -> None:
     assert f"in use: {name}\n" in run_module(NORMSCOPE_KERNELS=name).stdout
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from normscope import _compiled
+import normscope
+from normscope._binding.load import load
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = Path(_compiled.__file__).parent
+PACKAGE = Path(normscope.__file__).parent
 RELEASE = torch.__version__.partition("+")[0]
 
 
@@ -24,7 +25,7 @@ def package(tmp_path: Path) -> Path:
     package = tmp_path / "normscope"
     package.mkdir()
     for path in PACKAGE.iterdir():
-        if path.suffix == ".py" or ".so" in path.suffixes:
+        if path.name != "torch_version.txt":
             (package / path.name).symlink_to(path)
     return package
 
@@ -56,7 +57,7 @@ def test_another_release_of_torch_is_refused_on_import(package: Path) -> None:
 def test_other_builds_of_the_same_release_are_accepted(package: Path, build: str) -> None:
     (package / "torch_version.txt").write_text(f"{RELEASE}{build}\n")
 
-    _compiled.load(package)
+    load(package)
 
 
 @pytest.mark.parametrize("compiled_with", [RELEASE, None])
@@ -69,7 +70,7 @@ def test_the_error_of_a_library_that_does_not_load_has_both_versions(
     known = compiled_with or "of an unknown release"
 
     with pytest.raises(ImportError) as raised:
-        _compiled.load(tmp_path)
+        load(tmp_path)
 
     text = str(raised.value)
     assert f"compiled with torch {known}, its library does not load into torch {RELEASE}" in text

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import normscope
 from normscope.costs import Costs
 from normscope.costs.measurement import TimedExchange, costs_of, fit
 from normscope.costs.model import (
@@ -194,16 +193,3 @@ def test_messages_of_one_length_determine_one_number() -> None:
 
     assert 2 * latency + 1024 * per_byte == pytest.approx(4)
     assert deviation == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "moved"), [("predict", "predict"), ("measure_costs", "measure"), ("Costs", "Costs")]
-)
-def test_the_names_of_the_last_version_still_work(name: str, moved: str) -> None:
-    assert getattr(normscope, name) is getattr(normscope.costs, moved)
-    assert name not in normscope.__all__
-
-
-def test_other_names_are_unknown() -> None:
-    with pytest.raises(AttributeError, match="module 'normscope' has no attribute 'HostCosts'"):
-        _ = normscope.HostCosts  # type: ignore[attr-defined]

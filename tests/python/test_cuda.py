@@ -20,11 +20,11 @@ from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
 import normscope
-from normscope import _library
-from normscope.modules import SliceStats
+from normscope._binding import ops
+from normscope.layers import SliceStats
 
 DEVICE = os.environ.get("NORMSCOPE_TEST_DEVICE", "cuda")
-HAS_GPU = torch.cuda.is_available() and _library.cuda() == "built"
+HAS_GPU = torch.cuda.is_available() and ops.cuda() == "built"
 
 pytestmark = [
     pytest.mark.cuda,
@@ -335,10 +335,10 @@ def over_nccl() -> str:
     layer = normscope.BatchNorm2d(6, process_group=group).to(DEVICE)
     x = torch.randn(4, 6, 9, 9, device=DEVICE, requires_grad=True)
     layer(x).sum().backward()
-    calls = normscope.communication_counters().calls
+    calls = normscope.training.communication_counters().calls
     with waiting_is_an_error():
         layer(x).sum().backward()
-    assert normscope.communication_counters().calls == calls + 2
+    assert normscope.training.communication_counters().calls == calls + 2
 
     distributed.barrier()
     return "equal"

@@ -11,10 +11,10 @@ import torch
 from replicas import replicas_of, run_replicas
 
 import normscope
-from normscope import _library
+from normscope._binding import ops
 
 DEVICE = os.environ.get("NORMSCOPE_TEST_DEVICE", "cuda")
-HAS_GPU = torch.cuda.is_available() and _library.cuda() == "built"
+HAS_GPU = torch.cuda.is_available() and ops.cuda() == "built"
 
 pytestmark = [
     pytest.mark.cuda,

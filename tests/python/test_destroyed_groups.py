@@ -10,7 +10,7 @@ from rank_pool import RankPool
 from torch import distributed
 
 import normscope
-from normscope import _library
+from normscope._binding import ops
 
 
 def threads_of_gloo() -> int:
@@ -36,7 +36,7 @@ def threads_around_the_end_of_a_program() -> tuple[int, int, int]:
     before = threads_of_gloo()
     normscope.BatchNorm1d(3, scope="group:2")(torch.randn(4, 3))
     with_parts = threads_of_gloo()
-    _library.forget_groups()
+    ops.forget_groups()
     return before, with_parts, threads_of_gloo()
 
 

@@ -12,7 +12,7 @@ from rank_pool import RankPool, connect_ranks, connected_group
 from torch import distributed
 
 import normscope
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
 
 # The time limit of groups in which a rank does not arrive, and the time after which the others must
 # have raised, even on a busy machine.
@@ -227,7 +227,7 @@ def test_ranks_wait_for_a_missing_rank_until_the_group_s_limit(
 
 
 def transport_in_use() -> str:
-    return _library.transport(_process_group.name_in_use(None))
+    return ops.transport(groups.name_in_use(None))
 
 
 def transport_where_ranks_disagree() -> str:

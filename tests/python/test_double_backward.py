@@ -63,13 +63,13 @@ def second_gradients_of_rank(
     if affine:
         layer.load_state_dict({name: step[name] for name in ("weight", "bias")}, strict=False)
     x, dy = step["x"][part].requires_grad_(), step["dy"][part].requires_grad_()
-    before = normscope.communication_counters().calls
+    before = normscope.training.communication_counters().calls
     y = layer(x.contiguous(memory_format=torch.channels_last) if last else x)
     gradients = torch.autograd.grad(y, [x, *layer.parameters()], dy, create_graph=True)
     weights = (step["of_dx"][part], step["of_dweight"][rank], step["of_dbias"][rank])
     of = [dy, x, layer.weight] if affine else [dy, x]
     seen = second_gradients(gradients, weights[: len(gradients)], of)
-    return seen, normscope.communication_counters().calls - before
+    return seen, normscope.training.communication_counters().calls - before
 
 
 def second_gradients_of_torch(
@@ -254,12 +254,12 @@ def gradient_penalty(frozen_rank: int) -> tuple[torch.Tensor, int]:
     step = step_of((4, 3), 2)
     layer = normscope.BatchNorm1d(3, dtype=torch.float64)
     x = step["x"][split_of((2, 2), rank)].requires_grad_(rank != frozen_rank)
-    before = normscope.communication_counters().calls
+    before = normscope.training.communication_counters().calls
     y = layer(x)
     wanted = layer.weight if rank == frozen_rank else x
     [gradient] = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
     gradient.square().sum().backward()
-    calls = normscope.communication_counters().calls - before
+    calls = normscope.training.communication_counters().calls - before
     assert layer.weight.grad is not None
     distributed.all_reduce(layer.weight.grad)
     return layer.weight.grad, calls

@@ -20,10 +20,10 @@ def state_of(layer: torch.nn.Module) -> Tensors:
 def train_step(x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[Tensors, int]:
     layer = normscope.BatchNorm2d(3)
     part = x[split_of(sizes, distributed.get_rank())].requires_grad_()
-    before = normscope.communication_counters()
+    before = normscope.training.communication_counters()
     y = layer(part)
     y.square().sum().backward()
-    calls = normscope.communication_counters().calls - before.calls
+    calls = normscope.training.communication_counters().calls - before.calls
     assert part.grad is not None
     assert layer.weight.grad is not None
     return state_of(layer) | {"y": y.detach(), "dx": part.grad, "dweight": layer.weight.grad}, calls

@@ -10,7 +10,7 @@ from rank_pool import RankPool, split_of
 from torch import distributed
 
 import normscope
-from normscope import _library
+from normscope._binding import ops
 
 pytestmark = pytest.mark.on_device
 
@@ -132,11 +132,11 @@ def test_gloo_gives_the_bits_of_shared_memory(ranks: RankPool, whole: list[Tenso
 
 
 def names_of_kernels() -> list[str]:
-    return _library.available_kernels()
+    return ops.available_kernels()
 
 
 def name_of_default_kernels() -> str:
-    return _library.default_kernels()
+    return ops.default_kernels()
 
 
 # The reference kernels are plain loops over doubles; the others only have to be close to them.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import normscope
-from normscope.flops import fvcore_handles
+from normscope.models import fvcore_handles
 
 
 def network(norm: type[nn.Module], act: type[nn.Module], *, affine: bool = True) -> nn.Module:

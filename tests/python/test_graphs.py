@@ -111,7 +111,7 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: t
     layer = normscope.BatchNorm2d(5, scope="slices:2")
     x = (torch.randn(4, 5, 6, 6) + 30).to(dtype)
 
-    with normscope.exact_graphs():
+    with normscope.training.exact_graphs():
         assert compiled_like_eager(layer, x)
 
 
@@ -153,7 +153,7 @@ def test_elementwise_operations_are_left_to_the_compiler() -> None:
 
 def test_exact_graphs_have_one_op_per_layer_and_a_new_mode_recompiles() -> None:
     net, x = Residual(), torch.randn(2, 3, 5, 5)
-    with normscope.exact_graphs():
+    with normscope.training.exact_graphs():
         forward, backward = ops_of(net, x)
     again, _ = ops_of(net, x)
 
@@ -241,9 +241,9 @@ def steps_on_unequal_ranks(options: dict[str, Any]) -> tuple[int, bool]:
     theirs = copy.deepcopy(net)
     compiled = torch.compile(net, fullgraph=True, **options)
     got, expected = step(net, compiled, x), step(theirs, theirs, x)
-    before = normscope.communication_counters().calls
+    before = normscope.training.communication_counters().calls
     step(net, compiled, x)
-    calls = normscope.communication_counters().calls - before
+    calls = normscope.training.communication_counters().calls - before
     # Convolutions of 72 products and sums over the batch in a different order, with eps 1.2e-7.
     return calls, all(
         torch.allclose(a.float(), b.float(), rtol=0, atol=1e-4 * b.float().abs().amax().item())

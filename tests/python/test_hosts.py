@@ -17,7 +17,7 @@ from rank_pool import split_of
 from torch import distributed, nn
 
 import normscope
-from normscope import _library, _process_group
+from normscope._binding import groups, ops
 
 # A rank stops waiting after LIMIT_SECONDS. Finding out which ranks are missing then takes at most
 # QUESTION_SECONDS.
@@ -137,8 +137,8 @@ def place() -> tuple[str, str, int, str, list[str]]:
     return (
         os.environ["NORMSCOPE_NODE"],
         socket.gethostname(),
-        _library.host_identity(),
-        _library.transport(_process_group.name_in_use(None)),
+        ops.host_identity(),
+        ops.transport(groups.name_in_use(None)),
         processes,
     )
 

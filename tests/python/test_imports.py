@@ -5,26 +5,92 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import torch
+
 import normscope
 
-PACKAGE = Path(normscope.__file__).parent
+ROOT = Path(normscope.__file__).parent
+ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
+
+# Members of every module that torch does not document.
+PRIVATE_MEMBERS = {name for name in vars(torch.nn.Module()) if name.startswith("_")}
 
 
-def imports_of(module: Path) -> set[str]:
-    """Return the modules of the package that one imports, also in functions and for types."""
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {name_of(path): ast.parse(path.read_text()) for path in ROOT.rglob("*.py")}
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Return the modules of normscope that a module imports, also in functions and for types."""
     found = set()
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "normscope":
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("normscope."):
-            found.add(str(node.module).removeprefix("normscope."))
-    return found
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {full if full in TREES else node.module for full in names.values()}
+    return found & TREES.keys()
+
+
+IMPORTS = {name: imports_of(tree) for name, tree in TREES.items()}
+
+
+def package_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def private_names_of_torch(tree: ast.Module) -> set[str]:
+    """Return the private names of torch in a module, but not those that a class inherits."""
+    found, bound = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            bound |= {alias.asname or alias.name for alias in node.names}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            bound |= {alias.name for alias in node.names if alias.name == "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            is_own = text == f"self.{node.attr}"
+            if text.split(".")[0] in bound or (node.attr in PRIVATE_MEMBERS and not is_own):
+                found.add(text)
+    return {name for name in found if any(is_private(part) for part in name.split("."))}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    names = {path.stem for path in PACKAGE.glob("*.py")}
+    assert "normscope._binding.ops" in IMPORTS["normscope.layers.scope"]
+    TopologicalSorter(IMPORTS).prepare()  # raises CycleError
 
-    imports = {name: imports_of(PACKAGE / f"{name}.py") & names for name in names}
 
-    assert "_library" in imports["modules"]
-    TopologicalSorter(imports).prepare()  # raises CycleError
+def test_packages_depend_on_each_other_in_the_order_of_the_architecture() -> None:
+    imports: dict[str, set[str]] = {}
+    for module, names in IMPORTS.items():
+        others = {package_of(name) for name in names} - {package_of(module)}
+        imports.setdefault(package_of(module), set()).update(others)
+    packages = {f"normscope.{path.parent.name}" for path in ROOT.glob("*/__init__.py")}
+
+    in_order = [name for name in TopologicalSorter(imports).static_order() if name in packages]
+
+    arrows = "  <-  ".join(name.removeprefix("normscope.") for name in in_order)
+    assert f"    {arrows}\n" in ARCHITECTURE.read_text()
+
+
+def test_the_names_of_normscope_are_few_and_from_its_packages() -> None:
+    packages = (normscope.layers, normscope.models, normscope.scopes, normscope.training)
+
+    assert len(normscope.__all__) <= 25
+    assert set(normscope.__all__) <= {name for package in packages for name in package.__all__}
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    users = [name for name, tree in TREES.items() if private_names_of_torch(tree)]
+
+    assert users == ["normscope._binding.torch_private"]

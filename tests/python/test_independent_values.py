@@ -10,7 +10,7 @@ from functools import reduce
 import pytest
 import torch
 
-from normscope.independent_values import PartMoments, independent_values
+from normscope.scopes import PartMoments, independent_values
 
 EPS = 1e-5
 BATCHES = 8

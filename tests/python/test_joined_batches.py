@@ -321,7 +321,7 @@ def test_an_empty_batch_has_the_structure_of_the_original(build: Build) -> None:
     x = torch.ones(4, 3, 5, dtype=torch.bfloat16)
     batch = build(x)
 
-    got = normscope.empty_batch_like(batch)
+    got = normscope.training.empty_batch_like(batch)
 
     assert type(got) is type(batch)
     # The repr of an empty tensor contains its size and dtype.
@@ -330,7 +330,7 @@ def test_an_empty_batch_has_the_structure_of_the_original(build: Build) -> None:
 
 
 def test_an_immutable_mapping_can_be_emptied() -> None:
-    got = normscope.empty_batch_like(MappingProxyType({"x": torch.ones(4, 3)}))
+    got = normscope.training.empty_batch_like(MappingProxyType({"x": torch.ones(4, 3)}))
 
     assert isinstance(got, MappingProxyType)
     assert got["x"].shape == (0, 3)
@@ -340,7 +340,7 @@ def test_an_empty_tensor_keeps_its_other_sizes_and_shares_no_memory() -> None:
     x = torch.ones(4, 3, 5, 5, requires_grad=True).to(memory_format=torch.channels_last)
     scale = torch.tensor(2.0)
 
-    empty, kept = normscope.empty_batch_like((x, scale))
+    empty, kept = normscope.training.empty_batch_like((x, scale))
 
     assert empty.shape == (0, 3, 5, 5)
     assert (empty.dtype, empty.device) == (x.dtype, x.device)

@@ -35,7 +35,7 @@ def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
     """Fit a model with Lightning; return its scopes during the fit, and classes and state after."""
     import lightning
 
-    from normscope.lightning import ScopeSync
+    from normscope.models.lightning import ScopeSync
 
     seen = []
 
@@ -110,7 +110,7 @@ def test_patterns_select_layers_by_name(ranks: RankPool, tmp_path: Path) -> None
 
 
 def test_a_malformed_scope_is_refused_at_once() -> None:
-    from normscope.lightning import ScopeSync
+    from normscope.models.lightning import ScopeSync
 
     with pytest.raises(ValueError, match="scope"):
         ScopeSync("slices")

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import normscope
-from normscope.modules import SliceStats
+from normscope.layers import SliceStats
 
 pytestmark = pytest.mark.on_device
 
@@ -68,7 +68,7 @@ def step(layer: _BatchNorm, x: torch.Tensor, **keywords: Any) -> Tensors:  # noq
 
 
 def calls() -> int:
-    return normscope.communication_counters().calls
+    return normscope.training.communication_counters().calls
 
 
 def assert_as_on_rows(got: Tensors, rows: Tensors, mask: torch.Tensor, *, bits: bool) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normscope
-from normscope.activated import Activation
+from normscope.layers import Activation
 
 pytestmark = pytest.mark.on_device
 
@@ -260,7 +260,7 @@ def test_detect_non_finite_ignores_masked_values() -> None:
     layer = normscope.BatchNorm2d(3, scope="slices:2", slice_stats="sequential")
     mask, x = inputs(count=1)
 
-    with normscope.detect_non_finite():
+    with normscope.training.detect_non_finite():
         layer(x, mask=mask)
         before = copy.deepcopy(layer.state_dict())
         x[-1, 0, 0, 0], mask[-1, 0, 0, 0] = float("nan"), True

@@ -12,7 +12,7 @@ from replicas import replicas_of, run_replicas
 from torch import nn
 
 import normscope
-from normscope.modules import SliceStats
+from normscope.layers import SliceStats
 
 pytestmark = pytest.mark.on_device
 

@@ -41,7 +41,7 @@ def test_eval_is_torch_to_the_bit(dim: int, dtype: torch.dtype, keywords: dict[s
 
 def eval_while_the_peer_is_away() -> int:
     """Evaluate on rank 0 only."""
-    calls = normscope.communication_counters().calls
+    calls = normscope.training.communication_counters().calls
     if distributed.get_rank() == 0:
         for tracks in (True, False):
             layer = normscope.BatchNorm2d(3, track_running_stats=tracks).eval()
@@ -49,7 +49,7 @@ def eval_while_the_peer_is_away() -> int:
         for scope in ("local", "slices:2"):
             layer = normscope.BatchNorm2d(3, scope=scope)
             layer(torch.randn(4, 3, 4, 4)).sum().backward()
-    return normscope.communication_counters().calls - calls
+    return normscope.training.communication_counters().calls - calls
 
 
 def test_eval_and_scopes_within_a_rank_do_not_wait(ranks: RankPool) -> None:
@@ -59,10 +59,10 @@ def test_eval_and_scopes_within_a_rank_do_not_wait(ranks: RankPool) -> None:
 def calls_of_a_step() -> tuple[int, torch.Tensor]:
     torch.manual_seed(0)
     layer = normscope.BatchNorm2d(3)
-    before = normscope.communication_counters()
+    before = normscope.training.communication_counters()
     y = layer(torch.randn(4, 3, 5, 5))
     y.sum().backward()
-    return normscope.communication_counters().calls - before.calls, y.detach()
+    return normscope.training.communication_counters().calls - before.calls, y.detach()
 
 
 @pytest.mark.parametrize("transport", ["1", "0"])
@@ -80,9 +80,9 @@ def test_a_world_of_one_sends_nothing_unless_forced(ranks: RankPool, transport: 
 
 def bytes_of_a_step() -> int:
     layer = normscope.BatchNorm2d(3)
-    before = normscope.communication_counters()
+    before = normscope.training.communication_counters()
     layer(torch.randn(2, 3, 4, 4)).sum().backward()
-    after = normscope.communication_counters()
+    after = normscope.training.communication_counters()
     assert after.seconds > before.seconds
     return after.bytes - before.bytes
 

@@ -50,7 +50,7 @@ def steps(where: str, value: float, scope: str) -> tuple[str, bool, str]:
     assert isinstance(weight, torch.Tensor)
     assert weight.grad is not None
     gradient = weight.grad.clone()
-    with normscope.detect_non_finite():
+    with normscope.training.detect_non_finite():
         if where == "x":
             message = error_of(lambda: net(with_bad(value)))
         else:
@@ -96,7 +96,7 @@ def differentiate_twice() -> tuple[str, str]:
         [dx] = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
         dx.backward(grad_dx)
 
-    with normscope.detect_non_finite():
+    with normscope.training.detect_non_finite():
         message = error_of(lambda: step(with_bad(float("nan"))))
         assert x.grad is None
         return message, error_of(lambda: step(torch.randn(4, 2)))
@@ -120,24 +120,27 @@ def test_a_single_rank_raises_too(scope: str) -> None:
     x = torch.randn(4, 2)
     x[0, 1] = float("nan")
 
-    with normscope.detect_non_finite(), pytest.raises(RuntimeError, match="got 1 non-finite"):
+    with (
+        normscope.training.detect_non_finite(),
+        pytest.raises(RuntimeError, match="got 1 non-finite"),
+    ):
         net(x)
 
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert net(x).isnan().any()  # off again
     net.eval()
-    with normscope.detect_non_finite():
+    with normscope.training.detect_non_finite():
         net(x)
 
 
 def test_finite_values_are_no_error_however_large() -> None:
-    with normscope.detect_non_finite():
+    with normscope.training.detect_non_finite():
         network("local")(torch.full((4, 2), 3e38))
 
 
 def rank_1_does_not_look() -> str:
     net = network("world")
-    with normscope.detect_non_finite(distributed.get_rank() != 1):
+    with normscope.training.detect_non_finite(distributed.get_rank() != 1):
         return error_of(lambda: net(torch.randn(4, 2)))
 
 

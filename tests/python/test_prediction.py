@@ -10,7 +10,8 @@ from rank_pool import RankPool
 from torch import distributed, nn
 
 import normscope
-from normscope import Scope, _library
+from normscope import Scope
+from normscope._binding import ops
 from normscope.costs import Costs, LayerPrediction, predict
 from normscope.costs.model import exchange_seconds
 from normscope.costs.prediction import Division, division_of
@@ -42,7 +43,7 @@ def test_scopes_divide_hosts_that_need_not_exist_like_real_ranks(ranks: RankPool
     got = ranks.run(RANKS, _members_by_scope)
 
     for scope in SCOPES:
-        _, leaders = _library.divide_ranks(scope, SAMPLES, HOST_OF_RANK)
+        _, leaders = ops.divide_ranks(scope, SAMPLES, HOST_OF_RANK)
         for rank in range(RANKS):
             members = {other for other in range(RANKS) if leaders[other] == leaders[rank]}
             assert got[rank][scope] == members, (scope, rank)
@@ -127,9 +128,9 @@ def _counted_by_scope() -> dict[str, tuple[int, int]]:
             network = normscope.convert(nn.Sequential(*layers), scope)
             x = torch.randn(SAMPLES, 3, VALUES)
             network(x)  # the ranks agree on scopes at the first use
-            before = normscope.communication_counters()
+            before = normscope.training.communication_counters()
             network(x).sum().backward()
-            after = normscope.communication_counters()
+            after = normscope.training.communication_counters()
             counted[scope] = (after.calls - before.calls, after.bytes - before.bytes)
     return counted
 

@@ -17,7 +17,7 @@ from noisy_network import BATCHES, noise_batches, small_network
 from torch import nn
 
 import normscope
-from normscope.independent_values import PartMoments, independent_values
+from normscope.scopes import PartMoments, independent_values
 
 EPS = 1e-5
 

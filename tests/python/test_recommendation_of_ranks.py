@@ -65,10 +65,10 @@ def _bytes_of_step() -> tuple[int, int]:
     plan = normscope.recommend_scopes(network, shares, 24)
     plan.apply(network)
     network(shares[0])  # the ranks agree on scopes when they are first used
-    before = normscope.communication_counters().bytes
+    before = normscope.training.communication_counters().bytes
     network(shares[0]).sum().backward()
     assert plan.exchanges_per_step == 2
-    return normscope.communication_counters().bytes - before, plan.bytes_per_step
+    return normscope.training.communication_counters().bytes - before, plan.bytes_per_step
 
 
 def _error_of(call: Callable[[], object]) -> str:

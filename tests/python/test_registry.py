@@ -146,7 +146,12 @@ class Scoped2d(Layer2d, normscope.BatchNorm2d):
         (Layer2d, normscope.BatchNorm1d, TypeError, r"normscope\.BatchNorm2d .*\.BatchNorm1d$"),
         (Layer2d, None, TypeError, "scoped_class: .*, got None"),
         (Scaled, normscope.BatchNorm2d, ValueError, "got .*Scaled, which is registered for .*Scop"),
-        (nn.BatchNorm2d, Scoped2d, ValueError, r"registered for normscope\.modules\.BatchNorm2d"),
+        (
+            nn.BatchNorm2d,
+            Scoped2d,
+            ValueError,
+            r"registered for normscope\.layers\.batch_norm\.BatchNorm2d",
+        ),
     ],
 )
 def test_classes_that_cannot_be_registered_are_refused(

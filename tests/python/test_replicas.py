@@ -187,7 +187,7 @@ def test_a_replica_that_fails_ends_the_forward_of_the_others() -> None:
     outputs = run_replicas([ours, lambda x: other(nn.Linear(4, 3)(x))], [torch.randn(2, 3)] * 2)
     first, second = errors_of(outputs)
     assert "mat1 and mat2 shapes cannot be multiplied" in second
-    assert "replicas 1 did not come to it: they have failed" in first
+    assert "replicas 1 did not call it: they have failed" in first
     assert time.monotonic() - start < 20
 
 

@@ -148,10 +148,10 @@ def test_a_norm_batch_that_fits_twice_is_slices(ranks: RankPool, size: int) -> N
 def calls_with_an_uneven_first_batch(first: tuple[int, ...]) -> list[int]:
     """Return the exchanges under norm_batch:4 with a first batch, then with batches of 4."""
     layer = normscope.BatchNorm1d(2, scope="norm_batch:4")
-    calls = [normscope.communication_counters().calls]
+    calls = [normscope.training.communication_counters().calls]
     for samples in (first[distributed.get_rank()], 4, 4):
         layer(torch.randn(samples, 2))
-        calls.append(normscope.communication_counters().calls)
+        calls.append(normscope.training.communication_counters().calls)
     return [after - before for before, after in pairwise(calls)]
 
 
@@ -204,9 +204,9 @@ def calls_of_steps(scopes: list[str]) -> list[int]:
     layers = [normscope.BatchNorm1d(2, scope=scope) for scope in scopes]
     calls = []
     for layer in layers:
-        before = normscope.communication_counters().calls
+        before = normscope.training.communication_counters().calls
         layer(torch.randn(4, 2)).sum().backward()
-        calls.append(normscope.communication_counters().calls - before)
+        calls.append(normscope.training.communication_counters().calls - before)
     return calls
 
 

@@ -46,7 +46,7 @@ def step(layer: torch.nn.Module, x: torch.Tensor) -> Tensors:
 
 
 def calls() -> int:
-    return normscope.communication_counters().calls
+    return normscope.training.communication_counters().calls
 
 
 def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import normscope
-from normscope.modules import SliceStats
+from normscope.layers import SliceStats
 
 pytestmark = pytest.mark.on_device
 

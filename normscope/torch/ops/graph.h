@@ -17,7 +17,7 @@ namespace normscope::binding {
 //
 // Ranks must meet in the same order, however a compiler reorders the graph. Every exchange is
 // therefore between two calls of keep_order, which compilers keep in order and never repeat
-// (_library.py tells them). That op takes only small tensors, because the arguments of such ops may
+// (ops.py tells them). That op takes only small tensors, because the arguments of such ops may
 // come in any layout.
 
 // Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.

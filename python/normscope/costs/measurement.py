@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from normscope import _library
-from normscope._process_group import gather
+from normscope._binding import ops
+from normscope._binding.groups import gather
 from normscope.costs.model import TERMS, Costs, Terms, call_terms
-from normscope.counters import communication_counters
+from normscope.training.counters import communication_counters
 
 # Approximate bytes of the messages, for 12 to 13 000 channels. The last ones are longer than a slot
 # of shared memory.
@@ -86,7 +86,7 @@ def measure(*, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Costs:
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     by_host: dict[int, list[int]] = {}
-    for rank, host in enumerate(gather(_library.host_identity())):
+    for rank, host in enumerate(gather(ops.host_identity())):
         by_host.setdefault(host, []).append(rank)
     fullest = max(by_host.values(), key=len)
     leaders = [ranks[0] for ranks in by_host.values()]
@@ -185,7 +185,7 @@ def _median_times(group: str, ranks: int, sizes: Sequence[int], rounds: int) -> 
         # The ranks meet, and memory is touched for the first time.
         _seconds_of_exchange(group, numbers, _CALLS_BEFORE)
         estimate = _seconds_of_exchange(group, numbers, _CALLS_BEFORE)
-        slowest = _library.gather(
+        slowest = ops.gather(
             torch.tensor([estimate], dtype=torch.float64), group, "measure, calls"
         ).max()
         calls.append(min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_SECONDS / slowest.item()))))
@@ -202,10 +202,10 @@ def _median_times(group: str, ranks: int, sizes: Sequence[int], rounds: int) -> 
 def _seconds_of_exchange(group: str, own: torch.Tensor, calls: int) -> float:
     """Return the mean seconds of consecutive exchanges in a group, without Python's overhead."""
     name = f"measure {len(own)}"
-    _library.gather(own, group, name)  # the first frame has the length of earlier messages
+    ops.gather(own, group, name)  # the first frame has the length of earlier messages
     before = communication_counters()
     for _ in range(calls):
-        _library.gather(own, group, name)
+        ops.gather(own, group, name)
     return (communication_counters().seconds - before.seconds) / calls
 
 

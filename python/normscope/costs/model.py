@@ -26,7 +26,7 @@ _LENGTH_BYTES = 16
 # A latency in seconds and seconds per byte; or the factors with which they enter a time.
 Terms = tuple[float, float]
 
-# What has these two numbers, as tables call it, and where it can be measured.
+# Each parameter of a cost: its name in tables, and the machines on which it can be measured.
 _LEVELS = {
     "shared_memory": ("shared memory, each further rank", "several ranks on a host"),
     "message": ("message between hosts", "two hosts or more"),
@@ -43,8 +43,7 @@ class Costs:
     measured: because there was only one rank on each host, or only one host.
 
     Args:
-        shared_memory: What each rank of a host but the first adds to an exchange through shared
-            memory.
+        shared_memory: Cost of each further rank of a host in an exchange through shared memory.
         message: Cost of a message that the process group's backend sends to another host.
         call: Cost of an all-reduce of the backend in addition to its messages, for example for
             copying.

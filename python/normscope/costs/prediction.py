@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from normscope import _library
-from normscope._layers import named_layers
+from normscope._binding import ops
 from normscope.costs.model import Costs, exchange_seconds
-from normscope.modules import BatchNorm
-from normscope.scope import Scope
-from normscope.scope_plan import ScopePlan
+from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.scope import Scope
+from normscope.models.selection import named_layers
+from normscope.scopes.plan import ScopePlan
 
 Layers = ScopePlan | torch.nn.Module | Iterable[tuple[str, int, str | Scope]]
 
@@ -152,7 +152,7 @@ def predict(
                 divisions[scope] = division_of(scope, host_of_rank, samples)
         except ValueError as error:
             raise ValueError(f"{name or 'model'}: {error}") from error
-        division, size = divisions[scope], _library.message_bytes(channels)
+        division, size = divisions[scope], ops.message_bytes(channels)
         seconds = [
             exchange_seconds(size, *group, costs, division.sharing) for group in division.groups
         ]
@@ -213,7 +213,7 @@ def division_of(scope: Scope, host_of_rank: list[int], samples: int | None) -> D
             f"samples: expected the samples per rank and step, since a layer has scope {scope}, "
             "got None"
         )
-    resolved, leaders = _library.divide_ranks(scope.text, samples or 0, host_of_rank)
+    resolved, leaders = ops.divide_ranks(scope.text, samples or 0, host_of_rank)
     groups: dict[int, list[int]] = {}
     on_hosts = Counter(zip(leaders, host_of_rank, strict=True))
     for (leader, _), ranks in on_hosts.items():

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups by name: a layer that held the group itself could not be copied or pickled."""
+
+import atexit
+import os
+import weakref
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from normscope._binding import ops
+from normscope._binding.torch_private import (
+    new_process_group,
+    process_group_named,
+    process_groups,
+)
+
+NONE = ""
+
+Value = TypeVar("Value")
+
+_unnamed_layers: "weakref.WeakKeyDictionary[distributed.ProcessGroup | None, int]"
+_unnamed_layers = weakref.WeakKeyDictionary()
+
+_watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()
+
+# Backends written in Python cannot be shut down any later.
+atexit.register(ops.forget_groups)
+
+
+def _watch(group: "distributed.ProcessGroup") -> None:
+    """Make the library forget the group when destroy_process_group() releases it."""
+    if group in _watched:
+        return
+    _watched.add(group)
+    weakref.finalize(group, ops.forget_destroyed_groups).atexit = False
+
+
+def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None:
+    """Return the name of a group, which a layer stores; None stands for the default group.
+
+    Raises:
+        ValueError: If this process is not a rank of the group, or a mesh has several dimensions.
+    """
+    if group is None:
+        return None
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                "process_group: expected a mesh of one dimension, or one dimension of a mesh, as "
+                f'mesh["dp"], got one of {group.ndim}'
+            )
+        group = group.get_group()
+    # new_group returns something else on ranks that are not in the group.
+    if not isinstance(group, distributed.ProcessGroup):
+        raise ValueError("process_group: expected a group that this rank is in, got another")
+    _watch(group)
+    return group.group_name
+
+
+def named(name: str | None) -> "distributed.ProcessGroup | None":
+    """Return the group with the given name; None stands for the default group."""
+    if name is None:
+        return None
+    return process_group_named(name)
+
+
+def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGroup | None":
+    """Return the given group, or else the default group if it is initialized."""
+    if group is None and distributed.is_available() and distributed.is_initialized():
+        return distributed.group.WORLD
+    return group
+
+
+def _know_all() -> None:
+    """Tell the library the groups of this process; a forked process only has copies of them."""
+    if distributed.is_available() and distributed.is_initialized():
+        for group in process_groups():
+            ops.know_process_group(group.group_name)
+
+
+os.register_at_fork(before=_know_all)
+
+
+def size_of(group: "distributed.ProcessGroup | None") -> int:
+    """Return the number of ranks of the group in use, or 1 if there is none."""
+    group = in_use(group)
+    return 1 if group is None else group.size()
+
+
+# A graph of torch.compile contains the name, not the lookup.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def name_in_use(name: str | None) -> str:
+    """Return the name of the group to use now: the given one, or the default group's, or ""."""
+    if name is not None:
+        return name
+    default = in_use(None)
+    if default is None:
+        return NONE
+    _watch(default)
+    return default.group_name
+
+
+# Runs outside the graph; the result becomes a constant of the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def name_of_layer(group_name: str) -> str:
+    """Return a name for a layer without one, at its first exchange in a group.
+
+    Layers are numbered in the order of their first use in the group, which is the same on all
+    ranks. The order of construction may differ, and so may the other layers of a rank.
+    """
+    try:
+        group = named(group_name)
+    except Exception:
+        return ""  # the op raises the error
+    number = _unnamed_layers.get(group, 0) + 1
+    _unnamed_layers[group] = number
+    return f"unnamed layer {number}"
+
+
+def gather(own: Value) -> list[Value]:
+    """Gather a value from each rank of the default group, in rank order."""
+    values: list[Value | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, own)
+    return [value for value in values if value is not None]
+
+
+# Groups for normscope's own messages, which the C++ library asks for.
+
+
+def _backend_for_the_host(group: "distributed.ProcessGroup") -> str:
+    names = distributed.Backend(distributed.get_backend_config(group))
+    config = distributed.distributed_c10d.BackendConfig(names)
+    return str(config.get_device_backend_map()["cpu"])
+
+
+def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
+    """Make a group of some ranks of ``parent``, with the backend that it uses for CPU tensors.
+
+    Returns:
+        The empty string, or the reason why the group could not be made.
+    """
+    try:
+        group = named(parent)
+        assert group is not None
+        of_parent = distributed.get_process_group_ranks(group)
+        new_process_group(
+            name,
+            _backend_for_the_host(group),
+            [of_parent[rank] for rank in ranks],
+            ranks.index(group.rank()),
+            timedelta(seconds=seconds),
+        )
+    except Exception as error:  # whatever a backend raises
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def close(name: str) -> None:
+    """Destroy a group made by ``make``; ranks that wait in it raise."""
+    try:
+        group = named(name)
+    except Exception:  # already destroyed, together with all others
+        return
+    distributed.destroy_process_group(group)
+
+
+def check_signals() -> None:
+    """Do nothing: calling any Python function in the main thread runs pending signal handlers."""
+
+
+def register() -> torch.library.Library:
+    """Register these functions with the C++ library for the lifetime of the returned object."""
+    kernels = torch.library.Library("normscope", "IMPL")
+    kernels.impl("make_process_group", make, "CompositeExplicitAutograd")
+    kernels.impl("close_process_group", close, "CompositeExplicitAutograd")
+    kernels.impl("check_signals", check_signals, "CompositeExplicitAutograd")
+    return kernels

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of the C++ library, with types."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+
+from normscope._binding.torch_private import (
+    ORDERED,
+    DistError,
+    current_graph_task_id,
+    interpreter_stack,
+    register_effectful_op,
+)
+
+_ops = torch.ops.normscope
+
+batch_norm_forward = _ops.batch_norm_forward.default
+batch_norm_act_forward = _ops.batch_norm_act_forward.default
+set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
+gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
+part_moments = cast("Callable[[torch.Tensor, int], torch.Tensor]", _ops.part_moments.default)
+independent_values = cast(
+    "Callable[[torch.Tensor, int, float], list[float]]", _ops.independent_values.default
+)
+choose_scope = cast(
+    "Callable[[str, list[torch.Tensor], float, float, list[int]], "
+    "tuple[int, list[str], list[int], torch.Tensor]]",
+    _ops.choose_scope.default,
+)
+fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
+fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)
+status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)
+batch_norm_with_statistics = cast(
+    "Callable[..., torch.Tensor]", _ops.batch_norm_with_statistics.default
+)
+batch_norm_moments = cast("Callable[[torch.Tensor], torch.Tensor]", _ops.batch_norm_moments.default)
+batch_norm_finalize = cast("Callable[..., torch.Tensor]", _ops.batch_norm_finalize.default)
+batch_norm_part_gradient_sums = cast(
+    "Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]",
+    _ops.batch_norm_part_gradient_sums.default,
+)
+batch_norm_part_input_gradient = cast(
+    "Callable[..., torch.Tensor]", _ops.batch_norm_part_input_gradient.default
+)
+canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
+resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
+divide_ranks = cast(
+    "Callable[[str, int, list[int]], tuple[str, list[int]]]", _ops.divide_ranks.default
+)
+gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.default)
+available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
+default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
+cuda = cast("Callable[[], str]", _ops.cuda.default)
+transport = cast("Callable[[str], str]", _ops.transport.default)
+forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
+forget_groups = cast("Callable[[], None]", _ops.forget_groups.default)
+know_process_group = cast("Callable[[str], None]", _ops.know_process_group.default)
+communication_counters = cast(
+    "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
+)
+message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
+host_identity = cast("Callable[[], int]", _ops.host_identity.default)
+version = cast("Callable[[], str]", _ops.version.default)
+
+# Ranks exchange in these ops, or between two calls of keep_order. Compilers must keep the calls in
+# program order and repeat none.
+for _op in (
+    _ops.keep_order,
+    _ops.batch_norm_backward,
+    _ops.batch_norm_act_backward,
+    _ops.batch_norm_double_backward,
+):
+    register_effectful_op(_op.default, ORDERED)
+
+# Whether each layer in a compiled graph is a single op; see normscope.training.exact_graphs.
+exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
+
+
+class ForwardArguments(NamedTuple):
+    """The arguments of a training forward after x, in the order of the op.
+
+    Args:
+        weight: [C].
+        bias: [C].
+        running_mean: [C]; updated, as are the next two. None for none.
+        running_var: [C].
+        num_batches_tracked: The number of updates.
+        momentum: Weight of the new statistics in the running ones; None for a cumulative average.
+        eps: Added to the variance.
+        dims: The numbers of dimensions that x may have; () for any.
+        slice_stats: How slices update the running statistics.
+        scope: Who shares statistics.
+        group: The name of the process group; "" for none.
+        layer: The layer's name, used in errors; "" for none.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+    momentum: float | None
+    eps: float
+    dims: tuple[int, ...]
+    slice_stats: str
+    scope: str
+    group: str
+    layer: str
+
+    def without_running(self) -> ForwardArguments:
+        """Return the same arguments without running statistics."""
+        return self._replace(running_mean=None, running_var=None, num_batches_tracked=None)
+
+
+def batch_norm(
+    x: torch.Tensor, arguments: ForwardArguments, accumulated: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Call the training op; if the arguments do not reach it, tell the other ranks.
+
+    Args:
+        x: [N, C, *].
+        arguments: As for the op.
+        accumulated: The moments of the norm batch are added to these; None for none.
+    """
+    y: torch.Tensor
+    try:
+        if torch.compiler.is_compiling():
+            y, _ = batch_norm_forward(
+                x, *arguments, accumulated=accumulated, decompose=not exact_graphs
+            )
+        elif accumulated is None:  # an argument that is not needed takes time, too
+            y, _ = batch_norm_forward(x, *arguments)
+        else:
+            y, _ = batch_norm_forward(x, *arguments, accumulated=accumulated)
+    except (RuntimeError, TypeError) as error:
+        # Only these: checkpointing ends a recomputation with an exception of its own.
+        tell_peers(error, arguments.scope, arguments.group)
+        _name_transforms(error)
+        raise
+    return y
+
+
+def batch_norm_act(
+    activation: str,
+    negative_slope: float,
+    residual: torch.Tensor | None,
+    x: torch.Tensor,
+    arguments: ForwardArguments,
+    accumulated: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Call the training op with an activation, in the same way as :func:`batch_norm`.
+
+    Args:
+        activation: As for the op.
+        negative_slope: As for the op.
+        residual: As for the op.
+        x: As for :func:`batch_norm`.
+        arguments: As for :func:`batch_norm`.
+        accumulated: As for :func:`batch_norm`.
+    """
+    y: torch.Tensor
+    ending = (activation, negative_slope, residual)
+    try:
+        if accumulated is None:
+            y, _ = batch_norm_act_forward(*ending, x, *arguments)
+        else:
+            y, _ = batch_norm_act_forward(*ending, x, *arguments, accumulated=accumulated)
+    except (RuntimeError, TypeError) as error:
+        tell_peers(error, arguments.scope, arguments.group)
+        _name_transforms(error)
+        raise
+    return y
+
+
+def recomputes() -> bool:
+    """Return whether a backward is running, as in checkpointing; it updates no statistics."""
+    return current_graph_task_id() >= 0
+
+
+def no_moments(channels: int, device: torch.device) -> torch.Tensor:
+    """Return the moments of no elements, to which others can be added."""
+    size = message_bytes(channels) // torch.float64.itemsize
+    return torch.zeros(size, dtype=torch.float64, device=device)
+
+
+def tell_peers(error: Exception, scope: str, group: str) -> None:
+    """Tell the other ranks that the arguments of this rank did not reach the op."""
+    # The library's own errors have already told them.
+    if group and not isinstance(error, DistError):
+        fail_exchange(scope, group, f"{type(error).__name__}: {error}")
+
+
+def transforms() -> list[str]:
+    """Return the torch.func transforms around the current call, outermost first."""
+    stack = interpreter_stack() or []
+    return [interpreter.key().name.lower() for interpreter in stack]
+
+
+def _name_transforms(error: Exception) -> None:
+    """Raise an error that names the torch.func transforms around the call, if there are any."""
+    unknown = isinstance(error, (DistError, NotImplementedError, TypeError))
+    if unknown or torch.compiler.is_compiling() or not transforms():
+        return
+    raise RuntimeError(
+        "normscope.batch_norm: expected no transform of torch.func around a layer in training, got "
+        f"{', '.join(transforms())}; use torch.autograd.grad or torch.autograd.functional in place "
+        "of grad, vjp and jacrev, a loop in place of vmap, or eval()"
+    ) from error

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of torch that normscope uses, with the reason beside each.
+
+torch may change these names in any release. Private members that a class inherits from torch's are
+not listed here if the class itself uses or overrides them: ``self._parameters`` of a layer, or its
+``_check_input_dim``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch._higher_order_ops import effects
+from torch.nn.modules import batchnorm
+from torch.utils import _python_dispatch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Errors.
+
+# torch.distributed.DistError, which not every build of torch has.
+DistError: type[Exception] = torch._C._DistError
+
+# Layers.
+
+# The base of every batch normalization of torch.nn; no public class is.
+TorchBatchNorm = batchnorm._BatchNorm
+
+# The base of torch's lazy batch normalization, whose first call takes no mask.
+LazyTorchBatchNorm = batchnorm._LazyNormBase
+
+# Hooks that torch.nn.modules.module registers for all modules; nothing public lists them.
+has_any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+
+# Nothing public says whether a module has hooks.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a forward or backward hook is registered on the module."""
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the module's own dict of its children.
+
+    named_children() leaves out a child that occurs twice, and setting an attribute calls code of
+    the module.
+    """
+    return module._modules
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the module's own dict of its buffers.
+
+    named_buffers() leaves out a buffer that occurs twice, and setting an attribute calls code of
+    the module.
+    """
+    return module._buffers
+
+
+# Ops.
+
+# Compilers then keep the calls of an op in program order. torch.library has nothing for it.
+register_effectful_op = effects._register_effectful_op
+ORDERED = effects._EffectType.ORDERED
+
+# The number of the backward that runs; -1 outside of one. torch.autograd does not tell.
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# The transforms of torch.func around the current call. torch.func does not tell.
+interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
+
+# Sees every op of a block. torch documents this class, but has it in a private module.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+
+def argument_names(op: Any) -> list[str]:  # noqa: ANN401 - torch._ops.OpOverload
+    """Return the names of the arguments of an op; its signature is nowhere else."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+# Process groups. torch.distributed may be missing, hence functions.
+
+
+def process_group_named(name: str) -> ProcessGroup:
+    """Return the group with a name. Layers store names, which torch only looks up in private."""
+    return distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
+def process_groups() -> list[ProcessGroup]:
+    """Return all groups of this process, of which torch has no public list."""
+    return list(distributed.distributed_c10d._world.pg_names)
+
+
+def new_process_group(
+    name: str, backend: str, world_ranks: list[int], own_rank: int, limit: timedelta
+) -> None:
+    """Do what ``torch.distributed.new_group`` does, called by the ranks of the new group only.
+
+    new_group names a group after the number of groups in the process, which may differ between
+    ranks. Here the name is an argument.
+    """
+    c10d = distributed.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(world_ranks),
+        own_rank,
+        world_ranks,
+        distributed.Backend(backend),
+        c10d._get_default_store(),
+        name,  # type: ignore[arg-type]
+        timeout=limit,
+        group_desc="normscope",
+    )
+    c10d._world.pg_group_ranks[group] = {
+        of_world: rank for rank, of_world in enumerate(world_ranks)
+    }

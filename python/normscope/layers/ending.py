@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ending of a layer, after its normalization: nothing, or an addition and an activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from normscope._binding import ops
+from normscope._binding.ops import ForwardArguments
+from normscope.layers.masks import Residual, Rows, broadcast, filled
+
+Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
+
+
+class Ending:
+    """Nothing."""
+
+    def train(
+        self,
+        x: torch.Tensor,
+        arguments: ForwardArguments,
+        accumulated: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Normalize ``x`` as :func:`normscope._binding.ops.batch_norm`, and apply the ending."""
+        return ops.batch_norm(x, arguments, accumulated)
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """Apply the ending to ``y``, the output of the normalization."""
+        return y
+
+    def filled(self, x: torch.Tensor, mask: torch.Tensor) -> Ending:
+        """Return the ending for the output for ``x`` with zeros in the masked positions."""
+        return self
+
+    def of_rows(self, rows: Rows, x: torch.Tensor) -> Ending:
+        """Return the ending for the output for the rows of ``x``."""
+        return self
+
+    def split(self, sizes: list[int]) -> list[Ending]:
+        """Return the ending for each part of the rows."""
+        return [self] * len(sizes)
+
+
+NOTHING = Ending()
+
+
+@dataclass(slots=True)
+class Activated(Ending):
+    """The addition of a residual, and an activation.
+
+    Args:
+        activation: The name of the activation.
+        negative_slope: Slope of ``leaky_relu``.
+        residual: Added before the activation; None for nothing.
+    """
+
+    activation: Activation
+    negative_slope: float
+    residual: Residual = None
+
+    def train(
+        self,
+        x: torch.Tensor,
+        arguments: ForwardArguments,
+        accumulated: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Use the op that does all of it, or else do one after the other."""
+        if not self._is_one_op(x):
+            return self.finish(ops.batch_norm(x, arguments, accumulated))
+        assert not isinstance(self.residual, float)
+        return ops.batch_norm_act(
+            self.activation, self.negative_slope, self.residual, x, arguments, accumulated
+        )
+
+    def _is_one_op(self, x: torch.Tensor) -> bool:
+        if torch.compiler.is_compiling():
+            return False  # the compiler fuses by itself
+        residual = self.residual
+        if residual is None:
+            return True
+        rises = self.activation in ("relu", "relu6") or (
+            self.activation == "leaky_relu" and self.negative_slope >= 0
+        )
+        return (
+            rises
+            and isinstance(residual, torch.Tensor)
+            and residual.shape == x.shape
+            and residual.dtype == x.dtype
+            and residual.device == x.device
+        )
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """Add the residual and activate."""
+        if self.residual is not None:
+            y = y + self.residual
+        if self.activation == "relu":
+            return functional.relu(y)
+        if self.activation == "relu6":
+            return functional.relu6(y)
+        if self.activation == "leaky_relu":
+            return functional.leaky_relu(y, self.negative_slope)
+        if self.activation == "silu":
+            return functional.silu(y)
+        assert self.activation == "hard_swish"
+        return functional.hardswish(y)
+
+    def filled(self, x: torch.Tensor, mask: torch.Tensor) -> Activated:
+        """Return the same with zeros in the residual."""
+        residual = self.residual
+        if isinstance(residual, torch.Tensor):
+            residual = filled(broadcast(residual, x), mask)
+        return self._with(residual)
+
+    def of_rows(self, rows: Rows, x: torch.Tensor) -> Activated:
+        """Return the same with the rows of the residual."""
+        return self._with(rows.take_residual(self.residual, x))
+
+    def split(self, sizes: list[int]) -> list[Ending]:
+        """Return the same with each part of the residual's rows."""
+        if not isinstance(self.residual, torch.Tensor):
+            return [self] * len(sizes)
+        return [self._with(part) for part in self.residual.split(sizes)]
+
+    def _with(self, residual: Residual) -> Activated:
+        return Activated(self.activation, self.negative_slope, residual)

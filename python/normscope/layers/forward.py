@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of layers and functions, in training and in evaluation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from normscope._binding import groups, ops
+from normscope._binding.ops import ForwardArguments
+from normscope.layers import masked_forward
+from normscope.layers.ending import NOTHING, Ending
+from normscope.layers.scope import Scope
+
+
+def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> tuple[str, str]:
+    """Return the scope and the group for training on ``x`` [N, ...].
+
+    The ranks agree on the scope when it is first used.
+    """
+    group_name: str = groups.name_in_use(name)
+    if not scope.depends_on_samples or x.dim() == 0:
+        return scope.text, group_name
+    samples = len(range(x.shape[0]))  # an int, even if the batch size is symbolic in a trace
+    return _scope_of_samples(scope.text, group_name, samples), group_name
+
+
+# Runs outside the graph too: the number of slices is a constant of the graph.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
+    return ops.resolve_scope(text, group_name, samples)
+
+
+def evaluate(
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    ending: Ending = NOTHING,
+) -> torch.Tensor:
+    """Normalize with running statistics, or with those of ``x`` if there are none."""
+    if mask is not None:
+        return masked_forward.evaluate(
+            x, mask, running_mean, running_var, weight, bias, eps, ending
+        )
+    has_none = running_mean is None and running_var is None
+    y = functional.batch_norm(x, running_mean, running_var, weight, bias, has_none, eps=eps)
+    return ending.finish(y)
+
+
+class Counter(Protocol):
+    """Counts the elements in its running statistics; None if their number is unknown."""
+
+    elements_seen: int | None
+
+
+def train(
+    counter: Counter | None,
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    arguments: ForwardArguments,
+    ending: Ending = NOTHING,
+    accumulated: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Normalize with the statistics of the norm batch.
+
+    Args:
+        counter: Counts the elements; None for nothing.
+        x: [N, C, *].
+        mask: As for a layer.
+        arguments: As for the op.
+        ending: Applied after the normalization.
+        accumulated: As for the op.
+    """
+    if mask is None:
+        y = ending.train(x, arguments, accumulated)
+    else:
+        y, x = masked_forward.train(x, mask, arguments, ending, accumulated)
+    if counter is not None:
+        _count(counter, x)
+    return y
+
+
+def _count(counter: Counter, x: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():
+        counter.elements_seen = None  # a count in the graph would cause recompilation each step
+    elif counter.elements_seen is not None and not ops.recomputes():
+        # The assignment of torch.nn.Module takes microseconds.
+        object.__setattr__(counter, "elements_seen", counter.elements_seen + x.numel())
+
+
+def add_to_count(counter: Counter, elements: int | None) -> None:
+    """Count elements that were normalized elsewhere; None if their number is unknown."""
+    seen = counter.elements_seen
+    counter.elements_seen = None if seen is None or elements is None else seen + elements
+
+
+def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
+    """Raise the op's errors for a number of dimensions that is not allowed.
+
+    Args:
+        x: The input.
+        dims: The allowed numbers; () for any from 2.
+    """
+    if x.dim() < 2:
+        raise ValueError(f"x: expected at least 2 dimensions, got {x.dim()}")
+    if dims and x.dim() not in dims:
+        raise ValueError(f"x: expected {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
+
+
+class Layer(Counter, Protocol):
+    """A layer, as far as a route uses it."""
+
+    def _update_running(self, moments: torch.Tensor, elements: int | None) -> None:
+        """Update the buffers, if there are any, with the moments of a norm batch."""
+
+
+class Route(Protocol):
+    """How the training forwards of a layer reach the ops, and its running statistics."""
+
+    def train(
+        self,
+        counter: Counter | None,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: ForwardArguments,
+        ending: Ending,
+    ) -> torch.Tensor:
+        """Normalize as :func:`train` does."""
+
+    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
+        """Add the moments of a norm batch that was normalized elsewhere."""
+
+
+class Direct:
+    """The route of most layers: to the ops, which update the buffers."""
+
+    train = staticmethod(train)
+
+    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
+        """Update the buffers."""
+        layer._update_running(moments, elements)
+
+
+DIRECT = Direct()

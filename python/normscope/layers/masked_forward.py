@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward with a mask: the same ops, applied to the rows that the mask selects."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from normscope._binding import ops
+from normscope._binding.ops import ForwardArguments
+from normscope.layers.ending import Ending
+from normscope.layers.masks import Rows, checked, filled
+
+
+def evaluate(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    ending: Ending,
+) -> torch.Tensor:
+    """Normalize with running statistics, or with those of the rows if there are none.
+
+    With running statistics, the masked positions are set to 0 before and after. If only y were set
+    to 0, a NaN in the input would reach the gradients, because 0 * NaN is NaN.
+    """
+    if running_mean is None and running_var is None:
+        rows = Rows.of(x, mask)
+        taken, ending = rows.take(x), ending.of_rows(rows, x)
+        y = functional.batch_norm(taken, None, None, weight, bias, training=True, eps=eps)
+        return rows.put(ending.finish(y), x)
+    checked(x, mask)
+    ending = ending.filled(x, mask)
+    y = functional.batch_norm(filled(x, mask), running_mean, running_var, weight, bias, eps=eps)
+    return filled(ending.finish(y), mask)
+
+
+# A graph needs its sizes when it is compiled, and the number of rows depends on the data.
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="a mask in training: how many elements count is data; compile without fullgraph"
+)
+def train(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    arguments: ForwardArguments,
+    ending: Ending,
+    accumulated: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize with the statistics of the norm batch; return y, and the rows that counted."""
+    dims = arguments.dims
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or (dims and x.dim() not in dims):
+        return ops.batch_norm(x, arguments), x  # raises the error
+    try:
+        rows = Rows.of(x, mask)
+        ending = ending.of_rows(rows, x)
+    except (ValueError, RuntimeError) as error:
+        ops.tell_peers(error, arguments.scope, arguments.group)
+        raise
+    taken = rows.take(x)
+    arguments = arguments._replace(dims=())
+    if arguments.scope.startswith("slices:"):
+        sizes = _sizes_of_slices(mask, int(arguments.scope.removeprefix("slices:")))
+        y = _train_slices(taken, sizes, arguments, ending, accumulated)
+    else:
+        y = ending.train(taken, arguments, accumulated)
+    return rows.put(y, x), taken
+
+
+def _train_slices(
+    rows: torch.Tensor,
+    sizes: list[int],
+    arguments: ForwardArguments,
+    ending: Ending,
+    accumulated: torch.Tensor | None,
+) -> torch.Tensor:
+    """Normalize each slice, a norm batch with any number of rows; then update the statistics."""
+    running = (arguments.running_mean, arguments.running_var, arguments.num_batches_tracked)
+    # Copies: if the last slice raises, nothing must have been updated.
+    copies = [None if buffer is None else buffer.clone() for buffer in running]
+    updating = arguments._replace(
+        scope="local",
+        running_mean=copies[0],
+        running_var=copies[1],
+        num_batches_tracked=copies[2],
+    )
+    neutral = updating.without_running()
+    sums = ops.no_moments(rows.shape[1], rows.device)
+    pools = arguments.slice_stats == "pooled" or accumulated is not None
+    counted = 1 if arguments.slice_stats == "first" else len(sizes)
+    outputs = []
+    for number, (part, end) in enumerate(zip(rows.split(sizes), ending.split(sizes), strict=True)):
+        if number >= counted:
+            y = end.train(part, neutral)
+        elif pools:
+            y = end.train(part, neutral, sums)
+        else:
+            y = end.train(part, updating)
+        outputs.append(y)
+    if ops.recomputes():
+        return torch.cat(outputs)
+    if accumulated is not None:
+        accumulated += sums
+    elif pools:
+        ops.batch_norm_finalize(sums, *copies, arguments.momentum, arguments.eps, rows.dtype)
+    for buffer, value in zip(running, copies, strict=True):
+        if buffer is not None and value is not None:
+            buffer.detach().copy_(value)
+    return torch.cat(outputs)
+
+
+def _sizes_of_slices(mask: torch.Tensor, count: int) -> list[int]:
+    """Return the number of rows of each slice, as torch.chunk cuts them."""
+    slices = mask.chunk(max(1, min(count, len(mask))))
+    sizes: list[int] = torch.stack([part.count_nonzero() for part in slices]).tolist()
+    return sizes

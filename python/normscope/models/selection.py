@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of a model, chosen by qualified name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+
+from normscope.layers.activated import BatchNormAct
+
+Layer = TypeVar("Layer", bound=torch.nn.Module)
+Patterns = str | Iterable[str]
+
+_NAMES_SHOWN = 5
+
+
+def named_layers(
+    model: torch.nn.Module,
+    layer_class: type[Layer],
+    include: Patterns | None,
+    exclude: Patterns | None,
+) -> list[tuple[str, Layer]]:
+    """Return the layers of a class that the patterns select by qualified name, each once.
+
+    Raises:
+        ValueError: If the model has layers of the class and a pattern matches none of them.
+    """
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, layer_class)]
+    if not layers:
+        return []
+    names = [name for name, _ in layers]
+    included = names if include is None else _matching("include", include, names)
+    excluded = _matching("exclude", () if exclude is None else exclude, names)
+    chosen = set(included) - set(excluded)
+    return [(name, layer) for name, layer in layers if name in chosen]
+
+
+def _matching(argument: str, patterns: Patterns, names: list[str]) -> list[str]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    matches = {pattern: [n for n in names if fnmatchcase(n, pattern)] for pattern in patterns}
+    without = [pattern for pattern in patterns if not matches[pattern]]
+    if without:
+        shown = ", ".join(map(repr, names[:_NAMES_SHOWN]))
+        more = ", ..." if len(names) > _NAMES_SHOWN else ""
+        raise ValueError(
+            f"{argument}: expected patterns that match a layer's name ({shown}{more}), got "
+            + ", ".join(map(repr, without))
+        )
+    return [name for found in matches.values() for name in found]
+
+
+def input_of(
+    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the input and the mask of a layer's forward from the arguments that a hook gets."""
+    names = ("input", "residual", "mask") if isinstance(layer, BatchNormAct) else ("input", "mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return given["input"], given.get("mask")

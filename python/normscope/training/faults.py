@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools for ranks that fail or hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from normscope._binding import groups, ops
+
+
+def status(process: int | None = None) -> str:
+    """Report where the ranks are, for every group in which a process on this host exchanges.
+
+    The process need not respond: its state is read from memory that it shares. Over shared memory
+    the report covers all ranks. Over other transports it covers the process itself, and those other
+    ranks that have published their state: a rank does so if a call takes longer than
+    ``NORMSCOPE_WARN_AFTER`` seconds (default 30). Exchanges on a device are not reported.
+
+    Args:
+        process: The process id; None for this process.
+
+    Returns:
+        One line per group. Ranks in the same state are listed together, and ranks that do not wait
+        come first. "" if the process has exchanged nothing.
+
+    Raises:
+        RuntimeError: If there is no such process, or this one may not inspect it.
+
+    Example:
+        >>> status()
+        ''
+    """
+    return ops.status_of_process(os.getpid() if process is None else process)
+
+
+@contextmanager
+def fail_fast() -> Iterator[None]:
+    """Tell the other ranks about any exception that leaves the block.
+
+    They raise immediately, with its text, in the exchange that they wait in or reach next, and not
+    at their time limit. Afterwards no rank can exchange in these groups any more; the process
+    groups themselves are not affected. Exceptions raised by an exchange are already known to the
+    other ranks.
+
+    Example:
+        >>> with fail_fast():
+        ...     pass  # a training step
+    """
+    try:
+        yield
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        ops.fail_all_exchanges(reason)
+        # The default group too, which may not have exchanged anything yet.
+        if group := groups.name_in_use(None):
+            ops.fail_exchange("world", group, reason)
+        raise

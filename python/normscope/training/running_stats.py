@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running statistics over all ranks, for scopes narrower than the world."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from normscope._binding import groups, ops
+from normscope._binding.torch_private import DistError, TorchBatchNorm
+from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.masks import unmasked_rows
+from normscope.models.selection import input_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NamedLayers = list[tuple[str, TorchBatchNorm]]
+
+_UNKNOWN = -1
+
+
+def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | None = None) -> None:
+    """Pool the running statistics over the ranks, by the law of total variance.
+
+        mean = sum(w * running_mean) / sum(w)
+        var = sum(w * (running_var + (running_mean - mean)^2)) / sum(w)
+
+    If the scope is narrower than the world, each rank has its own statistics. After this call all
+    ranks have the same bits. A model saved on any rank then evaluates the same way, in torch.nn
+    too. All layers with running statistics take part, including those of torch.nn, with one
+    exchange per layer, after a check that the ranks have the same layers.
+
+    w is ``elements_seen`` of a layer of normscope: the number of elements that this rank has put
+    into its statistics since the last pooling. All ranks have the same weight if the number is
+    unknown on any of them (layers of torch.nn, compiled graphs) or zero on all.
+    ``num_batches_tracked`` does not change. With one rank or no process group, nothing happens.
+
+    By default, DistributedDataParallel overwrites the statistics of every rank with those of rank 0
+    before each forward. Of the other ranks' statistics, only the share of the last step is then
+    left to pool. Set ``forward_sync_buffers=False`` (before torch 2.13:
+    ``broadcast_buffers=False``) if the scope is narrower than the world.
+
+    Args:
+        model: A model, the same on every rank.
+        process_group: The ranks; None for the default group.
+
+    Raises:
+        ValueError: If the ranks have different layers with running statistics, or one is lazy and
+            has seen no input.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> sync_running_stats(model)  # at the end of an epoch, before it is evaluated or saved
+    """
+    group = groups.in_use(process_group)
+    if group is None or group.size() == 1:
+        return
+    with peers_told(group):
+        layers = _layers_with_statistics(model)
+    name = "sync_running_stats"
+    check_agreement(name, layers, group)
+    ranks = _gather(name, layers, [_running_moments(layer) for _, layer in layers], group)
+    for (_, layer), *moments in zip(layers, *ranks, strict=True):
+        pooled = reduce(_Moments.merged, _weighted(moments))
+        _store(layer, pooled.mean, pooled.squares / pooled.count)
+
+
+def estimate_running_stats(
+    model: torch.nn.Module,
+    batches: Iterable[Any],
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Recompute the running statistics from data, as if all of it were one batch.
+
+    The model runs forward over the batches, without gradients. Batch normalization uses batch
+    statistics over its scope; all other modules stay in their current mode. Each layer with running
+    statistics, of normscope or torch.nn, then gets the mean and the unbiased variance of all its
+    inputs, over all batches and all ranks, with the same bits on every rank. A layer without any
+    input elements keeps its statistics. ``num_batches_tracked`` does not change.
+
+    Layers whose scope is wider than a rank exchange once per batch: all ranks then need the same
+    number of batches. This is checked if ``batches`` has a length on every rank. Otherwise, ranks
+    that wait for one without further batches raise at the time limit of the process group. The
+    forward of DistributedDataParallel exchanges once per batch too: pass ``model.module`` instead.
+
+    Args:
+        model: A model, the same on every rank.
+        batches: Inputs of the model. A tuple holds the arguments of a forward.
+        process_group: The ranks; None for the default group, or for this process alone if there is
+            none.
+
+    Raises:
+        ValueError: If the ranks have different layers with running statistics, one is lazy and has
+            seen no input, or the numbers of batches differ. Nothing has been changed then, nor if
+            the model raises.
+
+    Example:
+        >>> layer = torch.nn.BatchNorm1d(1)
+        >>> estimate_running_stats(layer, [torch.tensor([[1.0], [2.0]]), torch.tensor([[6.0]] * 2)])
+        >>> layer.running_mean, layer.running_var
+        (tensor([3.7500]), tensor([6.9167]))
+    """
+    group = groups.in_use(process_group)
+    name = "estimate_running_stats"
+    with peers_told(group):
+        layers = _layers_with_statistics(model)
+    if group is not None:
+        check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
+    with peers_told(group):
+        own = _moments_of_inputs(model, layers, batches)
+    ranks = [own] if group is None else _gather(name, layers, own, group)
+    for (_, layer), *moments in zip(layers, *ranks, strict=True):
+        pooled = reduce(_Moments.merged, moments)
+        if pooled.count > 0:
+            _store(layer, pooled.mean, pooled.squares / (pooled.count - 1))
+
+
+@dataclass
+class _Moments:
+    """Count of elements per channel, mean [C] and sum of squares about the mean [C], in float64."""
+
+    count: float
+    mean: torch.Tensor
+    squares: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Moments:
+        """Compute the moments of x [N, C, *] in two passes."""
+        channels = x.detach().double().transpose(0, 1).flatten(1)
+        mean = channels.mean(1)
+        return cls(channels.shape[1], mean, (channels - mean[:, None]).square().sum(1))
+
+    def merged(self, other: _Moments) -> _Moments:
+        """Return the moments of the elements of both (Chan et al. 1979); either may have none."""
+        if other.count == 0:
+            return self
+        if self.count == 0:
+            return other
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return _Moments(
+            count,
+            self.mean + delta * (other.count / count),
+            self.squares + other.squares + delta.square() * (self.count * other.count / count),
+        )
+
+
+def _layers_with_statistics(model: torch.nn.Module) -> NamedLayers:
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, TorchBatchNorm) and module.running_mean is not None
+    ]
+    for name, layer in layers:
+        if is_lazy(layer.running_mean):  # type: ignore[arg-type]
+            raise ValueError(
+                f"{name or 'model'}: expected a layer with running statistics, got a "
+                f"{type(layer).__name__} without input; run the model once"
+            )
+    return layers
+
+
+@contextmanager
+def peers_told(group: ProcessGroup | None) -> Iterator[None]:
+    """Tell the other ranks about an exception on this rank, so that they do not wait for it."""
+    try:
+        yield
+    except DistError:
+        raise  # raised by an exchange: the other ranks know
+    except Exception as error:
+        if group is not None:
+            reason = f"{type(error).__name__}: {error}"
+            ops.fail_exchange("world", group.group_name, reason)
+        raise
+
+
+def check_agreement(
+    name: str,
+    layers: Sequence[tuple[str, TorchBatchNorm]],
+    group: ProcessGroup,
+    batch_count: int = _UNKNOWN,
+) -> None:
+    """Raise on all ranks if they have different layers or numbers of batches."""
+    text = "".join(f"{layer_name} {layer.num_features}\n" for layer_name, layer in layers)
+    # 48 bits, because a float64 represents them exactly.
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    own = torch.tensor([digest, batch_count], dtype=torch.float64)
+    all_ranks = ops.gather(own, group.group_name, f"{name}, agreement")
+    digests, counts = all_ranks.long().T.tolist()
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise ValueError(
+            "model: expected the same layers on every rank, got other names or channels on ranks "
+            f"{others} than on rank 0"
+        )
+    if _UNKNOWN not in counts and len(set(counts)) > 1:
+        raise ValueError(
+            "batches: expected the same number on every rank, since layers synchronize, got "
+            f"{counts}"
+        )
+
+
+def _batch_count(model: torch.nn.Module, batches: Iterable[Any]) -> int:
+    """Return the number of batches, if it is known and has to be the same on all ranks."""
+    if not any(_spans_ranks(module) for module in model.modules()):
+        return _UNKNOWN
+    try:
+        return len(batches)  # type: ignore[arg-type]
+    except TypeError:
+        return _UNKNOWN
+
+
+def _spans_ranks(module: torch.nn.Module) -> bool:
+    if isinstance(module, BatchNorm):
+        return str(module.scope).split(":")[0] not in ("local", "slices")
+    return isinstance(module, torch.nn.SyncBatchNorm)
+
+
+def _gather(
+    name: str, layers: NamedLayers, own: list[_Moments], group: ProcessGroup
+) -> list[list[_Moments]]:
+    """Return the moments of all ranks, in rank order."""
+    ranks: list[list[_Moments]] = [[] for _ in range(group.size())]
+    for (layer, _), moments in zip(layers, own, strict=True):
+        count = moments.mean.new_tensor([moments.count])
+        message = torch.cat([count, moments.mean, moments.squares]).cpu()
+        of_ranks = ops.gather(message, group.group_name, f"{name}, {layer or 'model'}")
+        for rank, row in zip(ranks, of_ranks, strict=True):
+            mean, squares = row[1:].chunk(2)
+            rank.append(_Moments(row[0].item(), mean, squares))
+    return ranks
+
+
+def _running_moments(layer: TorchBatchNorm) -> _Moments:
+    """Return a layer's running statistics, with the variance in place of the sum of squares."""
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    seen = layer.elements_seen if isinstance(layer, BatchNorm) else None
+    return _Moments(
+        _UNKNOWN if seen is None else seen, layer.running_mean.double(), layer.running_var.double()
+    )
+
+
+def _weighted(ranks: list[_Moments]) -> list[_Moments]:
+    """Turn running statistics of ranks into moments that are weighted by the elements seen."""
+    weights = [moments.count for moments in ranks]
+    if _UNKNOWN in weights or not any(weights):
+        weights = [1.0] * len(ranks)
+    return [_Moments(w, m.mean, m.squares * w) for w, m in zip(weights, ranks, strict=True)]
+
+
+def _store(layer: TorchBatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    layer.running_mean.copy_(mean)
+    layer.running_var.copy_(var)
+    if isinstance(layer, BatchNorm):
+        layer.elements_seen = 0
+
+
+def _moments_of_inputs(
+    model: torch.nn.Module, layers: NamedLayers, batches: Iterable[Any]
+) -> list[_Moments]:
+    """Run the model over the batches, and return the moments of each layer's inputs."""
+    seen = {layer: _no_elements(layer) for _, layer in layers}
+
+    def watch(layer: TorchBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, mask = input_of(layer, args, kwargs)
+        counting = x if mask is None else unmasked_rows(x, mask)
+        seen[layer] = seen[layer].merged(_Moments.of(counting))
+
+    hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in seen]
+    try:
+        # A graph that is already compiled would not call the hooks.
+        with batch_statistics(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            for batch in batches:
+                model(*batch) if isinstance(batch, tuple) else model(batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(seen.values())
+
+
+def _no_elements(layer: TorchBatchNorm) -> _Moments:
+    assert layer.running_mean is not None
+    zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
+    return _Moments(0, zeros, zeros)
+
+
+@contextmanager
+def batch_statistics(model: torch.nn.Module) -> Iterator[None]:
+    """Put batch normalization into training mode; restore modes and statistics afterwards."""
+    norms = [module for module in model.modules() if isinstance(module, TorchBatchNorm)]
+    modes = [norm.training for norm in norms]
+    counts = [getattr(norm, "elements_seen", None) for norm in norms]
+    buffers = [{name: b.clone() for name, b in norm.named_buffers()} for norm in norms]
+    try:
+        for norm in norms:
+            norm.training = True
+        yield
+    finally:
+        for norm, mode, count, values in zip(norms, modes, counts, buffers, strict=True):
+            norm.training = mode
+            if isinstance(norm, BatchNorm):
+                norm.elements_seen = count
+            for name, value in values.items():
+                norm.get_buffer(name).copy_(value)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Support for ranks with different numbers of batches."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from normscope._binding import groups, ops
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Batch = TypeVar("Batch")
+
+# Sent instead of a number of samples.
+_HAS_NO_MORE = -1
+_HAS_NO_LIKE = -2
+
+
+def joined(
+    batches: Iterable[Batch],
+    process_group: ProcessGroup | None = None,
+    *,
+    like: Batch | None = None,
+) -> Iterator[tuple[Batch, float]]:
+    """Yield a rank's batches, then empty ones until every rank has finished.
+
+    All ranks thus make the same number of steps, and can synchronize in layers and in
+    DistributedDataParallel. Each batch comes with
+
+        weight = ranks / samples of all ranks in this step
+
+    Multiply the sum of the loss over the rank's samples by it. The average over the ranks, which
+    DistributedDataParallel computes for gradients, is then the mean over all samples, however they
+    are distributed. The mean over a rank's own samples would be NaN without samples. The weight is
+    0 if no rank has a sample.
+
+    Each step costs one small exchange, over the same transport as that of the layers: shared memory
+    on one host, and never the program's own process group. All ranks may leave the loop in the same
+    step. If a rank leaves it alone, the others wait until the time limit, then raise and name it;
+    if that rank runs a layer instead, they raise immediately.
+
+    Args:
+        batches: The batches of this rank: a data loader or any other iterable. Dimension 0 of their
+            tensors is the sample.
+        process_group: The ranks; None for the default group, or for this process alone if there is
+            none.
+        like: A batch to make the empty ones from; None for the first of ``batches``.
+
+    Yields:
+        A batch, and the weight of each of its samples.
+
+    Raises:
+        ValueError: On every rank, if one has neither a batch nor ``like`` while others have
+            batches; on one rank, if a batch has no tensor, or its tensors have different numbers of
+            samples.
+        torch.distributed.DistBackendError: If another rank's batches raised, with its reason, or
+            a rank does not arrive within the time limit. The group cannot exchange any more.
+        torch.distributed.DistError: If other ranks are in a different exchange.
+
+    Example:
+        >>> for batch, weight in joined([torch.ones(4, 2), torch.ones(1, 2)]):
+        ...     print(tuple(batch.shape), weight)
+        (4, 2) 0.25
+        (1, 2) 1.0
+    """
+    group = groups.name_in_use(groups.name_of(process_group))
+    own = _with_empty_ones(batches, like)
+    while True:
+        with _peers_told(group):
+            batch, samples = next(own)
+        ranks = ops.gather_samples(group, samples)
+        if max(ranks) < 0:
+            return
+        if _HAS_NO_LIKE in ranks:
+            without = [rank for rank, n in enumerate(ranks) if n == _HAS_NO_LIKE]
+            raise ValueError(
+                f"like: expected a batch on ranks without batches, {without}, got None"
+            )
+        total = sum(n for n in ranks if n > 0)
+        yield batch, len(ranks) / total if total else 0.0
+
+
+def empty_batch_like(batch: Batch) -> Batch:
+    """Return a copy of a batch without samples: each tensor gets size 0 in dimension 0.
+
+    Args:
+        batch: A tensor, or an arbitrarily nested tuple, list, mapping or dataclass of tensors.
+
+    Returns:
+        The same structure. Tensors keep their dtype, device and other sizes, and share no memory.
+        Tensors without dimensions, and everything else, are kept.
+
+    Example:
+        >>> x, y = empty_batch_like((torch.ones(4, 3, 8, 8), torch.ones(4)))
+        >>> x.shape, y.shape
+        (torch.Size([0, 3, 8, 8]), torch.Size([0]))
+    """
+    emptied: Batch = _with_tensors(batch, _without_samples)
+    return emptied
+
+
+def _with_empty_ones(
+    batches: Iterable[Batch], like: Batch | None
+) -> Iterator[tuple[Batch | Any, int]]:
+    """Yield batches with their numbers of samples, then empty batches without end."""
+    empty = None if like is None else empty_batch_like(like)
+    for batch in batches:
+        samples = _samples_of(batch)
+        if empty is None:
+            empty = empty_batch_like(batch)
+        yield batch, samples
+    while True:
+        yield empty, _HAS_NO_LIKE if empty is None else _HAS_NO_MORE
+
+
+@contextmanager
+def _peers_told(group: str) -> Iterator[None]:
+    """Tell the other ranks if the batches of this rank raise, so that they do not wait."""
+    try:
+        yield
+    except BaseException as error:
+        if group:
+            reason = f"its batches raised {type(error).__name__}: {error}"
+            ops.fail_exchange("world", group, reason)
+        raise
+
+
+def _without_samples(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()[:0].clone()
+
+
+def _samples_of(batch: object) -> int:
+    found: list[int] = []
+
+    def look_at(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.shape[0])
+        return tensor
+
+    _with_tensors(batch, look_at)
+    if not found or len(set(found)) > 1:
+        raise ValueError(
+            "batches: expected tensors with the same number of samples in dimension 0, got "
+            + (f"sizes {found} there" if found else f"no tensor in a {type(batch).__name__}")
+        )
+    return found[0]
+
+
+# Supports the structures that torch's data loaders make or pass on.
+def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401
+    """Return the structure with changed tensors; tensors without dimensions are kept."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.dim() > 0 else value
+    if isinstance(value, Mapping):
+        changed = {key: _with_tensors(item, change) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return type(value)(changed)  # type: ignore[call-arg]
+        clone = copy.copy(value)  # keeps the additional attributes of a derived class
+        clone.update(changed)
+        return clone
+    if isinstance(value, (tuple, list)):
+        items = [_with_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [field.name for field in dataclasses.fields(value) if field.init]
+        items = [_with_tensors(getattr(value, name), change) for name in fields]
+        return dataclasses.replace(value, **dict(zip(fields, items, strict=True)))
+    return value
