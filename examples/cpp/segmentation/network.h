@@ -5,8 +5,8 @@
 #include <string>
 
 #include <normscope/core/scope.h>
-#include <normscope/torch/nn/batch_norm.h>
 #include <normscope/torch/groups/rank_group.h>
+#include <normscope/torch/nn/batch_norm.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>

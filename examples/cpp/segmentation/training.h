@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <string>
 
-#include <normscope/torch/nn/progressive_scope.h>
 #include <normscope/torch/groups/rank_group.h>
+#include <normscope/torch/nn/progressive_scope.h>
 #include <torch/optim/adamw.h>
 
 #include "segmentation/network.h"
