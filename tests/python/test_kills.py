@@ -100,8 +100,6 @@ def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[s
 def test_a_rank_that_is_killed_is_named_to_its_peers(
     transport: str, seconds: float, scope: str, kills: int
 ) -> None:
-    memory_before = sorted(os.listdir("/dev/shm"))
-
     with ThreadPoolExecutor(max_workers=4) as pool:
         runs = list(
             pool.map(lambda number: errors_after_a_kill(scope, transport, number), range(kills))
@@ -114,7 +112,8 @@ def test_a_rank_that_is_killed_is_named_to_its_peers(
                 r"rank 1 (of . )?(has died|is not there)|ranks .*1.* are not there", text
             )
             assert after < seconds
-    assert sorted(os.listdir("/dev/shm")) == memory_before
+    # Other programs, such as tests that run at the same time, have files there too.
+    assert not [name for name in os.listdir("/dev/shm") if "normscope" in name]
 
 
 def rank_1_is_stopped_for(seconds: float) -> float:
