@@ -78,18 +78,65 @@ def test_the_error_of_a_library_that_does_not_load_has_both_versions(
     assert isinstance(raised.value.__cause__, OSError)
 
 
+def configure(folder: Path, commands: str) -> subprocess.CompletedProcess[str]:
+    """Run commands of CMake that may call what finds torch."""
+    script = folder / "configure.cmake"
+    script.write_text(f"include({ROOT}/cmake/NormscopeTorch.cmake)\n{commands}")
+    return subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=False)
+
+
+def test_a_build_finds_the_torch_outside_of_an_isolated_environment(tmp_path: Path) -> None:
+    # As pip does it: a folder in PYTHONPATH hides what is installed.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.path[:] = [path for path in sys.path if 'site-packages' not in path]\n"
+    )
+    commands = (
+        f"set(Python_EXECUTABLE {sys.executable})\n"
+        f"set(ENV{{PYTHONPATH}} {tmp_path})\n"
+        "normscope_find_torch_of_python()\n"
+        "message(NOTICE ${Torch_DIR})\n"
+    )
+
+    run = configure(tmp_path, commands)
+
+    installed = Path(torch.__file__).parent / "share" / "cmake" / "Torch"
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.strip() == str(installed)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "told"),
+    [
+        ("'13.0'", ""),
+        ("'12.8'", "expected nvcc 12.x, as torch was built with CUDA 12.8, got 13.0.88"),
+        ("None", ""),
+    ],
+)
+def test_a_toolkit_of_another_major_version_than_torch_s_is_refused(
+    tmp_path: Path, cuda: str, told: str
+) -> None:
+    torch_dir = tmp_path / "share" / "cmake" / "Torch"
+    torch_dir.mkdir(parents=True)
+    (tmp_path / "version.py").write_text(f"debug = False\ncuda: Optional[str] = {cuda}\n")
+    commands = (
+        f"set(Torch_DIR {torch_dir})\n"
+        "set(CUDAToolkit_VERSION 13.0.88)\n"
+        "set(CUDAToolkit_VERSION_MAJOR 13)\n"
+        "normscope_check_cuda_of_torch()\n"
+    )
+
+    run = configure(tmp_path, commands)
+
+    assert (run.returncode != 0) == bool(told), run.stderr
+    assert told in re.sub(r"\s+", " ", run.stderr)
+
+
 def test_a_build_without_torch_first_says_what_to_do(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without site-packages
     python.chmod(0o755)
-    script = tmp_path / "configure.cmake"
-    script.write_text(
-        f"set(Python_EXECUTABLE {python})\n"
-        f"include({ROOT}/cmake/NormscopeTorch.cmake)\n"
-        "normscope_find_torch()\n"
-    )
 
-    run = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=False)
+    run = configure(tmp_path, f"set(Python_EXECUTABLE {python})\nnormscope_find_torch()\n")
 
     assert run.returncode != 0
     told = re.sub(r"\s+", " ", run.stderr)

@@ -2,6 +2,8 @@
 """The library's resources for a process group are freed together with it."""
 
 import gc
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,23 @@ from torch import distributed
 import normscope
 from normscope._binding import ops
 
+# How long the number of threads must stay the same: a new thread has its name a moment later.
+SETTLED_SECONDS = 0.2
+
 
 def threads_of_gloo() -> int:
     """Return the number of threads of this process that work for process groups."""
-    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    return sum("gloo" in name for name in names)
+    count, since = -1, time.monotonic()
+    while time.monotonic() - since < SETTLED_SECONDS:
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                names.append((task / "comm").read_text())
+        now = sum("gloo" in name for name in names)
+        if now != count:
+            count, since = now, time.monotonic()
+        time.sleep(SETTLED_SECONDS / 20)
+    return count
 
 
 def threads_around_the_end(kind: str) -> tuple[int, int, int]:
