@@ -134,7 +134,7 @@ def test_the_activation_runs_once_in_a_single_op() -> None:
 
     y = model(batch())
 
-    assert "BatchNormAct" in y.grad_fn.name()
+    assert "BatchNorm" in y.grad_fn.name()
     assert isinstance(model[2], nn.Identity)
     assert "ReLU" in repr(model[2])
 

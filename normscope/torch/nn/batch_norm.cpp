@@ -72,43 +72,33 @@ template <std::size_t D, class Derived, class Theirs>
 at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(const at::Tensor& x,
                                                              const ActivationFunction& activation,
                                                              const at::Tensor& residual) {
-  static const auto plain_op = op_named<binding::ForwardOp>("normscope::batch_norm_forward");
-  static const auto act_op =
-      op_named<binding::ActivatedForwardOp>("normscope::batch_norm_act_forward");
+  static const auto op = op_named<binding::ForwardOp>("normscope::batch_norm_forward");
   const BatchNormOptions& chosen = this->options;
   const std::string scope = scope_in_use(chosen, x);
   // torch::nn::Module::to(dtype) has cast the counter as well.
-  if (this->num_batches_tracked.defined() && this->num_batches_tracked.dtype() != at::kLong) {
-    this->num_batches_tracked.set_data(this->num_batches_tracked.to(at::kLong));
-  }
+  at::Tensor& updates = this->num_batches_tracked;
+  if (updates.defined() && updates.dtype() != at::kLong) updates.set_data(updates.to(at::kLong));
   const struct {
-    binding::OptionalTensor weight, bias, running_mean, running_var, num_batches_tracked, residual;
+    binding::OptionalTensor weight, bias, running_mean, running_var, updates, residual;
   } given{defined_or_none(this->weight),
           defined_or_none(this->bias),
           defined_or_none(this->running_mean),
           defined_or_none(this->running_var),
-          defined_or_none(this->num_batches_tracked),
+          defined_or_none(updates),
           defined_or_none(residual)};
-  const binding::ForwardOpArguments layer{
+  const binding::ForwardOpArguments arguments{
       .x = x,
       .weight = given.weight,
       .bias = given.bias,
-      .running_mean = given.running_mean,
-      .running_var = given.running_var,
-      .num_batches_tracked = given.num_batches_tracked,
+      .running = {given.running_mean, given.running_var, given.updates},
       .momentum = chosen.momentum(),
       .eps = chosen.eps(),
       .dims = Derived::kDims,
       .slice_stats = name_of(chosen.slice_stats()),
       .call = {.scope = scope, .group_name = chosen.group(), .layer = chosen.layer_name()},
-      .needs_backward = std::nullopt};
-  const auto [y, statistics] =
-      activation.kind == Activation::kNone
-          ? layer.pass_to(plain_op)
-          : binding::ActivatedForwardOpArguments{{binding::name_of(activation.kind),
-                                                  activation.negative_slope, given.residual},
-                                                 layer}
-                .pass_to(act_op);
+      .needs_backward = std::nullopt,
+      .activation = {binding::name_of(activation.kind), activation.negative_slope, given.residual}};
+  const auto [y, statistics] = arguments.pass_to(op);
   if (this->input_observer) this->input_observer(x);
   return y;
 }

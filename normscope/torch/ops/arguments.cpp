@@ -43,14 +43,14 @@ void check_buffer(std::string_view name, const OptionalTensor& buffer) {
   TORCH_CHECK(!buffer || buffer->is_contiguous(), name, ": expected a contiguous tensor");
 }
 
-void check_buffers(const at::Tensor& x, const OptionalTensor& running_mean,
-                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked) {
-  TORCH_CHECK(running_mean.has_value() == running_var.has_value(),
+void check_buffers(const at::Tensor& x, const RunningTensors& running) {
+  TORCH_CHECK(running.mean.has_value() == running.var.has_value(),
               "running_var: expected a tensor if running_mean is one, and none otherwise");
-  check_buffer("running_mean", running_mean);
-  check_buffer("running_var", running_var);
-  if (!num_batches_tracked) return;
-  const at::Tensor& tracked = *num_batches_tracked;
+  check_buffer("running_mean", running.mean);
+  check_buffer("running_var", running.var);
+  const OptionalTensor& updates = running.num_batches_tracked;
+  if (!updates) return;
+  const at::Tensor& tracked = *updates;
   TORCH_CHECK(tracked.scalar_type() == at::kLong, "num_batches_tracked: expected int64, got ",
               c10::toString(tracked.scalar_type()));
   check_device(x, "num_batches_tracked", tracked);
@@ -154,17 +154,17 @@ ActivationFunction checked(const ActivationCall& op, const at::Tensor& x) {
   return activation;
 }
 
-ActivationFunction checked(const ActivatedBackwardOpArguments& op) {
-  const BackwardOpArguments& layer = op.layer;
-  check_arguments(layer);
-  check_parameter_of_channels(layer.x, "bias", op.bias);
-  const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
-  if (op.y) {
+ActivationFunction checked(const BackwardOpArguments& op) {
+  check_saved_by_forward(op);
+  const ActivationBackwardCall& after = op.activation;
+  check_parameter_of_channels(op.x, "bias", after.bias);
+  const ActivationFunction activation = parsed_activation(after.activation, after.negative_slope);
+  if (after.y) {
     TORCH_CHECK_VALUE(activation.output_tells_gradient(),
                       "y: expected none unless the activation is relu, relu6 or a leaky_relu with "
                       "a slope of at least 0, got one after ",
-                      op.activation);
-    check_like_x(layer.x, "y", *op.y);
+                      after.activation);
+    check_like_x(op.x, "y", *after.y);
   }
   return activation;
 }
@@ -185,11 +185,11 @@ Slicing checked(const ForwardOpArguments& op, const Scope& scope) {
     const OptionalTensor& tensor;
   } parameters[] = {{"weight", op.weight},
                     {"bias", op.bias},
-                    {"running_mean", op.running_mean},
-                    {"running_var", op.running_var}};
+                    {"running_mean", op.running.mean},
+                    {"running_var", op.running.var}};
   for (const auto& [name, tensor] : parameters) check_channels(op.x, name, tensor);
   for (const auto& [name, tensor] : parameters) check_parameter(op.x, name, tensor);
-  check_buffers(op.x, op.running_mean, op.running_var, op.num_batches_tracked);
+  check_buffers(op.x, op.running);
   if (op.accumulated) check_moments(op.x, "accumulated", *op.accumulated);
   return {scope.kind() == Scope::Kind::kSlices ? scope.count() : 1, slice_stats};
 }
@@ -204,11 +204,10 @@ void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor&
   check_device(x, name, moments);
 }
 
-void check_running(const at::Tensor& x, const OptionalTensor& running_mean,
-                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked) {
-  check_parameter_of_channels(x, "running_mean", running_mean);
-  check_parameter_of_channels(x, "running_var", running_var);
-  check_buffers(x, running_mean, running_var, num_batches_tracked);
+void check_running(const at::Tensor& x, const RunningTensors& running) {
+  check_parameter_of_channels(x, "running_mean", running.mean);
+  check_parameter_of_channels(x, "running_var", running.var);
+  check_buffers(x, running);
 }
 
 void check_weight(const at::Tensor& x, const OptionalTensor& weight) {
@@ -234,8 +233,6 @@ void check_arguments(const WithStatisticsOpArguments& op) {
   check_statistics(op.x, op.statistics);
   static_cast<void>(checked(op.activation, op.x));
 }
-
-void check_arguments(const BackwardOpArguments& op) { check_saved_by_forward(op); }
 
 void check_arguments(const DoubleBackwardOpArguments& op) {
   check_saved_by_forward(op);

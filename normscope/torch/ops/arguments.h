@@ -35,8 +35,8 @@ struct Slicing {
 [[nodiscard]] ActivationFunction parsed_activation(std::string_view name, double negative_slope);
 // Checks the activation of a forward, and its residual.
 [[nodiscard]] ActivationFunction checked(const ActivationCall& op, const at::Tensor& x);
-// Checks the arguments of a backward with an activation, including bias and y.
-[[nodiscard]] ActivationFunction checked(const ActivatedBackwardOpArguments& op);
+// Checks the arguments of a backward, including its activation.
+[[nodiscard]] ActivationFunction checked(const BackwardOpArguments& op);
 
 // The size of a tensor of moments, or of gradient sums.
 template <class Int>
@@ -44,8 +44,7 @@ template <class Int>
   return channels * Int(kSums * kLimbs) + Int(kHeaderSize);
 }
 void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor& moments);
-void check_running(const at::Tensor& x, const OptionalTensor& running_mean,
-                   const OptionalTensor& running_var, const OptionalTensor& num_batches_tracked);
+void check_running(const at::Tensor& x, const RunningTensors& running);
 void check_weight(const at::Tensor& x, const OptionalTensor& weight);
 // Check one part of a norm batch; in backward also dy and the statistics [1, 3, C].
 void check_part(const at::Tensor& x);
@@ -53,7 +52,6 @@ void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& sta
 
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
 void check_arguments(const WithStatisticsOpArguments& op);
-void check_arguments(const BackwardOpArguments& op);
 void check_arguments(const DoubleBackwardOpArguments& op);
 
 // Throws torch's own error for one value per channel.

@@ -3,8 +3,10 @@
 #include <functional>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/hardswish_backward.h>
 #include <ATen/ops/hardtanh_backward.h>
 #include <ATen/ops/leaky_relu_backward.h>
@@ -36,16 +38,6 @@ const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
 
 const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
   static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
-  return op;
-}
-
-const c10::TypedOperatorHandle<ActivatedForwardOp>& act_forward_op() {
-  static const auto op = op_named<ActivatedForwardOp>("normscope::batch_norm_act_forward");
-  return op;
-}
-
-const c10::TypedOperatorHandle<ActivatedBackwardOp>& act_backward_op() {
-  static const auto op = op_named<ActivatedBackwardOp>("normscope::batch_norm_act_backward");
   return op;
 }
 
@@ -84,46 +76,17 @@ auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
 
 std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (op.decompose.has_value() && is_recorded_for_a_graph()) return forward_in_graph(op);
+  const bool in_graph = op.decompose.has_value() && is_recorded_for_a_graph();
+  if (in_graph && !op.activation.activates()) return forward_in_graph(op);
   return op.pass_to(forward_op());
 }
-
-class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
- public:
-  // Tensors that get gradients are separate arguments, because torch looks for them there.
-  static variable_list forward(AutogradContext* context, const at::Tensor& x,
-                               const OptionalTensor& weight, const OptionalTensor& bias,
-                               const ForwardOpArguments& op) {
-    const auto [y, statistics] = below_autograd(op);
-    context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
-    context->mark_non_differentiable({statistics});
-    save_flags(context, x, weight, bias, op.decompose.value_or(false) ? kDecomposes : 0);
-    save(context, op.call);
-    return {y, statistics};
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const std::int64_t flags = flags_saved_in(*context);
-    const WantedGradients wanted = wanted_by(flags);
-    const ScopedCall call = call_saved_in(*context);
-    const OptionalTensor weight = defined_or_none(saved[1]);
-    const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], wanted, call};
-    const bool decompose = (flags & kDecomposes) != 0 && is_recorded_for_a_graph();
-    const auto [dx, dweight, dbias] = reach_backend(
-        call, [&] { return decompose ? backward_in_graph(op) : op.pass_to(backward_op()); });
-    const at::Tensor none;
-    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
-            none};
-  }
-};
 
 class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
                                const OptionalTensor& weight, const BackwardOpArguments& op) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+    const auto [dx, dweight, dbias, none] = op.pass_to(backward_op());
     context->save_for_backward({dy, x, weight.value_or(at::Tensor()), op.statistics});
     context->set_materialize_grads(false);
     save(context, op.call);
@@ -177,66 +140,75 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
     const OptionalTensor weight = defined_or_none(saved[1]);
     const BackwardOpArguments op{gradients[0], saved[0],           weight,
                                  saved[2],     {true, true, true}, call_saved_in(*context)};
-    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+    const auto [dx, dweight, dbias, dresidual] = op.pass_to(backward_op());
     const at::Tensor none;
     return {dx, weight ? dweight : none, dbias, none, none};
   }
 };
 
-// The layer followed by an activation.
-class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
+// The layer, and the activation that may follow it.
+class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
  public:
+  // Tensors that get gradients are separate arguments, because torch looks for them there.
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const OptionalTensor& weight, const OptionalTensor& bias,
-                               const OptionalTensor& residual,
-                               const ActivatedForwardOpArguments& op) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [y, statistics] = op.pass_to(act_forward_op());
-    context->save_for_backward({x, weight.value_or(at::Tensor()), bias.value_or(at::Tensor()),
-                                statistics, residual ? y : at::Tensor()});
+                               const OptionalTensor& residual, const ForwardOpArguments& op) {
+    const auto [y, statistics] = below_autograd(op);
+    variable_list saved{x, weight.value_or(at::Tensor()), statistics};
+    if (op.activation.activates()) {
+      saved.push_back(bias.value_or(at::Tensor()));
+      saved.push_back(residual ? y : at::Tensor());
+      context->saved_data["activation"] = std::string(op.activation.activation);
+      context->saved_data["negative_slope"] = op.activation.negative_slope;
+    }
+    context->save_for_backward(std::move(saved));
     context->mark_non_differentiable({statistics});
-    context->saved_data["activation"] = std::string(op.activation.activation);
-    context->saved_data["negative_slope"] = op.activation.negative_slope;
-    save_flags(context, x, weight, bias, requires_grad(residual) ? kWantsDResidual : 0);
-    save(context, op.layer.call);
+    save_flags(context, x, weight, bias,
+               (requires_grad(residual) ? kWantsDResidual : 0) |
+                   (op.decompose.value_or(false) ? kDecomposes : 0));
+    save(context, op.call);
     return {y, statistics};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
     const std::int64_t flags = flags_saved_in(*context);
+    const ScopedCall call = call_saved_in(*context);
     const OptionalTensor weight = defined_or_none(saved[1]);
-    const OptionalTensor bias = defined_or_none(saved[2]);
-    const OptionalTensor y = defined_or_none(saved[4]);
-    const ActivatedBackwardOpArguments op{
-        context->saved_data.at("activation").toStringView(),
-        context->saved_data.at("negative_slope").toDouble(),
-        bias,
-        y,
-        {gradients[0], saved[0], weight, saved[3], wanted_by(flags), call_saved_in(*context)}};
-    const auto [dx, dweight, dbias, dresidual] = reach_backend(op.layer.call, [&] {
-      return at::GradMode::is_enabled() ? by_single_operations(op) : op.pass_to(act_backward_op());
+    const bool activates = saved.size() > 3;
+    const OptionalTensor bias = activates ? defined_or_none(saved[3]) : kNoTensor;
+    const OptionalTensor y = activates ? defined_or_none(saved[4]) : kNoTensor;
+    ActivationBackwardCall activation{.bias = bias, .y = y};
+    if (activates) {
+      activation.activation = context->saved_data.at("activation").toStringView();
+      activation.negative_slope = context->saved_data.at("negative_slope").toDouble();
+    }
+    const BackwardOpArguments op{gradients[0],     saved[0], weight,    saved[2],
+                                 wanted_by(flags), call,     activation};
+    const auto [dx, dweight, dbias, dresidual] = reach_backend(call, [&] {
+      if ((flags & kDecomposes) != 0 && is_recorded_for_a_graph()) return backward_in_graph(op);
+      if (activates && at::GradMode::is_enabled()) return by_single_operations(op);
+      return op.pass_to(backward_op());
     });
     const at::Tensor none;
-    const WantedGradients& wanted = op.layer.wanted;
-    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
-            (flags & kWantsDResidual) != 0 ? dresidual : none, none};
+    return {op.wanted.dx ? dx : none, op.wanted.dweight ? dweight : none,
+            op.wanted.dbias ? dbias : none, (flags & kWantsDResidual) != 0 ? dresidual : none,
+            none};
   }
 
  private:
   // Records a graph, because the result is differentiated once more.
-  static ActivatedGradientTensors by_single_operations(const ActivatedBackwardOpArguments& op) {
-    const BackwardOpArguments& layer = op.layer;
-    const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
+  static BackwardTensors by_single_operations(const BackwardOpArguments& op) {
+    const ActivationBackwardCall& after = op.activation;
+    const ActivationFunction activation = parsed_activation(after.activation, after.negative_slope);
     // The slope of a piecewise linear activation is constant: no gradient flows to z or y.
     const at::Tensor z =
-        op.y ? op.y->detach()
-             : NormalizedAgain::apply(layer.x, layer.weight, op.bias, layer.statistics, layer.call);
-    const at::Tensor dz = activation_gradient(
-        activation, activation.is_piecewise_linear() ? z.detach() : z, layer.dy);
-    const BackwardOpArguments of_dz{dz,           layer.x,   layer.weight, layer.statistics,
-                                    layer.wanted, layer.call};
-    const auto [dx, dweight, dbias] = of_dz.pass_to(backward_op());
+        after.y ? after.y->detach()
+                : NormalizedAgain::apply(op.x, op.weight, after.bias, op.statistics, op.call);
+    const at::Tensor dz =
+        activation_gradient(activation, activation.is_piecewise_linear() ? z.detach() : z, op.dy);
+    const BackwardOpArguments of_dz{dz, op.x, op.weight, op.statistics, op.wanted, op.call};
+    const auto [dx, dweight, dbias, none] = of_dz.pass_to(backward_op());
     return {dx, dweight, dbias, dz};
   }
 
@@ -257,41 +229,24 @@ class BatchNormAct : public ::torch::autograd::Function<BatchNormAct> {
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& given) {
-  ActivatedForwardOpArguments op = given;
-  ForwardOpArguments& layer = op.layer;
-  layer.needs_backward =
-      needs_backward(layer.x, {layer.weight, layer.bias, op.activation.residual});
-  if (!*layer.needs_backward) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op.pass_to(act_forward_op());
-  }
-  const variable_list outputs =
-      BatchNormAct::apply(layer.x, layer.weight, layer.bias, op.activation.residual, op);
-  return {outputs[0], outputs[1]};
-}
-
-// Needs no graph: a backward that is differentiated runs by_single_operations() instead.
-ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return op.pass_to(act_backward_op());
-}
-
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
   ForwardOpArguments op = given;
-  op.needs_backward = needs_backward(op.x, {op.weight, op.bias});
+  const OptionalTensor& residual = op.activation.residual;
+  op.needs_backward = needs_backward(op.x, {op.weight, op.bias, residual});
   if (!*op.needs_backward) return below_autograd(op);
-  const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, op);
+  const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, residual, op);
   return {outputs[0], outputs[1]};
 }
 
-GradientTensors backward(const BackwardOpArguments& op) {
-  if (!at::GradMode::is_enabled()) {
+// With an activation it needs no graph: a backward that is differentiated runs
+// BatchNorm::by_single_operations() instead.
+BackwardTensors backward(const BackwardOpArguments& op) {
+  if (!at::GradMode::is_enabled() || op.activation.activates()) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.pass_to(backward_op());
   }
   const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op);
-  return {outputs[0], outputs[1], outputs[2]};
+  return {outputs[0], outputs[1], outputs[2], at::empty({0}, op.x.options())};
 }
 
 GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
@@ -309,8 +264,6 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
 TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
-  m.impl("batch_norm_act_forward", &Taken<ActivatedForwardOp, &act_forward>::call);
-  m.impl("batch_norm_act_backward", &Taken<ActivatedBackwardOp, &act_backward>::call);
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
 }
 

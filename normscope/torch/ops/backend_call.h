@@ -1,17 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <exception>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "normscope/core/error.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/tensors/device.h"
+#include "normscope/torch/tensors/tensor_view.h"
 
 namespace normscope::binding {
+
+// Lets a call update running statistics. `arguments` of batch_norm_forward() or _finalize().
+template <class Arguments>
+void update_running(const RunningTensors& running, std::optional<double> momentum,
+                    Arguments& arguments) {
+  arguments.running.mean = mutable_channel_view(running.mean);
+  arguments.running.var = mutable_channel_view(running.var);
+  arguments.running.momentum = momentum.value_or(0.0);
+  // As in torch, running statistics do not change if nothing counts a cumulative average's updates.
+  if (!running.num_batches_tracked) return;
+  arguments.running.updates = running.num_batches_tracked->mutable_data_ptr<std::int64_t>();
+  if (!momentum) arguments.running_average = RunningAverage::kCumulative;
+}
+
+// Tells autograd that a buffer was written.
+inline void bump_version(const OptionalTensor& buffer) {
+  if (buffer && !buffer->is_inference()) ::torch::autograd::impl::bump_version(*buffer);
+}
 
 // The two stages of a backend's call: before the exchange, and in it.
 

@@ -3,7 +3,6 @@
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include "normscope/batch_norm/batch_norm.h"
@@ -29,19 +28,6 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
 // already in the running statistics.
 bool runs_inside_a_backward() { return ::torch::autograd::get_current_graph_task_id() >= 0; }
 
-// As in torch, running statistics do not change if nothing counts a cumulative average's updates.
-RunningUpdate running_update(const ForwardOpArguments& op) {
-  RunningUpdate running;
-  running.momentum = op.momentum.value_or(0.0);
-  if (runs_inside_a_backward()) return running;
-  running.mean = mutable_channel_view(op.running_mean);
-  running.var = mutable_channel_view(op.running_var);
-  if (op.num_batches_tracked) {
-    running.updates = op.num_batches_tracked->mutable_data_ptr<std::int64_t>();
-  }
-  return running;
-}
-
 // The tensors of one forward; the arguments point to their storage.
 struct PreparedForward {
   at::Tensor x;
@@ -57,10 +43,10 @@ struct PreparedForward {
 // The result of an op: the output of a formula, or its coefficients.
 enum class Answer { kOutput, kCoefficients };
 
-PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCall& activation,
-                                Answer answer, const Scope& scope, CallSite& site) {
+PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, const Scope& scope,
+                                CallSite& site) {
   const Slicing slicing = checked(op, scope);
-  const ActivationFunction function = checked(activation, op.x);
+  const ActivationFunction function = checked(op.activation, op.x);
   const std::int64_t slices = slice_count(op.x.size(0), slicing.slices_wanted);
   site.prepare(op.x, slices);
   PreparedForward prepared;
@@ -70,8 +56,8 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCa
     prepared.x = in_layout_of(prepared.y, op.x);
     prepared.arguments.y = mutable_view(prepared.y);
     prepared.arguments.activation = function;
-    if (activation.residual) {
-      prepared.residual = in_layout_of(prepared.y, *activation.residual);
+    if (op.activation.residual) {
+      prepared.residual = in_layout_of(prepared.y, *op.activation.residual);
       prepared.arguments.residual = view(prepared.residual);
     }
   } else {
@@ -87,12 +73,12 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCa
   arguments.x = view(prepared.x);
   arguments.weight = channel_view(prepared.weight);
   arguments.bias = channel_view(prepared.bias);
-  arguments.running = running_update(op);
-  if (op.accumulated && !runs_inside_a_backward()) {
-    arguments.accumulated = {op.accumulated->mutable_data_ptr<double>(), op.x.size(1)};
-  }
-  if (!op.momentum && arguments.running.updates != nullptr) {
-    arguments.running_average = RunningAverage::kCumulative;
+  arguments.running.momentum = op.momentum.value_or(0.0);
+  if (!runs_inside_a_backward()) {
+    update_running(op.running, op.momentum, arguments);
+    if (op.accumulated) {
+      arguments.accumulated = {op.accumulated->mutable_data_ptr<double>(), op.x.size(1)};
+    }
   }
   arguments.eps = op.eps;
   arguments.slices = slices;
@@ -103,21 +89,11 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, const ActivationCa
   return prepared;
 }
 
-// Tells autograd that the buffers were written.
-void bump_versions(const ForwardOpArguments& op) {
-  if (runs_inside_a_backward()) return;
-  for (const OptionalTensor* buffer :
-       {&op.running_mean, &op.running_var, &op.num_batches_tracked, &op.accumulated}) {
-    if (*buffer && !(*buffer)->is_inference()) ::torch::autograd::impl::bump_version(**buffer);
-  }
-}
-
-PreparedForward run_forward(const ForwardOpArguments& op, const ActivationCall& activation,
-                            Answer answer) {
+PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   CallSite site(op.x);
   const ExchangeUse exchange(Direction::kForward, op.call, site.placement());
   PreparedForward prepared = prepare_or_fail(
-      exchange, [&] { return prepare_forward(op, activation, answer, exchange.scope(), site); });
+      exchange, [&] { return prepare_forward(op, answer, exchange.scope(), site); });
 
   check_finite(op.x, exchange.get(), Direction::kForward, op.call);
   run_as_torch(op.x, exchange,
@@ -125,38 +101,31 @@ PreparedForward run_forward(const ForwardOpArguments& op, const ActivationCall& 
   return prepared;
 }
 
-std::tuple<at::Tensor, at::Tensor> forward_activated(const ForwardOpArguments& op,
-                                                     const ActivationCall& activation) {
-  const PreparedForward done = run_forward(op, activation, Answer::kOutput);
-  bump_versions(op);
-  return {done.y, done.statistics};
-}
-
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
-  return forward_activated(op, ActivationCall{});
-}
-
-std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& op) {
-  return forward_activated(op.layer, op.activation);
+  const PreparedForward done = run_forward(op, Answer::kOutput);
+  if (!runs_inside_a_backward()) {
+    for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
+    bump_version(op.accumulated);
+  }
+  return {done.y, done.statistics};
 }
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
   const auto copy = [](const OptionalTensor& buffer) {
     return buffer ? OptionalTensor(buffer->clone()) : std::nullopt;
   };
-  const OptionalTensor running_mean = copy(op.running_mean);
-  const OptionalTensor running_var = copy(op.running_var);
-  const OptionalTensor num_batches_tracked = copy(op.num_batches_tracked);
+  const auto [given_mean, given_var, given_updates] = op.running.all();
+  const OptionalTensor mean = copy(*given_mean);
+  const OptionalTensor var = copy(*given_var);
+  const OptionalTensor updates = copy(*given_updates);
   const OptionalTensor accumulated = copy(op.accumulated);
-  const PreparedForward done = run_forward(
-      {op.x, op.weight, op.bias, running_mean, running_var, num_batches_tracked, op.momentum,
-       op.eps, op.dims, op.slice_stats, op.call, accumulated, op.needs_backward},
-      ActivationCall{}, Answer::kCoefficients);
-  const auto given = [&](const OptionalTensor& buffer) {
+  const PreparedForward done =
+      run_forward(op.with(op.weight, {mean, var, updates}, accumulated), Answer::kCoefficients);
+  const auto or_empty = [&](const OptionalTensor& buffer) {
     return buffer ? *buffer : at::empty({0}, op.x.options());
   };
-  return {done.statistics,    done.coefficients,          given(running_mean),
-          given(running_var), given(num_batches_tracked), given(accumulated)};
+  return {done.statistics, done.coefficients, or_empty(mean),
+          or_empty(var),   or_empty(updates), or_empty(accumulated)};
 }
 
 // The tensors of one backward; the arguments point to their storage.
@@ -173,8 +142,29 @@ struct PreparedBackward {
   at::Tensor dz;
 };
 
+// Sets up the memory and the arguments of the activation in a backward.
+void prepare_activation(const BackwardOpArguments& op, const ActivationFunction& function,
+                        PreparedBackward& prepared) {
+  BackwardArguments& arguments = prepared.arguments;
+  arguments.activation = function;
+  prepared.bias = contiguous(op.activation.bias);
+  arguments.bias = channel_view(prepared.bias);
+  const OptionalTensor& y = op.activation.y;
+  if (y) {
+    prepared.y = in_layout_of(prepared.x, *y);
+    arguments.y = view(prepared.y);
+  }
+  const bool is_on_device = placement_of(op.x).memory == Memory::kDevice;
+  if (needs_dz(function, y.has_value(), is_on_device)) {
+    prepared.dz = empty_output(op.x);
+    // Like all tensors of a call, dz has the layout of x.
+    prepared.dz = in_layout_of(prepared.x, prepared.dz);
+    arguments.dz = mutable_view(prepared.dz);
+  }
+}
+
 PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, CallSite& site) {
-  check_arguments(op);
+  const ActivationFunction function = checked(op);
   const std::int64_t slices = op.statistics.size(0);
   site.prepare(op.x, slices);
   const bool wants_dx = op.wanted.dx && answer == Answer::kOutput;
@@ -210,34 +200,15 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
   arguments.slices = slices;
   if (op.wanted.dweight) arguments.dweight = mutable_channel_view(gradients.dweight);
   if (op.wanted.dbias) arguments.dbias = mutable_channel_view(gradients.dbias);
+  if (function.kind != Activation::kNone) prepare_activation(op, function, prepared);
   return prepared;
 }
 
-// Sets up the memory and the arguments of the activation in a backward.
-void prepare_activation(const ActivatedBackwardOpArguments& op, const ActivationFunction& function,
-                        PreparedBackward& prepared) {
-  BackwardArguments& arguments = prepared.arguments;
-  arguments.activation = function;
-  prepared.bias = contiguous(op.bias);
-  arguments.bias = channel_view(prepared.bias);
-  if (op.y) {
-    prepared.y = in_layout_of(prepared.x, *op.y);
-    arguments.y = view(prepared.y);
-  }
-  const bool is_on_device = placement_of(op.layer.x).memory == Memory::kDevice;
-  if (needs_dz(function, op.y.has_value(), is_on_device)) {
-    prepared.dz = empty_output(op.layer.x);
-    // Like all tensors of a call, dz has the layout of x.
-    prepared.dz = in_layout_of(prepared.x, prepared.dz);
-    arguments.dz = mutable_view(prepared.dz);
-  }
-}
-
-template <class Prepare>
-PreparedBackward run_prepared_backward(const BackwardOpArguments& op, const Prepare& prepare) {
+PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
   CallSite site(op.x);
   const ExchangeUse exchange(Direction::kBackward, op.call, site.placement());
-  PreparedBackward prepared = prepare_or_fail(exchange, [&] { return prepare(site); });
+  PreparedBackward prepared =
+      prepare_or_fail(exchange, [&] { return prepare_backward(op, answer, site); });
 
   check_finite(op.dy, exchange.get(), Direction::kBackward, op.call);
   run_as_torch(op.x, exchange,
@@ -245,24 +216,10 @@ PreparedBackward run_prepared_backward(const BackwardOpArguments& op, const Prep
   return prepared;
 }
 
-PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
-  return run_prepared_backward(op,
-                               [&](CallSite& site) { return prepare_backward(op, answer, site); });
-}
-
-ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
-  const PreparedBackward done = run_prepared_backward(op.layer, [&](CallSite& site) {
-    const ActivationFunction function = checked(op);
-    PreparedBackward prepared = prepare_backward(op.layer, Answer::kOutput, site);
-    prepare_activation(op, function, prepared);
-    return prepared;
-  });
+BackwardTensors backward(const BackwardOpArguments& op) {
+  const PreparedBackward done = run_backward(op, Answer::kOutput);
   const auto [dx, dweight, dbias] = done.gradients.tensors();
-  return {dx, dweight, dbias, op.y ? done.dz : at::empty({0}, op.layer.x.options())};
-}
-
-GradientTensors backward(const BackwardOpArguments& op) {
-  return run_backward(op, Answer::kOutput).gradients.tensors();
+  return {dx, dweight, dbias, op.activation.y ? done.dz : at::empty({0}, op.x.options())};
 }
 
 GradientTensors gradient_sums(const BackwardOpArguments& op) {
@@ -296,10 +253,8 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
 void register_ops(::torch::Library& m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
-  m.impl("batch_norm_act_forward", &Taken<ActivatedForwardOp, &act_forward>::call);
-  m.impl("batch_norm_act_backward", &Taken<ActivatedBackwardOp, &act_backward>::call);
   m.impl("batch_norm_statistics", &Taken<StatisticsOp, &statistics>::call);
-  m.impl("batch_norm_gradient_sums", &Taken<BackwardOp, &gradient_sums>::call);
+  m.impl("batch_norm_gradient_sums", &Taken<GradientSumsOp, &gradient_sums>::call);
   m.impl("batch_norm_with_statistics", &Taken<WithStatisticsOp, &with_statistics>::call);
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/ops/graph.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <tuple>
 #include <vector>
@@ -22,8 +23,8 @@ const c10::TypedOperatorHandle<StatisticsOp>& statistics_op() {
   return op;
 }
 
-const c10::TypedOperatorHandle<BackwardOp>& gradient_sums_op() {
-  static const auto op = op_named<BackwardOp>("normscope::batch_norm_gradient_sums");
+const c10::TypedOperatorHandle<GradientSumsOp>& gradient_sums_op() {
+  static const auto op = op_named<GradientSumsOp>("normscope::batch_norm_gradient_sums");
   return op;
 }
 
@@ -102,31 +103,15 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   const Scope scope = parsed_scope(op.call.scope);
   const bool meets = meets_ranks(scope, op.call);
   const OptionalTensor weight = meets ? keep_order({weight_of(op)})[0] : op.weight;
-  const ForwardOpArguments with_weight{op.x,
-                                       weight,
-                                       op.bias,
-                                       op.running_mean,
-                                       op.running_var,
-                                       op.num_batches_tracked,
-                                       op.momentum,
-                                       op.eps,
-                                       op.dims,
-                                       op.slice_stats,
-                                       op.call,
-                                       op.accumulated,
-                                       op.needs_backward};
-  auto [statistics, coefficients, running_mean, running_var, num_batches_tracked, accumulated] =
-      with_weight.pass_to(statistics_op());
-  if (meets) {
-    const std::vector<at::Tensor> kept = keep_order(
-        {statistics, coefficients, running_mean, running_var, num_batches_tracked, accumulated});
-    std::tie(statistics, coefficients, running_mean, running_var, num_batches_tracked,
-             accumulated) = std::tie(kept[0], kept[1], kept[2], kept[3], kept[4], kept[5]);
-  }
-  update(op.running_mean, running_mean);
-  update(op.running_var, running_var);
-  update(op.num_batches_tracked, num_batches_tracked);
-  update(op.accumulated, accumulated);
+  std::vector<at::Tensor> results =
+      std::apply([](const auto&... tensors) { return std::vector<at::Tensor>{tensors...}; },
+                 op.with(weight, op.running, op.accumulated).pass_to(statistics_op()));
+  if (meets) results = keep_order(results);
+  const at::Tensor& statistics = results[0];
+  const at::Tensor& coefficients = results[1];
+  std::size_t next = 2;
+  for (const OptionalTensor* buffer : op.running.all()) update(*buffer, results[next++]);
+  update(op.accumulated, results[next]);
   if (!op.decompose.value_or(false)) {
     const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
     return {again.pass_to(with_statistics_op()), statistics};
@@ -134,7 +119,7 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics};
 }
 
-GradientTensors backward_in_graph(const BackwardOpArguments& op) {
+BackwardTensors backward_in_graph(const BackwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Scope scope = parsed_scope(op.call.scope);
   const bool meets = meets_ranks(scope, op.call);
@@ -145,8 +130,10 @@ GradientTensors backward_in_graph(const BackwardOpArguments& op) {
     const std::vector<at::Tensor> kept = keep_order({coefficients, dweight, dbias});
     std::tie(coefficients, dweight, dbias) = std::tie(kept[0], kept[1], kept[2]);
   }
-  if (!op.wanted.dx) return {at::empty({0}, op.x.options()), dweight, dbias};
-  return {input_gradient(op.x, op.dy, CoefficientsOf(op.x, coefficients, scope)), dweight, dbias};
+  const at::Tensor none = at::empty({0}, op.x.options());
+  if (!op.wanted.dx) return {none, dweight, dbias, none};
+  const CoefficientsOf of(op.x, coefficients, scope);
+  return {input_gradient(op.x, op.dy, of), dweight, dbias, none};
 }
 
 }  // namespace normscope::binding

@@ -24,6 +24,6 @@ namespace normscope::binding {
 [[nodiscard]] bool is_recorded_for_a_graph();
 
 [[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op);
-[[nodiscard]] GradientTensors backward_in_graph(const BackwardOpArguments& op);
+[[nodiscard]] BackwardTensors backward_in_graph(const BackwardOpArguments& op);
 
 }  // namespace normscope::binding

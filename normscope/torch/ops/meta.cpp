@@ -33,13 +33,9 @@ at::Tensor empty_statistics(const at::Tensor& x, const c10::SymInt& slices) {
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
-  return {empty_output(op.x), empty_statistics(op.x, slices_of(op))};
-}
-
-std::tuple<at::Tensor, at::Tensor> act_forward(const ActivatedForwardOpArguments& op) {
-  const std::tuple<at::Tensor, at::Tensor> outputs = forward(op.layer);
-  static_cast<void>(checked(op.activation, op.layer.x));
-  return outputs;
+  const c10::SymInt slices = slices_of(op);
+  static_cast<void>(checked(op.activation, op.x));
+  return {empty_output(op.x), empty_statistics(op.x, slices)};
 }
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
@@ -47,29 +43,26 @@ StatisticsTensors statistics(const ForwardOpArguments& op) {
   const auto like = [&](const OptionalTensor& buffer) {
     return buffer ? at::empty_like(*buffer) : at::empty({0}, op.x.options());
   };
-  return {
-      empty_statistics(op.x, slices), empty_coefficients(op.x, slices, Coefficients::kNormalize),
-      like(op.running_mean),          like(op.running_var),
-      like(op.num_batches_tracked),   like(op.accumulated)};
+  const auto [mean, var, updates] = op.running.all();
+  return {empty_statistics(op.x, slices),
+          empty_coefficients(op.x, slices, Coefficients::kNormalize),
+          like(*mean),
+          like(*var),
+          like(*updates),
+          like(op.accumulated)};
 }
 
-GradientTensors backward(const BackwardOpArguments& op) {
+BackwardTensors backward(const BackwardOpArguments& op) {
   static_cast<void>(parsed_scope(op.call.scope));
-  check_arguments(op);
-  return Gradients(op.x, op.wanted).tensors();
-}
-
-ActivatedGradientTensors act_backward(const ActivatedBackwardOpArguments& op) {
-  static_cast<void>(parsed_scope(op.layer.call.scope));
   static_cast<void>(checked(op));
-  const at::Tensor& x = op.layer.x;
-  const auto [dx, dweight, dbias] = Gradients(x, op.layer.wanted).tensors();
-  return {dx, dweight, dbias, op.y ? empty_output(x) : at::empty({0}, x.options())};
+  const auto [dx, dweight, dbias] = Gradients(op.x, op.wanted).tensors();
+  return {dx, dweight, dbias,
+          op.activation.y ? empty_output(op.x) : at::empty({0}, op.x.options())};
 }
 
 GradientTensors gradient_sums(const BackwardOpArguments& op) {
   static_cast<void>(parsed_scope(op.call.scope));
-  check_arguments(op);
+  static_cast<void>(checked(op));
   const Gradients gradients(op.x, {false, op.wanted.dweight, op.wanted.dbias});
   return {empty_coefficients(op.x, op.statistics.sym_size(0), Coefficients::kInputGradient),
           gradients.dweight, gradients.dbias};
@@ -92,10 +85,8 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
 TORCH_LIBRARY_IMPL(normscope, Meta, m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
-  m.impl("batch_norm_act_forward", &Taken<ActivatedForwardOp, &act_forward>::call);
-  m.impl("batch_norm_act_backward", &Taken<ActivatedBackwardOp, &act_backward>::call);
   m.impl("batch_norm_statistics", &Taken<StatisticsOp, &statistics>::call);
-  m.impl("batch_norm_gradient_sums", &Taken<BackwardOp, &gradient_sums>::call);
+  m.impl("batch_norm_gradient_sums", &Taken<GradientSumsOp, &gradient_sums>::call);
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
   m.impl("batch_norm_with_statistics", &Taken<WithStatisticsOp, &with_statistics>::call);
 }

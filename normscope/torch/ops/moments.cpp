@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include "normscope/torch/errors.h"
 #include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/tensors/call_site.h"
 #include "normscope/torch/tensors/results.h"
@@ -61,7 +61,7 @@ at::Tensor channels_like(const FinalizeOpArguments& op) {
   const at::Tensor x = at::empty_symint({0, channels}, op.moments.options().dtype(op.dtype));
   check_part(x);
   check_moments(x, "moments", op.moments);
-  check_running(x, op.running_mean, op.running_var, op.num_batches_tracked);
+  check_running(x, op.running);
   return x;
 }
 
@@ -75,18 +75,9 @@ at::Tensor finalize(const FinalizeOpArguments& op) {
                               .x_dtype = *dtype_of(x),
                               .eps = op.eps,
                               .statistics = statistics.mutable_data_ptr<double>()};
-  arguments.running.mean = mutable_channel_view(op.running_mean);
-  arguments.running.var = mutable_channel_view(op.running_var);
-  arguments.running.momentum = op.momentum.value_or(0.0);
-  if (op.num_batches_tracked) {
-    arguments.running.updates = op.num_batches_tracked->mutable_data_ptr<std::int64_t>();
-    if (!op.momentum) arguments.running_average = RunningAverage::kCumulative;
-  }
+  update_running(op.running, op.momentum, arguments);
   as_torch([&] { batch_norm_finalize(arguments, site.alone()); });
-  for (const OptionalTensor* buffer :
-       {&op.running_mean, &op.running_var, &op.num_batches_tracked}) {
-    if (*buffer && !(*buffer)->is_inference()) ::torch::autograd::impl::bump_version(**buffer);
-  }
+  for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
   return statistics;
 }
 

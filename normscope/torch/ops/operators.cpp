@@ -87,12 +87,12 @@ std::vector<at::Tensor> copies_of(at::TensorList values) {
 //
 // batch_norm_statistics and batch_norm_gradient_sums are forward and backward without the
 // elementwise part. They return coefficients [slices, ., C], which a graph that is recorded with
-// decompose applies (graph.h). batch_norm_act_forward and batch_norm_act_backward are the layer
-// followed by an activation. If the forward had a residual, the backward needs y, and also returns
-// the residual's gradient. batch_norm_with_statistics recomputes a forward's y from its statistics;
-// it has no gradient of its own. A forward adds the moments of its norm batch to `accumulated`,
-// from which batch_norm_finalize updates running statistics. This op and the part ops after it are
-// those of batch_norm/moments.h. Only autograd sets needs_backward; callers leave it out.
+// decompose applies (graph.h). If an activation follows, the backward needs bias; if the forward
+// had a residual, it also needs y, and returns the residual's gradient. batch_norm_with_statistics
+// recomputes a forward's y from its statistics; it has no gradient of its own. A forward adds the
+// moments of its norm batch to `accumulated`, from which batch_norm_finalize updates running
+// statistics. This op and the part ops after it are those of batch_norm/moments.h. Only autograd
+// sets needs_backward; callers leave it out.
 //
 // group_name is the name of a process group, "" for none. layer is a qualified name, "" for none.
 // dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for other
@@ -104,25 +104,14 @@ TORCH_LIBRARY(normscope, m) {
       "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
       "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
-      "Tensor(d!)? accumulated=None, bool? needs_backward=None, bool? decompose=None) "
+      "Tensor(d!)? accumulated=None, bool? needs_backward=None, str activation=\"none\", "
+      "float negative_slope=0., Tensor? residual=None, bool? decompose=None) "
       "-> (Tensor y, Tensor statistics)",
       tags);
   m.def(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
-      "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer) "
-      "-> (Tensor dx, Tensor dweight, Tensor dbias)",
-      tags);
-  m.def(
-      "batch_norm_act_forward(str activation, float negative_slope, Tensor? residual, Tensor x, "
-      "Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "Tensor(c!)? num_batches_tracked, float? momentum, float eps, int[] dims, str slice_stats, "
-      "str scope, str group_name, str layer, *, Tensor(d!)? accumulated=None, "
-      "bool? needs_backward=None) -> (Tensor y, Tensor statistics)",
-      tags);
-  m.def(
-      "batch_norm_act_backward(str activation, float negative_slope, Tensor? bias, Tensor? y, "
-      "Tensor dy, Tensor x, Tensor? weight, Tensor statistics, bool wants_dx, bool wants_dweight, "
-      "bool wants_dbias, str scope, str group_name, str layer) "
+      "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer, "
+      "*, str activation=\"none\", float negative_slope=0., Tensor? bias=None, Tensor? y=None) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
       tags);
   m.def(

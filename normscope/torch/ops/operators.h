@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -26,52 +27,15 @@ struct ScopedCall {
   std::string_view layer;       // a qualified name; "": none
 };
 
-using ForwardOp = std::tuple<at::Tensor, at::Tensor>(
-    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
-    std::string_view group_name, std::string_view layer, const OptionalTensor& accumulated,
-    std::optional<bool> needs_backward, std::optional<bool> decompose);
-
-// The same without `decompose`. It changes none of its arguments. It returns the statistics, the
-// coefficients, and the new values of the buffers and of `accumulated`, which are empty tensors if
-// the argument is absent.
-using StatisticsTensors =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using StatisticsOp =
-    StatisticsTensors(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                      const OptionalTensor& num_batches_tracked, std::optional<double> momentum,
-                      double eps, at::IntArrayRef dims, std::string_view slice_stats,
-                      std::string_view scope, std::string_view group_name, std::string_view layer,
-                      const OptionalTensor& accumulated, std::optional<bool> needs_backward);
-
-struct ForwardOpArguments {
-  const at::Tensor& x;                        // [N, C, *]
-  const OptionalTensor& weight;               // [C]
-  const OptionalTensor& bias;                 // [C]
-  const OptionalTensor& running_mean;         // [C]
-  const OptionalTensor& running_var;          // [C]
+// Running statistics, which a forward updates.
+struct RunningTensors {
+  const OptionalTensor& mean;                 // [C]
+  const OptionalTensor& var;                  // [C]
   const OptionalTensor& num_batches_tracked;  // [] int64
-  std::optional<double> momentum;             // none: cumulative average
-  double eps;
-  at::IntArrayRef dims;  // the numbers of dimensions that x may have; empty: any from 2
-  std::string_view slice_stats;
-  ScopedCall call;
-  const OptionalTensor& accumulated = kNoTensor;  // [moments_size(C)] float64 += the moments
-  std::optional<bool> needs_backward;             // nullopt: autograd decides
-  std::optional<bool> decompose = std::nullopt;   // see graph.h
 
-  auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
-    return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-                   dims, slice_stats, call.scope, call.group_name, call.layer, accumulated,
-                   needs_backward, decompose);
-  }
-  auto pass_to(const c10::TypedOperatorHandle<StatisticsOp>& op) const {
-    return op.call(x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps,
-                   dims, slice_stats, call.scope, call.group_name, call.layer, accumulated,
-                   needs_backward);
+  // Checked before they are written, and marked as written afterwards.
+  [[nodiscard]] std::array<const OptionalTensor*, 3> all() const {
+    return {&mean, &var, &num_batches_tracked};
   }
 };
 
@@ -81,40 +45,90 @@ struct ActivationCall {
   std::string_view activation = "none";
   double negative_slope = 0.0;                 // for leaky_relu
   const OptionalTensor& residual = kNoTensor;  // [N, C, *]
+
+  [[nodiscard]] bool activates() const { return activation != "none"; }
 };
 
-using ActivatedForwardOp = std::tuple<at::Tensor, at::Tensor>(
-    std::string_view activation, double negative_slope, const OptionalTensor& residual,
-    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-    const OptionalTensor& running_mean, const OptionalTensor& running_var,
-    const OptionalTensor& num_batches_tracked, std::optional<double> momentum, double eps,
-    at::IntArrayRef dims, std::string_view slice_stats, std::string_view scope,
-    std::string_view group_name, std::string_view layer, const OptionalTensor& accumulated,
-    std::optional<bool> needs_backward);
+// The arguments that every op of a layer's forward begins with, in the order of the struct below.
+template <class Result, class... Others>
+using LayerForwardOp = Result(const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
+                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                              std::optional<double>, double, at::IntArrayRef, std::string_view,
+                              std::string_view, std::string_view, std::string_view,
+                              const OptionalTensor&, std::optional<bool>, Others...);
 
-struct ActivatedForwardOpArguments {
-  ActivationCall activation;
-  ForwardOpArguments layer;
+using ForwardOp = LayerForwardOp<std::tuple<at::Tensor, at::Tensor>, std::string_view, double,
+                                 const OptionalTensor&, std::optional<bool>>;
 
-  auto pass_to(const c10::TypedOperatorHandle<ActivatedForwardOp>& op) const {
-    return op.call(activation.activation, activation.negative_slope, activation.residual, layer.x,
-                   layer.weight, layer.bias, layer.running_mean, layer.running_var,
-                   layer.num_batches_tracked, layer.momentum, layer.eps, layer.dims,
-                   layer.slice_stats, layer.call.scope, layer.call.group_name, layer.call.layer,
-                   layer.accumulated, layer.needs_backward);
+// Changes none of its arguments. Returns the statistics, the coefficients, and the new values of
+// the running statistics and of `accumulated`, which are empty tensors if the argument is absent.
+using StatisticsTensors =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using StatisticsOp = LayerForwardOp<StatisticsTensors>;
+
+struct ForwardOpArguments {
+  const at::Tensor& x;           // [N, C, *]
+  const OptionalTensor& weight;  // [C]
+  const OptionalTensor& bias;    // [C]
+  RunningTensors running;
+  std::optional<double> momentum;  // none: cumulative average
+  double eps;
+  at::IntArrayRef dims;  // the numbers of dimensions that x may have; empty: any from 2
+  std::string_view slice_stats;
+  ScopedCall call;
+  const OptionalTensor& accumulated = kNoTensor;  // [moments_size(C)] float64 += the moments
+  std::optional<bool> needs_backward;             // nullopt: autograd decides
+  ActivationCall activation = {};
+  std::optional<bool> decompose = std::nullopt;  // see graph.h
+
+  [[nodiscard]] ForwardOpArguments with(const OptionalTensor& other_weight,
+                                        const RunningTensors& other_running,
+                                        const OptionalTensor& other_accumulated) const {
+    return {x,    other_weight, bias, other_running,     momentum,       eps,
+            dims, slice_stats,  call, other_accumulated, needs_backward, activation};
   }
+
+ private:
+  template <class Op, class... Others>
+  auto call_op(const Op& op, const Others&... others) const {
+    return op.call(x, weight, bias, running.mean, running.var, running.num_batches_tracked,
+                   momentum, eps, dims, slice_stats, call.scope, call.group_name, call.layer,
+                   accumulated, needs_backward, others...);
+  }
+
+ public:
+  auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
+    return call_op(op, activation.activation, activation.negative_slope, activation.residual,
+                   decompose);
+  }
+  auto pass_to(const c10::TypedOperatorHandle<StatisticsOp>& op) const { return call_op(op); }
 };
 
-using BackwardOp = GradientTensors(const at::Tensor& dy, const at::Tensor& x,
-                                   const OptionalTensor& weight, const at::Tensor& statistics,
-                                   bool wants_dx, bool wants_dweight, bool wants_dbias,
-                                   std::string_view scope, std::string_view group_name,
-                                   std::string_view layer);
+template <class Result, class... Others>
+using LayerBackwardOp = Result(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                               const at::Tensor&, bool, bool, bool, std::string_view,
+                               std::string_view, std::string_view, Others...);
+
+// The last one is the gradient of the residual; an empty tensor without a residual.
+using BackwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardOp = LayerBackwardOp<BackwardTensors, std::string_view, double, const OptionalTensor&,
+                                   const OptionalTensor&>;
+using GradientSumsOp = LayerBackwardOp<GradientTensors>;
 
 struct WantedGradients {
   bool dx;
   bool dweight;
   bool dbias;
+};
+
+// What a backward needs to know of the operations after the layer.
+struct ActivationBackwardCall {
+  std::string_view activation = "none";
+  double negative_slope = 0.0;
+  const OptionalTensor& bias = kNoTensor;  // [C]
+  const OptionalTensor& y = kNoTensor;     // [N, C, *] forward's, if it had a residual
+
+  [[nodiscard]] bool activates() const { return activation != "none"; }
 };
 
 struct BackwardOpArguments {
@@ -124,34 +138,21 @@ struct BackwardOpArguments {
   const at::Tensor& statistics;  // [slices, 3, C] float64
   WantedGradients wanted;
   ScopedCall call;
+  ActivationBackwardCall activation = {};
 
-  auto pass_to(const c10::TypedOperatorHandle<BackwardOp>& op) const {
+ private:
+  template <class Op, class... Others>
+  auto call_op(const Op& op, const Others&... others) const {
     return op.call(dy, x, weight, statistics, wanted.dx, wanted.dweight, wanted.dbias, call.scope,
-                   call.group_name, call.layer);
+                   call.group_name, call.layer, others...);
   }
-};
 
-// The last one is the gradient of the residual.
-using ActivatedGradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-using ActivatedBackwardOp = ActivatedGradientTensors(
-    std::string_view activation, double negative_slope, const OptionalTensor& bias,
-    const OptionalTensor& y, const at::Tensor& dy, const at::Tensor& x,
-    const OptionalTensor& weight, const at::Tensor& statistics, bool wants_dx, bool wants_dweight,
-    bool wants_dbias, std::string_view scope, std::string_view group_name, std::string_view layer);
-
-struct ActivatedBackwardOpArguments {
-  std::string_view activation;
-  double negative_slope;
-  const OptionalTensor& bias;  // [C]
-  const OptionalTensor& y;     // [N, C, *] forward's, if it had a residual
-  BackwardOpArguments layer;
-
-  auto pass_to(const c10::TypedOperatorHandle<ActivatedBackwardOp>& op) const {
-    return op.call(activation, negative_slope, bias, y, layer.dy, layer.x, layer.weight,
-                   layer.statistics, layer.wanted.dx, layer.wanted.dweight, layer.wanted.dbias,
-                   layer.call.scope, layer.call.group_name, layer.call.layer);
+ public:
+  auto pass_to(const c10::TypedOperatorHandle<BackwardOp>& op) const {
+    return call_op(op, activation.activation, activation.negative_slope, activation.bias,
+                   activation.y);
   }
+  auto pass_to(const c10::TypedOperatorHandle<GradientSumsOp>& op) const { return call_op(op); }
 };
 
 using DoubleBackwardOp = GradientTensors(const OptionalTensor& grad_dx,
@@ -196,17 +197,13 @@ struct WithStatisticsOpArguments {
 };
 
 // Finalizes the moments of a norm batch, which may be a sum of several tensors of moments.
-using FinalizeOp = at::Tensor(const at::Tensor& moments, const OptionalTensor& running_mean,
-                              const OptionalTensor& running_var,
-                              const OptionalTensor& num_batches_tracked,
-                              std::optional<double> momentum, double eps, at::ScalarType dtype);
+using FinalizeOp = at::Tensor(const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
+                              const OptionalTensor&, std::optional<double>, double, at::ScalarType);
 
 struct FinalizeOpArguments {
-  const at::Tensor& moments;                  // [moments_size(C)] float64
-  const OptionalTensor& running_mean;         // [C]
-  const OptionalTensor& running_var;          // [C]
-  const OptionalTensor& num_batches_tracked;  // [] int64
-  std::optional<double> momentum;             // none: cumulative average
+  const at::Tensor& moments;  // [moments_size(C)] float64
+  RunningTensors running;
+  std::optional<double> momentum;  // none: cumulative average
   double eps;
   at::ScalarType dtype;  // of x
 };

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -20,7 +20,6 @@ from normscope._binding.torch_private import (
 _ops = torch.ops.normscope
 
 batch_norm_forward = _ops.batch_norm_forward.default
-batch_norm_act_forward = _ops.batch_norm_act_forward.default
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 part_moments = cast("Callable[[torch.Tensor, int], torch.Tensor]", _ops.part_moments.default)
@@ -72,7 +71,6 @@ version = cast("Callable[[], str]", _ops.version.default)
 for _op in (
     _ops.keep_order,
     _ops.batch_norm_backward,
-    _ops.batch_norm_act_backward,
     _ops.batch_norm_double_backward,
 ):
     register_effectful_op(_op.default, ORDERED)
@@ -117,8 +115,25 @@ class ForwardArguments(NamedTuple):
         return self._replace(running_mean=None, running_var=None, num_batches_tracked=None)
 
 
+class Activation(NamedTuple):
+    """The operations after a layer, as for the op.
+
+    Args:
+        activation: The name of the activation.
+        negative_slope: Slope of ``leaky_relu``.
+        residual: [N, C, *], added before the activation; None for none.
+    """
+
+    activation: str
+    negative_slope: float
+    residual: torch.Tensor | None
+
+
 def batch_norm(
-    x: torch.Tensor, arguments: ForwardArguments, accumulated: torch.Tensor | None = None
+    x: torch.Tensor,
+    arguments: ForwardArguments,
+    accumulated: torch.Tensor | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """Call the training op; if the arguments do not reach it, tell the other ranks.
 
@@ -126,51 +141,20 @@ def batch_norm(
         x: [N, C, *].
         arguments: As for the op.
         accumulated: The moments of the norm batch are added to these; None for none.
+        activation: What follows the normalization; None for nothing, and in graphs.
     """
     y: torch.Tensor
+    others: dict[str, Any] = {}  # an argument that is not needed takes time, too
+    if accumulated is not None:
+        others["accumulated"] = accumulated
+    if activation is not None:
+        others.update(activation._asdict())
+    elif torch.compiler.is_compiling():
+        others["decompose"] = not exact_graphs
     try:
-        if torch.compiler.is_compiling():
-            y, _ = batch_norm_forward(
-                x, *arguments, accumulated=accumulated, decompose=not exact_graphs
-            )
-        elif accumulated is None:  # an argument that is not needed takes time, too
-            y, _ = batch_norm_forward(x, *arguments)
-        else:
-            y, _ = batch_norm_forward(x, *arguments, accumulated=accumulated)
+        y, _ = batch_norm_forward(x, *arguments, **others)
     except (RuntimeError, TypeError) as error:
         # Only these: checkpointing ends a recomputation with an exception of its own.
-        tell_peers(error, arguments.scope, arguments.group)
-        _name_transforms(error)
-        raise
-    return y
-
-
-def batch_norm_act(
-    activation: str,
-    negative_slope: float,
-    residual: torch.Tensor | None,
-    x: torch.Tensor,
-    arguments: ForwardArguments,
-    accumulated: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Call the training op with an activation, in the same way as :func:`batch_norm`.
-
-    Args:
-        activation: As for the op.
-        negative_slope: As for the op.
-        residual: As for the op.
-        x: As for :func:`batch_norm`.
-        arguments: As for :func:`batch_norm`.
-        accumulated: As for :func:`batch_norm`.
-    """
-    y: torch.Tensor
-    ending = (activation, negative_slope, residual)
-    try:
-        if accumulated is None:
-            y, _ = batch_norm_act_forward(*ending, x, *arguments)
-        else:
-            y, _ = batch_norm_act_forward(*ending, x, *arguments, accumulated=accumulated)
-    except (RuntimeError, TypeError) as error:
         tell_peers(error, arguments.scope, arguments.group)
         _name_transforms(error)
         raise

@@ -72,9 +72,8 @@ class Activated(Ending):
         if not self._is_one_op(x):
             return self.finish(ops.batch_norm(x, arguments, accumulated))
         assert not isinstance(self.residual, float)
-        return ops.batch_norm_act(
-            self.activation, self.negative_slope, self.residual, x, arguments, accumulated
-        )
+        activation = ops.Activation(self.activation, self.negative_slope, self.residual)
+        return ops.batch_norm(x, arguments, accumulated, activation)
 
     def _is_one_op(self, x: torch.Tensor) -> bool:
         if torch.compiler.is_compiling():

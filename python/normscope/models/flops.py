@@ -15,23 +15,12 @@ _WITH_WEIGHT = 5
 
 
 def _batch_norm(inputs: list[Any], outputs: list[Any]) -> Counter[str]:
-    return _counted(outputs[0], weight=inputs[1])
-
-
-def _batch_norm_act(inputs: list[Any], outputs: list[Any]) -> Counter[str]:
-    return _counted(outputs[0], weight=inputs[4])
-
-
-def _counted(y: Any, weight: Any) -> Counter[str]:  # noqa: ANN401 - torch._C.Value
-    has_weight = weight.type().kind() == "TensorType"
+    has_weight = inputs[1].type().kind() == "TensorType"
     per_element = _WITH_WEIGHT if has_weight else _WITHOUT_WEIGHT
-    return Counter(batch_norm=prod(y.type().sizes()) * per_element)
+    return Counter(batch_norm=prod(outputs[0].type().sizes()) * per_element)
 
 
-fvcore_handles = {
-    "normscope::batch_norm_forward": _batch_norm,
-    "normscope::batch_norm_act_forward": _batch_norm_act,
-}
+fvcore_handles = {"normscope::batch_norm_forward": _batch_norm}
 """For fvcore, ``FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles)``.
 
 Layers in training are then counted like torch's. Additions and activations within them count as

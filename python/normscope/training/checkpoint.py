@@ -69,7 +69,7 @@ class _OverForwards(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func not in (ops.batch_norm_forward, ops.batch_norm_act_forward):
+        if func is not ops.batch_norm_forward:
             return func(*args, **(kwargs or {}))
         given = {**dict(zip(argument_names(func), args, strict=False)), **(kwargs or {})}
         return self._forward(given, lambda: func(*args, **(kwargs or {})))
