@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -44,7 +45,10 @@ struct CallLabel {
 // Whether a group of one rank sends nothing or, for tests, exchanges like several ranks.
 enum class WhenAlone { kSkip, kExchange };
 
-// A group of ranks that share statistics: a communicator, with checks that its messages match.
+struct DeviceReport;
+
+// A group of ranks that share statistics: a communicator, with checks that its messages match. One
+// thread at a time uses it.
 class Exchange {
  public:
   // `names` are the ranks' numbers in the enclosing group, for errors; none: 0, 1, ...
@@ -80,6 +84,12 @@ class Exchange {
   // The number by which errors name a rank of the communicator.
   [[nodiscard]] int name_of_rank(std::size_t rank) const noexcept;
 
+  // For threads that share the exchange: held while one of them uses it.
+  [[nodiscard]] std::mutex& mutex() noexcept { return mutex_; }
+
+  // Where a device reports errors; made by the first user on a device.
+  [[nodiscard]] std::shared_ptr<DeviceReport>& report() noexcept { return report_; }
+
   // Tells the peers that this rank will not come.
   void fail(std::string_view reason) noexcept { communicator_->fail(reason); }
 
@@ -97,6 +107,8 @@ class Exchange {
   std::unordered_map<std::uint64_t, int> seen_;
   std::vector<std::string> labels_;  // [number - 1]
   std::int64_t calls_ = 0;
+  std::mutex mutex_;
+  std::shared_ptr<DeviceReport> report_;
 };
 
 // The messages of this process since it started.

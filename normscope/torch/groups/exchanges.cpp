@@ -44,19 +44,20 @@ ExchangeUse::ExchangeUse(Direction direction, const ScopedCall& call,
   }
   const auto group = group_named(call.group_name, placement);
   if (!group) return;
-  entry_ = as_torch([&] { return group->of_scope(scope_, call.layer); });
-  lock_ = std::unique_lock(entry_->mutex);
-  exchange_ = entry_->exchange.get();
+  exchange_ = as_torch([&] { return group->of_scope(scope_, call.layer); });
+  if (exchange_) lock_ = std::unique_lock(exchange_->mutex());
 }
 
 DeviceReport* ExchangeUse::report() const {
   if (exchange_ == nullptr) return nullptr;
-  if (entry_->report == nullptr) {
+  std::shared_ptr<DeviceReport>& report = exchange_->report();
+  if (!report) {
     static_assert(sizeof(DeviceReport) % sizeof(std::int32_t) == 0);
-    entry_->report_memory = zeros_for_report(sizeof(DeviceReport) / sizeof(std::int32_t));
-    entry_->report = new (entry_->report_memory.mutable_data_ptr()) DeviceReport;
+    const at::Tensor memory = zeros_for_report(sizeof(DeviceReport) / sizeof(std::int32_t));
+    auto* const made = new (memory.mutable_data_ptr()) DeviceReport;
+    report = {made, [memory](DeviceReport*) {}};
   }
-  return entry_->report;
+  return report.get();
 }
 
 void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason) {
@@ -120,8 +121,8 @@ std::string transport_of(std::string_view group_name) {
   const auto group = group_named(group_name);
   if (!group) return "none";
   const auto all = as_torch([&] { return group->of_scope(Scope::world(), ""); });
-  const std::lock_guard lock(all->mutex);
-  return std::string(all->exchange->communicator().transport());
+  const std::lock_guard lock(all->mutex());
+  return std::string(all->communicator().transport());
 }
 
 }  // namespace normscope::binding

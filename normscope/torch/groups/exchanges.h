@@ -35,7 +35,7 @@ class ExchangeUse {
   [[nodiscard]] const Scope& scope() const noexcept { return scope_; }
 
   // nullptr if this rank is alone.
-  [[nodiscard]] Exchange* get() const noexcept { return exchange_; }
+  [[nodiscard]] Exchange* get() const noexcept { return exchange_.get(); }
 
   // Where a device reports errors of this exchange; nullptr if there is no exchange.
   [[nodiscard]] DeviceReport* report() const;
@@ -47,9 +47,8 @@ class ExchangeUse {
 
  private:
   Scope scope_;
-  std::shared_ptr<ExchangeEntry> entry_;
+  std::shared_ptr<Exchange> exchange_;
   std::unique_lock<std::mutex> lock_;
-  Exchange* exchange_ = nullptr;
 };
 
 // The same for a rank that fails before it has its exchange. Not collective. Peers throw when they

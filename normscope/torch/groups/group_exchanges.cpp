@@ -40,20 +40,22 @@ std::unique_ptr<OwnGroup> own_group_of(const ProcessGroup& group, const std::str
   return std::make_unique<OwnGroup>(group, name, use, time_limit);
 }
 
-void fail_entry(const std::shared_ptr<ExchangeEntry>& entry, std::string_view reason) {
-  if (!entry) return;
-  const std::lock_guard use(entry->mutex);
-  if (entry->exchange) entry->exchange->fail(reason);
+// A fork does not destroy the exchange: it lacks its threads, and the connections belong to the
+// rank.
+std::shared_ptr<Exchange> shared(std::unique_ptr<Exchange> exchange) {
+  if (!exchange) return nullptr;
+  return {exchange.release(), [home = HomeProcess()](Exchange* made) {
+            if (home.is_this_one()) delete made;
+          }};
+}
+
+void fail_if_made(const std::shared_ptr<Exchange>& exchange, std::string_view reason) {
+  if (!exchange) return;
+  const std::lock_guard use(exchange->mutex());
+  exchange->fail(reason);
 }
 
 }  // namespace
-
-ExchangeEntry::ExchangeEntry(std::unique_ptr<Exchange> made) : exchange(std::move(made)) {}
-
-ExchangeEntry::~ExchangeEntry() {
-  if (home.is_this_one()) return;
-  [[maybe_unused]] const Exchange* const left = exchange.release();
-}
 
 GroupExchanges::GroupExchanges(const ProcessGroup& group, std::string name,
                                const Placement& placement, const HomeProcess& home)
@@ -68,8 +70,7 @@ GroupExchanges::GroupExchanges(std::string name, std::unique_ptr<Communicator> c
     : name_(std::move(name)),
       rank_(communicator->rank()),
       size_(communicator->size()),
-      of_all_(std::make_shared<ExchangeEntry>(
-          std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange))) {}
+      of_all_(shared(std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange))) {}
 
 std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& group) const {
   const Milliseconds time_limit = time_limit_of(*group, placement_);
@@ -90,12 +91,12 @@ std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& grou
   return exchange_over(over_hosts(std::move(over_torch), hosts));
 }
 
-GroupExchanges::Entry GroupExchanges::of_all(const Scope& scope, std::string_view layer) {
+GroupExchanges::Shared GroupExchanges::of_all(const Scope& scope, std::string_view layer) {
   if (of_all_) return of_all_;
   const ProcessGroup group = group_.lock();
   if (!group) throw CommunicationError("the process group was destroyed");
   try {
-    return of_all_ = std::make_shared<ExchangeEntry>(make_exchange(group));
+    return of_all_ = shared(make_exchange(group));
   } catch (const CommunicationError& error) {
     const std::string user(layer.empty() ? "a layer without a name" : layer);
     throw CommunicationError("the group's first meeting, by " + user + " (scope " + scope.str() +
@@ -103,23 +104,23 @@ GroupExchanges::Entry GroupExchanges::of_all(const Scope& scope, std::string_vie
   }
 }
 
-GroupExchanges::Entry GroupExchanges::of_leaders(Exchange& all, const std::vector<int>& leaders) {
+GroupExchanges::Shared GroupExchanges::of_leaders(Exchange& all, const std::vector<int>& leaders) {
   const auto found = of_leaders_.find(leaders);
   if (found != of_leaders_.end()) return found->second;
-  return of_leaders_[leaders] = std::make_shared<ExchangeEntry>(make_part_of(all, leaders));
+  return of_leaders_[leaders] = shared(make_part_of(all, leaders));
 }
 
-GroupExchanges::Entry GroupExchanges::of_scope(const Scope& scope, std::string_view layer) {
+GroupExchanges::Shared GroupExchanges::of_scope(const Scope& scope, std::string_view layer) {
   const std::lock_guard lock(mutex_);
   const std::string text = scope.str();
   const auto found = of_scope_.find(text);
   if (found != of_scope_.end()) return found->second;
-  const Entry all = of_all(scope, layer);
+  const Shared all = of_all(scope, layer);
   if (scope.kind() == Scope::Kind::kWorld) return of_scope_[text] = all;
-  const std::lock_guard use(all->mutex);
-  const std::vector<int> leaders = agree_on_leaders(*all->exchange, scope, layer);
+  const std::lock_guard use(all->mutex());
+  const std::vector<int> leaders = agree_on_leaders(*all, scope, layer);
   const bool is_world = std::ranges::count(leaders, 0) == std::ssize(leaders);
-  return of_scope_[text] = is_world ? all : of_leaders(*all->exchange, leaders);
+  return of_scope_[text] = is_world ? all : of_leaders(*all, leaders);
 }
 
 std::string GroupExchanges::scope_of_norm_batch(const Scope& scope, std::int64_t samples) {
@@ -127,9 +128,9 @@ std::string GroupExchanges::scope_of_norm_batch(const Scope& scope, std::int64_t
   const std::string text = scope.str();
   const auto found = norm_batches_.find(text);
   if (found != norm_batches_.end()) return found->second;
-  const Entry all = of_all(scope, "");
-  const std::lock_guard use(all->mutex);
-  const std::optional<Scope> resolved = agree_on_norm_batch(*all->exchange, scope, "", samples);
+  const Shared all = of_all(scope, "");
+  const std::lock_guard use(all->mutex());
+  const std::optional<Scope> resolved = agree_on_norm_batch(*all, scope, "", samples);
   // All batches are empty. Later ones may not be, so nothing is kept.
   if (!resolved) return Scope::world().str();
   return norm_batches_[text] = resolved->str();
@@ -138,20 +139,20 @@ std::string GroupExchanges::scope_of_norm_batch(const Scope& scope, std::int64_t
 void GroupExchanges::show_call_alone(const CallName& call) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock || !of_all_) return;
-  CallBoard* const board = of_all_->exchange->communicator().calls();
+  CallBoard* const board = of_all_->communicator().calls();
   if (board != nullptr) board->begin(call, CallState::kAlone);
 }
 
 void GroupExchanges::fail(std::string_view scope, std::string_view reason) {
   const std::lock_guard lock(mutex_);
   const auto found = of_scope_.find(std::string(scope));
-  fail_entry(found != of_scope_.end() ? found->second : of_all_, reason);
+  fail_if_made(found != of_scope_.end() ? found->second : of_all_, reason);
 }
 
 void GroupExchanges::fail_all(std::string_view reason) {
   const std::lock_guard lock(mutex_);
-  fail_entry(of_all_, reason);
-  for (const auto& [leaders, entry] : of_leaders_) fail_entry(entry, reason);
+  fail_if_made(of_all_, reason);
+  for (const auto& [leaders, exchange] : of_leaders_) fail_if_made(exchange, reason);
 }
 
 void GroupExchanges::fail_first_meeting(c10d::ProcessGroup& group, const std::string& name,

@@ -9,14 +9,12 @@
 #include <string_view>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/calls.h"
 #include "normscope/comm/home_process.h"
 #include "normscope/core/scope.h"
-#include "normscope/kernels/device_kernels.h"
 #include "normscope/torch/tensors/device.h"
 
 namespace normscope::binding {
@@ -26,22 +24,6 @@ using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 // The beginning of the name of a RankGroup's process group, which carries only normscope's
 // messages.
 inline constexpr std::string_view kRankGroup = "normscope::RankGroup ";
-
-// An exchange. Scopes that divide the ranks in the same way share one.
-struct ExchangeEntry {
-  explicit ExchangeEntry(std::unique_ptr<Exchange> made);
-  // Does not destroy the exchange in a fork: the fork lacks its threads, and its connections belong
-  // to the rank.
-  ~ExchangeEntry();
-  ExchangeEntry(const ExchangeEntry&) = delete;
-  ExchangeEntry& operator=(const ExchangeEntry&) = delete;
-
-  HomeProcess home;
-  std::mutex mutex;                    // held while the exchange is used
-  std::unique_ptr<Exchange> exchange;  // nullptr: this rank is alone
-  at::Tensor report_memory;            // made at first use on a device
-  DeviceReport* report = nullptr;
-};
 
 // The exchanges of one group of ranks, for tensors of one placement. Several threads may use it at
 // the same time.
@@ -61,9 +43,10 @@ class GroupExchanges {
   [[nodiscard]] bool is_of(const ProcessGroup& group) const { return group_.lock() == group; }
   [[nodiscard]] bool is_destroyed() const { return group_.expired(); }
 
-  // The exchange among the ranks that share statistics with this one. Collective over the group at
-  // the scope's first use. Throws CommunicationError, and the errors of agree_on_leaders().
-  [[nodiscard]] std::shared_ptr<ExchangeEntry> of_scope(const Scope& scope, std::string_view layer);
+  // The exchange among the ranks that share statistics with this one; nullptr if this rank is
+  // alone. Scopes that divide the ranks in the same way share one. Collective over the group at the
+  // scope's first use. Throws CommunicationError, and the errors of agree_on_leaders().
+  [[nodiscard]] std::shared_ptr<Exchange> of_scope(const Scope& scope, std::string_view layer);
 
   // Resolves norm_batch:M; `samples` is the size of this rank's batch. Collective at the scope's
   // first use, as above.
@@ -83,11 +66,11 @@ class GroupExchanges {
                                  std::string_view reason);
 
  private:
-  using Entry = std::shared_ptr<ExchangeEntry>;
+  using Shared = std::shared_ptr<Exchange>;
 
   [[nodiscard]] std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group) const;
-  [[nodiscard]] Entry of_all(const Scope& scope, std::string_view layer);
-  [[nodiscard]] Entry of_leaders(Exchange& all, const std::vector<int>& leaders);
+  [[nodiscard]] Shared of_all(const Scope& scope, std::string_view layer);
+  [[nodiscard]] Shared of_leaders(Exchange& all, const std::vector<int>& leaders);
 
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{ProcessGroup()};  // none: a communicator
   std::string name_;
@@ -97,9 +80,9 @@ class GroupExchanges {
   HomeProcess home_;
 
   std::mutex mutex_;  // guards the members below; held while an exchange is made
-  Entry of_all_;
-  std::map<std::string, Entry> of_scope_;
-  std::map<std::vector<int>, Entry> of_leaders_;
+  Shared of_all_;
+  std::map<std::string, Shared> of_scope_;
+  std::map<std::vector<int>, Shared> of_leaders_;
   std::map<std::string, std::string> norm_batches_;  // resolved scopes
 };
 
