@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "normscope/comm/communicator.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/header.h"
 
 namespace normscope NORMSCOPE_EXPORT {
@@ -77,6 +77,9 @@ class Exchange {
   // the returned number if it is false.
   int all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
                            Stream stream, const std::function<void(const Header&)>& write_header);
+
+  // The `own` numbers of all ranks, one row after the other, with the errors of all_reduce().
+  [[nodiscard]] std::vector<double> gather(const CallLabel& label, const std::vector<double>& own);
 
   // This rank's call that a device reported: "forward of block.bn (...)".
   [[nodiscard]] const std::string& reported_call(int number) const;

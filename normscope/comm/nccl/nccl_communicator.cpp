@@ -19,7 +19,6 @@
 #include "normscope/comm/nccl/cuda_calls.h"
 #include "normscope/comm/nccl/watch.h"
 #include "normscope/comm/self_communicator.h"
-#include "normscope/comm/sub_group.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -50,14 +49,6 @@ class Pauses {
   int looks_ = 0;
 };
 
-std::string seconds(milliseconds duration) {
-  std::string text = std::to_string(duration.count() / 1000);
-  if (duration.count() % 1000 != 0) {
-    text += '.' + std::to_string(1000 + duration.count() % 1000).substr(1);
-  }
-  return text + " s";
-}
-
 std::string reason_of(ncclResult_t result, ncclComm_t comm) {
   std::string text = ncclGetErrorString(result);
   const char* details = comm == nullptr ? nullptr : ncclGetLastError(comm);
@@ -80,7 +71,7 @@ void settle(ncclComm_t comm, const char* call, milliseconds time_limit) {
     check_nccl(state, call, comm);
     if (state == ncclSuccess) return;
     if (Clock::now() > deadline) {
-      throw TimeoutError(std::string("nccl: ") + call + ": waited " + seconds(time_limit) +
+      throw TimeoutError(std::string("nccl: ") + call + ": waited " + in_seconds(time_limit) +
                          " for the other ranks");
     }
     pauses.next();
@@ -152,15 +143,15 @@ class NcclCommunicator final : public Communicator {
   }
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
-    const SubGroup part = agree_on_sub_group(*this, color, key);
-    if (part.members.size() == 1 && size_ > 1) {
+    const std::vector<int> members = members_of_part(*this, color, key);
+    if (members.size() == 1 && size_ > 1) {
       // A part of one rank needs no NCCL communicator.
       guarded([&] { (void)split_comm(NCCL_SPLIT_NOCOLOR, 0); });
       return make_self_communicator();
     }
     ncclComm_t comm = nullptr;
     // The leader's rank is the color, because NCCL allows no negative colors.
-    guarded([&] { comm = split_comm(part.leader(), part.rank); });
+    guarded([&] { comm = split_comm(members.front(), key); });
     return std::make_unique<NcclCommunicator>(comm, time_limit_);
   }
 
@@ -258,7 +249,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   [[nodiscard]] std::string text_of_timeout() const {
-    return "nccl: ncclAllReduce: waited " + seconds(time_limit_) + " for the other ranks";
+    return "nccl: ncclAllReduce: waited " + in_seconds(time_limit_) + " for the other ranks";
   }
 
   void abort(Failure failure, std::string_view reason) {
