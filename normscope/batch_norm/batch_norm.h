@@ -6,8 +6,8 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/activation.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/execution.h"
-#include "normscope/core/export.h"
 #include "normscope/core/message_view.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/device_kernels.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "normscope/comm/communicator.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/header.h"
 
 namespace normscope NORMSCOPE_EXPORT {

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "normscope/batch_norm/exchange.h"
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/limbs.h"
 
 namespace normscope {

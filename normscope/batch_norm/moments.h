@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "normscope/batch_norm/batch_norm.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/message_view.h"
 #include "normscope/kernels/statistics.h"
 

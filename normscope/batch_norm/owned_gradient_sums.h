@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/kernels/results.h"
 
 namespace normscope {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/independent_values.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/kernels.h"

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "normscope/batch_norm/exchange.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/scope.h"
 
 namespace normscope NORMSCOPE_EXPORT {

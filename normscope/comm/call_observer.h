@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "normscope/comm/calls.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

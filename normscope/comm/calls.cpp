@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "normscope/comm/describe.h"
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 
 namespace normscope {
 namespace {

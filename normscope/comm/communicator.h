@@ -7,8 +7,8 @@
 #include <string_view>
 
 #include "normscope/comm/calls.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/error.h"
-#include "normscope/core/export.h"
 #include "normscope/core/stream.h"
 
 namespace normscope NORMSCOPE_EXPORT {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "normscope/comm/calls.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

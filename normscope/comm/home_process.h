@@ -7,7 +7,7 @@
 
 #include <unistd.h>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

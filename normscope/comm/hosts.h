@@ -8,7 +8,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #include "normscope/comm/slot_memory.h"
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/error.h"
 
 namespace normscope {

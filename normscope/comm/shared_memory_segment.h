@@ -6,7 +6,7 @@
 #include <string>
 
 #include "normscope/comm/exchange_options.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

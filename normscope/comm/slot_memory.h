@@ -11,7 +11,7 @@
 
 #include "normscope/comm/exchange_options.h"
 #include "normscope/comm/group_status.h"
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 
 namespace normscope {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "normscope/comm/communicator.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -8,7 +8,7 @@
 
 #include "normscope/comm/slot_communicator.h"
 #include "normscope/comm/sub_group.h"
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/error.h"
 
 namespace normscope {

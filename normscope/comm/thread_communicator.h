@@ -6,7 +6,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -7,8 +7,8 @@
 #include <type_traits>
 
 #include "normscope/core/activation.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/double_double.h"
-#include "normscope/core/inline.h"
 
 namespace normscope {
 

@@ -4,8 +4,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "normscope/core/attributes.h"
 #include "normscope/core/dtype.h"
-#include "normscope/core/inline.h"
 
 namespace normscope {
 

@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "normscope/core/inline.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope {
 

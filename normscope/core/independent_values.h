@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

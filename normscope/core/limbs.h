@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "normscope/core/inline.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope {
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "normscope/core/attributes.h"
 #include "normscope/core/header.h"
-#include "normscope/core/inline.h"
 #include "normscope/core/limbs.h"
 
 namespace normscope {

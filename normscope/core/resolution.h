@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/scope.h"
 
 namespace normscope NORMSCOPE_EXPORT {

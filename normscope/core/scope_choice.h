@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/independent_values.h"
 #include "normscope/core/scope.h"
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "normscope/core/attributes.h"
 #include "normscope/core/dtype.h"
-#include "normscope/core/export.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -7,9 +7,8 @@
 #include <string_view>
 
 #include "normscope/core/activation.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/header.h"
-#include "normscope/core/inline.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/message_view.h"
 #include "normscope/core/stream.h"

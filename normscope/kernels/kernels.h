@@ -6,8 +6,8 @@
 #include <string_view>
 
 #include "normscope/core/activation.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/execution.h"
-#include "normscope/core/export.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/channel_view.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/limbs.h"
 #include "normscope/kernels/channel_view.h"
 #include "normscope/kernels/statistics.h"

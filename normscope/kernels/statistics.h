@@ -3,8 +3,7 @@
 
 #include <cstdint>
 
-#include "normscope/core/export.h"
-#include "normscope/core/inline.h"
+#include "normscope/core/attributes.h"
 #include "normscope/kernels/channel_view.h"
 
 namespace normscope NORMSCOPE_EXPORT {

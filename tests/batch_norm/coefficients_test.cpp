@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 #include "tests/batch_norm/layer_run.h"

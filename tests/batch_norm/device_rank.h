@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/kernels/kernels_under_test.h"
 

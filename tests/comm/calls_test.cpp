@@ -10,7 +10,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 
 namespace normscope::testing {
 namespace {

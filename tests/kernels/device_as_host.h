@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/element.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/kernels.h"

@@ -7,7 +7,7 @@
 #include <mpi.h>
 
 #include "normscope/comm/communicator.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "normscope/comm/communicator.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 struct ncclComm;  // declared by NCCL: ncclComm_t is a pointer to it
 

@@ -4,8 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "normscope/core/aligned_vector.h"
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/cpu/target.h"
 #include "normscope/kernels/kernels.h"

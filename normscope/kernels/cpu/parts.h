@@ -7,8 +7,7 @@
 
 #include <unistd.h>
 
-#include "normscope/core/aligned_vector.h"
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/execution.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"

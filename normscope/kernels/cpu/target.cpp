@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#include "normscope/core/cache_line.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/cpu/element_tables.h"

@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "normscope/core/activation_functions.h"
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/channel_values.h"

@@ -8,7 +8,7 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/communicator.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 

@@ -15,7 +15,7 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/core/activation.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/scope.h"
 
 namespace normscope {

@@ -5,7 +5,7 @@
 
 #include <torch/nn/module.h>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 
 namespace normscope {
 namespace nn NORMSCOPE_EXPORT {

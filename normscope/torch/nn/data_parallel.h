@@ -3,7 +3,7 @@
 
 #include <torch/nn/module.h>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/torch/groups/rank_group.h"
 
 namespace normscope {

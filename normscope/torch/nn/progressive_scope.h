@@ -6,7 +6,7 @@
 
 #include <torch/nn/module.h>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/scope.h"
 
 namespace normscope {

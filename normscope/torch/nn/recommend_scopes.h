@@ -7,7 +7,7 @@
 #include <torch/arg.h>
 #include <torch/nn/module.h>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/torch/groups/rank_group.h"
 #include "normscope/torch/nn/scope_plan.h"
 

@@ -8,7 +8,7 @@
 
 #include <torch/nn/module.h>
 
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/scope_choice.h"
 
 namespace normscope {

@@ -7,7 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "normscope/core/activation.h"
-#include "normscope/core/export.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/scope.h"

@@ -2,12 +2,20 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <new>
 #include <vector>
 
-#include "normscope/core/cache_line.h"
-
 namespace normscope {
+
+// In bytes.
+inline constexpr std::int64_t kCacheLine = 64;
+
+// `bytes` rounded up to whole cache lines.
+[[nodiscard]] constexpr std::size_t whole_cache_lines(std::size_t bytes) noexcept {
+  constexpr std::size_t kLine{kCacheLine};
+  return (bytes + kLine - 1) / kLine * kLine;
+}
 
 // Allocates memory that starts at a cache line.
 template <class T>

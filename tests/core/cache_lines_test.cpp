@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/core/aligned_vector.h"
+#include "normscope/core/cache_lines.h"
 
 #include <cstdint>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include "normscope/core/cache_line.h"
 
 namespace normscope {
 namespace {
