@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "normscope/comm/host_identity.h"
+#include "normscope/comm/processes.h"
 #include "normscope/core/resolution.h"
 
 namespace normscope {

@@ -10,8 +10,7 @@
 #include <string_view>
 #include <utility>
 
-#include "normscope/comm/host_identity.h"
-#include "normscope/comm/peer_process.h"
+#include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/two_level_communicator.h"
 #include "normscope/core/error.h"
@@ -19,9 +18,6 @@
 
 namespace normscope {
 namespace {
-
-// A float64 represents them exactly.
-constexpr int kIdentityBits = 52;
 
 // float64 numbers in a slot if there are several hosts: 128 KiB. Each piece costs the latency of a
 // message between hosts; shorter pieces do not gain enough from filling the slots in the meantime.

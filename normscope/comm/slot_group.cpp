@@ -11,7 +11,6 @@
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
 #include "normscope/comm/futex.h"
-#include "normscope/comm/peer_process.h"
 #include "normscope/core/error.h"
 
 namespace normscope {

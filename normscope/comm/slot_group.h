@@ -12,7 +12,7 @@
 
 #include "normscope/comm/calls.h"
 #include "normscope/comm/exchange_options.h"
-#include "normscope/comm/home_process.h"
+#include "normscope/comm/processes.h"
 #include "normscope/comm/rank_names.h"
 #include "normscope/comm/slot_memory.h"
 

@@ -21,7 +21,7 @@
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/group_status.h"
-#include "normscope/comm/peer_process.h"
+#include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/core/error.h"

@@ -14,7 +14,7 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/calls.h"
-#include "normscope/comm/home_process.h"
+#include "normscope/comm/processes.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/torch/tensors/device.h"

@@ -8,7 +8,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "normscope/comm/describe.h"
-#include "normscope/comm/home_process.h"
+#include "normscope/comm/processes.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/watch/calls.h"
 #include "normscope/torch/watch/environment.h"

@@ -14,7 +14,7 @@
 #include <c10/util/Exception.h>
 
 #include "normscope/batch_norm/exchange.h"
-#include "normscope/comm/host_identity.h"
+#include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
 #include "normscope/core/hash.h"
 #include "normscope/core/header.h"

@@ -10,7 +10,7 @@
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/group_status.h"
-#include "normscope/comm/host_identity.h"
+#include "normscope/comm/processes.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/resolution.h"
