@@ -176,6 +176,14 @@ int Exchange::all_reduce_on_device(const CallLabel& label, double count, std::sp
   });
 }
 
+std::vector<double> Exchange::gather(const CallLabel& label, const std::vector<double>& own) {
+  std::vector<double> message = row_to_gather(communicator_->rank(), communicator_->size(), own);
+  message.resize(message.size() + kHeaderSize);
+  all_reduce(label, message, {});
+  message.resize(message.size() - kHeaderSize);
+  return message;
+}
+
 // Calls sum(this rank's header), and compares the headers before that if necessary. Errors say what
 // this rank was doing. Returns the label's number.
 template <class Sum>
@@ -248,25 +256,21 @@ std::string Exchange::describe_here(const CallLabel& label) const {
 
 // Every rank now knows that the ranks disagree. They tell each other what each of them was doing.
 void Exchange::throw_mismatch(const CallLabel& label) {
-  const auto ranks = static_cast<std::size_t>(communicator_->size());
-  const auto own = static_cast<std::size_t>(communicator_->rank());
   const std::string own_text = describe(label);
-  std::vector<double> lengths(ranks);
-  lengths[own] = static_cast<double>(std::min(own_text.size(), kLongestText));
-  communicator_->all_reduce_sum(lengths);
-  const auto longest = static_cast<std::size_t>(std::ranges::max(lengths));
+  const auto own_length = static_cast<double>(std::min(own_text.size(), kLongestText));
+  const auto longest =
+      static_cast<std::size_t>(std::ranges::max(normscope::gather(*communicator_, {own_length})));
 
   const std::size_t numbers_per_text = (longest + kBytesPerNumber - 1) / kBytesPerNumber;
-  const std::size_t numbers_per_rank = numbers_per_text + 2;
-  std::vector<double> all(ranks * numbers_per_rank);
+  std::vector<double> own(numbers_per_text);
+  encode(own_text, own);
+  own.insert(own.end(), {label.eps, label.momentum});
+  const std::vector<double> all = normscope::gather(*communicator_, own);
   const auto of_rank = [&](std::size_t rank) {
-    return std::span(all).subspan(rank * numbers_per_rank, numbers_per_rank);
+    return std::span(all).subspan(rank * own.size(), own.size());
   };
-  encode(own_text, of_rank(own).first(numbers_per_text));
-  of_rank(own)[numbers_per_text] = label.eps;
-  of_rank(own).back() = label.momentum;
-  communicator_->all_reduce_sum(all);
 
+  const auto ranks = static_cast<std::size_t>(communicator_->size());
   std::vector<std::string> texts;
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     texts.push_back(decode(of_rank(rank).first(numbers_per_text)));

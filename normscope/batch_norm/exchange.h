@@ -74,6 +74,9 @@ class Exchange {
   int all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
                            Stream stream, const std::function<void(const Header&)>& write_header);
 
+  // The `own` numbers of all ranks, one row after the other, with the errors of all_reduce().
+  [[nodiscard]] std::vector<double> gather(const CallLabel& label, const std::vector<double>& own);
+
   // This rank's call that a device reported: "forward of block.bn (...)".
   [[nodiscard]] const std::string& reported_call(int number) const;
 

@@ -2,7 +2,6 @@
 #include "normscope/batch_norm/scope_exchange.h"
 
 #include <algorithm>
-#include <span>
 #include <string>
 
 #include "normscope/comm/processes.h"
@@ -11,21 +10,11 @@
 namespace normscope {
 namespace {
 
-// The numbers of all ranks, in rank order. Each rank puts its own number into a vector of zeros,
-// and the sum gathers them.
-std::vector<double> gather(Exchange& group, const CallLabel& label, std::int64_t own) {
-  const auto ranks = static_cast<std::size_t>(group.communicator().size());
-  std::vector<double> message(ranks + kHeaderSize);
-  message[static_cast<std::size_t>(group.communicator().rank())] = static_cast<double>(own);
-  group.all_reduce(label, message, {});
-  message.resize(ranks);
-  return message;
-}
-
 std::vector<double> gather_for_scope(Exchange& group, const Scope& scope, std::string_view layer,
                                      std::int64_t own) {
   const std::string text = scope.str();
-  return gather(group, {.layer = layer, .scope = text, .direction = Direction::kAgreement}, own);
+  return group.gather({.layer = layer, .scope = text, .direction = Direction::kAgreement},
+                      {static_cast<double>(own)});
 }
 
 }  // namespace
@@ -47,7 +36,7 @@ std::vector<std::int64_t> gather_samples(Exchange& group, std::int64_t own) {
   // With a fixed name. An unnamed label counts the calls before it, and ranks may differ in that
   // number.
   const CallLabel label{.layer = "joined", .scope = "world", .direction = Direction::kStep};
-  const std::vector<double> gathered = gather(group, label, own);
+  const std::vector<double> gathered = group.gather(label, {static_cast<double>(own)});
   return {gathered.begin(), gathered.end()};
 }
 

@@ -3,12 +3,11 @@
 
 #include <memory>
 #include <span>
-#include <string>
 #include <string_view>
+#include <vector>
 
 #include "normscope/comm/calls.h"
 #include "normscope/core/attributes.h"
-#include "normscope/core/error.h"
 #include "normscope/core/stream.h"
 
 namespace normscope NORMSCOPE_EXPORT {
@@ -53,11 +52,22 @@ class Communicator {
   virtual void fail(std::string_view reason) noexcept = 0;
 };
 
-// For communicators that add on the CPU.
-inline void check_host_memory(const Communicator& communicator, Stream stream) {
-  if (stream.memory == Memory::kHost) return;
-  throw ArgumentError(std::string(communicator.transport()) +
-                      ": expected values in the host's memory, got a device's");
-}
+// For communicators that add on the CPU: throws an ArgumentError if the values are elsewhere.
+void check_host_memory(const Communicator& communicator, Stream stream);
+
+// The numbers of all ranks, one row after the other: row r is the `own` of rank r. All ranks must
+// give equally many. Collective; throws the errors of the sum.
+[[nodiscard]] std::vector<double> gather(Communicator& group, const std::vector<double>& own);
+
+// What a rank adds to a sum that gathers: zeros, except for its own row.
+[[nodiscard]] std::vector<double> row_to_gather(int rank, int ranks,
+                                                const std::vector<double>& own);
+
+// For implementations of split(): this rank's part, as ranks of the whole group in the order of the
+// part. The first of them leads. Collective over the whole group.
+[[nodiscard]] std::vector<int> members_of_part(Communicator& whole, int color, int key);
+
+// The place of `rank`, which must be among them.
+[[nodiscard]] int place_of(int rank, const std::vector<int>& members);
 
 }  // namespace normscope

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "normscope/comm/slot_communicator.h"
-#include "normscope/comm/sub_group.h"
 #include "normscope/core/cache_lines.h"
 #include "normscope/core/error.h"
 
@@ -36,28 +35,27 @@ class ThreadCommunicator final : public SlotCommunicator {
       : SlotCommunicator(SlotMemory(group->memory), rank, "threads"), group_(std::move(group)) {}
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
-    const SubGroup sub_group = agree_on_sub_group(*this, color, key);
-    if (sub_group.leader() == rank()) part_led_by(rank()) = make_part(sub_group);
+    const std::vector<int> members = members_of_part(*this, color, key);
+    const int leader = members.front();
+    if (leader == rank()) part_led_by(leader) = make_part(static_cast<int>(members.size()));
     wait_for_peers();
-    const std::shared_ptr<ThreadGroup> part = part_led_by(sub_group.leader());
+    const std::shared_ptr<ThreadGroup> part = part_led_by(leader);
     wait_for_peers();
-    if (sub_group.leader() == rank()) part_led_by(rank()) = nullptr;
+    if (leader == rank()) part_led_by(leader) = nullptr;
     if (part == nullptr) {
-      throw CommunicationError(
-          group().describe("split: " + group().names().name(sub_group.leader()) +
-                           " could not create the memory of the new group"));
+      throw CommunicationError(group().describe("split: " + group().names().name(leader) +
+                                                " could not create the memory of the new group"));
     }
-    auto communicator = std::make_unique<ThreadCommunicator>(part, sub_group.rank);
-    communicator->show_calls_as_part_of(*this, sub_group.members);
+    auto communicator = std::make_unique<ThreadCommunicator>(part, place_of(rank(), members));
+    communicator->show_calls_as_part_of(*this, members);
     return communicator;
   }
 
  private:
   // Null if there is no memory: the leader must tell the others before it throws.
-  [[nodiscard]] std::shared_ptr<ThreadGroup> make_part(const SubGroup& sub_group) const {
+  [[nodiscard]] std::shared_ptr<ThreadGroup> make_part(int ranks) const {
     try {
-      return std::make_shared<ThreadGroup>(static_cast<int>(sub_group.members.size()),
-                                           group().options());
+      return std::make_shared<ThreadGroup>(ranks, group().options());
     } catch (const std::bad_alloc&) {
       return nullptr;
     }

@@ -30,10 +30,6 @@ constexpr std::int64_t kLengthsDiffer = -1;
 // while H * length^2 <= 2^53. A host whose own ranks differ sends NaN, which equals no length.
 constexpr std::size_t kTrailer = 2;
 
-int place_of(int rank, const std::vector<int>& ranks) {
-  return static_cast<int>(std::ranges::find(ranks, rank) - ranks.begin());
-}
-
 // In an exchange, every rank of a host writes its values to its slot. The leader waits for them,
 // adds the slots, adds the hosts' sums with the other leaders, and writes the result to its own
 // slot. The other ranks wait for the leader and read the result there.
@@ -183,8 +179,7 @@ class TwoLevelCommunicator final : public Communicator {
 
   // Collective: sums a vector of the same length on every rank.
   [[noreturn]] void throw_lengths_differ(std::size_t length) {
-    std::vector<double> lengths(static_cast<std::size_t>(size()));
-    lengths[static_cast<std::size_t>(rank())] = static_cast<double>(length);
+    std::vector<double> lengths = row_to_gather(rank(), size(), {static_cast<double>(length)});
     if (!sum(lengths)) {
       throw CommunicationError(
           host_.describe("ranks that passed different lengths do not agree "

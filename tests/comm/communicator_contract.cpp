@@ -89,6 +89,20 @@ TEST_P(CommunicatorContract, EmptySumsAreAllowed) {
   });
 }
 
+TEST_P(CommunicatorContract, GathersARowFromEachRankInTheirOrder) {
+  run([](Communicator& communicator) {
+    const double rank = communicator.rank();
+
+    const std::vector<double> rows = normscope::gather(communicator, {rank, rank * rank});
+
+    ASSERT_EQ(std::ssize(rows), 2 * communicator.size());
+    for (int row = 0; row < communicator.size(); ++row) {
+      EXPECT_EQ(rows[2 * static_cast<std::size_t>(row)], row);
+      EXPECT_EQ(rows[2 * static_cast<std::size_t>(row) + 1], row * row);
+    }
+  });
+}
+
 TEST_P(CommunicatorContract, NonFiniteValuesAreSummed) {
   run([](Communicator& communicator) {
     constexpr double kInfinity = std::numeric_limits<double>::infinity();

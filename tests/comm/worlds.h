@@ -83,10 +83,7 @@ inline std::string ranks_of(const ::testing::TestParamInfo<World>& world) {
 
 // The `own` values of all ranks, in rank order.
 inline std::vector<double> gather(Communicator& communicator, double own) {
-  std::vector<double> values(static_cast<std::size_t>(communicator.size()));
-  values[static_cast<std::size_t>(communicator.rank())] = own;
-  communicator.all_reduce_sum(values);
-  return values;
+  return normscope::gather(communicator, {own});
 }
 
 inline double sum_of_ranks(const Communicator& communicator) {

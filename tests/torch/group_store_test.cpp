@@ -49,7 +49,7 @@ class HangingStore final : public c10d::HashStore {
 TEST(GroupStore, AsksAServerThatHangsOnlyOnce) {
   const auto store = c10::make_intrusive<HangingStore>();
   GroupStore group(store, 0, {0, 1});
-  GroupStore part = group.part("part", 0, {0, 1});
+  GroupStore part = group.part("part", {0, 1});
   group.fail("lost the network");
   ASSERT_EQ(group.failure(), "lost the network");
   ASSERT_EQ(part.failure(), std::nullopt);

@@ -16,7 +16,6 @@
 
 #include "normscope/comm/describe.h"
 #include "normscope/comm/mpi/mpi_state.h"
-#include "normscope/comm/sub_group.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -130,10 +129,10 @@ class MpiCommunicator final : public Communicator {
   }
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
-    const SubGroup sub_group = agree_on_sub_group(*this, color, key);
+    const int leader = members_of_part(*this, color, key).front();
     // MPI_Comm_split has no time limit. It does not need one: all ranks have just arrived here.
     MPI_Comm part = MPI_COMM_NULL;
-    check(MPI_Comm_split(own_, sub_group.leader(), sub_group.rank, &part), "MPI_Comm_split");
+    check(MPI_Comm_split(own_, leader, key, &part), "MPI_Comm_split");
     check(MPI_Comm_set_errhandler(part, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     return std::make_unique<MpiCommunicator>(part, time_limit_);
   }

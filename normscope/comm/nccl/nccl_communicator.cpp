@@ -19,7 +19,6 @@
 #include "normscope/comm/nccl/cuda_calls.h"
 #include "normscope/comm/nccl/watch.h"
 #include "normscope/comm/self_communicator.h"
-#include "normscope/comm/sub_group.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -152,15 +151,15 @@ class NcclCommunicator final : public Communicator {
   }
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
-    const SubGroup part = agree_on_sub_group(*this, color, key);
-    if (part.members.size() == 1 && size_ > 1) {
+    const std::vector<int> members = members_of_part(*this, color, key);
+    if (members.size() == 1 && size_ > 1) {
       // A part of one rank needs no NCCL communicator.
       guarded([&] { (void)split_comm(NCCL_SPLIT_NOCOLOR, 0); });
       return make_self_communicator();
     }
     ncclComm_t comm = nullptr;
     // The leader's rank is the color, because NCCL allows no negative colors.
-    guarded([&] { comm = split_comm(part.leader(), part.rank); });
+    guarded([&] { comm = split_comm(members.front(), key); });
     return std::make_unique<NcclCommunicator>(comm, time_limit_);
   }
 

@@ -88,13 +88,13 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
 }
 
 C10dCommunicator::C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own,
-                                   const SubGroup& members, const C10dCommunicator& whole)
+                                   const std::vector<int>& members, const C10dCommunicator& whole)
     : C10dCommunicator(part, whole.placement_, std::nullopt, std::move(own)) {
   if (!own_ || sums_on_device_) part_ = std::move(part);
-  rank_ = members.rank;
+  rank_ = place_of(whole.rank_, members);
   whole_ = whole.whole_;
   options_ = whole.options_;
-  if (whole.board_) board_ = whole.board_->part(members.members);
+  if (whole.board_) board_ = whole.board_->part(members);
   publisher_ = whole.publisher_;
 }
 
@@ -255,8 +255,7 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
 // peers.
 void C10dCommunicator::throw_lengths_differ(std::size_t length) {
   lengths_.clear();
-  std::vector<double> lengths(static_cast<std::size_t>(size_));
-  lengths[static_cast<std::size_t>(rank_)] = static_cast<double>(length);
+  std::vector<double> lengths = row_to_gather(rank_, size_, {static_cast<double>(length)});
   all_reduce(lengths);
   std::string text = "the ranks came with different lengths:";
   for (const double of_rank : lengths) {

@@ -10,7 +10,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "normscope/comm/communicator.h"
-#include "normscope/comm/sub_group.h"
 #include "normscope/torch/c10d/expected_lengths.h"
 #include "normscope/torch/c10d/private_group.h"
 #include "normscope/torch/tensors/device.h"
@@ -69,11 +68,11 @@ class C10dCommunicator final : public Communicator {
 
   // A part of `whole`. `part`: of its group, which the part keeps alive, if messages use that
   // group. `own`: of its separate group, if there is one.
-  C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own, const SubGroup& members,
+  C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own, const std::vector<int>& members,
                    const C10dCommunicator& whole);
 
   [[nodiscard]] Group group_for(const at::Tensor& sum) const;
-  [[nodiscard]] Group part_of(c10d::ProcessGroup& group, const SubGroup& members) const;
+  [[nodiscard]] Group part_of(c10d::ProcessGroup& group, const std::vector<int>& members) const;
   [[nodiscard]] c10::intrusive_ptr<c10d::Backend> split_backend(
       c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& members) const;
@@ -87,9 +86,9 @@ class C10dCommunicator final : public Communicator {
   void wait_for(c10d::Work& work);
   void look_up(std::chrono::steady_clock::duration waited, int looks);
   [[nodiscard]] std::string where_ranks_are();
-  [[nodiscard]] std::unique_ptr<Communicator> make_part(const SubGroup& members) const;
+  [[nodiscard]] std::unique_ptr<Communicator> make_part(const std::vector<int>& members) const;
   [[noreturn]] void throw_lengths_differ(std::size_t length);
-  [[nodiscard]] std::string name_of_part(const SubGroup& members) const;
+  [[nodiscard]] std::string name_of_part(const std::vector<int>& members) const;
   [[nodiscard]] std::string describe(std::string_view text) const;
 
   std::unique_ptr<OwnGroup> own_;                      // nullptr: messages use group_

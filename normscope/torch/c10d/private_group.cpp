@@ -56,14 +56,14 @@ OwnGroup::OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const st
   make();
 }
 
-std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name, const SubGroup& members) const {
+std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name,
+                                         const std::vector<int>& members) const {
   std::vector<int> ranks;
-  for (const int member : members.members) {
+  for (const int member : members) {
     ranks.push_back(ranks_[static_cast<std::size_t>(member)]);
   }
-  auto part = std::unique_ptr<OwnGroup>(
-      new OwnGroup(name_ + "/" + name, parent_, std::move(ranks),
-                   store_.part(name, members.rank, members.members), time_limit_));
+  auto part = std::unique_ptr<OwnGroup>(new OwnGroup(name_ + "/" + name, parent_, std::move(ranks),
+                                                     store_.part(name, members), time_limit_));
   part->make();
   return part;
 }

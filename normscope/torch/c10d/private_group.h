@@ -11,7 +11,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "normscope/comm/sub_group.h"
 #include "normscope/torch/c10d/store.h"
 
 namespace normscope::binding {
@@ -46,7 +45,7 @@ class OwnGroup {
 
   // Makes a group of some of the ranks. Collective over those ranks.
   [[nodiscard]] std::unique_ptr<OwnGroup> part(const std::string& name,
-                                               const SubGroup& members) const;
+                                               const std::vector<int>& members) const;
 
   // nullptr if it was destroyed.
   [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> get() const { return group_.lock(); }

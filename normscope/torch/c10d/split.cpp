@@ -42,7 +42,7 @@ class RanksOfOptions {
 }  // namespace
 
 std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
-  const SubGroup members = agree_on_sub_group(*this, color, key);
+  const std::vector<int> members = members_of_part(*this, color, key);
   parts_ += 1;
   if (size_ == 1) return make_self_communicator();
   connect_devices();
@@ -53,8 +53,8 @@ std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
   }
 }
 
-std::unique_ptr<Communicator> C10dCommunicator::make_part(const SubGroup& members) const {
-  const bool is_alone = members.members.size() == 1;
+std::unique_ptr<Communicator> C10dCommunicator::make_part(const std::vector<int>& members) const {
+  const bool is_alone = members.size() == 1;
   const bool splits_group = !own_ || sums_on_device_;
   Group part;
   if (splits_group) {
@@ -93,15 +93,15 @@ void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
 // torch's own splitGroup() would split a backend that serves several devices once per device. The
 // resulting parts would mistake each other's keys in the store.
 C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
-                                                  const SubGroup& members) const {
+                                                  const std::vector<int>& members) const {
   const auto store =
       c10::make_intrusive<c10d::PrefixStore>(name_of_part(members), group.getStore());
-  auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
-                                                      static_cast<int>(members.members.size()));
+  auto part = c10::make_intrusive<c10d::ProcessGroup>(store, place_of(rank_, members),
+                                                      static_cast<int>(members.size()));
   const auto backend = group.getBackend(host_device_);
   c10::intrusive_ptr<c10d::Backend> backend_of_part;
   if (!own_) {
-    backend_of_part = split_backend(*backend, store, members.members);
+    backend_of_part = split_backend(*backend, store, members);
     part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
   }
   if (placement_.device == host_device_) return part;
@@ -112,7 +112,7 @@ C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
   part->setBackend(
       placement_.device,
       is_one ? c10d::ProcessGroup::BackendType::CUSTOM : c10d::ProcessGroup::BackendType::NCCL,
-      is_one ? backend_of_part : split_backend(*device_backend, device_store, members.members));
+      is_one ? backend_of_part : split_backend(*device_backend, device_store, members));
   return part;
 }
 
@@ -126,8 +126,8 @@ c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
 }
 
 // The name of a part in the group's store.
-std::string C10dCommunicator::name_of_part(const SubGroup& members) const {
-  return "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.leader());
+std::string C10dCommunicator::name_of_part(const std::vector<int>& members) const {
+  return "normscope/" + std::to_string(parts_) + "/" + std::to_string(members.front());
 }
 
 }  // namespace normscope::binding

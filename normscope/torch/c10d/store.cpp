@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "normscope/comm/call_observer.h"
+#include "normscope/comm/communicator.h"
 #include "normscope/core/error.h"
 
 namespace normscope::binding {
@@ -88,11 +89,11 @@ bool wait_until(Clock::time_point deadline, const Look& look) {
 GroupStore::GroupStore(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> names)
     : store_(std::move(store)), rank_(static_cast<std::size_t>(rank)), names_(std::move(names)) {}
 
-GroupStore GroupStore::part(const std::string& name, int rank,
-                            const std::vector<int>& members) const {
+GroupStore GroupStore::part(const std::string& name, const std::vector<int>& members) const {
   std::vector<int> names;
   for (const int member : members) names.push_back(names_[static_cast<std::size_t>(member)]);
-  GroupStore of_part(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, std::move(names));
+  GroupStore of_part(c10::make_intrusive<c10d::PrefixStore>(name, store_),
+                     place_of(static_cast<int>(rank_), members), std::move(names));
   of_part.ask_again_ = ask_again_;
   return of_part;
 }

@@ -26,10 +26,8 @@ class GroupStore {
   // This rank's number in errors.
   [[nodiscard]] int name() const { return names_[rank_]; }
 
-  // A store for some of the ranks, given by their places in this group; `rank` is a place among
-  // them.
-  [[nodiscard]] GroupStore part(const std::string& name, int rank,
-                                const std::vector<int>& members) const;
+  // A store for some of the ranks, given by their places in this group.
+  [[nodiscard]] GroupStore part(const std::string& name, const std::vector<int>& members) const;
 
   // Waits until every rank has called this once with the same `what`. Throws TimeoutError, which
   // names the missing ranks, or CommunicationError with the text that a rank passed to fail().

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/groups/exchanges.h"
 
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/tensor.h>
 
 #include "normscope/batch_norm/scope_exchange.h"
 #include "normscope/core/error.h"
@@ -99,20 +99,14 @@ at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::strin
   return as_torch([&]() -> at::Tensor {
     const ExchangeUse use(Direction::kParameters, {"world", group_name, what});
     if (use.get() == nullptr) return own.unsqueeze(0).clone();
-    const Communicator& group = use.get()->communicator();
-    // Each rank fills its own row and leaves the others zero. The sum then has all rows.
-    const std::int64_t numbers = group.size() * own.size(0);
-    const at::Tensor message =
-        at::zeros({numbers + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
-    const at::Tensor all = message.narrow(0, 0, numbers).view({group.size(), own.size(0)});
-    all[group.rank()].copy_(own);
-    use.get()->all_reduce(
-        {.layer = what,
-         .scope = "world",
-         .direction = Direction::kParameters,
-         .channels = own.size(0)},
-        {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())}, {});
-    return all;
+    const at::Tensor numbers = own.contiguous();
+    const double* const begin = numbers.const_data_ptr<double>();
+    const std::vector<double> rows = use.get()->gather({.layer = what,
+                                                        .scope = "world",
+                                                        .direction = Direction::kParameters,
+                                                        .channels = own.size(0)},
+                                                       {begin, begin + own.size(0)});
+    return at::tensor(rows, at::kDouble).view({use.get()->communicator().size(), own.size(0)});
   });
 }
 

@@ -44,23 +44,19 @@ std::string listed(const Numbers& numbers) {
   return text.str();
 }
 
-// The rows of all ranks, in rank order. Each rank adds its own to zeros.
+// The rows of all ranks, in rank order.
 std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& group) {
   if (group.size() == 1) return {own};
-  Row message(own.size() * static_cast<std::size_t>(group.size()) + kHeaderSize);
-  const auto row_of = [&](int rank) {
-    return std::span(message).subspan(static_cast<std::size_t>(rank) * own.size(), own.size());
-  };
-  std::ranges::copy(own, row_of(group.rank()).begin());
+  Row message = row_to_gather(group.rank(), group.size(), own);
+  message.resize(message.size() + kHeaderSize);
   group.all_reduce({.layer = what,
                     .scope = "world",
                     .direction = Direction::kParameters,
                     .channels = static_cast<std::int64_t>(own.size())},
                    message);
   std::vector<Row> rows;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    const std::span<double> row = row_of(rank);
-    rows.emplace_back(row.begin(), row.end());
+  for (auto row = message.begin(); std::ssize(rows) < group.size(); row += std::ssize(own)) {
+    rows.emplace_back(row, row + std::ssize(own));
   }
   return rows;
 }
