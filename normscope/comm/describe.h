@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <cstddef>
-#include <cstdint>
 #include <cstdio>
 #include <numeric>
 #include <string>
@@ -19,20 +18,11 @@ namespace normscope {
   return "rank " + std::to_string(rank) + " of " + std::to_string(size);
 }
 
-// "ranks 0, 2, 3", of at least one rank.
+// "ranks 0, 2, 3".
 [[nodiscard]] inline std::string list_of_ranks(const std::vector<int>& ranks) {
-  std::string text = (ranks.size() == 1 ? "rank " : "ranks ") + std::to_string(ranks[0]);
-  for (std::size_t i = 1; i < ranks.size(); ++i) text += ", " + std::to_string(ranks[i]);
-  return text;
-}
-
-// The error if ranks pass different lengths to a sum. `lengths` [ranks].
-[[nodiscard]] inline std::string text_of_different_lengths(
-    const std::vector<std::int64_t>& lengths) {
-  std::string text = "all_reduce_sum: expected the same number of values from every rank, got ";
-  for (std::size_t rank = 0; rank < lengths.size(); ++rank) {
-    if (rank != 0) text += ", ";
-    text += std::to_string(lengths[rank]) + " from rank " + std::to_string(rank);
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   }
   return text;
 }

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "normscope/comm/describe.h"
+#include "normscope/comm/message_length.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -30,8 +30,10 @@ void SlotCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
 }
 
 void SlotCommunicator::throw_lengths_differ() const {
-  std::vector<std::int64_t> lengths;
-  for (int rank = 0; rank < size(); ++rank) lengths.push_back(group_.length(rank));
+  std::vector<double> lengths;
+  for (int rank = 0; rank < size(); ++rank) {
+    lengths.push_back(static_cast<double>(group_.length(rank)));
+  }
   throw MismatchError(group_.describe(text_of_different_lengths(lengths)));
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "normscope/comm/describe.h"
+#include "normscope/comm/message_length.h"
 #include "normscope/comm/rank_names.h"
 #include "normscope/comm/slot_group.h"
 #include "normscope/core/error.h"
@@ -24,11 +25,6 @@ constexpr int kLeader = 0;
 
 // A leader announces this length if the lengths of any two ranks, on any hosts, differ.
 constexpr std::int64_t kLengthsDiffer = -1;
-
-// A message between hosts ends with its length and the square of its length. Their sums over H
-// hosts are H * length and H * length^2 only if all hosts have the same length; both are exact
-// while H * length^2 <= 2^53. A host whose own ranks differ sends NaN, which equals no length.
-constexpr std::size_t kTrailer = 2;
 
 // In an exchange, every rank of a host writes its values to its slot. The leader waits for them,
 // adds the slots, adds the hosts' sums with the other leaders, and writes the result to its own
@@ -131,21 +127,17 @@ class TwoLevelCommunicator final : public Communicator {
 
   // Returns false if the lengths of any two ranks differ.
   [[nodiscard]] bool sum_of_hosts(std::span<double> piece, std::size_t length) {
+    // A host whose own ranks differ sends NaN.
     const double own_length = host_.lengths_differ() ? std::numeric_limits<double>::quiet_NaN()
                                                      : static_cast<double>(length);
-    message_.resize(piece.size() + kTrailer);
+    message_.resize(piece.size() + kLengthFields);
     const auto sum = std::span(message_).first(piece.size());
-    const auto trailer = std::span(message_).last(kTrailer);
+    const auto trailer = std::span(message_).last(kLengthFields);
     host_.add_slots(sum);
-    trailer[0] = own_length;
-    trailer[1] = own_length * own_length;
-    if (!all_reduce_between()) return false;
-    const auto hosts = static_cast<double>(between_->size());
-    if (trailer[0] != hosts * own_length || trailer[1] != hosts * (own_length * own_length)) {
-      return false;
-    }
-    std::ranges::copy(sum, piece.begin());
-    return true;
+    write_length(trailer, own_length);
+    const bool agree = all_reduce_between() && lengths_agree(trailer, own_length, between_->size());
+    if (agree) std::ranges::copy(sum, piece.begin());
+    return agree;
   }
 
   // Returns false if the lengths of the pieces differ.
@@ -185,8 +177,7 @@ class TwoLevelCommunicator final : public Communicator {
           host_.describe("ranks that passed different lengths do not agree "
                          "on the number of ranks"));
     }
-    throw MismatchError(
-        host_.describe(text_of_different_lengths({lengths.begin(), lengths.end()})));
+    throw MismatchError(host_.describe(text_of_different_lengths(lengths)));
   }
 
   // Call it after the group has failed.

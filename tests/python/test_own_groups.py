@@ -58,7 +58,7 @@ def test_a_message_that_no_peer_expects_meets_none_of_the_program_s(ranks: RankP
     )
 
     assert [total for total, _ in answers] == [3.0, 3.0, 3.0]
-    assert "ranks 0 and 1 are not there" in answers[2][1]
+    assert "ranks 0, 1 are not there" in answers[2][1]
 
 
 def messages_under_way() -> list[float]:

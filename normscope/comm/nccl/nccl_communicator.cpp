@@ -49,14 +49,6 @@ class Pauses {
   int looks_ = 0;
 };
 
-std::string seconds(milliseconds duration) {
-  std::string text = std::to_string(duration.count() / 1000);
-  if (duration.count() % 1000 != 0) {
-    text += '.' + std::to_string(1000 + duration.count() % 1000).substr(1);
-  }
-  return text + " s";
-}
-
 std::string reason_of(ncclResult_t result, ncclComm_t comm) {
   std::string text = ncclGetErrorString(result);
   const char* details = comm == nullptr ? nullptr : ncclGetLastError(comm);
@@ -79,7 +71,7 @@ void settle(ncclComm_t comm, const char* call, milliseconds time_limit) {
     check_nccl(state, call, comm);
     if (state == ncclSuccess) return;
     if (Clock::now() > deadline) {
-      throw TimeoutError(std::string("nccl: ") + call + ": waited " + seconds(time_limit) +
+      throw TimeoutError(std::string("nccl: ") + call + ": waited " + in_seconds(time_limit) +
                          " for the other ranks");
     }
     pauses.next();
@@ -257,7 +249,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   [[nodiscard]] std::string text_of_timeout() const {
-    return "nccl: ncclAllReduce: waited " + seconds(time_limit_) + " for the other ranks";
+    return "nccl: ncclAllReduce: waited " + in_seconds(time_limit_) + " for the other ranks";
   }
 
   void abort(Failure failure, std::string_view reason) {

@@ -13,6 +13,7 @@
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
+#include "normscope/comm/message_length.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/comm/thread_communicator.h"
@@ -21,11 +22,6 @@
 
 namespace normscope::binding {
 namespace {
-
-// A frame starts with the length of the message in float64 numbers, and its square. Their sums over
-// R ranks are R * length and R * length^2 only if all ranks have this length. Both are exact while
-// R * length^2 <= 2^53.
-constexpr std::size_t kLengthFields = 2;
 
 // The float64 numbers of the frame of an unexpected message: 32 KiB, enough for 409 channels. Over
 // Gloo, a second all-reduce costs more than the padding of a short message.
@@ -134,22 +130,20 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
 
 void C10dCommunicator::all_reduce_in_frame(std::span<double> values) {
   const auto length = static_cast<double>(values.size());
+  // The frame starts with the length of the whole message.
   const std::size_t frame_length = frame_for(lengths_.next());
   const std::span first = values.first(std::min(values.size(), frame_length - kLengthFields));
 
   // A separate tensor, because a backend may keep a reference to it after a failed operation.
   const at::Tensor frame = at::empty({static_cast<std::int64_t>(frame_length)}, at::kDouble);
   auto* const fields = frame.mutable_data_ptr<double>();
-  fields[0] = length;
-  fields[1] = length * length;
+  write_length({fields, kLengthFields}, length);
   double* const end = std::ranges::copy(first, fields + kLengthFields).out;
   std::fill(end, fields + frame_length, 0.0);
 
   const at::Tensor sum = all_reduce_of_host(frame);
   const auto* const sums = sum.const_data_ptr<double>();
-  if (sums[0] != size_ * length || sums[1] != size_ * (length * length)) {
-    throw_lengths_differ(values.size());
-  }
+  if (!lengths_agree({sums, kLengthFields}, length, size_)) throw_lengths_differ(length);
   lengths_.add(values.size());
   std::copy_n(sums + kLengthFields, first.size(), first.begin());
   if (first.size() < values.size()) all_reduce(values.subspan(first.size()));
@@ -253,16 +247,11 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
 // All ranks have found that their lengths differ. They tell each other the lengths. They also
 // forget the earlier ones: after a skipped message, a rank would expect other lengths than its
 // peers.
-void C10dCommunicator::throw_lengths_differ(std::size_t length) {
+void C10dCommunicator::throw_lengths_differ(double length) {
   lengths_.clear();
-  std::vector<double> lengths = row_to_gather(rank_, size_, {static_cast<double>(length)});
+  std::vector<double> lengths = row_to_gather(rank_, size_, {length});
   all_reduce(lengths);
-  std::string text = "the ranks came with different lengths:";
-  for (const double of_rank : lengths) {
-    text += ' ';
-    text += std::to_string(static_cast<std::int64_t>(of_rank));
-  }
-  throw MismatchError(describe(text));
+  throw MismatchError(describe(text_of_different_lengths(lengths)));
 }
 
 C10dCommunicator::Group C10dCommunicator::group_for(const at::Tensor& sum) const {

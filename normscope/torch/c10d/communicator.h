@@ -87,7 +87,7 @@ class C10dCommunicator final : public Communicator {
   void look_up(std::chrono::steady_clock::duration waited, int looks);
   [[nodiscard]] std::string where_ranks_are();
   [[nodiscard]] std::unique_ptr<Communicator> make_part(const std::vector<int>& members) const;
-  [[noreturn]] void throw_lengths_differ(std::size_t length);
+  [[noreturn]] void throw_lengths_differ(double length);
   [[nodiscard]] std::string name_of_part(const std::vector<int>& members) const;
   [[nodiscard]] std::string describe(std::string_view text) const;
 

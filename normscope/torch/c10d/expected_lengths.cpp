@@ -14,28 +14,21 @@ constexpr std::size_t kMostPlaces = 1 << 14;
 }  // namespace
 
 std::optional<std::size_t> ExpectedLengths::next() const {
-  const auto found = following_.find(hash_of_last());
+  const auto found = following_.find(last_);
   if (found == following_.end()) return std::nullopt;
   return found->second;
 }
 
 void ExpectedLengths::add(std::size_t length) {
   if (following_.size() == kMostPlaces) following_.clear();
-  following_[hash_of_last()] = length;
+  following_[last_] = length;
   last_.push_back(length);
-  if (last_.size() > kLengthsBefore) last_.pop_front();
+  if (last_.size() > kLengthsBefore) last_.erase(last_.begin());
 }
 
 void ExpectedLengths::clear() {
   last_.clear();
   following_.clear();
-}
-
-// FNV-1a of whole numbers. If two places collide, the expectation is wrong, equally on all ranks.
-std::uint64_t ExpectedLengths::hash_of_last() const {
-  std::uint64_t hash = 14695981039346656037U;
-  for (const std::size_t length : last_) hash = (hash ^ length) * 1099511628211U;
-  return hash;
 }
 
 }  // namespace normscope::binding

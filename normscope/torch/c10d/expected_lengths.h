@@ -2,10 +2,9 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <deque>
+#include <map>
 #include <optional>
-#include <unordered_map>
+#include <vector>
 
 namespace normscope::binding {
 
@@ -25,10 +24,10 @@ class ExpectedLengths {
   void clear();
 
  private:
-  [[nodiscard]] std::uint64_t hash_of_last() const;
+  using Lengths = std::vector<std::size_t>;
 
-  std::deque<std::size_t> last_;
-  std::unordered_map<std::uint64_t, std::size_t> following_;  // by the hash of those before
+  Lengths last_;
+  std::map<Lengths, std::size_t> following_;  // by those before
 };
 
 }  // namespace normscope::binding

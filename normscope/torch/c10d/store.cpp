@@ -13,6 +13,7 @@
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/communicator.h"
+#include "normscope/comm/describe.h"
 #include "normscope/core/error.h"
 
 namespace normscope::binding {
@@ -38,15 +39,6 @@ constexpr const char* kFailure = "failure";
 constexpr const char* kCall = "call";
 
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
-
-std::string list(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
-}
 
 // The clocks of several hosts agree on nothing but the time of day.
 std::int64_t time_of_day() {
@@ -146,7 +138,7 @@ void GroupStore::meet(const std::string& what, Milliseconds time_limit) {
   if (failed) throw CommunicationError(*failed);
   if (!are_there) {
     const auto seconds = std::chrono::duration<double>(time_limit).count();
-    std::string text = list(without(what)) + " did not come within ";
+    std::string text = list_of_ranks(without(what)) + " did not come within ";
     text += std::to_string(static_cast<std::int64_t>(seconds)) + " s";
     fail(text);
     throw TimeoutError(text);
@@ -159,11 +151,11 @@ void GroupStore::tell_observer(const std::string& what, Clock::duration waited) 
   try {
     observer->during_wait(waited, [&] {
       const std::vector<int> missing = without(what);
-      return list(missing) + (missing.size() == 1 ? " is" : " are") +
+      return list_of_ranks(missing) + (missing.size() == 1 ? " is" : " are") +
              " not at the group's first meeting";
     });
   } catch (...) {
-    fail(list({name()}) + " was interrupted while it waited");
+    fail(list_of_ranks({name()}) + " was interrupted while it waited");
     throw;
   }
 }
@@ -222,7 +214,7 @@ std::string GroupStore::who_is_missing() noexcept {
            "0's host, has died or cannot be reached)";
   }
   if (missing->empty()) return "all ranks are there";
-  return list(*missing) + (missing->size() == 1 ? " is" : " are") + " not there";
+  return list_of_ranks(*missing) + (missing->size() == 1 ? " is" : " are") + " not there";
 }
 
 }  // namespace normscope::binding
