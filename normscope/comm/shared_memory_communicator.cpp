@@ -19,13 +19,13 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     const std::vector<int> members = members_of_part(*this, color, key);
-    const MemoryOfPart memory = make_memory_of_part(*this, members, group().options());
+    const MemoryOfPart memory = make_memory_of_part(*this, members, options());
     if (!memory.error.empty()) throw CommunicationError(memory.error);
     for (const int member : members) {
       if (std::ranges::count(memory.without, member) == 0) continue;
-      throw CommunicationError(group().describe(
-          "split: " + group().names().name(member) + " could not " +
-          (member == members.front() ? "create" : "open") + " the memory of the new group"));
+      throw CommunicationError(describe("split: " + name_of(member) + " could not " +
+                                        (member == members.front() ? "create" : "open") +
+                                        " the memory of the new group"));
     }
     auto part =
         std::make_unique<SharedMemoryCommunicator>(*memory.segment, place_of(rank(), members));

@@ -2,12 +2,17 @@
 #include "normscope/comm/slot_memory.h"
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
+#include <ctime>
 #include <new>
 #include <utility>
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "normscope/comm/calls.h"
-#include "normscope/comm/futex.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -110,9 +115,21 @@ bool SlotMemory::record_failure(std::string_view reason) const noexcept {
   return true;
 }
 
+// Not FUTEX_PRIVATE: the sleepers may be other processes.
+void SlotMemory::sleep(int rank, std::uint32_t bell,
+                       std::chrono::milliseconds limit) const noexcept {
+  static_assert(
+      sizeof(Member::bell) == sizeof(std::uint32_t) && decltype(Member::bell)::is_always_lock_free,
+      "the kernel reads the atomic as a plain word");
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
+  const timespec timeout{.tv_sec = static_cast<std::time_t>(seconds.count()),
+                         .tv_nsec = std::chrono::nanoseconds(limit - seconds).count()};
+  syscall(SYS_futex, &member(rank).bell, FUTEX_WAIT, bell, &timeout, nullptr, 0);
+}
+
 void SlotMemory::wake_sleepers(int rank) const noexcept {
   ++member(rank).bell;
-  futex_wake_all(member(rank).bell);
+  syscall(SYS_futex, &member(rank).bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 }  // namespace normscope

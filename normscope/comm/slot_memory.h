@@ -15,8 +15,8 @@
 
 namespace normscope {
 
-// The memory that the ranks of a SlotGroup share: the group, a board of calls (calls.h), and for
-// each rank a member and two slots of values.
+// The memory that the ranks of a SlotCommunicator share: the group, a board of calls (calls.h), and
+// for each rank a member and two slots of values.
 //
 // All atomics are sequentially consistent. Announcing and falling asleep rely on this: either the
 // sleeper sees the new epoch, or the announcer sees the sleeper.
@@ -69,7 +69,10 @@ class SlotMemory {
   // group has failed before.
   bool record_failure(std::string_view reason) const noexcept;
 
-  // Wakes the peers that wait for this rank.
+  // Sleeps while this rank's bell is `bell`, for at most `limit`; may return early.
+  void sleep(int rank, std::uint32_t bell, std::chrono::milliseconds limit) const noexcept;
+
+  // Rings this rank's bell: wakes the peers that wait for it.
   void wake_sleepers(int rank) const noexcept;
 
  private:

@@ -43,8 +43,8 @@ class ThreadCommunicator final : public SlotCommunicator {
     wait_for_peers();
     if (leader == rank()) part_led_by(leader) = nullptr;
     if (part == nullptr) {
-      throw CommunicationError(group().describe("split: " + group().names().name(leader) +
-                                                " could not create the memory of the new group"));
+      throw CommunicationError(
+          describe("split: " + name_of(leader) + " could not create the memory of the new group"));
     }
     auto communicator = std::make_unique<ThreadCommunicator>(part, place_of(rank(), members));
     communicator->show_calls_as_part_of(*this, members);
@@ -55,7 +55,7 @@ class ThreadCommunicator final : public SlotCommunicator {
   // Null if there is no memory: the leader must tell the others before it throws.
   [[nodiscard]] std::shared_ptr<ThreadGroup> make_part(int ranks) const {
     try {
-      return std::make_shared<ThreadGroup>(ranks, group().options());
+      return std::make_shared<ThreadGroup>(ranks, options());
     } catch (const std::bad_alloc&) {
       return nullptr;
     }

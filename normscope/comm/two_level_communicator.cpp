@@ -13,8 +13,7 @@
 
 #include "normscope/comm/describe.h"
 #include "normscope/comm/message_length.h"
-#include "normscope/comm/rank_names.h"
-#include "normscope/comm/slot_group.h"
+#include "normscope/comm/slot_communicator.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -33,107 +32,90 @@ constexpr std::int64_t kLengthsDiffer = -1;
 // A slot can be written again two epochs later: the leader announces an epoch only after all ranks
 // have announced it and it has read their slots, and a rank announces an epoch only after it has
 // read the leader's slot of the epoch before.
-class TwoLevelCommunicator final : public Communicator {
+class TwoLevelCommunicator final : public SlotCommunicator {
  public:
   TwoLevelCommunicator(std::unique_ptr<Communicator> whole, const Hosts& hosts)
-      : whole_(std::move(whole)),
-        leaders_(hosts.leaders),
-        transport_("shared memory and " + std::string(whole_->transport())),
-        host_(SlotMemory(hosts.memory->memory()), place_of(whole_->rank(), hosts.members),
-              transport_, RankNames(hosts.members, whole_->size())) {
-    if (CallBoard* const board = whole_->calls()) {
-      host_.show_calls_on(
-          {.board = *board, .ranks = numbers_of_ranks(whole_->size()), .are_all = false});
-    }
+      : SlotCommunicator(SlotMemory(hosts.memory->memory()), place_of(whole->rank(), hosts.members),
+                         "shared memory and " + std::string(whole->transport()), hosts.members,
+                         whole->size()),
+        whole_(std::move(whole)),
+        leaders_(hosts.leaders) {
+    if (const CallBoard* const board = whole_->calls()) show_calls_on(*board, /*shows_all=*/false);
     // Each rank that is no leader gets a part of its own, which costs nothing.
-    between_ = whole_->split(leads() ? 0 : 1 + whole_->rank(), whole_->rank());
+    between_ = whole_->split(leads() ? 0 : 1 + rank(), rank());
   }
 
-  ~TwoLevelCommunicator() override = default;
+  ~TwoLevelCommunicator() override {
+    between_.reset();
+    leave();
+  }
 
-  [[nodiscard]] int rank() const noexcept override { return whole_->rank(); }
-  [[nodiscard]] int size() const noexcept override { return whole_->size(); }
-  [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
   [[nodiscard]] bool compares_lengths() const noexcept override {
     return whole_->compares_lengths();
   }
-  [[nodiscard]] CallBoard* calls() noexcept override { return &host_.calls(); }
 
   void all_reduce_sum(std::span<double> values, Stream stream) override {
     check_host_memory(*this, stream);
-    host_.throw_if_forked();
     try {
-      host_.throw_if_failed();
-      if (!sum(values)) throw_lengths_differ(values.size());
+      SlotCommunicator::all_reduce_sum(values, stream);
     } catch (const MismatchError&) {
       throw;  // on every rank: no one needs to be told
     } catch (...) {
-      tell_other_hosts();
+      if (is_at_home()) tell_other_hosts();
       throw;
     }
   }
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
-    host_.throw_if_forked();
-    host_.throw_if_failed();
-    return over_hosts(whole_->split(color, key), host_.options().time_limit);
+    throw_if_unusable();
+    return over_hosts(whole_->split(color, key), options().time_limit);
   }
 
   // Ranks of this host throw at once. Ranks of other hosts throw when this host's leader comes to
   // its next exchange, or at once if this rank is the leader.
   void fail(std::string_view reason) noexcept override {
-    if (!host_.is_at_home()) return;
-    host_.fail(reason);
+    if (!is_at_home()) return;
+    SlotCommunicator::fail(reason);
     tell_other_hosts();
   }
 
  private:
-  [[nodiscard]] bool leads() const noexcept { return host_.rank() == kLeader; }
+  [[nodiscard]] bool leads() const noexcept { return place() == kLeader; }
 
-  // Returns false if the ranks' lengths differ.
-  [[nodiscard]] bool sum(std::span<double> values) {
-    const auto longest = static_cast<std::size_t>(host_.options().slot_length);
-    std::size_t begin = 0;
-    do {
-      const auto piece = values.subspan(begin, std::min(values.size() - begin, longest));
-      host_.begin_epoch(values.size());
-      std::ranges::copy(piece, host_.slot(host_.rank()));
-      if (!(leads() ? sum_and_publish(piece, values.size()) : follow(piece))) return false;
-      begin += piece.size();
-    } while (begin < values.size());
-    return true;
+  [[nodiscard]] bool sum_piece(std::span<double> piece, std::size_t length) override {
+    return leads() ? sum_and_publish(piece, length) : follow(piece);
   }
 
   [[nodiscard]] bool sum_and_publish(std::span<double> piece, std::size_t length) {
-    host_.show_arrival();
-    host_.wait_for({.first = kLeader + 1, .last = host_.size()});
+    show_arrival();
+    wait_for({.first = kLeader + 1, .last = all().last});
     const bool agree = sum_of_hosts(piece, length);
     if (agree) {
-      std::ranges::copy(piece, host_.slot(kLeader));
+      std::ranges::copy(piece, slot(kLeader));
     } else {
-      host_.length(kLeader) = kLengthsDiffer;
+      this->length(kLeader) = kLengthsDiffer;
     }
-    host_.announce();
+    announce();
     return agree;
   }
 
   [[nodiscard]] bool follow(std::span<double> piece) {
-    host_.announce();
-    host_.wait_for({.first = kLeader, .last = kLeader + 1});
-    if (host_.length(kLeader) == kLengthsDiffer) return false;
-    std::copy_n(host_.slot(kLeader), piece.size(), piece.begin());
+    announce();
+    wait_for({.first = kLeader, .last = kLeader + 1});
+    if (length(kLeader) == kLengthsDiffer) return false;
+    std::copy_n(slot(kLeader), piece.size(), piece.begin());
     return true;
   }
 
   // Returns false if the lengths of any two ranks differ.
   [[nodiscard]] bool sum_of_hosts(std::span<double> piece, std::size_t length) {
     // A host whose own ranks differ sends NaN.
-    const double own_length = host_.lengths_differ() ? std::numeric_limits<double>::quiet_NaN()
-                                                     : static_cast<double>(length);
+    const double own_length =
+        lengths_differ() ? std::numeric_limits<double>::quiet_NaN() : static_cast<double>(length);
     message_.resize(piece.size() + kLengthFields);
     const auto sum = std::span(message_).first(piece.size());
     const auto trailer = std::span(message_).last(kLengthFields);
-    host_.add_slots(sum);
+    add_slots(sum);
     write_length(trailer, own_length);
     const bool agree = all_reduce_between() && lengths_agree(trailer, own_length, between_->size());
     if (agree) std::ranges::copy(sum, piece.begin());
@@ -148,14 +130,14 @@ class TwoLevelCommunicator final : public Communicator {
     } catch (const MismatchError&) {
       return false;
     } catch (const TimeoutError& error) {
-      host_.end_with<TimeoutError>(cause_of(error.what()));
+      end_with<TimeoutError>(cause_of(error.what()));
     } catch (const CommunicationError& error) {
-      host_.end_with<CommunicationError>(cause_of(error.what()));
+      end_with<CommunicationError>(cause_of(error.what()));
     } catch (const Error& error) {
-      host_.record_failure(cause_of(error.what()));
+      record_failure(cause_of(error.what()));
       throw;
     } catch (...) {
-      host_.record_failure(host_.name() + " was interrupted while it waited");
+      record_failure(name() + " was interrupted while it waited");
       throw;
     }
   }
@@ -163,27 +145,24 @@ class TwoLevelCommunicator final : public Communicator {
   // The cause in the text of an error, if another leader has reported one. In any other error the
   // ranks are numbered within the group of leaders, so the result lists the leaders.
   [[nodiscard]] std::string cause_of(const std::string& text) const {
-    const std::string prefix = host_.describe("");
+    const std::string prefix = describe("");
     const std::size_t found = text.find(prefix);
     if (found != std::string::npos) return text.substr(found + prefix.size());
-    return host_.name() + " among the first " + list_of_ranks(leaders_) + " of the hosts: " + text;
+    return name() + " among the first " + list_of_ranks(leaders_) + " of the hosts: " + text;
   }
 
   // Collective: sums a vector of the same length on every rank.
-  [[noreturn]] void throw_lengths_differ(std::size_t length) {
-    std::vector<double> lengths = row_to_gather(rank(), size(), {static_cast<double>(length)});
-    if (!sum(lengths)) {
-      throw CommunicationError(
-          host_.describe("ranks that passed different lengths do not agree "
-                         "on the number of ranks"));
-    }
-    throw MismatchError(host_.describe(text_of_different_lengths(lengths)));
+  [[nodiscard]] std::vector<double> different_lengths(std::size_t own) override {
+    std::vector<double> lengths = row_to_gather(rank(), size(), {static_cast<double>(own)});
+    if (sum(lengths)) return lengths;
+    throw CommunicationError(
+        describe("ranks that passed different lengths do not agree on the number of ranks"));
   }
 
   // Call it after the group has failed.
   void tell_other_hosts() noexcept {
     try {
-      const std::string text = host_.describe(host_.failure());
+      const std::string text = describe(failure());
       if (between_ && leads()) between_->fail(text);
       whole_->fail(text);              // peers may be in a split
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
@@ -193,8 +172,6 @@ class TwoLevelCommunicator final : public Communicator {
 
   std::unique_ptr<Communicator> whole_;
   std::vector<int> leaders_;
-  std::string transport_;
-  SlotGroup host_;
   std::unique_ptr<Communicator> between_;  // of the leaders
   std::vector<double> message_;            // of a leader, to the other leaders
 };
