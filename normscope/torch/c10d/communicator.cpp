@@ -66,7 +66,7 @@ bool serves(const c10d::ProcessGroup& group, c10::DeviceType device) {
 C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                    const Placement& placement,
                                    std::optional<std::chrono::milliseconds> time_limit,
-                                   std::unique_ptr<OwnGroup> own)
+                                   std::shared_ptr<OwnGroup> own)
     : own_(std::move(own)),
       whole_(group),
       group_(group),
@@ -83,7 +83,7 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
   if (sums_on_device_) options_.asyncOp = false;
 }
 
-C10dCommunicator::C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own,
+C10dCommunicator::C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own,
                                    const std::vector<int>& members, const C10dCommunicator& whole)
     : C10dCommunicator(part, whole.placement_, std::nullopt, std::move(own)) {
   if (!own_ || sums_on_device_) part_ = std::move(part);
@@ -241,7 +241,7 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
         std::move(make_thread_communicators(size_).at(static_cast<std::size_t>(rank_)));
   }
   board_ = *holder_of_board_->calls();
-  if (own_) publisher_ = std::make_shared<CallPublisher>(own_->store(), *board_, publish_after);
+  if (own_) publisher_ = std::make_shared<CallPublisher>(own_, *board_, publish_after);
 }
 
 // All ranks have found that their lengths differ. They tell each other the lengths. They also

@@ -11,7 +11,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/torch/c10d/expected_lengths.h"
-#include "normscope/torch/c10d/private_group.h"
+#include "normscope/torch/c10d/own_group.h"
 #include "normscope/torch/tensors/device.h"
 #include "normscope/torch/watch/publisher.h"
 
@@ -38,7 +38,7 @@ class C10dCommunicator final : public Communicator {
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const Placement& placement = {},
                             std::optional<std::chrono::milliseconds> time_limit = std::nullopt,
-                            std::unique_ptr<OwnGroup> own = nullptr);
+                            std::shared_ptr<OwnGroup> own = nullptr);
   ~C10dCommunicator() override;
 
   [[nodiscard]] int rank() const noexcept override { return rank_; }
@@ -68,7 +68,7 @@ class C10dCommunicator final : public Communicator {
 
   // A part of `whole`. `part`: of its group, which the part keeps alive, if messages use that
   // group. `own`: of its separate group, if there is one.
-  C10dCommunicator(Group part, std::unique_ptr<OwnGroup> own, const std::vector<int>& members,
+  C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own, const std::vector<int>& members,
                    const C10dCommunicator& whole);
 
   [[nodiscard]] Group group_for(const at::Tensor& sum) const;
@@ -91,7 +91,7 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] std::string name_of_part(const std::vector<int>& members) const;
   [[nodiscard]] std::string describe(std::string_view text) const;
 
-  std::unique_ptr<OwnGroup> own_;                      // nullptr: messages use group_
+  std::shared_ptr<OwnGroup> own_;                      // nullptr: messages use group_
   Group part_;                                         // nullptr: others keep group_ alive
   c10::weak_intrusive_ptr<c10d::ProcessGroup> whole_;  // the program's group
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;

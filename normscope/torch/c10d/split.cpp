@@ -67,7 +67,11 @@ std::unique_ptr<Communicator> C10dCommunicator::make_part(const std::vector<int>
     }
   }
   if (is_alone) return make_self_communicator();
-  std::unique_ptr<OwnGroup> own = own_ ? own_->part(name_of_part(members), members) : nullptr;
+  std::shared_ptr<OwnGroup> own;
+  if (own_) {
+    own = own_->part(name_of_part(members), members);
+    own->make();
+  }
   if (!part) part = own->get();
   return std::unique_ptr<Communicator>(
       new C10dCommunicator(std::move(part), std::move(own), members, *this));

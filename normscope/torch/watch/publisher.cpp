@@ -16,8 +16,8 @@ constexpr milliseconds kPauseOfRank{20};
 
 }  // namespace
 
-CallPublisher::CallPublisher(GroupStore store, CallBoard board, milliseconds after)
-    : store_(std::move(store)),
+CallPublisher::CallPublisher(std::shared_ptr<OwnGroup> group, CallBoard board, milliseconds after)
+    : group_(std::move(group)),
       board_(std::move(board)),
       after_(after),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
@@ -27,8 +27,8 @@ CallPublisher::~CallPublisher() = default;
 void CallPublisher::publish() noexcept {
   const std::lock_guard lock(mutex_);
   published_ = board_.read_own();
-  store_.show_call(*published_);
-  const auto calls = store_.calls_of_others();
+  group_->show_call(*published_);
+  const auto calls = group_->calls_of_others();
   for (const auto& [rank, call] : calls) board_.show(rank, call);
 }
 

@@ -3,21 +3,22 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
 
 #include "normscope/comm/calls.h"
-#include "normscope/torch/c10d/store.h"
+#include "normscope/torch/c10d/own_group.h"
 
 namespace normscope::binding {
 
-// Tells ranks that share no memory what each of them is doing, through the group's store. This also
-// shows ranks that do not come. A separate thread writes to the store, but only once this rank's
-// latest call is `after` old: a program without long waits sends nothing.
+// Tells ranks that share no memory what each of them is doing, through the store of their own
+// group. This also shows ranks that do not come. A separate thread writes to the store, but only
+// once this rank's latest call is `after` old: a program without long waits sends nothing.
 class CallPublisher {
  public:
-  CallPublisher(GroupStore store, CallBoard board, std::chrono::milliseconds after);
+  CallPublisher(std::shared_ptr<OwnGroup> group, CallBoard board, std::chrono::milliseconds after);
   ~CallPublisher();
   CallPublisher(const CallPublisher&) = delete;
   CallPublisher& operator=(const CallPublisher&) = delete;
@@ -29,7 +30,7 @@ class CallPublisher {
   [[nodiscard]] bool is_published(const RankCall& call);
   void run(const std::stop_token& stop);
 
-  GroupStore store_;
+  std::shared_ptr<OwnGroup> group_;
   CallBoard board_;
   std::chrono::milliseconds after_;
   std::mutex mutex_;  // guards published_, and held while the store is used

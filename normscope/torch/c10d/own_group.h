@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "normscope/torch/c10d/store.h"
+#include "normscope/comm/calls.h"
 
 namespace normscope::binding {
 
@@ -24,16 +28,24 @@ namespace normscope::binding {
 // timeout breaks the group. Closing a separate group also tells the peers at once.
 //
 // Python makes and destroys it, which allows any backend of torch.distributed.
+//
+// What the ranks tell each other besides their messages is in a store, which can be read without
+// waiting for the rank that wrote. If the store's server has died or hangs, one call waits a few
+// seconds, and the calls of the next minute do not ask it.
 class OwnGroup {
  public:
+  using Store = c10::intrusive_ptr<c10d::Store>;
   using Milliseconds = std::chrono::milliseconds;
 
   // Makes a group of all ranks of `group`, which Python knows by `name`. This is their first
-  // meeting. `use` is a part of the new group's name. Throws TimeoutError, which names the ranks
-  // that have not come, or CommunicationError if a rank has failed before or torch.distributed
-  // cannot make the group.
+  // meeting. `use` is a part of the new group's name. Throws the errors of make().
   OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
            const std::string& use, Milliseconds time_limit);
+
+  // A group that is still to be made. `ranks` are its ranks' numbers in the program's group
+  // `parent`, and in errors; `rank` is this rank's place among them.
+  OwnGroup(Store store, std::string name, std::string parent, int rank, std::vector<int> ranks,
+           Milliseconds time_limit);
 
   // For a rank that will not come to the first meeting: tells its peers that it failed, and why.
   static void refuse(c10d::ProcessGroup& group, const std::string& name, const std::string& use,
@@ -43,9 +55,14 @@ class OwnGroup {
   OwnGroup(const OwnGroup&) = delete;
   OwnGroup& operator=(const OwnGroup&) = delete;
 
-  // Makes a group of some of the ranks. Collective over those ranks.
+  // A group of some of the ranks, given by their places in this one. It is still to be made.
   [[nodiscard]] std::unique_ptr<OwnGroup> part(const std::string& name,
                                                const std::vector<int>& members) const;
+
+  // Makes the process group. Collective over its ranks. Throws TimeoutError, which names the ranks
+  // that have not come, or CommunicationError if a rank has failed before or torch.distributed
+  // cannot make the group.
+  void make();
 
   // nullptr if it was destroyed.
   [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> get() const { return group_.lock(); }
@@ -64,23 +81,41 @@ class OwnGroup {
                                        const std::function<std::string()>& who_is_where) noexcept;
 
   // The reason of the first rank that failed, if any.
-  [[nodiscard]] std::optional<std::string> failure() noexcept { return store_.failure(); }
+  [[nodiscard]] std::optional<std::string> failure() noexcept;
 
-  // Facts that the ranks tell each other besides their messages.
-  [[nodiscard]] const GroupStore& store() const noexcept { return store_; }
+  // Shows what this rank is doing to ranks that ask later.
+  void show_call(const RankCall& call) noexcept;
+
+  // The calls that the other ranks have shown, by their places in this group.
+  [[nodiscard]] std::vector<std::pair<int, RankCall>> calls_of_others() noexcept;
 
  private:
-  OwnGroup(std::string name, std::string parent, std::vector<int> ranks, GroupStore store,
-           Milliseconds time_limit);
+  using Clock = std::chrono::steady_clock;
 
-  void make();
+  [[nodiscard]] int own_rank() const { return ranks_[rank_]; }
+
+  // Waits until every rank has called this once with the same `what`.
+  void meet(const std::string& what);
+  void tell_observer(const std::string& what, Clock::duration waited);
+
+  // Tells ranks that ask later why they need not wait. Only the first text is kept.
+  void tell(const std::string& text) noexcept;
+
+  // Names the ranks that are missing after a message to all ranks has failed without a reason. All
+  // ranks that are present must call this at about the same time.
+  [[nodiscard]] std::string who_is_missing() noexcept;
+
   void close() noexcept;
 
+  Store store_;
   std::string name_;        // torch's name of this group
   std::string parent_;      // and of the program's group
+  std::size_t rank_;        // this rank's place
   std::vector<int> ranks_;  // numbered as in the program's group
-  GroupStore store_;
   Milliseconds time_limit_;
+  // When to ask the store's server again, as a count of the clock. Parts have the same server.
+  std::shared_ptr<std::atomic<Clock::rep>> ask_again_ =
+      std::make_shared<std::atomic<Clock::rep>>(0);
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{c10::intrusive_ptr<c10d::ProcessGroup>()};
 };
 

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What ranks tell each other through a store whose server does not answer.
+#include "normscope/torch/c10d/own_group.h"
+
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -13,12 +16,10 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "normscope/torch/c10d/store.h"
-
 namespace normscope::testing {
 namespace {
 
-using binding::GroupStore;
+using binding::OwnGroup;
 using ::testing::HasSubstr;
 
 // A store whose server can hang. Calls wait until the store is told to go on.
@@ -46,21 +47,22 @@ class HangingStore final : public c10d::HashStore {
   bool hangs_ = false;
 };
 
-TEST(GroupStore, AsksAServerThatHangsOnlyOnce) {
+TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
   const auto store = c10::make_intrusive<HangingStore>();
-  GroupStore group(store, 0, {0, 1});
-  GroupStore part = group.part("part", {0, 1});
+  OwnGroup group(store, "group", "parent", 0, {0, 1}, std::chrono::seconds(60));
+  const std::unique_ptr<OwnGroup> part = group.part("part", {0, 1});
   group.fail("lost the network");
-  ASSERT_EQ(group.failure(), "lost the network");
-  ASSERT_EQ(part.failure(), std::nullopt);
+  ASSERT_EQ(group.failure(), "rank 0 failed: lost the network");
+  ASSERT_EQ(part->failure(), std::nullopt);
   const int asked = store->asked();
 
   store->hang(true);
 
   EXPECT_EQ(group.failure(), std::nullopt);
-  EXPECT_EQ(part.failure(), std::nullopt);
+  EXPECT_EQ(part->failure(), std::nullopt);
   EXPECT_TRUE(group.calls_of_others().empty());
-  EXPECT_THAT(part.who_is_missing(), HasSubstr("the group's store does not answer"));
+  EXPECT_THAT(part->fail_after("a sum failed", [] { return ""; }),
+              HasSubstr("the group's store does not answer"));
   EXPECT_EQ(store->asked(), asked + 1);
   store->hang(false);
 }

@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/c10d/own_group.h"
+
+#include <algorithm>
+#include <exception>
+#include <future>
+#include <new>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "normscope/comm/call_observer.h"
+#include "normscope/comm/communicator.h"
+#include "normscope/comm/describe.h"
+#include "normscope/core/error.h"
+#include "normscope/torch/ops/operators.h"
+
+namespace normscope::binding {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+using Store = c10::intrusive_ptr<c10d::Store>;
+using AskAgain = std::atomic<Clock::rep>;
+
+// How long a rank may take to answer after all others have found that a message has failed.
+constexpr Milliseconds kPatience{2000};
+
+// How long the server of a store may take to answer.
+constexpr Milliseconds kStorePatience{5000};
+
+// The pause before a server that took longer is asked again.
+constexpr std::chrono::minutes kSilence{1};
+
+// Pauses between two reads of the store.
+constexpr Milliseconds kFirstPause{1};
+constexpr Milliseconds kLongestPause{50};
+
+constexpr const char* kFailure = "failure";
+constexpr const char* kCall = "call";
+
+std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+
+// The clocks of several hosts agree on nothing but the time of day.
+std::int64_t time_of_day() {
+  using std::chrono::nanoseconds;
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<nanoseconds>(now).count();
+}
+
+// "state number begin name".
+std::string encode(const RankCall& call) {
+  return std::to_string(static_cast<int>(call.state)) + ' ' + std::to_string(call.number) + ' ' +
+         std::to_string(time_of_day() - call.age.count()) + ' ' + call.name;
+}
+
+RankCall decode(const std::string& text) {
+  std::istringstream stream(text);
+  int state = 0;
+  std::int64_t begin = 0;
+  RankCall call;
+  stream >> state >> call.number >> begin;
+  stream.ignore();
+  std::getline(stream, call.name);
+  call.state = static_cast<CallState>(state);
+  call.age = std::chrono::nanoseconds(std::max<std::int64_t>(0, time_of_day() - begin));
+  return call;
+}
+
+// Calls look() repeatedly until it returns true, or until the deadline.
+template <class Look>
+bool wait_until(Clock::time_point deadline, const Look& look) {
+  for (Milliseconds pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+    if (look()) return true;
+    if (Clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+// Returns ask(), or nullopt if it throws or takes too long, or if the server has not answered in
+// the last minute. Without this limit a store would wait forever for a server that hangs. `ask` may
+// outlive the call: it holds what it needs by value.
+template <class Ask>
+auto answer_of(AskAgain& ask_again, Milliseconds patience, Ask ask) noexcept
+    -> std::optional<decltype(ask())> {
+  if (Clock::now().time_since_epoch().count() < ask_again.load()) return std::nullopt;
+  try {
+    std::packaged_task task(std::move(ask));
+    auto answer = task.get_future();
+    std::thread(std::move(task)).detach();
+    if (answer.wait_for(patience) == std::future_status::ready) return answer.get();
+    ask_again.store((Clock::now() + kSilence).time_since_epoch().count());
+    return std::nullopt;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+// Only the first text is kept.
+void write_failure(const Store& store, AskAgain& ask_again, const std::string& text) noexcept {
+  (void)answer_of(ask_again, kStorePatience, [store, text] {
+    if (!store->check({kFailure})) store->set(kFailure, bytes_of(text));
+    return true;
+  });
+}
+
+std::string key(const std::string& what, std::size_t rank) {
+  return what + "/" + std::to_string(rank);
+}
+
+// Those of `ranks` that have not set a key.
+std::vector<int> ranks_without(const Store& store, const std::string& what,
+                               const std::vector<int>& ranks) {
+  std::vector<int> without;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (!store->check({key(what, rank)})) without.push_back(ranks[rank]);
+  }
+  return without;
+}
+
+// A name that no other group has: a store may outlive a group, and then serve another group of the
+// same name. All ranks have the same count, because each use of a group is collective.
+std::string new_name(c10d::ProcessGroup& group, const std::string& name, const std::string& use) {
+  const std::string prefix = "normscope/" + name + "/" + use + "/";
+  const std::int64_t number =
+      group.getStore()->add(prefix + "of rank " + std::to_string(group.getRank()), 1);
+  return prefix + std::to_string(number);
+}
+
+std::string text_of(int rank, std::string_view reason) {
+  return "rank " + std::to_string(rank) + " failed: " + std::string(reason);
+}
+
+}  // namespace
+
+OwnGroup::OwnGroup(Store store, std::string name, std::string parent, int rank,
+                   std::vector<int> ranks, Milliseconds time_limit)
+    : store_(std::move(store)),
+      name_(std::move(name)),
+      parent_(std::move(parent)),
+      rank_(static_cast<std::size_t>(rank)),
+      ranks_(std::move(ranks)),
+      time_limit_(time_limit) {}
+
+OwnGroup::OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
+                   const std::string& use, Milliseconds time_limit)
+    : OwnGroup(nullptr, new_name(*group, name, use), name, group->getRank(),
+               numbers_of_ranks(group->getSize()), time_limit) {
+  store_ = c10::make_intrusive<c10d::PrefixStore>(name_, group->getStore());
+  meet("begun");
+  make();
+}
+
+std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name,
+                                         const std::vector<int>& members) const {
+  std::vector<int> ranks;
+  for (const int member : members) ranks.push_back(ranks_[static_cast<std::size_t>(member)]);
+  auto part = std::make_unique<OwnGroup>(
+      c10::make_intrusive<c10d::PrefixStore>(name, store_), name_ + "/" + name, parent_,
+      place_of(static_cast<int>(rank_), members), std::move(ranks), time_limit_);
+  part->ask_again_ = ask_again_;
+  return part;
+}
+
+void OwnGroup::refuse(c10d::ProcessGroup& group, const std::string& name, const std::string& use,
+                      std::string_view reason) noexcept {
+  try {
+    AskAgain ask_again = 0;
+    write_failure(
+        c10::make_intrusive<c10d::PrefixStore>(new_name(group, name, use), group.getStore()),
+        ask_again, text_of(group.getRank(), reason));
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // Peers then find out at their time limit.
+  }
+}
+
+void OwnGroup::make() {
+  const std::vector<std::int64_t> ranks(ranks_.begin(), ranks_.end());
+  const auto op = op_named<MakeProcessGroupOp>("normscope::make_process_group");
+  std::string error;
+  try {
+    error = op.call(name_, parent_, ranks, std::chrono::duration<double>(time_limit_).count());
+    if (error.empty()) group_ = c10d::resolve_process_group(name_);
+  } catch (const c10::Error& of_torch) {
+    error = of_torch.what_without_backtrace();
+  }
+  if (error.empty()) {
+    // A rank may be connected before the others. It must not leave before they are connected.
+    meet("made");
+    return;
+  }
+  const std::string text =
+      "torch.distributed made no group for normscope's messages alone, next to the group \"" +
+      parent_ + "\": " + error;
+  tell(text);
+  throw CommunicationError(text);
+}
+
+void OwnGroup::close() noexcept {
+  try {
+    op_named<CloseProcessGroupOp>("normscope::close_process_group").call(name_);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // Peers then find out at their time limit.
+  }
+}
+
+void OwnGroup::fail(std::string_view reason) noexcept {
+  tell(text_of(own_rank(), reason));
+  close();
+}
+
+void OwnGroup::abandon(std::string_view reason) noexcept {
+  tell(text_of(own_rank(), reason));
+  static_cast<void>(new (std::nothrow) c10::intrusive_ptr<c10d::ProcessGroup>(group_.lock()));
+  close();
+}
+
+std::string OwnGroup::fail_after(const std::string& what,
+                                 const std::function<std::string()>& who_is_where) noexcept {
+  // This comes first: it ends the waits of the other ranks, which can then report that they are
+  // present.
+  close();
+  if (const auto first = failure()) return *first;
+  std::string text = who_is_missing() + " (" + what + ")";
+  if (const std::string where = who_is_where(); !where.empty()) text += ": " + where;
+  tell(text);
+  return text;
+}
+
+void OwnGroup::meet(const std::string& what) {
+  store_->set(key(what, rank_), bytes_of("1"));
+  std::vector<std::string> all;
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) all.push_back(key(what, rank));
+  std::optional<std::string> failed;
+  const ObservedWait observed;
+  const Clock::time_point begin = Clock::now();
+  const bool are_there = wait_until(begin + time_limit_, [&] {
+    // Checked first, because the last rank to come may be too late.
+    if (store_->check({kFailure})) failed = store_->get_to_str(kFailure);
+    if (failed || store_->check(all)) return true;
+    tell_observer(what, Clock::now() - begin);
+    return false;
+  });
+  if (failed) throw CommunicationError(*failed);
+  if (!are_there) {
+    const auto seconds = std::chrono::duration<double>(time_limit_).count();
+    std::string text = list_of_ranks(ranks_without(store_, what, ranks_)) + " did not come within ";
+    text += std::to_string(static_cast<std::int64_t>(seconds)) + " s";
+    tell(text);
+    throw TimeoutError(text);
+  }
+}
+
+void OwnGroup::tell_observer(const std::string& what, Clock::duration waited) {
+  CallObserver* const observer = call_observer();
+  if (observer == nullptr) return;
+  try {
+    observer->during_wait(waited, [&] {
+      const std::vector<int> missing = ranks_without(store_, what, ranks_);
+      return list_of_ranks(missing) + (missing.size() == 1 ? " is" : " are") +
+             " not at the group's first meeting";
+    });
+  } catch (...) {
+    tell(list_of_ranks({own_rank()}) + " was interrupted while it waited");
+    throw;
+  }
+}
+
+void OwnGroup::tell(const std::string& text) noexcept { write_failure(store_, *ask_again_, text); }
+
+std::optional<std::string> OwnGroup::failure() noexcept {
+  const auto answer =
+      answer_of(*ask_again_, kStorePatience, [store = store_]() -> std::optional<std::string> {
+        if (!store->check({kFailure})) return std::nullopt;
+        return store->get_to_str(kFailure);
+      });
+  return answer ? *answer : std::nullopt;
+}
+
+void OwnGroup::show_call(const RankCall& call) noexcept {
+  (void)answer_of(*ask_again_, kStorePatience,
+                  [store = store_, to = key(kCall, rank_), text = encode(call)] {
+                    store->set(to, bytes_of(text));
+                    return true;
+                  });
+}
+
+std::vector<std::pair<int, RankCall>> OwnGroup::calls_of_others() noexcept {
+  using Calls = std::vector<std::pair<int, RankCall>>;
+  const auto ask = [store = store_, own = rank_, size = ranks_.size()] {
+    Calls calls;
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      if (rank == own || !store->check({key(kCall, rank)})) continue;
+      calls.emplace_back(static_cast<int>(rank), decode(store->get_to_str(key(kCall, rank))));
+    }
+    return calls;
+  };
+  return answer_of(*ask_again_, kStorePatience, ask).value_or(Calls());
+}
+
+std::string OwnGroup::who_is_missing() noexcept {
+  constexpr const char* kStillHere = "still here";
+  const auto ask = [store = store_, own = key(kStillHere, rank_), ranks = ranks_] {
+    store->set(own, bytes_of("1"));
+    std::vector<int> missing;
+    wait_until(Clock::now() + kPatience, [&] {
+      missing = ranks_without(store, kStillHere, ranks);
+      return missing.empty();
+    });
+    return missing;
+  };
+  const auto missing = answer_of(*ask_again_, kPatience + kStorePatience, ask);
+  if (!missing) {
+    return "the group's store does not answer (its process, usually rank 0 or the launcher on rank "
+           "0's host, has died or cannot be reached)";
+  }
+  if (missing->empty()) return "all ranks are there";
+  return list_of_ranks(*missing) + (missing->size() == 1 ? " is" : " are") + " not there";
+}
+
+}  // namespace normscope::binding
