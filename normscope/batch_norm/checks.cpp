@@ -77,6 +77,12 @@ void check_activation(const ActivationFunction& activation, std::string_view nam
   check_like_input(name, tensor, x);
 }
 
+void check_running(const RunningUpdate& running, RunningAverage average) {
+  if (average == RunningAverage::kExponential || running.updates != nullptr) return;
+  throw ArgumentError(
+      expected("running.updates", "the number of updates so far for a cumulative average", "none"));
+}
+
 void check_device(const CallContext& context) {
   if (context.device == nullptr) return;
   const DeviceContext& device = *context.device;

@@ -44,9 +44,7 @@ void WantedCoefficients::write_normalize(std::int64_t slice, std::int64_t begin,
                                          ChannelView bias) const {
   with_slice(*this, slice, Coefficients::kNormalize, [&]<class Real>(Real* of_slice) {
     write(of_slice, channels, begin, count, [&](std::int64_t c) {
-      return normalize_coefficients<Real>(statistics.mean_hi[c], statistics.mean_lo[c],
-                                          statistics.inv_std[c], channel_value(weight, c, 1.0),
-                                          channel_value(bias, c, 0.0));
+      return normalize_coefficients<Real>(statistics, weight, bias, c);
     });
   });
 }
@@ -57,9 +55,7 @@ void WantedCoefficients::write_input_gradient(std::int64_t slice, std::int64_t b
                                               double n) const {
   with_slice(*this, slice, Coefficients::kInputGradient, [&]<class Real>(Real* of_slice) {
     write(of_slice, channels, begin, count, [&](std::int64_t c) {
-      return input_gradient_coefficients<Real>(statistics.mean_hi[c], statistics.mean_lo[c],
-                                               statistics.inv_std[c], channel_value(weight, c, 1.0),
-                                               sums.dy[c], sums.dy_xhat[c], n);
+      return input_gradient_coefficients<Real>(statistics, weight, sums, n, c);
     });
   });
 }

@@ -11,9 +11,16 @@ struct ResolvedContext {
   const Execution& execution;
   Exchange* exchange;  // nullptr if nothing is sent
 };
-[[nodiscard]] ResolvedContext resolve(const CallContext& context);
 
 // The exchange to send with; nullptr if nothing is sent.
-[[nodiscard]] Exchange* exchange_of(const CallContext& context);
+[[nodiscard]] inline Exchange* exchange_of(const CallContext& context) {
+  return context.exchange != nullptr && context.exchange->sends() ? context.exchange : nullptr;
+}
+
+[[nodiscard]] inline ResolvedContext resolve(const CallContext& context) {
+  static const Execution kThisThread;
+  return {context.kernels == nullptr ? default_kernels() : *context.kernels,
+          context.execution == nullptr ? kThisThread : *context.execution, exchange_of(context)};
+}
 
 }  // namespace normscope

@@ -29,12 +29,7 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   check_channel_dtype("running_var", arguments.running.var.dtype, arguments.x);
   check_activation(arguments.activation, "residual", arguments.residual, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
-  if (arguments.running_average == RunningAverage::kCumulative &&
-      arguments.running.updates == nullptr) {
-    throw ArgumentError(
-        "running.updates: expected the number of updates so far for a cumulative average, got "
-        "none");
-  }
+  check_running(arguments.running, arguments.running_average);
   if (!(arguments.eps >= 0.0)) {
     throw ArgumentError("eps: expected at least 0, got " + std::to_string(arguments.eps));
   }

@@ -64,16 +64,6 @@ TensorView nothing_of(DType dtype, std::int64_t channels) {
   return x;
 }
 
-double momentum_of(const FinalizeArguments& arguments) {
-  if (arguments.running_average == RunningAverage::kExponential) return arguments.running.momentum;
-  if (arguments.running.updates == nullptr) {
-    throw ArgumentError(
-        "running.updates: expected the number of updates so far for a cumulative average, got "
-        "none");
-  }
-  return cumulative_momentum(*arguments.running.updates);
-}
-
 }  // namespace
 
 void batch_norm_moments(const TensorView& x, const MessageView& out, const CallContext& context) {
@@ -114,7 +104,10 @@ void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& 
   const double count = arguments.moments.header()[kCount];
   check_count(count);
   RunningUpdate running = arguments.running;
-  running.momentum = momentum_of(arguments);
+  check_running(running, arguments.running_average);
+  if (arguments.running_average == RunningAverage::kCumulative) {
+    running.momentum = cumulative_momentum(*running.updates);
+  }
   const ResolvedContext resolved = resolve(context);
   resolved.kernels.finalize_moments(
       resolved.execution, arguments.moments.limbs(), count, arguments.eps, x.dtype,

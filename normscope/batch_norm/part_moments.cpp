@@ -8,18 +8,9 @@
 #include "normscope/batch_norm/parts.h"
 #include "normscope/core/error.h"
 #include "normscope/core/formulas.h"
+#include "normscope/kernels/finalize.h"
 
 namespace normscope {
-namespace {
-
-// The total of one channel's canonical limbs.
-DoubleDouble<double> total_of(LimbsView limbs, int sum, std::int64_t c) {
-  double values[kLimbs];
-  for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
-  return total(values);
-}
-
-}  // namespace
 
 PartMoments part_moments(const TensorView& x, std::int64_t parts, const Kernels& kernels,
                          const Execution& execution) {

@@ -46,6 +46,24 @@ template <class Real>
           static_cast<Real>(inv_std * (dy_xhat / n))};
 }
 
+// The same from the results of all channels.
+template <class Real>
+[[nodiscard]] NORMSCOPE_INLINE Normalize<Real> normalize_coefficients(Statistics statistics,
+                                                                      ChannelView weight,
+                                                                      ChannelView bias,
+                                                                      std::int64_t c) {
+  return normalize_coefficients<Real>(statistics.mean_hi[c], statistics.mean_lo[c],
+                                      statistics.inv_std[c], channel_value(weight, c, 1.0),
+                                      channel_value(bias, c, 0.0));
+}
+template <class Real>
+[[nodiscard]] NORMSCOPE_INLINE InputGradient<Real> input_gradient_coefficients(
+    Statistics statistics, ChannelView weight, GradientSums sums, double n, std::int64_t c) {
+  return input_gradient_coefficients<Real>(statistics.mean_hi[c], statistics.mean_lo[c],
+                                           statistics.inv_std[c], channel_value(weight, c, 1.0),
+                                           sums.dy[c], sums.dy_xhat[c], n);
+}
+
 // Writes the results that follow from the sums of channel c.
 NORMSCOPE_INLINE void use_gradient_sums(const GradientResults& results, std::int64_t c) {
   double dy = results.sums.dy[c];

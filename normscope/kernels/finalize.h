@@ -12,6 +12,14 @@ namespace normscope {
 
 // The results of a channel's totals, in all backends: docs/numerics.md, "Finalize".
 
+// The total of one channel's limbs, canonical or not.
+[[nodiscard]] inline DoubleDouble<double> total_of(LimbsView limbs, int sum, std::int64_t c) {
+  double values[kLimbs];
+  for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
+  canonicalize(values);
+  return total(values);
+}
+
 struct ChannelStatistics {
   double mean_hi;
   double mean_lo;

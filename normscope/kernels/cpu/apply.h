@@ -2,46 +2,27 @@
 //
 // Shared by the sweeps that apply formulas. Included once by each target (vector.h says why).
 
-// formula_at() loads the coefficients of channel c, or of a vector of channels starting at c.
-// Formula is Normalize or InputGradient; Formulas is the struct of arrays with its members.
-
-template <class Value, class Real>
-NORMSCOPE_INLINE Normalize<Value> formula_at(const NormalizeArrays<const Real>& formulas,
-                                             std::int64_t c) {
-  return {load_bytes<Value>(formulas.mean_hi + c), load_bytes<Value>(formulas.mean_lo + c),
-          load_bytes<Value>(formulas.scale + c), load_bytes<Value>(formulas.bias + c)};
+// The formula whose members are number_of(0), number_of(1), ...
+template <class Formula, class NumberOf, std::size_t... kIndices>
+NORMSCOPE_INLINE Formula formula_of(const NumberOf& number_of, std::index_sequence<kIndices...>) {
+  return {number_of(kIndices)...};
 }
 
-template <class Value, class Real>
-NORMSCOPE_INLINE InputGradient<Value> formula_at(const InputGradientArrays<const Real>& formulas,
-                                                 std::int64_t c) {
-  return {load_bytes<Value>(formulas.mean_hi + c), load_bytes<Value>(formulas.mean_lo + c),
-          load_bytes<Value>(formulas.scale + c), load_bytes<Value>(formulas.mean_dy + c),
-          load_bytes<Value>(formulas.slope + c)};
+// Loads the coefficients of channel c, or of a vector of channels starting at c.
+template <class Value, template <class> class Formula, class Real>
+NORMSCOPE_INLINE Formula<Value> formula_at(const FormulaArrays<Formula, const Real>& formulas,
+                                           std::int64_t c) {
+  constexpr std::make_index_sequence<FormulaArrays<Formula, const Real>::kCount> kIndices;
+  const auto number_of = [&](std::size_t k) { return load_bytes<Value>(formulas.arrays[k] + c); };
+  return formula_of<Formula<Value>>(number_of, kIndices);
 }
 
-template <class Value, class Real>
-NORMSCOPE_INLINE ActivatedInputGradient<Value> formula_at(
-    const ActivatedInputGradientArrays<const Real>& formulas, std::int64_t c) {
-  return {formula_at<Value>(formulas.input_gradient, c), load_bytes<Value>(formulas.bias + c)};
-}
-
-template <class Real>
-NORMSCOPE_INLINE Normalize<Vector<Real>> broadcast_formula(const Normalize<Real>& one) {
-  return {broadcast(one.mean_hi), broadcast(one.mean_lo), broadcast(one.scale),
-          broadcast(one.bias)};
-}
-
-template <class Real>
-NORMSCOPE_INLINE InputGradient<Vector<Real>> broadcast_formula(const InputGradient<Real>& one) {
-  return {broadcast(one.mean_hi), broadcast(one.mean_lo), broadcast(one.scale),
-          broadcast(one.mean_dy), broadcast(one.slope)};
-}
-
-template <class Real>
-NORMSCOPE_INLINE ActivatedInputGradient<Vector<Real>> broadcast_formula(
-    const ActivatedInputGradient<Real>& one) {
-  return {broadcast_formula(one.input_gradient), broadcast(one.bias)};
+template <template <class> class Formula, class Real>
+NORMSCOPE_INLINE Formula<Vector<Real>> broadcast_formula(const Formula<Real>& one) {
+  constexpr std::size_t kCount = sizeof(one) / sizeof(Real);
+  const auto numbers = std::bit_cast<std::array<Real, kCount>>(one);
+  const auto number_of = [&](std::size_t k) { return broadcast(numbers[k]); };
+  return formula_of<Formula<Vector<Real>>>(number_of, std::make_index_sequence<kCount>());
 }
 
 // The inputs of a formula at one place. value(formula, load) returns the result; load(tensor)

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "normscope/core/cache_lines.h"
 #include "normscope/kernels/channel_values.h"
@@ -28,56 +31,45 @@ class ChannelArrays {
         values_(static_cast<std::size_t>(arrays * stride_ + kCacheLine)) {}
 
   [[nodiscard]] Real* operator[](int array) { return values_.data() + array * stride_; }
+  [[nodiscard]] const Real* operator[](int array) const { return values_.data() + array * stride_; }
 
  private:
   std::int64_t stride_;  // between arrays
   AlignedVector<Real> values_;
 };
 
-// The coefficients of the formula of y (or dx) for every channel.
+// Replaces any NaN by the one that arithmetic produces, which rounding to 16 bits relies on.
 template <class Real>
-class NormalizeFormulas {
+[[nodiscard]] Real with_plain_nan(Real value) noexcept {
+  return value == value ? value : std::numeric_limits<Real>::quiet_NaN();
+}
+
+// The coefficients of a formula for every channel: formula_of(c) makes that of channel c.
+template <template <class> class Formula, class Real>
+class Formulas {
  public:
-  NormalizeFormulas(std::int64_t channels, Statistics statistics, ChannelView weight,
-                    ChannelView bias)
-      : arrays_(4, channels), formulas_{arrays_[0], arrays_[1], arrays_[2], arrays_[3]} {
+  template <class FormulaOf>
+  Formulas(std::int64_t channels, const FormulaOf& formula_of) : arrays_(kCount, channels) {
     for (std::int64_t c = 0; c < channels; ++c) {
-      formulas_.set(c, normalize_coefficients<Real>(
-                           statistics.mean_hi[c], statistics.mean_lo[c], statistics.inv_std[c],
-                           channel_value(weight, c, 1.0), channel_value(bias, c, 0.0)));
+      const Formula<Real> formula = formula_of(c);
+      const auto numbers = std::bit_cast<std::array<Real, kCount>>(formula);
+      for (int k = 0; k < kCount; ++k) {
+        arrays_[k][c] = with_plain_nan(numbers[static_cast<std::size_t>(k)]);
+      }
     }
   }
 
-  // The formulas of the channels from c on.
-  [[nodiscard]] NormalizeArrays<const Real> from(std::int64_t c) const { return formulas_.from(c); }
-
- private:
-  ChannelArrays<Real> arrays_;
-  NormalizeArrays<Real> formulas_;
-};
-
-template <class Real>
-class InputGradientFormulas {
- public:
-  // sums: over the `count` elements of the norm batch.
-  InputGradientFormulas(std::int64_t channels, Statistics statistics, ChannelView weight,
-                        GradientSums sums, double count)
-      : arrays_(5, channels),
-        formulas_{arrays_[0], arrays_[1], arrays_[2], arrays_[3], arrays_[4]} {
-    for (std::int64_t c = 0; c < channels; ++c) {
-      formulas_.set(c, input_gradient_coefficients<Real>(
-                           statistics.mean_hi[c], statistics.mean_lo[c], statistics.inv_std[c],
-                           channel_value(weight, c, 1.0), sums.dy[c], sums.dy_xhat[c], count));
-    }
-  }
-
-  [[nodiscard]] InputGradientArrays<const Real> from(std::int64_t c) const {
-    return formulas_.from(c);
+  // The channels from c on.
+  [[nodiscard]] FormulaArrays<Formula, const Real> from(std::int64_t c) const {
+    FormulaArrays<Formula, const Real> from;
+    for (int k = 0; k < kCount; ++k) from.arrays[k] = arrays_[k] + c;
+    return from;
   }
 
  private:
+  static constexpr int kCount = FormulaArrays<Formula, Real>::kCount;
+
   ChannelArrays<Real> arrays_;
-  InputGradientArrays<Real> formulas_;
 };
 
 }  // namespace normscope::cpu

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "normscope/kernels/channel_values.h"
-#include "normscope/kernels/cpu/activated.h"
 #include "normscope/kernels/cpu/channel_arrays.h"
 #include "normscope/kernels/cpu/parts.h"
 #include "normscope/kernels/cpu/target.h"
@@ -33,14 +32,18 @@ std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
   return chunk > 8 ? ceil_divide(chunk, 8) * 8 : chunk;
 }
 
+template <class View>
+View part_of(const View& tensor, TileRange channels) {
+  return tensor.channel_range(channels.begin, channels.end);
+}
+
 void add_moments(const Target& target, const Execution& execution, const TensorView& x,
                  LimbsView limbs) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
     sum_parts(execution, x, target, limbs,
               [&](TileRange channels, TileRange tiles, LimbsView into) {
-                target.of<Element>().add_moments(x.channel_range(channels.begin, channels.end),
-                                                 tiles, into);
+                target.of<Element>().add_moments(part_of(x, channels), tiles, into);
               });
   });
 }
@@ -62,38 +65,81 @@ void finalize_moments(const Target& target, const Execution& /*execution*/, Limb
   }
 }
 
-void normalize(const Target& target, const Execution& execution, const TensorView& x,
-               Statistics statistics, ChannelView weight, ChannelView bias,
-               const MutableTensorView& y) {
+template <class Real>
+Formulas<Normalize, Real> normalize_formulas(std::int64_t channels, Statistics statistics,
+                                             ChannelView weight, ChannelView bias) {
+  return {channels, [&](std::int64_t c) {
+            return normalize_coefficients<Real>(statistics, weight, bias, c);
+          }};
+}
+
+void normalize_activated(const Target& target, const Execution& execution, const TensorView& x,
+                         Statistics statistics, ChannelView weight, ChannelView bias,
+                         const ActivationFunction& activation, const TensorView& residual,
+                         const MutableTensorView& y) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
-    using Real = Arithmetic<Element>;
-    const NormalizeFormulas<Real> formulas(x.channels, statistics, weight, bias);
+    const auto formulas =
+        normalize_formulas<Arithmetic<Element>>(x.channels, statistics, weight, bias);
     const Stores stores = stores_for(y);
     for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
-      const std::int64_t c = channels.begin;
-      target.of<Element>().normalize(x.channel_range(c, channels.end), formulas.from(c), tiles,
-                                     stores, y.channel_range(c, channels.end));
+      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+      target.of<Element>().normalize(part(x), formulas.from(channels.begin), activation,
+                                     part(residual), tiles, stores, part(y));
     });
   });
 }
+
+void normalize(const Target& target, const Execution& execution, const TensorView& x,
+               Statistics statistics, ChannelView weight, ChannelView bias,
+               const MutableTensorView& y) {
+  normalize_activated(target, execution, x, statistics, weight, bias, {}, {}, y);
+}
+
+// formulas_from(c): those of the channels from c on.
+template <class Element, class FormulasFrom>
+void sum_gradients(const Target& target, const Execution& execution, const TensorView& x,
+                   const TensorView& dy, const FormulasFrom& formulas_from,
+                   const ActivationFunction& activation, LimbsView limbs) {
+  sum_parts(execution, x, target, limbs, [&](TileRange channels, TileRange tiles, LimbsView into) {
+    target.of<Element>().add_gradient_sums(part_of(x, channels), part_of(dy, channels),
+                                           formulas_from(channels.begin), activation, tiles, into);
+  });
+}
+
+template <class Real>
+struct Mean {
+  Real mean_hi;
+};
 
 void add_gradient_sums(const Target& target, const Execution& execution, const TensorView& x,
                        const TensorView& dy, Statistics statistics, LimbsView limbs) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
     using Real = Arithmetic<Element>;
-    ChannelArrays<Real> arrays(1, x.channels);
-    Real* const mean_hi = arrays[0];
-    for (std::int64_t c = 0; c < x.channels; ++c) {
-      mean_hi[c] = with_plain_nan(static_cast<Real>(statistics.mean_hi[c]));
-    }
-    sum_parts(
-        execution, x, target, limbs, [&](TileRange channels, TileRange tiles, LimbsView into) {
-          target.of<Element>().add_gradient_sums(x.channel_range(channels.begin, channels.end),
-                                                 dy.channel_range(channels.begin, channels.end),
-                                                 mean_hi + channels.begin, tiles, into);
-        });
+    const Formulas<Mean, Real> means(x.channels, [&](std::int64_t c) {
+      return Mean<Real>{static_cast<Real>(statistics.mean_hi[c])};
+    });
+    // Only the means are read.
+    const auto formulas_from = [&](std::int64_t c) {
+      const Real* const mean_hi = means.from(c).mean_hi();
+      return FormulaArrays<Normalize, const Real>{{mean_hi, mean_hi, mean_hi, mean_hi}};
+    };
+    sum_gradients<Element>(target, execution, x, dy, formulas_from, {}, limbs);
+  });
+}
+
+void add_activated_gradient_sums(const Target& target, const Execution& execution,
+                                 const TensorView& x, const TensorView& dy, Statistics statistics,
+                                 ChannelView weight, ChannelView bias,
+                                 const ActivationFunction& activation, LimbsView limbs) {
+  if (x.empty()) return;
+  with_element_type(x.dtype, [&]<class Element>(Element*) {
+    const auto formulas =
+        normalize_formulas<Arithmetic<Element>>(x.channels, statistics, weight, bias);
+    sum_gradients<Element>(
+        target, execution, x, dy, [&](std::int64_t c) { return formulas.from(c); }, activation,
+        limbs);
   });
 }
 
@@ -103,19 +149,57 @@ void finalize_gradient_sums(const Target& target, const Execution& /*execution*/
   for (std::int64_t c = 0; c < limbs.channels; ++c) use_gradient_sums(results, c);
 }
 
-void input_gradient(const Target& target, const Execution& execution, const TensorView& x,
-                    const TensorView& dy, Statistics statistics, ChannelView weight,
-                    GradientSums sums, double count, const MutableTensorView& dx) {
+void activated_input_gradient(const Target& target, const Execution& execution, const TensorView& x,
+                              const TensorView& dy, Statistics statistics, ChannelView weight,
+                              ChannelView bias, const ActivationFunction& activation,
+                              GradientSums sums, double count, const MutableTensorView& dx) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
     using Real = Arithmetic<Element>;
-    const InputGradientFormulas<Real> formulas(x.channels, statistics, weight, sums, count);
+    const Formulas<ActivatedInputGradient, Real> formulas(x.channels, [&](std::int64_t c) {
+      return ActivatedInputGradient<Real>{
+          input_gradient_coefficients<Real>(statistics, weight, sums, count, c),
+          static_cast<Real>(channel_value(bias, c, 0.0))};
+    });
     const Stores stores = stores_for(dx);
     for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
-      const std::int64_t c = channels.begin;
-      target.of<Element>().input_gradient(x.channel_range(c, channels.end),
-                                          dy.channel_range(c, channels.end), formulas.from(c),
-                                          tiles, stores, dx.channel_range(c, channels.end));
+      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+      target.of<Element>().input_gradient(part(x), part(dy), formulas.from(channels.begin),
+                                          activation, tiles, stores, part(dx));
+    });
+  });
+}
+
+void input_gradient(const Target& target, const Execution& execution, const TensorView& x,
+                    const TensorView& dy, Statistics statistics, ChannelView weight,
+                    GradientSums sums, double count, const MutableTensorView& dx) {
+  activated_input_gradient(target, execution, x, dy, statistics, weight, {}, {}, sums, count, dx);
+}
+
+void activation_gradient(const Target& target, const Execution& execution, const TensorView& x,
+                         const TensorView& dy, Statistics statistics, ChannelView weight,
+                         ChannelView bias, const ActivationFunction& activation,
+                         const MutableTensorView& dz) {
+  if (x.empty()) return;
+  with_element_type(x.dtype, [&]<class Element>(Element*) {
+    const auto formulas =
+        normalize_formulas<Arithmetic<Element>>(x.channels, statistics, weight, bias);
+    for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+      target.of<Element>().activation_gradient(part(x), part(dy), formulas.from(channels.begin),
+                                               activation, tiles, part(dz));
+    });
+  });
+}
+
+void gradient_of_output(const Target& target, const Execution& execution, const TensorView& y,
+                        const TensorView& dy, const ActivationFunction& activation,
+                        const MutableTensorView& dz) {
+  if (y.empty()) return;
+  with_element_type(y.dtype, [&]<class Element>(Element*) {
+    for_parts(execution, y, [&](TileRange channels, TileRange tiles) {
+      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+      target.of<Element>().gradient_of_output(part(y), part(dy), activation, tiles, part(dz));
     });
   });
 }

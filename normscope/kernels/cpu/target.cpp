@@ -15,7 +15,6 @@
 #include "normscope/core/cache_lines.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
-#include "normscope/kernels/cpu/element_tables.h"
 
 #define NORMSCOPE_TEXT_OF(name) #name
 #define NORMSCOPE_NAME_OF(name) NORMSCOPE_TEXT_OF(name)

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <string_view>
+#include <type_traits>
 
 #include "normscope/core/activation.h"
 #include "normscope/core/element.h"
@@ -21,61 +21,24 @@ struct TileRange {
   std::int64_t end;
 };
 
-// Replaces any NaN by the one that arithmetic produces, which rounding to 16 bits relies on.
-template <class Real>
-[[nodiscard]] NORMSCOPE_INLINE Real with_plain_nan(Real value) noexcept {
-  return value == value ? value : std::numeric_limits<Real>::quiet_NaN();
-}
+// The coefficients of a formula for many channels: an array [C] for each of the formula's members,
+// in their order. Formula is Normalize, InputGradient or ActivatedInputGradient; Number is the type
+// of the arithmetic, possibly const.
+template <template <class> class Formula, class Number>
+struct FormulaArrays {
+  static constexpr int kCount = sizeof(Formula<std::remove_const_t<Number>>) / sizeof(Number);
 
-// The coefficients of Normalize or InputGradient for many channels, one array per coefficient.
-// Number is the type of the arithmetic, possibly const.
-template <class Number>
-struct NormalizeArrays {
-  Number* mean_hi;  // [C]
-  Number* mean_lo;  // [C]
-  Number* scale;    // [C]
-  Number* bias;     // [C]
+  Number* arrays[kCount];
 
-  NORMSCOPE_INLINE void set(std::int64_t c, const Normalize<Number>& formula) const noexcept {
-    mean_hi[c] = with_plain_nan(formula.mean_hi);
-    mean_lo[c] = with_plain_nan(formula.mean_lo);
-    scale[c] = with_plain_nan(formula.scale);
-    bias[c] = with_plain_nan(formula.bias);
-  }
+  // The first member of every formula.
+  [[nodiscard]] NORMSCOPE_INLINE Number* mean_hi() const noexcept { return arrays[0]; }
+
   // The channels from c on, read-only.
-  [[nodiscard]] constexpr NormalizeArrays<const Number> from(std::int64_t c) const noexcept {
-    return {mean_hi + c, mean_lo + c, scale + c, bias + c};
-  }
-};
-template <class Number>
-struct InputGradientArrays {
-  Number* mean_hi;  // [C]
-  Number* mean_lo;  // [C]
-  Number* scale;    // [C]
-  Number* mean_dy;  // [C]
-  Number* slope;    // [C]
-
-  NORMSCOPE_INLINE void set(std::int64_t c, const InputGradient<Number>& formula) const noexcept {
-    mean_hi[c] = with_plain_nan(formula.mean_hi);
-    mean_lo[c] = with_plain_nan(formula.mean_lo);
-    scale[c] = with_plain_nan(formula.scale);
-    mean_dy[c] = with_plain_nan(formula.mean_dy);
-    slope[c] = with_plain_nan(formula.slope);
-  }
-  [[nodiscard]] constexpr InputGradientArrays<const Number> from(std::int64_t c) const noexcept {
-    return {mean_hi + c, mean_lo + c, scale + c, mean_dy + c, slope + c};
-  }
-};
-
-// The same for ActivatedInputGradient.
-template <class Number>
-struct ActivatedInputGradientArrays {
-  InputGradientArrays<Number> input_gradient;
-  Number* bias;  // [C]
-
-  [[nodiscard]] constexpr ActivatedInputGradientArrays<const Number> from(
+  [[nodiscard]] NORMSCOPE_INLINE FormulaArrays<Formula, const Number> from(
       std::int64_t c) const noexcept {
-    return {input_gradient.from(c), bias + c};
+    FormulaArrays<Formula, const Number> from;
+    for (int k = 0; k < kCount; ++k) from.arrays[k] = arrays[k] + c;
+    return from;
   }
 };
 
@@ -83,42 +46,36 @@ struct ActivatedInputGradientArrays {
 enum class Stores { kCached, kStreaming };
 
 // The work of one thread for one element type. Sums of at most kTilesBetweenCarries tiles are added
-// to canonical limbs, which the caller must then canonicalize again.
+// to canonical limbs, which the caller must then canonicalize again. Each function does what the
+// function of Kernels with its name does, and also what the one with an activation does. Without
+// an activation (kNone), add_gradient_sums reads mean_hi only.
+//
+// What writes a tensor goes through the tiles backwards, because the previous sweep has left the
+// last ones in the cache. dz is read again at once, so its stores are cached.
 template <class Element>
 struct ElementKernels {
   using Real = Arithmetic<Element>;
+  template <template <class> class Formula>
+  using Formulas = FormulaArrays<Formula, const Real>;
 
   void (*add_moments)(const TensorView& x, TileRange tiles, LimbsView limbs);
-  void (*add_gradient_sums)(const TensorView& x, const TensorView& dy, const Real* mean_hi,
-                            TileRange tiles, LimbsView limbs);
-  // Both go through the tiles backwards, because the previous sweep has left the last ones in the
-  // cache.
-  void (*normalize)(const TensorView& x, const NormalizeArrays<const Real>& formulas,
+  void (*add_gradient_sums)(const TensorView& x, const TensorView& dy,
+                            const Formulas<Normalize>& formulas,
+                            const ActivationFunction& activation, TileRange tiles, LimbsView limbs);
+  void (*normalize)(const TensorView& x, const Formulas<Normalize>& formulas,
+                    const ActivationFunction& activation, const TensorView& residual,
                     TileRange tiles, Stores stores, const MutableTensorView& y);
   void (*input_gradient)(const TensorView& x, const TensorView& dy,
-                         const InputGradientArrays<const Real>& formulas, TileRange tiles,
-                         Stores stores, const MutableTensorView& dx);
-
-  // The same as the functions of Kernels with these names. dz is read again at once, so its stores
-  // are cached.
-  void (*normalize_activated)(const TensorView& x, const NormalizeArrays<const Real>& formulas,
-                              const ActivationFunction& activation, const TensorView& residual,
-                              TileRange tiles, Stores stores, const MutableTensorView& y);
+                         const Formulas<ActivatedInputGradient>& formulas,
+                         const ActivationFunction& activation, TileRange tiles, Stores stores,
+                         const MutableTensorView& dx);
   void (*activation_gradient)(const TensorView& x, const TensorView& dy,
-                              const NormalizeArrays<const Real>& formulas,
+                              const Formulas<Normalize>& formulas,
                               const ActivationFunction& activation, TileRange tiles,
                               const MutableTensorView& dz);
   void (*gradient_of_output)(const TensorView& y, const TensorView& dy,
                              const ActivationFunction& activation, TileRange tiles,
                              const MutableTensorView& dz);
-  void (*add_activated_gradient_sums)(const TensorView& x, const TensorView& dy,
-                                      const NormalizeArrays<const Real>& formulas,
-                                      const ActivationFunction& activation, TileRange tiles,
-                                      LimbsView limbs);
-  void (*activated_input_gradient)(const TensorView& x, const TensorView& dy,
-                                   const ActivatedInputGradientArrays<const Real>& formulas,
-                                   const ActivationFunction& activation, TileRange tiles,
-                                   Stores stores, const MutableTensorView& dx);
 };
 
 // The kernels of one instruction set, compiled once for each set. They are serial, and use nothing
@@ -163,5 +120,16 @@ extern const Target kTarget;
 namespace avx512 {
 extern const Target kTarget;
 }
+
+#if defined(NORMSCOPE_TARGET)
+// The instruction set that is compiled for, such as avx2. Everything that is compiled for it is in
+// a namespace of this name.
+namespace NORMSCOPE_TARGET {
+extern const ElementKernels<float> kFloat32;
+extern const ElementKernels<double> kFloat64;
+extern const ElementKernels<BFloat16> kBFloat16;
+extern const ElementKernels<Float16> kFloat16;
+}  // namespace NORMSCOPE_TARGET
+#endif
 
 }  // namespace normscope::cpu

@@ -97,7 +97,7 @@ struct OutputGradient {
 template <class Element, Layout kLayout>
 struct ActivatedOutputGradient {
   using Real = Arithmetic<Element>;
-  NormalizeArrays<const Real> formulas;  // starting at x's channel
+  FormulaArrays<Normalize, const Real> formulas;  // starting at x's channel
   Clip<Real> function;
 
   NORMSCOPE_INLINE ActivatedOutputGradient from(std::int64_t c) const {
@@ -130,9 +130,9 @@ struct ActivatedOutputGradient {
   }
   template <class Value>
   NORMSCOPE_INLINE Value gradient(Value x, Value dy) const {
-    const Normalize<Value> formula{
-        coefficient<Value>(formulas.mean_hi), coefficient<Value>(formulas.mean_lo),
-        coefficient<Value>(formulas.scale), coefficient<Value>(formulas.bias)};
+    const auto [mean_hi, mean_lo, scale, bias] = formulas.arrays;
+    const Normalize<Value> formula{coefficient<Value>(mean_hi), coefficient<Value>(mean_lo),
+                                   coefficient<Value>(scale), coefficient<Value>(bias)};
     return rounded<Element>(
         function_of<Value>(function).gradient(rounded<Element>(formula(x)), dy));
   }

@@ -2,6 +2,7 @@
 #include "normscope/kernels/reference/reference.h"
 
 #include <cstddef>
+#include <utility>
 
 #include "normscope/core/activation_functions.h"
 #include "normscope/core/cache_lines.h"
@@ -58,35 +59,37 @@ void add_limbs(LimbsView from, LimbsView to) {
   }
 }
 
-DoubleDouble<double> total_of(LimbsView limbs, int sum, std::int64_t c) {
-  double values[kLimbs];
-  for (int k = 0; k < kLimbs; ++k) values[k] = limbs.limb(sum, k)[c];
-  canonicalize(values);
-  return total(values);
-}
-
 bool can_run() { return true; }
 
 std::int64_t channels_per_chunk(const TensorView& x, int /*tensors*/, int /*threads*/) {
   return x.channels;
 }
 
-void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView limbs) {
+// Adds the sums of a and of a * b, where factors(n, c, p) = {a, b}.
+template <class Factors>
+void add_sums(const TensorView& x, LimbsView limbs, const Factors& factors) {
   for (std::int64_t c = 0; c < x.channels; ++c) {
     for (std::int64_t n = 0; n < x.samples; ++n) {
       DoubleDouble<double> sum{0.0, 0.0};
-      DoubleDouble<double> sum_of_squares{0.0, 0.0};
+      DoubleDouble<double> sum_of_products{0.0, 0.0};
       for (std::int64_t p = 0; p < x.positions; ++p) {
-        const double value = read(x, n, c, p);
-        sum = add(sum, value);
-        sum_of_squares = add(sum_of_squares, two_product(value, value));
+        const auto [a, b] = factors(n, c, p);
+        sum = add(sum, a);
+        sum_of_products = add(sum_of_products, two_product(a, b));
       }
       add_tile(limbs, kSumOfValues, c, sum);
-      add_tile(limbs, kSumOfProducts, c, sum_of_squares);
+      add_tile(limbs, kSumOfProducts, c, sum_of_products);
     }
     canonicalize_channel(limbs, kSumOfValues, c);
     canonicalize_channel(limbs, kSumOfProducts, c);
   }
+}
+
+void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView limbs) {
+  add_sums(x, limbs, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    const double value = read(x, n, c, p);
+    return std::pair(value, value);
+  });
 }
 
 void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n, double eps,
@@ -120,22 +123,9 @@ void normalize(const Execution& /*execution*/, const TensorView& x, Statistics s
 
 void add_gradient_sums(const Execution& /*execution*/, const TensorView& x, const TensorView& dy,
                        Statistics statistics, LimbsView limbs) {
-  for (std::int64_t c = 0; c < x.channels; ++c) {
-    for (std::int64_t n = 0; n < x.samples; ++n) {
-      DoubleDouble<double> sum{0.0, 0.0};
-      DoubleDouble<double> sum_with_centered{0.0, 0.0};
-      for (std::int64_t p = 0; p < x.positions; ++p) {
-        const double gradient = read(dy, n, c, p);
-        const double centered = read(x, n, c, p) - statistics.mean_hi[c];
-        sum = add(sum, gradient);
-        sum_with_centered = add(sum_with_centered, two_product(gradient, centered));
-      }
-      add_tile(limbs, kSumOfValues, c, sum);
-      add_tile(limbs, kSumOfProducts, c, sum_with_centered);
-    }
-    canonicalize_channel(limbs, kSumOfValues, c);
-    canonicalize_channel(limbs, kSumOfProducts, c);
-  }
+  add_sums(x, limbs, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    return std::pair(read(dy, n, c, p), read(x, n, c, p) - statistics.mean_hi[c]);
+  });
 }
 
 void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
