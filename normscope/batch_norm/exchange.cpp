@@ -30,6 +30,7 @@ std::string describe(const CallLabel& label) {
   if (label.direction == Direction::kStep) return "the next step of joined batches";
   std::string text = std::string(name_of(label.direction)) + " of " + layer;
   text += " (" + std::to_string(label.channels) + " channels, scope " + std::string(label.scope);
+  if (!label.kernels.empty()) text += ", kernels of " + std::string(label.kernels);
   if (label.direction == Direction::kForward && label.backward == BackwardNeeded::kNo) {
     text += ", nothing needs a gradient";
   }
@@ -91,10 +92,9 @@ AtomicCounters& counters() {
 // Adds one exchange to the counters, however it ends.
 class CountedExchange {
  public:
-  explicit CountedExchange(std::span<const double> message)
-      : begin_(std::chrono::steady_clock::now()) {
+  explicit CountedExchange(std::size_t bytes) : begin_(std::chrono::steady_clock::now()) {
     counters().calls += 1;
-    counters().bytes += static_cast<std::int64_t>(message.size_bytes());
+    counters().bytes += static_cast<std::int64_t>(bytes);
   }
   CountedExchange(const CountedExchange&) = delete;
   CountedExchange& operator=(const CountedExchange&) = delete;
@@ -110,11 +110,11 @@ class CountedExchange {
 // Shows a call to the peers and to the observer during its own lifetime.
 class ShownCall {
  public:
-  ShownCall(Communicator& communicator, const CallLabel& label, std::span<const double> message)
+  ShownCall(Communicator& communicator, const CallLabel& label, std::size_t bytes)
       : board_(communicator.calls()), observer_(call_observer()) {
     const CallName name{.what = name_of(label.direction), .layer = label.layer};
     if (board_ != nullptr) board_->begin(name);
-    if (observer_ != nullptr) observer_->begin_call(name, label.scope, message.size_bytes());
+    if (observer_ != nullptr) observer_->begin_call(name, label.scope, bytes);
   }
   ShownCall(const ShownCall&) = delete;
   ShownCall& operator=(const ShownCall&) = delete;
@@ -159,21 +159,39 @@ Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_al
 
 void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Stream stream) {
   const std::span<double> header = message.last(kHeaderSize);
-  meet(label, header[kCount], message, [&](const Header& own) {
-    std::ranges::copy(own.fields, header.begin());
-    communicator_->all_reduce_sum(message, stream);
-    compare(header);
-  });
+  meet(label, header[kCount], message.size_bytes(), communicator_->compares_lengths(),
+       [&](const Header& own) {
+         std::ranges::copy(own.fields, header.begin());
+         communicator_->all_reduce_sum(message, stream);
+         compare(header);
+       });
 }
 
 int Exchange::all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
                                    Stream stream,
                                    const std::function<void(const Header&)>& write_header) {
   stream.memory = Memory::kDevice;
-  return meet(label, count, message, [&](const Header& own) {
-    write_header(own);
-    communicator_->all_reduce_sum(message, stream);
-  });
+  return meet(label, count, message.size_bytes(), communicator_->compares_lengths(),
+              [&](const Header& own) {
+                write_header(own);
+                communicator_->all_reduce_sum(message, stream);
+              });
+}
+
+int Exchange::meet_on_device(const CallLabel& label, double count, std::size_t bytes,
+                             const std::function<void(const Header&)>& send) {
+  make_checks();
+  return meet(label, count, bytes, /*compares_lengths=*/false, send);
+}
+
+void Exchange::make_checks() {
+  while (!checks_.empty()) {
+    const std::function<bool()> check = std::move(checks_.front());
+    checks_.pop_front();
+    if (check()) continue;
+    checks_.push_front(check);  // later ones have not arrived either
+    return;
+  }
 }
 
 std::vector<double> Exchange::gather(const CallLabel& label, const std::vector<double>& own) {
@@ -184,14 +202,15 @@ std::vector<double> Exchange::gather(const CallLabel& label, const std::vector<d
   return message;
 }
 
-// Calls sum(this rank's header), and compares the headers before that if necessary. Errors say what
-// this rank was doing. Returns the label's number.
-template <class Sum>
-int Exchange::meet(const CallLabel& label, double count, std::span<const double> message,
-                   const Sum& sum) {
+// Calls send(this rank's header), and compares the headers before that if necessary. Errors say
+// what this rank was doing. Returns the label's number.
+template <class Send>
+int Exchange::meet(const CallLabel& label, double count, std::size_t bytes, bool compares_lengths,
+                   const Send& send) {
   Hash hash;
   hash.add(label.layer);
   hash.add(label.scope);
+  hash.add(label.kernels);
   hash.add(name_of(label.direction));
   hash.add(std::to_string(label.channels));
   const std::uint64_t label_hash = hash.value();
@@ -206,17 +225,17 @@ int Exchange::meet(const CallLabel& label, double count, std::span<const double>
   const double needs_backward = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
   const Header header{{count, h, h * h, needs_backward}};
 
-  const CountedExchange counted(message);
-  ShownCall shown(*communicator_, label, message);
+  const CountedExchange counted(bytes);
+  ShownCall shown(*communicator_, label, bytes);
   try {
     const auto seen = seen_.find(label_hash);
     const bool is_new = seen == seen_.end();
-    if (!communicator_->compares_lengths() && (is_new || checks_every_call())) {
+    if (!compares_lengths && (is_new || checks_every_call())) {
       Header ahead = header;
       communicator_->all_reduce_sum(ahead.fields);
       compare(ahead.fields);
     }
-    sum(header);
+    send(header);
     shown.finish();
     // Only after all ranks have met: a label must be new to all ranks or to none.
     if (!is_new) return seen->second;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -9,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "normscope/comm/communicator.h"
@@ -34,6 +37,7 @@ enum class BackwardNeeded { kNo, kYes };
 struct CallLabel {
   std::string_view layer;  // qualified name; empty: identified by shape and call number only
   std::string_view scope;
+  std::string_view kernels = {};  // whose kernels compute the sums; empty: this library's
   Direction direction = Direction::kForward;
   std::int64_t channels = 0;
   BackwardNeeded backward = BackwardNeeded::kYes;
@@ -78,6 +82,15 @@ class Exchange {
   int all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
                            Stream stream, const std::function<void(const Header&)>& write_header);
 
+  // The same for a message of `bytes` that the caller sends: calls send(this rank's header), and
+  // returns the number of the call. The lengths of a label that is new are compared before.
+  int meet_on_device(const CallLabel& label, double count, std::size_t bytes,
+                     const std::function<void(const Header&)>& send);
+
+  // Keeps a check of a call whose results are still on their way from a device. It is made at the
+  // beginning of later calls, until it returns true or throws.
+  void check_later(std::function<bool()> check) { checks_.push_back(std::move(check)); }
+
   // The `own` numbers of all ranks, one row after the other, with the errors of all_reduce().
   [[nodiscard]] std::vector<double> gather(const CallLabel& label, const std::vector<double>& own);
 
@@ -97,8 +110,10 @@ class Exchange {
   void fail(std::string_view reason) noexcept { communicator_->fail(reason); }
 
  private:
-  template <class Sum>
-  int meet(const CallLabel& label, double count, std::span<const double> message, const Sum& sum);
+  template <class Send>
+  int meet(const CallLabel& label, double count, std::size_t bytes, bool compares_lengths,
+           const Send& send);
+  void make_checks();
   void compare(std::span<const double> totals) const;
   [[nodiscard]] std::string describe_here(const CallLabel& label) const;
   [[noreturn]] void throw_mismatch(const CallLabel& label);
@@ -112,6 +127,7 @@ class Exchange {
   std::int64_t calls_ = 0;
   std::mutex mutex_;
   std::shared_ptr<DeviceReport> report_;
+  std::deque<std::function<bool()>> checks_;
 };
 
 // The messages of this process since it started.

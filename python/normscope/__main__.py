@@ -37,7 +37,15 @@ def _print_installation() -> None:
     print(f"python         {platform.python_version()}")
     print(f"kernels        {', '.join(kernels)}; in use: {chosen}")
     print(f"cuda           {ops.cuda()}")
+    for device in _devices():
+        print(f"{device:<14} {ops.kernels_of_device(device)}")
     print(f"communicators  shared memory (ranks of one host), {', '.join(_backends())}")
+
+
+def _devices() -> list[str]:
+    """Return the types of device at hand."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def _own_processes() -> list[int]:

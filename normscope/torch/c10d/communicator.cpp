@@ -164,12 +164,26 @@ at::Tensor C10dCommunicator::all_reduce_of_host(const at::Tensor& of_host) {
 }
 
 void C10dCommunicator::all_reduce(const at::Tensor& sum) {
-  if (!failure_.empty()) throw CommunicationError(failure_);
-  const Group group = group_for(sum);
   std::vector<at::Tensor> tensors = {sum};
+  run([&] { return group_for(sum)->allreduce(tensors, options_); });
+}
+
+void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& own) {
+  c10d::AllgatherOptions options;
+  options.timeout = options_.timeout;
+  options.asyncOp = options_.asyncOp;
+  at::Tensor given = own;
+  run([&] {
+    return group_for(own)->getBackend(placement_.device)->_allgather_base(all, given, options);
+  });
+}
+
+// Waits for what start() starts. It returns nullptr if there is nothing to wait for.
+template <class Start>
+void C10dCommunicator::run(const Start& start) {
+  if (!failure_.empty()) throw CommunicationError(failure_);
   try {
-    // allreduce() returns nullptr if there is nothing to wait for.
-    if (const auto work = group->allreduce(tensors, options_)) wait_for(*work);
+    if (const auto work = start()) wait_for(*work);
   } catch (const Interruption& interruption) {
     const std::string reason = "it was interrupted while it waited";
     failure_ = describe(reason);

@@ -59,6 +59,16 @@ class C10dCommunicator final : public Communicator {
   // destroyed.
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
 
+  // Whether the group's backend for the device works on tensors there. Gloo copies them to the
+  // host.
+  [[nodiscard]] bool takes_device_tensors() const noexcept {
+    return placement_.memory == Memory::kDevice && transport_ != "gloo";
+  }
+  // For tensors of any type on that device. Queued on its current stream; nothing waits for them.
+  void sum_on_device(const at::Tensor& sum) { all_reduce(sum); }
+  // `own` [k] of every rank, in rank order: all [ranks, k].
+  void all_gather_on_device(at::Tensor& all, const at::Tensor& own);
+
   // Closes the separate group, and the peers throw at once. Without one they find out at their time
   // limit, because torch.distributed has no message for this.
   void fail(std::string_view reason) noexcept override;
@@ -83,6 +93,8 @@ class C10dCommunicator final : public Communicator {
   void all_reduce(std::span<double> values);
   [[nodiscard]] at::Tensor all_reduce_of_host(const at::Tensor& of_host);
   void all_reduce(const at::Tensor& sum);
+  template <class Start>
+  void run(const Start& start);
   void wait_for(c10d::Work& work);
   void look_up(std::chrono::steady_clock::duration waited, int looks);
   [[nodiscard]] std::string where_ranks_are();

@@ -22,8 +22,9 @@ bool is_of_one_rank(std::string_view text) {
   }
 }
 
-// Parses the scope. If it is invalid, also tells the peers.
-Scope parse_or_fail(const ScopedCall& call) {
+}  // namespace
+
+Scope parsed_scope_or_fail(const ScopedCall& call) {
   try {
     return parsed_scope(call.scope);
   } catch (const c10::Error& error) {
@@ -32,11 +33,9 @@ Scope parse_or_fail(const ScopedCall& call) {
   }
 }
 
-}  // namespace
-
 ExchangeUse::ExchangeUse(Direction direction, const ScopedCall& call,
                          const std::optional<Placement>& placement)
-    : scope_(parse_or_fail(call)) {
+    : scope_(parsed_scope_or_fail(call)) {
   if (scope_.is_of_one_rank()) {
     const auto group = used_group_named(call.group_name, placement);
     if (group) group->show_call_alone({.what = name_of(direction), .layer = call.layer});

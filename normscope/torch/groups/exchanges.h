@@ -51,7 +51,10 @@ class ExchangeUse {
   std::unique_lock<std::mutex> lock_;
 };
 
-// The same for a rank that fails before it has its exchange. Not collective. Peers throw when they
+// The scope of a call. If it is invalid, also tells the peers.
+[[nodiscard]] Scope parsed_scope_or_fail(const ScopedCall& call);
+
+// fail() for a rank that fails before it has its exchange. Not collective. Peers throw when they
 // wait in the exchange of the scope, or in the group's first meeting, now or later.
 void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason);
 

@@ -159,6 +159,14 @@ Group group_named(std::string_view name, const std::optional<Placement>& placeme
   return group;
 }
 
+bool has_peers(std::string_view name) { return group_named(name) != nullptr; }
+
+bool serves(std::string_view name, c10::DeviceType device) {
+  if (name.empty() || device == c10::DeviceType::CPU) return true;
+  const std::string text(name);
+  return registered_communicator(text) == nullptr && serves(*resolve(text), device);
+}
+
 Group used_group_named(std::string_view name, const std::optional<Placement>& placement) {
   if (name.empty()) return nullptr;
   const std::string text(name);

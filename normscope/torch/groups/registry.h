@@ -39,7 +39,13 @@ void know_process_group(const std::string& name);
 [[nodiscard]] std::shared_ptr<GroupExchanges> group_named(
     std::string_view name, const std::optional<Placement>& placement = std::nullopt);
 
-// The same if the group has been used, otherwise nullptr. Does not throw the errors of
+// Whether this rank shares statistics with others, or exchanges because something forces it.
+[[nodiscard]] bool has_peers(std::string_view name);
+
+// Whether the group of this name has a backend for tensors on this type of device.
+[[nodiscard]] bool serves(std::string_view name, c10::DeviceType device);
+
+// group_named() if the group has been used, otherwise nullptr. Does not throw the errors of
 // group_named().
 [[nodiscard]] std::shared_ptr<GroupExchanges> used_group_named(
     std::string_view name, const std::optional<Placement>& placement);

@@ -8,12 +8,14 @@
 #include <c10/util/StringUtil.h>
 #include <torch/nn/functional/batchnorm.h>
 
+#include "normscope/torch/ops/activation.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/operators.h"
 
 namespace normscope::nn {
 namespace {
 
+using binding::activated;
 using binding::defined_or_none;
 using binding::op_named;
 
@@ -40,18 +42,6 @@ bool fuses(const ActivationFunction& activation, const at::Tensor& x, const at::
   if (!residual.defined()) return true;
   return activation.output_tells_gradient() && residual.sizes() == x.sizes() &&
          residual.dtype() == x.dtype() && residual.device() == x.device();
-}
-
-at::Tensor activated(const ActivationFunction& activation, const at::Tensor& y) {
-  switch (activation.kind) {
-    case Activation::kNone: break;
-    case Activation::kRelu: return at::relu(y);
-    case Activation::kRelu6: return at::hardtanh(y, 0, 6);
-    case Activation::kLeakyRelu: return at::leaky_relu(y, activation.negative_slope);
-    case Activation::kSilu: return at::silu(y);
-    case Activation::kHardSwish: return at::hardswish(y);
-  }
-  return y;
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 
 #include "normscope/torch/errors.h"
+#include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 
 namespace normscope::binding {
@@ -72,10 +73,16 @@ void check_parameter_of_channels(const at::Tensor& x, std::string_view name,
   check_parameter(x, name, parameter);
 }
 
+void check_float64(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
+  const at::ScalarType expected = c10::typeMetaToScalarType(float64_options(x).dtype());
+  TORCH_CHECK(tensor.scalar_type() == expected, name, ": expected ",
+              expected == at::kDouble ? "float64" : "float32", ", got ",
+              c10::toString(tensor.scalar_type()));
+}
+
 // Checks statistics from forward, which other ops read through a plain pointer.
 void check_statistics(const at::Tensor& x, const at::Tensor& statistics) {
-  TORCH_CHECK(statistics.scalar_type() == at::kDouble, "statistics: expected float64, got ",
-              c10::toString(statistics.scalar_type()));
+  check_float64(x, "statistics", statistics);
   TORCH_CHECK(statistics.dim() == 3 && statistics.sym_size(0) >= 1 && statistics.sym_size(1) == 3 &&
                   statistics.sym_size(2) == x.sym_size(1),
               "statistics: expected the shape [slices, 3, ", x.sym_size(1), "], got ",
@@ -195,8 +202,7 @@ Slicing checked(const ForwardOpArguments& op, const Scope& scope) {
 }
 
 void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor& moments) {
-  TORCH_CHECK(moments.scalar_type() == at::kDouble, name, ": expected float64, got ",
-              c10::toString(moments.scalar_type()));
+  check_float64(x, name, moments);
   TORCH_CHECK(moments.dim() == 1 && moments.sym_size(0) == moments_size(x.sym_size(1)), name,
               ": expected the shape [", moments_size(x.sym_size(1)), "], got ",
               moments.sym_sizes());

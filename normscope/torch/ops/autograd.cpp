@@ -5,20 +5,18 @@
 #include <string>
 #include <utility>
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/hardswish_backward.h>
-#include <ATen/ops/hardtanh_backward.h>
-#include <ATen/ops/leaky_relu_backward.h>
-#include <ATen/ops/threshold_backward.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/ops/activation.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/ops/saved_call.h"
+#include "normscope/torch/portable/batch_norm.h"
+#include "normscope/torch/portable/path.h"
 
 namespace normscope::binding::autograd {
 namespace {
@@ -211,28 +209,13 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     const auto [dx, dweight, dbias, none] = of_dz.pass_to(backward_op());
     return {dx, dweight, dbias, dz};
   }
-
-  // dy times the derivative at z, as operations of torch.
-  static at::Tensor activation_gradient(const ActivationFunction& activation, const at::Tensor& z,
-                                        const at::Tensor& dy) {
-    switch (activation.kind) {
-      case Activation::kRelu6: return at::hardtanh_backward(dy, z, 0, 6);
-      case Activation::kLeakyRelu:
-        return at::leaky_relu_backward(dy, z, activation.negative_slope, /*self_is_result=*/false);
-      case Activation::kHardSwish: return at::hardswish_backward(dy, z);
-      case Activation::kSilu: {
-        const at::Tensor sigmoid = z.sigmoid();
-        return dy * sigmoid * (1 + z * (1 - sigmoid));
-      }
-      default: return at::threshold_backward(dy, z, 0);
-    }
-  }
 };
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
   ForwardOpArguments op = given;
   const OptionalTensor& residual = op.activation.residual;
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, residual});
+  if (uses_torch_kernels(op.x)) return portable_forward(op);
   if (!*op.needs_backward) return below_autograd(op);
   const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, residual, op);
   return {outputs[0], outputs[1]};

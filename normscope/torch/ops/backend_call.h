@@ -6,6 +6,7 @@
 #include <optional>
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "normscope/core/error.h"
@@ -16,6 +17,25 @@
 #include "normscope/torch/tensors/tensor_view.h"
 
 namespace normscope::binding {
+
+// Registers the same kernels for the devices of torch: x tells which to use. Not for sparse,
+// quantized and nested tensors: the dispatcher's error for those names the op and the kind of
+// tensor.
+#define NORMSCOPE_FOR_ALL_DEVICES(register_ops)                      \
+  TORCH_LIBRARY_IMPL(normscope, CPU, m) { register_ops(m); }         \
+  TORCH_LIBRARY_IMPL(normscope, CUDA, m) { register_ops(m); }        \
+  TORCH_LIBRARY_IMPL(normscope, XPU, m) { register_ops(m); }         \
+  TORCH_LIBRARY_IMPL(normscope, MPS, m) { register_ops(m); }         \
+  TORCH_LIBRARY_IMPL(normscope, HPU, m) { register_ops(m); }         \
+  TORCH_LIBRARY_IMPL(normscope, MTIA, m) { register_ops(m); }        \
+  TORCH_LIBRARY_IMPL(normscope, PrivateUse1, m) { register_ops(m); } \
+  static_assert(true)
+
+// Whether this forward repeats an earlier one, as activation checkpointing does. Its batch is then
+// already in the running statistics.
+[[nodiscard]] inline bool runs_inside_a_backward() {
+  return ::torch::autograd::get_current_graph_task_id() >= 0;
+}
 
 // Lets a call update running statistics. `arguments` of batch_norm_forward() or _finalize().
 template <class Arguments>

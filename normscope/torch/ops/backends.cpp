@@ -2,7 +2,6 @@
 #include <cstdint>
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include "normscope/batch_norm/batch_norm.h"
@@ -11,6 +10,9 @@
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/operators.h"
+#include "normscope/torch/portable/batch_norm.h"
+#include "normscope/torch/portable/parts.h"
+#include "normscope/torch/portable/path.h"
 #include "normscope/torch/tensors/call_site.h"
 #include "normscope/torch/tensors/device.h"
 #include "normscope/torch/tensors/huge_pages.h"
@@ -23,10 +25,6 @@ namespace {
 OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
 }
-
-// Whether this forward repeats an earlier one, as activation checkpointing does. Its batch is then
-// already in the running statistics.
-bool runs_inside_a_backward() { return ::torch::autograd::get_current_graph_task_id() >= 0; }
 
 // The tensors of one forward; the arguments point to their storage.
 struct PreparedForward {
@@ -102,6 +100,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  if (uses_torch_kernels(op.x)) return portable_forward(op);  // not reached through autograd
   const PreparedForward done = run_forward(op, Answer::kOutput);
   if (!runs_inside_a_backward()) {
     for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
@@ -229,6 +228,7 @@ GradientTensors gradient_sums(const BackwardOpArguments& op) {
 
 at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
   check_arguments(op);
+  if (uses_torch_kernels(op.x)) return portable_with_statistics(op);
   CallSite site(op.x);
   site.prepare(op.x, op.statistics.size(0));
   const at::Tensor y = empty_output(op.x);
@@ -260,8 +260,6 @@ void register_ops(::torch::Library& m) {
 
 }  // namespace
 
-// The same for both: x tells which kernels to use.
-TORCH_LIBRARY_IMPL(normscope, CPU, m) { register_ops(m); }
-TORCH_LIBRARY_IMPL(normscope, CUDA, m) { register_ops(m); }
+NORMSCOPE_FOR_ALL_DEVICES(register_ops);
 
 }  // namespace normscope::binding::backend

@@ -9,13 +9,17 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "normscope/torch/tensors/results.h"
+
 namespace normscope::binding {
 namespace {
 
 // The rows of sums(); the formulas are in docs/numerics.md, "Double backward".
 enum Row { kDy, kDyXhat, kA, kAXhat, kADy, kBDy, kBDyXhat };
 
-at::Tensor to_float64(const at::Tensor& tensor) { return tensor.to(at::kDouble); }
+at::Tensor to_float64(const at::Tensor& tensor) {
+  return tensor.to(float64_options(tensor).dtype());
+}
 
 }  // namespace
 

@@ -14,6 +14,7 @@
 #include "normscope/torch/ops/double_backward.h"
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/operators.h"
+#include "normscope/torch/portable/messages.h"
 #include "normscope/torch/tensors/call_site.h"
 #include "normscope/torch/tensors/results.h"
 
@@ -63,7 +64,8 @@ at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Ex
 GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   const at::Tensor& x = op.x;
   const CallSite site(x);
-  const ExchangeUse exchange(Direction::kDoubleBackward, op.call, site.placement());
+  const ExchangeUse exchange(Direction::kDoubleBackward, op.call,
+                             placement_of_messages(op.call, x));
   const CallLabel label{.layer = op.call.layer,
                         .scope = op.call.scope,
                         .direction = Direction::kDoubleBackward,
@@ -88,13 +90,12 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   return {all.dy, all.x, all.weight};
 }
 
+void register_double_backward(::torch::Library& m) {
+  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normscope, CPU, m) {
-  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
-}
-TORCH_LIBRARY_IMPL(normscope, CUDA, m) {
-  m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
-}
+NORMSCOPE_FOR_ALL_DEVICES(register_double_backward);
 
 }  // namespace normscope::binding::backend

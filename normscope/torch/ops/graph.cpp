@@ -76,11 +76,6 @@ bool meets_ranks(const Scope& scope, const ScopedCall& call) {
   return !scope.is_of_one_rank() && !call.group_name.empty();
 }
 
-std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
-  static const auto op = op_named<KeepOrderOp>("normscope::keep_order");
-  return op.call(values);
-}
-
 // Ones if there is no weight, which gives the same results.
 at::Tensor weight_of(const ForwardOpArguments& op) {
   if (op.weight) return *op.weight;
@@ -97,6 +92,11 @@ bool is_recorded_for_a_graph() {
   using c10::impl::TorchDispatchModeKey;
   using c10::impl::TorchDispatchModeTLS;
   return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+}
+
+std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
+  static const auto op = op_named<KeepOrderOp>("normscope::keep_order");
+  return op.call(values);
 }
 
 std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <tuple>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -22,6 +23,9 @@ namespace normscope::binding {
 
 // Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.
 [[nodiscard]] bool is_recorded_for_a_graph();
+
+// Copies of `values` [...] that compilers compute in program order, among all such calls.
+[[nodiscard]] std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values);
 
 [[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op);
 [[nodiscard]] BackwardTensors backward_in_graph(const BackwardOpArguments& op);

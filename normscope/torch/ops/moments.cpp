@@ -12,6 +12,8 @@
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/operators.h"
+#include "normscope/torch/portable/parts.h"
+#include "normscope/torch/portable/path.h"
 #include "normscope/torch/tensors/call_site.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
@@ -38,6 +40,7 @@ at::Tensor empty_statistics(const at::Tensor& like, const c10::SymInt& channels)
 
 at::Tensor moments(const at::Tensor& x) {
   check_part(x);
+  if (uses_torch_kernels(x)) return portable_moments(x);
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
   const at::Tensor in_layout = in_kernel_layout(x);
@@ -67,6 +70,7 @@ at::Tensor channels_like(const FinalizeOpArguments& op) {
 
 at::Tensor finalize(const FinalizeOpArguments& op) {
   const at::Tensor x = channels_like(op);
+  if (uses_torch_kernels(x)) return portable_finalize(op);
   CallSite site(op.moments);
   site.prepare(x, /*slices=*/1);
   const at::Tensor own = op.moments.clone();
@@ -88,6 +92,7 @@ at::Tensor finalize_meta(const FinalizeOpArguments& op) {
 GradientTensors gradient_sums(const at::Tensor& dy, const at::Tensor& x,
                               const at::Tensor& statistics) {
   check_part(dy, x, statistics);
+  if (uses_torch_kernels(x)) return portable_part_gradient_sums(dy, x, statistics);
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
   const Gradients gradients(x, {.dx = false, .dweight = true, .dbias = true});
@@ -123,6 +128,9 @@ void check_input_gradient(const at::Tensor& dy, const at::Tensor& x, const Optio
 at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
                           const at::Tensor& statistics, const at::Tensor& sums) {
   check_input_gradient(dy, x, weight, statistics, sums);
+  if (uses_torch_kernels(x)) {
+    return portable_part_input_gradient(dy, x, weight, statistics, sums);
+  }
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
   at::Tensor dx = empty_output(x);
@@ -159,8 +167,7 @@ void register_ops(::torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(normscope, CPU, m) { register_ops(m); }
-TORCH_LIBRARY_IMPL(normscope, CUDA, m) { register_ops(m); }
+NORMSCOPE_FOR_ALL_DEVICES(register_ops);
 
 TORCH_LIBRARY_IMPL(normscope, Meta, m) {
   m.impl("batch_norm_moments", &moments_of_meta);

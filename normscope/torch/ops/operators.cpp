@@ -22,6 +22,7 @@
 #include "normscope/torch/groups/registry.h"
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/independent_values.h"
+#include "normscope/torch/portable/path.h"
 
 namespace normscope::binding {
 namespace {
@@ -153,6 +154,27 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor sums) -> Tensor dx",
       tags);
 
+  m.def(
+      "portable_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+      "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
+      "Tensor(d!)? accumulated=None, bool? needs_backward=None) "
+      "-> (Tensor y, Tensor mean, Tensor spread, Tensor counts)",
+      tags);
+  m.def(
+      "portable_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, bool wants_dx, "
+      "bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer, *, "
+      "Tensor spread, Tensor counts, float eps) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+      tags);
+  m.def(
+      "portable_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, float eps) "
+      "-> Tensor y",
+      tags);
+  m.def(
+      "portable_sum(Tensor own, SymInt count, bool? backward_follows, float eps, float? momentum, "
+      "str scope, str group_name, str layer) -> Tensor total",
+      tags);
+
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
   m.def("version() -> str", &version);
@@ -164,6 +186,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
+  m.def("kernels_of_device(str device) -> str", &kernels_of_device);
   m.def("message_bytes(int channels) -> int", &message_bytes);
   m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);

@@ -101,7 +101,10 @@ struct ForwardOpArguments {
     return call_op(op, activation.activation, activation.negative_slope, activation.residual,
                    decompose);
   }
-  auto pass_to(const c10::TypedOperatorHandle<StatisticsOp>& op) const { return call_op(op); }
+  template <class Result>
+  Result pass_to(const c10::TypedOperatorHandle<LayerForwardOp<Result>>& op) const {
+    return call_op(op);
+  }
 };
 
 template <class Result, class... Others>

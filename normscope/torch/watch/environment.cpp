@@ -58,4 +58,11 @@ bool forces_exchange() { return environment("NORMSCOPE_FORCE_SYNC") == "1"; }
 
 bool detects_non_finite() { return environment("NORMSCOPE_DETECT_NON_FINITE") == "1"; }
 
+bool forces_torch_kernels() {
+  const std::string_view text = environment("NORMSCOPE_DEVICE_KERNELS");
+  TORCH_CHECK_VALUE(text.empty() || text == "torch",
+                    "NORMSCOPE_DEVICE_KERNELS: expected torch or nothing, got \"", text, "\"");
+  return text == "torch";
+}
+
 }  // namespace normscope::binding

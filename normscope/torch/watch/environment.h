@@ -21,4 +21,8 @@ namespace normscope::binding {
 // NORMSCOPE_DETECT_NON_FINITE=1: see set_detect_non_finite().
 [[nodiscard]] bool detects_non_finite();
 
+// NORMSCOPE_DEVICE_KERNELS=torch: whether torch's kernels normalize all tensors. Throws
+// c10::ValueError if it is something else.
+[[nodiscard]] bool forces_torch_kernels();
+
 }  // namespace normscope::binding

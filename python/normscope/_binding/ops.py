@@ -20,6 +20,8 @@ from normscope._binding.torch_private import (
 _ops = torch.ops.normscope
 
 batch_norm_forward = _ops.batch_norm_forward.default
+portable_forward = _ops.portable_forward.default
+portable_apply = cast("Callable[..., torch.Tensor]", _ops.portable_apply.default)
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 part_moments = cast("Callable[[torch.Tensor, int], torch.Tensor]", _ops.part_moments.default)
@@ -55,6 +57,7 @@ gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.def
 available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
 default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
 cuda = cast("Callable[[], str]", _ops.cuda.default)
+kernels_of_device = cast("Callable[[str], str]", _ops.kernels_of_device.default)
 transport = cast("Callable[[str], str]", _ops.transport.default)
 forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
 forget_groups = cast("Callable[[], None]", _ops.forget_groups.default)
@@ -71,6 +74,7 @@ version = cast("Callable[[], str]", _ops.version.default)
 for _op in (
     _ops.keep_order,
     _ops.batch_norm_backward,
+    _ops.portable_backward,
     _ops.batch_norm_double_backward,
 ):
     register_effectful_op(_op.default, ORDERED)
@@ -169,7 +173,8 @@ def recomputes() -> bool:
 def no_moments(channels: int, device: torch.device) -> torch.Tensor:
     """Return the moments of no elements, to which others can be added."""
     size = message_bytes(channels) // torch.float64.itemsize
-    return torch.zeros(size, dtype=torch.float64, device=device)
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def tell_peers(error: Exception, scope: str, group: str) -> None:

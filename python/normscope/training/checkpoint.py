@@ -52,7 +52,11 @@ class _Call:
 
     layer: str
     shape: torch.Size
-    statistics: torch.Tensor  # [slices, 3, C]
+    statistics: list[torch.Tensor]  # [slices, 3, C]
+
+
+_Run = Callable[[], Any]
+_Again = Callable[[dict[str, Any], list[torch.Tensor]], torch.Tensor]
 
 
 class _OverForwards(TorchDispatchMode):
@@ -69,23 +73,30 @@ class _OverForwards(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func is not ops.batch_norm_forward:
+        again = _AGAIN.get(func)
+        if again is None:
             return func(*args, **(kwargs or {}))
         given = {**dict(zip(argument_names(func), args, strict=False)), **(kwargs or {})}
-        return self._forward(given, lambda: func(*args, **(kwargs or {})))
+        return self._forward(given, lambda: func(*args, **(kwargs or {})), again)
 
-    def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Return the outputs of the op for the arguments ``given``; ``run`` runs the op itself."""
+    def _forward(self, given: dict[str, Any], run: _Run, again: _Again) -> Any:  # noqa: ANN401
+        """Return the outputs of the op for the arguments ``given``.
+
+        Args:
+            given: By name.
+            run: Runs the op itself.
+            again: Computes the first output from the arguments and the other outputs.
+        """
         raise NotImplementedError
 
 
 class _Recording(_OverForwards):
     """Appends every training forward to ``calls``."""
 
-    def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
-        outputs = run()
-        self._calls.append(_Call(given["layer"], given["x"].shape, outputs[1]))
-        return outputs
+    def _forward(self, given: dict[str, Any], run: _Run, again: _Again) -> Any:  # noqa: ANN401
+        y, *others = run()
+        self._calls.append(_Call(given["layer"], given["x"].shape, others))
+        return y, *others
 
 
 class _Replay(_OverForwards):
@@ -97,7 +108,7 @@ class _Replay(_OverForwards):
         self._remaining = iter(self._calls)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def _forward(self, given: dict[str, Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def _forward(self, given: dict[str, Any], run: _Run, again: _Again) -> Any:  # noqa: ANN401
         x, layer = given["x"], given["layer"]
         call = next(self._remaining, None)
         if call is None or (call.layer, call.shape) != (layer, x.shape):
@@ -105,18 +116,33 @@ class _Replay(_OverForwards):
                 f"checkpoint_context: expected the recomputation to run {_described(call)} next, "
                 f"as the forward did, got {layer or 'a layer without a name'} on {[*x.shape]}"
             )
-        y = ops.batch_norm_with_statistics(
-            x,
-            given["weight"],
-            given["bias"],
-            call.statistics,
-            **{name: given[name] for name in _ACTIVATION if name in given},
-        )
-        return y, call.statistics
+        return again(given, call.statistics), *call.statistics
 
 
 # The additional arguments of a layer with an activation.
 _ACTIVATION = ("activation", "negative_slope", "residual")
+
+
+def _with_statistics(given: dict[str, Any], statistics: list[torch.Tensor]) -> torch.Tensor:
+    ending = {name: given[name] for name in _ACTIVATION if name in given}
+    return ops.batch_norm_with_statistics(
+        given["x"], given["weight"], given["bias"], *statistics, **ending
+    )
+
+
+def _portable_with_statistics(
+    given: dict[str, Any], statistics: list[torch.Tensor]
+) -> torch.Tensor:
+    mean, spread, _ = statistics
+    return ops.portable_apply(
+        given["x"], given["weight"], given["bias"], mean, spread, given["eps"]
+    )
+
+
+_AGAIN: dict[Any, _Again] = {
+    ops.batch_norm_forward: _with_statistics,
+    ops.portable_forward: _portable_with_statistics,
+}
 
 
 def _described(call: _Call | None) -> str:

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+#include "normscope/torch/ops/operators.h"
+
+namespace normscope::binding {
+
+// The layer by torch's own kernels, on any device: for tensors that uses_torch_kernels() accepts.
+//
+// A rank alone, and each slice, runs torch's batch norm, with torch's gradients. Ranks that share
+// statistics send their means and variances once in forward, and their gradient sums once in
+// backward. These sums are rounded to float32: unlike those of the library's own kernels, the
+// results depend on the number of ranks in the last places (docs/numerics.md, "Torch's kernels").
+
+// With a node for autograd if one is needed. The second tensor is empty.
+[[nodiscard]] std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op);
+
+// The ops portable_forward and portable_backward: the calls of ranks that share statistics.
+// Returned: y; mean [C]; spread [C], the inverse standard deviation or, on devices without torch's
+// synchronized kernels, the variance; counts, the elements per channel of each rank or their sum.
+using PortableTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using PortableForwardOp = LayerForwardOp<PortableTensors>;
+using PortableBackwardOp =
+    LayerBackwardOp<GradientTensors, const at::Tensor&, const at::Tensor&, double>;
+
+struct PortableBackwardArguments {
+  const at::Tensor& dy;          // [N, C, *]
+  const at::Tensor& x;           // [N, C, *]
+  const OptionalTensor& weight;  // [C]
+  const at::Tensor& mean;
+  WantedGradients wanted;
+  ScopedCall call;
+  const at::Tensor& spread;
+  const at::Tensor& counts;
+  double eps;
+
+  auto pass_to(const c10::TypedOperatorHandle<PortableBackwardOp>& op) const {
+    return op.call(dy, x, weight, mean, wanted.dx, wanted.dweight, wanted.dbias, call.scope,
+                   call.group_name, call.layer, spread, counts, eps);
+  }
+};
+
+// The steps of backward that graphs share.
+struct GradientSums {
+  at::Tensor dy;      // [C], sum of dy
+  at::Tensor dy_xmu;  // [C], sum of dy * (x - mean)
+};
+[[nodiscard]] GradientSums gradient_sums_of(const PortableBackwardArguments& op);
+[[nodiscard]] at::Tensor input_gradient_of(const PortableBackwardArguments& op,
+                                           const GradientSums& totals);
+[[nodiscard]] at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps);
+
+}  // namespace normscope::binding

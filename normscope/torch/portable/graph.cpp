@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/portable/graph.h"
+
+#include <optional>
+#include <string_view>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/graph.h"
+#include "normscope/torch/portable/messages.h"
+#include "normscope/torch/portable/path.h"
+#include "normscope/torch/portable/statistics.h"
+#include "normscope/torch/tensors/results.h"
+
+namespace normscope::binding {
+namespace {
+
+using SumOp = at::Tensor(const at::Tensor&, c10::SymInt, std::optional<bool>, double,
+                         std::optional<double>, std::string_view, std::string_view,
+                         std::string_view);
+
+// What the ranks compare when they add their tensors.
+struct SumArguments {
+  const at::Tensor& own;                 // [k]
+  c10::SymInt count;                     // elements per channel
+  std::optional<bool> backward_follows;  // none: this is the backward
+  double eps;
+  std::optional<double> momentum;
+  ScopedCall call;
+
+  [[nodiscard]] at::Tensor in_order() const {
+    static const auto op = op_named<SumOp>("normscope::portable_sum");
+    const at::Tensor kept = keep_order({own})[0];
+    return keep_order({op.call(kept, count, backward_follows, eps, momentum, call.scope,
+                               call.group_name, call.layer)})[0];
+  }
+};
+
+at::Tensor sum(const SumArguments& op) {
+  const bool is_forward = op.backward_follows.has_value();
+  const Direction direction = is_forward ? Direction::kForward : Direction::kBackward;
+  TensorMessage message(direction, op.call, op.own);
+  at::Tensor result;
+  run_as_torch(op.own, message.exchange(), [&] {
+    const CallLabel label{
+        .layer = op.call.layer,
+        .scope = op.call.scope,
+        .kernels = "torch in a graph",
+        .direction = direction,
+        .channels = op.own.size(0) / 2,
+        .backward = op.backward_follows.value_or(true) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
+        .eps = op.eps,
+        .momentum = op.momentum.value_or(0.0)};
+    result = message.sum(label, op.count.expect_int(), op.own.clone());
+  });
+  return result;
+}
+
+at::Tensor sum_meta(const SumArguments& op) { return at::empty_like(op.own); }
+
+c10::SymInt symbolic_count(const at::Tensor& x) {
+  c10::SymInt count = x.sym_size(0);
+  for (std::int64_t dim = 2; dim < x.dim(); ++dim) count = count * x.sym_size(dim);
+  return count;
+}
+
+}  // namespace
+
+PortableTensors portable_forward_in_graph(const ForwardOpArguments& op) {
+  static_cast<void>(checked(op, parsed_scope(op.call.scope)));
+  const at::Tensor& x = op.x;
+  const c10::SymInt count = symbolic_count(x);
+  const c10::SymInt channels = x.sym_size(1);
+  const at::TensorOptions wide = float64_options(x);
+  const at::TensorOptions options = arithmetic_options(x);
+  const bool is_empty = count == 0;
+  at::Tensor sums = at::zeros_symint({2 * channels + 1}, wide);
+  if (!is_empty) {
+    const Statistics own = statistics_of(x);
+    const at::Tensor mean = own.mean.to(wide.dtype());
+    const at::Tensor n = at::scalar_tensor(c10::Scalar(count), wide);
+    sums = at::cat({mean * n, (own.var.to(wide.dtype()) + mean * mean) * n, n.reshape({1})});
+  }
+  sums = SumArguments{sums, count, op.needs_backward.value_or(false), op.eps, op.momentum, op.call}
+             .in_order();
+  const Statistics all = statistics_of_sums(sums, options);
+  update_buffers(op.running, op.momentum, op.accumulated, all, is_empty);
+  const at::Tensor inv_std = (all.var + op.eps).rsqrt();
+  at::Tensor y = (x.to(options.dtype()) - along_channels(x, all.mean)) * along_channels(x, inv_std);
+  if (op.weight) y = y * along_channels(x, *op.weight);
+  if (op.bias) y = y + along_channels(x, *op.bias);
+  return {y.to(x.scalar_type()), all.mean, has_synchronized_kernels(x) ? inv_std : all.var,
+          all.count};
+}
+
+GradientTensors portable_backward_in_graph(const PortableBackwardArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const GradientSums own = gradient_sums_of(op);
+  const at::Tensor message = at::cat({own.dy, own.dy_xmu});
+  const at::Tensor totals =
+      SumArguments{message, symbolic_count(op.x), std::nullopt, 0.0, std::nullopt, op.call}
+          .in_order();
+  const c10::SymInt channels = op.x.sym_size(1);
+  const at::Tensor none = at::empty({0}, op.x.options());
+  const at::Tensor inv_std = inv_std_of(op.x, op.spread, op.eps);
+  return {op.wanted.dx ? input_gradient_of(op, {totals.narrow_symint(0, 0, channels),
+                                                totals.narrow_symint(0, channels, channels)})
+                       : none,
+          op.wanted.dweight ? own.dy_xmu * inv_std : none, op.wanted.dbias ? own.dy : none};
+}
+
+TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) {
+  m.impl("portable_sum", &Taken<SumOp, &sum>::call);
+}
+TORCH_LIBRARY_IMPL(normscope, Meta, m) { m.impl("portable_sum", &Taken<SumOp, &sum_meta>::call); }
+
+}  // namespace normscope::binding

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/portable/messages.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "normscope/core/error.h"
+#include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/groups/registry.h"
+#include "normscope/torch/portable/path.h"
+#include "normscope/torch/tensors/device.h"
+
+namespace normscope::binding {
+namespace {
+
+// The columns of a row's header.
+enum Column { kColumnCount, kColumnHash, kColumnBackward };
+
+// nullptr if there is none.
+C10dCommunicator* over_torch(const ExchangeUse& use) {
+  return use.get() == nullptr ? nullptr
+                              : dynamic_cast<C10dCommunicator*>(&use.get()->communicator());
+}
+
+// A row's header on the device of `own`. Kept, because making it would copy from the host: few
+// layers of a program have different ones.
+at::Tensor header_on_device(const Header& header, const at::TensorOptions& options) {
+  using Key = std::tuple<double, double, double, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+  static std::mutex mutex;
+  static std::map<Key, at::Tensor> kept;
+  constexpr std::size_t kMost = 4096;
+  const Key key{header.fields[kCount],          header.fields[kCallHash],
+                header.fields[kBackwardNeeded], c10::typeMetaToScalarType(options.dtype()),
+                options.device().type(),        options.device().index()};
+  const std::lock_guard lock(mutex);
+  const auto found = kept.find(key);
+  if (found != kept.end()) return found->second;
+  if (kept.size() == kMost) kept.clear();
+  const double count = header.fields[kCount];
+  const std::array<double, TensorMessage::kHeader> columns = {count == 0 ? kNoElements : count,
+                                                              header.fields[kCallHash],
+                                                              header.fields[kBackwardNeeded], 0.0};
+  return kept[key] = at::tensor(columns, options);
+}
+
+}  // namespace
+
+std::optional<Placement> placement_of_messages(const ScopedCall& call, const at::Tensor& x) {
+  const Placement placement = placement_of(x);
+  if (!uses_torch_kernels(x) || serves(call.group_name, placement.device)) return placement;
+  return std::nullopt;
+}
+
+TensorMessage::TensorMessage(Direction direction, const ScopedCall& call, const at::Tensor& x)
+    : guard_(x.is_cpu() ? std::nullopt : std::optional(x.device())),
+      use_(direction, call, placement_of_messages(call, x)) {}
+
+std::int64_t TensorMessage::ranks() const {
+  return is_alone() ? 1 : use_.get()->communicator().size();
+}
+
+bool TensorMessage::is_on_device() const {
+  const C10dCommunicator* const communicator = over_torch(use_);
+  return communicator != nullptr && communicator->takes_device_tensors();
+}
+
+at::Tensor TensorMessage::gather(const CallLabel& label, std::int64_t count,
+                                 std::initializer_list<at::Tensor> own) {
+  std::vector<at::Tensor> parts(own);
+  if (is_alone()) {
+    if (count == 1) throw OneValueError("");
+    parts.push_back(header_on_device({{static_cast<double>(count)}}, parts.front().options()));
+    return at::cat(parts).unsqueeze(0);
+  }
+  if (!is_on_device()) return gather_through_host(label, count, at::cat(parts));
+  const at::TensorOptions options = parts.front().options();
+  at::Tensor all;
+  float hash = 0;
+  const std::size_t bytes = parts.size() * parts.front().nbytes();
+  const int call = use_.get()->meet_on_device(label, static_cast<double>(count), bytes,
+                                              [&](const Header& header) {
+                                                hash = static_cast<float>(header.fields[kCallHash]);
+                                                parts.push_back(header_on_device(header, options));
+                                                const at::Tensor row = at::cat(parts);
+                                                all = at::empty({ranks(), row.size(0)}, options);
+                                                over_torch(use_)->all_gather_on_device(all, row);
+                                              });
+  check_later(all.narrow(1, all.size(1) - kHeader, kHeader), call, hash);
+  return all;
+}
+
+at::Tensor TensorMessage::gather_through_host(const CallLabel& label, std::int64_t count,
+                                              const at::Tensor& own) {
+  const std::int64_t columns = own.size(0) + kHeader;
+  const at::Tensor on_host = own.to(at::kCPU, at::kDouble);
+  const double* const numbers = on_host.const_data_ptr<double>();
+  std::vector<double> row(numbers, numbers + own.size(0));
+  row.insert(row.end(), {count == 0 ? kNoElements : static_cast<double>(count), 0.0, 0.0, 0.0});
+  const std::vector<double> rows = use_.get()->gather(label, row);
+  double total = 0;
+  for (std::size_t at = row.size() - kHeader; at < rows.size(); at += row.size()) {
+    total += std::round(rows[at]);
+  }
+  if (total == 1) {
+    throw OneValueError(
+        "x: expected more than 1 value per channel in the norm batch when training, got 1");
+  }
+  const at::Tensor all = at::empty({ranks(), columns}, at::kDouble);
+  std::ranges::copy(rows, all.mutable_data_ptr<double>());
+  return all.to(own.options());
+}
+
+at::Tensor TensorMessage::sum(const CallLabel& label, std::int64_t count, const at::Tensor& own) {
+  if (is_alone()) return own;
+  if (is_on_device()) {
+    use_.get()->meet_on_device(label, static_cast<double>(count), own.nbytes(),
+                               [&](const Header&) { over_torch(use_)->sum_on_device(own); });
+    return own;
+  }
+  const at::Tensor message =
+      at::zeros({own.size(0) + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
+  const at::Tensor sum = message.narrow(0, 0, own.size(0)).copy_(own);
+  message[own.size(0) + kCount].fill_(static_cast<double>(count));
+  use_.get()->all_reduce(
+      label, {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())}, {});
+  return sum.to(own.options());
+}
+
+// Copies the headers of all ranks to the host and checks them in a later call, when the copy has
+// arrived.
+void TensorMessage::check_later(const at::Tensor& headers, int call, float hash) {
+  const at::Tensor on_host =
+      at::empty(headers.sizes(), at::TensorOptions().dtype(headers.dtype()).pinned_memory(true));
+  on_host.copy_(headers, /*non_blocking=*/true);
+  const c10::impl::VirtualGuardImpl device(headers.device().type());
+  auto arrived = std::make_shared<c10::Event>(headers.device().type());
+  arrived->record(device.getStream(headers.device()));
+  Exchange* const exchange = use_.get();
+  exchange->check_later([=] {
+    if (!arrived->query()) return false;
+    const at::Tensor rows = on_host.to(at::kDouble);
+    const auto values = rows.accessor<double, 2>();
+    double count = 0;
+    std::string others;
+    for (std::int64_t rank = 0; rank < rows.size(0); ++rank) {
+      count += std::round(values[rank][kColumnCount]);
+      const bool agrees = values[rank][kColumnHash] == hash &&
+                          values[rank][kColumnBackward] == values[0][kColumnBackward];
+      if (agrees) continue;
+      others += others.empty() ? "" : ", ";
+      others += std::to_string(exchange->name_of_rank(static_cast<std::size_t>(rank)));
+    }
+    const std::string& own_call = exchange->reported_call(call);
+    if (!others.empty()) {
+      throw MismatchError("the ranks of a scope met in different calls: this rank's " + own_call +
+                          " met another call of rank " + others +
+                          ", and its results are wrong. NORMSCOPE_CHECK=1 finds it earlier, and "
+                          "says what each rank was doing");
+    }
+    if (count == 1) {
+      throw OneValueError(
+          "x: expected more than 1 value per channel in the norm batch when training, got 1 in an "
+          "earlier call, " +
+          own_call);
+    }
+    return true;
+  });
+}
+
+}  // namespace normscope::binding

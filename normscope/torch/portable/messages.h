@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "normscope/batch_norm/exchange.h"
+#include "normscope/core/scope.h"
+#include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/ops/operators.h"
+
+namespace normscope::binding {
+
+// How a count of zero appears in a gathered row: torch's kernels divide by counts.
+inline constexpr double kNoElements = 1e-30;
+
+// Where the messages of a call go: to x's device if kernels of this library run there or if the
+// group's backend takes its tensors; none: through the host.
+[[nodiscard]] std::optional<Placement> placement_of_messages(const ScopedCall& call,
+                                                             const at::Tensor& x);
+
+// The message of a call whose statistics torch's kernels compute. If the group's backend takes
+// tensors of x's device, it is queued there and nothing waits for it; what the ranks sent is then
+// checked in a later call of the same ranks. Otherwise it goes through the host, which waits for
+// the device once.
+class TensorMessage {
+ public:
+  // Numbers of a gathered row after the caller's own: the count, the call's hash and whether a
+  // backward follows, and one that is unused.
+  static constexpr std::int64_t kHeader = 4;
+
+  // Collective at first use, as ExchangeUse. x's device is current during this object's lifetime.
+  TensorMessage(Direction direction, const ScopedCall& call, const at::Tensor& x);
+
+  [[nodiscard]] const Scope& scope() const noexcept { return use_.scope(); }
+  [[nodiscard]] const ExchangeUse& exchange() const noexcept { return use_; }
+  [[nodiscard]] bool is_alone() const noexcept { return use_.get() == nullptr; }
+  // At least 1.
+  [[nodiscard]] std::int64_t ranks() const;
+
+  // The rows of all ranks, [ranks, columns + kHeader], in rank order. `own` is this rank's row
+  // without its header: parts [k] of one dtype, which are joined. `count`: elements per channel.
+  [[nodiscard]] at::Tensor gather(const CallLabel& label, std::int64_t count,
+                                  std::initializer_list<at::Tensor> own);
+
+  // The sum over the ranks of a tensor [k].
+  [[nodiscard]] at::Tensor sum(const CallLabel& label, std::int64_t count, const at::Tensor& own);
+
+ private:
+  [[nodiscard]] bool is_on_device() const;
+  [[nodiscard]] at::Tensor gather_through_host(const CallLabel& label, std::int64_t count,
+                                               const at::Tensor& own);
+  void check_later(const at::Tensor& headers, int call, float hash);
+
+  c10::OptionalDeviceGuard guard_;
+  ExchangeUse use_;
+};
+
+}  // namespace normscope::binding

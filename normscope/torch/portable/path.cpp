@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/portable/path.h"
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "normscope/kernels/device_kernels.h"
+#include "normscope/torch/watch/environment.h"
+
+namespace normscope::binding {
+namespace {
+
+bool is_forced() {
+  static const bool forced = forces_torch_kernels();
+  return forced;
+}
+
+// Whether the CUDA kernels of this build run on the device. Asked once per device, because the
+// answer takes a call of the driver.
+bool runs_cuda_kernels(c10::Device device) {
+  enum : signed char { kUnknown, kYes, kNo };
+  static std::array<std::atomic<signed char>, 256> answers;
+  if (device_kernels() == nullptr) return false;
+  std::atomic<signed char>& answer = answers.at(static_cast<std::size_t>(device.index() & 0xff));
+  if (answer == kUnknown) {
+    const c10::DeviceGuard guard(device);
+    answer = device_kernels()->can_run() ? kYes : kNo;
+  }
+  return answer == kYes;
+}
+
+}  // namespace
+
+bool uses_torch_kernels(const at::Tensor& x) {
+  if (x.is_meta() || x.layout() != at::kStrided || x.is_quantized() || x.is_nested()) return false;
+  if (is_forced()) return true;
+  if (x.is_cpu()) return false;
+  return !x.is_cuda() || !runs_cuda_kernels(x.device());
+}
+
+bool has_synchronized_kernels(const at::Tensor& x) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::batch_norm_stats", "");
+  return op.hasKernelForDispatchKey(
+      c10::computeDispatchKey(std::nullopt, std::nullopt, x.device()));
+}
+
+std::string kernels_of_device(std::string_view device) {
+  const at::Tensor x = at::empty({0}, at::TensorOptions().device(c10::Device(std::string(device))));
+  if (!uses_torch_kernels(x)) {
+    return x.is_cpu() ? "kernels of normscope, the same bits on any number of ranks"
+                      : "CUDA kernels of normscope, the same bits on any number of ranks";
+  }
+  std::string text =
+      has_synchronized_kernels(x) ? "torch's synchronized kernels" : "torch's native_batch_norm";
+  if (is_forced()) return text + ", because of NORMSCOPE_DEVICE_KERNELS=torch";
+  if (!x.is_cuda()) return text + ", because normscope has no kernels for this device";
+  return text + (device_kernels() == nullptr
+                     ? ", because normscope was built without CUDA (NORMSCOPE_BUILD_CUDA)"
+                     : ", because normscope's CUDA kernels cannot run on this device or driver");
+}
+
+}  // namespace normscope::binding

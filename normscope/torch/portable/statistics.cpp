@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/portable/statistics.h"
+
+#include <vector>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "normscope/core/header.h"
+#include "normscope/core/limbs.h"
+#include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/portable/messages.h"
+#include "normscope/torch/tensors/results.h"
+
+namespace normscope::binding {
+namespace {
+
+std::vector<std::int64_t> all_but_channels(const at::Tensor& x) {
+  std::vector<std::int64_t> dims = {0};
+  for (std::int64_t dim = 2; dim < x.dim(); ++dim) dims.push_back(dim);
+  return dims;
+}
+
+// running += (value - running) * weight, where the norm batch has elements.
+void move_towards(const at::Tensor& running, const at::Tensor& value, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& has_elements) {
+  const at::Tensor now = running.to(value.scalar_type());
+  const at::Tensor moved = now + (value - now) * weight;
+  running.copy_(has_elements ? at::where(*has_elements, moved, now) : moved);
+}
+
+}  // namespace
+
+void add_moments(const at::Tensor& moments, const Statistics& statistics) {
+  const at::Tensor mean = statistics.mean.to(moments.scalar_type());
+  const at::Tensor var = statistics.var.to(moments.scalar_type());
+  const at::Tensor count = statistics.count.to(moments.scalar_type()).reshape({1});
+  const c10::SymInt channels = mean.sym_size(0);
+  moments.narrow_symint(0, 0, channels).add_(mean * count);
+  moments.narrow_symint(0, kLimbs * channels, channels).add_((var + mean * mean) * count);
+  moments.narrow_symint(0, kSums * kLimbs * channels + kCount, 1).add_(count);
+}
+
+at::Tensor sums_in(const at::Tensor& moments) {
+  const std::int64_t size = moments.size(0) - kHeaderSize;
+  const at::Tensor sums =
+      moments.narrow(0, 0, size).view({kSums, kLimbs, size / (kSums * kLimbs)}).sum(1).flatten();
+  return at::cat({sums, moments.narrow(0, size + kCount, 1)});
+}
+
+std::int64_t elements_per_channel(const at::Tensor& x) {
+  return x.size(0) * c10::multiply_integers(x.sizes().slice(2));
+}
+
+at::Tensor along_channels(const at::Tensor& x, const at::Tensor& values) {
+  std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
+  shape[1] = -1;
+  return values.reshape(shape);
+}
+
+at::Tensor in_torch_layout(const at::Tensor& x) { return x.contiguous(x.suggest_memory_format()); }
+
+Statistics statistics_of(const at::Tensor& x) {
+  const at::TensorOptions options = arithmetic_options(x);
+  const at::Tensor count = at::scalar_tensor(c10::Scalar(x.sym_numel() / x.sym_size(1)), options);
+  if (at::isReducedFloatingType(x.scalar_type()) && !x.is_cpu()) {
+    // Keeps its sums in float32, and needs no copy of x in float32.
+    const auto [y, mean, inv_std] =
+        at::native_batch_norm(x, {}, {}, {}, {}, /*training=*/true, 0.0, kNoElements);
+    if (mean.scalar_type() == at::kFloat) return {mean, inv_std.square().reciprocal(), count};
+  }
+  const auto [var, mean] =
+      at::var_mean(x.to(options.dtype()), all_but_channels(x), /*correction=*/0);
+  return {mean, var, count};
+}
+
+Statistics statistics_of_sums(const at::Tensor& sums, const at::TensorOptions& options) {
+  const c10::SymInt channels = (sums.sym_size(0) - 1) / 2;
+  const at::Tensor n = sums.narrow_symint(0, 2 * channels, 1);
+  const at::Tensor mean = sums.narrow_symint(0, 0, channels) / n;
+  const at::Tensor var = sums.narrow_symint(0, channels, channels) / n - mean * mean;
+  return {mean.to(options.dtype()), var.clamp_min(0).to(options.dtype()), n.to(options.dtype())};
+}
+
+Statistics merged(const at::Tensor& means, const at::Tensor& vars, const at::Tensor& counts) {
+  const at::Tensor count = counts.sum();
+  const at::Tensor weights = counts / count;
+  const at::Tensor mean = (weights * means).sum(0);
+  const at::Tensor from_mean = means - mean;
+  const at::Tensor var = (weights * at::addcmul(vars, from_mean, from_mean)).sum(0);
+  return {mean, var, count};
+}
+
+Statistics pooled(const std::vector<Statistics>& parts) {
+  std::vector<at::Tensor> means;
+  std::vector<at::Tensor> vars;
+  std::vector<at::Tensor> counts;
+  for (const Statistics& part : parts) {
+    means.push_back(part.mean);
+    vars.push_back(part.var);
+    counts.push_back(part.count.reshape({1}));
+  }
+  return merged(at::stack(means), at::stack(vars), at::stack(counts));
+}
+
+at::Tensor sum_per_channel(const at::Tensor& values) {
+  return values.sum(all_but_channels(values));
+}
+
+bool updates_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
+  return !runs_inside_a_backward() && (running.mean || running.num_batches_tracked || accumulated);
+}
+
+void update_buffers(const RunningTensors& running, std::optional<double> momentum,
+                    const OptionalTensor& accumulated, const Statistics& statistics,
+                    bool may_be_empty) {
+  if (!updates_buffers(running, accumulated)) return;
+  std::optional<at::Tensor> has_elements;
+  if (may_be_empty) has_elements = statistics.count.reshape({1}) >= 1;
+  const OptionalTensor& updates = running.num_batches_tracked;
+  if (updates) {
+    if (has_elements) {
+      updates->add_(has_elements->to(at::kLong).reshape(updates->sizes()));
+    } else {
+      updates->add_(1);
+    }
+  }
+  // As in torch, running statistics do not change if nothing counts a cumulative average's updates.
+  if (running.mean && (momentum || updates)) {
+    const at::TensorOptions options = statistics.mean.options();
+    const at::Tensor weight = momentum ? at::scalar_tensor(*momentum, options)
+                                       : updates->to(options.dtype()).reciprocal();
+    move_towards(*running.mean, statistics.mean, weight, has_elements);
+    const at::Tensor unbiased = statistics.var * (statistics.count / (statistics.count - 1));
+    move_towards(*running.var, unbiased, weight, has_elements);
+  }
+  if (!accumulated) return;
+  if (!has_elements) return add_moments(*accumulated, statistics);
+  const at::Tensor more = at::zeros_like(*accumulated);
+  add_moments(more, statistics);
+  accumulated->add_(at::where(*has_elements, more, at::zeros_like(more)));
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "normscope/torch/ops/operators.h"
+
+namespace normscope::binding {
+
+// The mean and the biased variance of elements per channel, and their number. float32, or float64
+// for float64 inputs.
+struct Statistics {
+  at::Tensor mean;   // [C]
+  at::Tensor var;    // [C]
+  at::Tensor count;  // [] or [1]
+};
+
+// The elements per channel of x [N, C, *].
+[[nodiscard]] std::int64_t elements_per_channel(const at::Tensor& x);
+
+// values [C], in a shape that broadcasts over x [N, C, *].
+[[nodiscard]] at::Tensor along_channels(const at::Tensor& x, const at::Tensor& values);
+
+// x itself if it is contiguous or channels-last, else a contiguous copy: as torch's synchronized
+// layer does.
+[[nodiscard]] at::Tensor in_torch_layout(const at::Tensor& x);
+
+// Of this rank's x, which is not empty.
+[[nodiscard]] Statistics statistics_of(const at::Tensor& x);
+
+// Of sums [2 C + 1] in float64: n * mean, n * (var + mean^2), n. The cancellation in the variance
+// costs (mean / std)^2 roundings of float64, less than those of float32 in x.
+[[nodiscard]] Statistics statistics_of_sums(const at::Tensor& sums,
+                                            const at::TensorOptions& options);
+
+// Of several parts of a norm batch. Rows of `parts`: [parts, C]; counts [parts, 1].
+[[nodiscard]] Statistics merged(const at::Tensor& means, const at::Tensor& vars,
+                                const at::Tensor& counts);
+
+// Whether a call has something to update: not in a recomputation.
+[[nodiscard]] bool updates_buffers(const RunningTensors& running,
+                                   const OptionalTensor& accumulated);
+
+[[nodiscard]] Statistics pooled(const std::vector<Statistics>& parts);
+
+// The sums [C] of values [N, C, *].
+[[nodiscard]] at::Tensor sum_per_channel(const at::Tensor& values);
+
+// Updates the running statistics, and adds the moments to `accumulated`. A norm batch without
+// elements changes nothing: `may_be_empty` says that only the device knows whether it is one.
+void update_buffers(const RunningTensors& running, std::optional<double> momentum,
+                    const OptionalTensor& accumulated, const Statistics& statistics,
+                    bool may_be_empty);
+
+// Adds n * mean and n * (var + mean^2) to moments, in the format of a message (core/limbs.h). On
+// these paths the coarsest limb has the whole sum, and the others are zero.
+void add_moments(const at::Tensor& moments, const Statistics& statistics);
+[[nodiscard]] at::Tensor sums_in(const at::Tensor& moments);  // [2 C + 1], the sums and the count
+
+}  // namespace normscope::binding
