@@ -101,6 +101,13 @@ def without_gradient() -> str:
     return message
 
 
+def frozen() -> str:
+    layer = named_layer("stem").requires_grad_(distributed.get_rank() == 0)
+    message = error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
+    assert_group_is_usable()
+    return message
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("function", "of_rank_0", "of_rank_1"),
@@ -111,6 +118,7 @@ def without_gradient() -> str:
         (rank_1_leaves_a_layer_out, "of unnamed layer 1 (3", "of unnamed layer 2 (3"),
         (other_direction, "backward of stem", "forward of stem"),
         (without_gradient, "forward of stem (3 channels, scope world)", "nothing needs a gradient"),
+        (frozen, "forward of stem (3 channels, scope world)", "nothing needs a gradient"),
     ],
 )
 def test_every_rank_is_told_what_each_was_doing(

@@ -104,8 +104,9 @@ def accuracy(output: str) -> float:
     return float(told)
 
 
-def test_the_tests_named_for_each_fault_exist() -> None:
-    table = (ROOT / "docs/faults.md").read_text().split("## Where")[0]
+@pytest.mark.parametrize(("document", "end"), [("faults", "## Several"), ("semantics", "## Furt")])
+def test_the_tests_named_for_each_rule_exist(document: str, end: str) -> None:
+    table = (ROOT / f"docs/{document}.md").read_text().split(end)[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     tests = "".join(
         path.read_text() for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp")

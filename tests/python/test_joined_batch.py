@@ -133,3 +133,19 @@ def test_two_forwards_before_one_backward_match_torch_on_the_joined_batch(ranks:
     for rank, got in enumerate(ranks.run(2, gradient_of_two_forwards_of_rank, sizes)):
         allowed = RELATIVE * expected.abs().amax().item()
         torch.testing.assert_close(got, expected[split_of(sizes, rank)], rtol=0, atol=allowed)
+
+
+def step_of_rank(sizes: tuple[int, ...]) -> Tensors:
+    layer = normscope.BatchNorm1d(3, dtype=torch.float64)
+    part = split_of(sizes, distributed.get_rank())
+    x, dy = (t[part] for t in batch((4, 3, 5), 0, last=False))
+    y = layer(x)
+    y.backward(dy)
+    return {"y": y.detach(), "dy": dy, "dweight": layer.weight.grad, "dbias": layer.bias.grad}
+
+
+def test_affine_gradients_are_this_rank_s_sums(ranks: RankPool) -> None:
+    for got in ranks.run(2, step_of_rank, (1, 3)):
+        terms = {"dweight": got["dy"] * got["y"], "dbias": got["dy"]}  # weight 1 and bias 0
+        for name, value in terms.items():
+            torch.testing.assert_close(got[name], value.sum((0, 2)), rtol=0, atol=RELATIVE)

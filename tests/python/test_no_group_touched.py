@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """If nothing is shared, the results are those of torch, and no message is sent."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ OURS = {
     4: normscope.BatchNorm2d,
     5: normscope.BatchNorm3d,
 }
+SCOPES = ("world", "local", "slices:2", "group:2", "node", "ranks:0,1", "norm_batch:2")
 
 
 @pytest.mark.parametrize("dim", SHAPES)
@@ -28,15 +30,19 @@ def test_eval_is_torch_to_the_bit(dim: int, dtype: torch.dtype, keywords: dict[s
     theirs = LAYERS[dim](3, dtype=dtype, **keywords)
     ours(torch.randn(SHAPES[dim], dtype=dtype) + 1)
     theirs.load_state_dict(ours.state_dict())
+    scoped = [copy.deepcopy(ours) for _ in SCOPES]
+    for layer, scope in zip(scoped, SCOPES, strict=True):
+        layer.scope = normscope.Scope(scope)
     results = []
-    for layer in (ours, theirs):
+    for layer in (theirs, *scoped):
         torch.manual_seed(1)
         x = torch.randn(SHAPES[dim], dtype=dtype).requires_grad_()
         y = layer.eval()(x)
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in layer.parameters())])
 
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for got in results[1:]:
+        assert all(map(torch.equal, got, results[0]))
 
 
 def eval_while_the_peer_is_away() -> int:

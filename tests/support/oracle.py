@@ -45,6 +45,7 @@ def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
     x = x.detach().requires_grad_()
     y = layer(x)
     y.backward(dy)
+    assert y.dtype == x.dtype
     answers = Answers(
         y=y.detach().double(),
         dx=_gradient(x),
