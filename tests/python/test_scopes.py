@@ -274,31 +274,6 @@ def step_alone(scope: str) -> Tensors:
     return step(normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope), *batch(4))
 
 
-def bits_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
-    part = split_of(sizes, distributed.get_rank())
-    x, dy = (t[part].float() for t in batch(sum(sizes)))
-    return step(normscope.BatchNorm2d(3, scope=scope), x, dy)
-
-
-@pytest.mark.parametrize("transport", ["1", "0"])
-def test_a_group_has_the_bits_of_one_process_over_its_samples(
-    ranks: RankPool, transport: str
-) -> None:
-    sizes, environment = (2, 3, 4, 1), {"NORMSCOPE_SHARED_MEMORY": transport}
-
-    answers = ranks.run(4, bits_of_rank, "group:2", sizes, environment=environment)
-
-    x, dy = (t.float() for t in batch(sum(sizes)))
-    for members in ([0, 1], [2, 3]):
-        joined = slice(split_of(sizes, members[0]).start, split_of(sizes, members[1]).stop)
-        expected = step(normscope.BatchNorm2d(3), x[joined], dy[joined])
-        got = [answers[member] for member in members]
-        for name in ("y", "dx"):
-            assert torch.equal(torch.cat([answer[name] for answer in got]), expected[name])
-        for name in ("running_mean", "running_var"):
-            assert all(torch.equal(answer[name], expected[name]) for answer in got)
-
-
 def backward_after_a_change_of_scope() -> Tensors:
     """Change the scope between a forward and its backward."""
     part = split_of((2, 3, 1, 4), distributed.get_rank())
