@@ -17,8 +17,6 @@ from normscope._binding import groups, ops
 LIMIT_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
 
-TRANSPORTS = {"shared memory": "1", "gloo": "0"}
-
 
 def named_layer(name: str, channels: int = 3) -> normscope.BatchNorm2d:
     layer = normscope.BatchNorm2d(channels)
@@ -44,25 +42,17 @@ def assert_group_is_usable() -> None:
 
 def other_layer() -> str:
     name = f"layer{distributed.get_rank()}"
-    message = error_of(lambda: named_layer(name)(torch.randn(4, 3, 2, 2)))
-    assert_group_is_usable()
-    return message
+    return error_of(lambda: named_layer(name)(torch.randn(4, 3, 2, 2)))
 
 
 def other_channels() -> str:
     channels = 3 + distributed.get_rank()
-    message = error_of(lambda: named_layer("head", channels)(torch.randn(4, channels, 2, 2)))
-    assert_group_is_usable()
-    return message
+    return error_of(lambda: named_layer("head", channels)(torch.randn(4, channels, 2, 2)))
 
 
 def other_channels_without_a_name() -> str:
     channels = 3 + distributed.get_rank()
-    message = error_of(
-        lambda: normscope.BatchNorm2d(channels)(torch.randn(4, channels, 2, 2)),
-    )
-    assert_group_is_usable()
-    return message
+    return error_of(lambda: normscope.BatchNorm2d(channels)(torch.randn(4, channels, 2, 2)))
 
 
 def rank_1_leaves_a_layer_out() -> str:
@@ -77,36 +67,32 @@ def rank_1_leaves_a_layer_out() -> str:
         for layer in order:
             layer(torch.randn(4, 3, 2, 2))
 
-    message = error_of(step)
-    assert_group_is_usable()
-    return message
+    return error_of(step)
 
 
 def other_direction() -> str:
     y = named_layer("stem")(torch.randn(4, 3, 2, 2)).sum()
     if distributed.get_rank() == 0:
-        message = error_of(y.backward)
-    else:
-        message = error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
-    assert_group_is_usable()
-    return message
+        return error_of(y.backward)
+    return error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
 
 
 def without_gradient() -> str:
     with torch.set_grad_enabled(distributed.get_rank() == 0):
-        message = error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
-    assert_group_is_usable()
-    return message
+        return error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
 
 
 def frozen() -> str:
     layer = named_layer("stem").requires_grad_(distributed.get_rank() == 0)
-    message = error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
+    return error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
+
+
+def error_in_a_group_that_stays_usable(name: str) -> str:
+    message: str = globals()[name]()
     assert_group_is_usable()
     return message
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("function", "of_rank_0", "of_rank_1"),
     [
@@ -121,14 +107,14 @@ def frozen() -> str:
 )
 def test_every_rank_is_told_what_each_was_doing(
     ranks: RankPool,
-    transport: str,
+    environment: dict[str, str],
     function: Callable[[], str],
     of_rank_0: str,
     of_rank_1: str,
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
-    messages = ranks.run(2, function, environment=environment)
+    messages = ranks.run(
+        2, error_in_a_group_that_stays_usable, function.__name__, environment=environment
+    )
 
     for message in messages:
         _, rank_0, rank_1, _ = message.split("\n")
@@ -162,13 +148,14 @@ def python_runs_while_ops_wait() -> bool:
     return True
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_op_that_waits_does_not_hold_python_s_lock(ranks: RankPool, transport: str) -> None:
+def test_an_op_that_waits_does_not_hold_python_s_lock(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
     assert ranks.run(
         2,
         python_runs_while_ops_wait,
         hang_seconds=PATIENCE_SECONDS,
-        environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
+        environment=environment,
     ) == [True, True]
 
 
@@ -185,7 +172,6 @@ def rank_0_first_uses(scope: str, others: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("scope", "others", "of_rank_0", "of_others"),
     [
@@ -210,10 +196,13 @@ def rank_0_first_uses(scope: str, others: str) -> str:
     ],
 )
 def test_ranks_that_first_use_different_scopes_are_all_told(
-    ranks: RankPool, transport: str, scope: str, others: str, of_rank_0: str, of_others: str
+    ranks: RankPool,
+    environment: dict[str, str],
+    scope: str,
+    others: str,
+    of_rank_0: str,
+    of_others: str,
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
     messages = ranks.run(3, rank_0_first_uses, scope, others, environment=environment)
 
     for message in messages:
