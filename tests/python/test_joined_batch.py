@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import LAYERS
+from oracle import LAYERS, OURS
 from rank_pool import RankPool, split_of
 from torch import distributed
 
@@ -18,12 +18,6 @@ STEPS = 5
 # Relative to the largest entry. Both sides compute in float64 (eps 2e-16), condition number one.
 RELATIVE = 1e-10
 
-OURS = {
-    2: normscope.BatchNorm1d,
-    3: normscope.BatchNorm1d,
-    4: normscope.BatchNorm2d,
-    5: normscope.BatchNorm3d,
-}
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Tensors = dict[str, torch.Tensor]

@@ -6,19 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import LAYERS
+from oracle import LAYERS, OURS
 from rank_pool import RankPool
 from torch import distributed
 
 import normscope
 
 SHAPES = {2: (6, 3), 3: (4, 3, 7), 4: (4, 3, 5, 6), 5: (2, 3, 4, 5, 6)}
-OURS = {
-    2: normscope.BatchNorm1d,
-    3: normscope.BatchNorm1d,
-    4: normscope.BatchNorm2d,
-    5: normscope.BatchNorm3d,
-}
 SCOPES = ("world", "local", "slices:2", "group:2", "node", "ranks:0,1", "norm_batch:2")
 
 
@@ -71,13 +65,14 @@ def calls_of_a_step() -> tuple[int, torch.Tensor]:
     return normscope.training.communication_counters().calls - before.calls, y.detach()
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
-def test_a_world_of_one_sends_nothing_unless_forced(ranks: RankPool, transport: str) -> None:
+def test_a_world_of_one_sends_nothing_unless_forced(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
     [(calls, y)] = ranks.run(1, calls_of_a_step)
     [(forced_calls, forced_y)] = ranks.run(
         1,
         calls_of_a_step,
-        environment={"NORMSCOPE_FORCE_SYNC": "1", "NORMSCOPE_SHARED_MEMORY": transport},
+        environment=environment | {"NORMSCOPE_FORCE_SYNC": "1"},
     )
 
     assert (calls, forced_calls) == (0, 2)
@@ -93,12 +88,11 @@ def bytes_of_a_step() -> int:
     return after.bytes - before.bytes
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
 def test_a_step_sends_eighty_bytes_per_channel_and_a_header_each_way(
-    ranks: RankPool, transport: str
+    ranks: RankPool, environment: dict[str, str]
 ) -> None:
     header = 4 * 8
-    sent = ranks.run(2, bytes_of_a_step, environment={"NORMSCOPE_SHARED_MEMORY": transport})
+    sent = ranks.run(2, bytes_of_a_step, environment=environment)
 
     assert sent == [2 * (3 * 80 + header)] * 2
 
