@@ -137,16 +137,6 @@ def test_the_environment_variables_are_those_that_the_library_reads() -> None:
     assert set(rows) == read
 
 
-def test_each_step_in_the_architecture_is_in_the_named_file() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    (path,) = (match["code"] for match in FENCED.finditer(text))
-    steps = re.findall(r"^\|[ 0-9.]+([\w:]+) +((?:normscope|python)/\S+)", path, re.MULTILINE)
-
-    for name, file in steps:
-        assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (name, file)
-    assert len(steps) == 13
-
-
 def anchors(text: str) -> set[str]:
     """Return the link anchors of all headings."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
