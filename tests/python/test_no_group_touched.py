@@ -25,8 +25,8 @@ def test_eval_is_torch_to_the_bit(dim: int, dtype: torch.dtype, keywords: dict[s
     ours(torch.randn(SHAPES[dim], dtype=dtype) + 1)
     theirs.load_state_dict(ours.state_dict())
     scoped = [copy.deepcopy(ours) for _ in SCOPES]
-    for layer, scope in zip(scoped, SCOPES, strict=True):
-        layer.scope = normscope.Scope(scope)
+    for twin, scope in zip(scoped, SCOPES, strict=True):
+        twin.scope = normscope.Scope(scope)
     results = []
     for layer in (theirs, *scoped):
         torch.manual_seed(1)
