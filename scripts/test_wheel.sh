@@ -28,7 +28,7 @@ site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 mkdir "$away/tests"
 cp pyproject.toml "$away"
-cp -r cmake docs "$away" # test_compiled.py and test_semantics.py read them
+cp -r cmake "$away" # test_compiled.py reads it
 cp -r tests/conftest.py tests/python tests/support "$away/tests"
 
 cd "$away"
@@ -45,4 +45,4 @@ assert str(needed.specifier).startswith('=='), needed
 assert version('torch') in needed.specifier, (version('torch'), needed)"
 "$fresh" -m pytest -q -m "not slow" --doctest-modules --junitxml="$results" --pyargs normscope \
   tests/python/test_command.py tests/python/test_compiled.py tests/python/test_conversion.py \
-  tests/python/test_graphs.py tests/python/test_own_groups.py tests/python/test_semantics.py
+  tests/python/test_graphs.py tests/python/test_joined_batch.py tests/python/test_own_groups.py

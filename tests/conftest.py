@@ -17,6 +17,19 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(params=["shared memory", "gloo"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each transport between ranks of one host in turn."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def environment(transport: str) -> dict[str, str]:
+    """The environment in which ranks use the transport."""
+    return {"NORMSCOPE_SHARED_MEMORY": "1" if transport == "shared memory" else "0"}
+
+
 @pytest.fixture
 def world_of_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The environment that torchrun sets; the test may or may not initialize the group."""

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The same bits for any number of ranks and threads, any assignment of samples, and any instruction
-// set.
+// The same bits for any number of ranks, any assignment of samples, and any instruction set.
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
-#include "tests/support/execution.h"
 
 namespace normscope::testing {
 namespace {
@@ -48,7 +45,7 @@ std::vector<Layer> layers() {
 
 class EqualBits : public ::testing::TestWithParam<World> {};
 
-TEST_P(EqualBits, ForAnyAssignmentOfSamplesThreadsAndInstructionSet) {
+TEST_P(EqualBits, ForAnyAssignmentOfSamplesAndInstructionSet) {
   const World& world = GetParam();
   // Before any rank starts.
   std::vector<LayerRun> expected;
@@ -77,56 +74,8 @@ TEST_P(EqualBits, ForAnyAssignmentOfSamplesThreadsAndInstructionSet) {
   });
 }
 
-TEST_P(EqualBits, WithTwoThreadsPerRankAndEnoughElementsForThem) {
-  const World& world = GetParam();
-  std::vector<Layer> large;
-  for (const Layout layout : kAllLayouts) {
-    large.push_back({.layout = layout, .channels = 12, .positions = 3000});
-  }
-  std::vector<LayerRun> expected;
-  for (const Layer& layer : large) {
-    expected.emplace_back(layer, first_samples(kSamples)).step({});
-  }
-
-  world.run(world.ranks, {}, [&](Communicator& communicator) {
-    Exchange exchange = exchange_over(communicator);
-    const Execution two_threads = on_threads(2);
-    const auto rank = static_cast<std::size_t>(communicator.rank());
-    for (std::size_t i = 0; i < large.size(); ++i) {
-      LayerRun run(large[i], uneven_and_permuted(kSamples, world.ranks)[rank]);
-      CallContext context = context_of(&exchange);
-      context.execution = &two_threads;
-
-      run.step(context);
-
-      ASSERT_NO_FATAL_FAILURE(expect_equal_bits(run, expected[i])) << "layer " << i;
-    }
-  });
-}
-
 INSTANTIATE_TEST_SUITE_P(Threads, EqualBits, worlds({1, 2, 3, 4, 8}, run_as_threads), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Processes, EqualBits, worlds({2, 4}, run_as_processes), ranks_of);
-
-// If threads share the channels, each goes from the sums of its channels straight to their outputs.
-TEST(ThreadsOfARankAlone, KeepTheBits) {
-  const Execution two_threads = on_threads(2);
-  CallContext context;
-  context.execution = &two_threads;
-  for (const Layout layout : kAllLayouts) {
-    for (const std::int64_t slices : {1, 3}) {
-      const Layer wide{.layout = layout, .channels = 1024, .positions = 9};
-      LayerRun expected(wide, first_samples(kSamples), slices);
-      expected.step({});
-      LayerRun run(wide, first_samples(kSamples), slices);
-
-      run.step(context);
-
-      ASSERT_NO_FATAL_FAILURE(expect_equal_bits(run, expected)) << slices << " slices";
-      EXPECT_EQ(run.dweight.values(), expected.dweight.values());
-      EXPECT_EQ(run.dbias.values(), expected.dbias.values());
-    }
-  }
-}
 
 // A race needs time to show: each rank steps as fast as its peers let it.
 class LongRun : public ::testing::TestWithParam<World> {};
@@ -151,22 +100,6 @@ TEST_P(LongRun, AThousandStepsOfRanksThatAreThreadsKeepTheBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Threads, LongRun, worlds({2, 4}, run_as_threads), ranks_of);
-
-TEST(WhenAloneTest, AnExchangeOfOneRankGivesTheBitsOfNone) {
-  const Layer layer;
-  LayerRun expected(layer, first_samples(kSamples));
-  expected.step({});
-  run_alone(1, {}, [&](Communicator& communicator) {
-    Exchange exchange(std::make_unique<BorrowedCommunicator>(communicator), WhenAlone::kExchange);
-    LayerRun run(layer, first_samples(kSamples));
-    const CommunicationCounters before = communication_counters();
-
-    run.step(context_of(&exchange));
-
-    EXPECT_EQ(communication_counters().calls - before.calls, 2);
-    expect_equal_bits(run, expected);
-  });
-}
 
 }  // namespace
 }  // namespace normscope::testing

@@ -132,27 +132,6 @@ TEST(OneValue, IsRefusedOnARankAloneAndNothingIsUpdated) {
   expect_unchanged(run);
 }
 
-TEST(OneValue, IsRefusedInTheLastSliceBeforeTheFirstIsUpdated) {
-  LayerRun run({.positions = 1}, first_samples(3), 2);
-
-  EXPECT_THROW(batch_norm_forward(run.forward_arguments(), {}), OneValueError);
-
-  expect_unchanged(run);
-}
-
-TEST(NoValue, GivesNothingAndUpdatesNothing) {
-  for (const std::int64_t channels : {5, 0}) {
-    LayerRun run({.channels = channels}, {});
-
-    run.step({});
-
-    EXPECT_EQ(run.running_mean.values(),
-              std::vector<double>(static_cast<std::size_t>(channels), 0.5));
-    EXPECT_EQ(run.dweight.values(), std::vector<double>(static_cast<std::size_t>(channels), 0.0));
-    EXPECT_EQ(run.counts[0], 0.0);
-  }
-}
-
 class ErrorsOfRanks : public ::testing::TestWithParam<World> {};
 
 TEST_P(ErrorsOfRanks, OneValueOverAllRanksIsRefusedOnAllAndTheGroupStaysUsable) {
@@ -168,19 +147,6 @@ TEST_P(ErrorsOfRanks, OneValueOverAllRanksIsRefusedOnAllAndTheGroupStaysUsable) 
     LayerRun next(Layer{}, first_samples(1));
     next.step(context_of(&exchange));
     EXPECT_EQ(next.counts[0], 70.0 * communicator.size());
-  });
-}
-
-TEST_P(ErrorsOfRanks, NoValueOnAnyRankUpdatesNothing) {
-  const World& world = GetParam();
-  world.run(world.ranks, {}, [](Communicator& communicator) {
-    Exchange exchange = exchange_over(communicator);
-    LayerRun run(Layer{}, {});
-
-    run.step(context_of(&exchange));
-
-    expect_unchanged(run);
-    EXPECT_EQ(run.counts[0], 0.0);
   });
 }
 

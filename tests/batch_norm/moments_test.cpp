@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/batch_norm/moments.h"
 
-#include <cstdint>
-#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -10,47 +8,9 @@
 #include "normscope/core/error.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/batch_norm/parts_run.h"
-#include "tests/support/execution.h"
 
 namespace normscope::testing {
 namespace {
-
-class Parts : public ::testing::TestWithParam<DType> {
- protected:
-  template <class Expectation>
-  static void for_each_layer(const Expectation& expectation) {
-    for (const Layout layout : kAllLayouts) {
-      for (const std::int64_t positions : {130, 1}) {
-        for (const Parameters parameters : {Parameters::kNone, Parameters::kLikeInput}) {
-          const Layer layer{.dtype = GetParam(),
-                            .layout = layout,
-                            .positions = positions,
-                            .parameters = parameters,
-                            .buffers = GetParam()};
-          for (const int threads : {1, 2}) {
-            const Execution execution = on_threads(threads);
-            CallContext context;
-            context.execution = &execution;
-            ASSERT_NO_FATAL_FAILURE(expectation(layer, context));
-          }
-        }
-      }
-    }
-  }
-};
-
-TEST_P(Parts, HaveTheBitsOfOneBatch) { for_each_layer(expect_parts_are_one_batch); }
-
-TEST_P(Parts, HaveTheParameterGradientsOfTheirSamples) {
-  for_each_layer(expect_gradients_of_parts);
-}
-
-TEST_P(Parts, AccumulatedUpdateRunningStatisticsAsOneBatch) {
-  for_each_layer(expect_accumulated_is_one_update);
-}
-
-INSTANTIATE_TEST_SUITE_P(All, Parts, ::testing::ValuesIn(kAllDTypes),
-                         [](const auto& dtype) { return std::string(name_of(dtype.param)); });
 
 // The moments that a forward of slices has accumulated, finalized.
 std::vector<double> accumulated_from_slices(const Layer& layer, SliceStats slice_stats) {

@@ -4,7 +4,6 @@
 #include "tests/support/oracle.h"
 
 #include <cmath>
-#include <string>
 #include <tuple>
 
 #include <gtest/gtest.h>
@@ -104,19 +103,6 @@ TEST(BatchNormOracle, ARankAloneAgrees) {
   }
 }
 
-TEST(BatchNormOracle, EveryKindOfFiniteInputAgrees) {
-  for (const Inputs inputs : kAllInputs) {
-    if (inputs == Inputs::kInfinity || inputs == Inputs::kNaN) continue;
-    SCOPED_TRACE(name_of(inputs));
-    // The variance of huge inputs does not fit into a float32 buffer.
-    const double momentum = inputs == Inputs::kHuge ? 0.0 : 0.1;
-    for (const Layout layout : kAllLayouts) {
-      check_step({.layout = layout, .inputs = inputs, .momentum = momentum},
-                 first_samples(kSamples), nullptr);
-    }
-  }
-}
-
 class BatchNormWorld : public ::testing::TestWithParam<World> {};
 
 TEST_P(BatchNormWorld, AgreesOnUnevenRanksWithAndWithoutSamples) {
@@ -174,40 +160,6 @@ TEST_P(Accuracy, StaysWithinAFewUnitsOfFloat32) {
 INSTANTIATE_TEST_SUITE_P(Means, Accuracy,
                          ::testing::Combine(::testing::Values(0.0, 1e2, 1e4, 1e6),
                                             ::testing::ValuesIn(kAllLayouts)));
-
-TEST(ConstantChannels, GiveTheBiasAndTheVarianceZeroOnAnyNumberOfRanks) {
-  run_as_threads(3, {}, [](Communicator& communicator) {
-    Exchange exchange = exchange_over(communicator);
-    for (const Layout layout : kAllLayouts) {
-      const Layer layer{.layout = layout, .inputs = Inputs::kConstant, .momentum = 1.0};
-      LayerRun run(layer, in_order(7, 3)[static_cast<std::size_t>(communicator.rank())]);
-
-      batch_norm_forward(run.forward_arguments(), context_of(&exchange));
-
-      EXPECT_EQ(run.running_var.values(), std::vector<double>(5, 0.0));
-      run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-        ASSERT_EQ(run.y.at(n, c, p), run.bias[c]);
-      });
-    }
-  });
-}
-
-TEST(NonFiniteInput, StaysVisibleInItsChannelOnEveryRankAndElsewhereChangesNothing) {
-  for (const Inputs inputs : {Inputs::kInfinity, Inputs::kNaN}) {
-    run_as_threads(2, {}, [&](Communicator& communicator) {
-      Exchange exchange = exchange_over(communicator);
-      LayerRun run({.inputs = inputs},
-                   in_order(4, 2)[static_cast<std::size_t>(communicator.rank())]);
-
-      run.step(context_of(&exchange));
-
-      run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-        ASSERT_EQ(std::isnan(run.y.at(n, c, p)), c % 3 == 0);
-        ASSERT_EQ(std::isnan(run.dx.at(n, c, p)), c % 3 == 0);
-      });
-    });
-  }
-}
 
 }  // namespace
 }  // namespace normscope::testing

@@ -78,12 +78,5 @@ TEST(PartMoments, OfAnEmptyPartAreZeros) {
   for (const double value : moments.row(0, 1)) EXPECT_EQ(value, 0.0);
 }
 
-TEST(PartMoments, WantAtLeastOnePart) {
-  Tensor x(DType::kFloat32, Layout::kChannelsFirst, 1, 2, 3);
-
-  EXPECT_THROW((void)part_moments(std::as_const(x).view(), 0, default_kernels(), {}),
-               ArgumentError);
-}
-
 }  // namespace
 }  // namespace normscope::testing

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
 #include <limits>
-#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -72,87 +71,6 @@ TEST_P(Slices, AreNormBatchesOfTheirOwn) {
         }
       }
     }
-  }
-}
-
-TEST_P(Slices, ParameterGradientsAreTheSumsOverAllSlices) {
-  const Layer layer{
-      .dtype = DType::kFloat64, .layout = GetParam(), .parameters = Parameters::kLikeInput};
-  const std::vector<LayerRun> expected = separate_runs(layer);
-  LayerRun run(layer, first_samples(kFewSamples), kSlices);
-
-  run.step({});
-
-  for (std::int64_t c = 0; c < layer.channels; ++c) {
-    EXPECT_EQ(run.dweight[c],
-              expected[0].dweight[c] + expected[1].dweight[c] + expected[2].dweight[c]);
-    EXPECT_EQ(run.dbias[c], expected[0].dbias[c] + expected[1].dbias[c] + expected[2].dbias[c]);
-  }
-}
-
-TEST_P(Slices, UpdateRunningStatisticsByTheRuleAskedFor) {
-  for (const DType buffers : {DType::kFloat32, DType::kBFloat16}) {
-    const DType dtype = buffers == DType::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
-    const Layer layer{.dtype = dtype, .layout = GetParam(), .buffers = buffers};
-    const auto updated_with = [&](SliceStats slice_stats) {
-      LayerRun run(layer, first_samples(kFewSamples), kSlices);
-      ForwardArguments arguments = run.forward_arguments();
-      arguments.slice_stats = slice_stats;
-      batch_norm_forward(arguments, {});
-      return run;
-    };
-    LayerRun pooled(layer, first_samples(kFewSamples));
-    batch_norm_forward(pooled.forward_arguments(), {});
-    LayerRun first(layer, slices_of_seven()[0]);
-    batch_norm_forward(first.forward_arguments(), {});
-    LayerRun sequential(layer, slices_of_seven()[0]);
-    batch_norm_forward(sequential.forward_arguments(), {});
-    for (const std::size_t slice : {1, 2}) {
-      LayerRun next(layer, slices_of_seven()[slice]);
-      ForwardArguments arguments = next.forward_arguments();
-      arguments.running = {sequential.running_mean.view(), sequential.running_var.view(),
-                           layer.momentum, sequential.updates.data()};
-      batch_norm_forward(arguments, {});
-    }
-
-    const auto expect_buffers = [](const LayerRun& got, const LayerRun& expected) {
-      EXPECT_EQ(got.running_mean.values(), expected.running_mean.values());
-      EXPECT_EQ(got.running_var.values(), expected.running_var.values());
-      EXPECT_EQ(got.updates, expected.updates);
-    };
-    expect_buffers(updated_with(SliceStats::kPooled), pooled);
-    expect_buffers(updated_with(SliceStats::kFirst), first);
-    expect_buffers(updated_with(SliceStats::kSequential), sequential);
-  }
-}
-
-TEST_P(Slices, WeighAllUpdatesEquallyInCumulativeAverages) {
-  const Layer layer{.dtype = DType::kFloat64, .layout = GetParam(), .buffers = DType::kFloat64};
-  const auto forward = [&](LayerRun& run, SliceStats slice_stats) {
-    ForwardArguments arguments = run.forward_arguments();
-    arguments.running_average = RunningAverage::kCumulative;
-    arguments.slice_stats = slice_stats;
-    batch_norm_forward(arguments, {});
-  };
-  LayerRun sequential(layer, first_samples(kFewSamples), kSlices);
-  LayerRun pooled(layer, first_samples(kFewSamples), kSlices);
-
-  forward(sequential, SliceStats::kSequential);
-  forward(pooled, SliceStats::kPooled);
-
-  // 0.5 after three updates; then the means of three slices, or that of all of them.
-  EXPECT_EQ(sequential.updates[0], 6);
-  EXPECT_EQ(pooled.updates[0], 4);
-  for (std::int64_t c = 0; c < layer.channels; ++c) {
-    const auto mean = [&](const LayerRun& run, std::size_t slice) {
-      const double* at = run.statistics.data() +
-                         slice * static_cast<std::size_t>(statistics_size(1, layer.channels));
-      return at[c] + at[layer.channels + c];
-    };
-    const double sum = mean(sequential, 0) + mean(sequential, 1) + mean(sequential, 2);
-    const double all = (3 * mean(pooled, 0) + 3 * mean(pooled, 1) + mean(pooled, 2)) / 7;
-    EXPECT_DOUBLE_EQ(sequential.running_mean[c], (3 * 0.5 + sum) / 6);
-    EXPECT_DOUBLE_EQ(pooled.running_mean[c], (3 * 0.5 + all) / 4);
   }
 }
 

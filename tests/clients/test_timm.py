@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 import sys
 from typing import Any
@@ -14,97 +13,33 @@ import pytest
 import timm
 import torch
 from client import Client, NetworkTests, samples, seeded
-from replicas import replicas_of, run_replicas
 from timm import layers as timm_layers
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook
 
 import normscope
 
-# One model from each module of timm whose models have batch normalization.
-MODELS = (
-    "botnet26t_256",
-    "bat_resnext26ts",
-    "convmixer_768_32",
-    "cpubone_b0_bfrobust",
-    "cs3darknet_focus_l",
-    "cspnext_l",
-    "densenet121",
-    "dla34",
-    "dpn48b",
-    "efficientformer_l1",
-    "efficientformerv2_l",
-    "efficientnet_b0",
-    "efficientvim_m1",
-    "efficientvit_b0",
-    "efficientvit_m0",
-    "fasternet_l",
-    "fastvit_ma36",
-    "ghostnet_050",
-    "hardcorenas_a",
-    "hgnet_base",
-    "hrnet_w18",
-    "iformer_h",
-    "inception_next_atto",
-    "inception_resnet_v2",
-    "inception_v3",
-    "inception_v4",
-    "lcnetv2_base",
-    "levit_128",
-    "lowformer_b0",
-    "coatnet_0_224",
-    "fbnetv3_b",
-    "mobilevit_s",
-    "nasnetalarge",
-    "nextvit_base",
-    "pnasnet5large",
-    "regnetv_040",
-    "repghostnet_050",
-    "repvit_m0_9",
-    "res2net50_14w_8s",
-    "resnest14d",
-    "ecaresnet26t",
-    "resnetv2_18",
-    "rexnet_100",
-    "selecsls42",
-    "legacy_senet154",
-    "shvit_s1",
-    "skresnet18",
-    "starnet_s1",
-    "swiftformer_l1",
-    "tiny_vit_5m_224",
-    "tresnet_l",
-    "vgg11_bn",
-    "visformer_small",
-    "vit_base_mci_224",
-    "volo_d1_224",
-    "eca_vovnet39b",
-    "legacy_xception",
-    "xception41",
-    "xcit_large_24_p8_224",
-)
 
+def test_a_model_from_each_module_converts_and_reverts() -> None:
+    converted = 0
+    for module in timm.list_modules():
+        name = timm.list_models(module=module)[0]
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        before = {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()}
+        if not any(isinstance(m, _BatchNorm) for m in model.modules()):
+            continue
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_from_each_module_converts_and_reverts(name: str) -> None:
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    before = {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()}
+        normscope.convert(model, "slices:2")
 
-    normscope.convert(model, "slices:2")
-
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    assert layers
-    assert all(isinstance(layer, normscope.BatchNorm) for layer in layers)
-    normscope.revert(model)
-    assert {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()} == before
-
-
-def test_every_module_has_one_model() -> None:
-    modules = {timm.models.model_entrypoint(name).__module__ for name in MODELS}
-
-    assert len(modules) == len(MODELS) == 59
+        layers = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        assert all(isinstance(layer, normscope.BatchNorm) for layer in layers), name
+        normscope.revert(model)
+        after = {n: (m, type(m), set(m.__dict__)) for n, m in model.named_modules()}
+        assert after == before, name
+        converted += 1
+    assert converted >= 58
 
 
 def classified(model: nn.Module, part: slice) -> torch.Tensor:
@@ -224,17 +159,6 @@ sys.exit(2)
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_layers_can_be_copied_pickled_and_traced() -> None:
-    model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "slices:2"))
-    x = samples(3, 5, 5)
-
-    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fx.symbolic_trace(model)]
-
-    expected = model(x)
-    for other in others:
-        assert torch.equal(other(x), expected)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_layers_can_be_scripted_once_they_are_timm_s_again() -> None:
     model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "local")).eval()
@@ -245,16 +169,6 @@ def test_layers_can_be_scripted_once_they_are_timm_s_again() -> None:
         torch.jit.script(model)
 
     assert torch.equal(torch.jit.script(normscope.to_torch(model))(x), expected)
-
-
-def test_replicas_share_statistics_and_activate() -> None:
-    model: Any = nn.Sequential(normscope.convert(layer_of({"act_layer": "silu"}), "world"))
-    x = samples(3, 5, 5)
-    expected = copy.deepcopy(model)(x)
-
-    outputs = run_replicas(replicas_of(model, 2), x.chunk(2))
-
-    torch.testing.assert_close(torch.cat(outputs), expected, rtol=0, atol=client.TOLERANCE)
 
 
 def test_timm_s_layers_can_be_deployed() -> None:
@@ -307,12 +221,3 @@ def test_frozen_layers_are_not_converted() -> None:
 
     with pytest.warns(UserWarning, match="layers to convert, got none in ResNetV2"):
         normscope.convert(model)
-
-
-def test_features_can_be_extracted_from_a_converted_model() -> None:
-    plain = seeded(lambda: timm.create_model("test_efficientnet", features_only=True))
-    model = normscope.convert(copy.deepcopy(plain), "local")
-    x = samples(3, 64, 64)
-
-    for feature, expected in zip(model(x), plain(x), strict=True):
-        torch.testing.assert_close(feature, expected, rtol=0, atol=client.TOLERANCE)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import client
@@ -87,12 +86,3 @@ def test_features_can_be_extracted_from_a_converted_model() -> None:
     assert found.keys() == expected.keys() == {"norm", "block"}
     for name, feature in found.items():
         torch.testing.assert_close(feature, expected[name], rtol=0, atol=client.TOLERANCE)
-
-
-def test_the_class_can_be_passed_as_norm_layer() -> None:
-    norm_layer = partial(normscope.BatchNorm2d, scope="slices:2")
-
-    model: Any = models.resnet18(norm_layer=norm_layer)
-
-    assert type(model.layer1[0].bn1) is normscope.BatchNorm2d
-    assert str(model.bn1.scope) == "slices:2"

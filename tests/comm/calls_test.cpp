@@ -15,9 +15,7 @@
 namespace normscope::testing {
 namespace {
 
-using ::testing::EndsWith;
 using ::testing::MatchesRegex;
-using ::testing::StartsWith;
 using namespace std::chrono_literals;
 
 // The boards of all ranks of a group.
@@ -57,16 +55,6 @@ TEST(CallBoard, APartShowsOnlyItsMembers) {
   EXPECT_EQ(who_is_where(part.read(), {0, 2}),
             "rank 0 waits in forward of a; rank 2 waits in backward of b");
   EXPECT_EQ(boards[1].read()[2].name, "backward of b");
-}
-
-TEST(CallBoard, KeepsTheEndOfALongNameAndShowsNoControlCharacter) {
-  std::vector<CallBoard> boards = boards_of(1);
-  boards[0].begin({.what = "forward", .layer = std::string(500, 'x') + "\x1b[31m.bn1"});
-
-  const std::string name = boards[0].read()[0].name;
-
-  EXPECT_THAT(name, StartsWith("forward of xxx"));
-  EXPECT_THAT(name, EndsWith("\\x1b[31m.bn1"));
 }
 
 TEST(CallBoard, ReadsAreConsistentDuringWrites) {

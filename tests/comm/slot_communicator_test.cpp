@@ -50,18 +50,12 @@ INSTANTIATE_TEST_SUITE_P(Threads, SlotCommunicatorTest, worlds({2, 4}, run_as_th
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SlotCommunicatorTest, worlds({2, 4}, run_as_processes),
                          ranks_of);
 
-TEST(SlotCommunicatorArgumentsTest, ZeroRanksAreRefused) {
+TEST(SlotCommunicatorArgumentsTest, NumbersOutOfRangeAreRefused) {
   EXPECT_THAT(text_of<ArgumentError>([] { (void)make_thread_communicators(0); }),
               HasSubstr("ranks: expected 1 to 65536, got 0"));
-}
-
-TEST(SlotCommunicatorArgumentsTest, AnEmptySlotIsRefused) {
   EXPECT_THAT(
       text_of<ArgumentError>([] { (void)make_thread_communicators(2, {.slot_length = 0}); }),
       HasSubstr("slot_length: expected 1 to 1073741824, got 0"));
-}
-
-TEST(SlotCommunicatorArgumentsTest, ATimeLimitOfZeroIsRefused) {
   EXPECT_THAT(
       text_of<ArgumentError>([] { (void)make_thread_communicators(2, {.time_limit = 0ms}); }),
       HasSubstr("time_limit: expected more than 0 ms, got 0 ms"));

@@ -2,12 +2,7 @@
 //
 // What a rank detects while it waits for peers that do not arrive.
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <stdexcept>
-#include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -19,8 +14,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "normscope/comm/call_observer.h"
-#include "normscope/comm/group_status.h"
 #include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
@@ -31,9 +24,7 @@
 namespace normscope::testing {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
-using ::testing::MatchesRegex;
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
@@ -53,93 +44,6 @@ TEST(Waiting, ADeadRankIsNamedAtOnceWhileAnotherIsLate) {
   });
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].reason, "killed by signal 9");
-}
-
-TEST(Waiting, ATimeoutShowsTheCallsOfAllRanks) {
-  run_as_processes(3, {.time_limit = 300ms}, [](Communicator& communicator) {
-    ASSERT_NE(communicator.calls(), nullptr);
-    communicator.calls()->begin({.what = "forward", .layer = "stem"});
-    communicator.all_reduce_sum({});
-    communicator.calls()->end(CallState::kFinished);
-    if (communicator.rank() == 1) {
-      std::this_thread::sleep_for(600ms);
-      return;
-    }
-    communicator.calls()->begin({.what = "forward", .layer = "head"});
-
-    EXPECT_THAT(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),
-                AllOf(HasSubstr(" for rank 1: rank 1 last finished forward of stem, 0."),
-                      HasSubstr("; ranks 0, 2 wait in forward of head")));
-  });
-}
-
-class Interruption : public CallObserver {
- public:
-  void begin_call(const CallName&, std::string_view, std::size_t) override {}
-  void end_call() noexcept override {}
-  void begin_wait() override { waits += 1; }
-  void end_wait() noexcept override { waits -= 1; }
-  void during_wait(Clock::duration waited, const std::function<std::string()>&) override {
-    if (waited > 100ms) throw std::runtime_error("enough");
-  }
-
-  int waits = 0;
-};
-
-TEST(Waiting, AnExceptionOfTheObserverEndsTheWaitAndThePeersAreTold) {
-  run_as_processes(2, {.time_limit = 24h}, [](Communicator& communicator) {
-    communicator.all_reduce_sum({});
-    if (communicator.rank() == 1) {
-      std::this_thread::sleep_for(1s);
-      EXPECT_THAT(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),
-                  HasSubstr("rank 0 of 2 was interrupted while it waited"));
-      return;
-    }
-    Interruption interruption;
-    observe_calls(&interruption);
-    const auto begin = Clock::now();
-
-    EXPECT_THROW(communicator.all_reduce_sum({}), std::runtime_error);
-
-    EXPECT_LT(Clock::now() - begin, 500ms);
-    EXPECT_EQ(interruption.waits, 0);
-    observe_calls(nullptr);
-  });
-}
-
-TEST(StatusOfProcess, ShowsAllRanksEvenIfTheProcessHangs) {
-  const SharedMemorySegment segment = SharedMemorySegment::create(3, {.time_limit = 24h});
-  PipeGate all_are_there;
-  PipeGate looked;
-  const std::vector<RankFailure> failures = failures_of_processes(3, [&](int rank) {
-    const auto communicator = make_shared_memory_communicator(segment, rank);
-    communicator->calls()->begin({.what = "forward", .layer = "stem"});
-    const std::vector<double> processes = gather(*communicator, getpid());
-    communicator->calls()->end(CallState::kFinished);
-    if (rank == 2) {
-      for (int peer = 0; peer < 2; ++peer) all_are_there.wait();
-      const std::string one = std::to_string(static_cast<int>(processes[1]));
-
-      EXPECT_THAT(status_of_process(static_cast<std::int64_t>(processes[1])),
-                  MatchesRegex("process " + one +
-                               " is rank 1 of 3: ranks 0, 1, 2 last finished forward of stem, "
-                               "[0-9.]+ s ago\n"));
-      looked.open_for(2);
-    } else {
-      all_are_there.open_for(1);
-      looked.wait();
-    }
-  });
-  EXPECT_TRUE(failures.empty()) << failures.front().reason;
-}
-
-TEST(StatusOfProcess, AMissingProcessIsAnError) {
-  const pid_t child = fork();
-  if (child == 0) _exit(0);
-  waitpid(child, nullptr, 0);
-
-  EXPECT_THAT(text_of<CommunicationError>([&] { (void)status_of_process(child); }),
-              HasSubstr("process " + std::to_string(child)));
 }
 
 // A dead child is tested before and after it is reaped.

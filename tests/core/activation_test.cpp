@@ -13,55 +13,6 @@
 namespace normscope::testing {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-TEST(Activation, ReluHasTorchsValuesAndGradients) {
-  const auto relu = clip_of<float>({Activation::kRelu});
-  EXPECT_EQ(relu(-2.0F), 0.0F);
-  EXPECT_EQ(relu(0.0F), 0.0F);
-  EXPECT_EQ(relu(3.0F), 3.0F);
-  EXPECT_EQ(relu(static_cast<float>(-kInfinity)), 0.0F);
-  EXPECT_TRUE(std::isnan(relu(static_cast<float>(kNaN))));
-  EXPECT_EQ(relu.gradient(0.0F, 5.0F), 0.0F);
-  EXPECT_EQ(relu.gradient(1e-45F, 5.0F), 5.0F);
-  EXPECT_EQ(relu.gradient(static_cast<float>(kInfinity), 5.0F), 5.0F);
-  EXPECT_EQ(relu.gradient(-1.0F, static_cast<float>(kInfinity)), 0.0F);
-  EXPECT_EQ(relu.gradient(static_cast<float>(kNaN), 5.0F), 5.0F);
-}
-
-TEST(Activation, Relu6EndsAtSix) {
-  const auto relu6 = clip_of<double>({Activation::kRelu6});
-  EXPECT_EQ(relu6(5.5), 5.5);
-  EXPECT_EQ(relu6(7.0), 6.0);
-  EXPECT_EQ(relu6(kInfinity), 6.0);
-  EXPECT_TRUE(std::isnan(relu6(kNaN)));
-  EXPECT_EQ(relu6.gradient(5.5, 3.0), 3.0);
-  EXPECT_EQ(relu6.gradient(6.0, 3.0), 0.0);
-  EXPECT_EQ(relu6.gradient(0.0, 3.0), 0.0);
-}
-
-TEST(Activation, LeakyReluScalesWhatIsBelowZero) {
-  const LeakyRelu<double> leaky{0.25};
-  EXPECT_EQ(leaky(-2.0), -0.5);
-  EXPECT_EQ(leaky(-kInfinity), -kInfinity);
-  EXPECT_EQ(leaky(2.0), 2.0);
-  EXPECT_EQ(leaky.gradient(0.0, 4.0), 1.0);
-  EXPECT_EQ(leaky.gradient(1.0, 4.0), 4.0);
-  EXPECT_EQ(leaky.gradient(kNaN, 4.0), 1.0);
-}
-
-TEST(Activation, HardSwishIsZeroThenAParabolaThenTheIdentity) {
-  const HardSwish<double> hard_swish;
-  EXPECT_EQ(hard_swish(-3.0), 0.0);
-  EXPECT_EQ(hard_swish(-1.5), -0.375);
-  EXPECT_EQ(hard_swish(3.0), 3.0);
-  EXPECT_EQ(hard_swish(100.0), 100.0);
-  EXPECT_EQ(hard_swish.gradient(-3.0, 2.0), 0.0);
-  EXPECT_EQ(hard_swish.gradient(0.0, 2.0), 1.0);
-  EXPECT_EQ(hard_swish.gradient(3.0, 2.0), 2.0);
-}
-
 TEST(Activation, OutputTellsTheGradientOfRisingLinesOnly) {
   EXPECT_TRUE(ActivationFunction{Activation::kRelu}.output_tells_gradient());
   EXPECT_TRUE((ActivationFunction{Activation::kLeakyRelu, 0.0}.output_tells_gradient()));

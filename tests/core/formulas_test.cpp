@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -16,31 +15,6 @@ namespace {
 using testing::Random;
 
 using Pair = DoubleDouble<double>;
-
-constexpr double kRoundoff = 0x1p-53;
-
-Pair sum_of(const std::vector<double>& x) {
-  Pair sum{0.0, 0.0};
-  for (const double value : x) sum = add(sum, value);
-  return sum;
-}
-
-Pair sum_of_squares_of(const std::vector<double>& x) {
-  Pair sum{0.0, 0.0};
-  for (const double value : x) sum = add(sum, two_product(value, value));
-  return sum;
-}
-
-Moments<double> moments_of(const std::vector<double>& x) {
-  return moments(sum_of(x), sum_of_squares_of(x), static_cast<double>(x.size()));
-}
-
-std::vector<double> random_values(std::uint64_t seed) {
-  Random random(seed);
-  std::vector<double> x(100);
-  for (double& value : x) value = random.uniform();
-  return x;
-}
 
 TEST(FormulasTest, MomentsAboutZeroAreExactForAnyPivot) {
   Random random(1);
@@ -115,55 +89,6 @@ TEST(FormulasTest, TotalAddsTheLimbsFromTheFinest) {
   EXPECT_EQ(sum.lo, 7 * 0x1p-70 + 0x1p-100);
 }
 
-TEST(FormulasTest, MomentsOfOneTwoThree) {
-  const Moments<double> result = moments_of({1.0, 2.0, 3.0});
-
-  EXPECT_EQ(result.mean.hi, 2.0);
-  EXPECT_EQ(result.mean.lo, 0.0);
-  EXPECT_EQ(result.population_variance, 2.0 / 3.0);
-}
-
-TEST(FormulasTest, TranslationMovesTheMeanAndKeepsTheVariance) {
-  const std::vector<double> x = random_values(2);
-  const Moments<double> original = moments_of(x);
-  for (const double shift : {1.0, 1e3, 1e6, -1e6}) {
-    std::vector<double> moved;
-    // Multiples of 2^-32, for which the shifted values are exact.
-    for (const double value : x)
-      moved.push_back(std::ldexp(std::rint(value * 0x1p32), -32) + shift);
-    std::vector<double> back;
-    for (const double value : moved) back.push_back(value - shift);
-    const Moments<double> expected = moments_of(back);
-
-    const Moments<double> result = moments_of(moved);
-
-    // Five double-double operations of at most 7 u^2 on numbers of the size of the mean's square,
-    // then one division by n in float64.
-    const double mean_of_squares = shift * shift + original.population_variance;
-    EXPECT_NEAR(result.population_variance, expected.population_variance,
-                5 * 7 * kRoundoff * kRoundoff * mean_of_squares +
-                    4 * kRoundoff * expected.population_variance);
-    EXPECT_NEAR((result.mean.hi - shift) + result.mean.lo, expected.mean.hi,
-                5 * 7 * kRoundoff * kRoundoff * std::abs(shift) +
-                    2 * kRoundoff * std::abs(expected.mean.hi));
-  }
-}
-
-TEST(FormulasTest, ScalingByAPowerOfTwoScalesEveryBit) {
-  const std::vector<double> x = random_values(3);
-  const Moments<double> original = moments_of(x);
-  for (const double scale : {0x1p-30, 0.5, -4.0, 0x1p40}) {
-    std::vector<double> scaled;
-    for (const double value : x) scaled.push_back(value * scale);
-
-    const Moments<double> result = moments_of(scaled);
-
-    EXPECT_EQ(result.mean.hi, original.mean.hi * scale);
-    EXPECT_EQ(result.mean.lo, original.mean.lo * scale);
-    EXPECT_EQ(result.population_variance, original.population_variance * scale * scale);
-  }
-}
-
 TEST(FormulasTest, AConstantFloat32HasTheVarianceZeroExactly) {
   Random random(4);
   for (int trial = 0; trial < 10000; ++trial) {
@@ -182,29 +107,6 @@ TEST(FormulasTest, AConstantFloat32HasTheVarianceZeroExactly) {
 TEST(FormulasTest, AVarianceBelowZeroBecomesZeroAndNaNStaysNaN) {
   EXPECT_EQ(moments(Pair{2.0, 0.0}, Pair{0.5, 0.0}, 2.0).population_variance, 0.0);
   EXPECT_TRUE(std::isnan(moments(Pair{NAN, 0.0}, Pair{1.0, 0.0}, 2.0).population_variance));
-}
-
-TEST(FormulasTest, GradientSumWithXhatTakesTheMeansRestIntoAccount) {
-  // dy = 1, 2 and x - mean_hi = 3, 5 with mean_lo = 0.5: 2 (1 * 2.5 + 2 * 4.5)
-  EXPECT_EQ(gradient_sum_with_xhat(Pair{3.0, 0.0}, Pair{13.0, 0.0}, 0.5, 2.0), 23.0);
-}
-
-TEST(FormulasTest, UpdatedRunningMovesByMomentum) {
-  EXPECT_EQ(updated_running(1.0, 3.0, 0.25), 1.5);
-  EXPECT_EQ(updated_running(1.0, 3.0, 0.0), 1.0);
-}
-
-TEST(FormulasTest, NormalizeSubtractsBothPartsOfTheMean) {
-  const Normalize<float> normalize{.mean_hi = 1.0F, .mean_lo = 0.25F, .scale = 2.0F, .bias = 3.0F};
-
-  EXPECT_EQ(normalize(2.0F), 4.5F);
-}
-
-TEST(FormulasTest, InputGradientSubtractsMeanAndSlope) {
-  const InputGradient<double> input_gradient{
-      .mean_hi = 1.0, .mean_lo = 0.25, .scale = 2.0, .mean_dy = 0.5, .slope = 4.0};
-
-  EXPECT_EQ(input_gradient(2.0, 1.5), ((1.5 - 0.5) - 0.75 * 4.0) * 2.0);
 }
 
 }  // namespace

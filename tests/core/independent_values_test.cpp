@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/core/independent_values.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -39,18 +38,6 @@ TEST_P(IndependentNormalValues, AreCounted) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, IndependentNormalValues, ::testing::Values(1, 2, 4, 16));
-
-TEST(IndependentValues, ThatAreRepeatedCountOnce) {
-  Random random(2);
-
-  const double worth = value_of(moments_of(kBatches, kParts, kChannels, [&](auto, auto, auto) {
-    std::vector<double> part;
-    for (int i = 0; i < 4; ++i) part.insert(part.end(), 9, normal(random));
-    return part;
-  }));
-
-  EXPECT_NEAR(worth, 4.0, kRelative * 4.0);
-}
 
 TEST(IndependentValues, AreFewIfImagesHaveConstantsOfTheirOwn) {
   Random random(3);
@@ -206,27 +193,6 @@ TEST(IndependentValues, OfMomentsThatAreNotFiniteAreNotANumber) {
     EXPECT_TRUE(std::isnan(values.lower)) << bad;
     EXPECT_TRUE(std::isnan(values.noisiest_tenth)) << bad;
   }
-}
-
-TEST(IndependentValues, AreTheSameForAnyOrderOfBatches) {
-  Random random(11);
-  const PartMoments moments = moments_of(5, 2, 8, independent_normal_values(random, 4));
-  PartMoments reversed = moments;
-  reversed.rows.clear();
-  for (std::int64_t batch = 4; batch >= 0; --batch) {
-    for (std::int64_t part = 0; part < 2; ++part) {
-      const auto row = moments.row(batch, part);
-      reversed.rows.insert(reversed.rows.end(), row.begin(), row.end());
-    }
-  }
-
-  const IndependentValues one = independent_values(moments, kEps).value();
-  const IndependentValues other = independent_values(reversed, kEps).value();
-
-  // Sums of ten numbers in a different order.
-  EXPECT_NEAR(one.value, other.value, 1e-12 * one.value);
-  EXPECT_NEAR(one.lower, other.lower, 1e-12 * one.lower);
-  EXPECT_NEAR(one.upper, other.upper, 1e-12 * one.upper);
 }
 
 }  // namespace

@@ -164,43 +164,6 @@ TEST(LimbsTest, TiesEndInTheSameLimbsHoweverTheyAreSplit) {
   }
 }
 
-TEST(LimbsTest, NegativeTotalsBorrowFromTheCoarsestLimbAlone) {
-  Limbs limbs;
-  limbs.add(-kFinest);
-
-  const Limbs canonical = limbs.canonical();
-
-  EXPECT_EQ(canonical.values[0], -grid(0));
-  for (int k = 1; k < kLimbs; ++k) EXPECT_EQ(canonical.values[k], (0x1p30 - 1) * grid(k));
-}
-
-TEST(LimbsTest, AllButTheCoarsestLimbLieBelowTheNextGrid) {
-  Random random(4);
-  for (int i = 0; i < 1000; ++i) {
-    Limbs limbs;
-    for (int j = 0; j < 50; ++j) limbs.add(random_part(random));
-
-    const Limbs canonical = limbs.canonical();
-
-    for (int k = 1; k < kLimbs; ++k) {
-      ASSERT_GE(canonical.values[k], 0.0);
-      ASSERT_LT(canonical.values[k], grid(k - 1));
-    }
-  }
-}
-
-TEST(LimbsTest, CanonicalizingTwiceIsCanonicalizingOnce) {
-  Random random(5);
-  for (int i = 0; i < 1000; ++i) {
-    Limbs limbs;
-    for (int j = 0; j < 20; ++j) limbs.add(random_part(random));
-
-    const Limbs once = limbs.canonical();
-
-    expect_equal_bits(once.canonical(), once);
-  }
-}
-
 TEST(LimbsTest, ATotalOfZeroIsPositiveZeros) {
   Limbs limbs;
   for (const double part : {-0.0, 3.75, -3.75, -0.0}) limbs.add(part);

@@ -2,7 +2,9 @@
 #include "normscope/core/scope.h"
 
 #include <cstddef>
+#include <iterator>
 #include <random>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -131,40 +133,20 @@ TEST(ScopeTest, MalformedRanksAreRefused) {
   EXPECT_THROW((void)Scope::ranks({{0}, {}}), ArgumentError);
 }
 
+std::vector<std::string> hostile_pieces() {
+  std::istringstream words(
+      "slices local group node world ranks norm_batch : , / - + 0 1 7 9223372036854775806 "
+      "9223372036854775807 9223372036854775808 -9223372036854775808 99999999999999999999999999 "
+      "0x10 1e9 nan %s%n \x1b[31m \xff\xfe \xed\xa0\x80");
+  std::vector<std::string> pieces{std::istream_iterator<std::string>(words), {}};
+  for (const char piece : {' ', '\n', '\0'}) pieces.emplace_back(1, piece);
+  for (const char piece : {'9', '/'}) pieces.emplace_back(1000, piece);
+  return pieces;
+}
+
 // Valid and nearly valid pieces in random order, and numbers around the limits of their types.
 std::string hostile_text(std::mt19937& random) {
-  static const std::vector<std::string> kPieces = {"slices",
-                                                   "local",
-                                                   "group",
-                                                   "node",
-                                                   "world",
-                                                   "ranks",
-                                                   "norm_batch",
-                                                   ":",
-                                                   ",",
-                                                   "/",
-                                                   "-",
-                                                   "+",
-                                                   " ",
-                                                   "0",
-                                                   "1",
-                                                   "7",
-                                                   "9223372036854775806",
-                                                   "9223372036854775807",
-                                                   "9223372036854775808",
-                                                   "-9223372036854775808",
-                                                   "99999999999999999999999999",
-                                                   "0x10",
-                                                   "1e9",
-                                                   "nan",
-                                                   "%s%n",
-                                                   std::string(1, '\0'),
-                                                   "\n",
-                                                   "\x1b[31m",
-                                                   "\xff\xfe",
-                                                   "\xed\xa0\x80",
-                                                   std::string(1000, '9'),
-                                                   std::string(1000, '/')};
+  static const std::vector<std::string> kPieces = hostile_pieces();
   std::string text;
   for (auto pieces = random() % 6; pieces > 0; --pieces) {
     text += kPieces[random() % kPieces.size()];

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <limits>
 #include <string>
-#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -255,34 +254,6 @@ INSTANTIATE_TEST_SUITE_P(Available, KernelContract,
 // Small tensors, computed by hand.
 class HandComputed : public ::testing::TestWithParam<const Kernels*> {};
 
-TEST_P(HandComputed, TwoSamplesOfThreePositions) {
-  // Channel 0: 1 2 3 4 5 6 has mean 3.5 and variance 35/12; channel 1: -1 1 -1 1 -1 1.
-  const double values[2][2][3] = {{{1, 2, 3}, {-1, 1, -1}}, {{4, 5, 6}, {1, -1, 1}}};
-  Tensor x(DType::kFloat64, Layout::kChannelsFirst, 2, 2, 3);
-  Tensor dy = x;
-  x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-    x.set(n, c, p, values[n][c][p]);
-    dy.set(n, c, p, n == 0 && p == 0 ? 6.0 : 0.0);
-  });
-  const ChannelArray weight(DType::kFloat64, 2, 2.0);
-  const ChannelArray bias(DType::kFloat64, 2, 1.0);
-
-  KernelRun run = run_kernels(*GetParam(), Execution{}, x, dy, weight, bias);
-
-  const Statistics statistics = run.statistics.view().read_only();
-  const double inv_std = 1.0 / std::sqrt(35.0 / 12.0 + kEps);
-  EXPECT_DOUBLE_EQ(statistics.mean_hi[0], 3.5);
-  EXPECT_DOUBLE_EQ(statistics.inv_std[0], inv_std);
-  EXPECT_DOUBLE_EQ(run.running_mean[0], 0.5 + 0.1 * 3.0);
-  EXPECT_DOUBLE_EQ(run.running_var[0], 2.0 + 0.1 * 1.5);  // the sample variance is 3.5
-  EXPECT_DOUBLE_EQ(run.y.at(0, 0, 0), 1.0 - 5.0 * inv_std);
-  EXPECT_DOUBLE_EQ(run.dy_sum[0], 6.0);
-  EXPECT_DOUBLE_EQ(run.dy_xhat_sum[0], -15.0 * inv_std);
-  EXPECT_DOUBLE_EQ(run.dx.at(0, 0, 1), 2.0 * inv_std * (-1.0 - 1.5 * 2.5 * inv_std * inv_std));
-  EXPECT_DOUBLE_EQ(statistics.mean_hi[1], 0.0);
-  EXPECT_DOUBLE_EQ(run.y.at(0, 1, 1), 1.0 + 2.0 / std::sqrt(1.0 + kEps));
-}
-
 // Parameters and buffers of every type; a buffer is rounded once, from float64.
 TEST_P(HandComputed, ParametersAndBuffersOfEveryType) {
   for (const DType dtype : kAllDTypes) {
@@ -329,22 +300,6 @@ TEST_P(HandComputed, AbsentParametersAreOnesAndZeros) {
   y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
     ASSERT_EQ(y.at(n, c, p), run.y.at(n, c, p));
   });
-}
-
-TEST_P(HandComputed, ANormBatchOfNothingUpdatesNoBuffer) {
-  OwnedLimbs limbs(1);
-  OwnedStatistics statistics(1);
-  ChannelArray running_mean(DType::kFloat32, 1, 7.0);
-  ChannelArray running_var(DType::kFloat32, 1, 8.0);
-  const double count = 0.0;
-
-  GetParam()->finalize_moments(
-      {}, limbs.view(), count, 0.25, DType::kFloat32,
-      {.statistics = statistics.view(), .running = {running_mean.view(), running_var.view(), 0.5}});
-
-  EXPECT_EQ(running_mean[0], 7.0);
-  EXPECT_EQ(running_var[0], 8.0);
-  EXPECT_EQ(statistics.numbers(), (std::vector<double>{0.0, 0.0, 2.0}));
 }
 
 INSTANTIATE_TEST_SUITE_P(Available, HandComputed, ::testing::ValuesIn(kernels_under_test()),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -171,14 +170,6 @@ def test_a_sum_is_broadcast_and_promoted_as_in_torch(
         assert torch.equal(value, want)
 
 
-def test_a_number_is_added_as_in_torch() -> None:
-    layer: Any = normscope.BatchNormAct1d(3, scope="local")
-    plain = normscope.BatchNorm1d(3, scope="local")
-    x = torch.randn(4, 3)
-
-    assert torch.equal(layer(x, 2), functional.relu(plain(x) + 2))
-
-
 def test_errors_name_the_argument() -> None:
     choices = "relu, relu6, leaky_relu, silu, hard_swish, got 'gelu'"
     with pytest.raises(ValueError, match=f"^activation: expected one of {choices}$"):
@@ -216,20 +207,6 @@ def test_repr_is_torch_s_with_scope_and_activation(
     x = torch.randn(shape, dtype=torch.float64)
     expected = functional.leaky_relu(plain.eval()(x) + x, 0.25)
     assert torch.equal(layer.eval()(x, residual=x), expected)
-
-
-@pytest.mark.parametrize(
-    "layer_class", [normscope.BatchNormAct, *(layer for layer, _, _ in LAYERS[1:])]
-)
-def test_the_arguments_are_those_of_batch_norm_and_two_more(
-    layer_class: type[normscope.BatchNormAct],
-) -> None:
-    ours = inspect.signature(layer_class).parameters
-    plain = inspect.signature(normscope.BatchNorm).parameters
-
-    more = {"activation", "negative_slope"}
-    assert [p for p in ours.values() if p.name not in more] == list(plain.values())
-    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more)
 
 
 def test_copies_keep_the_activation_and_functions_find_the_layer() -> None:

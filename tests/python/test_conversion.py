@@ -117,14 +117,6 @@ def test_an_unknown_subclass_is_refused_by_name_and_nothing_is_converted() -> No
     assert type(model[0]) is normscope.BatchNorm2d
 
 
-def test_a_single_layer_can_be_converted() -> None:
-    layer = nn.BatchNorm3d(3, dtype=torch.float64)
-
-    assert normscope.convert(layer, normscope.Scope.local()) is layer
-    assert type(layer) is normscope.BatchNorm3d
-    assert layer(torch.randn(2, 3, 2, 2, 2, dtype=torch.float64)).dtype == torch.float64
-
-
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("keywords", [{}, {"affine": False}, {"track_running_stats": False}])
 def test_checkpoints_move_both_ways(momentum: float | None, keywords: dict[str, Any]) -> None:

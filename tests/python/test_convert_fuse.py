@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 import normscope
@@ -167,16 +167,6 @@ def test_revert_restores_exactly_what_was_there() -> None:
     assert {child.training for child in model} == {False}
 
 
-def test_revert_restores_a_layer_of_normscope_with_its_scope() -> None:
-    model = nn.Sequential(normscope.BatchNorm2d(3, scope="local"), nn.ReLU())
-
-    normscope.revert(fused(model, "slices:4"))
-
-    assert type(model[0]) is normscope.BatchNorm2d
-    assert str(model[0].scope) == "local"
-    assert type(model[1]) is nn.ReLU
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_work_and_can_be_reverted(copied: Callable[[nn.Module], Any]) -> None:
     model: Any = fused(sequence(act=nn.LeakyReLU(0.3)), "local")
@@ -244,17 +234,6 @@ def test_to_torch_changes_nothing_if_it_raises() -> None:
         normscope.to_torch(model)
 
     assert names_of_fused(model) == ["1"]
-
-
-def test_to_torch_of_a_layer_alone_gives_both() -> None:
-    model = fused(sequence(), "local")
-    model(batch())
-    x = batch()
-
-    layer = model.eval()[1]
-    expected = layer(x)
-
-    assert torch.equal(normscope.to_torch(layer)(x), expected)
 
 
 def test_patterns_choose_the_layers_that_are_fused() -> None:
@@ -333,14 +312,6 @@ def test_a_sequence_that_occurs_twice_is_fused() -> None:
     assert names_of_fused(joined) == ["0.0"]
     x = batch()
     assert_equal(step(joined, x), step(normscope.convert(separate, "local"), x))
-
-
-def test_a_fused_model_can_be_traced() -> None:
-    model = fused(sequence(), "local")
-    traced = fx.symbolic_trace(copy.deepcopy(model))
-    x = batch()
-
-    assert_equal(step(traced, x), step(model, x))
 
 
 def test_a_hook_of_a_fused_layer_is_kept_by_revert_and_to_torch() -> None:

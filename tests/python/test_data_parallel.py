@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel, FSDP2 and Lightning train like one process with the joined batch."""
+"""DistributedDataParallel and FSDP2 train like one process with the joined batch."""
 
 import copy
-import os
 import pickle
-from pathlib import Path
 
 import torch
 from rank_pool import RankPool, connected_group, split_of
@@ -65,44 +63,6 @@ def train_sharded_rank() -> dict[str, torch.Tensor]:
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 
 
-def train_lightning_rank(folder: str) -> dict[str, torch.Tensor]:
-    """Train with Lightning, which uses the existing process group."""
-    import lightning
-
-    class Task(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = normscope.convert(network(), "world")
-
-        def training_step(self, x: torch.Tensor) -> torch.Tensor:
-            # Lightning's DistributedDataParallel averages gradients that should be summed.
-            loss: torch.Tensor = self.net(x).square().sum() * len(SIZES) / sum(SIZES)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-    rank = distributed.get_rank()
-    os.environ["LOCAL_RANK"] = str(rank)
-    task = Task()
-    batches = [batch(step)[split_of(SIZES, rank)] for step in range(STEPS)]
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=len(SIZES),
-        strategy="ddp",
-        use_distributed_sampler=False,
-        max_epochs=1,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(task, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    assert trainer.world_size == len(SIZES)
-    return {name: value.clone() for name, value in task.net.state_dict().items()}
-
-
 def assert_trained_as_one_process(answers: list[dict[str, torch.Tensor]]) -> None:
     expected = train(network(), slice(None), scale=1 / sum(SIZES))
     for got in answers:
@@ -119,12 +79,6 @@ def test_two_uneven_ranks_of_fully_shard_train_as_one_process(ranks: RankPool) -
     assert_trained_as_one_process(ranks.run(2, train_sharded_rank))
 
 
-def test_two_uneven_ranks_under_lightning_train_as_one_process(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    assert_trained_as_one_process(ranks.run(2, train_lightning_rank, str(tmp_path)))
-
-
 def copy_with_a_group() -> list[float]:
     group = connected_group([0, 1])
     layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=group)
@@ -139,20 +93,6 @@ def copy_with_a_group() -> list[float]:
 
 def test_a_layer_with_a_group_can_be_copied_and_pickled(ranks: RankPool) -> None:
     assert ranks.run(2, copy_with_a_group) == [[0.5, 0.5]] * 2
-
-
-def convert_with_a_group() -> bool:
-    group = connected_group([0, 1])
-    layer = nn.SyncBatchNorm(3, process_group=group)
-    normscope.convert(layer)
-    was_named = layer.group_name == group.group_name
-    layer(torch.randn(4, 3, 2, 2))
-    normscope.revert(layer)
-    return was_named and layer.process_group is group
-
-
-def test_a_synchronized_layer_of_torch_keeps_its_group(ranks: RankPool) -> None:
-    assert ranks.run(2, convert_with_a_group) == [True, True]
 
 
 def name_a_group_that_is_gone() -> str:

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +21,11 @@ from rank_pool import RankPool
 from torch import distributed
 from torch.testing import assert_close
 
-from report import write_report
 from scenes import SIDE, VOID, Batch, DigitScenes, FolderScenes, training_batch
 from settings import Settings
-from trainer import LARGEST_LEARNING_RATE, SHOWN_SCENES, Trainer, Training, mean_iou
+from trainer import LARGEST_LEARNING_RATE, Trainer
 
 RUN = Path(__file__).parents[2] / "examples" / "segmentation" / "run.py"
-
-# torchrun takes up to 30 s to end its processes.
-END_TIMEOUT_SECONDS = 60
 
 SETTINGS = Settings(ranks=4, images_per_rank=2, steps=5)
 
@@ -51,15 +43,6 @@ def test_splitting_a_batch_over_ranks_does_not_change_its_scenes(digit_scenes: D
 
     assert torch.equal(whole.images, torch.cat([part.images for part in parts]))
     assert torch.equal(whole.masks, torch.cat([part.masks for part in parts]))
-
-
-def test_seed_and_step_each_change_the_scenes(digit_scenes: DigitScenes) -> None:
-    seeds_and_steps = [(0, 0), (1, 0), (0, 1)]
-
-    images = [training_batch(digit_scenes, *each, range(1)).images for each in seeds_and_steps]
-
-    assert not torch.equal(images[0], images[1])
-    assert not torch.equal(images[0], images[2])
 
 
 def test_held_out_scenes_are_always_the_same_and_show_every_class(
@@ -97,14 +80,6 @@ def test_a_folder_has_the_classes_of_its_masks_and_holds_out_every_fifth_image(
     assert [scene.mask[SIDE // 2, 0] for scene in source.held_out_scenes()] == [0, 1]
 
 
-def test_mirroring_mirrors_the_mask_too(folder: Path) -> None:
-    masks = training_batch(FolderScenes(folder), seed=0, step=0, indices=range(64)).masks
-
-    pairs = {(int(mask[SIDE // 2, 0]), int(mask[SIDE // 2, -1])) for mask in masks}
-
-    assert pairs == {(0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (3, 0), (0, 3)}
-
-
 @pytest.mark.parametrize(
     ("removed", "written", "message"),
     [
@@ -135,21 +110,6 @@ def test_a_malformed_folder_is_refused(
 
     with pytest.raises(ValueError, match=message):
         FolderScenes(folder)
-
-
-def test_mean_iou_of_a_hand_computed_example() -> None:
-    masks = torch.tensor([0, 0, 0, 1, 1, VOID])
-    predictions = torch.tensor([0, 0, 1, 1, 0, 1])
-
-    # Class 0: 2 of 4; class 1: 1 of 3; class 2 does not occur.
-    assert math.isclose(mean_iou(predictions, masks), (2 / 4 + 1 / 3) / 2)
-
-
-def test_scopes_are_listed_with_their_norm_batches() -> None:
-    scopes = SETTINGS.scopes(["local", "slices", "group:2", "world"])
-
-    assert scopes == ["local", "slices:4", "group:2", "world"]
-    assert list(map(SETTINGS.norm_batch_size, scopes)) == [2, 2, 4, 8]
 
 
 @pytest.mark.parametrize("scope", ["slices:3", "slices:x", "group", "group:3", "group:0", ""])
@@ -202,48 +162,6 @@ def test_training_depends_on_the_scope_and_not_on_the_number_of_processes(
     alone = first_steps(slices)
 
     assert_close(together, alone, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_another_scope_gives_other_results() -> None:
-    one, other = first_steps("slices:4"), first_steps("slices:2")
-
-    with pytest.raises(AssertionError):
-        assert_close(one, other, rtol=1000 * TOLERANCE, atol=1000 * TOLERANCE)
-
-
-def test_table_metrics_and_page_include_every_scope_and_seed(
-    digit_scenes: DigitScenes, tmp_path: Path
-) -> None:
-    one, two = (
-        Training(
-            *("progressive", seed, SETTINGS.ranks, None, [1, 2]),
-            mean_ious=[0.1, iou],
-            stages={0: "local", 1: "world"},
-            losses=[2.0, 1.0],
-            seconds=40.0,
-            predictions=Batch.of(digit_scenes.held_out_scenes()).masks[:SHOWN_SCENES],
-        )
-        for seed, iou in enumerate([0.5, 0.6])
-    )
-    report = partial(write_report, tmp_path, "python run.py", SETTINGS, digit_scenes)
-
-    table = report({"progressive": [one]}), report({"progressive": [one, two]})
-
-    assert "0.500" in table[0]
-    assert "±" not in table[0]
-    assert "0.550 ± 0.071" in table[1]
-    assert table[1].splitlines()[-1] == "progressive: local from step 0, world from step 1"
-    assert all(len(line) <= 80 for line in table[1].splitlines())
-    assert table[0].splitlines()[2].split("  ", 1)[1].split() == (
-        ["2,", "8", "0.500", "40", "s", "0", "%", "0", "0", "kB"]
-    )
-    scope = json.loads((tmp_path / "metrics.json").read_text())["scopes"]["progressive"]
-    assert scope["images_per_norm_batch"] == [2, 8]
-    assert [training["mean_ious"][-1] for training in scope["trainings"]] == [0.5, 0.6]
-    page = (tmp_path / "report.html").read_text()
-    assert "0.550 ± 0.071" in page
-    assert page.count("<img") == 2
-    assert "No scope was recommended." in page
 
 
 def _command(output: Path, *arguments: str) -> list[str]:
@@ -299,54 +217,6 @@ def test_a_thorough_run_reports_mean_and_spread_of_every_scope(tmp_path: Path) -
     assert results["recommended"]["exchanges_per_step"] < 22
     assert results["recommended"]["trainings"][0]["scopes"]["image_level.1.1"] == "world"
     assert (tmp_path / "report.html").read_text().count("<img") == 3
-
-
-@pytest.mark.slow
-def test_an_error_on_a_rank_ends_the_run_and_is_shown(tmp_path: Path) -> None:
-    run = _run(tmp_path, "--images-per-rank", "1", "--scopes", "local", "--steps", "2")
-
-    assert run.returncode == 1
-    assert "more than 1 value per channel" in run.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("send", "number"),
-    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
-    ids=["Ctrl-C", "SIGTERM"],
-)
-def test_a_signal_ends_every_rank(
-    tmp_path: Path, send: Callable[[int, int], None], number: signal.Signals
-) -> None:
-    # A shell that runs the tests in the background ignores SIGINT, and children inherit this.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = _command(tmp_path, "--ranks", "2", "--scopes", "local", "--steps", "1000000")
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as run:
-        signal.signal(signal.SIGINT, inherited)
-        assert run.stdout is not None
-        assert (
-            "Training 1 times, 1000000 steps of 4 images each, takes about "
-            in run.stdout.readline()
-        )
-
-        send(run.pid, number)
-        run.communicate(timeout=END_TIMEOUT_SECONDS)
-
-    assert run.returncode == 128 + number
-    assert _commands_that_name(tmp_path) == []
-
-
-def _commands_that_name(folder: Path) -> list[str]:
-    """Return the command lines of running processes that contain the folder, as ranks do."""
-    commands = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            commands.append(path.read_text().replace("\0", " "))
-        except OSError:  # the process has ended
-            continue
-    return [command for command in commands if str(folder) in command]
 
 
 def test_a_folder_without_images_is_refused_before_any_rank_starts(tmp_path: Path) -> None:

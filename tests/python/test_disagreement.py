@@ -2,13 +2,11 @@
 """Ranks that make different calls, or do not arrive: all of them raise, and none hangs."""
 
 import re
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import RankPool, connect_ranks, connected_group
+from rank_pool import RankPool
 from torch import distributed
 
 import normscope
@@ -18,8 +16,6 @@ from normscope._binding import groups, ops
 # have raised, even on a busy machine.
 LIMIT_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
-
-TRANSPORTS = {"shared memory": "1", "gloo": "0"}
 
 
 def named_layer(name: str, channels: int = 3) -> normscope.BatchNorm2d:
@@ -46,25 +42,17 @@ def assert_group_is_usable() -> None:
 
 def other_layer() -> str:
     name = f"layer{distributed.get_rank()}"
-    message = error_of(lambda: named_layer(name)(torch.randn(4, 3, 2, 2)))
-    assert_group_is_usable()
-    return message
+    return error_of(lambda: named_layer(name)(torch.randn(4, 3, 2, 2)))
 
 
 def other_channels() -> str:
     channels = 3 + distributed.get_rank()
-    message = error_of(lambda: named_layer("head", channels)(torch.randn(4, channels, 2, 2)))
-    assert_group_is_usable()
-    return message
+    return error_of(lambda: named_layer("head", channels)(torch.randn(4, channels, 2, 2)))
 
 
 def other_channels_without_a_name() -> str:
     channels = 3 + distributed.get_rank()
-    message = error_of(
-        lambda: normscope.BatchNorm2d(channels)(torch.randn(4, channels, 2, 2)),
-    )
-    assert_group_is_usable()
-    return message
+    return error_of(lambda: normscope.BatchNorm2d(channels)(torch.randn(4, channels, 2, 2)))
 
 
 def rank_1_leaves_a_layer_out() -> str:
@@ -79,29 +67,32 @@ def rank_1_leaves_a_layer_out() -> str:
         for layer in order:
             layer(torch.randn(4, 3, 2, 2))
 
-    message = error_of(step)
-    assert_group_is_usable()
-    return message
+    return error_of(step)
 
 
 def other_direction() -> str:
     y = named_layer("stem")(torch.randn(4, 3, 2, 2)).sum()
     if distributed.get_rank() == 0:
-        message = error_of(y.backward)
-    else:
-        message = error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
-    assert_group_is_usable()
-    return message
+        return error_of(y.backward)
+    return error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
 
 
 def without_gradient() -> str:
     with torch.set_grad_enabled(distributed.get_rank() == 0):
-        message = error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
+        return error_of(lambda: named_layer("stem")(torch.randn(4, 3, 2, 2)))
+
+
+def frozen() -> str:
+    layer = named_layer("stem").requires_grad_(distributed.get_rank() == 0)
+    return error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
+
+
+def error_in_a_group_that_stays_usable(name: str) -> str:
+    message: str = globals()[name]()
     assert_group_is_usable()
     return message
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("function", "of_rank_0", "of_rank_1"),
     [
@@ -111,18 +102,19 @@ def without_gradient() -> str:
         (rank_1_leaves_a_layer_out, "of unnamed layer 1 (3", "of unnamed layer 2 (3"),
         (other_direction, "backward of stem", "forward of stem"),
         (without_gradient, "forward of stem (3 channels, scope world)", "nothing needs a gradient"),
+        (frozen, "forward of stem (3 channels, scope world)", "nothing needs a gradient"),
     ],
 )
 def test_every_rank_is_told_what_each_was_doing(
     ranks: RankPool,
-    transport: str,
+    environment: dict[str, str],
     function: Callable[[], str],
     of_rank_0: str,
     of_rank_1: str,
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
-    messages = ranks.run(2, function, environment=environment)
+    messages = ranks.run(
+        2, error_in_a_group_that_stays_usable, function.__name__, environment=environment
+    )
 
     for message in messages:
         _, rank_0, rank_1, _ = message.split("\n")
@@ -132,148 +124,12 @@ def test_every_rank_is_told_what_each_was_doing(
         assert of_rank_1 in rank_1
 
 
-def raises_before_its_collective(bad: tuple[int, ...]) -> tuple[str, float]:
-    rank = distributed.get_rank()
-    layer = named_layer("stem")
-    layer(torch.randn(4, 3, 2, 2))
-    state = {name: value.clone() for name, value in layer.state_dict().items()}
-    start = time.monotonic()
-    shape = bad if rank == 0 else (4, 3, 2, 2)
-    try:
-        layer(torch.randn(shape))
-        message = ""
-    except (RuntimeError, ValueError) as error:
-        message = str(error)
-    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
-    later = error_of(lambda: layer(torch.randn(4, 3, 2, 2)))
-    assert message in later or message.split(": ")[-1] in later
-    # Destroying the group while others still wait in it would end their wait.
-    distributed.distributed_c10d._get_default_store().set(f"done{rank}", "")
-    distributed.distributed_c10d._get_default_store().wait([f"done{1 - rank}"])
-    return message, time.monotonic() - start
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        ((4, 5, 2, 2), "x: expected 3 channels (weight has 3), got 5"),
-        ((4, 3, 2), "x: expected 4 dimensions, got 3"),
-    ],
-)
-def test_a_rank_that_raises_does_not_keep_its_peers(
-    ranks: RankPool, bad: tuple[int, ...], error: str, transport: str
-) -> None:
-    # The group's limit is longer than the test's: peers are told and do not time out.
-    of_cause, of_peer = ranks.run(
-        2,
-        raises_before_its_collective,
-        bad,
-        group_seconds=600,
-        hang_seconds=PATIENCE_SECONDS,
-        environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
-    )
-
-    assert of_cause[0] == error
-    assert "forward of stem (3 channels, scope world)" in of_peer[0]
-    assert error in of_peer[0]
-
-
-def one_rank_does_not_come(warmed_up: bool) -> str:  # noqa: FBT001
-    layer = named_layer("stem")
-    if warmed_up:
-        layer(torch.randn(4, 3, 2, 2))
-    message = ""
-    store = distributed.distributed_c10d._get_default_store()
-    if distributed.get_rank() == 0:
-        try:
-            layer(torch.randn(4, 3, 2, 2))
-        except distributed.DistError as error:
-            message = str(error)
-        store.set("given up", "")
-    else:
-        store.wait(["given up"])
-    return message
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("warmed_up", [True, False])
-def test_ranks_wait_for_a_missing_rank_until_the_group_s_limit(
-    ranks: RankPool,
-    transport: str,
-    warmed_up: bool,  # noqa: FBT001
-) -> None:
-    [message, _] = ranks.run(
-        2,
-        one_rank_does_not_come,
-        warmed_up,
-        group_seconds=PATIENCE_SECONDS,
-        hang_seconds=2 * PATIENCE_SECONDS,
-        environment={
-            "NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport],
-            "NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS),
-        },
-    )
-
-    if warmed_up:
-        assert message.startswith("forward of stem (3 channels, scope world): " + transport)
-    if warmed_up and transport == "shared memory":
-        assert "waited 2.0 s for rank 1" in message
-    elif warmed_up:
-        assert "rank 1 is not there" in message
-        assert "imed out" in message
-    else:
-        assert "by stem (scope world): rank 1 did not come within 2 s" in message
-
-
 def transport_in_use() -> str:
     return ops.transport(groups.name_in_use(None))
 
 
-def transport_where_ranks_disagree() -> str:
-    import os
-
-    os.environ["NORMSCOPE_SHARED_MEMORY"] = str(distributed.get_rank())
-    return transport_in_use()
-
-
 def test_processes_of_one_host_use_shared_memory(ranks: RankPool) -> None:
     assert ranks.run(3, transport_in_use) == ["shared memory"] * 3
-
-
-def test_one_rank_can_turn_off_shared_memory_for_all(ranks: RankPool) -> None:
-    assert ranks.run(2, transport_where_ranks_disagree) == ["gloo", "gloo"]
-
-
-def group_anew(folder: str) -> list[float]:
-    """Use groups with the same name, one after the other."""
-    seen = []
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    for attempt in range(2):
-        layer = normscope.BatchNorm1d(1, momentum=1.0)
-        layer(torch.tensor([[rank + 10.0 * attempt], [rank + 10.0 * attempt]]))
-        assert layer.running_mean is not None
-        seen.append(layer.running_mean.item())
-        distributed.destroy_process_group()
-        connect_ranks(f"{folder}/{attempt}", rank, size)
-    return seen
-
-
-def test_a_new_group_of_the_same_name_is_kept_apart(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, group_anew, str(tmp_path)) == [[0.5, 10.5], [0.5, 10.5]]
-
-
-def sub_group_means() -> float:
-    groups = [connected_group(members) for members in ([0, 1], [2])]
-    rank = distributed.get_rank()
-    layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=groups[rank // 2])
-    layer(torch.tensor([[float(rank)], [float(rank)]]))
-    assert layer.running_mean is not None
-    return layer.running_mean.item()
-
-
-def test_world_means_the_ranks_of_the_given_group(ranks: RankPool) -> None:
-    assert ranks.run(3, sub_group_means) == [0.5, 0.5, 2.0]
 
 
 def python_runs_while_ops_wait() -> bool:
@@ -292,13 +148,14 @@ def python_runs_while_ops_wait() -> bool:
     return True
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_op_that_waits_does_not_hold_python_s_lock(ranks: RankPool, transport: str) -> None:
+def test_an_op_that_waits_does_not_hold_python_s_lock(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
     assert ranks.run(
         2,
         python_runs_while_ops_wait,
         hang_seconds=PATIENCE_SECONDS,
-        environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
+        environment=environment,
     ) == [True, True]
 
 
@@ -315,7 +172,6 @@ def rank_0_first_uses(scope: str, others: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("scope", "others", "of_rank_0", "of_others"),
     [
@@ -340,10 +196,13 @@ def rank_0_first_uses(scope: str, others: str) -> str:
     ],
 )
 def test_ranks_that_first_use_different_scopes_are_all_told(
-    ranks: RankPool, transport: str, scope: str, others: str, of_rank_0: str, of_others: str
+    ranks: RankPool,
+    environment: dict[str, str],
+    scope: str,
+    others: str,
+    of_rank_0: str,
+    of_others: str,
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
     messages = ranks.run(3, rank_0_first_uses, scope, others, environment=environment)
 
     for message in messages:

@@ -59,6 +59,7 @@ SAMPLES = 2  # of each rank
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("document", RUNNING)
 def test_python_blocks_run(document: str) -> None:
+    torch.manual_seed(0)  # a block may warn about few or unlucky samples
     assert run_blocks(document, ("python",))
 
 
@@ -104,8 +105,9 @@ def accuracy(output: str) -> float:
     return float(told)
 
 
-def test_the_tests_named_for_each_fault_exist() -> None:
-    table = (ROOT / "docs/faults.md").read_text().split("## Where")[0]
+@pytest.mark.parametrize(("document", "end"), [("faults", "## Several"), ("semantics", "## Furt")])
+def test_the_tests_named_for_each_rule_exist(document: str, end: str) -> None:
+    table = (ROOT / f"docs/{document}.md").read_text().split(end)[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     tests = "".join(
         path.read_text() for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".cpp")
@@ -133,16 +135,6 @@ def test_the_environment_variables_are_those_that_the_library_reads() -> None:
     read = {name for text in sources for name in re.findall(r'"(NORMSCOPE_\w+)"', text)}
     assert len(rows) == len(set(rows))
     assert set(rows) == read
-
-
-def test_each_step_in_the_architecture_is_in_the_named_file() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    (path,) = (match["code"] for match in FENCED.finditer(text))
-    steps = re.findall(r"^\|[ 0-9.]+([\w:]+) +((?:normscope|python)/\S+)", path, re.MULTILINE)
-
-    for name, file in steps:
-        assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), (name, file)
-    assert len(steps) == 13
 
 
 def anchors(text: str) -> set[str]:

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import re
-import warnings
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -140,85 +137,6 @@ def test_second_gradients_agree_with_finite_differences(scope: str, affine: bool
     assert torch.autograd.gradgradcheck(batch_norm, [step[n].requires_grad_() for n in names])
 
 
-class Gather(torch.autograd.Function):
-    """Joins the ranks' parts; the loss of each rank then depends on all of them."""
-
-    @staticmethod
-    def forward(context: Any, part: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
-        context.sizes = sizes
-        joined = part.new_zeros(sum(sizes), *part.shape[1:])
-        joined[split_of(sizes, distributed.get_rank())] = part
-        distributed.all_reduce(joined)
-        return joined
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # noqa: ANN401
-        return split(gradient, context.sizes), None
-
-
-class Split(torch.autograd.Function):
-    """Takes this rank's part of a joined tensor: the transpose of Gather."""
-
-    @staticmethod
-    def forward(context: Any, joined: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401
-        context.sizes = sizes
-        return joined[split_of(sizes, distributed.get_rank())].clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # noqa: ANN401
-        return gather(gradient, context.sizes), None
-
-
-class Replicate(torch.autograd.Function):
-    """A parameter that all ranks have: its gradient is the sum over the ranks."""
-
-    @staticmethod
-    def forward(context: Any, parameter: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        return parameter.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # noqa: ANN401
-        return sum_over_ranks(gradient)
-
-
-class Sum(torch.autograd.Function):
-    """The sum over the ranks: the transpose of Replicate."""
-
-    @staticmethod
-    def forward(context: Any, addend: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        total = addend.clone()
-        distributed.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:  # noqa: ANN401
-        return replicate(gradient)
-
-
-gather, split, replicate, sum_over_ranks = (
-    cast("Callable[..., torch.Tensor]", function.apply)
-    for function in (Gather, Split, Replicate, Sum)
-)
-
-
-def gradgradcheck_of_the_joined_batch(sizes: tuple[int, ...]) -> bool:
-    """Check the same function with the same numbers on all ranks, each of which computes a part."""
-    step = step_of((sum(sizes), 2, 2), len(sizes))
-
-    def batch_norm(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        weight, bias = (replicate(p) for p in parameters)
-        part = split(x, sizes)
-        y = normscope.functional.batch_norm(part, None, None, weight, bias, training=True)
-        return gather(y, sizes)
-
-    inputs = [step[name].requires_grad_() for name in ("x", "weight", "bias")]
-    return torch.autograd.gradgradcheck(batch_norm, inputs)
-
-
-def test_second_gradients_agree_with_finite_differences_over_uneven_ranks(ranks: RankPool) -> None:
-    assert ranks.run(2, gradgradcheck_of_the_joined_batch, (2, 3)) == [True, True]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_rounded_once(dtype: torch.dtype) -> None:
     shape = (16, 3, 4, 5)
@@ -318,26 +236,3 @@ def test_a_third_derivative_raises() -> None:
 
     with pytest.raises(NotImplementedError, match="at most two differentiations, got a third"):
         second[0].sum().backward()
-
-
-def differentiate_a_compiled_layer_twice() -> str:
-    layer = normscope.BatchNorm1d(3, scope="local")
-    x = torch.randn(4, 3, requires_grad=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own warnings
-        y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-        try:
-            [dx] = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-            dx.sin().sum().backward()
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_a_compiled_layer_says_that_it_cannot_be_differentiated_twice(ranks: RankPool) -> None:
-    [message] = ranks.run(1, differentiate_a_compiled_layer_twice)
-
-    # These are torch's errors. The second one occurs if the backward reuses the memory of inputs.
-    assert re.search(
-        "does not currently support double backward|requires create_graph=False", message
-    )

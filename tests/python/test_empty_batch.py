@@ -29,13 +29,11 @@ def train_step(x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[Tensors, int]:
     return state_of(layer) | {"y": y.detach(), "dx": part.grad, "dweight": layer.weight.grad}, calls
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (2, 0, 2)])
 def test_an_empty_rank_takes_part_and_changes_nothing(
-    ranks: RankPool, transport: str, sizes: tuple[int, ...]
+    ranks: RankPool, environment: dict[str, str], sizes: tuple[int, ...]
 ) -> None:
     x = torch.randn(4, 3, 5, 5)
-    environment = {"NORMSCOPE_SHARED_MEMORY": "01"[transport == "shared memory"]}
     [(expected, _)] = ranks.run(1, train_step, x, (4,))
 
     answers = ranks.run(len(sizes), train_step, x, sizes, environment=environment)

@@ -2,7 +2,6 @@
 """Equal bits for any number of ranks, assignment of samples, number of threads, instruction set."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -159,21 +158,3 @@ def test_every_instruction_set_gives_the_same_bits(
         [answers] = pool.run(1, run_rank, order, (SAMPLES,), threads)
         for case, expected in enumerate(whole):
             assert_same_bits([answers[case]], expected, order, (CASES[case], name, threads))
-
-
-def test_all_instruction_sets_of_this_processor_are_tested() -> None:
-    flags = set()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            flags = set(line.split(":")[1].split())
-            break
-    needed = {
-        "reference": set[str](),
-        "baseline": set[str](),
-        "avx2": {"avx2", "f16c", "fma"},
-        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    }
-
-    can_run = [name for name, flags_of_it in needed.items() if flags_of_it <= flags]
-
-    assert names_of_kernels() == can_run

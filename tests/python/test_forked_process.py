@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import multiprocessing
 import os
 from collections.abc import Callable
 
@@ -15,11 +14,9 @@ import pytest
 import torch
 from rank_pool import RankPool
 from torch import distributed
-from torch.utils.data import DataLoader, Dataset
 
 import normscope
 
-TRANSPORTS = {"shared memory": "1", "gloo": "0"}
 PATIENCE_SECONDS = 60.0
 
 
@@ -76,12 +73,11 @@ def forks_and_trains(scope: str, has_met: bool) -> tuple[str, float]:  # noqa: F
     return message, running_mean_of(layer)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("scope", ["world", "group:2", "norm_batch:4"])
 @pytest.mark.parametrize("has_met", [True, False])
 def test_a_fork_of_a_rank_is_told_and_the_ranks_go_on(
     ranks: RankPool,
-    transport: str,
+    environment: dict[str, str],
     scope: str,
     has_met: bool,  # noqa: FBT001
 ) -> None:
@@ -91,7 +87,7 @@ def test_a_fork_of_a_rank_is_told_and_the_ranks_go_on(
         scope,
         has_met,
         hang_seconds=PATIENCE_SECONDS,
-        environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
+        environment=environment,
     )
 
     assert "was forked from rank 0 of 2" in message
@@ -139,8 +135,7 @@ def fork_calls_badly_and_ends_as_a_program_does() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_exit_of_a_fork_does_not_affect_the_rank(transport: str) -> None:
+def test_the_exit_of_a_fork_does_not_affect_the_rank(environment: dict[str, str]) -> None:
     # Uses new processes: the threads of torch's profiler survive other tests, and a fork waits for
     # them when it exits.
     ranks = RankPool()
@@ -149,44 +144,9 @@ def test_the_exit_of_a_fork_does_not_affect_the_rank(transport: str) -> None:
             2,
             fork_calls_badly_and_ends_as_a_program_does,
             hang_seconds=PATIENCE_SECONDS,
-            environment={"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]},
+            environment=environment,
         )
     finally:
         ranks.close()
 
     assert answers == [0.5, 0.5]
-
-
-class Normalized(Dataset[str]):
-    """Samples that a layer in training mode normalizes."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self.layer = layer
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> str:
-        return error_of(lambda: step(self.layer, 1e3 + index))
-
-
-def loads_data_in_workers() -> tuple[list[str], float]:
-    multiprocessing.current_process().daemon = False  # a daemon could not have workers
-    rank = distributed.get_rank()
-    layer = normscope.BatchNorm1d(1, momentum=1.0)
-    step(layer, float(rank))
-    messages: list[str] = []
-    loader = DataLoader(
-        Normalized(layer), batch_size=None, num_workers=1, multiprocessing_context="fork"
-    )
-    for message in loader:
-        messages.append(message)
-        step(layer, float(rank))
-    return messages, running_mean_of(layer)
-
-
-def test_a_worker_of_a_data_loader_does_not_update_running_statistics(ranks: RankPool) -> None:
-    for rank, (messages, mean) in enumerate(ranks.run(2, loads_data_in_workers)):
-        assert len(messages) == 2
-        assert all(f"was forked from rank {rank} of 2" in message for message in messages)
-        assert mean == 0.5

@@ -83,31 +83,3 @@ def test_forward_mode_in_evaluation_is_that_of_torch(derivative: Callable[..., A
     x = torch.randn(4, 3, 2, 2, dtype=torch.float64)
 
     assert torch.equal(derivative(ours, x), derivative(theirs, x))
-
-
-def test_reverse_mode_gives_the_same_product() -> None:
-    theirs = torch.nn.BatchNorm2d(3, dtype=torch.float64, track_running_stats=False)
-    x, v = torch.randn(2, 4, 3, 2, 2, dtype=torch.float64)
-    expected = torch.func.jvp(theirs, (x,), (v,))[1]
-
-    _, got = torch.autograd.functional.jvp(layers()[0], (x,), (v,))
-
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda layer, x: torch.func.grad(lambda t: layer(t).square().sum())(x),
-        lambda layer, x: torch.func.vjp(layer, x),
-    ],
-)
-def test_transforms_of_functions_raise(transform: Callable[..., Any]) -> None:
-    layer = layers()[0]
-    x = torch.randn(4, 3, 2, 2, dtype=torch.float64)
-
-    with pytest.raises(RuntimeError, match=r"no transform of torch.func .* use torch.autograd"):
-        transform(layer, x)
-
-    assert layer.elements_seen == 0
-    assert layer.num_batches_tracked == 0

@@ -76,19 +76,6 @@ def test_a_residual_is_an_argument_of_the_call() -> None:
     assert torch.equal(traced(x), block(x))
 
 
-def test_a_feature_can_be_extracted() -> None:
-    net, x = model(), batch()
-    traced = fx.symbolic_trace(net)
-    node = next(node for node in traced.graph.nodes if node.target == "1")
-    next(node for node in traced.graph.nodes if node.op == "output").args = (node,)
-    traced.graph.eliminate_dead_code()
-    traced.recompile()
-
-    feature = traced(x)
-
-    assert torch.equal(feature, net[1](net[0](x)))  # type: ignore[index]
-
-
 def test_a_layer_alone_cannot_be_traced() -> None:
     with pytest.raises(TypeError, match="root: expected a model that has the layer, got"):
         fx.symbolic_trace(normscope.BatchNorm2d(3))

@@ -138,42 +138,14 @@ def test_more_slices_than_samples_can_be_traced(count: int) -> None:
         assert layer(torch.randn(N, C, 5)).shape == (N, C, 5)
 
 
+PIECES = "slices: local group: node world ranks: norm_batch: , / : - 0 1 2 -1 00 +3 1e3 \x1b[2J é ∞"
+
+
 def hostile_scopes(seed: int, how_many: int) -> list[str]:
     """Make damaged scopes: pieces of valid ones, extreme numbers, and odd characters."""
     choose = random.Random(seed)
-    pieces = [
-        *(
-            "slices:",
-            "local",
-            "group:",
-            "node",
-            "world",
-            "ranks:",
-            "norm_batch:",
-            ",",
-            "/",
-            ":",
-            "-",
-        ),
-        *(
-            "0",
-            "1",
-            "2",
-            "-1",
-            "00",
-            "+3",
-            "1e3",
-            " ",
-            "\t",
-            "\n",
-            "\0",
-            "\x1b[2J",
-            "é",
-            "∞",
-            "\ud800",
-        ),
-        *map(str, (2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30)),
-    ]
+    numbers = map(str, (2**31, 2**32, 2**63 - 1, 2**63, 2**64, 10**30))
+    pieces = [*PIECES.split(), " ", "\t", "\n", "\0", "\ud800", *numbers]
     return ["".join(choose.choices(pieces, k=choose.randint(0, 6))) for _ in range(how_many)]
 
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +15,6 @@ from rank_pool import split_of
 from torch import distributed, nn
 
 import normscope
-from normscope._binding import groups, ops
 
 # A rank stops waiting after LIMIT_SECONDS. Finding out which ranks are missing then takes at most
 # QUESTION_SECONDS.
@@ -130,63 +127,6 @@ def test_training_on_several_hosts_has_the_bits_of_one_host(
                 assert torch.equal(got[scope][name], value), f"rank {rank}, {scope}, {name}"
 
 
-def place() -> tuple[str, str, int, str, list[str]]:
-    layer = normscope.BatchNorm1d(3)
-    layer(torch.randn(4, 3))
-    processes = [name for name in os.listdir("/proc") if name.isdigit()]
-    return (
-        os.environ["NORMSCOPE_NODE"],
-        socket.gethostname(),
-        ops.host_identity(),
-        ops.transport(groups.name_in_use(None)),
-        processes,
-    )
-
-
-@pytest.mark.slow
-def test_hosts_have_different_identities(hosts: Hosts) -> None:
-    places = hosts.run((2, 1), place)
-
-    assert [name for name, *_ in places] == ["host0", "host0", "host1"]
-    identities = [identity for _, _, identity, *_ in places]
-    assert identities[0] == identities[1] != identities[2]
-
-
-@pytest.mark.slow
-def test_hosts_share_neither_names_nor_processes_nor_memory(isolated_hosts: Hosts) -> None:
-    spread = isolated_hosts.run((2, 1), place)
-    [together, _] = isolated_hosts.run((2,), place)
-
-    for name, network_name, _, transport, processes in spread:
-        assert network_name == name
-        assert transport != "shared memory"
-        assert len(processes) <= 3  # the host's first process, and its ranks
-    assert together[3] == "shared memory"
-
-
-def train_and_send(count: int) -> tuple[Bits, float]:
-    """Train; return the bits, and the seconds in which rank 0 broadcasts `count` bytes."""
-    bits = train("world")
-    distributed.barrier()
-    begin = time.monotonic()
-    distributed.broadcast(torch.zeros(count, dtype=torch.uint8), 0)
-    distributed.barrier()
-    return bits, time.monotonic() - begin
-
-
-@pytest.mark.slow
-def test_a_slow_link_changes_no_bit(isolated_hosts: Hosts) -> None:
-    count, bytes_per_second = 1_000_000, 1_000_000
-    expected = isolated_hosts.run((2, 2), train_and_send, count)
-
-    with isolated_hosts.link_of_rate(1, f"{8 * bytes_per_second}bit"):
-        answers = isolated_hosts.run((2, 2), train_and_send, count)
-
-    for (got, seconds), (wanted, _) in zip(answers, expected, strict=True):
-        assert all(torch.equal(got[name], value) for name, value in wanted.items())
-        assert seconds > 0.9 * count / bytes_per_second  # a first burst is not limited
-
-
 def train_until_an_error() -> tuple[str, float]:
     """Train until an error; return its text and the time. Tell the test when the ranks have met."""
     net = network("world")
@@ -273,69 +213,3 @@ def test_no_rank_hangs_if_the_rank_with_the_store_is_killed(hosts: Hosts) -> Non
         # Without the store, only ranks that share memory with rank 0 can tell that it has died.
         assert re.search(r"\brank 0\b.* has died|the group's store does not answer", text)
         assert seconds < LIMIT_SECONDS + QUESTION_SECONDS + PATIENCE_SECONDS
-
-
-def train_with_other_channels(odd: int) -> str:
-    """Give one rank one more channel; return the error. Then check that the group still works."""
-    channels = 4 if distributed.get_rank() == odd else 3
-    layer = normscope.BatchNorm2d(channels)
-    layer.layer_name = "head"
-    text = ""
-    try:
-        layer(torch.randn(4, channels, 2, 2))
-    except distributed.DistError as error:
-        text = str(error)
-    normscope.BatchNorm2d(3)(torch.randn(4, 3, 2, 2)).sum().backward()
-    return text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd", [0, 1, 3])
-def test_a_rank_with_another_shape_is_named_on_every_host(hosts: Hosts, odd: int) -> None:
-    for text in hosts.run((2, 2), train_with_other_channels, odd):
-        _, *of_ranks, _ = text.split("\n")
-        assert [f"  rank {rank}: " in line for rank, line in enumerate(of_ranks)] == [True] * 4
-        assert ["head (4 channels" in line for line in of_ranks] == [r == odd for r in range(4)]
-
-
-def fail_on_the_last_rank() -> tuple[str, float]:
-    """Raise on the last rank, outside of the library; return the error and the seconds."""
-    net = network("world")
-    net(torch.randn(2, *IMAGE))
-    distributed.barrier()
-    begin = time.monotonic()
-    try:
-        with normscope.fail_fast():
-            if distributed.get_rank() == distributed.get_world_size() - 1:
-                raise LookupError("no such file")
-            net(torch.randn(2, *IMAGE))
-    except (LookupError, distributed.DistError) as error:
-        return str(error), time.monotonic() - begin
-    return "", 0.0
-
-
-@pytest.mark.slow
-def test_the_error_of_one_rank_is_reported_on_every_host(hosts: Hosts) -> None:
-    *of_peers, (own, _) = hosts.run((2, 2), fail_on_the_last_rank)
-
-    assert own == "no such file"
-    for text, seconds in of_peers:
-        assert "rank 3" in text
-        assert "LookupError: no such file" in text
-        assert seconds < PATIENCE_SECONDS
-
-
-@pytest.mark.slow
-def test_without_namespaces_processes_can_stand_for_hosts() -> None:
-    scopes = ["world", "node", "group:3"]
-
-    with Hosts(2, namespaces=False) as hosts:
-        answers = hosts.run((2, 2), train_all, scopes)
-        expected = hosts.run((4,), train_all, ["world", "ranks:0,1/2,3", "group:3"])
-
-        assert not hosts.isolated
-        with pytest.raises(RuntimeError, match="the hosts share a network"), hosts.link_cut(1):
-            pass
-    for got, wanted in zip(answers, expected, strict=True):
-        for of_hosts, of_one in zip(got.values(), wanted.values(), strict=True):
-            assert all(torch.equal(of_hosts[name], value) for name, value in of_one.items())

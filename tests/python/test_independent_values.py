@@ -3,106 +3,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import reduce
-
 import pytest
 import torch
 
 from normscope.scopes import PartMoments, independent_values
 
 EPS = 1e-5
-BATCHES = 8
 
 
-def _values(make: Callable[[], torch.Tensor], parts: int, batches: int = BATCHES) -> float:
-    """Return the mean of many estimates, each from several batches."""
-    estimates = []
-    for _ in range(20):
-        moments = PartMoments.of(make(), parts)
-        for _ in range(batches - 1):
-            moments = moments.followed_by(PartMoments.of(make(), parts))
-        values = independent_values(moments, EPS)
-        assert values is not None
-        estimates.append(values.value)
-    return sum(estimates) / len(estimates)
-
-
-# The mean of 20 estimates, each from 64 channels, 4 parts and 8 batches, is accurate to one or two
-# percent; the bias of the estimator is about 1/32.
-@pytest.mark.parametrize("values", [2, 4, 16])
-def test_independent_normal_values_are_counted(values: int) -> None:
-    torch.manual_seed(0)
-
-    worth = _values(lambda: 3 + 2 * torch.randn(4 * values, 64), parts=4)
-
-    assert worth == pytest.approx(values, rel=0.06)
-
-
-def test_values_that_are_repeated_count_once() -> None:
-    torch.manual_seed(0)
-
-    worth = _values(lambda: torch.randn(16, 64, 1).expand(-1, -1, 9), parts=4)
-
-    assert worth == pytest.approx(4, rel=0.06)
-
-
-def test_images_with_different_constants_are_worth_few_values() -> None:
-    torch.manual_seed(0)
-
-    # Half of the variance is between images. The other half, over 100 positions per image, has
-    # almost no error. q / V has the variance 2 (1/2)^2 / n for n images.
-    worth = _values(lambda: torch.randn(16, 64, 1) + torch.randn(16, 64, 100), parts=4)
-
-    assert worth == pytest.approx(16, rel=0.1)
-
-
-def test_the_number_grows_with_the_width_of_a_part() -> None:
+def test_the_values_of_parts_and_of_parts_joined_are_counted() -> None:
     torch.manual_seed(0)
     moments = PartMoments.of(torch.randn(32 * 8, 256), 64)
+    for _ in range(3):
+        moments = moments.followed_by(PartMoments.of(torch.randn(32 * 8, 256), 64))
 
     one, four = (independent_values(moments, EPS, size) for size in (1, 4))
 
     assert one is not None
     assert four is not None
-    assert four.value / one.value == pytest.approx(4, rel=0.15)
-
-
-def test_uneven_and_empty_parts_count_by_their_size() -> None:
-    torch.manual_seed(0)
-    sizes = [2, 6, 0, 8]
-    estimates = []
-    for _ in range(40):
-        rows = []
-        for _ in range(BATCHES):
-            of_parts = [PartMoments.of(torch.randn(size, 64)) for size in sizes]
-            rows.append(reduce(PartMoments.beside, of_parts))
-        moments = rows[0]
-        for row in rows[1:]:
-            moments = moments.followed_by(row)
-        values = independent_values(moments, EPS)
-        assert values is not None
-        estimates.append(values.value)
-
-    # There are 16 values in three parts.
-    assert sum(estimates) / len(estimates) == pytest.approx(16 / 3, rel=0.08)
-
-
-def test_a_channel_without_variance_is_ignored() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(16, 2)
-
-    with_constant = independent_values(PartMoments.of(torch.cat([x, torch.ones(16, 1)], 1), 4), EPS)
-    constant = independent_values(PartMoments.of(torch.ones(16, 1), 4), EPS)
-
-    without_constant = independent_values(PartMoments.of(x, 4), EPS)
-
-    assert with_constant is not None
-    assert without_constant is not None
-    assert constant is not None
-    assert math.isclose(with_constant.value, without_constant.value)
-    assert math.isinf(constant.value)
+    # Four batches of 64 or 16 parts: the bias is below 1/64, and the error smaller.
+    assert one.value == pytest.approx(4, rel=0.06)
+    assert four.value == pytest.approx(16, rel=0.06)
 
 
 @pytest.mark.parametrize(

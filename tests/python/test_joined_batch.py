@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import LAYERS
+from oracle import LAYERS, OURS
 from rank_pool import RankPool, split_of
 from torch import distributed
 
@@ -18,12 +18,6 @@ STEPS = 5
 # Relative to the largest entry. Both sides compute in float64 (eps 2e-16), condition number one.
 RELATIVE = 1e-10
 
-OURS = {
-    2: normscope.BatchNorm1d,
-    3: normscope.BatchNorm1d,
-    4: normscope.BatchNorm2d,
-    5: normscope.BatchNorm3d,
-}
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Tensors = dict[str, torch.Tensor]
@@ -133,3 +127,19 @@ def test_two_forwards_before_one_backward_match_torch_on_the_joined_batch(ranks:
     for rank, got in enumerate(ranks.run(2, gradient_of_two_forwards_of_rank, sizes)):
         allowed = RELATIVE * expected.abs().amax().item()
         torch.testing.assert_close(got, expected[split_of(sizes, rank)], rtol=0, atol=allowed)
+
+
+def step_of_rank(sizes: tuple[int, ...]) -> Tensors:
+    layer = normscope.BatchNorm1d(3, dtype=torch.float64)
+    part = split_of(sizes, distributed.get_rank())
+    x, dy = (t[part] for t in batch((4, 3, 5), 0, last=False))
+    y = layer(x)
+    y.backward(dy)
+    return {"y": y.detach(), "dy": dy, "dweight": layer.weight.grad, "dbias": layer.bias.grad}
+
+
+def test_affine_gradients_are_this_rank_s_sums(ranks: RankPool) -> None:
+    for got in ranks.run(2, step_of_rank, (1, 3)):
+        terms = {"dweight": got["dy"] * got["y"], "dbias": got["dy"]}  # weight 1 and bias 0
+        for name, value in terms.items():
+            torch.testing.assert_close(got[name], value.sum((0, 2)), rtol=0, atol=RELATIVE)

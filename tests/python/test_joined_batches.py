@@ -18,7 +18,6 @@ from torch import distributed, nn
 
 import normscope
 
-TRANSPORTS = {"shared memory": "1", "gloo": "0"}
 LIMIT_SECONDS = 2.0
 
 # The samples of each batch of each rank.
@@ -33,10 +32,6 @@ RELATIVE = 1e-10
 
 Samples = tuple[torch.Tensor, torch.Tensor]
 State = dict[str, torch.Tensor]
-
-
-def environment(transport: str) -> dict[str, str]:
-    return {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
 
 
 def samples(rank: int, step: int, count: int) -> Samples:
@@ -92,17 +87,16 @@ def joined_by_hand(sizes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Samples
         yield (x, target), 1 / len(x)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("buffers", ["broadcast", "own"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_ranks_with_different_numbers_of_batches_train_like_one_process(
-    ranks: RankPool, sizes: tuple[tuple[int, ...], ...], buffers: str, transport: str
+    ranks: RankPool, sizes: tuple[tuple[int, ...], ...], buffers: str, environment: dict[str, str]
 ) -> None:
     net = network()
     steps = train(net, joined_by_hand(sizes))
     expected = state_of(net)
 
-    answers = ranks.run(len(sizes), train_rank, sizes, buffers, environment=environment(transport))
+    answers = ranks.run(len(sizes), train_rank, sizes, buffers, environment=environment)
 
     for got, count in answers:
         assert count == steps
@@ -117,13 +111,12 @@ def steps_of_rank(sizes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[int, .
     return [(tuple(x.shape), w) for x, w in normscope.joined(own, like=torch.zeros(9, 2))]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_all_ranks_have_the_same_number_of_steps_and_the_same_weights(
-    ranks: RankPool, transport: str
+    ranks: RankPool, environment: dict[str, str]
 ) -> None:
     sizes = ((2,), (3, 0), ())
 
-    answers = ranks.run(3, steps_of_rank, sizes, environment=environment(transport))
+    answers = ranks.run(3, steps_of_rank, sizes, environment=environment)
 
     assert [[shape for shape, _ in steps] for steps in answers] == [
         [(2, 2), (0, 2)],
@@ -160,11 +153,10 @@ def without_like() -> tuple[str, float]:
     return str(caught.value), y.sum().item()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_without_batches_and_like_is_named_on_all_ranks(
-    ranks: RankPool, transport: str
+    ranks: RankPool, environment: dict[str, str]
 ) -> None:
-    answers = ranks.run(3, without_like, environment=environment(transport))
+    answers = ranks.run(3, without_like, environment=environment)
 
     text = "like: expected a batch on ranks without batches, [0, 2], got None"
     assert [error for error, _ in answers] == [text] * 3
@@ -190,12 +182,11 @@ def train_beside_broken_batches(before: int) -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("before", [0, 2])
 def test_peers_of_a_rank_whose_batches_raise_are_told_at_once(
-    ranks: RankPool, before: int, transport: str
+    ranks: RankPool, before: int, environment: dict[str, str]
 ) -> None:
-    answers = ranks.run(3, train_beside_broken_batches, before, environment=environment(transport))
+    answers = ranks.run(3, train_beside_broken_batches, before, environment=environment)
 
     assert answers[1][:2] == ("OSError", "the disk is full of holes")
     for rank in (0, 2):
@@ -224,13 +215,12 @@ def leave_alone(then: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_leaves_the_loop_alone_is_named_after_the_time_limit(
-    ranks: RankPool, transport: str
+    ranks: RankPool, environment: dict[str, str]
 ) -> None:
     limit = {"NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS)}
 
-    answers = ranks.run(3, leave_alone, "nothing", environment=environment(transport) | limit)
+    answers = ranks.run(3, leave_alone, "nothing", environment=environment | limit)
 
     assert answers[1] == ""
     for rank in (0, 2):
@@ -238,34 +228,12 @@ def test_a_rank_that_leaves_the_loop_alone_is_named_after_the_time_limit(
         assert "rank 1" in answers[rank]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_leaves_the_loop_for_a_layer_is_named_at_once(
-    ranks: RankPool, transport: str
+    ranks: RankPool, environment: dict[str, str]
 ) -> None:
-    for error in ranks.run(3, leave_alone, "a layer", environment=environment(transport)):
+    for error in ranks.run(3, leave_alone, "a layer", environment=environment):
         assert "rank 0: the next step of joined batches" in error
         assert "rank 1: forward of 0 (1 channels, scope world" in error
-
-
-def messages_of_the_program_under_way() -> list[float]:
-    """Begin a message before the loop on one rank, and within the loop on the other."""
-    sums = torch.ones(64)
-    work = distributed.all_reduce(sums, async_op=True) if distributed.get_rank() == 0 else None
-    weights = []
-    for _, weight in normscope.joined([torch.zeros(2)] * 2):
-        weights.append(weight)
-        if work is None:
-            work = distributed.all_reduce(sums, async_op=True)
-    assert work is not None
-    work.wait()
-    return [*weights, float(sums.sum())]
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_program_s_own_messages_are_not_mixed_up(ranks: RankPool, transport: str) -> None:
-    answers = ranks.run(2, messages_of_the_program_under_way, environment=environment(transport))
-
-    assert answers == [[0.5, 0.5, 128.0]] * 2
 
 
 def test_without_a_process_group_there_are_only_the_rank_s_own_batches() -> None:

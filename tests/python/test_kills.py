@@ -140,10 +140,9 @@ def rank_1_is_stopped_for(seconds: float) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_is_stopped_for_a_while_is_only_late(ranks: RankPool, transport: str) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
+def test_a_rank_that_is_stopped_for_a_while_is_only_late(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
     assert max(ranks.run(2, rank_1_is_stopped_for, 1.0, environment=environment)) < LIMIT_SECONDS
 
 
@@ -169,10 +168,7 @@ def growth_over(steps: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_twenty_thousand_steps_grow_nothing(ranks: RankPool, transport: str) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
+def test_twenty_thousand_steps_grow_nothing(ranks: RankPool, environment: dict[str, str]) -> None:
     answers = ranks.run(2, growth_over, 20_000, environment=environment, hang_seconds=280.0)
 
     for memory, files in answers:

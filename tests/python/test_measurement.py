@@ -11,7 +11,6 @@ import pytest
 from rank_pool import RankPool
 from torch import distributed
 
-from normscope.__main__ import main
 from normscope.costs import Costs, measure, predict
 from normscope.costs.measurement import beginnings
 
@@ -123,22 +122,3 @@ def _free_port() -> int:
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))
         return int(any_port.getsockname()[1])
-
-
-@pytest.mark.slow
-def test_the_command_names_missing_and_conflicting_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    with pytest.raises(SystemExit, match="measure: MASTER_ADDR: expected the address of rank 0"):
-        main(["measure"])
-    with pytest.raises(SystemExit, match=r"--ranks: expected none under a launcher, .*, got 4"):
-        main(["measure", "--ranks", "4"])
-
-
-@pytest.mark.slow
-def test_the_command_needs_two_ranks() -> None:
-    with pytest.raises(SystemExit, match="measure: --ranks: expected at least 2, got 1"):
-        main(["measure", "--ranks", "1"])

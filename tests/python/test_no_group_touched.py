@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """If nothing is shared, the results are those of torch, and no message is sent."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from oracle import LAYERS
+from oracle import LAYERS, OURS
 from rank_pool import RankPool
 from torch import distributed
 
 import normscope
 
 SHAPES = {2: (6, 3), 3: (4, 3, 7), 4: (4, 3, 5, 6), 5: (2, 3, 4, 5, 6)}
-OURS = {
-    2: normscope.BatchNorm1d,
-    3: normscope.BatchNorm1d,
-    4: normscope.BatchNorm2d,
-    5: normscope.BatchNorm3d,
-}
+SCOPES = ("world", "local", "slices:2", "group:2", "node", "ranks:0,1", "norm_batch:2")
 
 
 @pytest.mark.parametrize("dim", SHAPES)
@@ -28,15 +24,19 @@ def test_eval_is_torch_to_the_bit(dim: int, dtype: torch.dtype, keywords: dict[s
     theirs = LAYERS[dim](3, dtype=dtype, **keywords)
     ours(torch.randn(SHAPES[dim], dtype=dtype) + 1)
     theirs.load_state_dict(ours.state_dict())
+    scoped = [copy.deepcopy(ours) for _ in SCOPES]
+    for twin, scope in zip(scoped, SCOPES, strict=True):
+        twin.scope = normscope.Scope(scope)
     results = []
-    for layer in (ours, theirs):
+    for layer in (theirs, *scoped):
         torch.manual_seed(1)
         x = torch.randn(SHAPES[dim], dtype=dtype).requires_grad_()
         y = layer.eval()(x)
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in layer.parameters())])
 
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for got in results[1:]:
+        assert all(map(torch.equal, got, results[0]))
 
 
 def eval_while_the_peer_is_away() -> int:
@@ -65,13 +65,14 @@ def calls_of_a_step() -> tuple[int, torch.Tensor]:
     return normscope.training.communication_counters().calls - before.calls, y.detach()
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
-def test_a_world_of_one_sends_nothing_unless_forced(ranks: RankPool, transport: str) -> None:
+def test_a_world_of_one_sends_nothing_unless_forced(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
     [(calls, y)] = ranks.run(1, calls_of_a_step)
     [(forced_calls, forced_y)] = ranks.run(
         1,
         calls_of_a_step,
-        environment={"NORMSCOPE_FORCE_SYNC": "1", "NORMSCOPE_SHARED_MEMORY": transport},
+        environment=environment | {"NORMSCOPE_FORCE_SYNC": "1"},
     )
 
     assert (calls, forced_calls) == (0, 2)
@@ -87,12 +88,11 @@ def bytes_of_a_step() -> int:
     return after.bytes - before.bytes
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
 def test_a_step_sends_eighty_bytes_per_channel_and_a_header_each_way(
-    ranks: RankPool, transport: str
+    ranks: RankPool, environment: dict[str, str]
 ) -> None:
     header = 4 * 8
-    sent = ranks.run(2, bytes_of_a_step, environment={"NORMSCOPE_SHARED_MEMORY": transport})
+    sent = ranks.run(2, bytes_of_a_step, environment=environment)
 
     assert sent == [2 * (3 * 80 + header)] * 2
 

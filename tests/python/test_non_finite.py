@@ -13,7 +13,6 @@ from torch import distributed
 
 import normscope
 
-TRANSPORTS = {"shared memory": "1", "gloo": "0"}
 BAD = [float("nan"), float("inf"), float("-inf")]
 
 
@@ -63,14 +62,11 @@ def steps(where: str, value: float, scope: str) -> tuple[str, bool, str]:
     return message, is_same, later
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize(("where", "direction"), [("x", "forward"), ("dy", "backward")])
 def test_non_finite_values_are_named_before_they_spread(
-    ranks: RankPool, transport: str, value: float, where: str, direction: str
+    ranks: RankPool, environment: dict[str, str], value: float, where: str, direction: str
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
     answers = ranks.run(3, steps, where, value, "world", environment=environment)
 
     expected = f"{where}: expected finite values in {direction} of 0, got 2 non-finite on rank 1"
@@ -102,10 +98,9 @@ def differentiate_twice() -> tuple[str, str]:
         return message, error_of(lambda: step(torch.randn(4, 2)))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_double_backward_names_the_first_rank(ranks: RankPool, transport: str) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
+def test_a_double_backward_names_the_first_rank(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
     for message, later in ranks.run(3, differentiate_twice, environment=environment):
         assert message.startswith("gradient sums: expected finite values in double backward of 0, ")
         assert message.endswith("non-finite on rank 1")
@@ -144,10 +139,7 @@ def rank_1_does_not_look() -> str:
         return error_of(lambda: net(torch.randn(4, 2)))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_with_different_settings_raise(ranks: RankPool, transport: str) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": TRANSPORTS[transport]}
-
+def test_ranks_with_different_settings_raise(ranks: RankPool, environment: dict[str, str]) -> None:
     for message in ranks.run(2, rank_1_does_not_look, environment=environment):
         assert "rank 0: forward of 0, looking for non-finite values" in message
         assert "rank 1: forward of 0 (2 channels" in message

@@ -165,16 +165,6 @@ def test_a_call_that_reaches_no_backend_is_told_to_peers(
     assert seconds < 2 * SECONDS
 
 
-def rank_1_dies() -> tuple[str, float]:
-    """Let rank 1 die, in a new process that takes the place of the pool's rank."""
-    layer = normscope.BatchNorm2d(3)
-    layer(batch())
-    distributed.barrier()
-    if distributed.get_rank() == 1:
-        os._exit(1)
-    return raised_by(lambda: layer(batch()))
-
-
 def rank_1_is_late(scope: str) -> tuple[str, float]:
     net = torch.nn.Sequential(torch.nn.BatchNorm2d(3))
     net = normscope.convert(net, scope)

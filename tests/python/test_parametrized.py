@@ -172,11 +172,3 @@ def test_a_copy_keeps_its_class() -> None:
     assert not isinstance(twin[1], normscope.BatchNorm)
     assert isinstance(copy.deepcopy(net)[1], normscope.BatchNorm2d)
     assert_near(steps(copy.deepcopy(net)), steps(twin))
-
-
-def test_a_subclass_is_named_without_its_parametrizations() -> None:
-    class Own(nn.BatchNorm2d):
-        pass
-
-    with pytest.raises(TypeError, match=r"expected a layer of torch.nn or normscope, got .*\.Own,"):
-        normscope.convert(nn.Sequential(doubled(Own(3))))

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from deployed_networks import PLAIN, assert_close, batch, layers, network, of_torch, plain, trained
+from deployed_networks import PLAIN, assert_close, batch, layers, of_torch, plain
 from rank_pool import RankPool
 from torch import distributed, fx, nn
 
@@ -38,14 +37,8 @@ def fuse_fx(model: nn.Module) -> nn.Module:
     return fuse_fx(model)
 
 
-def fuse_experimental(model: nn.Module) -> nn.Module:
-    from torch.fx.experimental.optimization import fuse
-
-    return fuse(model)
-
-
 @pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("fuse", [fuse_eager, fuse_fx, fuse_experimental])
+@pytest.mark.parametrize("fuse", [fuse_eager, fuse_fx])
 def test_layers_are_folded_into_convolutions(
     fuse: Callable[[nn.Module], nn.Module], kind: str
 ) -> None:
@@ -56,44 +49,6 @@ def test_layers_are_folded_into_convolutions(
 
     assert not layers(fused)
     assert_close(fused(batch()), expected)
-
-
-@pytest.mark.parametrize("fuse", [fuse_fx, fuse_experimental])
-def test_layers_with_a_sum_are_folded(fuse: Callable[[nn.Module], nn.Module]) -> None:
-    model = network()
-    expected = model(batch())
-
-    fused = fuse(normscope.to_torch(model, any_dims=nn.BatchNorm2d))
-
-    assert not layers(fused)
-    assert_close(fused(batch()), expected)
-
-
-def test_a_single_layer_can_be_folded() -> None:
-    conv, norm = nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8)
-    expected = trained(nn.Sequential(conv, norm))(batch())
-
-    folded = nn.utils.fuse_conv_bn_eval(conv, norm)
-
-    assert_close(folded(batch()), expected)
-
-
-def quantize_eager(model: nn.Module) -> nn.Module:
-    from torch.ao import quantization
-
-    wrapped = nn.Sequential(quantization.QuantStub(), model, quantization.DeQuantStub()).eval()
-    wrapped.qconfig = quantization.get_default_qconfig("x86")
-    prepared = quantization.prepare(wrapped)
-    prepared(batch())
-    quantized: nn.Module = quantization.convert(prepared)
-    return quantized
-
-
-def test_eager_quantization_matches_that_of_torch_s_layers() -> None:
-    quantized = quantize_eager(fuse_eager(normscope.to_torch(plain("class"))))
-
-    assert not layers(quantized)
-    assert torch.equal(quantized(batch()), quantize_eager(fuse_eager(of_torch()))(batch()))
 
 
 def quantize(model: nn.Module) -> nn.Module:
@@ -155,48 +110,21 @@ def test_ranks_share_statistics_in_training_for_quantization(ranks: RankPool) ->
     assert (left, near) == (0, True)
 
 
-def quantize_pt2e(model: nn.Module, *, is_qat: bool) -> Any:  # noqa: ANN401 - a GraphModule
-    from torchao.quantization.pt2e import move_exported_model_to_eval
-    from torchao.quantization.pt2e.quantize_pt2e import (
-        convert_pt2e,
-        prepare_pt2e,
-        prepare_qat_pt2e,
-    )
+def quantize_pt2e(model: nn.Module) -> Any:  # noqa: ANN401 - a GraphModule
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
         X86InductorQuantizer,
         get_default_x86_inductor_quantization_config,
     )
 
     quantizer = X86InductorQuantizer()
-    quantizer.set_global(get_default_x86_inductor_quantization_config(is_qat=is_qat))
-    program = torch.export.export(model.train(is_qat), (batch(),)).module()
-    prepared = (prepare_qat_pt2e if is_qat else prepare_pt2e)(program, quantizer)
+    quantizer.set_global(get_default_x86_inductor_quantization_config())
+    prepared = prepare_pt2e(torch.export.export(model, (batch(),)).module(), quantizer)
     prepared(batch())
-    if is_qat:
-        move_exported_model_to_eval(prepared)
     return convert_pt2e(prepared)
 
 
 def test_quantization_of_an_exported_model_matches_that_of_torch_s_layers() -> None:
-    got, expected = (quantize_pt2e(m, is_qat=False) for m in (plain("class"), of_torch()))
+    got, expected = (quantize_pt2e(m) for m in (plain("class"), of_torch()))
 
     assert torch.equal(got(batch()), expected(batch()))
-
-
-@pytest.mark.slow
-def test_an_exported_model_trains_for_quantization_with_torch_s_layers() -> None:
-    model = normscope.to_torch(plain("activated"))
-
-    got, expected = (quantize_pt2e(m, is_qat=True) for m in (model, of_torch()))
-
-    assert not any("norm" in str(node.target) for node in got.graph.nodes)
-    assert torch.equal(got(batch()), expected(batch()))
-
-
-def test_a_copy_can_be_deployed_while_training_continues() -> None:
-    model = network()
-
-    deployed = normscope.to_torch(copy.deepcopy(model), any_dims=nn.BatchNorm2d)
-
-    assert torch.equal(deployed(batch()), model(batch()))
-    assert len([m for m in model.modules() if isinstance(m, normscope.BatchNorm)]) == 3

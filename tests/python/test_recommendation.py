@@ -104,22 +104,6 @@ def test_batches_are_requested_one_by_one() -> None:
     assert plan.batches == 3
 
 
-def test_the_order_of_batches_does_not_matter() -> None:
-    batches = noise_batches(16)
-
-    plan = normscope.recommend_scopes(small_network().eval(), batches, 12, ranks=4)
-    other = normscope.recommend_scopes(small_network().eval(), batches[::-1], 12, ranks=4)
-
-    for one, two in zip(plan.layers, other.layers, strict=True):
-        assert one.scope == two.scope
-        for candidate, same in zip(one.candidates, two.candidates, strict=True):
-            # Sums in float64, in a different order.
-            assert candidate.values is not None
-            assert same.values is not None
-            assert candidate.values.value == pytest.approx(same.values.value, rel=1e-12)
-            assert candidate.values.lower == pytest.approx(same.values.lower, rel=1e-12)
-
-
 class _Twice(nn.Module):
     """One layer for inputs of two sizes and means, like a head on a feature pyramid."""
 
@@ -174,17 +158,6 @@ def test_a_layer_is_measured_on_the_batches_that_reach_it() -> None:
     assert values["odd"] == independent_values(odd, EPS)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_non_finite_inputs_are_refused(bad: float) -> None:
-    batches = noise_batches(8)
-    batches[2][1, 0, 3, 3] = bad
-
-    with pytest.raises(
-        ValueError, match="expected finite inputs of every layer, got NaN or infinity in 1"
-    ):
-        normscope.recommend_scopes(small_network(), batches, ranks=2)
-
-
 class _CountsAnew(nn.Module):
     """A module that replaces its buffer by a new tensor."""
 
@@ -233,20 +206,6 @@ def test_heavy_tails_cause_a_warning() -> None:
         plan = normscope.recommend_scopes(layer, batches, 2, ranks=2)
 
     assert "uncertain" in str(plan)
-
-
-def test_a_layer_that_may_need_less_gets_the_wider_scope_and_a_note() -> None:
-    layer = normscope.BatchNorm1d(64)
-    torch.manual_seed(0)
-    batches = [torch.randn(16, 64) for _ in range(8)]
-    local = normscope.recommend_scopes(layer, batches, 2, ranks=4).layers[0].candidates[0].values
-    assert local is not None
-    wanted = (local.lower + local.value) / 2
-
-    plan = normscope.recommend_scopes(layer, batches, wanted, ranks=4)
-
-    assert plan.layers[0].scope == "group:2"
-    assert "perhaps local" in str(plan)
 
 
 @pytest.mark.parametrize(

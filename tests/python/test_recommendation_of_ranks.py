@@ -17,6 +17,11 @@ from torch import distributed, nn
 
 import normscope
 
+OTHER_NUMBERS = (
+    "ValueError: independent_values: expected the same number on every rank, got [4.0, 5.0]"
+)
+NOT_FINITE = "ValueError: batches: expected finite inputs of every layer, got NaN or infinity in 1"
+
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_get_the_same_plan_as_one_process_with_parts(ranks: RankPool, size: int) -> None:
@@ -79,20 +84,6 @@ def _error_of(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_a_rank_that_fails_ends_the_wait_of_the_others(ranks: RankPool) -> None:
-    one, other = ranks.run(2, _error_of_a_failing_rank)
-
-    assert "mat1 and mat2" in one
-    assert "rank 0" in other
-
-
-def _error_of_a_failing_rank() -> str:
-    torch.manual_seed(0)
-    network = normscope.convert(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-    width = 4 if distributed.get_rank() == 0 else 3
-    return _error_of(lambda: normscope.recommend_scopes(network, [torch.randn(4, width)]))
-
-
 @pytest.mark.parametrize("length", ["known", "unknown", "wrong"])
 def test_ranks_with_different_numbers_of_batches_raise(ranks: RankPool, length: str) -> None:
     got = "[1, 2, 3]" if length == "known" else "1 on ranks [0] and more on the others"
@@ -120,56 +111,41 @@ def _error_with_uneven_batches(length: str) -> tuple[str, list[str]]:
     return error, [str(scope) for scope in plan.scopes.values()]
 
 
-def test_ranks_without_batches_raise(ranks: RankPool) -> None:
-    errors = ranks.run(2, _error_without_batches)
+@pytest.mark.parametrize(
+    ("kind", "of_rank_0", "of_rank_1"),
+    [
+        ("failing batches", "OSError: no such image", "no such image"),
+        ("no number", "ValueError: independent_values: expected at least 2, got nan", "rank 0"),
+        ("other numbers", OTHER_NUMBERS, OTHER_NUMBERS),
+        ("a NaN in a batch", NOT_FINITE, NOT_FINITE),
+    ],
+)
+def test_an_error_of_one_rank_ends_the_wait_of_the_others(
+    ranks: RankPool, kind: str, of_rank_0: str, of_rank_1: str
+) -> None:
+    one, other = ranks.run(2, _error_of_kind, kind)
 
-    assert errors == ["ValueError: batches: expected at least one, got none"] * 2
-
-
-def _error_without_batches() -> str:
-    return _error_of(lambda: normscope.recommend_scopes(small_network(), iter(())))
-
-
-def test_a_rank_whose_batches_fail_ends_the_wait_of_the_others(ranks: RankPool) -> None:
-    one, other = ranks.run(2, _error_with_failing_batches)
-
-    assert one == "OSError: no such image"
-    assert "rank 0" in other
-    assert "no such image" in other
-
-
-def _error_with_failing_batches() -> str:
-    def batches() -> Iterator[torch.Tensor]:
-        yield noise_batches(4)[0]
-        if distributed.get_rank() == 0:
-            raise OSError("no such image")
-        yield noise_batches(4)[1]
-
-    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches()))
+    assert one == of_rank_0
+    assert of_rank_1 in other
 
 
-def test_ranks_that_want_different_numbers_raise(ranks: RankPool) -> None:
-    for error in ranks.run(2, _error_with_other_numbers):
-        assert error == (
-            "ValueError: independent_values: expected the same number on every rank, got [4.0, 5.0]"
-        )
+def _error_of_kind(kind: str) -> str:
+    rank, batches, wanted = distributed.get_rank(), noise_batches(4), 4.0
+    if kind == "failing batches" and rank == 0:
+        batches = _FailAtTheEnd(batches)
+    elif kind == "no number" and rank == 0:
+        wanted = math.nan
+    elif kind == "other numbers":
+        wanted += rank
+    elif kind == "a NaN in a batch" and rank == 1:
+        batches[0][0, 0, 0, 0] = math.nan
+    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches, wanted))
 
 
-def _error_with_other_numbers() -> str:
-    wanted = 4 + distributed.get_rank()
-    return _error_of(lambda: normscope.recommend_scopes(small_network(), noise_batches(4), wanted))
-
-
-def test_a_bad_argument_on_one_rank_ends_the_wait_of_the_others(ranks: RankPool) -> None:
-    one, other = ranks.run(2, _error_with_a_number_that_is_none)
-
-    assert one == "ValueError: independent_values: expected at least 2, got nan"
-    assert "rank 0" in other
-
-
-def _error_with_a_number_that_is_none() -> str:
-    wanted = math.nan if distributed.get_rank() == 0 else 4
-    return _error_of(lambda: normscope.recommend_scopes(small_network(), noise_batches(4), wanted))
+class _FailAtTheEnd(list[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from super().__iter__()
+        raise OSError("no such image")
 
 
 def _empty_on_one_rank() -> list[float]:
@@ -192,20 +168,6 @@ def test_a_rank_may_have_empty_batches(ranks: RankPool) -> None:
             assert layer.candidates[0].values is not None
             # The last bits of the layers' float32 inputs depend on how a batch is cut.
             assert value == pytest.approx(layer.candidates[0].values.value, rel=1e-4)
-
-
-def test_every_rank_raises_for_a_non_finite_input(ranks: RankPool) -> None:
-    for error in ranks.run(2, _error_with_nan_on_one_rank):
-        assert error == (
-            "ValueError: batches: expected finite inputs of every layer, got NaN or infinity in 1"
-        )
-
-
-def _error_with_nan_on_one_rank() -> str:
-    batches = noise_batches(4)
-    if distributed.get_rank() == 1:
-        batches[0][0, 0, 0, 0] = math.nan
-    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches))
 
 
 def test_compiled_and_parallel_models_are_measured(ranks: RankPool) -> None:

@@ -123,11 +123,6 @@ def test_a_class_that_derives_from_a_registered_one_is_unknown() -> None:
         normscope.convert(nn.Sequential(Further(3, 1.0)))
 
 
-def test_the_same_registration_can_be_repeated() -> None:
-    normscope.register_conversion(Scaled, ScopedScaled)
-    normscope.register_conversion(Activated, normscope.BatchNormAct2d, attributes=attributes_of)
-
-
 class Layer2d(nn.BatchNorm2d):
     pass
 

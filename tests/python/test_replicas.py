@@ -80,23 +80,6 @@ def network() -> nn.Module:
     ).double()
 
 
-def test_a_network_trains_like_without_replicas() -> None:
-    model, expected = network(), network()
-    expected.load_state_dict(model.state_dict())
-    for net, call in ((model, joined_output), (expected, lambda model, x: model(x))):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            x = torch.randn(sum(SIZES), 3, 8, 8, dtype=torch.float64, generator=generator)
-            optimizer.zero_grad()
-            call(net, x).sin().sum().backward()
-            optimizer.step()
-    for value, wanted in zip(
-        model.state_dict().values(), expected.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
-
-
 def test_a_replica_that_is_not_in_the_loss_counts() -> None:
     layer = normscope.BatchNorm1d(3).double()
     x = torch.randn(sum(SIZES), 3, 4, dtype=torch.float64, requires_grad=True)
@@ -151,12 +134,6 @@ def test_a_narrow_scope_activates_as_without_replicas() -> None:
     outputs = run_replicas(replicas_of(layer, 2), parts)
 
     assert all(map(torch.equal, outputs, expected))
-
-
-def test_evaluation_is_not_affected() -> None:
-    layer = normscope.BatchNorm1d(3).eval()
-    x = torch.randn(sum(SIZES), 3)
-    assert torch.equal(joined_output(layer, x), layer(x))
 
 
 def test_micro_batches_accumulate() -> None:
@@ -247,10 +224,3 @@ def test_dropped_replicas_are_not_waited_for() -> None:
     x = torch.randn(sum(SIZES), 3)
     replicas_of(layer, 2)
     assert torch.equal(joined_output(layer, x), layer(x))
-
-
-def test_data_parallel_without_devices_calls_the_model() -> None:
-    model = network()
-    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    expected = copy.deepcopy(model)(x)
-    assert torch.equal(nn.DataParallel(model)(x), expected)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -101,31 +100,6 @@ def test_pooled_statistics_follow_the_law_of_total_variance(ranks: RankPool) -> 
     assert answers[0][1]["1.num_batches_tracked"] == 2
 
 
-def pool_of_one_step(scope: str) -> tuple[Tensors, Tensors]:
-    """Pool local statistics after one update with momentum 1, whose moments are known."""
-    model = network(scope, momentum=1.0)
-    x = part() if scope == "local" else images(6)
-    model(x)
-    normscope.sync_running_stats(model)
-    first = state(model)
-    normscope.sync_running_stats(model)
-    return first, state(model)
-
-
-@pytest.mark.parametrize("scope", ["local", "slices:2", "world"])
-def test_pooling_again_changes_nothing(ranks: RankPool, scope: str) -> None:
-    for first, again in ranks.run(3, pool_of_one_step, scope):
-        for name, value in first.items():
-            assert_near(again[name], value)
-
-
-def test_the_pooled_mean_of_one_step_is_that_of_the_joined_batch(ranks: RankPool) -> None:
-    hidden = network("local")[0](images(sum(SIZES))).detach()
-
-    for pooled, _ in ranks.run(3, pool_of_one_step, "local"):
-        assert_near(pooled["1.running_mean"], hidden.mean((0, 2, 3)))
-
-
 def weights_after(kind: str) -> float:
     """Return the pooled mean of ranks with values 0 and 3, and 1 and 2 elements, or as ``kind``."""
     rank = distributed.get_rank()
@@ -184,16 +158,6 @@ def test_the_count_is_not_in_state_dict_and_failed_calls_do_not_count() -> None:
     assert list(layer.state_dict()) == list(nn.BatchNorm1d(3).state_dict())
 
 
-def test_a_recomputation_does_not_count() -> None:
-    layer = normscope.BatchNorm1d(3, scope="local")
-    x = torch.randn(4, 3, requires_grad=True)
-
-    y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-    y.square().sum().backward()
-
-    assert layer.elements_seen == 12
-
-
 def test_a_compiled_graph_leaves_the_count_unknown_and_is_compiled_once() -> None:
     layer = normscope.BatchNorm1d(3, scope="local")
     graphs = CompileCounterWithBackend("eager")
@@ -214,41 +178,6 @@ def test_without_other_ranks_nothing_is_pooled() -> None:
     normscope.sync_running_stats(model)
 
     assert_same_bits([before, state(model)])
-
-
-def saved_and_evaluated(how: str) -> tuple[bytes, torch.Tensor, torch.Tensor]:
-    """Train with local scope; return the saved file, and its evaluation in both libraries."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
-    model = normscope.convert(net, "local")
-    parallel = data_parallel(model, sends_buffers=False)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
-    for step in range(3):
-        optimizer.zero_grad()
-        parallel(images(8, step)[distributed.get_rank() * 3 :].float()).square().mean().backward()
-        optimizer.step()
-    if how == "sync":
-        normscope.sync_running_stats(model)
-    else:
-        normscope.estimate_running_stats(model, [part(5).float(), part(6).float()])
-
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    plain = normscope.revert(copy.deepcopy(model))
-    plain.load_state_dict(torch.load(file))
-    x = images(4, 9).float()
-    return file.getvalue(), model.eval()(x).detach(), plain.eval()(x).detach()
-
-
-@pytest.mark.parametrize("how", ["sync", "estimate"])
-def test_one_saved_file_evaluates_to_the_same_bits_everywhere(ranks: RankPool, how: str) -> None:
-    [(file, expected, _), *others] = ranks.run(2, saved_and_evaluated, how)
-
-    for other_file, ours, theirs in [(file, expected, expected), *others]:
-        assert other_file == file
-        assert torch.equal(ours, expected)
-        assert torch.equal(theirs, expected)
 
 
 def means_under_data_parallel(buffers: str) -> list[float]:

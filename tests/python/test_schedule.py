@@ -143,24 +143,6 @@ def test_layers_can_have_different_schedules() -> None:
     assert seen == [["local", "slices:2"], ["world", "slices:2"], ["world", "local"]]
 
 
-def test_a_schedule_works_together_with_a_learning_rate_scheduler() -> None:
-    model = normscope.convert(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rates = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2], gamma=0.5)
-    schedule = ProgressiveScope(model, ["slices:2", "local"], [0, 2])
-
-    seen = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(4, 3)).sum().backward()
-        optimizer.step()
-        seen.append((rates.get_last_lr()[0], str(schedule.scope)))
-        rates.step()
-        schedule.step()
-
-    assert seen == [(1.0, "slices:2")] * 2 + [(0.5, "local")] * 2
-
-
 def test_loading_a_state_sets_the_scope_of_the_layers() -> None:
     def made() -> tuple[nn.Module, ProgressiveScope]:
         model = network()
@@ -259,24 +241,3 @@ def step_under_two_scopes() -> list[float]:
 
 def test_statistics_follow_the_schedule_on_two_ranks(ranks: RankPool) -> None:
     assert ranks.run(2, step_under_two_scopes) == [[0.5, 1.0], [1.5, 1.0]]
-
-
-def train_with_doubling_scopes() -> list[float]:
-    layer = BatchNorm1d(1, momentum=1.0)
-    schedule = ProgressiveScope.doubling(layer, total_steps=3)
-    means = []
-    for _ in range(3):
-        layer(torch.full((2, 1), float(distributed.get_rank()))).sum().backward()
-        schedule.step()
-        means.append(layer.get_buffer("running_mean").item())
-    return means
-
-
-def test_doubling_scopes_share_statistics_among_more_and_more_ranks(ranks: RankPool) -> None:
-    # Means under local, group:2 and world; each rank's input is its own number.
-    assert ranks.run(4, train_with_doubling_scopes) == [
-        [0.0, 0.5, 1.5],
-        [1.0, 0.5, 1.5],
-        [2.0, 2.5, 1.5],
-        [3.0, 2.5, 1.5],
-    ]

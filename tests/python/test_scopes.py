@@ -65,7 +65,6 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=ABSOLUTE, msg=name)
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
 @pytest.mark.parametrize(
     ("scope", "sizes", "sharing"),
     [
@@ -92,10 +91,12 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     ],
 )
 def test_ranks_that_share_train_like_torch_on_their_joined_samples(
-    ranks: RankPool, transport: str, scope: str, sizes: tuple[int, ...], sharing: list[list[int]]
+    ranks: RankPool,
+    environment: dict[str, str],
+    scope: str,
+    sizes: tuple[int, ...],
+    sharing: list[list[int]],
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
-
     answers = ranks.run(len(sizes), step_of_rank, scope, sizes, environment=environment)
 
     for members in sharing:
@@ -109,7 +110,6 @@ def step_of_host(scope: str, sizes: tuple[int, ...], hosts: str) -> Tensors:
     return step_of_rank(scope, sizes)
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
 @pytest.mark.parametrize(
     ("hosts", "sharing"),
     [
@@ -120,11 +120,9 @@ def step_of_host(scope: str, sizes: tuple[int, ...], hosts: str) -> Tensors:
     ],
 )
 def test_a_node_is_the_ranks_of_one_host(
-    ranks: RankPool, transport: str, hosts: str, sharing: list[list[int]]
+    ranks: RankPool, environment: dict[str, str], hosts: str, sharing: list[list[int]]
 ) -> None:
     sizes = (2, 3, 2, 4, 2, 1)[: len(hosts)]
-    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
-
     answers = ranks.run(len(hosts), step_of_host, "node", sizes, hosts, environment=environment)
 
     for members in sharing:
@@ -185,12 +183,9 @@ def means_of_scopes_in_groups() -> list[float]:
     return [layer.running_mean.item() for layer in layers if layer.running_mean is not None]
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
 def test_scopes_use_the_ranks_of_their_process_group_and_do_not_mix(
-    ranks: RankPool, transport: str
+    ranks: RankPool, environment: dict[str, str]
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
-
     means = ranks.run(6, means_of_scopes_in_groups, environment=environment)
 
     in_pairs, in_all, in_sets, in_halves, again = map(list, zip(*means, strict=True))
@@ -230,12 +225,9 @@ def means_in_groups_made_anew(folder: str) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize("transport", ["1", "0"])
 def test_a_scope_follows_a_new_process_group_of_the_same_name(
-    ranks: RankPool, tmp_path: Path, transport: str
+    ranks: RankPool, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
-
     means = ranks.run(3, means_in_groups_made_anew, str(tmp_path), environment=environment)
 
     assert means == [[0.5, 11, 20.5], [0.5, 11, 20.5], [2, 11, 22]]
@@ -272,51 +264,3 @@ def test_with_one_rank_every_scope_stays_within_it(ranks: RankPool, scope: str) 
 
 def step_alone(scope: str) -> Tensors:
     return step(normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope), *batch(4))
-
-
-def bits_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
-    part = split_of(sizes, distributed.get_rank())
-    x, dy = (t[part].float() for t in batch(sum(sizes)))
-    return step(normscope.BatchNorm2d(3, scope=scope), x, dy)
-
-
-@pytest.mark.parametrize("transport", ["1", "0"])
-def test_a_group_has_the_bits_of_one_process_over_its_samples(
-    ranks: RankPool, transport: str
-) -> None:
-    sizes, environment = (2, 3, 4, 1), {"NORMSCOPE_SHARED_MEMORY": transport}
-
-    answers = ranks.run(4, bits_of_rank, "group:2", sizes, environment=environment)
-
-    x, dy = (t.float() for t in batch(sum(sizes)))
-    for members in ([0, 1], [2, 3]):
-        joined = slice(split_of(sizes, members[0]).start, split_of(sizes, members[1]).stop)
-        expected = step(normscope.BatchNorm2d(3), x[joined], dy[joined])
-        got = [answers[member] for member in members]
-        for name in ("y", "dx"):
-            assert torch.equal(torch.cat([answer[name] for answer in got]), expected[name])
-        for name in ("running_mean", "running_var"):
-            assert all(torch.equal(answer[name], expected[name]) for answer in got)
-
-
-def backward_after_a_change_of_scope() -> Tensors:
-    """Change the scope between a forward and its backward."""
-    part = split_of((2, 3, 1, 4), distributed.get_rank())
-    x, dy = (t[part] for t in batch(10))
-    x = x.requires_grad_()
-    layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope="group:2")
-    y = layer(x)
-    layer.scope = "local"
-    y.backward(dy)
-    assert x.grad is not None
-    return {"dx": x.grad}
-
-
-def test_a_backward_uses_the_scope_of_its_forward(ranks: RankPool) -> None:
-    sizes = (2, 3, 1, 4)
-    expected = ranks.run(4, step_of_rank, "group:2", sizes)
-
-    answers = ranks.run(4, backward_after_a_change_of_scope)
-
-    for got, wanted in zip(answers, expected, strict=True):
-        assert torch.equal(got["dx"], wanted["dx"])

@@ -62,15 +62,6 @@ def test_a_converted_layer_gets_its_original_class() -> None:
     assert model[0].__dict__.keys() == nn.BatchNorm2d(3).__dict__.keys()
 
 
-def test_a_lazy_layer_that_has_seen_an_input_is_no_longer_lazy() -> None:
-    model = normscope.convert(nn.Sequential(nn.LazyBatchNorm2d()))
-    model(batch())
-
-    normscope.to_torch(model)
-
-    assert type(model[0]) is nn.BatchNorm2d
-
-
 def test_hooks_mode_and_state_are_kept() -> None:
     model = nn.Sequential(normscope.BatchNorm2d(3, scope="local"))
     called = []

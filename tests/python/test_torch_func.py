@@ -206,12 +206,5 @@ def test_a_mask_under_a_transform(training: bool) -> None:  # noqa: FBT001
         for f in (layer, alone):
             expected = torch.stack([f(x, mask=mask) for x in xs])
             torch.testing.assert_close(call(f), expected, rtol=ROUNDING, atol=ROUNDING)
-        got = func.grad(lambda x: alone(x, mask=mask).sin().sum())(xs[0])
-        leaf = xs[0].clone().requires_grad_()
-        [expected] = torch.autograd.grad(alone(leaf, mask=mask).sin().sum(), leaf)
-        torch.testing.assert_close(got, expected, rtol=ROUNDING, atol=ROUNDING)
-        tangent = func.jvp(lambda x: alone(x, mask=mask), (leaf.detach(),), (xs[1],))[1]
-        product = torch.autograd.functional.jvp(lambda x: alone(x, mask=mask), xs[0], xs[1])[1]
-        torch.testing.assert_close(tangent, product, rtol=ROUNDING, atol=ROUNDING)
     with pytest.raises(ValueError, match=r"mask: expected one that torch.func.vmap does not map"):
         func.vmap(lambda x, m: alone(x, mask=m))(xs, masks(xs))

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
-import pytest
-
 import normscope
 
 ROOT = Path(__file__).parents[2]
@@ -139,32 +137,3 @@ def test_every_document_is_a_page() -> None:
     pages = [SITE / path.relative_to(ROOT).with_suffix(".html") for path in documents]
 
     assert [str(path) for path in pages if not path.is_file()] == []
-
-
-def site_with(link: str, folder: Path) -> Path:
-    site = folder / "site"
-    site.mkdir()
-    (folder / "outside.html").write_text("")
-    (site / "other.html").write_text("<p id=there></p>")
-    (site / "page.html").write_text(f'<p id=here></p><a href="{link}"></a>')
-    return site
-
-
-@pytest.mark.parametrize("link", ["other.html#there", "#here", "https://example.org/"])
-def test_a_link_to_an_existing_target_is_not_broken(tmp_path: Path, link: str) -> None:
-    assert list(broken_links(site_with(link, tmp_path))) == []
-
-
-@pytest.mark.parametrize("link", ["other.html#no", "#no", "missing.html", "../outside.html"])
-def test_a_broken_link_is_found(tmp_path: Path, link: str) -> None:
-    assert list(broken_links(site_with(link, tmp_path))) == [f"page.html: {link}"]
-
-
-def test_files_from_another_host_are_found(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text('<script src="https://example.org/a.js"></script>')
-    (tmp_path / "style.css").write_text("p { background: url(//example.org/a.png) }")
-
-    assert list(from_elsewhere(tmp_path)) == [
-        "page.html: https://example.org/a.js",
-        "style.css: //example.org/a.png",
-    ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's own layer in float64, and the tolerances for comparing with it."""
+"""The layers of both libraries, torch's in float64, and the tolerances of a comparison."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+import normscope
+
 LAYERS: dict[int, type[_BatchNorm]] = {
     2: torch.nn.BatchNorm1d,
     3: torch.nn.BatchNorm1d,
     4: torch.nn.BatchNorm2d,
     5: torch.nn.BatchNorm3d,
+}
+OURS: dict[int, type[normscope.BatchNorm]] = {
+    2: normscope.BatchNorm1d,
+    3: normscope.BatchNorm1d,
+    4: normscope.BatchNorm2d,
+    5: normscope.BatchNorm3d,
 }
 
 # Worst-case numbers of roundings in the arithmetic type. The sum of a tile is a chain of at most 32
@@ -45,6 +53,7 @@ def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
     x = x.detach().requires_grad_()
     y = layer(x)
     y.backward(dy)
+    assert y.dtype == x.dtype
     answers = Answers(
         y=y.detach().double(),
         dx=_gradient(x),

@@ -19,7 +19,10 @@
 namespace normscope::testing {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 // Both sides compute in float64 (eps 2e-16) on data of condition one; sums have at most 200 terms.
 constexpr double kRounding = 1e-12;
@@ -110,27 +113,6 @@ INSTANTIATE_TEST_SUITE_P(, ModuleOnRanks,
                                                "NormBatch", 4, Scope::norm_batch(8), {0, 0, 2, 2}}),
                          [](const auto& sharing) { return std::string(sharing.param.name); });
 
-class ModuleOnThreads : public ::testing::TestWithParam<int> {};
-
-TEST_P(ModuleOnThreads, AThousandStepsKeepTheBits) {
-  run_ranks(GetParam(), [](const RankGroup& group) {
-    const at::Tensor batch = random({2, 3, 2, 2}, static_cast<std::uint64_t>(group.rank()));
-    nn::BatchNorm2d first(nn::BatchNormOptions(3).group(group.name()));
-    const Step expected = step(first, batch);
-    for (int i = 1; i < 1000; ++i) {
-      nn::BatchNorm2d layer(nn::BatchNormOptions(3).group(group.name()));
-
-      const Step got = step(layer, batch);
-
-      ASSERT_TRUE(torch::equal(got.y, expected.y)) << "step " << i;
-      ASSERT_TRUE(torch::equal(got.dx, expected.dx)) << "step " << i;
-      ASSERT_TRUE(torch::equal(got.running_var, expected.running_var)) << "step " << i;
-    }
-  });
-}
-
-INSTANTIATE_TEST_SUITE_P(, ModuleOnThreads, ::testing::Values(2, 4));
-
 TEST(Module, SlicesFollowTheirRule) {
   const RankGroup group = alone();
   const at::Tensor x = random({5, 3, 2, 2}, 0);
@@ -186,13 +168,16 @@ TEST(Module, SavesClonesAndMovesBetweenTypes) {
   EXPECT_EQ(clone->num_batches_tracked.item<std::int64_t>(), 1);
 }
 
-TEST(Module, PrintsItsScope) {
+TEST(Module, PrintsItsScopeAndItsActivation) {
   std::stringstream text;
   text << nn::BatchNorm2d(nn::BatchNormOptions(8).scope(Scope::group(4)).affine(false));
+  text << nn::BatchNorm2d(nn::BatchNormOptions(8).activation({Activation::kSilu}));
 
-  EXPECT_EQ(text.str(),
-            "normscope::nn::BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=false, "
-            "track_running_stats=true, scope=group:4)");
+  EXPECT_THAT(
+      text.str(),
+      AllOf(StartsWith("normscope::nn::BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=false, "
+                       "track_running_stats=true, scope=group:4)"),
+            EndsWith("scope=world, activation=silu)")));
 }
 
 TEST(Module, WithAnActivationEqualsTorchsActivationAfterIt) {
@@ -236,13 +221,6 @@ TEST(Module, WithAnActivationEqualsTorchsActivationAfterIt) {
       }
     }
   }
-}
-
-TEST(Module, PrintsItsActivation) {
-  std::stringstream text;
-  text << nn::BatchNorm2d(nn::BatchNormOptions(8).activation({Activation::kSilu}));
-
-  EXPECT_THAT(text.str(), HasSubstr("scope=world, activation=silu)"));
 }
 
 TEST(Module, WorksInASequentialWithoutAWrapper) {

@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -283,51 +282,26 @@ TEST(C10dCommunicator, OptionsThatItCannotCopyKeepTheirRanks) {
   });
 }
 
-TEST(C10dCommunicator, APartOfAGroupThatWasDestroyedEndsInGoodOrder) {
-  run_ranks(
-      2,
-      [](Group group, Options& /*options*/, Calls& calls) {
-        C10dCommunicator communicator(group);
-        auto part = communicator.split(/*color=*/0, /*key=*/0);
+TEST(C10dCommunicator, APartIsAbortedUnlessItsGroupHasBeenDestroyedInGoodOrder) {
+  for (const bool is_destroyed : {true, false}) {
+    for (const bool has_failed : {true, false}) {
+      run_ranks(
+          2,
+          [&](Group group, Options& /*options*/, Calls& calls) {
+            C10dCommunicator communicator(group);
+            auto part = communicator.split(/*color=*/0, /*key=*/0);
 
-        group.reset();
-        part.reset();
+            if (has_failed) part->fail("the weights are missing");
+            if (is_destroyed) group.reset();
+            part.reset();
 
-        EXPECT_EQ(calls.ends_of_parts, 1);
-        EXPECT_EQ(calls.aborts_of_parts, 0);
-      },
-      "nccl");
-}
-
-TEST(C10dCommunicator, APartOfAGroupThatLivesOnIsAborted) {
-  run_ranks(
-      2,
-      [](const Group& group, Options& /*options*/, Calls& calls) {
-        C10dCommunicator communicator(group);
-
-        communicator.split(/*color=*/0, /*key=*/0).reset();
-
-        EXPECT_EQ(calls.ends_of_parts, 0);
-        EXPECT_EQ(calls.aborts_of_parts, 1);
-      },
-      "nccl");
-}
-
-TEST(C10dCommunicator, APartThatHasFailedIsAborted) {
-  run_ranks(
-      2,
-      [](Group group, Options& /*options*/, Calls& calls) {
-        C10dCommunicator communicator(group);
-        auto part = communicator.split(/*color=*/0, /*key=*/0);
-
-        part->fail("the weights are missing");
-        group.reset();
-        part.reset();
-
-        EXPECT_EQ(calls.ends_of_parts, 0);
-        EXPECT_EQ(calls.aborts_of_parts, 1);
-      },
-      "nccl");
+            const bool is_in_order = is_destroyed && !has_failed;
+            EXPECT_EQ(calls.ends_of_parts, is_in_order ? 1 : 0);
+            EXPECT_EQ(calls.aborts_of_parts, is_in_order ? 0 : 1);
+          },
+          "nccl");
+    }
+  }
 }
 
 TEST(C10dCommunicator, SumsOnTheCallersStreamWithoutAWork) {

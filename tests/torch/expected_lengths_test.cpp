@@ -22,40 +22,14 @@ int expected_of(ExpectedLengths& lengths, const std::vector<std::size_t>& messag
   return expected;
 }
 
-TEST(ExpectedLengths, NothingIsExpectedOfTheFirstStep) {
-  ExpectedLengths lengths;
-
-  EXPECT_EQ(expected_of(lengths, {644, 644, 2564, 644, 12}), 0);
-}
-
 TEST(ExpectedLengths, StepsThatRepeatAreExpected) {
   const std::vector<std::size_t> step = {644, 644, 2564, 644, 644, 2564, 1284, 12, 1284};
   ExpectedLengths lengths;
-  expected_of(lengths, step);
+  EXPECT_LT(expected_of(lengths, step), static_cast<int>(step.size()));
   // Until the last few lengths are those of a whole step, too.
   expected_of(lengths, step);
 
   EXPECT_EQ(expected_of(lengths, step), static_cast<int>(step.size()));
-}
-
-TEST(ExpectedLengths, AfterAChangeTheNewStepsAreExpected) {
-  const std::vector<std::size_t> before = {644, 2564, 12};
-  const std::vector<std::size_t> after = {644, 1284, 12};
-  ExpectedLengths lengths;
-  for (int steps = 0; steps < 5; ++steps) expected_of(lengths, before);
-  for (int steps = 0; steps < 5; ++steps) expected_of(lengths, after);
-
-  EXPECT_EQ(expected_of(lengths, after), static_cast<int>(after.size()));
-}
-
-TEST(ExpectedLengths, NothingIsExpectedOnceCleared) {
-  ExpectedLengths lengths;
-  for (int i = 0; i < 20; ++i) lengths.add(644);
-  ASSERT_EQ(lengths.next(), 644U);
-
-  lengths.clear();
-
-  EXPECT_EQ(lengths.next(), std::nullopt);
 }
 
 TEST(ExpectedLengths, MessagesThatNeverRepeatDoNotFillTheMemory) {

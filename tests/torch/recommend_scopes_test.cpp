@@ -195,16 +195,6 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
             "batches: expected at least one, got 0");
 }
 
-TEST(RecommendScopes, NamesALayerWithNonFiniteInput) {
-  torch::nn::Sequential net = measured_network();
-  std::vector<at::Tensor> batches = noise(4);
-  batches[3][0][0][0][0] = std::nan("");
-
-  EXPECT_EQ(
-      error_of([&] { (void)plan_of(net, batches, alone(), nn::RecommendOptions().ranks(2)); }),
-      "batches: expected finite inputs of every layer, got NaN or infinity in 1");
-}
-
 TEST(RecommendScopes, ThrowsIfRanksDiffer) {
   run_ranks(3, [](const RankGroup& group) {
     torch::nn::Sequential net = measured_network();
@@ -245,17 +235,6 @@ TEST(RecommendScopes, EndsTheWaitForARankThatThrows) {
     });
 
     EXPECT_NE(error.find("no such image"), std::string::npos) << error;
-  });
-}
-
-TEST(RecommendScopes, TakesEmptyBatchesOfARank) {
-  run_ranks(2, [](const RankGroup& group) {
-    torch::nn::Sequential net = measured_network();
-    nn::convert(*net, Scope::world(), group);
-    std::vector<at::Tensor> batches = noise(4);
-    if (group.rank() == 1) batches[0] = batches[0].narrow(0, 0, 0);
-
-    EXPECT_EQ(plan_of(net, batches, group, {}).layers.size(), 2U);
   });
 }
 

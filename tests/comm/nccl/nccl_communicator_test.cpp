@@ -3,9 +3,7 @@
 // The communicator over NCCL, with an implementation of NCCL on the host: no GPU is needed.
 #include "normscope/comm/nccl/nccl_communicator.h"
 
-#include <algorithm>
 #include <chrono>
-#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -173,59 +171,6 @@ TEST_P(Nccl, HasNoTimeLimitForCapturedSums) {
         EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
       },
       1s);
-}
-
-// With a pause of 50 us between checks, 20 checks would take 1 ms even on an idle machine.
-TEST_P(Nccl, DoesNotSleepDuringShortWaits) {
-  run([](Communicator& communicator) {
-    nccl_on_host::Stream stream;
-    std::vector<double> values{1.0};
-    nccl_on_host::take_time(/*looks=*/20, 0us);
-    auto shortest = std::chrono::steady_clock::duration::max();
-
-    for (int i = 0; i < 50; ++i) {
-      const auto start = std::chrono::steady_clock::now();
-      communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
-      shortest = std::min(shortest, std::chrono::steady_clock::now() - start);
-    }
-
-    EXPECT_LT(shortest, 1ms);
-    cudaStreamSynchronize(stream.get());
-  });
-}
-
-TEST_P(Nccl, SleepsDuringLongWaits) {
-  run([](Communicator& communicator) {
-    nccl_on_host::Stream stream;
-    std::vector<double> values{1.0};
-    nccl_on_host::take_time(/*looks=*/0, 20ms);
-    const int looks_before = nccl_on_host::looks();
-    const auto start = std::chrono::steady_clock::now();
-
-    communicator.all_reduce_sum(values, {.handle = stream.get(), .memory = Memory::kDevice});
-
-    const auto time = std::chrono::steady_clock::now() - start;
-    EXPECT_LE(nccl_on_host::looks() - looks_before, 1 + 200 + time / 50us);
-    cudaStreamSynchronize(stream.get());
-  });
-}
-
-TEST_P(Nccl, WatchesASumWhileAThreadCapturesAnotherStream) {
-  run([](Communicator& communicator) {
-    PipeGate never;
-    nccl_on_host::Stream watched;
-    nccl_on_host::Stream captured;
-    std::vector<double> values{1.0};
-    watched.wait_at(never);
-    communicator.all_reduce_sum(values, {.handle = watched.get(), .memory = Memory::kDevice});
-    captured.capture();
-
-    nccl_on_host::wait_for_event_queries(3 * GetParam());
-
-    EXPECT_TRUE(captured.capture_is_valid());
-    never.open_for(1);
-    cudaStreamSynchronize(watched.get());
-  });
 }
 
 TEST_P(NcclPeers, AbortsASumWhileAThreadCapturesAnotherStream) {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <chrono>
-
 #include <cuda_runtime.h>
 #include <nccl.h>
 
@@ -38,18 +36,8 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Waits until events have been queried `count` times, counted from this call.
-void wait_for_event_queries(int count);
-
 // Makes ncclCommGetAsyncError() return `error` from now on, for every communicator of this thread.
 void report(ncclResult_t error);
-
-// From now on, each ncclAllReduce() of this thread stays in progress for at least `looks` calls of
-// ncclCommGetAsyncError() and for at least `duration`.
-void take_time(int looks, std::chrono::microseconds duration);
-
-// The number of this thread's calls of ncclCommGetAsyncError().
-[[nodiscard]] int looks();
 
 // Communicators of this process that were created and neither destroyed nor aborted.
 [[nodiscard]] int living_communicators();
