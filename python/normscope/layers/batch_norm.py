@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
 import torch
 from torch.fx import Proxy
 
-from normscope._binding import groups, ops
+from normscope._binding import groups
 from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers import replicas
@@ -16,7 +16,6 @@ from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.forward import (
     DIRECT,
     Route,
-    add_to_count,
     check_dimensions,
     evaluate,
     scope_and_group_in_use,
@@ -207,27 +206,6 @@ class BatchNorm(TorchBatchNorm):
             self.layer_name,
         )
         return self._route.train(self if tracks else None, x, mask, arguments, ending)
-
-    def _update_running(self, moments: torch.Tensor, elements: int | None) -> None:
-        """Update the running statistics once, if there are any.
-
-        Args:
-            moments: The moments of a norm batch, in the format of the ops.
-            elements: The number of elements from this rank; None if unknown.
-        """
-        if not self.track_running_stats:
-            return
-        assert self.running_mean is not None
-        ops.batch_norm_finalize(
-            moments,
-            self.running_mean,
-            self.running_var,
-            self.num_batches_tracked,
-            self.momentum,
-            self.eps,
-            self.running_mean.dtype,
-        )
-        add_to_count(self, elements)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation
         check_dimensions(input, self.dims)

@@ -113,13 +113,6 @@ def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
         raise ValueError(f"x: expected {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
 
 
-class Layer(Counter, Protocol):
-    """A layer, as far as a route uses it."""
-
-    def _update_running(self, moments: torch.Tensor, elements: int | None) -> None:
-        """Update the buffers, if there are any, with the moments of a norm batch."""
-
-
 class Route(Protocol):
     """How the training forwards of a layer reach the ops, and its running statistics."""
 
@@ -133,8 +126,14 @@ class Route(Protocol):
     ) -> torch.Tensor:
         """Normalize as :func:`train` does."""
 
-    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
-        """Add the moments of a norm batch that was normalized elsewhere."""
+    def add(
+        self,
+        counter: Counter,
+        moments: torch.Tensor,
+        elements: int | None,
+        arguments: ForwardArguments,
+    ) -> None:
+        """Add the moments of a norm batch that was normalized elsewhere with these arguments."""
 
 
 class Direct:
@@ -142,9 +141,17 @@ class Direct:
 
     train = staticmethod(train)
 
-    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
-        """Update the buffers."""
-        layer._update_running(moments, elements)
+    def add(
+        self,
+        counter: Counter,
+        moments: torch.Tensor,
+        elements: int | None,
+        arguments: ForwardArguments,
+    ) -> None:
+        """Update the buffers, if there are any."""
+        if arguments.running_mean is not None:
+            ops.batch_norm_finalize(moments, *arguments[2:7], arguments.running_mean.dtype)
+            add_to_count(counter, elements)
 
 
 DIRECT = Direct()
