@@ -11,6 +11,7 @@ from torch.nn import functional
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
 from normscope.layers import masked_forward
+from normscope.layers.count import UNKNOWN, Counter, add_to_count, version_of
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.scope import Scope
 
@@ -53,12 +54,6 @@ def evaluate(
     return ending.finish(y)
 
 
-class Counter(Protocol):
-    """Counts the elements in its running statistics; None if their number is unknown."""
-
-    elements_seen: int | None
-
-
 def train(
     counter: Counter | None,
     x: torch.Tensor,
@@ -77,27 +72,19 @@ def train(
         ending: Applied after the normalization.
         accumulated: As for the op.
     """
+    if counter is not None and torch.compiler.is_compiling():
+        counter._count = UNKNOWN  # a count in the graph would cause recompilation each step
+        counter = None
+    buffers = arguments[2:5] if accumulated is None else (accumulated,)
+    before = 0 if counter is None else version_of(buffers)
     if mask is None:
         y = ending.train(x, arguments, accumulated)
     else:
         y, x = masked_forward.train(x, mask, arguments, ending, accumulated)
     if counter is not None:
-        _count(counter, x)
+        counts = accumulated is not None or arguments.updates_running()
+        add_to_count(counter, x.numel() if counts else 0, buffers, before)
     return y
-
-
-def _count(counter: Counter, x: torch.Tensor) -> None:
-    if torch.compiler.is_compiling():
-        counter.elements_seen = None  # a count in the graph would cause recompilation each step
-    elif counter.elements_seen is not None and not ops.recomputes():
-        # The assignment of torch.nn.Module takes microseconds.
-        object.__setattr__(counter, "elements_seen", counter.elements_seen + x.numel())
-
-
-def add_to_count(counter: Counter, elements: int | None) -> None:
-    """Count elements that were normalized elsewhere; None if their number is unknown."""
-    seen = counter.elements_seen
-    counter.elements_seen = None if seen is None or elements is None else seen + elements
 
 
 def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
@@ -149,9 +136,13 @@ class Direct:
         arguments: ForwardArguments,
     ) -> None:
         """Update the buffers, if there are any."""
-        if arguments.running_mean is not None:
-            ops.batch_norm_finalize(moments, *arguments[2:7], arguments.running_mean.dtype)
-            add_to_count(counter, elements)
+        if arguments.running_mean is None:
+            return
+        buffers = arguments[2:5]
+        before = version_of(buffers)
+        ops.batch_norm_finalize(moments, *arguments[2:7], arguments.running_mean.dtype)
+        elements = elements if arguments.updates_running() else 0
+        add_to_count(counter, elements, buffers, before)
 
 
 DIRECT = Direct()

@@ -28,8 +28,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
+from normscope.layers.count import Counter
 from normscope.layers.ending import Ending
-from normscope.layers.forward import DIRECT, Counter, Route, check_dimensions
+from normscope.layers.forward import DIRECT, Route, check_dimensions
 from normscope.layers.masks import Rows
 from normscope.layers.scope import Scope
 

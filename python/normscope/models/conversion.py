@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
-_STATE = ("elements_seen", "_route")
+_STATE = ("_count", "_route")
 _ORIGINAL = "_original"
 
 

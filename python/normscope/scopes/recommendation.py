@@ -211,7 +211,7 @@ def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iter
 def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
     """Run batch normalization with batch statistics, and restore the model's state afterwards."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
-    kept = [(norm.scope, norm.layer_name) for norm in norms]
+    kept = [(norm.scope, norm.layer_name, norm.elements_seen) for norm in norms]
     # A module may replace its buffer by another tensor.
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -224,11 +224,11 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices), batch_statistics(model):
             yield
     finally:
-        for norm, (scope, layer_name) in zip(norms, kept, strict=True):
-            norm.scope, norm.layer_name = scope, layer_name
         for module, name, buffer, value in buffers:
             buffer.copy_(value)
             buffers_of(module)[name] = buffer
+        for norm, settings in zip(norms, kept, strict=True):
+            norm.scope, norm.layer_name, norm.elements_seen = settings
 
 
 def _hosts(group: ProcessGroup, wanted: float) -> list[int]:

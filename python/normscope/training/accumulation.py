@@ -17,8 +17,9 @@ from normscope._binding.ops import (
     tell_peers,
 )
 from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, version_of
 from normscope.layers.ending import Ending
-from normscope.layers.forward import Counter, add_to_count, train
+from normscope.layers.forward import train
 
 
 @dataclass
@@ -29,7 +30,7 @@ class _Accumulator:
     running_mean: torch.Tensor
     momentum: float | None
     moments: torch.Tensor  # in the format of the ops, of all norm batches so far
-    elements_seen: int | None = 0  # like the attribute of a layer
+    _count: Count = NO_ELEMENTS
 
     @classmethod
     def of(cls, layers: list[BatchNorm]) -> _Accumulator:
@@ -61,8 +62,9 @@ class _Accumulator:
     ) -> None:
         """Add moments to those of the block."""
         if self._takes(arguments):
+            before = version_of((self.moments,))
             self.moments += moments
-            add_to_count(self, elements)
+            add_to_count(self, elements, (self.moments,), before)
 
     def _takes(self, arguments: ForwardArguments) -> bool:
         """Return whether the moments of a call are of the block: it would update by itself."""
@@ -86,17 +88,24 @@ class _Accumulator:
 
     def update(self) -> None:
         """Update the running statistics that the layers have now."""
-        layers = {id(layer.running_mean): layer for layer in self.layers}
-        for layer in layers.values():
-            mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
-            if mean is not None:
-                moments = self.moments.to(mean.device)
-                batch_norm_finalize(
-                    moments, mean, var, batches, self.momentum, layer.eps, mean.dtype
-                )
-        for layer in self.layers:
-            if isinstance(layer, BatchNorm):  # not reverted
-                add_to_count(layer, self.elements_seen)
+        for layers in _sharing(self.layers):
+            buffers = layers[0].running_mean, layers[0].running_var, layers[0].num_batches_tracked
+            if buffers[0] is None:
+                continue
+            before = version_of(buffers)
+            moments = self.moments.to(buffers[0].device)
+            batch_norm_finalize(moments, *buffers, self.momentum, layers[0].eps, buffers[0].dtype)
+            for layer in layers:
+                if isinstance(layer, BatchNorm):  # not reverted
+                    add_to_count(layer, self._count[0], buffers, before)
+
+
+def _sharing(layers: list[BatchNorm]) -> list[list[BatchNorm]]:
+    """Return the layers, those with the same running statistics together."""
+    sharing: dict[int, list[BatchNorm]] = {}
+    for layer in layers:
+        sharing.setdefault(id(layer.running_mean), []).append(layer)
+    return list(sharing.values())
 
 
 @contextmanager
@@ -134,10 +143,7 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
         >>> layer[0].running_mean, layer[0].num_batches_tracked
         (tensor([3.]), tensor(1))
     """
-    sharing: dict[int, list[BatchNorm]] = {}
-    for layer in _layers_of(model):
-        sharing.setdefault(id(layer.running_mean), []).append(layer)
-    accumulators = [_Accumulator.of(layers) for layers in sharing.values()]
+    accumulators = [_Accumulator.of(layers) for layers in _sharing(_layers_of(model))]
     for accumulator in accumulators:
         for layer in accumulator.layers:
             layer._route = accumulator

@@ -39,8 +39,9 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     exchange per layer, after a check that the ranks have the same layers.
 
     w is ``elements_seen`` of a layer of normscope: the number of elements that this rank has put
-    into its statistics since the last pooling. All ranks have the same weight if the number is
-    unknown on any of them (layers of torch.nn, compiled graphs) or zero on all.
+    into its statistics since anything else last set them, such as a pooling or ``load_state_dict``.
+    All ranks have the same weight if the number is unknown on any of them (layers of torch.nn,
+    compiled graphs) or zero on all.
     ``num_batches_tracked`` does not change. With one rank or no process group, nothing happens.
 
     By default, DistributedDataParallel overwrites the statistics of every rank with those of rank 0
@@ -309,7 +310,7 @@ def batch_statistics(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for norm, mode, count, values in zip(norms, modes, counts, buffers, strict=True):
             norm.training = mode
-            if isinstance(norm, BatchNorm):
-                norm.elements_seen = count
             for name, value in values.items():
                 norm.get_buffer(name).copy_(value)
+            if isinstance(norm, BatchNorm):
+                norm.elements_seen = count
