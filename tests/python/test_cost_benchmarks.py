@@ -19,7 +19,9 @@ SHARED_MEMORY = Costs((1e-6, 1e-9))
 def test_a_plan_gives_a_table_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = normscope.recommend_scopes(small_network().eval(), noise_batches(12), 12, ranks=2)
+    plan = normscope.recommend_scopes(
+        small_network().eval(), noise_batches(12), 12, ranks=2, include="*"
+    )
     plan.save(tmp_path / "plan.json")
 
     scaling.main(["--plan", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plot.svg")])

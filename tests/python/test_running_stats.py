@@ -438,7 +438,7 @@ def estimate(scope: str, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[T
         for name, seen in inputs.items()
     ]
     batches = [images(SIZES[rank], seed=10 * rank + i).to(dtype) for i in range(counts[rank])]
-    normscope.estimate_running_stats(model, batches)
+    normscope.estimate_running_stats(model, batches, include="*")
     for hook in hooks:
         hook.remove()
     assert [layer.training for layer in model] == [True, False, True, True, True, True]
@@ -501,7 +501,7 @@ def test_tuples_are_arguments_and_each_call_of_a_shared_layer_counts() -> None:
         [(torch.ones(2, 1), torch.zeros(2, 1)), (torch.ones(4, 1) * 2, torch.ones(2, 1))]
     )
 
-    normscope.estimate_running_stats(model, batches)
+    normscope.estimate_running_stats(model, batches, include="*")
 
     x = torch.tensor([1.0, 1, 0, 0, 2, 2, 2, 2, 1, 1])
     assert model.norm.get_buffer("running_mean") == x.mean()

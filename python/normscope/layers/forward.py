@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -146,3 +148,18 @@ class Direct:
 
 
 DIRECT = Direct()
+
+
+@contextmanager
+def routed(layer: torch.nn.Module, route: Route) -> Iterator[None]:
+    """Let the training forwards of a layer of normscope take a route."""
+    attributes = vars(layer)
+    before = attributes.get("_route")
+    attributes["_route"] = route
+    try:
+        yield
+    finally:
+        if before is None:
+            attributes.pop("_route", None)  # absent if the layer was reverted
+        else:
+            attributes["_route"] = before

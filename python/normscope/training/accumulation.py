@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from normscope._binding.ops import (
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, version_of
 from normscope.layers.ending import Ending
-from normscope.layers.forward import train
+from normscope.layers.forward import routed, train
 
 
 @dataclass
@@ -144,15 +144,11 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
         (tensor([3.]), tensor(1))
     """
     accumulators = [_Accumulator.of(layers) for layers in _sharing(_layers_of(model))]
-    for accumulator in accumulators:
-        for layer in accumulator.layers:
-            layer._route = accumulator
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for accumulator in accumulators:
             for layer in accumulator.layers:
-                vars(layer).pop("_route", None)
+                stack.enter_context(routed(layer, accumulator))
+        yield
     for accumulator in accumulators:
         accumulator.update()
 
