@@ -318,7 +318,12 @@ def test_peers_are_told_of_another_momentum(ranks: RankPool) -> None:
 
 def test_calls_with_other_buffers_are_refused() -> None:
     layer = normscope.BatchNorm1d(3)
+    same_memory = {name: value.detach() for name, value in layer.named_buffers()}
     others = {name: value.clone() for name, value in layer.named_buffers()}
+
+    with normscope.accumulate(layer):
+        torch.func.functional_call(layer, same_memory, torch.randn(4, 3))
+    assert layer.num_batches_tracked == 1
     with (
         normscope.accumulate(layer),
         pytest.raises(ValueError, match=r"layer: expected the buffers .* got others"),

@@ -116,11 +116,7 @@ class Route(Protocol):
         """Normalize as :func:`train` does."""
 
     def add(
-        self,
-        counter: Counter,
-        moments: torch.Tensor,
-        elements: int | None,
-        arguments: ForwardArguments,
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
     ) -> None:
         """Add the moments of a norm batch that was normalized elsewhere with these arguments."""
 
@@ -131,11 +127,7 @@ class Direct:
     train = staticmethod(train)
 
     def add(
-        self,
-        counter: Counter,
-        moments: torch.Tensor,
-        elements: int | None,
-        arguments: ForwardArguments,
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
     ) -> None:
         """Update the buffers, if there are any."""
         if arguments.running_mean is None:

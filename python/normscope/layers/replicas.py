@@ -363,11 +363,7 @@ class _RouteOfReplica:
         return self._meeting.train(self, x, mask, arguments, ending)
 
     def add(
-        self,
-        counter: Counter,
-        moments: torch.Tensor,
-        elements: int | None,
-        arguments: ForwardArguments,
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
     ) -> None:
         """Add moments as if the replica was alone."""
         self._alone.add(counter, moments, elements, arguments)

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import is_lazy
 
-from normscope._binding.ops import (
-    ForwardArguments,
-    batch_norm_finalize,
-    no_moments,
-    tell_peers,
-)
+from normscope._binding.ops import ForwardArguments, batch_norm_finalize, no_moments, tell_peers
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, version_of
 from normscope.layers.ending import Ending
@@ -54,11 +49,7 @@ class _Accumulator:
         return train(self, x, mask, neutral, ending, self.moments)
 
     def add(
-        self,
-        counter: Counter,
-        moments: torch.Tensor,
-        elements: int | None,
-        arguments: ForwardArguments,
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
     ) -> None:
         """Add moments to those of the block."""
         if self._takes(arguments):
@@ -68,9 +59,11 @@ class _Accumulator:
 
     def _takes(self, arguments: ForwardArguments) -> bool:
         """Return whether the moments of a call are of the block: it would update by itself."""
-        if not arguments.updates_running():
+        mean = arguments.running_mean
+        if mean is None or not arguments.updates_running():
             return False
-        if arguments.running_mean is not self.running_mean:
+        # A replica's may be another tensor with the same memory.
+        if mean is not self.running_mean and not mean.is_set_to(self.running_mean):
             expected, got = "the buffers that it had at the start", "others"
         elif arguments.momentum == self.momentum:
             return True

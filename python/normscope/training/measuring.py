@@ -70,11 +70,7 @@ class Watch:
         raise NotImplementedError
 
     def add(
-        self,
-        counter: Counter,
-        moments: torch.Tensor,
-        elements: int | None,
-        arguments: ForwardArguments,
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
     ) -> None:
         """Refuse the moments of replicas."""
         raise RuntimeError("model: expected the module of a torch.nn.DataParallel, got the wrapper")
