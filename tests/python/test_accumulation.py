@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool, split_of
+from replicas import replicas_of, run_replicas
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -176,6 +179,253 @@ def test_compiled_layers_accumulate(exact: bool) -> None:  # noqa: FBT001
             joined(x)
     expect_equal_running_statistics(layer, joined)
     assert layer.elements_seen is None
+
+
+@contextmanager
+def no_momentum(layer: nn.Module) -> Iterator[None]:
+    """Switch updates off as SAM (Foret et al. 2021) does for its second forward."""
+    momentum, layer.momentum = layer.momentum, 0  # type: ignore[assignment]
+    yield
+    layer.momentum = momentum
+
+
+@contextmanager
+def no_tracking(layer: nn.Module) -> Iterator[None]:
+    """Switch updates off as virtual adversarial training does."""
+    layer.track_running_stats = False  # type: ignore[assignment]
+    yield
+    layer.track_running_stats = True  # type: ignore[assignment]
+
+
+@contextmanager
+def no_buffers(layer: nn.Module) -> Iterator[None]:
+    buffers = dict(layer._buffers)
+    layer._buffers.update(dict.fromkeys(buffers))
+    yield
+    layer._buffers.update(buffers)
+
+
+def call(layer: nn.Module, x: torch.Tensor) -> None:
+    layer(x)
+
+
+def call_with_mask(layer: nn.Module, x: torch.Tensor) -> None:
+    layer(x, mask=x[:, :1] > -1)
+
+
+def call_with_gradient(layer: nn.Module, x: torch.Tensor) -> None:
+    layer(x.requires_grad_()).sum().backward()
+
+
+def call_compiled(layer: nn.Module, x: torch.Tensor) -> None:
+    torch.compiler.reset()  # rather than to reach the limit of recompilations
+    torch.compile(layer, backend="eager", fullgraph=True)(x)
+
+
+def call_replicas(layer: nn.Module, x: torch.Tensor) -> None:
+    for y in run_replicas(replicas_of(layer, 2), x.chunk(2)):
+        assert isinstance(y, torch.Tensor), y
+
+
+def call_masked_replicas(layer: nn.Module, x: torch.Tensor) -> None:
+    replicas = [partial(call_with_mask, replica) for replica in replicas_of(layer, 2)]
+    assert run_replicas(replicas, x.chunk(2)) == [None, None]
+
+
+@pytest.mark.parametrize("switch", [no_momentum, no_tracking, no_buffers])
+@pytest.mark.parametrize("scope", ["world", "slices:2"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        call,
+        call_with_mask,
+        call_with_gradient,
+        call_compiled,
+        call_replicas,
+        call_masked_replicas,
+    ],
+)
+def test_a_call_that_would_not_update_alone_is_not_of_the_block(
+    switch: Callable[[nn.Module], AbstractContextManager[None]],
+    scope: str,
+    run: Callable[[nn.Module, torch.Tensor], None],
+) -> None:
+    clean, other = torch.randn(2, 4, 3, 5), 5 + 10 * torch.randn(2, 4, 3, 5)
+    states = []
+    for with_others in (True, False):
+        layer = normscope.BatchNorm1d(3, scope=scope)
+        with normscope.accumulate(layer):
+            for x, z in zip(clean.clone(), other.clone(), strict=True):
+                for is_on in (False, True, False):
+                    if is_on:
+                        run(layer, x)
+                    elif with_others:
+                        with switch(layer):
+                            run(layer, z)
+        states.append(buffers_of(layer))
+
+    assert same(*states)
+    assert states[0]["num_batches_tracked"] == 1
+
+
+def test_the_update_has_the_momentum_of_the_calls() -> None:
+    x = torch.randn(4, 3)
+    layer, expected = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
+    expected(x)
+
+    layer.momentum = 0
+    with normscope.accumulate(layer):
+        layer(x + 1)
+        layer.momentum = 0.1
+        layer(x)
+        layer.momentum = 0
+    layer.momentum = 0.1
+
+    assert same(buffers_of(layer), buffers_of(expected))
+
+
+def test_calls_with_other_momenta_are_refused() -> None:
+    layer = normscope.BatchNorm1d(3)
+    layer.layer_name = "norm"
+    before = buffers_of(layer)
+
+    def call_twice() -> None:
+        with normscope.accumulate(layer):
+            layer(torch.randn(4, 3))
+            layer.momentum = 0.5
+            layer(torch.randn(4, 3))
+
+    with pytest.raises(ValueError, match=r"norm: expected momentum 0\.1 in all calls .* got 0\.5"):
+        call_twice()
+    assert same(buffers_of(layer), before)
+
+
+def errors_of_another_momentum() -> str:
+    layer = normscope.BatchNorm1d(3)
+    layer.layer_name = "norm"
+    with normscope.accumulate(layer):
+        layer(torch.randn(4, 3))
+        layer.momentum = 0.1 + 0.1 * distributed.get_rank()
+        with pytest.raises((ValueError, distributed.DistError)) as raised:
+            layer(torch.randn(4, 3))
+    return str(raised.value)
+
+
+def test_peers_are_told_of_another_momentum(ranks: RankPool) -> None:
+    for text in ranks.run(2, errors_of_another_momentum):
+        assert "norm: expected momentum 0.1 in all calls of a block" in text
+
+
+def test_calls_with_other_buffers_are_refused() -> None:
+    layer = normscope.BatchNorm1d(3)
+    same_memory = {name: value.detach() for name, value in layer.named_buffers()}
+    others = {name: value.clone() for name, value in layer.named_buffers()}
+
+    with normscope.accumulate(layer):
+        torch.func.functional_call(layer, same_memory, torch.randn(4, 3))
+    assert layer.num_batches_tracked == 1
+    with (
+        normscope.accumulate(layer),
+        pytest.raises(ValueError, match=r"layer: expected the buffers .* got others"),
+    ):
+        torch.func.functional_call(layer, others, torch.randn(4, 3))
+
+
+def test_layers_without_buffers_train_as_in_torch() -> None:
+    x = torch.randn(4, 3)
+    model = nn.Sequential(normscope.BatchNorm1d(3), normscope.BatchNorm1d(3))
+    model[0].register_buffer("running_mean", None)
+    model[0].register_buffer("running_var", None)
+
+    with normscope.accumulate(model):
+        y = model[0](x)
+        model(x)
+
+    torch.testing.assert_close(y, nn.BatchNorm1d(3)(x))
+    assert model[0].running_mean is None
+    assert model[1].num_batches_tracked == 1
+
+
+def twin(layer: normscope.BatchNorm) -> normscope.BatchNorm:
+    """Return an object with the same __dict__."""
+    other: normscope.BatchNorm = normscope.BatchNorm1d.__new__(normscope.BatchNorm1d)
+    object.__setattr__(other, "__dict__", vars(layer))
+    return other
+
+
+@pytest.mark.parametrize("copied", [twin, copy.copy])
+def test_layers_that_share_statistics_update_them_once(
+    copied: Callable[[normscope.BatchNorm], normscope.BatchNorm],
+) -> None:
+    x = torch.randn(6, 3)
+    layer, joined = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
+    other = copied(layer)
+    joined(x)
+
+    with normscope.accumulate(nn.ModuleList([layer, other])):
+        layer(x[:2])
+        other(x[2:])
+
+    expect_equal_running_statistics(layer, joined)
+    expect_equal_running_statistics(other, joined)
+    other(x)
+    assert layer.num_batches_tracked == 2
+
+
+def changed(model: nn.Sequential, how: str) -> None:
+    if how == "reverted":
+        normscope.revert(model)
+    elif how == "reverted and converted":
+        normscope.convert(normscope.revert(model), "local")
+    elif how == "converted":
+        normscope.convert(model, "slices:1", fuse=True)
+    elif how == "deployed":
+        normscope.to_torch(model)
+    elif how == "of another dtype":
+        model.double()
+    elif how == "without buffers":
+        model[0].register_buffer("running_mean", None)
+        model[0].register_buffer("running_var", None)
+    else:
+        model[0] = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "reverted",
+        "reverted and converted",
+        "converted",
+        "deployed",
+        "of another dtype",
+        "without buffers",
+        "replaced",
+    ],
+)
+@pytest.mark.parametrize("layer_class", [nn.BatchNorm1d, normscope.BatchNormAct1d])
+def test_a_layer_that_changes_in_the_block_keeps_what_it_has_seen(
+    how: str, layer_class: type[normscope.BatchNorm]
+) -> None:
+    x = torch.randn(6, 3)
+    model = normscope.convert(nn.Sequential(layer_class(3, momentum=1.0), nn.ReLU()), "local")
+    norm: Any = model[0]
+
+    with normscope.accumulate(model):
+        model(x[:4])
+        model(x[4:])
+        changed(model, how)
+
+    if how == "without buffers":
+        assert norm.running_mean is None
+        return
+    torch.testing.assert_close(norm.running_mean.float(), x.mean(0))
+    assert norm.num_batches_tracked == 1
+    for module in (norm, *model.modules(), *copy.deepcopy(model).modules()):
+        assert "_route" not in vars(module)
+    last = torch.randn(4, 3).type_as(norm.running_mean)
+    model(last)
+    if how != "replaced":
+        torch.testing.assert_close(norm.running_mean, last.mean(0))
 
 
 def test_copies_do_not_accumulate() -> None:

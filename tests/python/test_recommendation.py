@@ -23,7 +23,9 @@ EPS = 1e-5
 
 
 def test_layers_with_few_values_get_wide_scopes() -> None:
-    plan = normscope.recommend_scopes(small_network().eval(), noise_batches(16), 12, ranks=8)
+    plan = normscope.recommend_scopes(
+        small_network().eval(), noise_batches(16), 12, ranks=8, include="*"
+    )
 
     assert {name: str(scope) for name, scope in plan.scopes.items()} == {"1": "local", "7": "world"}
     assert (plan.exchanges_per_step, plan.ranks, plan.batches) == (2, 8, BATCHES)
@@ -37,7 +39,7 @@ def test_layers_with_few_values_get_wide_scopes() -> None:
 
 def test_a_plan_can_be_applied_to_a_model_and_saved_to_a_file(tmp_path: Path) -> None:
     network = small_network()
-    plan = normscope.recommend_scopes(network.eval(), noise_batches(16), 12, ranks=8)
+    plan = normscope.recommend_scopes(network.eval(), noise_batches(16), 12, ranks=8, include="*")
 
     plan.save(tmp_path / "plan.json")
     loaded = normscope.ScopePlan.load(tmp_path / "plan.json")
@@ -191,7 +193,9 @@ def test_a_lazy_model_without_shapes_is_refused() -> None:
 
 def test_layers_for_which_world_is_not_enough_cause_a_warning() -> None:
     with pytest.warns(UserWarning, match="not even world is worth 1000 independent values in 1, 7"):
-        plan = normscope.recommend_scopes(small_network().eval(), noise_batches(8), 1000, ranks=2)
+        plan = normscope.recommend_scopes(
+            small_network().eval(), noise_batches(8), 1000, ranks=2, include="*"
+        )
 
     assert [str(scope) for scope in plan.scopes.values()] == ["world", "world"]
     assert str(plan).count("not reached") == 2

@@ -26,7 +26,9 @@ NOT_FINITE = "ValueError: batches: expected finite inputs of every layer, got Na
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_get_the_same_plan_as_one_process_with_parts(ranks: RankPool, size: int) -> None:
     plans = ranks.run(size, _plan_of_rank)
-    alone = normscope.recommend_scopes(small_network().eval(), noise_batches(12), 12, ranks=size)
+    alone = normscope.recommend_scopes(
+        small_network().eval(), noise_batches(12), 12, ranks=size, include="*"
+    )
 
     assert all(plan == plans[0] for plan in plans)
     for of_ranks, of_slices in zip(plans[0].layers, alone.layers, strict=True):
@@ -42,7 +44,7 @@ def test_ranks_get_the_same_plan_as_one_process_with_parts(ranks: RankPool, size
 def _plan_of_rank() -> normscope.ScopePlan:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     shares = [batch.chunk(size)[rank] for batch in noise_batches(12)]
-    return normscope.recommend_scopes(small_network().eval(), shares, 12)
+    return normscope.recommend_scopes(small_network().eval(), shares, 12, include="*")
 
 
 def test_a_group_of_one_host_is_called_node(ranks: RankPool) -> None:
@@ -53,7 +55,7 @@ def test_a_group_of_one_host_is_called_node(ranks: RankPool) -> None:
 def _scopes_on_two_hosts() -> list[str]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("NORMSCOPE_NODE", f"host {distributed.get_rank() // 2}")
-        plan = normscope.recommend_scopes(small_network().eval(), noise_batches(4))
+        plan = normscope.recommend_scopes(small_network().eval(), noise_batches(4), include="*")
     return [candidate.scope for candidate in plan.layers[0].candidates]
 
 
@@ -154,7 +156,7 @@ def _empty_on_one_rank() -> list[float]:
     own = [
         batch.chunk(size - 1)[rank] if rank < size - 1 else batch[:0] for batch in noise_batches(8)
     ]
-    plan = normscope.recommend_scopes(small_network().eval(), own, 2)
+    plan = normscope.recommend_scopes(small_network().eval(), own, 2, include="*")
     assert all(each.candidates[0].values is not None for each in plan.layers)
     return [each.candidates[0].values.value for each in plan.layers if each.candidates[0].values]
 
@@ -162,7 +164,9 @@ def _empty_on_one_rank() -> list[float]:
 def test_a_rank_may_have_empty_batches(ranks: RankPool) -> None:
     two = ranks.run(3, _empty_on_one_rank)
 
-    alone = normscope.recommend_scopes(small_network().eval(), noise_batches(8), 2, ranks=2)
+    alone = normscope.recommend_scopes(
+        small_network().eval(), noise_batches(8), 2, ranks=2, include="*"
+    )
     for values in two:
         for value, layer in zip(values, alone.layers, strict=True):
             assert layer.candidates[0].values is not None
@@ -182,7 +186,7 @@ def _plans_of_wrapped_models() -> list[list[Any]]:
     compiled(batches[0])
     parallel = nn.parallel.DistributedDataParallel(small_network().eval())
     models: list[nn.Module] = [cast("nn.Module", compiled), parallel, parallel.module]
-    plans = [normscope.recommend_scopes(model, batches) for model in models]
+    plans = [normscope.recommend_scopes(model, batches, include="*") for model in models]
     return [
         [(layer.scope, [each.values for each in layer.candidates]) for layer in plan.layers]
         for plan in plans
@@ -198,7 +202,9 @@ def test_a_plan_for_another_number_of_ranks_causes_a_warning(ranks: RankPool) ->
 
 def _warning_of_other_ranks() -> list[str]:
     network = small_network()
-    plan = normscope.recommend_scopes(network.eval(), [b.chunk(2)[0] for b in noise_batches(16)], 2)
+    plan = normscope.recommend_scopes(
+        network.eval(), [b.chunk(2)[0] for b in noise_batches(16)], 2, include="*"
+    )
     other = dataclasses.replace(plan, ranks=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

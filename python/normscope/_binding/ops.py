@@ -118,6 +118,10 @@ class ForwardArguments(NamedTuple):
         """Return the same arguments without running statistics."""
         return self._replace(running_mean=None, running_var=None, num_batches_tracked=None)
 
+    def updates_running(self) -> bool:
+        """Return whether the forward changes running statistics, if the norm batch has elements."""
+        return self.running_mean is not None and self.momentum != 0
+
 
 class Activation(NamedTuple):
     """The operations after a layer, as for the op.

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
 import torch
 from torch.fx import Proxy
 
-from normscope._binding import groups, ops
+from normscope._binding import groups
 from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers import replicas
+from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, version_of
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.forward import (
     DIRECT,
     Route,
-    add_to_count,
     check_dimensions,
     evaluate,
     scope_and_group_in_use,
@@ -80,8 +80,10 @@ class BatchNorm(TorchBatchNorm):
         group_name: The name of the process group; None for the default group.
         layer_name: The layer's qualified name, used in errors; ``convert`` sets it.
         elements_seen: The number of elements that this rank has put into the running statistics
-            since they were last pooled over ranks; None if unknown, because compiled graphs do not
-            count. Not part of ``state_dict``.
+            since anything else last set them: a pooling over ranks, ``load_state_dict``, any write
+            to the buffers or replacement of them. None if unknown, because compiled graphs do not
+            count. Not part of ``state_dict``. Assign 0 after a write that torch hides: through
+            ``.data``, NumPy or a collective.
 
     Shape:
         - Input: [N, C, *]
@@ -109,7 +111,7 @@ class BatchNorm(TorchBatchNorm):
     slice_stats: SliceStats
     group_name: str | None
     layer_name: str
-    elements_seen: int | None = 0
+    _count = NO_ELEMENTS
     _route: Route = DIRECT  # another in blocks of accumulate and replicas of DataParallel
 
     def __init__(
@@ -160,6 +162,20 @@ class BatchNorm(TorchBatchNorm):
     def process_group(self, group: ProcessGroup | DeviceMesh | None) -> None:
         self.group_name = groups.name_of(group)
 
+    @property
+    def elements_seen(self) -> int | None:
+        """The number of elements in the running statistics since anything else last set them."""
+        buffers = self._running()
+        return elements_in(self._count, buffers, version_of(buffers))
+
+    @elements_seen.setter
+    def elements_seen(self, elements: int | None) -> None:
+        buffers = self._running()
+        self._count = elements, buffers, version_of(buffers)
+
+    def _running(self) -> Buffers:
+        return self.running_mean, self.running_var, self.num_batches_tracked
+
     def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *] where ``mask`` [N, 1, *] is True; elsewhere y is 0."""
         if isinstance(input, Proxy):
@@ -208,27 +224,6 @@ class BatchNorm(TorchBatchNorm):
         )
         return self._route.train(self if tracks else None, x, mask, arguments, ending)
 
-    def _update_running(self, moments: torch.Tensor, elements: int | None) -> None:
-        """Update the running statistics once, if there are any.
-
-        Args:
-            moments: The moments of a norm batch, in the format of the ops.
-            elements: The number of elements from this rank; None if unknown.
-        """
-        if not self.track_running_stats:
-            return
-        assert self.running_mean is not None
-        ops.batch_norm_finalize(
-            moments,
-            self.running_mean,
-            self.running_var,
-            self.num_batches_tracked,
-            self.momentum,
-            self.eps,
-            self.running_mean.dtype,
-        )
-        add_to_count(self, elements)
-
     def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation
         check_dimensions(input, self.dims)
 
@@ -246,9 +241,15 @@ class BatchNorm(TorchBatchNorm):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("_route", None)  # a copy is in no block of accumulate, and no replica
+        state = {**self.__dict__, "elements_seen": self.elements_seen}
+        state.pop("_count", None)  # a copy has buffers of its own
+        state.pop("_route", None)  # it is in no block of accumulate, and no replica
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        elements = state.pop("elements_seen", 0)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.elements_seen = elements
 
     def extra_repr(self) -> str:
         """Return the text of torch's layer with the scope."""

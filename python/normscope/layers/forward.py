@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
 from normscope.layers import masked_forward
+from normscope.layers.count import UNKNOWN, Counter, add_to_count, version_of
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.scope import Scope
 
@@ -53,12 +56,6 @@ def evaluate(
     return ending.finish(y)
 
 
-class Counter(Protocol):
-    """Counts the elements in its running statistics; None if their number is unknown."""
-
-    elements_seen: int | None
-
-
 def train(
     counter: Counter | None,
     x: torch.Tensor,
@@ -77,27 +74,19 @@ def train(
         ending: Applied after the normalization.
         accumulated: As for the op.
     """
+    if counter is not None and torch.compiler.is_compiling():
+        counter._count = UNKNOWN  # a count in the graph would cause recompilation each step
+        counter = None
+    buffers = arguments[2:5] if accumulated is None else (accumulated,)
+    before = 0 if counter is None else version_of(buffers)
     if mask is None:
         y = ending.train(x, arguments, accumulated)
     else:
         y, x = masked_forward.train(x, mask, arguments, ending, accumulated)
     if counter is not None:
-        _count(counter, x)
+        counts = accumulated is not None or arguments.updates_running()
+        add_to_count(counter, x.numel() if counts else 0, buffers, before)
     return y
-
-
-def _count(counter: Counter, x: torch.Tensor) -> None:
-    if torch.compiler.is_compiling():
-        counter.elements_seen = None  # a count in the graph would cause recompilation each step
-    elif counter.elements_seen is not None and not ops.recomputes():
-        # The assignment of torch.nn.Module takes microseconds.
-        object.__setattr__(counter, "elements_seen", counter.elements_seen + x.numel())
-
-
-def add_to_count(counter: Counter, elements: int | None) -> None:
-    """Count elements that were normalized elsewhere; None if their number is unknown."""
-    seen = counter.elements_seen
-    counter.elements_seen = None if seen is None or elements is None else seen + elements
 
 
 def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
@@ -113,13 +102,6 @@ def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
         raise ValueError(f"x: expected {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
 
 
-class Layer(Counter, Protocol):
-    """A layer, as far as a route uses it."""
-
-    def _update_running(self, moments: torch.Tensor, elements: int | None) -> None:
-        """Update the buffers, if there are any, with the moments of a norm batch."""
-
-
 class Route(Protocol):
     """How the training forwards of a layer reach the ops, and its running statistics."""
 
@@ -133,8 +115,10 @@ class Route(Protocol):
     ) -> torch.Tensor:
         """Normalize as :func:`train` does."""
 
-    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
-        """Add the moments of a norm batch that was normalized elsewhere."""
+    def add(
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
+    ) -> None:
+        """Add the moments of a norm batch that was normalized elsewhere with these arguments."""
 
 
 class Direct:
@@ -142,9 +126,32 @@ class Direct:
 
     train = staticmethod(train)
 
-    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
-        """Update the buffers."""
-        layer._update_running(moments, elements)
+    def add(
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
+    ) -> None:
+        """Update the buffers, if there are any."""
+        if arguments.running_mean is None:
+            return
+        buffers = arguments[2:5]
+        before = version_of(buffers)
+        ops.batch_norm_finalize(moments, *arguments[2:7], arguments.running_mean.dtype)
+        elements = elements if arguments.updates_running() else 0
+        add_to_count(counter, elements, buffers, before)
 
 
 DIRECT = Direct()
+
+
+@contextmanager
+def routed(layer: torch.nn.Module, route: Route) -> Iterator[None]:
+    """Let the training forwards of a layer of normscope take a route."""
+    attributes = vars(layer)
+    before = attributes.get("_route")
+    attributes["_route"] = route
+    try:
+        yield
+    finally:
+        if before is None:
+            attributes.pop("_route", None)  # absent if the layer was reverted
+        else:
+            attributes["_route"] = before

@@ -28,8 +28,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
+from normscope.layers.count import Counter
 from normscope.layers.ending import Ending
-from normscope.layers.forward import DIRECT, Counter, Layer, Route, check_dimensions
+from normscope.layers.forward import DIRECT, Route, check_dimensions
 from normscope.layers.masks import Rows
 from normscope.layers.scope import Scope
 
@@ -150,7 +151,7 @@ class _Arrival:
 
     moments: torch.Tensor
     x: torch.Tensor
-    eps: float
+    arguments: ForwardArguments
     call: _Call
 
 
@@ -163,7 +164,7 @@ class _Round:
     error: str = ""
 
 
-class _Original(Layer, Protocol):
+class _Original(Counter, Protocol):
     """The layer that replicas were made from."""
 
     layer_name: str
@@ -187,6 +188,13 @@ class _Meeting:
         joined = _RouteOfReplica(self, DIRECT if self._replicas else route)
         self._replicas.append(weakref.ref(joined))
         return joined
+
+    def close(self) -> None:
+        """Let no more replicas join; forget those that are gone without a call."""
+        with self._condition:
+            if self.is_open:
+                self.is_open = False
+                self._replicas = [ref for ref in self._replicas if ref() is not None]
 
     def train(
         self,
@@ -212,7 +220,7 @@ class _Meeting:
                 part, ending = rows.take(x), ending.of_rows(rows, x)
             moments: torch.Tensor = _Moments.apply(part, weight, call)  # type: ignore[no-untyped-call]
             with self._condition:
-                total = self._meet(replica, _Arrival(moments, part, arguments.eps, call))
+                total = self._meet(replica, _Arrival(moments, part, arguments, call))
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             raise
@@ -222,9 +230,7 @@ class _Meeting:
 
     def _meet(self, replica: _RouteOfReplica, arrival: _Arrival) -> torch.Tensor:
         """Return the moments of all replicas, on the device of this one."""
-        if self.is_open:
-            self.is_open = False
-            self._replicas = [ref for ref in self._replicas if ref() is not None]
+        self.close()
         index = next(i for i, ref in enumerate(self._replicas) if ref() is replica)
         number = self._calls.get(index, 0)
         self._calls[index] = number + 1
@@ -261,10 +267,11 @@ class _Meeting:
         totals = _Sum.apply(*(arrival.moments for arrival in arrivals))  # type: ignore[no-untyped-call]
         for arrival, total in zip(arrivals, totals, strict=True):
             arrival.call.statistics = ops.batch_norm_finalize(
-                total.detach(), None, None, None, None, arrival.eps, arrival.x.dtype
+                total.detach(), None, None, None, None, arrival.arguments.eps, arrival.x.dtype
             )
         elements = sum(arrival.x.numel() for arrival in arrivals)
-        layer._route.add(layer, totals[0].detach(), elements)
+        # As in torch, the buffers of replica 0 are the layer's.
+        layer._route.add(layer, totals[0].detach(), elements, arrivals[0].arguments)
         this_round.totals = totals
 
     def _wait(self, this_round: _Round) -> None:
@@ -351,12 +358,15 @@ class _RouteOfReplica:
     ) -> torch.Tensor:
         """Normalize the replica's part of the batch."""
         if Scope(arguments.scope).is_of_one_rank:
+            self._meeting.close()
             return self._alone.train(counter, x, mask, arguments, ending)
         return self._meeting.train(self, x, mask, arguments, ending)
 
-    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
+    def add(
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
+    ) -> None:
         """Add moments as if the replica was alone."""
-        self._alone.add(layer, moments, elements)
+        self._alone.add(counter, moments, elements, arguments)
 
 
 _open_meetings: weakref.WeakKeyDictionary[_Original, _Meeting] = weakref.WeakKeyDictionary()

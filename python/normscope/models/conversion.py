@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
-_COUNT = "elements_seen"
+_STATE = ("_count", "_route")
 _ORIGINAL = "_original"
 
 
@@ -210,7 +210,7 @@ def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> No
     if issubclass(original_class, torch.nn.SyncBatchNorm):
         attributes["process_group"] = groups.named(layer.group_name)
     if not issubclass(original_class, BatchNorm):
-        for key in (*_SETTINGS, _COUNT):
+        for key in (*_SETTINGS, *_STATE):
             attributes.pop(key, None)
     original: _Original = attributes.pop(_ORIGINAL)
     for key in original.added:

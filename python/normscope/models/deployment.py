@@ -20,9 +20,9 @@ from normscope.layers.activated import (
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.layers.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.models.conversion import (
-    _COUNT,
     _ORIGINAL,
     _SETTINGS,
+    _STATE,
     _original_class,
     _revert_layer,
 )
@@ -189,7 +189,7 @@ def _goes_back(layer: BatchNorm, layer_class: type[nn.Module]) -> bool:
 
 def _attributes_of_torch(layer: BatchNorm) -> dict[str, object]:
     """Return the attributes of torch's layer in a new dict."""
-    own = {*_SETTINGS, *OWN_ATTRIBUTES, _COUNT, _ORIGINAL}
+    own = {*_SETTINGS, *OWN_ATTRIBUTES, *_STATE, _ORIGINAL}
     return {key: value for key, value in layer.__dict__.items() if key not in own}
 
 

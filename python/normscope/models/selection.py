@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-
-from normscope.layers.activated import BatchNormAct
 
 Layer = TypeVar("Layer", bound=torch.nn.Module)
 Patterns = str | Iterable[str]
@@ -52,10 +50,12 @@ def _matching(argument: str, patterns: Patterns, names: list[str]) -> list[str]:
     return [name for found in matches.values() for name in found]
 
 
-def input_of(
-    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the input and the mask of a layer's forward from the arguments that a hook gets."""
-    names = ("input", "residual", "mask") if isinstance(layer, BatchNormAct) else ("input", "mask")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return given["input"], given.get("mask")
+def layers_in_training(
+    model: torch.nn.Module,
+    layer_class: type[Layer],
+    include: Patterns | None,
+    exclude: Patterns | None,
+) -> list[tuple[str, Layer]]:
+    """Return the layers of :func:`named_layers`, those in evaluation only if they are included."""
+    layers = named_layers(model, layer_class, include, exclude)
+    return [(name, m) for name, m in layers if include is not None or m.training]

@@ -7,21 +7,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from normscope._binding import ops
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.masks import unmasked_rows
-from normscope.models.selection import input_of
 from normscope.training.counters import communication_counters
+from normscope.training.measuring import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from normscope._binding.ops import ForwardArguments
+    from normscope.layers.count import Counter
+    from normscope.layers.ending import Ending
 
 # Half the width of a 90 % interval, in standard errors.
 _ERRORS_OF_INTERVAL = 1.645
@@ -111,7 +113,7 @@ def independent_values(
 
 
 @dataclass
-class WatchedLayer:
+class WatchedLayer(Watch):
     """The record of a layer while a model runs.
 
     Args:
@@ -133,7 +135,23 @@ class WatchedLayer:
     seconds: float = 0.0
     exchanges: int = 0
 
-    def look(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    def train(
+        self,
+        counter: Counter | None,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: ForwardArguments,
+        ending: Ending,
+    ) -> torch.Tensor:
+        """Normalize, and record the input and the cost of the exchanges."""
+        before = communication_counters()
+        y = super().train(counter, x, mask, arguments, ending)
+        after = communication_counters()
+        self.exchanges += after.calls - before.calls
+        self.seconds += after.seconds - before.seconds
+        return y
+
+    def look(self, x: torch.Tensor, mask: torch.Tensor | None, *, tracks: bool) -> None:
         """Record the moments of an input, or of its unmasked elements."""
         if self.parts is not None and x.shape[0] < self.parts:
             raise ValueError(
@@ -147,32 +165,6 @@ class WatchedLayer:
             before = self.calls[self.calls_of_batch]
             self.calls[self.calls_of_batch] = before.followed_by(moments)
         self.calls_of_batch += 1
-
-
-@contextmanager
-def watched(watch: WatchedLayer) -> Iterator[None]:
-    """Record the moments of the layer's inputs and the cost of its exchanges."""
-    before = communication_counters()
-
-    def begin(*_: object) -> None:
-        nonlocal before
-        before = communication_counters()
-
-    def end(layer: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _y: object) -> None:
-        after = communication_counters()
-        watch.exchanges += after.calls - before.calls
-        watch.seconds += after.seconds - before.seconds
-        watch.look(*input_of(layer, args, kwargs))
-
-    hooks = [
-        watch.layer.register_forward_pre_hook(begin),
-        watch.layer.register_forward_hook(end, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def gather(watch: WatchedLayer, group: ProcessGroup) -> None:

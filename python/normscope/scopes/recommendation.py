@@ -14,13 +14,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from normscope._binding import groups, ops
-from normscope._binding.torch_private import buffers_of
 from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.forward import routed
 from normscope.layers.scope import Scope
-from normscope.models.selection import Patterns, named_layers
-from normscope.scopes.noise import IndependentValues, WatchedLayer, gather, watched
+from normscope.models.selection import Patterns, layers_in_training
+from normscope.scopes.noise import IndependentValues, WatchedLayer, gather
 from normscope.scopes.plan import Candidate, LayerPlan, ScopePlan
-from normscope.training.running_stats import batch_statistics, check_agreement, peers_told
+from normscope.training.measuring import measuring
+from normscope.training.running_stats import check_agreement, peers_told
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,16 +46,18 @@ def recommend_scopes(
 ) -> ScopePlan:
     """Measure which scope each layer needs, to find the layers that have to synchronize.
 
-    The model runs forward over a few batches on all ranks, with every layer under scope ``world``
-    and without gradients. The moments of the ranks yield an estimate of how many independent values
+    The model runs forward over a few batches on all ranks, with the measured layers under scope
+    ``world`` and without gradients. These are the layers of normscope in training, or those that
+    ``include`` names. The moments of the ranks yield an estimate of how many independent values
     a channel's statistics are worth under each scope. A layer gets the narrowest scope that reaches
     the wanted number: ``local``, ``group:K`` for K that divide the number of ranks (``node`` if
     each host has K ranks), or ``world``. If the 90 % interval of a scope extends below the wanted
     number, the next wider scope is used. All ranks get the same plan.
 
     The model is not changed, even if this function raises: parameters, buffers, modes, scopes,
-    ``elements_seen`` and the state of random number generators stay the same. Layers of normscope
-    run with batch statistics, all other modules in their current mode.
+    ``elements_seen`` and the state of random number generators stay the same. The measured layers
+    run with batch statistics, all other modules in their current mode: a frozen layer, which is in
+    evaluation, normalizes with its running statistics.
 
     Args:
         model: A model with layers of normscope (for DistributedDataParallel, its ``module``), at
@@ -65,8 +68,9 @@ def recommend_scopes(
         independent_values: The number that a norm batch should be worth, at least 2.
         ranks: With a single process, the number of ranks to plan for; parts of each batch stand for
             their batches.
-        include: Patterns of qualified names, as for :func:`set_scope`.
-        exclude: As for :func:`set_scope`.
+        include: Patterns of qualified names, as for :func:`convert`, also of layers in evaluation.
+            None for all layers in training.
+        exclude: As for :func:`convert`.
         process_group: The ranks; None for the default group, or for this process alone if there is
             none.
 
@@ -75,8 +79,9 @@ def recommend_scopes(
 
     Raises:
         ValueError: If the wanted number is below 2 or NaN, there is no batch, the model has no
-            layer of normscope, the ranks differ in layers or in the number of batches, or a batch
-            has fewer samples than parts. No rank hangs in these cases.
+            layer of normscope to measure, a pattern matches none, the ranks differ in layers or in
+            the number of batches, or a batch has fewer samples than parts. No rank hangs in these
+            cases.
 
     Example:
         >>> from normscope import BatchNorm1d
@@ -117,16 +122,17 @@ def recommend_scopes(
 def _layers_to_choose_for(
     model: torch.nn.Module, include: Patterns | None, exclude: Patterns | None
 ) -> NamedLayers:
-    """Return the layers of normscope that the patterns select.
+    """Return the layers of normscope that are measured.
 
     Raises:
-        ValueError: If the model has none, or is lazy and has seen no input.
+        ValueError: If there are none, or the model is lazy and has seen no input.
     """
-    layers = named_layers(model, BatchNorm, include, exclude)
+    layers = layers_in_training(model, BatchNorm, include, exclude)
     if not layers:
         raise ValueError(
-            "model: expected layers of normscope (normscope.convert makes them), got "
-            f"{type(model).__qualname__}, which has none"
+            "model: expected layers of normscope in training, got "
+            f"{type(model).__qualname__} without; normscope.convert makes them, and include "
+            "selects those in evaluation"
         )
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
@@ -166,12 +172,10 @@ def _run(
     count = 0
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_is(model))
+        stack.enter_context(measuring(model, [watch.layer for watch in watches]))
         for watch in watches:
             watch.layer.scope = Scope.world()
-            stack.enter_context(watched(watch))
-        # A graph that is already compiled would not call the hooks.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.no_grad())
+            stack.enter_context(routed(watch.layer, watch))
         for batch in _as_on_all_ranks(batches, group):
             for watch in watches:
                 watch.calls_of_batch = 0
@@ -209,26 +213,16 @@ def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iter
 
 @contextmanager
 def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
-    """Run batch normalization with batch statistics, and restore the model's state afterwards."""
+    """Restore random numbers, and what this module or a forward sets on layers of normscope."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     kept = [(norm.scope, norm.layer_name) for norm in norms]
-    # A module may replace its buffer by another tensor.
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in buffers_of(module).items()
-        if buffer is not None
-    ]
     devices = [index for index in {p.get_device() for p in model.parameters()} if index >= 0]
     try:
-        with torch.random.fork_rng(devices), batch_statistics(model):
+        with torch.random.fork_rng(devices):
             yield
     finally:
         for norm, (scope, layer_name) in zip(norms, kept, strict=True):
             norm.scope, norm.layer_name = scope, layer_name
-        for module, name, buffer, value in buffers:
-            buffer.copy_(value)
-            buffers_of(module)[name] = buffer
 
 
 def _hosts(group: ProcessGroup, wanted: float) -> list[int]:

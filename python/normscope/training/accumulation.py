@@ -4,24 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from normscope._binding.ops import ForwardArguments, no_moments
+from normscope._binding.ops import ForwardArguments, batch_norm_finalize, no_moments, tell_peers
 from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, version_of
 from normscope.layers.ending import Ending
-from normscope.layers.forward import Counter, Layer, add_to_count, train
+from normscope.layers.forward import routed, train
 
 
 @dataclass
 class _Accumulator:
-    """The route of a layer in the block; it collects the moments of the layer's inputs."""
+    """The route, in the block, of the layers with the same running statistics."""
 
+    layers: list[BatchNorm]
+    running_mean: torch.Tensor
+    momentum: float | None
     moments: torch.Tensor  # in the format of the ops, of all norm batches so far
-    elements_seen: int | None = 0  # like the attribute of a layer
+    _count: Count = NO_ELEMENTS
+
+    @classmethod
+    def of(cls, layers: list[BatchNorm]) -> _Accumulator:
+        """Make one without moments, for layers with the same running statistics."""
+        mean = layers[0].running_mean
+        assert mean is not None
+        return cls(layers, mean, layers[0].momentum, no_moments(len(mean), mean.device))
 
     def train(
         self,
@@ -32,12 +43,62 @@ class _Accumulator:
         ending: Ending,
     ) -> torch.Tensor:
         """Normalize ``x``; the layer's buffers and its count stay as they are."""
-        return train(self, x, mask, arguments.without_running(), ending, self.moments)
+        neutral = arguments.without_running()
+        if not self._takes(arguments):
+            return train(None, x, mask, neutral, ending)
+        return train(self, x, mask, neutral, ending, self.moments)
 
-    def add(self, layer: Layer, moments: torch.Tensor, elements: int | None) -> None:
+    def add(
+        self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
+    ) -> None:
         """Add moments to those of the block."""
-        self.moments += moments
-        add_to_count(self, elements)
+        if self._takes(arguments):
+            before = version_of((self.moments,))
+            self.moments += moments
+            add_to_count(self, elements, (self.moments,), before)
+
+    def _takes(self, arguments: ForwardArguments) -> bool:
+        """Return whether the moments of a call are of the block: it would update by itself."""
+        mean = arguments.running_mean
+        if mean is None or not arguments.updates_running():
+            return False
+        # A replica's may be another tensor with the same memory.
+        if mean is not self.running_mean and not mean.is_set_to(self.running_mean):
+            expected, got = "the buffers that it had at the start", "others"
+        elif arguments.momentum == self.momentum:
+            return True
+        elif self.moments.any():
+            expected, got = f"momentum {self.momentum}", str(arguments.momentum)
+        else:
+            self.momentum = arguments.momentum
+            return True
+        error = ValueError(
+            f"{arguments.layer or 'layer'}: expected {expected} in all calls of a block of "
+            f"accumulate, got {got}"
+        )
+        tell_peers(error, arguments.scope, arguments.group)
+        raise error
+
+    def update(self) -> None:
+        """Update the running statistics that the layers have now."""
+        for layers in _sharing(self.layers):
+            buffers = layers[0].running_mean, layers[0].running_var, layers[0].num_batches_tracked
+            if buffers[0] is None:
+                continue
+            before = version_of(buffers)
+            moments = self.moments.to(buffers[0].device)
+            batch_norm_finalize(moments, *buffers, self.momentum, layers[0].eps, buffers[0].dtype)
+            for layer in layers:
+                if isinstance(layer, BatchNorm):  # not reverted
+                    add_to_count(layer, self._count[0], buffers, before)
+
+
+def _sharing(layers: list[BatchNorm]) -> list[list[BatchNorm]]:
+    """Return the layers, those with the same running statistics together."""
+    sharing: dict[int, list[BatchNorm]] = {}
+    for layer in layers:
+        sharing.setdefault(id(layer.running_mean), []).append(layer)
+    return list(sharing.values())
 
 
 @contextmanager
@@ -50,6 +111,10 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
     ``num_batches_tracked`` increases by one. They do not change within the block, nor if the block
     raises.
 
+    A forward takes part if it would update running statistics by itself: one with ``momentum=0`` or
+    ``track_running_stats=False``, set for that forward, changes nothing. The update has the
+    momentum of the forwards, whatever the layer's is at the end.
+
     All layers of normscope with running statistics take part, in the same way on every rank. No
     extra messages are sent. With ``slices:K`` and ``slice_stats="first"``, the moments of the first
     slices are used; ``sequential`` is treated as ``pooled``.
@@ -59,7 +124,8 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: If the model has no layers of normscope with running statistics, or one is lazy
-            and has seen no input.
+            and has seen no input; in a forward, if the layer's momentum differs from that of
+            earlier ones, or its buffers are not those from the start of the block.
         RuntimeError: If a layer is already in a block of ``accumulate``.
 
     Example:
@@ -70,30 +136,21 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
         >>> layer[0].running_mean, layer[0].num_batches_tracked
         (tensor([3.]), tensor(1))
     """
-    layers = _layers_of(model)
-    accumulators = [_Accumulator(_no_moments(layer)) for layer in layers]
-    for layer, accumulator in zip(layers, accumulators, strict=True):
-        layer._route = accumulator
-    try:
+    accumulators = [_Accumulator.of(layers) for layers in _sharing(_layers_of(model))]
+    with ExitStack() as stack:
+        for accumulator in accumulators:
+            for layer in accumulator.layers:
+                stack.enter_context(routed(layer, accumulator))
         yield
-    finally:
-        for layer in layers:
-            del layer._route
-    for layer, accumulator in zip(layers, accumulators, strict=True):
-        layer._update_running(accumulator.moments, accumulator.elements_seen)
-
-
-def _no_moments(layer: BatchNorm) -> torch.Tensor:
-    assert layer.running_mean is not None
-    return no_moments(layer.num_features, layer.running_mean.device)
+    for accumulator in accumulators:
+        accumulator.update()
 
 
 def _layers_of(model: torch.nn.Module) -> list[BatchNorm]:
     layers = []
     for name, layer in model.named_modules():
-        if not isinstance(layer, BatchNorm) or not layer.track_running_stats:
+        if not isinstance(layer, BatchNorm) or layer.running_mean is None:
             continue
-        assert layer.running_mean is not None
         if is_lazy(layer.running_mean):
             raise ValueError(
                 f"{name or 'model'}: expected a layer that has seen an input, got a lazy one"

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from normscope._binding import groups, ops
 from normscope._binding.torch_private import DistError, TorchBatchNorm
 from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.forward import routed
 from normscope.layers.masks import unmasked_rows
-from normscope.models.selection import input_of
+from normscope.models.selection import Patterns, layers_in_training, named_layers
+from normscope.training.measuring import Watch, measuring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,8 +43,9 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     exchange per layer, after a check that the ranks have the same layers.
 
     w is ``elements_seen`` of a layer of normscope: the number of elements that this rank has put
-    into its statistics since the last pooling. All ranks have the same weight if the number is
-    unknown on any of them (layers of torch.nn, compiled graphs) or zero on all.
+    into its statistics since anything else last set them, such as a pooling or ``load_state_dict``.
+    All ranks have the same weight if the number is unknown on any of them (layers of torch.nn,
+    compiled graphs) or zero on all.
     ``num_batches_tracked`` does not change. With one rank or no process group, nothing happens.
 
     By default, DistributedDataParallel overwrites the statistics of every rank with those of rank 0
@@ -64,7 +69,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     if group is None or group.size() == 1:
         return
     with peers_told(group):
-        layers = _layers_with_statistics(model)
+        layers = _with_statistics(named_layers(model, TorchBatchNorm, None, None))
     name = "sync_running_stats"
     check_agreement(name, layers, group)
     ranks = _gather(name, layers, [_running_moments(layer) for _, layer in layers], group)
@@ -77,14 +82,18 @@ def estimate_running_stats(
     model: torch.nn.Module,
     batches: Iterable[Any],
     process_group: ProcessGroup | None = None,
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
 ) -> None:
     """Recompute the running statistics from data, as if all of it were one batch.
 
-    The model runs forward over the batches, without gradients. Batch normalization uses batch
-    statistics over its scope; all other modules stay in their current mode. Each layer with running
-    statistics, of normscope or torch.nn, then gets the mean and the unbiased variance of all its
-    inputs, over all batches and all ranks, with the same bits on every rank. A layer without any
-    input elements keeps its statistics. ``num_batches_tracked`` does not change.
+    The model runs forward over the batches, without gradients. The layers with running statistics
+    that are in training, of normscope or torch.nn, use batch statistics over their scope. Each then
+    gets the mean and the unbiased variance of all its inputs, over all batches and all ranks, with
+    the same bits on every rank. A layer without any input elements keeps its statistics.
+    ``num_batches_tracked`` does not change. All other modules stay in their current mode, and keep
+    their buffers. So do frozen layers, which are in evaluation, unless ``include`` names them.
 
     Layers whose scope is wider than a rank exchange once per batch: all ranks then need the same
     number of batches. This is checked if ``batches`` has a length on every rank. Otherwise, ranks
@@ -96,11 +105,14 @@ def estimate_running_stats(
         batches: Inputs of the model. A tuple holds the arguments of a forward.
         process_group: The ranks; None for the default group, or for this process alone if there is
             none.
+        include: Patterns of qualified names, as for :func:`convert`, also of layers in evaluation.
+            None for all layers in training. A warning is issued if there are none.
+        exclude: As for :func:`convert`.
 
     Raises:
-        ValueError: If the ranks have different layers with running statistics, one is lazy and has
-            seen no input, or the numbers of batches differ. Nothing has been changed then, nor if
-            the model raises.
+        ValueError: If the ranks estimate different layers, one is lazy and has seen no input, a
+            pattern matches none, or the numbers of batches differ. Nothing has been changed then,
+            nor if the model raises.
 
     Example:
         >>> layer = torch.nn.BatchNorm1d(1)
@@ -111,7 +123,13 @@ def estimate_running_stats(
     group = groups.in_use(process_group)
     name = "estimate_running_stats"
     with peers_told(group):
-        layers = _layers_with_statistics(model)
+        layers = _with_statistics(layers_in_training(model, TorchBatchNorm, include, exclude))
+    if not layers:
+        warnings.warn(
+            f"{name}: expected layers in training, got none with running statistics in "
+            f"{type(model).__qualname__}; include='*' selects those in evaluation",
+            stacklevel=2,
+        )
     if group is not None:
         check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
     with peers_told(group):
@@ -153,12 +171,8 @@ class _Moments:
         )
 
 
-def _layers_with_statistics(model: torch.nn.Module) -> NamedLayers:
-    layers = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, TorchBatchNorm) and module.running_mean is not None
-    ]
+def _with_statistics(layers: NamedLayers) -> NamedLayers:
+    layers = [(name, layer) for name, layer in layers if layer.running_mean is not None]
     for name, layer in layers:
         if is_lazy(layer.running_mean):  # type: ignore[arg-type]
             raise ValueError(
@@ -266,50 +280,69 @@ def _store(layer: TorchBatchNorm, mean: torch.Tensor, var: torch.Tensor) -> None
         layer.elements_seen = 0
 
 
+class _Inputs(Watch):
+    """The moments of a layer's inputs, so far."""
+
+    def __init__(self, layer: TorchBatchNorm) -> None:
+        assert layer.running_mean is not None
+        zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
+        self.moments = _Moments(0, zeros, zeros)
+        self.is_given = False  # to a function of torch, in the current call of the layer
+
+    def look(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, tracks: bool) -> None:
+        """Add the moments of an input, or of its unmasked elements."""
+        if tracks:
+            counting = x if mask is None else unmasked_rows(x, mask)
+            self.moments = self.moments.merged(_Moments.of(counting))
+
+    def look_at_arguments(
+        self, layer: TorchBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _y: object
+    ) -> None:
+        """Take the first argument of a call of torch's layer, unless a function was given x."""
+        if not self.is_given:
+            self.look(next(iter((*args, *kwargs.values()))), tracks=layer.track_running_stats)
+        self.is_given = False
+
+
+class _InputsOfTorch(TorchFunctionMode):
+    """Sees what layers of torch give to torch.nn.functional.batch_norm, however they are called."""
+
+    def __init__(self, inputs: dict[torch.Tensor, _Inputs]) -> None:
+        super().__init__()
+        self._inputs = inputs  # by running mean
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 - torch's signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.batch_norm and kwargs["training"] and args[1] is not None:
+            inputs = self._inputs.get(args[1])
+            if inputs is not None:
+                inputs.look(args[0], tracks=True)
+                inputs.is_given = True
+        return func(*args, **kwargs)
+
+
 def _moments_of_inputs(
     model: torch.nn.Module, layers: NamedLayers, batches: Iterable[Any]
 ) -> list[_Moments]:
     """Run the model over the batches, and return the moments of each layer's inputs."""
-    seen = {layer: _no_elements(layer) for _, layer in layers}
-
-    def watch(layer: TorchBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x, mask = input_of(layer, args, kwargs)
-        counting = x if mask is None else unmasked_rows(x, mask)
-        seen[layer] = seen[layer].merged(_Moments.of(counting))
-
-    hooks = [layer.register_forward_pre_hook(watch, with_kwargs=True) for layer in seen]
-    try:
-        # A graph that is already compiled would not call the hooks.
-        with batch_statistics(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            for batch in batches:
-                model(*batch) if isinstance(batch, tuple) else model(batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(seen.values())
-
-
-def _no_elements(layer: TorchBatchNorm) -> _Moments:
-    assert layer.running_mean is not None
-    zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
-    return _Moments(0, zeros, zeros)
-
-
-@contextmanager
-def batch_statistics(model: torch.nn.Module) -> Iterator[None]:
-    """Put batch normalization into training mode; restore modes and statistics afterwards."""
-    norms = [module for module in model.modules() if isinstance(module, TorchBatchNorm)]
-    modes = [norm.training for norm in norms]
-    counts = [getattr(norm, "elements_seen", None) for norm in norms]
-    buffers = [{name: b.clone() for name, b in norm.named_buffers()} for norm in norms]
-    try:
-        for norm in norms:
-            norm.training = True
-        yield
-    finally:
-        for norm, mode, count, values in zip(norms, modes, counts, buffers, strict=True):
-            norm.training = mode
-            if isinstance(norm, BatchNorm):
-                norm.elements_seen = count
-            for name, value in values.items():
-                norm.get_buffer(name).copy_(value)
+    seen = {layer: _Inputs(layer) for _, layer in layers}
+    of_torch = {}
+    with ExitStack() as stack:
+        stack.enter_context(measuring(model, seen))
+        for layer, inputs in seen.items():
+            if isinstance(layer, BatchNorm):
+                stack.enter_context(routed(layer, inputs))
+            else:
+                of_torch[layer.get_buffer("running_mean")] = inputs
+                hook = layer.register_forward_hook(inputs.look_at_arguments, with_kwargs=True)
+                stack.callback(hook.remove)
+        stack.enter_context(_InputsOfTorch(of_torch))
+        for batch in batches:
+            model(*batch) if isinstance(batch, tuple) else model(batch)
+    return [inputs.moments for inputs in seen.values()]
