@@ -171,6 +171,12 @@ TORCH_LIBRARY(normscope, m) {
       "-> Tensor y",
       tags);
   m.def(
+      "portable_update(Tensor mean, Tensor var, Tensor count, Tensor? running_mean, "
+      "Tensor? running_var, Tensor? num_batches_tracked, Tensor? accumulated, float? momentum, "
+      "bool may_be_empty) -> (Tensor running_mean, Tensor running_var, "
+      "Tensor num_batches_tracked, Tensor accumulated)",
+      tags);
+  m.def(
       "portable_sum(Tensor own, SymInt count, bool? backward_follows, float eps, float? momentum, "
       "str scope, str group_name, str layer) -> Tensor total",
       tags);

@@ -54,7 +54,7 @@ constexpr std::int64_t kMostGathered = 64;
 
 // Whether torch's batch norm updates the running statistics as this call shall.
 bool updates_as_torch(const ForwardOpArguments& op) {
-  return op.running.mean && op.momentum && !op.accumulated && !runs_inside_a_backward();
+  return op.running.mean && op.momentum && !op.accumulated;
 }
 
 struct Normalized {
@@ -62,19 +62,23 @@ struct Normalized {
   std::optional<Statistics> statistics;  // wanted, and not empty
 };
 
-// Torch's batch norm of x, which updates the running statistics, returns the batch's statistics, or
-// neither.
+// Torch's batch norm of x, which has more than one element per channel or none.
+//
+// kUpdate: it updates the running statistics. kReturn: the statistics are returned instead. In a
+// recomputation, torch must save as many tensors as in the forward, but nothing may change: both
+// then work on tensors that are thrown away.
 enum class Then { kUpdate, kReturn, kNothing };
 Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Then then) {
   const c10::SymInt count = x.sym_numel() / x.sym_size(1);
-  if (count == 1) throw_one_value_per_channel(x);
   const bool cudnn = at::globalContext().userEnabledCuDNN();
   const auto call = [&](const OptionalTensor& mean, const OptionalTensor& var, double momentum) {
     return at::batch_norm(x, op.weight, op.bias, mean, var, /*training=*/true, momentum, op.eps,
                           cudnn);
   };
   if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
+  const bool again = runs_inside_a_backward();
   if (then == Then::kUpdate) {
+    if (again) return {call(op.running.mean->clone(), op.running.var->clone(), *op.momentum), {}};
     at::Tensor y = call(op.running.mean, op.running.var, *op.momentum);
     if (op.running.num_batches_tracked) op.running.num_batches_tracked->add_(1);
     return {std::move(y), std::nullopt};
@@ -83,6 +87,7 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   const at::Tensor mean = at::zeros_symint({x.sym_size(1)}, arithmetic_options(x));
   const at::Tensor var = at::zeros_like(mean);
   at::Tensor y = call(mean, var, 1.0);
+  if (again) return {std::move(y), std::nullopt};
   const at::Tensor n = at::scalar_tensor(c10::Scalar(count), mean.options());
   return {std::move(y), Statistics{mean, var * ((n - 1) / n), n}};
 }
@@ -97,13 +102,18 @@ void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& 
 at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
   const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
   Then then = Then::kNothing;
-  if (updates_buffers(op.running, op.accumulated)) {
-    then = updates_as_torch(op) && !pools ? Then::kUpdate : Then::kReturn;
+  if (op.running.mean || op.running.num_batches_tracked || op.accumulated) {
+    // A graph must learn at run time whether it is a recomputation: update_buffers().
+    const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
+    then = by_torch ? Then::kUpdate : Then::kReturn;
   }
   std::vector<at::Tensor> slices = {op.x};
   if (slicing.slices_wanted > 1) {
     const std::int64_t samples = op.x.sym_size(0).guard_int(__FILE__, __LINE__);
     slices = op.x.chunk(slice_count(samples, slicing.slices_wanted));
+  }
+  for (const at::Tensor& slice : slices) {
+    if (slice.sym_numel() == slice.sym_size(1)) throw_one_value_per_channel(slice);
   }
   std::vector<at::Tensor> outputs;
   std::vector<Statistics> statistics;
@@ -173,8 +183,8 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
   const at::Tensor all = message.gather(label_of(op), count, {own_mean, own_inv_std});
   const at::Tensor counts = all.select(1, 2 * channels);
   const bool updates = updates_buffers(op.running, op.accumulated);
-  const bool as_torch =
-      count > 0 && updates_as_torch(op) && op.running.mean->scalar_type() == all.scalar_type();
+  const bool as_torch = updates && count > 0 && updates_as_torch(op) &&
+                        op.running.mean->scalar_type() == all.scalar_type();
   at::Tensor batch_mean;
   at::Tensor batch_var;
   if (updates && !as_torch) {

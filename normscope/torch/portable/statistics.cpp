@@ -6,16 +6,20 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
 
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/graph.h"
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/tensors/results.h"
 
@@ -26,6 +30,53 @@ std::vector<std::int64_t> all_but_channels(const at::Tensor& x) {
   std::vector<std::int64_t> dims = {0};
   for (std::int64_t dim = 2; dim < x.dim(); ++dim) dims.push_back(dim);
   return dims;
+}
+
+using Updated = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// The new values of the buffers; those that are absent are empty.
+Updated updated(const at::Tensor& mean, const at::Tensor& var, const at::Tensor& count,
+                const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                const OptionalTensor& updates, const OptionalTensor& accumulated,
+                std::optional<double> momentum, bool may_be_empty) {
+  const auto copy = [](const OptionalTensor& buffer) {
+    return buffer ? OptionalTensor(buffer->clone()) : std::nullopt;
+  };
+  const OptionalTensor copies[] = {copy(running_mean), copy(running_var), copy(updates),
+                                   copy(accumulated)};
+  update_buffers({copies[0], copies[1], copies[2]}, momentum, copies[3], {mean, var, count},
+                 may_be_empty);
+  const auto or_empty = [&](const OptionalTensor& buffer) {
+    return buffer ? *buffer : at::empty({0}, mean.options());
+  };
+  return {or_empty(copies[0]), or_empty(copies[1]), or_empty(copies[2]), or_empty(copies[3])};
+}
+
+Updated updated_meta(const at::Tensor& mean, const at::Tensor&, const at::Tensor&,
+                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                     const OptionalTensor& updates, const OptionalTensor& accumulated,
+                     std::optional<double>, bool) {
+  const auto like = [&](const OptionalTensor& buffer) {
+    return buffer ? at::empty_like(*buffer) : at::empty({0}, mean.options());
+  };
+  return {like(running_mean), like(running_var), like(updates), like(accumulated)};
+}
+
+// An op, which knows when the graph runs whether this is a recomputation.
+void update_in_graph(const RunningTensors& running, std::optional<double> momentum,
+                     const OptionalTensor& accumulated, const Statistics& statistics,
+                     bool may_be_empty) {
+  static const auto op = op_named<decltype(updated)>("normscope::portable_update");
+  const auto [mean, var, updates, moments] =
+      op.call(statistics.mean, statistics.var, statistics.count, running.mean, running.var,
+              running.num_batches_tracked, accumulated, momentum, may_be_empty);
+  const auto copy = [](const OptionalTensor& buffer, const at::Tensor& value) {
+    if (buffer) buffer->copy_(value);
+  };
+  copy(running.mean, mean);
+  copy(running.var, var);
+  copy(running.num_batches_tracked, updates);
+  copy(accumulated, moments);
 }
 
 // running += (value - running) * weight, where the norm batch has elements.
@@ -122,6 +173,10 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
                     const OptionalTensor& accumulated, const Statistics& statistics,
                     bool may_be_empty) {
   if (!updates_buffers(running, accumulated)) return;
+  if (is_recorded_for_a_graph()) {
+    update_in_graph(running, momentum, accumulated, statistics, may_be_empty);
+    return;
+  }
   std::optional<at::Tensor> has_elements;
   if (may_be_empty) has_elements = statistics.count.reshape({1}) >= 1;
   const OptionalTensor& updates = running.num_batches_tracked;
@@ -147,5 +202,8 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
   add_moments(more, statistics);
   accumulated->add_(at::where(*has_elements, more, at::zeros_like(more)));
 }
+
+TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) { m.impl("portable_update", &updated); }
+TORCH_LIBRARY_IMPL(normscope, Meta, m) { m.impl("portable_update", &updated_meta); }
 
 }  // namespace normscope::binding
