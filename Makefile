@@ -41,6 +41,8 @@ mpi := $(if $(shell command -v mpicxx),ON,OFF)
 configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) \
   -DNORMSCOPE_TEST_CUDA_ON_HOST=OFF > /dev/null
 
+# tests/support/torch_device.py loads it.
+export NORMSCOPE_TEST_DEVICE_LIBRARY := $(abspath $(build))/tests/torch_device/torch_device.so
 export PATH := $(abspath $(environment)/bin):$(PATH)
 
 # With ccache, nothing is compiled twice, in any checkout.
@@ -120,7 +122,9 @@ test-cpp: $(stamps)/googletest $(stamps)/normscope
 	  --output-junit $(abspath $(results))/test-cpp.xml
 
 # The docstrings of the installed package are tests too.
-test-python: $(stamps)/normscope $(stamps)/test
+test-python: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
+	$(configure)
+	cmake --build $(build) --target torch_device
 	$(pytest_in_parallel) -m "not slow" --doctest-modules --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
 
