@@ -147,6 +147,10 @@ struct DeviceKernels {
   // Whether the stream is being captured into a graph.
   bool (*is_capturing)(Stream stream);
 
+  // Allocates [size] zeros on the current device, for kernels on the stream, which is not being
+  // captured. They are never freed.
+  double* (*new_zeros)(Stream stream, std::int64_t size);
+
   // Sums x and x^2 over each slice, and finalizes.
   void (*moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
                   const UseOfMoments& use);

@@ -3,7 +3,11 @@
 // What a call on a device takes from torch.
 #include "normscope/torch/tensors/call_site.h"
 
+#include <memory>
+#include <vector>
+
 #include <ATen/ops/empty.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/FakeGuardImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -40,14 +44,33 @@ TEST(CallSiteTest, TheDeviceOfXIsCurrentFromTheBeginning) {
   EXPECT_EQ(Devices::getDeviceIndex(), 0);
 }
 
+// torch's allocator for the host, which counts what it allocates.
+struct CountingAllocator final : c10::Allocator {
+  c10::DataPtr allocate(std::size_t bytes) override {
+    count += 1;
+    return c10::GetDefaultCPUAllocator()->allocate(bytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return c10::GetDefaultCPUAllocator()->raw_deleter();
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  int count = 0;
+};
+
 // The host in place of a device, with the properties that a test sets.
 class DeviceScratchTest : public ::testing::Test {
  protected:
   DeviceScratchTest() {
     kernels_.can_run = [] { return can_run; };
     kernels_.is_capturing = [](Stream /*stream*/) { return is_capturing; };
-    // A stream of this test's own.
-    device_ = {.kernels = &kernels_, .stream = {.handle = this, .memory = Memory::kDevice}};
+    // A stream of this test's own, also if this object is where that of another test was.
+    static std::vector<std::unique_ptr<int>> streams;
+    streams.push_back(std::make_unique<int>());
+    device_ = {.kernels = &kernels_,
+               .stream = {.handle = streams.back().get(), .memory = Memory::kDevice}};
     can_run = true;
     is_capturing = false;
   }
@@ -70,6 +93,17 @@ TEST_F(DeviceScratchTest, CallsOnAStreamShareItAndItGrows) {
   EXPECT_EQ(larger.scalar_type(), at::kDouble);
   EXPECT_EQ(larger.count_nonzero().item<std::int64_t>(), 0);
   EXPECT_TRUE(scratch(10).is_same(larger));
+}
+
+// With torch.compile(mode="reduce-overhead") and torch.cuda.use_mem_pool, torch allocates from a
+// pool during a call, and may use this memory again after it.
+TEST_F(DeviceScratchTest, IsNotMemoryOfTorchsAllocator) {
+  static CountingAllocator allocator;
+  c10::SetCPUAllocator(&allocator, /*priority=*/1);
+  static_cast<void>(scratch(10));
+  c10::SetCPUAllocator(c10::GetDefaultCPUAllocator(), /*priority=*/1);
+
+  EXPECT_EQ(allocator.count, 0);
 }
 
 TEST_F(DeviceScratchTest, StreamsDoNotShareIt) {

@@ -300,6 +300,7 @@ struct Backend {
         .name = name,
         .can_run = can_run,
         .is_capturing = Device::is_capturing,
+        .new_zeros = Device::new_zeros,
         .moments = moments,
         .send_moments = send_moments,
         .use_moments = use_moments,

@@ -25,6 +25,20 @@ int attribute_of_current_device(cudaDeviceAttr attribute) {
   return value;
 }
 
+// Lets the calling thread do what is forbidden while a stream is being captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { exchange(); }
+
+ private:
+  void exchange() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The device that is current for the calling thread.
 struct CurrentDevice {
   static int multiprocessors() {
@@ -36,6 +50,19 @@ struct CurrentDevice {
     check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &status),
           "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
+  }
+
+  static double* new_zeros(Stream stream, std::int64_t size) {
+    const std::size_t bytes = static_cast<std::size_t>(size) * sizeof(double);
+    void* zeros = nullptr;
+    {
+      // Another thread may be capturing, which otherwise forbids this.
+      const RelaxedCapture relaxed;
+      check(cudaMalloc(&zeros, bytes), "cudaMalloc");
+    }
+    check(cudaMemsetAsync(zeros, 0, bytes, static_cast<cudaStream_t>(stream.handle)),
+          "cudaMemsetAsync");
+    return static_cast<double*>(zeros);
   }
 
   template <class Kernel, class... Arguments>

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/tensors/device_scratch.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <tuple>
 
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
 #include "normscope/torch/tensors/results.h"
@@ -19,28 +21,40 @@ struct KeptScratch {
   std::map<Key, at::Tensor> of_stream;
 };
 
-// Never destroyed: when the program ends, the tensors' allocator may already be gone.
+// Never destroyed: when the program ends, torch may already be gone.
 KeptScratch& kept_scratch() {
   static auto& kept = *new KeptScratch;
   return kept;
 }
 
-at::Tensor new_scratch(const at::Tensor& x, std::int64_t size, const DeviceKernels& kernels) {
+void check_device(const at::Tensor& x, const DeviceKernels& kernels) {
   TORCH_CHECK(kernels.can_run(),
               "x: expected a tensor on a device that this build of normscope has "
               "kernels for (NORMSCOPE_CUDA_ARCHITECTURES), got one on ",
               x.device());
-  return at::zeros({size}, float64_options(x));
 }
 
 }  // namespace
 
 at::Tensor device_scratch(const at::Tensor& x, std::int64_t size, const DeviceContext& device) {
-  if (device.kernels->is_capturing(device.stream)) return new_scratch(x, size, *device.kernels);
+  if (device.kernels->is_capturing(device.stream)) {
+    check_device(x, *device.kernels);
+    return at::zeros({size}, float64_options(x));
+  }
   auto& [mutex, of_stream] = kept_scratch();
   const std::lock_guard lock(mutex);
   at::Tensor& kept = of_stream[{x.device().type(), x.device().index(), device.stream.handle}];
-  if (!kept.defined() || kept.numel() < size) kept = new_scratch(x, size, *device.kernels);
+  const std::int64_t before = kept.defined() ? kept.numel() : 0;
+  if (!kept.defined() || before < size) {
+    check_device(x, *device.kernels);
+    // Queued kernels may still use the smaller one, so it is never freed. Doubling limits the
+    // waste.
+    const std::int64_t enough = std::max(size, 2 * before);
+    kept = at::for_blob(device.kernels->new_zeros(device.stream, enough), {enough})
+               .options(float64_options(x))
+               .target_device(x.device())
+               .make_tensor();
+  }
   return kept;
 }
 

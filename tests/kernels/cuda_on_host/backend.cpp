@@ -23,6 +23,10 @@ struct Device {
 
   static bool is_capturing(Stream /*stream*/) { return false; }
 
+  static double* new_zeros(Stream /*stream*/, std::int64_t size) {
+    return new double[static_cast<std::size_t>(size)]();
+  }
+
   template <class Kernel, class... Arguments>
   static void launch(Stream /*stream*/, const cuda::Grid& grid, cuda::Order order, Kernel kernel,
                      Arguments... arguments) {
