@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <string_view>
 
 #include "normscope/core/activation.h"
@@ -141,8 +142,8 @@ struct UseOfGradientSums {
 struct DeviceKernels {
   std::string_view name;
 
-  // Whether the calling thread's current device can run it.
-  bool (*can_run)();
+  // Why the calling thread's current device cannot run it; empty if it can.
+  std::string (*why_not)();
 
   // Whether the stream is being captured into a graph.
   bool (*is_capturing)(Stream stream);

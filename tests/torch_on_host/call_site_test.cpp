@@ -4,6 +4,7 @@
 #include "normscope/torch/tensors/call_site.h"
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <ATen/ops/empty.h>
@@ -64,20 +65,20 @@ struct CountingAllocator final : c10::Allocator {
 class DeviceScratchTest : public ::testing::Test {
  protected:
   DeviceScratchTest() {
-    kernels_.can_run = [] { return can_run; };
+    kernels_.why_not = [] { return why_not; };
     kernels_.is_capturing = [](Stream /*stream*/) { return is_capturing; };
     // A stream of this test's own, also if this object is where that of another test was.
     static std::vector<std::unique_ptr<int>> streams;
     streams.push_back(std::make_unique<int>());
     device_ = {.kernels = &kernels_,
                .stream = {.handle = streams.back().get(), .memory = Memory::kDevice}};
-    can_run = true;
+    why_not = "";
     is_capturing = false;
   }
 
   at::Tensor scratch(std::int64_t size) const { return device_scratch(x_, size, device_); }
 
-  static inline bool can_run = true;
+  static inline std::string why_not;
   static inline bool is_capturing = false;
   const at::Tensor x_ = at::empty({2, 3});
   DeviceKernels kernels_ = cuda_on_host::kKernels;
@@ -125,12 +126,13 @@ TEST_F(DeviceScratchTest, ACapturedCallHasItsOwn) {
   EXPECT_TRUE(scratch(10).is_same(of_stream));
 }
 
-TEST_F(DeviceScratchTest, ADeviceWithoutKernelsIsRefused) {
-  can_run = false;
+TEST_F(DeviceScratchTest, ADeviceThatCannotRunTheKernelsIsRefusedWithTheReason) {
+  why_not = "the driver is old";
 
   EXPECT_THAT([&] { static_cast<void>(scratch(10)); },
-              ThrowsMessage<c10::Error>(HasSubstr("x: expected a tensor on a device that this "
-                                                  "build of normscope has kernels for")));
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("x: expected a tensor on a device that this build of normscope has "
+                            "kernels for, got one on cpu: the driver is old")));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "normscope/core/error.h"
 #include "normscope/kernels/cuda/backend.h"
 #include "normscope/kernels/cuda/cuda.h"
+#include "normscope/kernels/cuda/refusal.h"
 
 namespace normscope::cuda {
 namespace {
@@ -90,20 +91,23 @@ struct CurrentDevice {
   }
 };
 
-// Whether there is code for the current device. There is none for architectures other than those
-// that this file was compiled for.
-bool can_run() {
-  int count = 0;
+// There is no code for architectures other than those that this file was compiled for.
+std::string why_not() {
   cudaFuncAttributes attributes;
-  const bool has_code =
-      cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-      cudaFuncGetAttributes(&attributes, write_coefficients_of_statistics<float>) == cudaSuccess;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, write_coefficients_of_statistics<float>);
   (void)cudaGetLastError();
-  return has_code;
+  if (error == cudaSuccess) return "";
+  Refusal refusal = {.has_no_code = error == cudaErrorNoKernelImageForDevice ||
+                                    error == cudaErrorInvalidDeviceFunction,
+                     .error = cudaGetErrorString(error)};
+  (void)cudaDriverGetVersion(&refusal.driver);
+  (void)cudaRuntimeGetVersion(&refusal.runtime);
+  return refusal.text();
 }
 
 }  // namespace
 
-const DeviceKernels kKernels = Backend<CurrentDevice>::kernels("cuda", can_run);
+const DeviceKernels kKernels = Backend<CurrentDevice>::kernels("cuda", why_not);
 
 }  // namespace normscope::cuda

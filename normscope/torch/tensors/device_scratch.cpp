@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
 
 #include <ATen/ops/from_blob.h>
@@ -28,10 +29,11 @@ KeptScratch& kept_scratch() {
 }
 
 void check_device(const at::Tensor& x, const DeviceKernels& kernels) {
-  TORCH_CHECK(kernels.can_run(),
-              "x: expected a tensor on a device that this build of normscope has "
-              "kernels for (NORMSCOPE_CUDA_ARCHITECTURES), got one on ",
-              x.device());
+  const std::string why_not = kernels.why_not();
+  TORCH_CHECK(why_not.empty(),
+              "x: expected a tensor on a device that this build of normscope has kernels for, got "
+              "one on ",
+              x.device(), ": ", why_not);
 }
 
 }  // namespace

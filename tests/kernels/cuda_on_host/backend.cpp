@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <string>
 
 // clang-format off: device.h defines the language that backend.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
@@ -43,7 +44,7 @@ struct Device {
 }  // namespace
 
 constinit const DeviceKernels kKernels =
-    cuda::Backend<Device>::kernels("cuda_on_host", [] { return true; });
+    cuda::Backend<Device>::kernels("cuda_on_host", [] { return std::string(); });
 
 int launches() noexcept { return launched; }
 
