@@ -148,8 +148,9 @@ struct DeviceKernels {
   // Whether the stream is being captured into a graph.
   bool (*is_capturing)(Stream stream);
 
-  // Allocates [size] zeros on the current device, for kernels on the stream, which is not being
-  // captured. They are never freed.
+  // Allocates [size] zeros on the current device, for kernels on the stream that leave zeros. They
+  // are never freed; but if the stream is being captured, they are used again when the graph is
+  // destroyed.
   double* (*new_zeros)(Stream stream, std::int64_t size);
 
   // Sums x and x^2 over each slice, and finalizes.
