@@ -75,6 +75,8 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 using namespace std::chrono_literals;
 
 // What a backend and its parts were asked to do.
@@ -87,7 +89,7 @@ struct Calls {
 
 // Backend options of a type that only the program knows.
 struct OptionsOfTheProgram final : c10d::Backend::Options {
-  OptionsOfTheProgram() : Options("nccl") {}
+  using Options::Options;
 };
 
 // Behaves like NCCL's backend: a group is connected by its first sum; all ranks of the group take
@@ -104,7 +106,7 @@ class SplittingBackend final : public StoreBackend {
         options_(std::move(options)),
         place_(place) {}
 
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return options_->backend; }
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
 
@@ -112,7 +114,8 @@ class SplittingBackend final : public StoreBackend {
                                            const c10d::AllreduceOptions& options) override {
     ++calls_.sums;
     std::vector<at::Tensor> of_host{on_host(tensors.front())};
-    (void)StoreBackend::allreduce(of_host, options);
+    auto work = StoreBackend::allreduce(of_host, options);
+    if (getBackendName() != "nccl") return work;
     // It does not sum on a stream of its own either, which would have to wait for the caller's.
     TORCH_CHECK(!options.asyncOp, "expected a sum on the caller's stream");
     return nullptr;
@@ -274,13 +277,31 @@ TEST(C10dCommunicator, RanksMissingFromTheOptionsAreSetDuringASplit) {
 }
 
 TEST(C10dCommunicator, OptionsThatItCannotCopyKeepTheirRanks) {
-  run_ranks<OptionsOfTheProgram>(2, [](const Group& group, Options& options, Calls& /*calls*/) {
-    options.global_ranks_in_group = {6, 7};
-    C10dCommunicator communicator(group);
+  run_ranks<OptionsOfTheProgram>(
+      2,
+      [](const Group& group, Options& options, Calls& /*calls*/) {
+        options.global_ranks_in_group = {6, 7};
+        C10dCommunicator communicator(group);
 
-    EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/-communicator.rank())->size(), 2);
-    EXPECT_THAT(options.global_ranks_in_group, ElementsAre(6, 7));
-  });
+        EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/-communicator.rank())->size(), 2);
+        EXPECT_THAT(options.global_ranks_in_group, ElementsAre(6, 7));
+      },
+      "another backend");
+}
+
+// NCCL's backend writes more than the ranks into them.
+TEST(C10dCommunicator, NcclIsNotSplitWithTheGroupsOwnOptions) {
+  run_ranks<OptionsOfTheProgram>(
+      2,
+      [](const Group& group, Options& options, Calls& calls) {
+        C10dCommunicator communicator(group);
+
+        EXPECT_THAT([&] { (void)communicator.split(/*color=*/0, /*key=*/0); },
+                    ThrowsMessage<CommunicationError>(HasSubstr("ProcessGroupNCCL.hpp")));
+        EXPECT_EQ(calls.splits, 0);
+        EXPECT_TRUE(options.global_ranks_in_group.empty());
+      },
+      "nccl");
 }
 
 TEST(C10dCommunicator, APartOfAGroupThatWasDestroyedEndsInGoodOrder) {

@@ -121,6 +121,12 @@ c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
     const std::vector<int>& members) const {
   const c10::intrusive_ptr<c10d::Backend::Options> options = backend.getBackendOptions();
   const auto copy = copy_of(*options);
+  if (!copy && backend.getBackendName() == "nccl") {
+    throw CommunicationError(
+        "the options of torch's NCCL backend cannot be copied for a part of the group, because "
+        "torch's ProcessGroupNCCL.hpp did not compile when normscope was built (cmake said why); "
+        "build again with NCCL's header, as in the package nvidia-nccl-cu13");
+  }
   const RanksOfOptions ranks(*options, size_);
   return backend.split(store, members, copy ? copy : options);
 }
