@@ -28,6 +28,7 @@
 
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/c10d/debug_wrapper.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/store_backend.h"
 
@@ -302,6 +303,39 @@ TEST(C10dCommunicator, NcclIsNotSplitWithTheGroupsOwnOptions) {
         EXPECT_TRUE(options.global_ranks_in_group.empty());
       },
       "nccl");
+}
+
+// Agrees to every call, which torch's debug mode compares among the ranks.
+class Agreeing final : public StoreBackend {
+ public:
+  using StoreBackend::StoreBackend;
+
+  void monitoredBarrier(const c10d::BarrierOptions& /*options*/, bool /*waits*/) override {}
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& /*options*/) override {
+    for (const at::Tensor& output : outputs.front()) output.copy_(inputs.front());
+    return c10::make_intrusive<Done>();
+  }
+};
+
+// TORCH_DISTRIBUTED_DEBUG=DETAIL. The wrapper of torch 2.11 says that it can split, and throws.
+TEST(C10dCommunicator, ABackendIsSplitThatTorchsDebugModeHasWrapped) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  spawn_threads(3, [&](int rank) {
+    Calls calls;
+    const auto backend = c10::make_intrusive<SplittingBackend>(
+        store, rank, 3, calls, c10::make_intrusive<Options>("nccl"));
+    const auto wrapper = c10::make_intrusive<c10d::ProcessGroupWrapper>(
+        backend, c10::make_intrusive<Agreeing>(store, rank, 3));
+    const Group group = group_of(store, wrapper);
+    C10dCommunicator communicator(group);
+
+    const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+
+    EXPECT_EQ(calls.splits, 1);
+    EXPECT_EQ(exchanged_sum(*part, rank), rank == 2 ? 2 : 1);
+  });
 }
 
 TEST(C10dCommunicator, APartOfAGroupThatWasDestroyedEndsInGoodOrder) {

@@ -13,6 +13,7 @@
 #include "normscope/comm/self_communicator.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/c10d/debug_wrapper.h"
 #include "normscope/torch/c10d/options.h"
 #include "normscope/torch/errors.h"
 
@@ -82,8 +83,8 @@ void C10dCommunicator::connect_devices() {
 
 // Splitting may need all ranks of the group. Ranks that are alone take part with an empty list.
 void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
-  const auto of_host = group.getBackend(host_device_);
-  const auto of_device = group.getBackend(placement_.device);
+  const auto of_host = without_wrapper(group.getBackend(host_device_));
+  const auto of_device = without_wrapper(group.getBackend(placement_.device));
   if (!own_ && of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
   if (of_device != of_host && of_device->supportsSplitting()) {
     (void)split_backend(*of_device, group.getStore(), {});
@@ -98,7 +99,7 @@ C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
       c10::make_intrusive<c10d::PrefixStore>(name_of_part(members), group.getStore());
   auto part = c10::make_intrusive<c10d::ProcessGroup>(store, members.rank,
                                                       static_cast<int>(members.members.size()));
-  const auto backend = group.getBackend(host_device_);
+  const auto backend = without_wrapper(group.getBackend(host_device_));
   c10::intrusive_ptr<c10d::Backend> backend_of_part;
   if (!own_) {
     backend_of_part = split_backend(*backend, store, members.members);
@@ -106,7 +107,7 @@ C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
   }
   if (placement_.device == host_device_) return part;
 
-  const auto device_backend = group.getBackend(placement_.device);
+  const auto device_backend = without_wrapper(group.getBackend(placement_.device));
   const bool is_one = device_backend == backend;
   const auto device_store = c10::make_intrusive<c10d::PrefixStore>("device", store);
   part->setBackend(
