@@ -152,10 +152,19 @@ sdist: $(stamps)/build ## Pack the sources that pip can build from into build/di
 gpu-check: ## Build, test and measure on the GPU at hand, with $(PYTHON) as it is
 	$(PYTHON) scripts/gpu_check.py $(ARGS)
 
-# Copies what this machine may lack to build/carry.
-carry: $(stamps)/googletest
+# Copies what that machine may lack to build/carry. With nvcc, also builds for an H100 or H200 what
+# does not depend on torch.
+carry: $(stamps)/googletest $(stamps)/torch
 	mkdir -p build/carry
 	cp -R /usr/src/googletest build/carry/
+ifneq ($(shell command -v nvcc),)
+	cmake -G Ninja -S . -B build/carried -DCMAKE_BUILD_TYPE=Release -DNORMSCOPE_BUILD_TORCH=OFF \
+	  -DNORMSCOPE_BUILD_CUDA=ON -DNORMSCOPE_CUDA_ARCHITECTURES=90 -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
+	cmake --build build/carried --target cuda_kernels_test cuda_batch_norm_test
+	strip -o build/carry/cuda_kernels_test build/carried/tests/kernels/cuda_kernels_test
+	strip -o build/carry/cuda_batch_norm_test build/carried/tests/batch_norm/cuda_batch_norm_test
+	$(python) scripts/gpu_check.py --describe-suites > build/carry/suites.txt
+endif
 
 # ---- What is slow ------------------------------------------------------------------------------
 
