@@ -41,6 +41,8 @@ mpi := $(if $(shell command -v mpicxx),ON,OFF)
 configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) \
   -DNORMSCOPE_TEST_CUDA_ON_HOST=OFF > /dev/null
 
+# tests/support/torch_device.py loads it.
+export NORMSCOPE_TEST_DEVICE_LIBRARY := $(abspath $(build))/tests/torch_device/torch_device.so
 export PATH := $(abspath $(environment)/bin):$(PATH)
 
 # With ccache, nothing is compiled twice, in any checkout.
@@ -120,7 +122,9 @@ test-cpp: $(stamps)/googletest $(stamps)/normscope
 	  --output-junit $(abspath $(results))/test-cpp.xml
 
 # The docstrings of the installed package are tests too.
-test-python: $(stamps)/normscope $(stamps)/test
+test-python: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
+	$(configure)
+	cmake --build $(build) --target torch_device
 	$(pytest_in_parallel) -m "not slow" --doctest-modules --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
 
@@ -148,10 +152,19 @@ sdist: $(stamps)/build ## Pack the sources that pip can build from into build/di
 gpu-check: ## Build, test and measure on the GPU at hand, with $(PYTHON) as it is
 	$(PYTHON) scripts/gpu_check.py $(ARGS)
 
-# Copies what this machine may lack to build/carry.
-carry: $(stamps)/googletest
+# Copies what that machine may lack to build/carry. With nvcc, also builds for an H100 or H200 what
+# does not depend on torch.
+carry: $(stamps)/googletest $(stamps)/torch
 	mkdir -p build/carry
 	cp -R /usr/src/googletest build/carry/
+ifneq ($(shell command -v nvcc),)
+	cmake -G Ninja -S . -B build/carried -DCMAKE_BUILD_TYPE=Release -DNORMSCOPE_BUILD_TORCH=OFF \
+	  -DNORMSCOPE_BUILD_CUDA=ON -DNORMSCOPE_CUDA_ARCHITECTURES=90 -DNORMSCOPE_BUILD_TESTS=ON > /dev/null
+	cmake --build build/carried --target cuda_kernels_test cuda_batch_norm_test
+	strip -o build/carry/cuda_kernels_test build/carried/tests/kernels/cuda_kernels_test
+	strip -o build/carry/cuda_batch_norm_test build/carried/tests/batch_norm/cuda_batch_norm_test
+	$(python) scripts/gpu_check.py --describe-suites > build/carry/suites.txt
+endif
 
 # ---- What is slow ------------------------------------------------------------------------------
 

@@ -2,13 +2,15 @@
 """Builds normscope for the GPU of this machine, tests and measures it, and writes the results.
 
 Needs a C++20 compiler, CMake, ninja, nvcc, and a Python with a CUDA build of torch and pytest, but
-no network. If GoogleTest is not installed, it is built from a folder with its sources: `make carry`
-copies them to build/carry/googletest on a machine that has them.
+no network. `make carry` prepares build/carry on another machine, whose contents are used if they
+are there: GoogleTest's sources, in case it is not installed, and the contract suites, if they were
+built from these sources for the GPU's architecture.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -32,16 +34,17 @@ from count_tests import describe, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The time limit of each step in seconds, 480 in total. A slow step does not use up the time of the
-# others. The limits of builds are for a machine with 16 cores.
+# The time limit of each step in seconds, 530 in total. A slow step does not use up the time of the
+# others. The limits of builds are for a machine with 16 cores, and more than three times the time
+# of the file that takes longest, cuda.cu: 45 s.
 LIMITS = {
     "configure": 30,
-    "build": 115,
+    "build": 160,
     "install": 10,
     "describe": 15,
     "python": 75,
     "benchmark": 60,
-    "build-suites": 50,
+    "build-suites": 55,
     "cuda_kernels_test": 60,
     "cuda_batch_norm_test": 25,
     "compute-sanitizer-memcheck": 20,
@@ -187,6 +190,13 @@ def _count_tests(step: Step, junit: Path) -> None:
     step.failed = [describe(case) for case in cases if outcome(case) == "failed"]
 
 
+def _succeeds(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
 def _output_of(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -244,16 +254,47 @@ IN_ITS_PLACE = Way(
 )
 
 
-def build(check: Check, way: Way, googletest: Path) -> bool:
-    """Configure the build, and build the library as a Python package."""
+SUITES = ("cuda_kernels_test", "cuda_batch_norm_test")
+SOURCES = {".cmake", ".cpp", ".cu", ".cuh", ".h", ".inc", ".txt"}
+
+
+def description_of_suites() -> str:
+    """Return what suites are built from: the architecture, and a hash of the C++ sources."""
+    digest = hashlib.sha256()
+    files = [ROOT / "CMakeLists.txt"]
+    for folder in ("cmake", "normscope", "tests"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return f"sm_{architecture()} {digest.hexdigest()}"
+
+
+def carried_suites(carry: Path) -> list[Path]:
+    """Return the suites that were built elsewhere, if they are those of this machine."""
+    description = carry / "suites.txt"
+    if not description.exists() or description.read_text().strip() != description_of_suites():
+        return []
+    suites = [carry / name for name in SUITES]
+    # The libraries of this machine may be older than those that they were linked to.
+    works = all(_succeeds(str(suite), "--gtest_list_tests") for suite in suites)
+    return suites if works else []
+
+
+def configure(check: Check, way: Way, googletest: Path) -> bool:
+    """Configure the build."""
     carried = [f"-DNORMSCOPE_GOOGLETEST={googletest}"] if googletest.is_dir() else []
-    cmake = [
-        *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(check.build), *way.options),
-        *("-DNORMSCOPE_BUILD_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}", *carried),
-    ]
-    if not check.run("configure", cmake) or not check.run(
-        "build", build_command(check, way.library)
-    ):
+    return check.run(
+        "configure",
+        [
+            *("cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(check.build), *way.options),
+            *("-DNORMSCOPE_BUILD_TESTS=ON", f"-DPython_EXECUTABLE={sys.executable}", *carried),
+        ],
+    )
+
+
+def build(check: Check, way: Way) -> bool:
+    """Build the library as a Python package."""
+    if not check.run("build", build_command(check, way.library)):
         return False
     if way is IN_ITS_PLACE:  # its build makes the package
         return True
@@ -296,19 +337,22 @@ def test_package(check: Check, way: Way) -> None:
     )
 
 
-def test_suites(check: Check, way: Way) -> bool:
-    """Run the contract suites on the device, which take longest; return whether they were built."""
+def build_suites(check: Check, way: Way) -> list[Path]:
+    """Build the contract suites; return the executables, or nothing if that failed."""
     if not check.run("build-suites", build_command(check, *way.suites)):
-        return False
-    names = ("cuda_kernels_test", "cuda_batch_norm_test")
-    for name, folder, suite in zip(names, ("kernels", "batch_norm"), way.suites, strict=True):
+        return []
+    folders = ("kernels", "batch_norm")
+    return [check.build / "tests" / f / s for f, s in zip(folders, way.suites, strict=True)]
+
+
+def test_suites(check: Check, suites: Sequence[Path]) -> None:
+    """Run the contract suites on the device, which take longest."""
+    for name, executable in zip(SUITES, suites, strict=True):
         junit = check.results / f"{name}.xml"
-        executable = check.build / "tests" / folder / suite
         check.run(name, [str(executable), f"--gtest_output=xml:{junit}"], junit)
-    return True
 
 
-def sanitize(check: Check) -> None:
+def sanitize(check: Check, kernels_test: Path) -> None:
     """Run a subset under compute-sanitizer, if it is installed."""
     if shutil.which("compute-sanitizer") is None:
         check.steps.append(Step("compute-sanitizer", [], status="not installed"))
@@ -318,8 +362,7 @@ def sanitize(check: Check) -> None:
             f"compute-sanitizer-{tool}",
             [
                 *("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
-                *(str(check.build / "tests/kernels/cuda_kernels_test"),),
-                f"--gtest_filter={SANITIZED}",
+                *(str(kernels_test), f"--gtest_filter={SANITIZED}"),
             ],
         )
 
@@ -337,12 +380,31 @@ def measure(check: Check) -> None:
         check.write()
 
 
+def check_all(check: Check, way: Way, carry: Path, *, has_device: bool) -> None:
+    """Run every step that the steps before it allow."""
+    is_configured = configure(check, way, carry / "googletest")
+    if is_configured and build(check, way):
+        test_package(check, way)
+        if has_device:
+            measure(check)
+    suites = carried_suites(carry) if way is ON_GPU else []
+    if not suites and is_configured:
+        suites = build_suites(check, way)
+    if suites:
+        test_suites(check, suites)
+        if has_device:
+            sanitize(check, suites[0])
+
+
 def main() -> int:
     """Run everything, and write the results to the output folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "gpu", metavar="DIR")
+    parser.add_argument("--carry", type=Path, default=ROOT / "build" / "carry", metavar="DIR")
     parser.add_argument(
-        "--googletest", type=Path, default=ROOT / "build" / "carry" / "googletest", metavar="DIR"
+        "--describe-suites",
+        action="store_true",
+        help="only print what suites would be built from, for `make carry`",
     )
     parser.add_argument(
         "--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR"
@@ -353,19 +415,17 @@ def main() -> int:
         help="without a GPU: the kernels run on the host, the tests within their limits",
     )
     arguments = parser.parse_args()
+    if arguments.describe_suites:
+        print(description_of_suites())
+        return 0
     way = IN_ITS_PLACE if arguments.dry_run else ON_GPU
     machine = describe_machine()
     print(*(f"{name:15}{value}" for name, value in machine.items()), sep="\n")
     clock = PROCESSOR if arguments.dry_run else WALL
     check = Check(arguments.build.resolve(), arguments.output, machine, os.cpu_count() or 1, clock)
 
-    if build(check, way, arguments.googletest.resolve()):
-        has_device = torch.cuda.is_available() and not arguments.dry_run
-        test_package(check, way)
-        if has_device:
-            measure(check)
-        if test_suites(check, way) and has_device:
-            sanitize(check)
+    has_device = torch.cuda.is_available() and not arguments.dry_run
+    check_all(check, way, arguments.carry.resolve(), has_device=has_device)
     print(f"\nWritten: {check.path}")
     if not torch.cuda.is_available() and not arguments.dry_run:
         print("cuda: no device; this only shows that everything builds")

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <string_view>
 
 #include "normscope/core/activation.h"
@@ -140,11 +141,16 @@ struct UseOfGradientSums {
 struct DeviceKernels {
   std::string_view name;
 
-  // Whether the calling thread's current device can run it.
-  bool (*can_run)();
+  // Why the calling thread's current device cannot run it; empty if it can.
+  std::string (*why_not)();
 
   // Whether the stream is being captured into a graph.
   bool (*is_capturing)(Stream stream);
+
+  // Allocates [size] zeros on the current device, for kernels on the stream that leave zeros. They
+  // are never freed; but if the stream is being captured, they are used again when the graph is
+  // destroyed.
+  double* (*new_zeros)(Stream stream, std::int64_t size);
 
   // Sums x and x^2 over each slice, and finalizes.
   void (*moments)(Stream stream, const TensorView& x, DeviceScratch scratch,

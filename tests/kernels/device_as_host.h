@@ -204,7 +204,7 @@ struct DeviceAsHost {
   static constexpr Kernels kernels(std::string_view name) {
     return {
         .name = name,
-        .can_run = [] { return kDevice().can_run(); },
+        .can_run = [] { return kDevice().why_not().empty(); },
         .channels_per_chunk = channels_per_chunk,
         .add_moments = add_moments,
         .finalize_moments = finalize_moments,

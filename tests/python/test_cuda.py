@@ -202,6 +202,34 @@ def test_work_goes_to_the_current_stream() -> None:
     assert same_bits(found, expected)
 
 
+@needs_gpu
+def test_what_a_layer_keeps_is_not_memory_of_a_pool_of_torch() -> None:
+    layer = normscope.BatchNorm2d(16, scope="local").to(DEVICE)
+    x, dy = inputs((8, 16, 9, 9), torch.float32, torch.contiguous_format, seed=0)
+    first = copy.deepcopy(layer)
+
+    with torch.cuda.stream(torch.cuda.Stream()):  # a new stream, which has kept nothing yet
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            expected = step(first, x, dy)
+        with torch.cuda.use_mem_pool(pool):
+            ones = [torch.ones(1 << 16, device=DEVICE) for _ in range(64)]
+        assert same_bits(step(layer, x, dy), expected)
+    assert ones
+
+
+@needs_gpu
+def test_graphs_of_torch_compile_give_the_bits_of_eager_calls() -> None:
+    layer = normscope.BatchNorm2d(16, scope="local").to(DEVICE)
+    compiled = copy.deepcopy(layer)
+    compiled.compile(mode="reduce-overhead")
+
+    for seed in range(5):  # a warm-up, a capture, replays
+        x, dy = inputs((8, 16, 9, 9), torch.float32, torch.contiguous_format, seed)
+        found, expected = step(compiled, x, dy), step(layer, x, dy)
+        torch.testing.assert_close(list(found.values()), list(expected.values()))
+
+
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Capture the launches of `call` in a graph; return the graph and the result."""
     stream = torch.cuda.Stream()

@@ -27,6 +27,7 @@
 
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/c10d/debug_wrapper.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/store_backend.h"
 
@@ -74,6 +75,8 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 using namespace std::chrono_literals;
 
 // What a backend and its parts were asked to do.
@@ -86,7 +89,7 @@ struct Calls {
 
 // Backend options of a type that only the program knows.
 struct OptionsOfTheProgram final : c10d::Backend::Options {
-  OptionsOfTheProgram() : Options("nccl") {}
+  using Options::Options;
 };
 
 // Behaves like NCCL's backend: a group is connected by its first sum; all ranks of the group take
@@ -103,7 +106,7 @@ class SplittingBackend final : public StoreBackend {
         options_(std::move(options)),
         place_(place) {}
 
-  const std::string getBackendName() const override { return "nccl"; }
+  const std::string getBackendName() const override { return options_->backend; }
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
 
@@ -111,7 +114,8 @@ class SplittingBackend final : public StoreBackend {
                                            const c10d::AllreduceOptions& options) override {
     ++calls_.sums;
     std::vector<at::Tensor> of_host{on_host(tensors.front())};
-    (void)StoreBackend::allreduce(of_host, options);
+    auto work = StoreBackend::allreduce(of_host, options);
+    if (getBackendName() != "nccl") return work;
     // It does not sum on a stream of its own either, which would have to wait for the caller's.
     TORCH_CHECK(!options.asyncOp, "expected a sum on the caller's stream");
     return nullptr;
@@ -273,12 +277,63 @@ TEST(C10dCommunicator, RanksMissingFromTheOptionsAreSetDuringASplit) {
 }
 
 TEST(C10dCommunicator, OptionsThatItCannotCopyKeepTheirRanks) {
-  run_ranks<OptionsOfTheProgram>(2, [](const Group& group, Options& options, Calls& /*calls*/) {
-    options.global_ranks_in_group = {6, 7};
+  run_ranks<OptionsOfTheProgram>(
+      2,
+      [](const Group& group, Options& options, Calls& /*calls*/) {
+        options.global_ranks_in_group = {6, 7};
+        C10dCommunicator communicator(group);
+
+        EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/-communicator.rank())->size(), 2);
+        EXPECT_THAT(options.global_ranks_in_group, ElementsAre(6, 7));
+      },
+      "another backend");
+}
+
+// NCCL's backend writes more than the ranks into them.
+TEST(C10dCommunicator, NcclIsNotSplitWithTheGroupsOwnOptions) {
+  run_ranks<OptionsOfTheProgram>(
+      2,
+      [](const Group& group, Options& options, Calls& calls) {
+        C10dCommunicator communicator(group);
+
+        EXPECT_THAT([&] { (void)communicator.split(/*color=*/0, /*key=*/0); },
+                    ThrowsMessage<CommunicationError>(HasSubstr("ProcessGroupNCCL.hpp")));
+        EXPECT_EQ(calls.splits, 0);
+        EXPECT_TRUE(options.global_ranks_in_group.empty());
+      },
+      "nccl");
+}
+
+// Agrees to every call, which torch's debug mode compares among the ranks.
+class Agreeing final : public StoreBackend {
+ public:
+  using StoreBackend::StoreBackend;
+
+  void monitoredBarrier(const c10d::BarrierOptions& /*options*/, bool /*waits*/) override {}
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& /*options*/) override {
+    for (const at::Tensor& output : outputs.front()) output.copy_(inputs.front());
+    return c10::make_intrusive<Done>();
+  }
+};
+
+// TORCH_DISTRIBUTED_DEBUG=DETAIL. The wrapper of torch 2.11 says that it can split, and throws.
+TEST(C10dCommunicator, ABackendIsSplitThatTorchsDebugModeHasWrapped) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  spawn_threads(3, [&](int rank) {
+    Calls calls;
+    const auto backend = c10::make_intrusive<SplittingBackend>(
+        store, rank, 3, calls, c10::make_intrusive<Options>("nccl"));
+    const auto wrapper = c10::make_intrusive<c10d::ProcessGroupWrapper>(
+        backend, c10::make_intrusive<Agreeing>(store, rank, 3));
+    const Group group = group_of(store, wrapper);
     C10dCommunicator communicator(group);
 
-    EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/-communicator.rank())->size(), 2);
-    EXPECT_THAT(options.global_ranks_in_group, ElementsAre(6, 7));
+    const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+
+    EXPECT_EQ(calls.splits, 1);
+    EXPECT_EQ(exchanged_sum(*part, rank), rank == 2 ? 2 : 1);
   });
 }
 

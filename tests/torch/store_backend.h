@@ -30,6 +30,10 @@ class StoreBackend : public c10d::Backend {
 
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
 
+  // For torch's debug mode.
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override { return 0; }
+
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& /*options*/) override {
     const at::Tensor& tensor = tensors.front();

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <string>
+#include <string_view>
 #include <type_traits>
 
 #include "normscope/kernels/cuda/activated.cuh"
@@ -295,11 +297,12 @@ struct Backend {
     });
   }
 
-  static constexpr DeviceKernels kernels(std::string_view name, bool (*can_run)()) {
+  static constexpr DeviceKernels kernels(std::string_view name, std::string (*why_not)()) {
     return {
         .name = name,
-        .can_run = can_run,
+        .why_not = why_not,
         .is_capturing = Device::is_capturing,
+        .new_zeros = Device::new_zeros,
         .moments = moments,
         .send_moments = send_moments,
         .use_moments = use_moments,

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <cuda_runtime.h>
 
 #include "normscope/core/error.h"
 #include "normscope/kernels/cuda/backend.h"
 #include "normscope/kernels/cuda/cuda.h"
+#include "normscope/kernels/cuda/refusal.h"
 
 namespace normscope::cuda {
 namespace {
@@ -17,13 +23,102 @@ void check(cudaError_t error, const char* call) {
   throw DeviceError(std::string("cuda: ") + call + ": " + cudaGetErrorString(error));
 }
 
-int attribute_of_current_device(cudaDeviceAttr attribute) {
+int current_device() {
   int device = 0;
-  int value = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return device;
+}
+
+int attribute_of_current_device(cudaDeviceAttr attribute) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, current_device()), "cudaDeviceGetAttribute");
   return value;
 }
+
+// Lets the calling thread do what is forbidden while a stream is being captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+  ~RelaxedCapture() { exchange(); }
+
+ private:
+  void exchange() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+// [size] that work on the stream finds to be zeros.
+double* allocate_zeros(std::int64_t size, cudaStream_t stream) {
+  const std::size_t bytes = static_cast<std::size_t>(size) * sizeof(double);
+  void* zeros = nullptr;
+  check(cudaMalloc(&zeros, bytes), "cudaMalloc");
+  check(cudaMemsetAsync(zeros, 0, bytes, stream), "cudaMemsetAsync");
+  return static_cast<double*>(zeros);
+}
+
+// Zeros for graphs. Each belongs to one graph, which leaves zeros, and then to another one.
+class ZerosOfGraphs {
+ public:
+  static double* take(cudaGraph_t graph, std::int64_t size) {
+    std::unique_ptr<Zeros> zeros = unused_of(current_device(), size);
+    if (!zeros) zeros = allocate(size);
+    cudaUserObject_t kept = nullptr;
+    check(cudaUserObjectCreate(&kept, zeros.get(), give_back, 1, cudaUserObjectNoDestructorSync),
+          "cudaUserObjectCreate");
+    double* const data = zeros.release()->data;
+    check(cudaGraphRetainUserObject(graph, kept, 1, cudaGraphUserObjectMove),
+          "cudaGraphRetainUserObject");
+    return data;
+  }
+
+ private:
+  struct Zeros {
+    int device;
+    std::int64_t size;
+    double* data;
+  };
+  struct Unused {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Zeros>> zeros;
+  };
+
+  // Never destroyed: CUDA may destroy graphs when the program ends.
+  static Unused& unused() {
+    static auto& all = *new Unused;
+    return all;
+  }
+
+  static std::unique_ptr<Zeros> unused_of(int device, std::int64_t size) {
+    auto& [mutex, all] = unused();
+    const std::lock_guard lock(mutex);
+    const auto found = std::find_if(all.begin(), all.end(), [&](const auto& zeros) {
+      return zeros->device == device && zeros->size >= size;
+    });
+    if (found == all.end()) return nullptr;
+    std::unique_ptr<Zeros> zeros = std::move(*found);
+    all.erase(found);
+    return zeros;
+  }
+
+  // On a stream of its own: the work must not be captured, and must end before the graph can run.
+  static std::unique_ptr<Zeros> allocate(std::int64_t size) {
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    double* const data = allocate_zeros(size, stream);
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+    return std::make_unique<Zeros>(Zeros{current_device(), size, data});
+  }
+
+  // CUDA calls this after the last run of a destroyed graph. It must not call CUDA.
+  static void CUDART_CB give_back(void* zeros) {
+    auto& [mutex, all] = unused();
+    const std::lock_guard lock(mutex);
+    all.emplace_back(static_cast<Zeros*>(zeros));
+  }
+};
 
 // The device that is current for the calling thread.
 struct CurrentDevice {
@@ -36,6 +131,13 @@ struct CurrentDevice {
     check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream.handle), &status),
           "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
+  }
+
+  static double* new_zeros(Stream stream, std::int64_t size) {
+    // This thread or another one may be capturing, which otherwise forbids this.
+    const RelaxedCapture relaxed;
+    if (cudaGraph_t graph = graph_of(stream)) return ZerosOfGraphs::take(graph, size);
+    return allocate_zeros(size, static_cast<cudaStream_t>(stream.handle));
   }
 
   template <class Kernel, class... Arguments>
@@ -57,26 +159,43 @@ struct CurrentDevice {
   }
 
  private:
+  // The graph that the stream is being captured into; nullptr if it is not.
+  static cudaGraph_t graph_of(Stream stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cudaGraph_t graph = nullptr;
+    const auto handle = static_cast<cudaStream_t>(stream.handle);
+#if CUDART_VERSION >= 13000
+    check(cudaStreamGetCaptureInfo(handle, &status, nullptr, &graph), "cudaStreamGetCaptureInfo");
+#else
+    check(cudaStreamGetCaptureInfo_v2(handle, &status, nullptr, &graph),
+          "cudaStreamGetCaptureInfo");
+#endif
+    return status == cudaStreamCaptureStatusActive ? graph : nullptr;
+  }
+
   // From compute capability 9.0 on.
   static bool can_launch_early() {
     return attribute_of_current_device(cudaDevAttrComputeCapabilityMajor) >= 9;
   }
 };
 
-// Whether there is code for the current device. There is none for architectures other than those
-// that this file was compiled for.
-bool can_run() {
-  int count = 0;
+// There is no code for architectures other than those that this file was compiled for.
+std::string why_not() {
   cudaFuncAttributes attributes;
-  const bool has_code =
-      cudaGetDeviceCount(&count) == cudaSuccess && count > 0 &&
-      cudaFuncGetAttributes(&attributes, write_coefficients_of_statistics<float>) == cudaSuccess;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, write_coefficients_of_statistics<float>);
   (void)cudaGetLastError();
-  return has_code;
+  if (error == cudaSuccess) return "";
+  Refusal refusal = {.has_no_code = error == cudaErrorNoKernelImageForDevice ||
+                                    error == cudaErrorInvalidDeviceFunction,
+                     .error = cudaGetErrorString(error)};
+  (void)cudaDriverGetVersion(&refusal.driver);
+  (void)cudaRuntimeGetVersion(&refusal.runtime);
+  return refusal.text();
 }
 
 }  // namespace
 
-const DeviceKernels kKernels = Backend<CurrentDevice>::kernels("cuda", can_run);
+const DeviceKernels kKernels = Backend<CurrentDevice>::kernels("cuda", why_not);
 
 }  // namespace normscope::cuda

@@ -18,6 +18,7 @@ enum class Order { kAfter, kEarly };
 //   struct Device {
 //     static int multiprocessors();
 //     static bool is_capturing(Stream stream);
+//     static double* new_zeros(Stream stream, std::int64_t size);
 //     template <class Kernel, class... Arguments>
 //     static void launch(Stream stream, const Grid& grid, Order order, Kernel kernel,
 //                        Arguments... arguments);

@@ -6,9 +6,9 @@
 namespace normscope::binding {
 
 // Copies a backend's options for a part of its group: split() changes the options that it gets, and
-// the part keeps them. Returns nullptr if their type is not known here; the part must then share
-// the group's options. Gloo's type is not known, because torch does not install its headers, but
-// Gloo's split only uses the list of ranks.
+// the part keeps them. Returns nullptr if their type is not known here. Gloo's is not, because
+// torch does not install its headers, but Gloo's split only uses the list of ranks: a part can
+// share the group's options.
 [[nodiscard]] c10::intrusive_ptr<c10d::Backend::Options> copy_of(
     const c10d::Backend::Options& options);
 

@@ -13,6 +13,7 @@
 #include "normscope/comm/self_communicator.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/c10d/debug_wrapper.h"
 #include "normscope/torch/c10d/options.h"
 #include "normscope/torch/errors.h"
 
@@ -86,8 +87,8 @@ void C10dCommunicator::connect_devices() {
 
 // Splitting may need all ranks of the group. Ranks that are alone take part with an empty list.
 void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
-  const auto of_host = group.getBackend(host_device_);
-  const auto of_device = group.getBackend(placement_.device);
+  const auto of_host = without_wrapper(group.getBackend(host_device_));
+  const auto of_device = without_wrapper(group.getBackend(placement_.device));
   if (!own_ && of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
   if (of_device != of_host && of_device->supportsSplitting()) {
     (void)split_backend(*of_device, group.getStore(), {});
@@ -102,7 +103,7 @@ C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
       c10::make_intrusive<c10d::PrefixStore>(name_of_part(members), group.getStore());
   auto part = c10::make_intrusive<c10d::ProcessGroup>(store, place_of(rank_, members),
                                                       static_cast<int>(members.size()));
-  const auto backend = group.getBackend(host_device_);
+  const auto backend = without_wrapper(group.getBackend(host_device_));
   c10::intrusive_ptr<c10d::Backend> backend_of_part;
   if (!own_) {
     backend_of_part = split_backend(*backend, store, members);
@@ -110,7 +111,7 @@ C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
   }
   if (placement_.device == host_device_) return part;
 
-  const auto device_backend = group.getBackend(placement_.device);
+  const auto device_backend = without_wrapper(group.getBackend(placement_.device));
   const bool is_one = device_backend == backend;
   const auto device_store = c10::make_intrusive<c10d::PrefixStore>("device", store);
   part->setBackend(
@@ -125,6 +126,12 @@ c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
     const std::vector<int>& members) const {
   const c10::intrusive_ptr<c10d::Backend::Options> options = backend.getBackendOptions();
   const auto copy = copy_of(*options);
+  if (!copy && backend.getBackendName() == "nccl") {
+    throw CommunicationError(
+        "the options of torch's NCCL backend cannot be copied for a part of the group, because "
+        "torch's ProcessGroupNCCL.hpp did not compile when normscope was built (cmake said why); "
+        "build again with NCCL's header, as in the package nvidia-nccl-cu13");
+  }
   const RanksOfOptions ranks(*options, size_);
   return backend.split(store, members, copy ? copy : options);
 }

@@ -57,7 +57,8 @@ std::string name_of_default_kernels() { return std::string(default_kernels().nam
 
 std::string cuda_support() {
   if (device_kernels() == nullptr) return "not built";
-  return device_kernels()->can_run() ? "built" : "built, but no device can run it";
+  const std::string why_not = device_kernels()->why_not();
+  return why_not.empty() ? "built" : "built, but the device cannot run it: " + why_not;
 }
 
 // How many bytes a rank sends in a forward or a backward of `channels` channels.

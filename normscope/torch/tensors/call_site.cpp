@@ -34,8 +34,7 @@ void CallSite::prepare(const at::Tensor& x, std::int64_t slices) {
   device_.stream = current_stream(x);
   workspace_ = at::empty({workspace_size(channels, slices)}, float64_options(x));
   device_.workspace = workspace_.mutable_data_ptr<double>();
-  scratch_ = device_scratch(x, device_scratch_size(channels, slices), device_);
-  device_.scratch = scratch_.mutable_data_ptr<double>();
+  device_.scratch = device_scratch(x, device_scratch_size(channels, slices), device_);
 }
 
 CallContext CallSite::alone() const noexcept {

@@ -37,7 +37,6 @@ class CallSite {
   Execution execution_;
   DeviceContext device_;
   at::Tensor workspace_;
-  at::Tensor scratch_;
 };
 
 }  // namespace normscope::binding

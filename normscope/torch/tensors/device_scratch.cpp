@@ -1,47 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/tensors/device_scratch.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
-
-#include <ATen/ops/zeros.h>
-
-#include "normscope/torch/tensors/results.h"
 
 namespace normscope::binding {
 namespace {
 
 struct KeptScratch {
   using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, void*>;  // identifies a stream
+  struct Zeros {
+    double* data = nullptr;
+    std::int64_t size = 0;
+  };
 
   std::mutex mutex;
-  std::map<Key, at::Tensor> of_stream;
+  std::map<Key, Zeros> of_stream;
 };
 
-// Never destroyed: when the program ends, the tensors' allocator may already be gone.
 KeptScratch& kept_scratch() {
-  static auto& kept = *new KeptScratch;
+  static KeptScratch kept;
   return kept;
 }
 
-at::Tensor new_scratch(const at::Tensor& x, std::int64_t size, const DeviceKernels& kernels) {
-  TORCH_CHECK(kernels.can_run(),
-              "x: expected a tensor on a device that this build of normscope has "
-              "kernels for (NORMSCOPE_CUDA_ARCHITECTURES), got one on ",
-              x.device());
-  return at::zeros({size}, float64_options(x));
+double* new_scratch(const at::Tensor& x, std::int64_t size, const DeviceContext& device) {
+  const std::string why_not = device.kernels->why_not();
+  TORCH_CHECK(why_not.empty(),
+              "x: expected a tensor on a device that this build of normscope has kernels for, got "
+              "one on ",
+              x.device(), ": ", why_not);
+  return device.kernels->new_zeros(device.stream, size);
 }
 
 }  // namespace
 
-at::Tensor device_scratch(const at::Tensor& x, std::int64_t size, const DeviceContext& device) {
-  if (device.kernels->is_capturing(device.stream)) return new_scratch(x, size, *device.kernels);
+double* device_scratch(const at::Tensor& x, std::int64_t size, const DeviceContext& device) {
+  if (device.kernels->is_capturing(device.stream)) return new_scratch(x, size, device);
   auto& [mutex, of_stream] = kept_scratch();
   const std::lock_guard lock(mutex);
-  at::Tensor& kept = of_stream[{x.device().type(), x.device().index(), device.stream.handle}];
-  if (!kept.defined() || kept.numel() < size) kept = new_scratch(x, size, *device.kernels);
-  return kept;
+  auto& kept = of_stream[{x.device().type(), x.device().index(), device.stream.handle}];
+  if (kept.data == nullptr || kept.size < size) {
+    // Queued kernels may still use the smaller one, so it is never freed. Doubling limits the
+    // waste.
+    const std::int64_t enough = std::max(size, 2 * kept.size);
+    kept = {new_scratch(x, enough, device), enough};
+  }
+  return kept.data;
 }
 
 }  // namespace normscope::binding

@@ -31,8 +31,10 @@ struct Waiting<kFunction> {
 
 constinit const DeviceKernels kDeviceKernels = {
     .name = "cuda",
-    .can_run = [] { return kernels_of_device().can_run(); },
+    .why_not = [] { return kernels_of_device().why_not(); },
     .is_capturing = [](Stream stream) { return kernels_of_device().is_capturing(stream); },
+    .new_zeros = [](Stream stream,
+                    std::int64_t size) { return kernels_of_device().new_zeros(stream, size); },
     .moments = Waiting<&DeviceKernels::moments>::run,
     .send_moments = Waiting<&DeviceKernels::send_moments>::run,
     .use_moments = Waiting<&DeviceKernels::use_moments>::run,

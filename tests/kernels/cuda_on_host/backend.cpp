@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <string>
 
 // clang-format off: device.h defines the language that backend.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
@@ -23,6 +24,10 @@ struct Device {
 
   static bool is_capturing(Stream /*stream*/) { return false; }
 
+  static double* new_zeros(Stream /*stream*/, std::int64_t size) {
+    return new double[static_cast<std::size_t>(size)]();
+  }
+
   template <class Kernel, class... Arguments>
   static void launch(Stream /*stream*/, const cuda::Grid& grid, cuda::Order order, Kernel kernel,
                      Arguments... arguments) {
@@ -39,7 +44,7 @@ struct Device {
 }  // namespace
 
 constinit const DeviceKernels kKernels =
-    cuda::Backend<Device>::kernels("cuda_on_host", [] { return true; });
+    cuda::Backend<Device>::kernels("cuda_on_host", [] { return std::string(); });
 
 int launches() noexcept { return launched; }
 
