@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import synchronized_kernels  # noqa: F401 - registers them if they are wanted
 from rank_pool import RankPool
 from torch import distributed
 

@@ -202,6 +202,7 @@ def _start_rank(environment: Mapping[str, str]) -> tuple[BaseProcess, Connection
 def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
     """Run tasks until the connection is closed."""
     os.environ.update(environment)
+    import synchronized_kernels  # noqa: F401 - registers them if they are wanted
     import torch
 
     # There are more ranks than cores.

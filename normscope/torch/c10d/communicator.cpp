@@ -9,6 +9,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "normscope/comm/call_observer.h"
@@ -156,8 +157,13 @@ void C10dCommunicator::all_reduce(std::span<double> values) {
   std::copy_n(sum.const_data_ptr<double>(), values.size(), values.begin());
 }
 
-// The sum of a tensor in host memory, in host memory.
+// The sum of a tensor in host memory, in host memory. If the group serves devices only, the message
+// goes through the device that the group is bound to, otherwise through the current one.
 at::Tensor C10dCommunicator::all_reduce_of_host(const at::Tensor& of_host) {
+  const Group group = whole_.lock();
+  const auto bound = group ? group->getBoundDeviceId() : std::nullopt;
+  const c10::OptionalDeviceGuard guard(bound && bound->type() == host_device_ ? bound
+                                                                              : std::nullopt);
   const at::Tensor sum = of_host.to(host_device_);
   all_reduce(sum);
   return sum.cpu();

@@ -29,7 +29,7 @@ bool runs_cuda_kernels(c10::Device device) {
   std::atomic<signed char>& answer = answers.at(static_cast<std::size_t>(device.index() & 0xff));
   if (answer == kUnknown) {
     const c10::DeviceGuard guard(device);
-    answer = device_kernels()->can_run() ? kYes : kNo;
+    answer = device_kernels()->why_not().empty() ? kYes : kNo;
   }
   return answer == kYes;
 }
@@ -60,9 +60,10 @@ std::string kernels_of_device(std::string_view device) {
       has_synchronized_kernels(x) ? "torch's synchronized kernels" : "torch's native_batch_norm";
   if (is_forced()) return text + ", because of NORMSCOPE_DEVICE_KERNELS=torch";
   if (!x.is_cuda()) return text + ", because normscope has no kernels for this device";
-  return text + (device_kernels() == nullptr
-                     ? ", because normscope was built without CUDA (NORMSCOPE_BUILD_CUDA)"
-                     : ", because normscope's CUDA kernels cannot run on this device or driver");
+  if (device_kernels() == nullptr) {
+    return text + ", because normscope was built without CUDA (NORMSCOPE_BUILD_CUDA)";
+  }
+  return text + ", because of normscope's CUDA kernels: " + device_kernels()->why_not();
 }
 
 }  // namespace normscope::binding

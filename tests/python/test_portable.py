@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers by torch's own kernels, with which devices without kernels of normscope train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch_device
+from oracle import OURS, arithmetic_epsilon, oracle_of
+from rank_pool import RankFailureError, RankPool, split_of
+from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+
+TORCH = {"NORMSCOPE_DEVICE_KERNELS": "torch"}
+KINDS = {"native": TORCH, "synchronized": {**TORCH, "NORMSCOPE_TEST_KERNELS": "synchronized"}}
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Ranks on the CPU whose tensors torch's kernels normalize."""
+    pool = RankPool(environment=KINDS[request.param])
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[RankPool]:
+    """Ranks that know the device of tests, by both kinds of kernels."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None
+    assert y.dtype == x.dtype
+    assert y.stride() == x.stride() or not x.numel()
+    parameters = {f"d{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    results = {"y": y.detach(), "dx": x.grad, **parameters, **dict(layer.named_buffers())}
+    return {name: value.cpu().double() for name, value in results.items()}
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator) * 2 + 10
+    return x.to(dtype), torch.randn(shape, generator=generator).to(dtype)
+
+
+def layer_for(shape: tuple[int, ...], scope: str, momentum: float | None) -> torch.nn.Module:
+    layer = OURS[len(shape)](shape[1], scope=scope, momentum=momentum)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(0.5, 1.5, shape[1]))
+        layer.bias.copy_(torch.linspace(-1, 1, shape[1]))
+    return layer
+
+
+def train(
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    scope: str,
+    dtype: torch.dtype,
+    momentum: float | None,
+    device: str = "cpu",
+    backend: str | None = None,
+) -> Tensors:
+    if device != "cpu":
+        torch_device.load()
+    layer = layer_for(shape, scope, momentum).to(device)
+    if backend is not None:
+        layer.process_group = distributed.new_group(backend=backend)
+    part = split_of(sizes, distributed.get_rank())
+    x, dy = (t[part].to(device) for t in inputs(shape, dtype))
+    return step(layer, x, dy)
+
+
+def assert_trains_like_torch(
+    answers: list[Tensors],
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    momentum: float | None,
+) -> None:
+    """Assert that ranks of one norm batch have the results of torch in float64.
+
+    A mean of values m standard deviations from 0 is off by about m roundings of standard
+    deviations; each other result has a few roundings.
+    """
+    x, dy = inputs(shape, dtype)
+    expected = step(oracle_of(layer_for(shape, "local", momentum), len(shape)), x.double(), dy.double())  # type: ignore[arg-type]
+    u = 64 * arithmetic_epsilon(dtype)
+    for rank, got in enumerate(answers):
+        part = split_of(sizes, rank)
+        for name in ("y", "dx"):
+            stored = torch.finfo(dtype).eps * expected[name].abs()[part]
+            assert ((got[name] - expected[name][part]).abs() <= u * 4 + stored).all(), name
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(got[name], expected[name], rtol=u, atol=u)
+    for name in ("dweight", "dbias"):
+        total = torch.stack([got[name] for got in answers]).sum(0)
+        torch.testing.assert_close(total, expected[name], rtol=u, atol=u * x.numel() / shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [((6, 3, 4, 5), (1, 0, 5)), ((8, 2), (3, 5)), ((5, 3, 7), (2, 3))]
+)
+def test_ranks_train_like_torch_on_the_joined_batch(
+    pool: RankPool,
+    shape: tuple[int, ...],
+    sizes: tuple[int, ...],
+    momentum: float | None,
+    dtype: torch.dtype,
+) -> None:
+    answers = pool.run(len(sizes), train, shape, sizes, "world", dtype, momentum)
+
+    assert_trains_like_torch(answers, shape, sizes, dtype, momentum)
+
+
+def test_ranks_with_other_norm_batches_train_like_torch_on_each(pool: RankPool) -> None:
+    shape, sizes = (7, 3, 4), (3, 2, 2)
+
+    answers = pool.run(3, train, shape, sizes, "ranks:0,1/2", torch.float32, 0.1)
+
+    for ranks, samples in (((0, 1), slice(0, 5)), ((2,), slice(5, 7))):
+        x, dy = (t[samples].double() for t in inputs(shape, torch.float32))
+        expected = step(oracle_of(layer_for(shape, "local", 0.1), 3), x, dy)  # type: ignore[arg-type]
+        joined = torch.cat([answers[rank]["dx"] for rank in ranks])
+        torch.testing.assert_close(joined, expected["dx"], rtol=1e-5, atol=1e-5)
+        for rank in ranks:
+            got = answers[rank]["running_var"]
+            torch.testing.assert_close(got, expected["running_var"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", [torch_device.BACKENDS, "gloo"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_ranks_on_a_device_train_like_torch(
+    devices: RankPool, backend: str, momentum: float | None
+) -> None:
+    shape, sizes = (6, 3, 4, 5), (1, 0, 5)
+    x = torch_device.NAME
+
+    answers = devices.run(3, train, shape, sizes, "world", torch.float32, momentum, x, backend)
+
+    assert_trains_like_torch(answers, shape, sizes, torch.float32, momentum)
+
+
+def whole_network(device: str, backend: str) -> Tensors:
+    """Train with a mask, slices, accumulation, checkpoints and copies on the device."""
+    torch_device.load()
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(4, 4, 1),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.SiLU(),
+    )
+    group = distributed.new_group(backend=backend)
+    net = normscope.convert(net, scope="world", process_group=group, fuse=True).to(device)
+    net[-1].scope = "slices:2"
+    x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(rank)).to(device)
+    with normscope.accumulate(net):
+        for part in x.split(4):
+            y = checkpoint(
+                net, part, use_reentrant=False, context_fn=normscope.checkpoint_context
+            )
+            y.square().mean().backward()
+    mask = torch.arange(8, device=device).view(8, 1, 1, 1) < 5
+    net[1](net[0](x), mask=mask.expand(8, 1, 4, 4)).sum().backward()
+    (g,) = torch.autograd.grad(
+        net(x.requires_grad_()).square().mean(), x, create_graph=True
+    )
+    g.square().sum().backward()
+    normscope.sync_running_stats(net)
+    results = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return {name: v.cpu().double() for name, v in [*results.items(), *net.named_buffers()]}
+
+
+@pytest.mark.parametrize("backend", [torch_device.BACKENDS, "gloo"])
+def test_what_works_on_the_cpu_works_on_a_device(devices: RankPool, backend: str) -> None:
+    on_device = devices.run(2, whole_network, torch_device.NAME, backend)
+    on_cpu = devices.run(2, whole_network, "cpu", "gloo")
+
+    for got, expected in zip(on_device, on_cpu, strict=True):
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def meet(*, on_device: tuple[bool, ...]) -> None:
+    torch_device.load()
+    device = torch_device.NAME if on_device[distributed.get_rank()] else "cpu"
+    normscope.BatchNorm1d(3).to(device)(torch.randn(4, 3).to(device))
+
+
+def cpu_meets_device() -> None:
+    meet(on_device=(True, False))
+
+
+def test_a_rank_on_the_cpu_and_one_on_a_device_are_told_so(devices: RankPool) -> None:
+    with pytest.raises(RankFailureError, match="kernels of torch") as failure:
+        devices.run(2, cpu_meets_device)
+    assert "rank 0: Traceback" in str(failure.value)
+    assert "rank 1: Traceback" in str(failure.value)
+
+
+def operations(backend: str) -> dict[str, list[str]]:
+    """Return the operations of torch in a forward and in a backward, without views."""
+    torch_device.load()
+    import synchronized_kernels
+
+    kernels = synchronized_kernels.register("PrivateUse1")
+    layer = normscope.BatchNorm2d(3, process_group=distributed.new_group(backend=backend))
+    layer = layer.to(torch_device.NAME)
+    x = torch.randn(2, 3, 4, 4).to(torch_device.NAME).requires_grad_()
+    layer(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        layer(x).sum().backward()
+    found: dict[str, list[str]] = {}
+    for event in profiler.events() or []:
+        parent = event.cpu_parent
+        if parent is None or not parent.name.startswith("normscope::portable_"):
+            continue
+        name = event.name.partition("::")[2]
+        if name not in ("narrow", "select", "empty", "empty_like", "slice", "as_strided", "view"):
+            found.setdefault(parent.name, []).append(name)
+    del kernels
+    return found
+
+
+def test_a_step_takes_few_operations_and_none_that_waits(devices: RankPool) -> None:
+    for of_rank in devices.run(2, operations, torch_device.BACKENDS):
+        forward = of_rank["normscope::portable_forward"]
+        backward = of_rank["normscope::portable_backward"]
+        assert len(forward) <= 7, forward
+        assert len(backward) <= 4, backward
+        waiting = {"item", "_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
+        assert not waiting & {*forward, *backward}
+
+
+def fake_step(scope: str) -> None:
+    with FakeTensorMode():
+        layer = normscope.BatchNorm2d(3, scope=scope, device="cuda")
+        x = torch.randn(4, 3, 5, 5, device="cuda", requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert y.device.type == "cuda"
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2", "world", "group:1"])
+def test_fake_tensors_of_cuda_pass(devices: RankPool, scope: str) -> None:
+    devices.run(2, fake_step, scope)
+
+
+def compiled(scope: str, backend: str | None) -> Tensors:
+    torch.manual_seed(0)
+    layer = layer_for((4, 3, 5, 5), scope, 0.1)
+    x, dy = inputs((4, 3, 5, 5), torch.float32)
+    block = torch.nn.Sequential(layer, torch.nn.ReLU())
+    torch.compiler.reset()
+    return step(torch.compile(block, backend="aot_eager", fullgraph=True), x, dy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scope", ["local", "slices:2", "world"])
+def test_compiled_layers_train_like_eager_ones(pool: RankPool, scope: str) -> None:
+    answers = pool.run(2, compiled, scope, None)
+
+    layer = torch.nn.Sequential(layer_for((4, 3, 5, 5), scope, 0.1), torch.nn.ReLU())
+    x, dy = inputs((4, 3, 5, 5), torch.float32)
+    expected = step(layer, x, dy)
+    for got in answers:
+        for name in ("y", "dx"):
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_the_command_names_the_kernels_of_each_device() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "normscope"],
+        env={**os.environ, **TORCH},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "torch's native_batch_norm, because of NORMSCOPE_DEVICE_KERNELS=torch" in run.stdout
+
+
+def refuse(value: str) -> Any:  # noqa: ANN401
+    os.environ["NORMSCOPE_DEVICE_KERNELS"] = value
+    normscope.BatchNorm1d(3)(torch.randn(4, 3))
+
+
+def test_another_value_of_the_variable_is_refused() -> None:
+    pool = RankPool()
+    with pytest.raises(RankFailureError, match='NORMSCOPE_DEVICE_KERNELS: expected torch or nothing, got "x"'):
+        pool.run(1, refuse, "x")
+    pool.close()
