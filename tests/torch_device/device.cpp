@@ -239,7 +239,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-const bool hooks_are_registered = [] {
+const bool kHooksAreRegistered = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

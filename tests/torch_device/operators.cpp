@@ -182,6 +182,7 @@ const at::Tensor& resize_tensor(const at::Tensor& self, at::IntArrayRef size,
   if (bytes > self.storage().nbytes()) resize(self.storage(), bytes);
   impl->set_sizes_contiguous(size);
   if (format) impl->empty_tensor_restride(*format);
+  // NOLINTNEXTLINE(bugprone-return-const-ref-from-parameter): torch's signature
   return self;
 }
 

@@ -19,6 +19,7 @@ class TORCH_API ProcessGroupWrapper : public Backend {
                                      const BroadcastOptions& opts) override;
 
   // Weak: a torch without Gloo has no wrapper.
+  // NOLINTNEXTLINE(readability-identifier-naming)
   [[gnu::weak]] c10::intrusive_ptr<Backend> getWrappedPg() const;
 
  private:
