@@ -103,16 +103,17 @@ def assert_trains_like_torch(
     x, dy = inputs(shape, dtype)
     expected = step(oracle_of(layer_for(shape, "local", momentum), len(shape)), x.double(), dy.double())  # type: ignore[arg-type]
     u = 64 * arithmetic_epsilon(dtype)
+    kept = 64 * torch.finfo(torch.float32).eps  # parameters and buffers are float32
     for rank, got in enumerate(answers):
         part = split_of(sizes, rank)
         for name in ("y", "dx"):
             stored = torch.finfo(dtype).eps * expected[name].abs()[part]
             assert ((got[name] - expected[name][part]).abs() <= u * 4 + stored).all(), name
         for name in ("running_mean", "running_var", "num_batches_tracked"):
-            torch.testing.assert_close(got[name], expected[name], rtol=u, atol=u)
+            torch.testing.assert_close(got[name], expected[name], rtol=kept, atol=kept)
     for name in ("dweight", "dbias"):
         total = torch.stack([got[name] for got in answers]).sum(0)
-        torch.testing.assert_close(total, expected[name], rtol=u, atol=u * x.numel() / shape[1])
+        torch.testing.assert_close(total, expected[name], rtol=kept, atol=kept * x.numel() / shape[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -222,6 +223,9 @@ def test_a_rank_on_the_cpu_and_one_on_a_device_are_told_so(devices: RankPool) ->
     assert "rank 1: Traceback" in str(failure.value)
 
 
+VIEWS = ("contiguous", "empty", "empty_like", "narrow", "select", "t", "view")
+
+
 def operations(backend: str) -> dict[str, list[str]]:
     """Return the operations of torch in a forward and in a backward, without views."""
     torch_device.load()
@@ -239,8 +243,8 @@ def operations(backend: str) -> dict[str, list[str]]:
         parent = event.cpu_parent
         if parent is None or not parent.name.startswith("normscope::portable_"):
             continue
-        name = event.name.partition("::")[2]
-        if name not in ("narrow", "select", "empty", "empty_like", "slice", "as_strided", "view"):
+        _, is_operation, name = event.name.partition("aten::")
+        if is_operation and name not in VIEWS:
             found.setdefault(parent.name, []).append(name)
     del kernels
     return found
@@ -250,24 +254,43 @@ def test_a_step_takes_few_operations_and_none_that_waits(devices: RankPool) -> N
     for of_rank in devices.run(2, operations, torch_device.BACKENDS):
         forward = of_rank["normscope::portable_forward"]
         backward = of_rank["normscope::portable_backward"]
-        assert len(forward) <= 7, forward
-        assert len(backward) <= 4, backward
+        # The exchange, which is a range of its own, has a cat and the collective.
+        assert forward == [
+            "batch_norm_stats",
+            "copy_",  # the headers as integers
+            "copy_",  # and to the host, for a later check
+            "batch_norm_gather_stats_with_counts",
+            "add_",  # num_batches_tracked
+            "batch_norm_elemt",
+        ]
+        assert backward == ["batch_norm_backward_reduce", "cat", "batch_norm_backward_elemt"]
         waiting = {"item", "_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
         assert not waiting & {*forward, *backward}
 
 
 def fake_step(scope: str) -> None:
     with FakeTensorMode():
-        layer = normscope.BatchNorm2d(3, scope=scope, device="cuda")
-        x = torch.randn(4, 3, 5, 5, device="cuda", requires_grad=True)
-        y = layer(x)
-        y.sum().backward()
-        assert y.device.type == "cuda"
-        assert x.grad is not None
-        assert x.grad.shape == x.shape
+        layer = normscope.BatchNorm2d(3, scope=scope)
+        for tensors in (layer._parameters, layer._buffers):  # to() needs CUDA itself
+            for name, value in tensors.items():
+                assert value is not None
+                other = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+                parameter = isinstance(value, torch.nn.Parameter)
+                tensors[name] = torch.nn.Parameter(other) if parameter else other
+        x = torch.empty(4, 3, 5, 5, device="cuda")
+        with torch.no_grad():  # torch without CUDA makes no nodes for such tensors
+            y = layer(x)
+        assert (y.shape, y.device.type) == (x.shape, "cuda")
+        mean = torch.empty(3, device="cuda")
+        dx, *_ = torch.ops.normscope.portable_backward(
+            y, x, None, mean, True, True, True, "world", "", "",
+            spread=mean, counts=mean, eps=1e-5,
+        )  # fmt: skip
+        assert (dx.shape, dx.device.type) == (x.shape, "cuda")
 
 
-@pytest.mark.parametrize("scope", ["local", "slices:2", "world", "group:1"])
+# In other scopes torch's own layer runs, which needs CUDA even for fake tensors.
+@pytest.mark.parametrize("scope", ["world", "group:2"])
 def test_fake_tensors_of_cuda_pass(devices: RankPool, scope: str) -> None:
     devices.run(2, fake_step, scope)
 

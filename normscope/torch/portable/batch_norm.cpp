@@ -52,9 +52,19 @@ constexpr std::int64_t kMostGathered = 64;
 // ---- Alone, and slices
 // ----------------------------------------------------------------------------
 
+// torch's kernels take parameters and running statistics in the type of x's arithmetic. (Some also
+// take x's type, but not on all devices.)
+OptionalTensor in_arithmetic(const OptionalTensor& parameter, const at::Tensor& x) {
+  const auto type = arithmetic_options(x).dtype();
+  if (!parameter || parameter->dtype() == type) return parameter;
+  return parameter->to(type);
+}
+
 // Whether torch's batch norm updates the running statistics as this call shall.
 bool updates_as_torch(const ForwardOpArguments& op) {
-  return op.running.mean && op.momentum && !op.accumulated;
+  return op.running.mean && op.momentum && !op.accumulated &&
+         op.running.mean->dtype() == arithmetic_options(op.x).dtype() &&
+         op.running.var->dtype() == op.running.mean->dtype();
 }
 
 struct Normalized {
@@ -72,8 +82,8 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   const c10::SymInt count = x.sym_numel() / x.sym_size(1);
   const bool cudnn = at::globalContext().userEnabledCuDNN();
   const auto call = [&](const OptionalTensor& mean, const OptionalTensor& var, double momentum) {
-    return at::batch_norm(x, op.weight, op.bias, mean, var, /*training=*/true, momentum, op.eps,
-                          cudnn);
+    return at::batch_norm(x, in_arithmetic(op.weight, x), in_arithmetic(op.bias, x), mean, var,
+                          /*training=*/true, momentum, op.eps, cudnn);
   };
   if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
   const bool again = runs_inside_a_backward();
@@ -157,9 +167,12 @@ Statistics statistics_by_sums(TensorMessage& message, const CallLabel& label, st
   return statistics_of_sums(message.sum(label, count, sums), arithmetic_options(x));
 }
 
-at::Tensor apply(const at::Tensor& given, const OptionalTensor& weight, const OptionalTensor& bias,
-                 const at::Tensor& mean, const at::Tensor& spread, double eps) {
+at::Tensor apply(const at::Tensor& given, const OptionalTensor& given_weight,
+                 const OptionalTensor& given_bias, const at::Tensor& mean, const at::Tensor& spread,
+                 double eps) {
   const at::Tensor x = in_torch_layout(given);
+  const OptionalTensor weight = in_arithmetic(given_weight, x);
+  const OptionalTensor bias = in_arithmetic(given_bias, x);
   if (x.numel() == 0) return at::empty_like(x);
   if (has_synchronized_kernels(x)) return at::batch_norm_elemt(x, weight, bias, mean, spread, eps);
   return std::get<0>(
@@ -180,11 +193,10 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
   const auto [own_mean, own_inv_std] =
       count > 0 ? at::batch_norm_stats(x, op.eps)
                 : std::tuple(at::zeros({channels}, options), at::ones({channels}, options));
-  const at::Tensor all = message.gather(label_of(op), count, {own_mean, own_inv_std});
-  const at::Tensor counts = all.select(1, 2 * channels);
+  const auto [all, counts] = message.gather(label_of(op), count, {own_mean, own_inv_std});
+  const at::Tensor elements = all.select(1, 2 * channels);
   const bool updates = updates_buffers(op.running, op.accumulated);
-  const bool as_torch = updates && count > 0 && updates_as_torch(op) &&
-                        op.running.mean->scalar_type() == all.scalar_type();
+  const bool as_torch = updates && count > 0 && updates_as_torch(op);
   at::Tensor batch_mean;
   at::Tensor batch_var;
   if (updates && !as_torch) {
@@ -196,16 +208,16 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
       x, all.narrow(1, 0, channels), all.narrow(1, channels, channels),
       as_torch ? op.running.mean : or_none(batch_mean),
       as_torch ? op.running.var : or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
-      counts);
+      elements);
   if (as_torch) {
     if (op.running.num_batches_tracked) op.running.num_batches_tracked->add_(1);
   } else if (updates) {
-    const at::Tensor total = counts.sum();
+    const at::Tensor total = elements.sum();
     update_buffers(op.running, op.momentum, op.accumulated,
                    {batch_mean, batch_var * ((total - 1) / total), total},
                    /*may_be_empty=*/count == 0);
   }
-  return {apply(x, op.weight, op.bias, mean, inv_std, op.eps), mean, inv_std, counts.to(at::kInt)};
+  return {apply(x, op.weight, op.bias, mean, inv_std, op.eps), mean, inv_std, counts};
 }
 
 PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& x,
@@ -220,7 +232,7 @@ PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& 
     all = statistics_by_sums(message, label_of(op), count, own, x);
   } else {
     const at::Tensor none = own ? at::Tensor() : at::zeros({channels}, options);
-    const at::Tensor rows =
+    const auto [rows, counts] =
         message.gather(label_of(op), count, {own ? own->mean : none, own ? own->var : none});
     all = merged(rows.narrow(1, 0, channels), rows.narrow(1, channels, channels),
                  rows.narrow(1, 2 * channels, 1));
@@ -256,9 +268,9 @@ GradientTensors backward(const PortableBackwardArguments& given) {
   TensorMessage message(Direction::kBackward, given.call, given.x);
   const at::Tensor x = in_torch_layout(given.x);
   const at::Tensor dy = given.dy.contiguous(x.suggest_memory_format());
-  const PortableBackwardArguments op{dy,           x,          given.weight, given.mean,
-                                     given.wanted, given.call, given.spread, given.counts,
-                                     given.eps};
+  const OptionalTensor weight = in_arithmetic(given.weight, x);
+  const PortableBackwardArguments op{
+      dy, x, weight, given.mean, given.wanted, given.call, given.spread, given.counts, given.eps};
   check_finite(dy, message.exchange().get(), Direction::kBackward, op.call);
   const bool synchronized = has_synchronized_kernels(x);
   const bool is_empty = x.numel() == 0;

@@ -78,29 +78,36 @@ bool TensorMessage::is_on_device() const {
   return communicator != nullptr && communicator->takes_device_tensors();
 }
 
-at::Tensor TensorMessage::gather(const CallLabel& label, std::int64_t count,
-                                 std::initializer_list<at::Tensor> own) {
+GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
+                                   std::initializer_list<at::Tensor> own) {
   std::vector<at::Tensor> parts(own);
+  const at::TensorOptions options = parts.front().options();
+  at::Tensor rows;
+  int call = 0;
+  std::int32_t hash = 0;
   if (is_alone()) {
     if (count == 1) throw OneValueError("");
-    parts.push_back(header_on_device({{static_cast<double>(count)}}, parts.front().options()));
-    return at::cat(parts).unsqueeze(0);
+    parts.push_back(header_on_device({{static_cast<double>(count)}}, options));
+    rows = at::cat(parts).unsqueeze(0);
+  } else if (is_on_device()) {
+    const std::size_t bytes = parts.size() * parts.front().nbytes();
+    call = use_.get()->meet_on_device(label, static_cast<double>(count), bytes,
+                                      [&](const Header& header) {
+                                        hash = static_cast<std::int32_t>(header.fields[kCallHash]);
+                                        parts.push_back(header_on_device(header, options));
+                                        const at::Tensor row = at::cat(parts);
+                                        rows = at::empty({ranks() * row.size(0)}, options);
+                                        over_torch(use_)->all_gather_on_device(rows, row);
+                                      });
+    rows = rows.view({ranks(), -1});
+  } else {
+    rows = gather_through_host(label, count, at::cat(parts));
   }
-  if (!is_on_device()) return gather_through_host(label, count, at::cat(parts));
-  const at::TensorOptions options = parts.front().options();
-  at::Tensor all;
-  float hash = 0;
-  const std::size_t bytes = parts.size() * parts.front().nbytes();
-  const int call = use_.get()->meet_on_device(label, static_cast<double>(count), bytes,
-                                              [&](const Header& header) {
-                                                hash = static_cast<float>(header.fields[kCallHash]);
-                                                parts.push_back(header_on_device(header, options));
-                                                const at::Tensor row = at::cat(parts);
-                                                all = at::empty({ranks(), row.size(0)}, options);
-                                                over_torch(use_)->all_gather_on_device(all, row);
-                                              });
-  check_later(all.narrow(1, all.size(1) - kHeader, kHeader), call, hash);
-  return all;
+  // A row for each column, so that the counts are contiguous.
+  const at::Tensor headers = at::empty({kHeader, ranks()}, options.dtype(at::kInt));
+  headers.copy_(rows.narrow(1, rows.size(1) - kHeader, kHeader).t());
+  if (is_on_device()) check_later(headers, call, hash);
+  return {rows, headers[kColumnCount]};
 }
 
 at::Tensor TensorMessage::gather_through_host(const CallLabel& label, std::int64_t count,
@@ -142,9 +149,9 @@ at::Tensor TensorMessage::sum(const CallLabel& label, std::int64_t count, const 
 
 // Copies the headers of all ranks to the host and checks them in a later call, when the copy has
 // arrived.
-void TensorMessage::check_later(const at::Tensor& headers, int call, float hash) {
+void TensorMessage::check_later(const at::Tensor& headers, int call, std::int32_t hash) {
   const at::Tensor on_host =
-      at::empty(headers.sizes(), at::TensorOptions().dtype(headers.dtype()).pinned_memory(true));
+      at::empty(headers.sizes(), at::TensorOptions().dtype(at::kInt).pinned_memory(true));
   on_host.copy_(headers, /*non_blocking=*/true);
   const c10::impl::VirtualGuardImpl device(headers.device().type());
   auto arrived = std::make_shared<c10::Event>(headers.device().type());
@@ -152,14 +159,13 @@ void TensorMessage::check_later(const at::Tensor& headers, int call, float hash)
   Exchange* const exchange = use_.get();
   exchange->check_later([=] {
     if (!arrived->query()) return false;
-    const at::Tensor rows = on_host.to(at::kDouble);
-    const auto values = rows.accessor<double, 2>();
-    double count = 0;
+    const auto values = on_host.accessor<std::int32_t, 2>();
+    std::int64_t count = 0;
     std::string others;
-    for (std::int64_t rank = 0; rank < rows.size(0); ++rank) {
-      count += std::round(values[rank][kColumnCount]);
-      const bool agrees = values[rank][kColumnHash] == hash &&
-                          values[rank][kColumnBackward] == values[0][kColumnBackward];
+    for (std::int64_t rank = 0; rank < on_host.size(1); ++rank) {
+      count += values[kColumnCount][rank];
+      const bool agrees = values[kColumnHash][rank] == hash &&
+                          values[kColumnBackward][rank] == values[kColumnBackward][0];
       if (agrees) continue;
       others += others.empty() ? "" : ", ";
       others += std::to_string(exchange->name_of_rank(static_cast<std::size_t>(rank)));

@@ -23,6 +23,12 @@ inline constexpr double kNoElements = 1e-30;
 [[nodiscard]] std::optional<Placement> placement_of_messages(const ScopedCall& call,
                                                              const at::Tensor& x);
 
+// The rows of all ranks, in rank order.
+struct GatheredRows {
+  at::Tensor rows;    // [ranks, columns + kHeader]
+  at::Tensor counts;  // [ranks] int32, elements per channel
+};
+
 // The message of a call whose statistics torch's kernels compute. If the group's backend takes
 // tensors of x's device, it is queued there and nothing waits for it; what the ranks sent is then
 // checked in a later call of the same ranks. Otherwise it goes through the host, which waits for
@@ -42,10 +48,10 @@ class TensorMessage {
   // At least 1.
   [[nodiscard]] std::int64_t ranks() const;
 
-  // The rows of all ranks, [ranks, columns + kHeader], in rank order. `own` is this rank's row
-  // without its header: parts [k] of one dtype, which are joined. `count`: elements per channel.
-  [[nodiscard]] at::Tensor gather(const CallLabel& label, std::int64_t count,
-                                  std::initializer_list<at::Tensor> own);
+  // `own` is this rank's row without its header: parts [k] of one dtype, which are joined.
+  // `count`: elements per channel.
+  [[nodiscard]] GatheredRows gather(const CallLabel& label, std::int64_t count,
+                                    std::initializer_list<at::Tensor> own);
 
   // The sum over the ranks of a tensor [k].
   [[nodiscard]] at::Tensor sum(const CallLabel& label, std::int64_t count, const at::Tensor& own);
@@ -54,7 +60,7 @@ class TensorMessage {
   [[nodiscard]] bool is_on_device() const;
   [[nodiscard]] at::Tensor gather_through_host(const CallLabel& label, std::int64_t count,
                                                const at::Tensor& own);
-  void check_later(const at::Tensor& headers, int call, float hash);
+  void check_later(const at::Tensor& headers, int call, std::int32_t hash);
 
   c10::OptionalDeviceGuard guard_;
   ExchangeUse use_;
