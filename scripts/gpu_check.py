@@ -330,6 +330,7 @@ def test_package(check: Check, way: Way) -> None:
             *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"),
             *("-W", "default"),  # torch's own warnings do not matter here
             *("tests/python/test_cuda.py", "tests/python/test_cuda_replicas.py"),
+            "tests/python/test_portable.py",
             f"--junitxml={junit}",
         ],
         junit,

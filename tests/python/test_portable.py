@@ -78,7 +78,7 @@ def train(
     device: str = "cpu",
     backend: str | None = None,
 ) -> Tensors:
-    if device != "cpu":
+    if device == torch_device.NAME:
         torch_device.load()
     layer = layer_for(shape, scope, momentum).to(device)
     if backend is not None:
@@ -159,6 +159,34 @@ def test_ranks_on_a_device_train_like_torch(
     answers = devices.run(3, train, shape, sizes, "world", torch.float32, momentum, x, backend)
 
     assert_trains_like_torch(answers, shape, sizes, torch.float32, momentum)
+
+
+def test_parts_of_a_group_meet_on_a_device(devices: RankPool) -> None:
+    shape, sizes, device = (7, 3, 4), (3, 2, 2), (torch_device.NAME, torch_device.BACKENDS)
+
+    answers = devices.run(3, train, shape, sizes, "ranks:0,1/2", torch.float32, 0.1, *device)
+
+    for ranks, samples in (((0, 1), slice(0, 5)), ((2,), slice(5, 7))):
+        x, dy = (t[samples].double() for t in inputs(shape, torch.float32))
+        expected = step(oracle_of(layer_for(shape, "local", 0.1), 3), x, dy)  # type: ignore[arg-type]
+        joined = torch.cat([answers[rank]["dx"] for rank in ranks])
+        torch.testing.assert_close(joined, expected["dx"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda: no device")
+@pytest.mark.parametrize("kernels", ["", "torch"])  # the library's own if they are built
+@pytest.mark.parametrize(("backend", "sizes"), [("gloo", (1, 0, 5)), ("nccl", (6,))])
+def test_all_kernels_train_like_torch_on_a_gpu(
+    kernels: str, backend: str, sizes: tuple[int, ...]
+) -> None:
+    pool = RankPool(environment={"NORMSCOPE_DEVICE_KERNELS": kernels, "NORMSCOPE_FORCE_SYNC": "1"})
+    shape = (6, 3, 4, 5)
+
+    answers = pool.run(len(sizes), train, shape, sizes, "world", torch.float32, 0.1, "cuda", backend)
+
+    pool.close()
+    assert_trains_like_torch(answers, shape, sizes, torch.float32, 0.1)
 
 
 def whole_network(device: str, backend: str) -> Tensors:

@@ -49,7 +49,7 @@ class HangingStore final : public c10d::HashStore {
 
 TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
   const auto store = c10::make_intrusive<HangingStore>();
-  OwnGroup group(store, "group", "parent", 0, {0, 1}, std::chrono::seconds(60));
+  OwnGroup group(store, "group", "parent", OwnGroup::Use::kHost, 0, {0, 1}, std::chrono::seconds(60));
   const std::unique_ptr<OwnGroup> part = group.part("part", {0, 1});
   group.fail("lost the network");
   ASSERT_EQ(group.failure(), "rank 0 failed: lost the network");

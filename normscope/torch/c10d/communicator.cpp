@@ -72,8 +72,7 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
       whole_(group),
       group_(group),
       placement_(placement),
-      host_device_(own_ || serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU
-                                                                : placement.device),
+      host_device_(serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU : placement.device),
       rank_(group->getRank()),
       size_(group->getSize()),
       transport_(group->getBackend(placement.device)->getBackendName()),
@@ -87,7 +86,7 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
 C10dCommunicator::C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own,
                                    const std::vector<int>& members, const C10dCommunicator& whole)
     : C10dCommunicator(part, whole.placement_, std::nullopt, std::move(own)) {
-  if (!own_ || sums_on_device_) part_ = std::move(part);
+  if (!own_) part_ = std::move(part);
   rank_ = place_of(whole.rank_, members);
   whole_ = whole.whole_;
   options_ = whole.options_;
@@ -275,7 +274,8 @@ void C10dCommunicator::throw_lengths_differ(double length) {
 }
 
 C10dCommunicator::Group C10dCommunicator::group_for(const at::Tensor& sum) const {
-  Group group = own_ && sum.is_cpu() ? own_->get() : group_.lock();
+  const bool uses_own = own_ && (sum.is_cpu() || own_->serves_devices());
+  Group group = uses_own ? own_->get() : group_.lock();
   if (!group) throw CommunicationError(describe("the process group was destroyed"));
   return group;
 }

@@ -23,8 +23,8 @@ namespace normscope::binding {
 // A communicator over a process group of torch.distributed, with any backend. Does not keep the
 // group alive. The group's own time limit applies unless another is given.
 //
-// Messages in host memory use a separate group (own_group.h) if there is one. Otherwise the process
-// group must carry nothing but this communicator's messages.
+// Messages use a separate group (own_group.h) if there is one. Otherwise the process group must
+// carry nothing but this communicator's messages.
 //
 // If ranks come with different lengths, some backends end the process (Gloo) or hang (NCCL). A host
 // message therefore starts with a frame, which contains the message's length. All ranks choose the
@@ -76,8 +76,8 @@ class C10dCommunicator final : public Communicator {
  private:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // A part of `whole`. `part`: of its group, which the part keeps alive, if messages use that
-  // group. `own`: of its separate group, if there is one.
+  // A part of `whole`. `own`: of its separate group, if there is one, which `part` then belongs to.
+  // Otherwise the part keeps `part` alive.
   C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own, const std::vector<int>& members,
                    const C10dCommunicator& whole);
 

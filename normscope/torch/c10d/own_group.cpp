@@ -123,8 +123,9 @@ std::vector<int> ranks_without(const Store& store, const std::string& what,
 
 // A name that no other group has: a store may outlive a group, and then serve another group of the
 // same name. All ranks have the same count, because each use of a group is collective.
-std::string new_name(c10d::ProcessGroup& group, const std::string& name, const std::string& use) {
-  const std::string prefix = "normscope/" + name + "/" + use + "/";
+std::string new_name(c10d::ProcessGroup& group, const std::string& name, OwnGroup::Use use) {
+  const std::string prefix =
+      "normscope/" + name + (use == OwnGroup::Use::kHost ? "/host/" : "/device/");
   const std::int64_t number =
       group.getStore()->add(prefix + "of rank " + std::to_string(group.getRank()), 1);
   return prefix + std::to_string(number);
@@ -136,18 +137,19 @@ std::string text_of(int rank, std::string_view reason) {
 
 }  // namespace
 
-OwnGroup::OwnGroup(Store store, std::string name, std::string parent, int rank,
+OwnGroup::OwnGroup(Store store, std::string name, std::string parent, Use use, int rank,
                    std::vector<int> ranks, Milliseconds time_limit)
     : store_(std::move(store)),
       name_(std::move(name)),
       parent_(std::move(parent)),
+      use_(use),
       rank_(static_cast<std::size_t>(rank)),
       ranks_(std::move(ranks)),
       time_limit_(time_limit) {}
 
 OwnGroup::OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
-                   const std::string& use, Milliseconds time_limit)
-    : OwnGroup(nullptr, new_name(*group, name, use), name, group->getRank(),
+                   Use use, Milliseconds time_limit)
+    : OwnGroup(nullptr, new_name(*group, name, use), name, use, group->getRank(),
                numbers_of_ranks(group->getSize()), time_limit) {
   store_ = c10::make_intrusive<c10d::PrefixStore>(name_, group->getStore());
   meet("begun");
@@ -159,19 +161,21 @@ std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name,
   std::vector<int> ranks;
   for (const int member : members) ranks.push_back(ranks_[static_cast<std::size_t>(member)]);
   auto part = std::make_unique<OwnGroup>(
-      c10::make_intrusive<c10d::PrefixStore>(name, store_), name_ + "/" + name, parent_,
+      c10::make_intrusive<c10d::PrefixStore>(name, store_), name_ + "/" + name, parent_, use_,
       place_of(static_cast<int>(rank_), members), std::move(ranks), time_limit_);
   part->ask_again_ = ask_again_;
   return part;
 }
 
-void OwnGroup::refuse(c10d::ProcessGroup& group, const std::string& name, const std::string& use,
+void OwnGroup::refuse(c10d::ProcessGroup& group, const std::string& name,
                       std::string_view reason) noexcept {
   try {
-    AskAgain ask_again = 0;
-    write_failure(
-        c10::make_intrusive<c10d::PrefixStore>(new_name(group, name, use), group.getStore()),
-        ask_again, text_of(group.getRank(), reason));
+    for (const Use use : {Use::kHost, Use::kDevices}) {
+      AskAgain ask_again = 0;
+      write_failure(
+          c10::make_intrusive<c10d::PrefixStore>(new_name(group, name, use), group.getStore()),
+          ask_again, text_of(group.getRank(), reason));
+    }
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // Peers then find out at their time limit.
   }
@@ -182,7 +186,8 @@ void OwnGroup::make() {
   const auto op = op_named<MakeProcessGroupOp>("normscope::make_process_group");
   std::string error;
   try {
-    error = op.call(name_, parent_, ranks, std::chrono::duration<double>(time_limit_).count());
+    error = op.call(name_, parent_, ranks, std::chrono::duration<double>(time_limit_).count(),
+                    serves_devices());
     if (error.empty()) group_ = c10d::resolve_process_group(name_);
   } catch (const c10::Error& of_torch) {
     error = of_torch.what_without_backtrace();

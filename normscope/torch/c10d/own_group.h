@@ -19,8 +19,8 @@
 
 namespace normscope::binding {
 
-// A process group that carries only normscope's messages in host memory, among ranks of one of the
-// program's groups.
+// A process group that carries only normscope's messages, among ranks of one of the program's
+// groups.
 //
 // torch.distributed identifies a message only by its place in the order of calls. If a rank ran one
 // step more than its peers, its message on the program's own group would be added to their next
@@ -37,18 +37,22 @@ class OwnGroup {
   using Store = c10::intrusive_ptr<c10d::Store>;
   using Milliseconds = std::chrono::milliseconds;
 
+  // Whether messages are in host memory only, or may also be on the devices that the program's
+  // group serves.
+  enum class Use { kHost, kDevices };
+
   // Makes a group of all ranks of `group`, which Python knows by `name`. This is their first
-  // meeting. `use` is a part of the new group's name. Throws the errors of make().
-  OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
-           const std::string& use, Milliseconds time_limit);
+  // meeting. Throws the errors of make().
+  OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name, Use use,
+           Milliseconds time_limit);
 
   // A group that is still to be made. `ranks` are its ranks' numbers in the program's group
   // `parent`, and in errors; `rank` is this rank's place among them.
-  OwnGroup(Store store, std::string name, std::string parent, int rank, std::vector<int> ranks,
-           Milliseconds time_limit);
+  OwnGroup(Store store, std::string name, std::string parent, Use use, int rank,
+           std::vector<int> ranks, Milliseconds time_limit);
 
   // For a rank that will not come to the first meeting: tells its peers that it failed, and why.
-  static void refuse(c10d::ProcessGroup& group, const std::string& name, const std::string& use,
+  static void refuse(c10d::ProcessGroup& group, const std::string& name,
                      std::string_view reason) noexcept;
 
   ~OwnGroup() { close(); }
@@ -63,6 +67,8 @@ class OwnGroup {
   // that have not come, or CommunicationError if a rank has failed before or torch.distributed
   // cannot make the group.
   void make();
+
+  [[nodiscard]] bool serves_devices() const noexcept { return use_ == Use::kDevices; }
 
   // nullptr if it was destroyed.
   [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> get() const { return group_.lock(); }
@@ -108,8 +114,9 @@ class OwnGroup {
   void close() noexcept;
 
   Store store_;
-  std::string name_;        // torch's name of this group
-  std::string parent_;      // and of the program's group
+  std::string name_;    // torch's name of this group
+  std::string parent_;  // and of the program's group
+  Use use_;
   std::size_t rank_;        // this rank's place
   std::vector<int> ranks_;  // numbered as in the program's group
   Milliseconds time_limit_;

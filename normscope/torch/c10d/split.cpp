@@ -46,7 +46,7 @@ std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
   const std::vector<int> members = members_of_part(*this, color, key);
   parts_ += 1;
   if (size_ == 1) return make_self_communicator();
-  connect_devices();
+  if (!own_) connect_devices();
   try {
     return make_part(members);
   } catch (const std::exception& error) {
@@ -56,24 +56,22 @@ std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
 
 std::unique_ptr<Communicator> C10dCommunicator::make_part(const std::vector<int>& members) const {
   const bool is_alone = members.size() == 1;
-  const bool splits_group = !own_ || sums_on_device_;
   Group part;
-  if (splits_group) {
+  std::shared_ptr<OwnGroup> own;
+  if (own_) {
+    if (is_alone) return make_self_communicator();
+    own = own_->part(name_of_part(members), members);
+    own->make();
+    part = own->get();
+  } else {
     const Group group = group_.lock();
     if (!group) throw CommunicationError("the process group was destroyed");
     if (is_alone) {
       stay_out_of_parts(*group);
-    } else {
-      part = part_of(*group, members);
+      return make_self_communicator();
     }
+    part = part_of(*group, members);
   }
-  if (is_alone) return make_self_communicator();
-  std::shared_ptr<OwnGroup> own;
-  if (own_) {
-    own = own_->part(name_of_part(members), members);
-    own->make();
-  }
-  if (!part) part = own->get();
   return std::unique_ptr<Communicator>(
       new C10dCommunicator(std::move(part), std::move(own), members, *this));
 }
@@ -89,7 +87,7 @@ void C10dCommunicator::connect_devices() {
 void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
   const auto of_host = without_wrapper(group.getBackend(host_device_));
   const auto of_device = without_wrapper(group.getBackend(placement_.device));
-  if (!own_ && of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
+  if (of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
   if (of_device != of_host && of_device->supportsSplitting()) {
     (void)split_backend(*of_device, group.getStore(), {});
   }
@@ -104,11 +102,8 @@ C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
   auto part = c10::make_intrusive<c10d::ProcessGroup>(store, place_of(rank_, members),
                                                       static_cast<int>(members.size()));
   const auto backend = without_wrapper(group.getBackend(host_device_));
-  c10::intrusive_ptr<c10d::Backend> backend_of_part;
-  if (!own_) {
-    backend_of_part = split_backend(*backend, store, members);
-    part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
-  }
+  const auto backend_of_part = split_backend(*backend, store, members);
+  part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
   if (placement_.device == host_device_) return part;
 
   const auto device_backend = without_wrapper(group.getBackend(placement_.device));

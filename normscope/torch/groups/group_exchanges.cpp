@@ -19,10 +19,6 @@ namespace {
 
 using Milliseconds = std::chrono::milliseconds;
 
-// The uses of the process groups that normscope makes for its own messages (OwnGroup).
-constexpr const char* kUseOnHost = "host";
-constexpr const char* kUseOnDevice = "device";
-
 Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement) {
   if (const auto chosen = chosen_time_limit()) return *chosen;
   const bool has_host = serves(group, c10::DeviceType::CPU);
@@ -35,8 +31,9 @@ Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement
 // need a group of their own.
 std::unique_ptr<OwnGroup> own_group_of(const ProcessGroup& group, const std::string& name,
                                        const Placement& placement, Milliseconds time_limit) {
-  if (name.starts_with(kRankGroup) || !serves(*group, c10::DeviceType::CPU)) return nullptr;
-  const char* use = placement.memory == Memory::kHost ? kUseOnHost : kUseOnDevice;
+  if (name.starts_with(kRankGroup)) return nullptr;
+  const auto use =
+      placement.memory == Memory::kHost ? OwnGroup::Use::kHost : OwnGroup::Use::kDevices;
   return std::make_unique<OwnGroup>(group, name, use, time_limit);
 }
 
@@ -157,8 +154,7 @@ void GroupExchanges::fail_all(std::string_view reason) {
 
 void GroupExchanges::fail_first_meeting(c10d::ProcessGroup& group, const std::string& name,
                                         std::string_view reason) {
-  if (!serves(group, c10::DeviceType::CPU)) return;
-  for (const char* use : {kUseOnHost, kUseOnDevice}) OwnGroup::refuse(group, name, use, reason);
+  OwnGroup::refuse(group, name, reason);
 }
 
 }  // namespace normscope::binding

@@ -159,7 +159,12 @@ Group group_named(std::string_view name, const std::optional<Placement>& placeme
   return group;
 }
 
-bool has_peers(std::string_view name) { return group_named(name) != nullptr; }
+bool has_peers(std::string_view name) {
+  if (name.empty()) return false;
+  const std::string text(name);
+  const Group communicator = registered_communicator(text);
+  return sends(communicator ? communicator->size() : resolve(text)->getSize());
+}
 
 bool serves(std::string_view name, c10::DeviceType device) {
   if (name.empty() || device == c10::DeviceType::CPU) return true;

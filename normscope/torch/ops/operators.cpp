@@ -168,7 +168,8 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor spread, Tensor counts, float eps) -> (Tensor dx, Tensor dweight, Tensor dbias)",
       tags);
   m.def(
-      "portable_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, float eps) "
+      "portable_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, float "
+      "eps) "
       "-> Tensor y",
       tags);
   m.def(
@@ -212,7 +213,9 @@ TORCH_LIBRARY(normscope, m) {
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);
   // Implemented in Python.
-  m.def("make_process_group(str name, str parent, int[] ranks, float seconds) -> str error");
+  m.def(
+      "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) "
+      "-> str error");
   m.def("close_process_group(str name) -> ()");
   m.def("check_signals() -> ()");
 

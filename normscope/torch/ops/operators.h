@@ -222,7 +222,7 @@ using FailExchangeOp = void(std::string_view scope, std::string_view group_name,
                             std::string_view reason);
 
 using MakeProcessGroupOp = std::string(std::string_view name, std::string_view parent,
-                                       at::IntArrayRef ranks, double seconds);
+                                       at::IntArrayRef ranks, double seconds, bool devices);
 
 using CloseProcessGroupOp = void(std::string_view name);
 

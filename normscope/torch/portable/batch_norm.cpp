@@ -90,7 +90,7 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   if (then == Then::kUpdate) {
     if (again) return {call(op.running.mean->clone(), op.running.var->clone(), *op.momentum), {}};
     at::Tensor y = call(op.running.mean, op.running.var, *op.momentum);
-    if (op.running.num_batches_tracked) op.running.num_batches_tracked->add_(1);
+    count_update(op.running);
     return {std::move(y), std::nullopt};
   }
   // A momentum of 1 makes running statistics of this batch.
@@ -210,7 +210,7 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
       as_torch ? op.running.var : or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
       elements);
   if (as_torch) {
-    if (op.running.num_batches_tracked) op.running.num_batches_tracked->add_(1);
+    count_update(op.running);
   } else if (updates) {
     const at::Tensor total = elements.sum();
     update_buffers(op.running, op.momentum, op.accumulated,
@@ -267,7 +267,11 @@ PortableTensors forward(const ForwardOpArguments& op) {
 GradientTensors backward(const PortableBackwardArguments& given) {
   TensorMessage message(Direction::kBackward, given.call, given.x);
   const at::Tensor x = in_torch_layout(given.x);
-  const at::Tensor dy = given.dy.contiguous(x.suggest_memory_format());
+  const at::Tensor dy = prepare_or_fail(message.exchange(), [&] {
+    TORCH_CHECK_NOT_IMPLEMENTED(uses_torch_kernels(given.dy), "dy: expected a dense tensor, got ",
+                                given.dy.layout());
+    return given.dy.contiguous(x.suggest_memory_format());
+  });
   const OptionalTensor weight = in_arithmetic(given.weight, x);
   const PortableBackwardArguments op{
       dy, x, weight, given.mean, given.wanted, given.call, given.spread, given.counts, given.eps};
@@ -438,7 +442,8 @@ std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op
       parsed_activation(op.activation.activation, op.activation.negative_slope);
   at::Tensor y;
   if (scope.is_of_one_rank() || !has_peers(op.call.group_name)) {
-    const ExchangeUse shown(Direction::kForward, op.call);
+    const ExchangeUse shown(Direction::kForward, op.call,
+                            placement_of_messages(op.call, op.x).value_or(Placement{}));
     const Slicing slicing = checked(op, scope);
     check_finite(op.x, nullptr, Direction::kForward, op.call);
     y = normalize_on_this_rank(op, slicing);

@@ -2,6 +2,7 @@
 #include "normscope/torch/portable/parts.h"
 
 #include <cstdint>
+#include <iterator>
 #include <vector>
 
 #include <ATen/TensorOperators.h>
@@ -77,6 +78,8 @@ at::Tensor portable_part_input_gradient(const at::Tensor& dy, const at::Tensor& 
 at::Tensor portable_with_statistics(const WithStatisticsOpArguments& op) {
   const std::int64_t slices = op.statistics.size(0);
   const std::vector<at::Tensor> x = op.x.chunk(slices);
+  TORCH_CHECK(std::ssize(x) == slices, "statistics: expected those of slices of x, got ", slices,
+              " for ", op.x.size(0), " samples");
   std::vector<at::Tensor> outputs;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const at::Tensor of = op.statistics[static_cast<std::int64_t>(i)];

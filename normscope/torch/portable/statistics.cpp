@@ -14,6 +14,7 @@
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include "normscope/core/header.h"
@@ -77,6 +78,16 @@ void update_in_graph(const RunningTensors& running, std::optional<double> moment
   copy(running.var, var);
   copy(running.num_batches_tracked, updates);
   copy(accumulated, moments);
+}
+
+// Whether this is a real tensor in a call with fake ones: torch writes nothing, but would count a
+// write.
+bool is_left_alone(const at::Tensor& buffer) {
+  using c10::impl::TorchDispatchModeKey;
+  using c10::impl::TorchDispatchModeTLS;
+  return !buffer.key_set().has(c10::DispatchKey::Python) &&
+         !buffer.key_set().has(c10::DispatchKey::Functionalize) &&
+         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value();
 }
 
 // running += (value - running) * weight, where the norm batch has elements.
@@ -169,10 +180,16 @@ bool updates_buffers(const RunningTensors& running, const OptionalTensor& accumu
   return !runs_inside_a_backward() && (running.mean || running.num_batches_tracked || accumulated);
 }
 
+void count_update(const RunningTensors& running) {
+  const OptionalTensor& updates = running.num_batches_tracked;
+  if (updates && !is_left_alone(*updates)) updates->add_(1);
+}
+
 void update_buffers(const RunningTensors& running, std::optional<double> momentum,
                     const OptionalTensor& accumulated, const Statistics& statistics,
                     bool may_be_empty) {
   if (!updates_buffers(running, accumulated)) return;
+  if (running.mean && is_left_alone(*running.mean)) return;
   if (is_recorded_for_a_graph()) {
     update_in_graph(running, momentum, accumulated, statistics, may_be_empty);
     return;

@@ -50,6 +50,9 @@ struct Statistics {
 // The sums [C] of values [N, C, *].
 [[nodiscard]] at::Tensor sum_per_channel(const at::Tensor& values);
 
+// Counts an update of the running statistics.
+void count_update(const RunningTensors& running);
+
 // Updates the running statistics, and adds the moments to `accumulated`. A norm batch without
 // elements changes nothing: `may_be_empty` says that only the device knows whether it is one.
 void update_buffers(const RunningTensors& running, std::optional<double> momentum,

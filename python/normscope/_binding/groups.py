@@ -131,14 +131,23 @@ def gather(own: Value) -> list[Value]:
 # Groups for normscope's own messages, which the C++ library asks for.
 
 
-def _backend_for_the_host(group: "distributed.ProcessGroup") -> str:
-    names = distributed.Backend(distributed.get_backend_config(group))
-    config = distributed.distributed_c10d.BackendConfig(names)
+def _backends(group: "distributed.ProcessGroup", *, devices: bool) -> str:
+    names: str = distributed.get_backend_config(group)
+    if devices:
+        return names
+    config = distributed.distributed_c10d.BackendConfig(distributed.Backend(names))
     return str(config.get_device_backend_map()["cpu"])
 
 
-def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
+def make(name: str, parent: str, ranks: list[int], seconds: float, devices: bool) -> str:  # noqa: FBT001 - an op
     """Make a group of some ranks of ``parent``, with the backend that it uses for CPU tensors.
+
+    Args:
+        name: The name of the new group.
+        parent: The name of the other one.
+        ranks: Numbered as in the parent.
+        seconds: The time limit.
+        devices: Whether to make it with all the backends of the parent instead.
 
     Returns:
         The empty string, or the reason why the group could not be made.
@@ -149,7 +158,7 @@ def make(name: str, parent: str, ranks: list[int], seconds: float) -> str:
         of_parent = distributed.get_process_group_ranks(group)
         new_process_group(
             name,
-            _backend_for_the_host(group),
+            _backends(group, devices=devices),
             [of_parent[rank] for rank in ranks],
             ranks.index(group.rank()),
             timedelta(seconds=seconds),
