@@ -61,7 +61,8 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 # Two pips must not write to the same environment; compilers and tests use JOBS.
 .NOTPARALLEL:
 .PHONY: help setup demo test test-cpp test-python bench bench-networks wheel sdist gpu-check carry \
-  check check-asan check-tsan check-cuda check-device check-mpi check-aarch64 check-slow check-clients \
+  check check-asan check-tsan check-cuda check-device check-portable check-mpi check-aarch64 check-slow \
+  check-clients \
   check-without-torch install-tree check-install check-examples docs check-docs check-wheel lint \
   lint-formats lint-types lint-names format clean
 
@@ -168,7 +169,7 @@ endif
 
 # ---- What is slow ------------------------------------------------------------------------------
 
-slow_checks := check-asan check-tsan check-cuda check-device check-mpi check-aarch64 check-slow \
+slow_checks := check-asan check-tsan check-cuda check-device check-portable check-mpi check-aarch64 check-slow \
   check-clients check-without-torch check-install check-examples check-docs check-wheel
 check: $(slow_checks) ## Run the slow tests: sanitizers, CUDA sources, MPI, AArch64, packages
 
@@ -218,6 +219,14 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	NORMSCOPE_TEST_DEVICE=cpu PYTHONPATH=$(abspath $(build))/tests/torch_on_host/site \
 	  $(pytest_in_parallel) -m "on_device and not slow" --junitxml=$(results)/check-device.xml
 	$(python) scripts/gpu_check.py --dry-run --build $(build) --output $(results)
+
+# The layers by torch's kernels: all tests with native_batch_norm, and those of ops and scopes with the
+# kernels of SyncBatchNorm, which tests/support writes for the CPU.
+check-portable: $(stamps)/normscope $(stamps)/test
+	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \
+	  --ignore tests/python/test_docs.py --junitxml=$(results)/check-portable.xml
+	NORMSCOPE_DEVICE_KERNELS=torch NORMSCOPE_TEST_KERNELS=synchronized $(pytest_in_parallel) \
+	  -m "on_device and not slow and not own_kernels" --junitxml=$(results)/check-portable-sync.xml
 
 check-slow: $(stamps)/normscope $(stamps)/test
 	$(pytest_in_parallel) -m slow --junitxml=$(results)/check-slow.xml

@@ -55,6 +55,7 @@ def expect_equal_running_statistics(
         torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=0, atol=0)
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -92,6 +93,7 @@ def test_outputs_and_gradients_do_not_change() -> None:
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("slice_stats", ["pooled", "first", "sequential"])
 def test_slices_are_pooled(slice_stats: normscope.layers.SliceStats) -> None:
     x = torch.randn(8, 3, 5)
@@ -122,6 +124,7 @@ def buffers_on_ranks() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.own_kernels
 def test_the_norm_batches_of_ranks_are_pooled(ranks: RankPool) -> None:
     generator = torch.Generator().manual_seed(1)
     expected = []
@@ -154,6 +157,7 @@ def test_a_block_without_a_forward_changes_nothing() -> None:
     assert same(buffers_of(layer), before)
 
 
+@pytest.mark.own_kernels
 def test_recomputed_forwards_count_once() -> None:
     x = torch.randn(6, 3, requires_grad=True)
     layer, joined = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
@@ -164,6 +168,7 @@ def test_recomputed_forwards_count_once() -> None:
     assert same(buffers_of(layer), buffers_of(joined))
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("exact", [True, False])
 def test_compiled_layers_accumulate(exact: bool) -> None:  # noqa: FBT001
     x = torch.randn(6, 3, 4)
@@ -268,6 +273,7 @@ def test_a_call_that_would_not_update_alone_is_not_of_the_block(
     assert states[0]["num_batches_tracked"] == 1
 
 
+@pytest.mark.own_kernels
 def test_the_update_has_the_momentum_of_the_calls() -> None:
     x = torch.randn(4, 3)
     layer, expected = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
@@ -353,6 +359,7 @@ def twin(layer: normscope.BatchNorm) -> normscope.BatchNorm:
     return other
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("copied", [twin, copy.copy])
 def test_layers_that_share_statistics_update_them_once(
     copied: Callable[[normscope.BatchNorm], normscope.BatchNorm],

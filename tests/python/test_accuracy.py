@@ -55,6 +55,7 @@ def assert_as_oracle(x: torch.Tensor, dy: torch.Tensor) -> None:
     assert_within(got, expected, allowed)
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", [contiguous, channels_last, every_second, channel_slice])
@@ -109,6 +110,7 @@ def assert_huge_as_oracle(x: torch.Tensor, where: torch.Tensor) -> None:
     assert ((got.dx - expected.dx).abs() <= allowed["dx"] + roundings)[where].all()
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [contiguous, channels_last])
 @pytest.mark.parametrize("build", [spread_evenly, one_against_all])
@@ -123,6 +125,7 @@ def test_inputs_up_to_half_of_the_float32_range_are_as_accurate_as_others(
     assert_huge_as_oracle(x, torch.ones_like(x, dtype=torch.bool))
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("layout", [contiguous, channels_last])
 @pytest.mark.parametrize("others", [0.0, 5e36, 5e37, 3e38])
 def test_only_a_deviation_beyond_the_float32_range_becomes_infinite(

@@ -120,6 +120,7 @@ def place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("activation", "residual"),
     [(activation, False) for activation in get_args(Activation)]

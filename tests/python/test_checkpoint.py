@@ -172,6 +172,7 @@ class Fickle(torch.nn.Module):
         return y
 
 
+@pytest.mark.own_kernels
 def test_a_recomputation_of_another_layer_is_named() -> None:
     y = CHECKPOINTS["with context"](Fickle(), torch.randn(4, 3, requires_grad=True))
 
@@ -179,6 +180,7 @@ def test_a_recomputation_of_another_layer_is_named() -> None:
         y.sin().sum().backward()
 
 
+@pytest.mark.own_kernels
 def test_a_recomputation_of_more_layers_is_named() -> None:
     forward, recomputation = normscope.checkpoint_context()
     layer = normscope.BatchNorm1d(3)

@@ -129,6 +129,7 @@ def test_each_layer_becomes_the_one_with_an_activation(
     assert_equal(step(joined, x), step(normscope.convert(separate, "slices:2"), x))
 
 
+@pytest.mark.own_kernels
 def test_the_activation_runs_once_in_a_single_op() -> None:
     model: Any = fused(sequence())
 

@@ -93,6 +93,7 @@ def error_in_a_group_that_stays_usable(name: str) -> str:
     return message
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("function", "of_rank_0", "of_rank_1"),
     [
@@ -172,6 +173,7 @@ def rank_0_first_uses(scope: str, others: str) -> str:
     return message
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("scope", "others", "of_rank_0", "of_others"),
     [
@@ -230,6 +232,7 @@ def rank_0_changes_to_the_world() -> str:
     return message
 
 
+@pytest.mark.own_kernels
 def test_a_rank_that_changes_its_scope_alone_ends_the_wait_of_all(ranks: RankPool) -> None:
     messages = ranks.run(
         4,

@@ -137,6 +137,7 @@ def test_second_gradients_agree_with_finite_differences(scope: str, affine: bool
     assert torch.autograd.gradgradcheck(batch_norm, [step[n].requires_grad_() for n in names])
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_rounded_once(dtype: torch.dtype) -> None:
     shape = (16, 3, 4, 5)
@@ -228,6 +229,7 @@ def test_a_rank_that_does_not_differentiate_twice_is_named(ranks: RankPool) -> N
         assert "rank 1: forward of head" in message
 
 
+@pytest.mark.own_kernels
 def test_a_third_derivative_raises() -> None:
     layer = normscope.BatchNorm1d(3)
     x = torch.randn(4, 3, requires_grad=True)

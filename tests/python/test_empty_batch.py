@@ -29,6 +29,7 @@ def train_step(x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[Tensors, int]:
     return state_of(layer) | {"y": y.detach(), "dx": part.grad, "dweight": layer.weight.grad}, calls
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (2, 0, 2)])
 def test_an_empty_rank_takes_part_and_changes_nothing(
     ranks: RankPool, environment: dict[str, str], sizes: tuple[int, ...]

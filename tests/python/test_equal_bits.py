@@ -95,6 +95,7 @@ def whole() -> list[Tensors]:
     return [run_case(case, list(range(SAMPLES))) for case in range(len(CASES))]
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("sizes", "threads"),
     [
@@ -121,6 +122,7 @@ def test_ranks_agree_with_one_process_to_the_bit(
             assert_same_bits(parts, expected, order, (CASES[case], sizes, threads, seed))
 
 
+@pytest.mark.own_kernels
 def test_gloo_gives_the_bits_of_shared_memory(ranks: RankPool, whole: list[Tensors]) -> None:
     order, sizes = [*range(SAMPLES)], (4, 9)
 
@@ -147,6 +149,7 @@ def forced(request: pytest.FixtureRequest) -> Iterator[tuple[str, RankPool]]:
     pool.close()
 
 
+@pytest.mark.own_kernels
 def test_every_instruction_set_gives_the_same_bits(
     forced: tuple[str, RankPool], whole: list[Tensors]
 ) -> None:

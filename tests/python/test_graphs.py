@@ -65,6 +65,7 @@ def compiled_like_eager(net: nn.Module, x: torch.Tensor, **options: Any) -> bool
 BIT_TRUE: dict[str, Any] = {"backend": "aot_eager"}
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("scope", ["local", "slices:3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_decomposed_layer_has_the_bits_of_eager_mode(scope: str, dtype: torch.dtype) -> None:
@@ -76,6 +77,7 @@ def test_a_decomposed_layer_has_the_bits_of_eager_mode(scope: str, dtype: torch.
         assert compiled_like_eager(net, x, **BIT_TRUE)
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("dtype", "layer"),
     [
@@ -144,6 +146,7 @@ def normscopes(names: list[str]) -> list[str]:
             name.startswith("normscope.")]  # fmt: skip
 
 
+@pytest.mark.own_kernels
 def test_elementwise_operations_are_left_to_the_compiler() -> None:
     forward, backward = ops_of(Residual(), torch.randn(2, 3, 5, 5))
 
@@ -151,6 +154,7 @@ def test_elementwise_operations_are_left_to_the_compiler() -> None:
     assert normscopes(backward) == ["batch_norm_gradient_sums"] * 3
 
 
+@pytest.mark.own_kernels
 def test_exact_graphs_have_one_op_per_layer_and_a_new_mode_recompiles() -> None:
     net, x = Residual(), torch.randn(2, 3, 5, 5)
     with normscope.training.exact_graphs():
@@ -172,6 +176,7 @@ def exchanges_under(budget: float) -> tuple[list[str], list[str]]:
     return first, second
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("budget", [0.1, 0.5, 1.0])
 def test_no_exchange_is_repeated_to_save_memory(ranks: RankPool, budget: float) -> None:
     [(forward, backward)] = ranks.run(1, exchanges_under, budget, hang_seconds=400)
@@ -228,6 +233,7 @@ def chain_of_exchanges() -> list[list[bool]]:
     return needs
 
 
+@pytest.mark.own_kernels
 def test_exchanges_of_branches_have_the_order_of_the_program(ranks: RankPool) -> None:
     assert ranks.run(1, chain_of_exchanges, hang_seconds=400) == [[[True] * 3, [True] * 3]]
 
@@ -277,5 +283,6 @@ def parallel_and_compiled() -> bool:
     return all(map(torch.equal, compiled, eager))
 
 
+@pytest.mark.own_kernels
 def test_data_parallel_graphs_have_the_bits_of_eager_mode(ranks: RankPool) -> None:
     assert ranks.run(2, parallel_and_compiled, hang_seconds=400) == [True, True]

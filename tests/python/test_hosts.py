@@ -102,6 +102,7 @@ def members_of(ranks_of_hosts: Sequence[int]) -> str:
     return str(normscope.Scope.ranks([ranks for ranks in sets if len(ranks) > 1]))
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("ranks_of_hosts", "scopes"),
     [

@@ -210,6 +210,7 @@ def step_of_rank(
     return got, calls() - before, layer.elements_seen
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("scope", "sizes", "hidden"),
     [

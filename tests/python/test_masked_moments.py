@@ -34,6 +34,7 @@ def assert_same_statistics(got: normscope.BatchNorm, expected: normscope.BatchNo
     assert got.elements_seen == expected.elements_seen
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("scope", "slice_stats"),
     [
@@ -60,6 +61,7 @@ def test_accumulated_batches_have_the_statistics_of_one_batch(
         assert torch.equal(y, alone(part, mask=m))
 
 
+@pytest.mark.own_kernels
 def test_accumulated_first_slices_have_the_statistics_of_one_batch() -> None:
     x, mask = masked_input()
     whole = normscope.BatchNorm2d(3, scope="local")
@@ -79,6 +81,7 @@ def masked_parts(x: torch.Tensor, mask: torch.Tensor) -> Any:  # noqa: ANN401
     return zip(x.split([4, 3]), mask.split([4, 3]), strict=True)
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("activated", [True, False])
 @pytest.mark.parametrize("scope", ["world", "local"])
 def test_replicas_share_the_unmasked_values(activated: bool, scope: str) -> None:  # noqa: FBT001

@@ -24,6 +24,7 @@ def flags_at(address: int) -> list[str]:
     raise AssertionError(f"no mapping holds {address:#x}")
 
 
+@pytest.mark.own_kernels
 @pytest.mark.skipif(
     not (MAPS.exists() and HUGE_PAGES.exists()), reason="the system has no transparent huge pages"
 )

@@ -88,6 +88,7 @@ def bytes_of_a_step() -> int:
     return after.bytes - before.bytes
 
 
+@pytest.mark.own_kernels
 def test_a_step_sends_eighty_bytes_per_channel_and_a_header_each_way(
     ranks: RankPool, environment: dict[str, str]
 ) -> None:

@@ -32,6 +32,7 @@ def opcheck(op: Any, *arguments: Any, **keywords: Any) -> None:  # noqa: ANN401
     torch.library.opcheck(op.default, arguments, keywords)
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize("affine", [True, False])
 def test_opcheck_passes(slices: int, affine: bool) -> None:  # noqa: FBT001
@@ -117,6 +118,7 @@ def compiled_and_eager(
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("net", "scope", "size", "evaluates"),
     [
@@ -195,6 +197,7 @@ def test_inference_mode_updates_the_running_statistics() -> None:
     assert layer.num_batches_tracked.item() == 1
 
 
+@pytest.mark.own_kernels
 def test_autograd_detects_a_change_of_running_statistics() -> None:
     layer = normscope.BatchNorm2d(3).eval()
     x = torch.randn(X, requires_grad=True)

@@ -178,6 +178,7 @@ def rank_1_is_late(scope: str) -> tuple[str, float]:
     return raised_by(lambda: net(batch()))
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("scope", ["world", "group:2"])
 def test_a_late_rank_is_named_by_its_peers_and_raises_when_it_arrives(
     ranks: RankPool, scope: str

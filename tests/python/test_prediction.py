@@ -104,6 +104,7 @@ def test_norm_batches_resolve_for_the_samples(samples: int, wanted: int, resolve
     assert layer.scope == resolved
 
 
+@pytest.mark.own_kernels
 def test_predicted_exchanges_and_bytes_are_those_counted(ranks: RankPool) -> None:
     counted = ranks.run(RANKS, _counted_by_scope)
 

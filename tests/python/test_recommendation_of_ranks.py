@@ -59,6 +59,7 @@ def _scopes_on_two_hosts() -> list[str]:
     return [candidate.scope for candidate in plan.layers[0].candidates]
 
 
+@pytest.mark.own_kernels
 def test_a_plan_of_ranks_saves_exchanges(ranks: RankPool) -> None:
     for sent, planned in ranks.run(2, _bytes_of_step):
         assert sent == planned

@@ -41,6 +41,7 @@ def errors_of(outputs: list[Any]) -> list[str]:
     return [f"{type(error).__name__}: {error}" for error in outputs]
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("keywords", [{}, {"affine": False, "momentum": None}])
@@ -80,6 +81,7 @@ def network() -> nn.Module:
     ).double()
 
 
+@pytest.mark.own_kernels
 def test_a_replica_that_is_not_in_the_loss_counts() -> None:
     layer = normscope.BatchNorm1d(3).double()
     x = torch.randn(sum(SIZES), 3, 4, dtype=torch.float64, requires_grad=True)
@@ -89,6 +91,7 @@ def test_a_replica_that_is_not_in_the_loss_counts() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.own_kernels
 def test_a_layer_can_be_called_twice() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -107,6 +110,7 @@ def test_a_layer_can_be_called_twice() -> None:
     assert model.bn.num_batches_tracked == 2
 
 
+@pytest.mark.own_kernels
 def test_no_gradient_and_no_running_statistics_are_needed() -> None:
     layer = normscope.BatchNorm1d(3, track_running_stats=False)
     x = torch.randn(sum(SIZES), 3)
@@ -136,6 +140,7 @@ def test_a_narrow_scope_activates_as_without_replicas() -> None:
     assert all(map(torch.equal, outputs, expected))
 
 
+@pytest.mark.own_kernels
 def test_micro_batches_accumulate() -> None:
     layer = normscope.BatchNorm1d(3)
     expected = copy.deepcopy(layer)
@@ -219,6 +224,7 @@ def test_backward_can_be_repeated_but_not_differentiated() -> None:
         differentiable.sum().backward()
 
 
+@pytest.mark.own_kernels
 def test_dropped_replicas_are_not_waited_for() -> None:
     layer = normscope.BatchNorm1d(3)
     x = torch.randn(sum(SIZES), 3)

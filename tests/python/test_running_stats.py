@@ -236,6 +236,7 @@ def test_ranks_are_not_weighted_by_elements_before_a_change(ranks: RankPool, how
         assert found == pytest.approx([6, 27])
 
 
+@pytest.mark.own_kernels
 def test_calls_that_update_nothing_do_not_count() -> None:
     layer = normscope.BatchNorm1d(3, scope="local")
     x = torch.randn(4, 3)

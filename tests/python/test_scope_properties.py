@@ -214,6 +214,7 @@ def check(ranks: RankPool, case: Case) -> None:
         assert_as_oracle(case, members, answers)
 
 
+@pytest.mark.own_kernels
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(case=cases())
 def test_any_scope_matches_the_oracle_on_its_norm_batches(ranks: RankPool, case: Case) -> None:

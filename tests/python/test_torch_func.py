@@ -79,6 +79,7 @@ def test_in_evaluation_transforms_give_torch_s_results(name: str, tracked: bool)
     assert torch.equal(got, expected)
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("activated", [True, False])
