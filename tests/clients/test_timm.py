@@ -188,6 +188,9 @@ def test_timm_s_synchronized_layers_convert_and_revert() -> None:
 
     normscope.convert(model, "local")
 
+    kinds = {type(layer) for layer in model.modules() if isinstance(layer, normscope.BatchNorm)}
+    assert all(issubclass(kind, nn.SyncBatchNorm) for kind in kinds)
+    assert any(issubclass(kind, timm_layers.SyncBatchNormAct) for kind in kinds)
     expected = client.step_of(CLIENTS["resnetv2"].network(), classified)
     client.assert_equal_steps(client.step_of(model, classified), expected)
     normscope.revert(model)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 from torch._higher_order_ops import effects
 from torch.nn.modules import batchnorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
@@ -62,6 +64,23 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     the module.
     """
     return module._buffers
+
+
+def let_data_parallel_take(layer_class: type[torch.nn.Module]) -> None:
+    """Let DistributedDataParallel take layers of a class that derives from torch.nn.SyncBatchNorm.
+
+    On CPUs it refuses models with such layers, because torch's own cannot train there. It has no
+    option for others.
+    """
+    check = DistributedDataParallel._passing_sync_batchnorm_handle
+
+    @wraps(check)
+    def check_others(parallel: DistributedDataParallel, model: torch.nn.Module) -> None:
+        layers = (m for m in model.modules() if isinstance(m, torch.nn.SyncBatchNorm))
+        others = [layer for layer in layers if not isinstance(layer, layer_class)]
+        check(parallel, torch.nn.ModuleList(others))  # type: ignore[no-untyped-call]
+
+    DistributedDataParallel._passing_sync_batchnorm_handle = check_others  # type: ignore[method-assign]
 
 
 # Ops.

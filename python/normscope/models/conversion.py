@@ -193,6 +193,8 @@ def _original_class(
     conversion = conversion_of(original)
     if layer_class is (conversion.scoped_class if conversion else original):
         return original
+    if original is torch.nn.SyncBatchNorm and layer_class is BatchNorm:  # as version 0.2.0 did
+        return original
     fused = isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct)
     advice = (
         "revert the torch.nn.Sequential in which it was fused"

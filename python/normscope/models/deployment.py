@@ -30,7 +30,7 @@ from normscope.models.fusion import fused_pairs, unfused_class
 from normscope.models.parametrized import set_class
 from normscope.models.registry import named
 from normscope.models.selection import named_layers
-from normscope.models.sync import SyncBatchNorm
+from normscope.models.sync import SyncBatchNorm, SyncBatchNormAct
 
 _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     BatchNorm1d: nn.BatchNorm1d,
@@ -43,7 +43,7 @@ _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     LazyBatchNorm2d: nn.LazyBatchNorm2d,
     LazyBatchNorm3d: nn.LazyBatchNorm3d,
 }
-_OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm)
+_OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm, SyncBatchNormAct)
 
 
 def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> nn.Module:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -29,7 +29,13 @@ _FUSED: dict[type[BatchNorm], type[BatchNormAct]] = {
     BatchNorm2d: BatchNormAct2d,
     BatchNorm3d: BatchNormAct3d,
 }
-_UNFUSED: Mapping[type[nn.Module], type[BatchNorm]] = {a: norm for norm, a in _FUSED.items()}
+_UNFUSED: dict[type[nn.Module], type[BatchNorm]] = {act: norm for norm, act in _FUSED.items()}
+
+
+def register_fusion(layer_class: type[BatchNorm], fused_class: type[BatchNormAct]) -> None:
+    """Register the class of the layers of a class that are fused with an activation."""
+    _FUSED[layer_class] = fused_class
+    _UNFUSED[fused_class] = layer_class
 
 
 class FusedActivation(nn.Identity):

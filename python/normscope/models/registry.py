@@ -51,7 +51,6 @@ _CONVERSIONS: dict[type[torch.nn.Module], Conversion] = {
     torch.nn.BatchNorm1d: Conversion(BatchNorm1d),
     torch.nn.BatchNorm2d: Conversion(BatchNorm2d),
     torch.nn.BatchNorm3d: Conversion(BatchNorm3d),
-    torch.nn.SyncBatchNorm: Conversion(BatchNorm),
     torch.nn.LazyBatchNorm1d: Conversion(LazyBatchNorm1d),
     torch.nn.LazyBatchNorm2d: Conversion(LazyBatchNorm2d),
     torch.nn.LazyBatchNorm3d: Conversion(LazyBatchNorm3d),
