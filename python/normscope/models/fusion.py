@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from normscope._binding.torch_private import children_of, has_hooks
 from normscope.layers.activated import (
@@ -21,7 +20,7 @@ from normscope.layers.activated import (
     activation_of,
 )
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
-from normscope.models.parametrized import class_of, set_class
+from normscope.models.derived import class_of, set_class
 
 _FUSED: dict[type[BatchNorm], type[BatchNormAct]] = {
     BatchNorm: BatchNormAct,
@@ -143,9 +142,4 @@ def _calls_in_order(sequence: nn.Sequential) -> bool:
 
 def _is_plain(layer: BatchNorm) -> bool:
     """Return whether a call of the layer is its class's forward, and the class can be changed."""
-    return (
-        type(layer) in _FUSED
-        and "forward" not in vars(layer)
-        and not has_hooks(layer)
-        and not parametrize.is_parametrized(layer)
-    )
+    return type(layer) in _FUSED and "forward" not in vars(layer) and not has_hooks(layer)

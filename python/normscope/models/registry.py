@@ -141,6 +141,11 @@ def conversion_of(layer_class: type[torch.nn.Module]) -> Conversion | None:
     return _CONVERSIONS.get(layer_class)
 
 
+def is_name_of_layer(name: str) -> bool:
+    """Return whether a class with this name has a conversion."""
+    return any(layer_class.__name__ == name for layer_class in _CONVERSIONS)
+
+
 def named(layer_class: type) -> str:
     """Return the name of a class for errors."""
     return f"{layer_class.__module__}.{layer_class.__qualname__}"
