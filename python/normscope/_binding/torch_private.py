@@ -98,6 +98,9 @@ interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_inte
 # Sees every op of a block. torch documents this class, but has it in a private module.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
+# A block that no such class sees. torch has nothing public for it.
+without_modes = _python_dispatch._disable_current_modes
+
 
 def argument_names(op: Any) -> list[str]:  # noqa: ANN401 - torch._ops.OpOverload
     """Return the names of the arguments of an op; its signature is nowhere else."""
