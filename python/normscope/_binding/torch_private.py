@@ -83,6 +83,18 @@ def let_data_parallel_take(layer_class: type[torch.nn.Module]) -> None:
     DistributedDataParallel._passing_sync_batchnorm_handle = check_others  # type: ignore[method-assign]
 
 
+def may_run_out_of_batches() -> bool:
+    """Return whether a rank may leave the forward that runs to the others, as ``join`` lets it.
+
+    Nothing public tells which DistributedDataParallel runs, or whether it is in a join.
+    """
+    parallel = DistributedDataParallel._active_ddp_module
+    if parallel is None:
+        return False
+    config = parallel._join_config
+    return config.enable and not config.throw_on_early_termination
+
+
 # Ops.
 
 # Compilers then keep the calls of an op in program order. torch.library has nothing for it.
