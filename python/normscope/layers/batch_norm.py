@@ -182,7 +182,7 @@ class BatchNorm(TorchBatchNorm):
         if self.training:
             return self._train(input, mask, NOTHING)
         if mask is None:
-            return super().forward(input)
+            return TorchBatchNorm.forward(self, input)  # not that of torch.nn.SyncBatchNorm
         return self._evaluate(input, mask, NOTHING)
 
     def _evaluate(self, x: torch.Tensor, mask: torch.Tensor, ending: Ending) -> torch.Tensor:
