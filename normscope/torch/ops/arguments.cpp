@@ -168,7 +168,8 @@ ActivationFunction checked(const BackwardOpArguments& op) {
 }
 
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected at least 2 dimensions, got ", x.dim());
+  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected at least 2 dimensions, got ", x.dim(),
+                    x.sym_numel() == 0 ? " (an empty batch has the shape [0, channels])" : "");
   TORCH_CHECK_VALUE(dims.empty() || std::ranges::count(dims, x.dim()) > 0, "x: expected ",
                     c10::Join(" or ", dims), " dimensions, got ", x.dim());
 }

@@ -109,7 +109,8 @@ def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
         dims: The allowed numbers; () for any from 2.
     """
     if x.dim() < 2:
-        raise ValueError(f"x: expected at least 2 dimensions, got {x.dim()}")
+        empty = " (an empty batch has the shape [0, channels])" if x.numel() == 0 else ""
+        raise ValueError(f"x: expected at least 2 dimensions, got {x.dim()}{empty}")
     if dims and x.dim() not in dims:
         raise ValueError(f"x: expected {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
 
