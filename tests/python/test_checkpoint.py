@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool, split_of
-from torch import distributed
-from torch.utils.checkpoint import checkpoint
+from torch import distributed, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import normscope
 
@@ -139,6 +145,43 @@ def test_a_recomputed_forward_in_16_bits_has_the_same_bits(kind: str) -> None:
         gradients.append(leaf.grad)
 
     assert torch.equal(*gradients)
+
+
+def selective(saved: tuple[Any, ...]) -> Any:  # noqa: ANN401 - torch's context_fn
+    """Return a context_fn that saves the results of some ops, with these contexts entered last."""
+
+    def policy(_context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
+        must_save = op in saved
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    @contextmanager
+    def both(outer: Any, inner: Any) -> Iterator[None]:  # noqa: ANN401
+        with outer, inner:
+            yield
+
+    def contexts() -> tuple[Any, Any]:
+        outer = create_selective_checkpoint_contexts(policy)
+        forward, recomputation = zip(outer, normscope.checkpoint_context(), strict=True)
+        return both(*forward), both(*recomputation)
+
+    return contexts
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [(), (torch.ops.aten.addmm.default,), (torch.ops.normscope.batch_norm_forward.default,)],
+)
+def test_selective_checkpoints_can_be_combined(saved: tuple[Any, ...]) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(3, 4), normscope.BatchNorm1d(4), normscope.BatchNormAct1d(4))
+    x = torch.randn(5, 3, requires_grad=True)
+    [expected] = torch.autograd.grad(block(x).sin().sum(), x)
+
+    y = checkpoint(block, x, use_reentrant=False, context_fn=selective(saved))
+
+    [got] = torch.autograd.grad(y.sin().sum(), x)
+    assert torch.equal(got, expected)
+    assert all(layer.num_batches_tracked == 2 for layer in list(block)[1:])
 
 
 def compiled_block_that_is_checkpointed() -> int:

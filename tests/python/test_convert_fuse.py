@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import normscope
+from normscope.models.sync import SyncBatchNormAct
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -31,7 +32,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], type[nn.Module], tuple[int, ...]]] =
     (lambda: nn.BatchNorm1d(3, affine=False), normscope.BatchNormAct1d, (4, 3, 5)),
     (lambda: nn.BatchNorm2d(3, momentum=None), normscope.BatchNormAct2d, (4, 3, 5, 2)),
     (lambda: nn.BatchNorm3d(3, eps=0.1), normscope.BatchNormAct3d, (4, 3, 2, 3, 2)),
-    (lambda: nn.SyncBatchNorm(3), normscope.BatchNormAct, (4, 3, 5)),
+    (lambda: nn.SyncBatchNorm(3), SyncBatchNormAct, (4, 3, 5)),
     (lambda: normscope.BatchNorm2d(3, scope="world"), normscope.BatchNormAct2d, (4, 3, 5, 2)),
 ]
 

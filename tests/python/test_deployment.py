@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 
@@ -85,3 +86,29 @@ def test_a_model_exported_to_onnx_evaluates_without_layers(tmp_path: Path, dynam
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     [got] = session.run(None, {"x": batch().numpy()})
     assert_close(torch.from_numpy(got), model(batch()))
+
+
+def test_a_training_graph_trains_after_its_decomposition() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4, scope="slices:2"))
+    x = torch.randn(4, 3, 6, 6)
+    program = torch.export.export(copy.deepcopy(model), (x,)).run_decompositions()
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+
+    assert_close(loaded(x), model(x))
+
+    buffers = dict(loaded.named_buffers())
+    for name, expected in model.named_buffers():
+        torch.testing.assert_close(buffers[name], expected, rtol=0, atol=1e-5)  # float32 numbers
+    assert any("normscope" in str(node.target) for node in program.graph.nodes)
+
+
+def test_a_training_graph_without_normscope_s_ops_needs_to_torch() -> None:
+    model = normscope.to_torch(nn.Sequential(normscope.BatchNorm2d(3)))
+
+    program = torch.export.export(model, (torch.randn(4, 3, 6, 6),)).run_decompositions()
+
+    assert model.training
+    assert not any("normscope" in str(node.target) for node in program.graph.nodes)

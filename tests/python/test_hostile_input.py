@@ -88,8 +88,8 @@ CASES = [
     for op, names in TAKES.items()
     for name in names
     for damage in damaged(arguments("cpu")[name])
-    # For a single number, one dimension is as good as none.
-    if not (name == "num_batches_tracked" and damage == "dimensions")
+    # For a single number, one dimension is as good as none. It may be of any dtype.
+    if not (name == "num_batches_tracked" and damage in ("dimensions", "dtype"))
 ]
 
 

@@ -315,3 +315,41 @@ def test_an_empty_tensor_keeps_its_other_sizes_and_shares_no_memory() -> None:
     assert not empty.requires_grad
     assert empty.untyped_storage().nbytes() == 0
     assert kept is scale
+
+
+def train_with_join(scope: str, keywords: dict[str, bool]) -> tuple[int, str, float]:
+    parallel = data_parallel(normscope.convert(network(), scope), sends_buffers=False)
+    even = not keywords.get("enable", True)
+    count, begin, text = 0, time.monotonic(), ""
+    try:
+        with parallel.join(**keywords):
+            for _ in range(1 if even else 1 + distributed.get_rank()):
+                parallel(samples(distributed.get_rank(), count, 2)[0]).sum().backward()
+                count += 1
+    except RuntimeError as error:
+        text = str(error)
+    seconds = time.monotonic() - begin
+    distributed.barrier()
+    return count, text, seconds
+
+
+@pytest.mark.filterwarnings("ignore:Detected uneven inputs")
+@pytest.mark.parametrize(
+    ("scope", "keywords", "counts", "text"),
+    [
+        ("world", {}, [0, 0], "normscope.joined"),
+        ("world", {"throw_on_early_termination": True}, [1, 1], "exhausted"),
+        ("world", {"enable": False}, [1, 1], ""),
+        ("local", {}, [1, 2], ""),
+    ],
+)
+def test_layers_that_synchronize_refuse_join(
+    ranks: RankPool, scope: str, keywords: dict[str, bool], counts: list[int], text: str
+) -> None:
+    answers = ranks.run(2, train_with_join, scope, keywords)
+
+    assert [count for count, _, _ in answers] == counts
+    for _, error, seconds in answers:
+        assert text in error
+        assert seconds < 10  # far below the group's limit of a minute
+        assert bool(error) == bool(text)

@@ -36,11 +36,12 @@ std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
   return op.call(scope, options.group(), x.size(0));
 }
 
-// Whether there is one op for this activation and residual. torch's `+` takes more than the op
-// does.
+// Whether one op computes this activation and residual. torch's `+` takes more than the op does.
+// After a residual the op keeps y, as torch's relu does. torch's other activations keep their
+// input, so that a later operation may change y in place.
 bool fuses(const ActivationFunction& activation, const at::Tensor& x, const at::Tensor& residual) {
   if (!residual.defined()) return true;
-  return activation.output_tells_gradient() && residual.sizes() == x.sizes() &&
+  return activation.kind == Activation::kRelu && residual.sizes() == x.sizes() &&
          residual.dtype() == x.dtype() && residual.device() == x.device();
 }
 

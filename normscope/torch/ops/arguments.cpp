@@ -39,21 +39,12 @@ void check_parameter(const at::Tensor& x, std::string_view name, const OptionalT
               "), got ", parameter->device());
 }
 
-// For buffers that are written through a plain pointer.
-void check_buffer(std::string_view name, const OptionalTensor& buffer) {
-  TORCH_CHECK(!buffer || buffer->is_contiguous(), name, ": expected a contiguous tensor");
-}
-
 void check_buffers(const at::Tensor& x, const RunningTensors& running) {
   TORCH_CHECK(running.mean.has_value() == running.var.has_value(),
               "running_var: expected a tensor if running_mean is one, and none otherwise");
-  check_buffer("running_mean", running.mean);
-  check_buffer("running_var", running.var);
   const OptionalTensor& updates = running.num_batches_tracked;
   if (!updates) return;
   const at::Tensor& tracked = *updates;
-  TORCH_CHECK(tracked.scalar_type() == at::kLong, "num_batches_tracked: expected int64, got ",
-              c10::toString(tracked.scalar_type()));
   check_device(x, "num_batches_tracked", tracked);
   TORCH_CHECK(tracked.sym_numel() == 1, "num_batches_tracked: expected 1 number, got ",
               tracked.sym_numel());
@@ -177,7 +168,8 @@ ActivationFunction checked(const BackwardOpArguments& op) {
 }
 
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected at least 2 dimensions, got ", x.dim());
+  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected at least 2 dimensions, got ", x.dim(),
+                    x.sym_numel() == 0 ? " (an empty batch has the shape [0, channels])" : "");
   TORCH_CHECK_VALUE(dims.empty() || std::ranges::count(dims, x.dim()) > 0, "x: expected ",
                     c10::Join(" or ", dims), " dimensions, got ", x.dim());
 }

@@ -3,6 +3,7 @@
 #include <functional>
 #include <initializer_list>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -147,12 +148,15 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
 // The layer, and the activation that may follow it.
 class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
  public:
-  // Tensors that get gradients are separate arguments, because torch looks for them there.
+  // Tensors that get gradients are separate arguments, because torch looks for them there. The
+  // statistics are no output: compiled autograd takes no outputs that are not differentiable.
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const OptionalTensor& weight, const OptionalTensor& bias,
-                               const OptionalTensor& residual, const ForwardOpArguments& op) {
-    const auto [y, statistics] = below_autograd(op);
-    variable_list saved{x, weight.value_or(at::Tensor()), statistics};
+                               const OptionalTensor& residual, const ForwardOpArguments& op,
+                               at::Tensor* statistics) {
+    at::Tensor y;
+    std::tie(y, *statistics) = below_autograd(op);
+    variable_list saved{x, weight.value_or(at::Tensor()), *statistics};
     if (op.activation.activates()) {
       saved.push_back(bias.value_or(at::Tensor()));
       saved.push_back(residual ? y : at::Tensor());
@@ -160,12 +164,11 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
       context->saved_data["negative_slope"] = op.activation.negative_slope;
     }
     context->save_for_backward(std::move(saved));
-    context->mark_non_differentiable({statistics});
     save_flags(context, x, weight, bias,
                (requires_grad(residual) ? kWantsDResidual : 0) |
                    (op.decompose.value_or(false) ? kDecomposes : 0));
     save(context, op.call);
-    return {y, statistics};
+    return {y};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -189,8 +192,11 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
       return op.pass_to(backward_op());
     });
     const at::Tensor none;
-    return {op.wanted.dx ? dx : none, op.wanted.dweight ? dweight : none,
-            op.wanted.dbias ? dbias : none, (flags & kWantsDResidual) != 0 ? dresidual : none,
+    return {op.wanted.dx ? dx : none,
+            op.wanted.dweight ? dweight : none,
+            op.wanted.dbias ? dbias : none,
+            (flags & kWantsDResidual) != 0 ? dresidual : none,
+            none,
             none};
   }
 
@@ -217,8 +223,10 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, residual});
   if (uses_torch_kernels(op.x)) return portable_forward(op);
   if (!*op.needs_backward) return below_autograd(op);
-  const variable_list outputs = BatchNorm::apply(op.x, op.weight, op.bias, residual, op);
-  return {outputs[0], outputs[1]};
+  at::Tensor statistics;
+  const variable_list outputs =
+      BatchNorm::apply(op.x, op.weight, op.bias, residual, op, &statistics);
+  return {outputs[0], statistics};
 }
 
 // With an activation it needs no graph: a backward that is differentiated runs

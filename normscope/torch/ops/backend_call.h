@@ -37,6 +37,39 @@ namespace normscope::binding {
   return ::torch::autograd::get_current_graph_task_id() >= 0;
 }
 
+[[nodiscard]] inline OptionalTensor contiguous(const OptionalTensor& tensor) {
+  return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
+}
+
+// Running statistics as kernels write them, in contiguous tensors and int64. Other buffers are
+// copied before a call, and get its results after it.
+class WritableBuffers {
+ public:
+  explicit WritableBuffers(const RunningTensors& given)
+      : given_(given),
+        mean_(contiguous(given.mean)),
+        var_(contiguous(given.var)),
+        updates_(given.num_batches_tracked
+                     ? OptionalTensor(given.num_batches_tracked->to(at::kLong))
+                     : std::nullopt) {}
+
+  [[nodiscard]] RunningTensors tensors() const { return {mean_, var_, updates_}; }
+
+  void write_back() const {
+    if (given_.mean && !mean_->is_same(*given_.mean)) given_.mean->copy_(*mean_);
+    if (given_.var && !var_->is_same(*given_.var)) given_.var->copy_(*var_);
+    const OptionalTensor& updates = given_.num_batches_tracked;
+    // Averaged models have fractions of updates.
+    if (updates && !updates_->is_same(*updates)) updates->add_(*updates_ - updates->to(at::kLong));
+  }
+
+ private:
+  RunningTensors given_;
+  OptionalTensor mean_;
+  OptionalTensor var_;
+  OptionalTensor updates_;
+};
+
 // Lets a call update running statistics. `arguments` of batch_norm_forward() or _finalize().
 template <class Arguments>
 void update_running(const RunningTensors& running, std::optional<double> momentum,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
+#include <optional>
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -21,10 +22,6 @@
 
 namespace normscope::binding::backend {
 namespace {
-
-OptionalTensor contiguous(const OptionalTensor& tensor) {
-  return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;
-}
 
 // The tensors of one forward; the arguments point to their storage.
 struct PreparedForward {
@@ -90,12 +87,17 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
 PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   CallSite site(op.x);
   const ExchangeUse exchange(Direction::kForward, op.call, site.placement());
-  PreparedForward prepared = prepare_or_fail(
-      exchange, [&] { return prepare_forward(op, answer, exchange.scope(), site); });
+  std::optional<WritableBuffers> buffers;
+  PreparedForward prepared = prepare_or_fail(exchange, [&] {
+    buffers.emplace(op.running);
+    return prepare_forward(op.with(op.weight, buffers->tensors(), op.accumulated), answer,
+                           exchange.scope(), site);
+  });
 
   check_finite(op.x, exchange.get(), Direction::kForward, op.call);
   run_as_torch(op.x, exchange,
                [&] { batch_norm_forward(prepared.arguments, site.with(exchange, op.call)); });
+  if (!runs_inside_a_backward()) buffers->write_back();
   return prepared;
 }
 

@@ -79,8 +79,10 @@ at::Tensor finalize(const FinalizeOpArguments& op) {
                               .x_dtype = *dtype_of(x),
                               .eps = op.eps,
                               .statistics = statistics.mutable_data_ptr<double>()};
-  update_running(op.running, op.momentum, arguments);
+  const WritableBuffers buffers(op.running);
+  update_running(buffers.tensors(), op.momentum, arguments);
   as_torch([&] { batch_norm_finalize(arguments, site.alone()); });
+  buffers.write_back();
   for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
   return statistics;
 }
@@ -137,8 +139,7 @@ at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& x, const Optio
   const at::Tensor x_in_layout = in_layout_of(dx, x);
   const at::Tensor dy_in_layout = in_layout_of(dx, dy);
   const at::Tensor own = sums.clone();
-  const OptionalTensor contiguous_weight =
-      weight ? OptionalTensor(weight->contiguous()) : std::nullopt;
+  const OptionalTensor contiguous_weight = contiguous(weight);
   as_torch([&] {
     batch_norm_part_input_gradient({.x = view(x_in_layout),
                                     .dy = view(dy_in_layout),

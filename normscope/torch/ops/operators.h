@@ -31,7 +31,7 @@ struct ScopedCall {
 struct RunningTensors {
   const OptionalTensor& mean;                 // [C]
   const OptionalTensor& var;                  // [C]
-  const OptionalTensor& num_batches_tracked;  // [] int64
+  const OptionalTensor& num_batches_tracked;  // []
 
   // Checked before they are written, and marked as written afterwards.
   [[nodiscard]] std::array<const OptionalTensor*, 3> all() const {

@@ -164,6 +164,7 @@ def batch_norm(
     except (RuntimeError, TypeError) as error:
         # Only these: checkpointing ends a recomputation with an exception of its own.
         tell_peers(error, arguments.scope, arguments.group)
+        _name_distributed(error, {"x": x, **arguments._asdict(), **others})
         _name_transforms(error)
         raise
     return y
@@ -192,6 +193,17 @@ def transforms() -> list[str]:
     """Return the torch.func transforms around the current call, outermost first."""
     stack = interpreter_stack() or []
     return [interpreter.key().name.lower() for interpreter in stack]
+
+
+def _name_distributed(error: Exception, given: dict[str, Any]) -> None:
+    """Raise an error that names the tensors of torch.distributed.tensor, if there are any."""
+    names = [name for name, value in given.items() if hasattr(value, "to_local")]
+    if names:
+        raise RuntimeError(
+            f"{given['layer'] or 'normscope.batch_norm'}: expected plain tensors for a layer of "
+            f"normscope in training, got a DTensor for {', '.join(names)}; call it on x.to_local() "
+            "and do not distribute its parameters and buffers"
+        ) from error
 
 
 def _name_transforms(error: Exception) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 from torch._higher_order_ops import effects
 from torch.nn.modules import batchnorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 
 if TYPE_CHECKING:
@@ -64,6 +66,35 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def let_data_parallel_take(layer_class: type[torch.nn.Module]) -> None:
+    """Let DistributedDataParallel take layers of a class that derives from torch.nn.SyncBatchNorm.
+
+    On CPUs it refuses models with such layers, because torch's own cannot train there. It has no
+    option for others.
+    """
+    check = DistributedDataParallel._passing_sync_batchnorm_handle
+
+    @wraps(check)
+    def check_others(parallel: DistributedDataParallel, model: torch.nn.Module) -> None:
+        layers = (m for m in model.modules() if isinstance(m, torch.nn.SyncBatchNorm))
+        others = [layer for layer in layers if not isinstance(layer, layer_class)]
+        check(parallel, torch.nn.ModuleList(others))  # type: ignore[no-untyped-call]
+
+    DistributedDataParallel._passing_sync_batchnorm_handle = check_others  # type: ignore[method-assign]
+
+
+def may_run_out_of_batches() -> bool:
+    """Return whether a rank may leave the forward that runs to the others, as ``join`` lets it.
+
+    Nothing public tells which DistributedDataParallel runs, or whether it is in a join.
+    """
+    parallel = DistributedDataParallel._active_ddp_module
+    if parallel is None:
+        return False
+    config = parallel._join_config
+    return config.enable and not config.throw_on_early_termination
+
+
 # Ops.
 
 # Compilers then keep the calls of an op in program order. torch.library has nothing for it.
@@ -78,6 +109,9 @@ interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_inte
 
 # Sees every op of a block. torch documents this class, but has it in a private module.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+# A block that no such class sees. torch has nothing public for it.
+without_modes = _python_dispatch._disable_current_modes
 
 
 def argument_names(op: Any) -> list[str]:  # noqa: ANN401 - torch._ops.OpOverload

@@ -15,7 +15,7 @@ from normscope._binding import ops
 from normscope.costs.model import Costs, exchange_seconds
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
-from normscope.models.selection import named_layers
+from normscope.models.selection import layers_in_training
 from normscope.scopes.plan import ScopePlan
 
 Layers = ScopePlan | torch.nn.Module | Iterable[tuple[str, int, str | Scope]]
@@ -114,8 +114,8 @@ def predict(
 
     Args:
         plan: A plan from :func:`normscope.recommend_scopes`; a model with layers of normscope; or
-            name, channels and scope of each layer. If the model is in training mode, its layers in
-            evaluation mode are left out.
+            name, channels and scope of each layer. Layers of a model that are in evaluation mode
+            are left out.
         hosts: Number of hosts.
         ranks_per_host: Number of ranks on each host; ranks are numbered host by host.
         costs: The costs that ``python -m normscope measure`` measured, or its file.
@@ -175,14 +175,14 @@ def _layers_of(plan: Layers) -> list[tuple[str, int, Scope]]:
     if isinstance(plan, torch.nn.Module):
         layers = [
             (name, layer.num_features, layer.scope)
-            for name, layer in named_layers(plan, BatchNorm, None, None)
-            if layer.training or not plan.training
+            for name, layer in layers_in_training(plan, BatchNorm, include=None, exclude=None)
         ]
     else:
         layers = [(name, channels, Scope(str(scope))) for name, channels, scope in plan]
     if not layers:
         raise ValueError(
-            "plan: expected layers of normscope in training mode (see normscope.convert), got none"
+            "plan: expected layers of normscope in training mode, got none; normscope.convert "
+            "makes them, and train() ends an evaluation"
         )
     for name, channels, _ in layers:
         if channels < 1:

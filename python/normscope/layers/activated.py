@@ -61,9 +61,8 @@ class BatchNormAct(BatchNorm):
 
     In training a single op does all of it, and keeps only x for backward, or x and y if there is a
     residual. Several ops with the same results are used in evaluation, under ``torch.compile``, for
-    a sum that broadcasts or promotes, and for one before ``silu``, ``hard_swish`` or a
-    ``leaky_relu`` with a negative slope. SiLU is rounded differently from torch's, by up to 2 units
-    in the last place.
+    a sum that broadcasts or promotes, and for one before any activation other than ``relu``. SiLU
+    is rounded differently from torch's, by up to 2 units in the last place.
 
     Args:
         num_features: C; every other argument up to ``dtype`` is as for :class:`BatchNorm`.

@@ -129,9 +129,8 @@ class BatchNorm(TorchBatchNorm):
         slice_stats: SliceStats = "pooled",
         **keywords: Any,  # noqa: ANN401 - depends on the installed torch
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device, dtype, **keywords
-        )
+        keywords.update(device=device, dtype=dtype)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **keywords)
         if slice_stats not in get_args(SliceStats):
             raise ValueError(
                 f"slice_stats: expected pooled, first or sequential, got {slice_stats!r}"
@@ -183,7 +182,7 @@ class BatchNorm(TorchBatchNorm):
         if self.training:
             return self._train(input, mask, NOTHING)
         if mask is None:
-            return super().forward(input)
+            return TorchBatchNorm.forward(self, input)  # not that of torch.nn.SyncBatchNorm
         return self._evaluate(input, mask, NOTHING)
 
     def _evaluate(self, x: torch.Tensor, mask: torch.Tensor, ending: Ending) -> torch.Tensor:

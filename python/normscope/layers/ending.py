@@ -81,11 +81,10 @@ class Activated(Ending):
         residual = self.residual
         if residual is None:
             return True
-        rises = self.activation in ("relu", "relu6") or (
-            self.activation == "leaky_relu" and self.negative_slope >= 0
-        )
+        # The op then keeps y, which a later operation in place may change. torch's relu keeps it
+        # too; the other activations keep their input.
         return (
-            rises
+            self.activation == "relu"
             and isinstance(residual, torch.Tensor)
             and residual.shape == x.shape
             and residual.dtype == x.dtype

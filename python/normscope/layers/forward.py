@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
+from normscope._binding.torch_private import may_run_out_of_batches
 from normscope.layers import masked_forward
 from normscope.layers.count import UNKNOWN, Counter, add_to_count, version_of
 from normscope.layers.ending import NOTHING, Ending
@@ -24,10 +25,21 @@ def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> t
     The ranks agree on the scope when it is first used.
     """
     group_name: str = groups.name_in_use(name)
+    if group_name and not torch.compiler.is_compiling() and may_run_out_of_batches():
+        _refuse_join(scope)
     if not scope.depends_on_samples or x.dim() == 0:
         return scope.text, group_name
     samples = len(range(x.shape[0]))  # an int, even if the batch size is symbolic in a trace
     return _scope_of_samples(scope.text, group_name, samples), group_name
+
+
+def _refuse_join(scope: Scope) -> None:
+    if not scope.is_of_one_rank:
+        raise RuntimeError(
+            f"normscope: expected no DistributedDataParallel.join() or Join around a layer with "
+            f"scope {scope}, which a rank without batches cannot follow; iterate over "
+            "normscope.joined(batches) instead, or pass throw_on_early_termination=True"
+        )
 
 
 # Runs outside the graph too: the number of slices is a constant of the graph.
@@ -97,7 +109,8 @@ def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
         dims: The allowed numbers; () for any from 2.
     """
     if x.dim() < 2:
-        raise ValueError(f"x: expected at least 2 dimensions, got {x.dim()}")
+        empty = " (an empty batch has the shape [0, channels])" if x.numel() == 0 else ""
+        raise ValueError(f"x: expected at least 2 dimensions, got {x.dim()}{empty}")
     if dims and x.dim() not in dims:
         raise ValueError(f"x: expected {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
 

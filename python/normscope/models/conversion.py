@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -15,10 +15,10 @@ from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers.activated import BatchNormAct
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
+from normscope.models.derived import class_of, set_class
 from normscope.models.fusion import fused_pairs, fusible_pairs, unfused_class
-from normscope.models.parametrized import class_of, set_class
-from normscope.models.registry import Conversion, conversion_of, named
-from normscope.models.selection import Patterns, named_layers
+from normscope.models.registry import Conversion, conversion_of, is_name_of_layer, named
+from normscope.models.selection import Patterns, named_layers, selected
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,8 +78,8 @@ def convert(
     Raises:
         TypeError: If a layer's class derives from torch's batch normalization but is neither known
             here nor through :func:`~normscope.register_conversion`. Everything that it adds would
-            be lost: a forward, other methods, isinstance checks. The error names the layer, and no
-            layer has been converted.
+            be lost: a forward, other methods, isinstance checks. Or if torch.jit has compiled a
+            layer in training mode. The error names the layer, and no layer has been converted.
         ValueError: If the scope is malformed, a pattern matches no layer, or this process is not in
             the group.
 
@@ -93,7 +93,8 @@ def convert(
     """
     scope = Scope(str(scope))
     group_name = groups.name_of(process_group)
-    layers = named_layers(model, TorchBatchNorm, include, exclude)
+    candidates = [(n, m) for n, m in model.named_modules() if _is_candidate(m)]
+    layers = selected(candidates, include, exclude)
     if not layers:
         warnings.warn(
             f"convert: expected batch normalization layers to convert, got none in "
@@ -142,11 +143,26 @@ def revert(model: Model) -> Model:
     return model
 
 
+def _is_candidate(module: torch.nn.Module) -> TypeGuard[TorchBatchNorm]:
+    """Return whether ``convert`` has to convert or to refuse a module."""
+    return isinstance(module, TorchBatchNorm) or (
+        isinstance(module, torch.jit.ScriptModule)
+        and module.training
+        and is_name_of_layer(module.original_name)
+    )
+
+
 def _conversion(layer: TorchBatchNorm, name: str) -> tuple[type[BatchNorm], dict[str, Any]]:
     """Return the class that a layer gets or keeps, and the attributes that it gets."""
     if isinstance(layer, BatchNorm):
         return class_of(layer), {}  # type: ignore[return-value]
     layer_class = class_of(layer)
+    if issubclass(layer_class, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{name or 'model'}: expected a layer of torch.nn or normscope, got one in training "
+            "that torch.jit has compiled, which cannot get a scope; convert the model before "
+            f"torch.jit.trace, or leave it out with exclude={name!r}"
+        )
     conversion = conversion_of(layer_class)
     if conversion is not None:
         return conversion.scoped_class, conversion.values_of(layer)
@@ -192,6 +208,8 @@ def _original_class(
         original = original.cls_to_become
     conversion = conversion_of(original)
     if layer_class is (conversion.scoped_class if conversion else original):
+        return original
+    if original is torch.nn.SyncBatchNorm and layer_class is BatchNorm:  # as version 0.2.0 did
         return original
     fused = isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct)
     advice = (

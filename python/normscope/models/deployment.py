@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import torch
 from torch import nn
 
@@ -26,11 +24,11 @@ from normscope.models.conversion import (
     _original_class,
     _revert_layer,
 )
+from normscope.models.derived import class_of, set_class
 from normscope.models.fusion import fused_pairs, unfused_class
-from normscope.models.parametrized import set_class
 from normscope.models.registry import named
 from normscope.models.selection import named_layers
-from normscope.models.sync import SyncBatchNorm
+from normscope.models.sync import SyncBatchNorm, SyncBatchNormAct
 
 _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     BatchNorm1d: nn.BatchNorm1d,
@@ -43,7 +41,7 @@ _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     LazyBatchNorm2d: nn.LazyBatchNorm2d,
     LazyBatchNorm3d: nn.LazyBatchNorm3d,
 }
-_OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm)
+_OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm, SyncBatchNormAct)
 
 
 def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> nn.Module:
@@ -81,7 +79,7 @@ def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> 
     """
     pairs = fused_pairs(model)
     layers = [
-        (layer, _torch_class(layer, _class_of(layer, pairs), name or "model", any_dims))
+        (layer, _torch_class(layer, unfused_class(layer, pairs), name or "model", any_dims))
         for name, layer in named_layers(model, BatchNorm, include=None, exclude=None)
     ]
     for pair in pairs.values():
@@ -90,7 +88,7 @@ def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> 
     for layer, torch_class in layers:
         if isinstance(layer, BatchNormAct):
             replaced[layer] = BatchNormThenActivation(layer, torch_class)
-        elif _goes_back(layer, type(layer)):
+        elif _goes_back(layer, class_of(layer)):
             _revert_layer(layer, torch_class)
         else:
             object.__setattr__(layer, "__dict__", _attributes_of_torch(layer))
@@ -137,20 +135,17 @@ class BatchNormThenActivation(nn.Sequential):
         return activated
 
 
-def _class_of(layer: BatchNorm, fused: Container[nn.Module]) -> type[nn.Module]:
-    """Return the class of a layer, without the activation that ``convert`` has fused it with."""
-    if isinstance(layer, BatchNormAct) and layer not in fused:
-        # If it is parametrized, it is refused: two replacements would lose the parametrizations.
-        return type(layer)
-    return unfused_class(layer, fused)
-
-
 def _torch_class(
     layer: BatchNorm,
     layer_class: type[nn.Module],
     name: str,
     any_dims: type[TorchBatchNorm] | None,
 ) -> type[nn.Module]:
+    if issubclass(layer_class, BatchNormAct) and class_of(layer) is not type(layer):
+        raise TypeError(
+            f"{name}: expected a layer that two modules can replace, got {named(type(layer))}; "
+            "call to_torch before fully_shard, replicate or a parametrization change its class"
+        )
     if issubclass(layer_class, BatchNormAct) and has_hooks(layer):
         raise RuntimeError(
             f"{name}: expected a layer without forward or backward hooks, which two modules "

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from normscope._binding.torch_private import children_of, has_hooks
 from normscope.layers.activated import (
@@ -21,7 +20,7 @@ from normscope.layers.activated import (
     activation_of,
 )
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
-from normscope.models.parametrized import class_of, set_class
+from normscope.models.derived import class_of, set_class
 
 _FUSED: dict[type[BatchNorm], type[BatchNormAct]] = {
     BatchNorm: BatchNormAct,
@@ -29,7 +28,13 @@ _FUSED: dict[type[BatchNorm], type[BatchNormAct]] = {
     BatchNorm2d: BatchNormAct2d,
     BatchNorm3d: BatchNormAct3d,
 }
-_UNFUSED: Mapping[type[nn.Module], type[BatchNorm]] = {a: norm for norm, a in _FUSED.items()}
+_UNFUSED: dict[type[nn.Module], type[BatchNorm]] = {act: norm for norm, act in _FUSED.items()}
+
+
+def register_fusion(layer_class: type[BatchNorm], fused_class: type[BatchNormAct]) -> None:
+    """Register the class of the layers of a class that are fused with an activation."""
+    _FUSED[layer_class] = fused_class
+    _UNFUSED[fused_class] = layer_class
 
 
 class FusedActivation(nn.Identity):
@@ -137,9 +142,4 @@ def _calls_in_order(sequence: nn.Sequential) -> bool:
 
 def _is_plain(layer: BatchNorm) -> bool:
     """Return whether a call of the layer is its class's forward, and the class can be changed."""
-    return (
-        type(layer) in _FUSED
-        and "forward" not in vars(layer)
-        and not has_hooks(layer)
-        and not parametrize.is_parametrized(layer)
-    )
+    return type(layer) in _FUSED and "forward" not in vars(layer) and not has_hooks(layer)

@@ -51,7 +51,6 @@ _CONVERSIONS: dict[type[torch.nn.Module], Conversion] = {
     torch.nn.BatchNorm1d: Conversion(BatchNorm1d),
     torch.nn.BatchNorm2d: Conversion(BatchNorm2d),
     torch.nn.BatchNorm3d: Conversion(BatchNorm3d),
-    torch.nn.SyncBatchNorm: Conversion(BatchNorm),
     torch.nn.LazyBatchNorm1d: Conversion(LazyBatchNorm1d),
     torch.nn.LazyBatchNorm2d: Conversion(LazyBatchNorm2d),
     torch.nn.LazyBatchNorm3d: Conversion(LazyBatchNorm3d),
@@ -140,6 +139,11 @@ def conversion_of(layer_class: type[torch.nn.Module]) -> Conversion | None:
             if layer_class.__module__.partition(".")[0] == package and library in sys.modules:
                 importlib.import_module(adapter)
     return _CONVERSIONS.get(layer_class)
+
+
+def is_name_of_layer(name: str) -> bool:
+    """Return whether a class with this name has a conversion."""
+    return any(layer_class.__name__ == name for layer_class in _CONVERSIONS)
 
 
 def named(layer_class: type) -> str:

@@ -27,6 +27,17 @@ def named_layers(
         ValueError: If the model has layers of the class and a pattern matches none of them.
     """
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, layer_class)]
+    return selected(layers, include, exclude)
+
+
+def selected(
+    layers: list[tuple[str, Layer]], include: Patterns | None, exclude: Patterns | None
+) -> list[tuple[str, Layer]]:
+    """Return those of the layers that the patterns select by name.
+
+    Raises:
+        ValueError: If there are layers and a pattern matches none of them.
+    """
     if not layers:
         return []
     names = [name for name, _ in layers]

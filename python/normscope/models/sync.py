@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from normscope._binding.torch_private import let_data_parallel_take
+from normscope.layers.activated import BatchNormAct
 from normscope.layers.batch_norm import BatchNorm
 from normscope.models.conversion import Model, convert
+from normscope.models.fusion import register_fusion
+from normscope.models.registry import register_conversion
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class SyncBatchNorm(BatchNorm):
+class SyncBatchNorm(BatchNorm, torch.nn.SyncBatchNorm):
     """:class:`BatchNorm` with scope ``world``, with the arguments of torch.nn.SyncBatchNorm.
 
-    A drop-in replacement for it, on every device for which normscope has kernels.
+    A drop-in replacement for it, on every device. ``convert`` makes it of a torch.nn.SyncBatchNorm.
+    Tools that look for torch's class find it. DistributedDataParallel, which refuses torch's class
+    on CPUs, takes it.
 
     Args:
         num_features: C.
@@ -94,3 +100,12 @@ class SyncBatchNorm(BatchNorm):
             Scope(text='world')
         """
         return convert(module, "world", process_group=process_group)
+
+
+class SyncBatchNormAct(BatchNormAct, SyncBatchNorm):
+    """The class that ``convert(fuse=True)`` gives a SyncBatchNorm."""
+
+
+register_conversion(torch.nn.SyncBatchNorm, SyncBatchNorm)
+register_fusion(SyncBatchNorm, SyncBatchNormAct)
+let_data_parallel_take(BatchNorm)

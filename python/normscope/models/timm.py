@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[misc]
     """Normalization, then ``drop``, then ``act``; a single op if drop does nothing.
 
-    It also replaces timm's SyncBatchNormAct, which may lack drop and act. It derives from timm's
-    class because timm's own functions check for it: ``freeze_batch_norm_2d`` would drop the
-    activation of any other class.
+    It derives from timm's class because timm's own functions check for it:
+    ``freeze_batch_norm_2d`` would drop the activation of any other class.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # no mask
@@ -56,6 +55,10 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
         return activation_of(act) if drop is None or _is_identity(drop) else None
 
 
+class SyncBatchNormAct(BatchNormAct2d, timm_layers.SyncBatchNormAct):  # type: ignore[misc]
+    """The same for timm's SyncBatchNormAct, which may lack ``drop`` and ``act``."""
+
+
 def _is_identity(module: torch.nn.Module) -> bool:
     """Return whether skipping the call of the module has no visible effect."""
     return (
@@ -80,5 +83,5 @@ class SplitBatchNorm2d(timm_layers.SplitBatchNorm2d, BatchNorm2d):  # type: igno
 
 
 register_conversion(timm_layers.BatchNormAct2d, BatchNormAct2d)
-register_conversion(timm_layers.SyncBatchNormAct, BatchNormAct2d)
+register_conversion(timm_layers.SyncBatchNormAct, SyncBatchNormAct)
 register_conversion(timm_layers.SplitBatchNorm2d, SplitBatchNorm2d)

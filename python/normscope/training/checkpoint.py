@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from normscope._binding import ops
-from normscope._binding.torch_private import TorchDispatchMode, argument_names
+from normscope._binding.torch_private import TorchDispatchMode, argument_names, without_modes
 
 
 def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -24,7 +24,8 @@ def checkpoint_context() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
     It works with ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, the variant that
     takes a context_fn. Either all ranks of a scope use it, or none. To combine it with another
-    context_fn, write one that enters the contexts of both, these last.
+    context_fn, such as torch's selective checkpointing, write one that enters the contexts of both,
+    these last.
 
     Returns:
         The context of the forward, and the context of its recomputation.
@@ -116,7 +117,10 @@ class _Replay(_OverForwards):
                 f"checkpoint_context: expected the recomputation to run {_described(call)} next, "
                 f"as the forward did, got {layer or 'a layer without a name'} on {[*x.shape]}"
             )
-        return again(given, call.statistics), *call.statistics
+        # Modes that were entered earlier have not seen this op in the forward: torch's selective
+        # checkpointing would miss it.
+        with without_modes():
+            return again(given, call.statistics), *call.statistics
 
 
 # The additional arguments of a layer with an activation.

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of another dtype or with strides are updated as torch updates them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import normscope
+
+pytestmark = pytest.mark.on_device
+
+# A few dozen roundings of 1e-7, of numbers of order one.
+TOLERANCE = 1e-5
+
+SHORT = torch.tensor(3, dtype=torch.int32)
+FLOAT = torch.tensor(3.0)
+AVERAGED = torch.tensor(2.5, dtype=torch.float64)  # as federated averaging makes it
+
+
+def trained(layer: nn.Module, how: str) -> list[torch.Tensor]:
+    run: nn.Module = layer
+    if how == "compiled":
+        run = torch.compile(layer, backend="aot_eager")  # type: ignore[assignment]
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)) + 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own warnings
+        outputs = [run(x), run(x * 2)]
+    return [y.detach() for y in outputs] + list(layer.buffers())
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("count", [SHORT, FLOAT, AVERAGED], ids=["int32", "float32", "float64"])
+def test_a_count_of_another_dtype_is_updated(
+    count: torch.Tensor, momentum: float | None, how: str
+) -> None:
+    layers = normscope.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3, momentum=momentum)
+    for layer in layers:
+        layer.num_batches_tracked = count.clone()
+
+    got, expected = trained(layers[0], how), trained(layers[1], "eager")
+
+    assert torch.equal(got[-1], count + 2)
+    assert got[-1].dtype == count.dtype
+    if momentum is None and count is AVERAGED:
+        expected = trained(with_count(int(count)), "eager")  # whole updates are averaged
+    for ours, theirs in zip(got[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+def with_count(count: int) -> nn.Module:
+    layer = nn.BatchNorm1d(3, momentum=None)
+    layer.num_batches_tracked = torch.tensor(count)
+    return layer
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_running_statistics_with_strides_are_updated(how: str) -> None:
+    layers = normscope.BatchNorm1d(3), nn.BatchNorm1d(3)
+    for layer in layers:
+        layer.running_mean, layer.running_var = strided(torch.zeros(3)), strided(torch.ones(3))
+
+    got, expected = trained(layers[0], how), trained(layers[1], "eager")
+
+    mean = layers[0].running_mean
+    assert mean is not None
+    assert mean.stride() == (2,)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("count", [FLOAT, AVERAGED])
+def test_accumulation_updates_them_too(count: torch.Tensor) -> None:
+    layer, joined = normscope.BatchNorm1d(3), nn.BatchNorm1d(3)
+    layer.running_mean, layer.num_batches_tracked = strided(torch.zeros(3)), count.clone()
+    x = torch.randn(6, 3)
+
+    with normscope.accumulate(layer):
+        for part in x.chunk(2):
+            layer(part)
+
+    joined(x)
+    torch.testing.assert_close(layer.running_mean, joined.running_mean, rtol=0, atol=TOLERANCE)
+    assert torch.equal(layer.num_batches_tracked, count + 1)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_the_function_takes_tensors_with_strides(which: int) -> None:
+    x = torch.randn(6, 3)
+    results = []
+    functions: list[Any] = [functional.batch_norm, normscope.functional.batch_norm]
+    for function in functions:
+        tensors = [torch.zeros(3), torch.ones(3), torch.ones(3), torch.zeros(3)]
+        tensors[which] = strided(tensors[which])
+        results.append([function(x, *tensors, training=True), *tensors])
+
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_call_that_raises_updates_none_of_them() -> None:
+    layer = normscope.BatchNorm1d(3)
+    layer.running_mean, layer.num_batches_tracked = strided(torch.zeros(3)), FLOAT.clone()
+
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(torch.ones(1, 3))
+
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    assert torch.equal(layer.num_batches_tracked, FLOAT)
