@@ -37,6 +37,7 @@ bool runs_cuda_kernels(c10::Device device) {
 }  // namespace
 
 bool uses_torch_kernels(const at::Tensor& x) {
+  if (!x.defined()) return false;  // the kernels of the CPU tell the peers
   if (x.is_meta() || x.layout() != at::kStrided || x.is_quantized() || x.is_nested()) return false;
   if (is_forced()) return true;
   if (x.is_cpu()) return false;
