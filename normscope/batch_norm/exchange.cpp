@@ -207,15 +207,18 @@ std::vector<double> Exchange::gather(const CallLabel& label, const std::vector<d
 template <class Send>
 int Exchange::meet(const CallLabel& label, double count, std::size_t bytes, bool compares_lengths,
                    const Send& send) {
+  // An agreement is about the scope, whichever layer needs it first: other parts of the group may
+  // run other layers.
+  const bool compares_layers = label.direction != Direction::kAgreement;
   Hash hash;
-  hash.add(label.layer);
+  if (compares_layers) hash.add(label.layer);
   hash.add(label.scope);
   hash.add(label.kernels);
   hash.add(name_of(label.direction));
   hash.add(std::to_string(label.channels));
   const std::uint64_t label_hash = hash.value();
   // A layer without a name is identified by its position in the sequence of calls.
-  if (label.layer.empty()) hash.add(std::to_string(calls_));
+  if (compares_layers && label.layer.empty()) hash.add(std::to_string(calls_));
   calls_ += 1;
   // Not part of label_hash: a schedule may change these in every step.
   hash.add(bytes_of(label.eps));

@@ -20,10 +20,10 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// Why the ranks of a group meet. kAgreement: to find out who shares statistics. kParameters: to
-// exchange numbers of a whole module; CallLabel::layer then names the operation, and
-// CallLabel::channels is the number of numbers. kStep: to learn how many samples each rank has in
-// the next step.
+// Why the ranks of a group meet. kAgreement: to find out who shares statistics; CallLabel::layer is
+// then quoted, but not compared. kParameters: to exchange numbers of a whole module;
+// CallLabel::layer then names the operation, and CallLabel::channels is the number of numbers.
+// kStep: to learn how many samples each rank has in the next step.
 enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters, kStep };
 
 // For example "forward".

@@ -14,8 +14,8 @@
 namespace normscope NORMSCOPE_EXPORT {
 
 // How the ranks of a group find out together how a scope divides them. All functions are collective
-// over the group's exchange. If some ranks do something else meanwhile, all ranks get
-// MismatchError.
+// over the group's exchange, for ranks of all its parts. If some ranks do something else meanwhile,
+// all ranks get MismatchError.
 
 // For each rank of the group, the first of the ranks with which it shares statistics. Errors name
 // `layer`, which uses the scope. Throws the errors of leaders_of(), on every rank.

@@ -103,6 +103,26 @@ def test_ranks_that_share_train_like_torch_on_their_joined_samples(
         assert_as_torch_on(members, answers, sizes)
 
 
+def step_of_domain(scope: str, sizes: tuple[int, ...], domains: str) -> Tensors:
+    """Step with the layer of this rank's domain."""
+    part = split_of(sizes, distributed.get_rank())
+    norms = torch.nn.ModuleDict({one: torch.nn.BatchNorm2d(3) for one in domains}).double()
+    normscope.convert(norms, scope)
+    return step(norms[domains[distributed.get_rank()]], *(t[part] for t in batch(sum(sizes))))
+
+
+@pytest.mark.parametrize("scope", ["ranks:0,1/2,3", "group:2", "norm_batch:3"])
+def test_parts_of_a_scope_may_begin_with_different_layers(
+    ranks: RankPool, environment: dict[str, str], scope: str
+) -> None:
+    sizes = (2, 1, 2, 2)
+
+    answers = ranks.run(4, step_of_domain, scope, sizes, "aabb", environment=environment)
+
+    for members in ([0, 1], [2, 3]):
+        assert_as_torch_on(members, answers, sizes)
+
+
 def step_of_host(scope: str, sizes: tuple[int, ...], hosts: str) -> Tensors:
     import os
 

@@ -37,9 +37,8 @@ bool runs_cuda_kernels(c10::Device device) {
 }  // namespace
 
 bool uses_torch_kernels(const at::Tensor& x) {
-  if (!x.defined() || x.is_meta() || x.layout() != at::kStrided || x.is_quantized() ||
-      x.is_nested())
-    return false;
+  if (!x.defined()) return false;  // the kernels of the CPU tell the peers
+  if (x.is_meta() || x.layout() != at::kStrided || x.is_quantized() || x.is_nested()) return false;
   if (is_forced()) return true;
   if (x.is_cpu()) return false;
   return !x.is_cuda() || !runs_cuda_kernels(x.device());
