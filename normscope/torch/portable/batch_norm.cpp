@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/portable/batch_norm.h"
 
-#include <string>
-#include <utility>
-#include <vector>
+#include <optional>
+#include <tuple>
 
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/batch_norm.h>
 #include <ATen/ops/batch_norm_backward_elemt.h>
 #include <ATen/ops/batch_norm_backward_reduce.h>
 #include <ATen/ops/batch_norm_elemt.h>
@@ -18,21 +15,13 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "normscope/torch/groups/registry.h"
-#include "normscope/torch/ops/activation.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/finite.h"
-#include "normscope/torch/ops/graph.h"
-#include "normscope/torch/ops/saved_call.h"
-#include "normscope/torch/portable/graph.h"
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/portable/path.h"
 #include "normscope/torch/portable/statistics.h"
@@ -42,103 +31,9 @@
 namespace normscope::binding {
 namespace {
 
-using ::torch::autograd::AutogradContext;
-using ::torch::autograd::variable_list;
-
 // Above this number of ranks, they add float64 sums instead of gathering statistics: the gathered
 // rows would take longer than the cancellation of the sums costs.
 constexpr std::int64_t kMostGathered = 64;
-
-// ---- Alone, and slices
-// ----------------------------------------------------------------------------
-
-// torch's kernels take parameters and running statistics in the type of x's arithmetic. (Some also
-// take x's type, but not on all devices.)
-OptionalTensor in_arithmetic(const OptionalTensor& parameter, const at::Tensor& x) {
-  const auto type = arithmetic_options(x).dtype();
-  if (!parameter || parameter->dtype() == type) return parameter;
-  return parameter->to(type);
-}
-
-// Whether torch's batch norm updates the running statistics as this call shall.
-bool updates_as_torch(const ForwardOpArguments& op) {
-  return op.running.mean && op.momentum && !op.accumulated &&
-         op.running.mean->dtype() == arithmetic_options(op.x).dtype() &&
-         op.running.var->dtype() == op.running.mean->dtype();
-}
-
-struct Normalized {
-  at::Tensor y;
-  std::optional<Statistics> statistics;  // wanted, and not empty
-};
-
-// Torch's batch norm of x, which has more than one element per channel or none.
-//
-// kUpdate: it updates the running statistics. kReturn: the statistics are returned instead. In a
-// recomputation, torch must save as many tensors as in the forward, but nothing may change: both
-// then work on tensors that are thrown away.
-enum class Then { kUpdate, kReturn, kNothing };
-Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Then then) {
-  const c10::SymInt count = x.sym_numel() / x.sym_size(1);
-  const bool cudnn = at::globalContext().userEnabledCuDNN();
-  const auto call = [&](const OptionalTensor& mean, const OptionalTensor& var, double momentum) {
-    return at::batch_norm(x, in_arithmetic(op.weight, x), in_arithmetic(op.bias, x), mean, var,
-                          /*training=*/true, momentum, op.eps, cudnn);
-  };
-  if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
-  const bool again = runs_inside_a_backward();
-  if (then == Then::kUpdate) {
-    if (again) return {call(op.running.mean->clone(), op.running.var->clone(), *op.momentum), {}};
-    at::Tensor y = call(op.running.mean, op.running.var, *op.momentum);
-    count_update(op.running);
-    return {std::move(y), std::nullopt};
-  }
-  // A momentum of 1 makes running statistics of this batch.
-  const at::Tensor mean = at::zeros_symint({x.sym_size(1)}, arithmetic_options(x));
-  const at::Tensor var = at::zeros_like(mean);
-  at::Tensor y = call(mean, var, 1.0);
-  if (again) return {std::move(y), std::nullopt};
-  const at::Tensor n = at::scalar_tensor(c10::Scalar(count), mean.options());
-  return {std::move(y), Statistics{mean, var * ((n - 1) / n), n}};
-}
-
-void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& statistics) {
-  const at::NoGradGuard no_grad;
-  for (const Statistics& of : statistics) {
-    update_buffers(op.running, op.momentum, op.accumulated, of, /*may_be_empty=*/false);
-  }
-}
-
-at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
-  const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
-  Then then = Then::kNothing;
-  if (op.running.mean || op.running.num_batches_tracked || op.accumulated) {
-    // A graph must learn at run time whether it is a recomputation: update_buffers().
-    const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
-    then = by_torch ? Then::kUpdate : Then::kReturn;
-  }
-  std::vector<at::Tensor> slices = {op.x};
-  if (slicing.slices_wanted > 1) {
-    const std::int64_t samples = op.x.sym_size(0).guard_int(__FILE__, __LINE__);
-    slices = op.x.chunk(slice_count(samples, slicing.slices_wanted));
-  }
-  for (const at::Tensor& slice : slices) {
-    if (slice.sym_numel() == slice.sym_size(1)) throw_one_value_per_channel(slice);
-  }
-  std::vector<at::Tensor> outputs;
-  std::vector<Statistics> statistics;
-  for (const at::Tensor& slice : slices) {
-    Normalized done = normalize_alone(op, slice, then);
-    outputs.push_back(std::move(done.y));
-    if (done.statistics) statistics.push_back(std::move(*done.statistics));
-    if (slicing.slice_stats == SliceStats::kFirst) then = Then::kNothing;
-  }
-  update_by_all(op, pools && !statistics.empty() ? std::vector{pooled(statistics)} : statistics);
-  return outputs.size() == 1 ? outputs.front() : at::cat(outputs);
-}
-
-// ---- Ranks that share statistics
-// ------------------------------------------------------------------
 
 CallLabel label_of(const ForwardOpArguments& op) {
   return {
@@ -220,6 +115,13 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
   return {apply(x, op.weight, op.bias, mean, inv_std, op.eps), mean, inv_std, counts};
 }
 
+// int32 numbers of elements [ranks] with this sum [1], which alone may exceed int32.
+at::Tensor counts_of(const at::Tensor& total, std::int64_t ranks) {
+  const at::Tensor each = (total / static_cast<double>(ranks)).floor();
+  const at::Tensor rest = total - each * (static_cast<double>(ranks) - 1);
+  return at::cat({rest, each.expand({ranks - 1})}).to(at::kInt);
+}
+
 PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& x,
                                 TensorMessage& message) {
   const std::int64_t count = elements_per_channel(x);
@@ -242,7 +144,7 @@ PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& 
   const at::Tensor spread = by_inv_std ? (all.var + op.eps).rsqrt() : all.var;
   const at::Tensor total = all.count.reshape({1});
   return {apply(x, op.weight, op.bias, all.mean, spread, op.eps), all.mean, spread,
-          by_inv_std ? total.to(at::kInt) : total};
+          by_inv_std ? counts_of(total, message.ranks()) : total};
 }
 
 PortableTensors forward(const ForwardOpArguments& op) {
@@ -260,9 +162,6 @@ PortableTensors forward(const ForwardOpArguments& op) {
   });
   return result;
 }
-
-// ---- Backward
-// -------------------------------------------------------------------------------------
 
 GradientTensors backward(const PortableBackwardArguments& given) {
   TensorMessage message(Direction::kBackward, given.call, given.x);
@@ -323,95 +222,6 @@ GradientTensors backward_meta(const PortableBackwardArguments& op) {
   return Gradients(op.x, op.wanted).tensors();
 }
 
-// ---- Autograd
-// -------------------------------------------------------------------------------------
-
-const c10::TypedOperatorHandle<PortableForwardOp>& forward_op() {
-  static const auto op = op_named<PortableForwardOp>("normscope::portable_forward");
-  return op;
-}
-
-const c10::TypedOperatorHandle<PortableBackwardOp>& backward_op() {
-  static const auto op = op_named<PortableBackwardOp>("normscope::portable_backward");
-  return op;
-}
-
-// A backward that can be differentiated once more, by the op that all paths share.
-class PortableBackward : public ::torch::autograd::Function<PortableBackward> {
- public:
-  static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
-                               const OptionalTensor& weight, const PortableBackwardArguments& op) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
-    const at::Tensor mean = op.mean.to(float64_options(x).dtype());
-    const at::Tensor inv_std = inv_std_of(x, op.spread, op.eps).to(mean.scalar_type());
-    const at::Tensor statistics = at::stack({mean, at::zeros_like(mean), inv_std}).unsqueeze(0);
-    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), statistics});
-    context->set_materialize_grads(false);
-    save(context, op.call);
-    return {dx, dweight, dbias};
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
-    const variable_list saved = context->get_saved_variables();
-    const OptionalTensor grad_dx = defined_or_none(gradients[0]);
-    const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
-    const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
-    const OptionalTensor weight = defined_or_none(saved[2]);
-    const DoubleBackwardOpArguments arguments{
-        grad_dx,  grad_dweight, grad_dbias, saved[0],
-        saved[1], weight,       saved[3],   call_saved_in(*context)};
-    const auto [grad_dy, grad_x, grad_weight] = arguments.pass_to(op);
-    return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
-  }
-};
-
-PortableTensors forward_below_autograd(const ForwardOpArguments& op) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const bool in_graph = op.decompose.has_value() && is_recorded_for_a_graph();
-  return in_graph ? portable_forward_in_graph(op) : op.pass_to(forward_op());
-}
-
-class PortableBatchNorm : public ::torch::autograd::Function<PortableBatchNorm> {
- public:
-  static variable_list forward(AutogradContext* context, const at::Tensor& x,
-                               const OptionalTensor& weight, const OptionalTensor& bias,
-                               const ForwardOpArguments& op) {
-    const auto [y, mean, spread, counts] = forward_below_autograd(op);
-    context->save_for_backward({x, weight.value_or(at::Tensor()), mean, spread, counts});
-    context->saved_data["eps"] = op.eps;
-    save_flags(context, x, weight, bias, op.decompose.value_or(false) ? kDecomposes : 0);
-    save(context, op.call);
-    return {y};
-  }
-
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const std::int64_t flags = flags_saved_in(*context);
-    const WantedGradients wanted = wanted_by(flags);
-    const OptionalTensor weight = defined_or_none(saved[1]);
-    const PortableBackwardArguments op{
-        gradients[0], saved[0], weight,
-        saved[2],     wanted,   call_saved_in(*context),
-        saved[3],     saved[4], context->saved_data.at("eps").toDouble()};
-    variable_list results;
-    if ((flags & kDecomposes) != 0 && is_recorded_for_a_graph()) {
-      const auto [dx, dweight, dbias] = portable_backward_in_graph(op);
-      results = {dx, dweight, dbias};
-    } else if (at::GradMode::is_enabled()) {
-      results = PortableBackward::apply(op.dy, op.x, op.weight, op);
-    } else {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      const auto [dx, dweight, dbias] = op.pass_to(backward_op());
-      results = {dx, dweight, dbias};
-    }
-    const at::Tensor none;
-    return {wanted.dx ? results[0] : none, wanted.dweight ? results[1] : none,
-            wanted.dbias ? results[2] : none, none};
-  }
-};
-
 }  // namespace
 
 at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps) {
@@ -434,26 +244,6 @@ at::Tensor input_gradient_of(const PortableBackwardArguments& op, const Gradient
   const at::Tensor centered = op.x - of(op.mean);
   return ((op.dy - of(totals.dy / count) - centered * of(slope)) * of(scale))
       .to(op.x.scalar_type());
-}
-
-std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op) {
-  const Scope scope = parsed_scope_or_fail(op.call);
-  const ActivationFunction activation =
-      parsed_activation(op.activation.activation, op.activation.negative_slope);
-  at::Tensor y;
-  if (scope.is_of_one_rank() || !has_peers(op.call.group_name)) {
-    const ExchangeUse shown(Direction::kForward, op.call,
-                            placement_of_messages(op.call, op.x).value_or(Placement{}));
-    const Slicing slicing = checked(op, scope);
-    check_finite(op.x, nullptr, Direction::kForward, op.call);
-    y = normalize_on_this_rank(op, slicing);
-  } else if (op.needs_backward.value_or(false)) {
-    y = PortableBatchNorm::apply(op.x, op.weight, op.bias, op)[0];
-  } else {
-    y = std::get<0>(forward_below_autograd(op));
-  }
-  if (op.activation.residual) y = y + *op.activation.residual;
-  return {activated(activation, y), at::empty({0}, op.x.options())};
 }
 
 TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) {

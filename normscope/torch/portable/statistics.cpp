@@ -180,6 +180,18 @@ bool updates_buffers(const RunningTensors& running, const OptionalTensor& accumu
   return !runs_inside_a_backward() && (running.mean || running.num_batches_tracked || accumulated);
 }
 
+OptionalTensor in_arithmetic(const OptionalTensor& parameter, const at::Tensor& x) {
+  const auto type = arithmetic_options(x).dtype();
+  if (!parameter || parameter->dtype() == type) return parameter;
+  return parameter->to(type);
+}
+
+bool updates_as_torch(const ForwardOpArguments& op) {
+  return op.running.mean && op.momentum && !op.accumulated &&
+         op.running.mean->dtype() == arithmetic_options(op.x).dtype() &&
+         op.running.var->dtype() == op.running.mean->dtype();
+}
+
 void count_update(const RunningTensors& running) {
   const OptionalTensor& updates = running.num_batches_tracked;
   if (updates && !is_left_alone(*updates)) updates->add_(1);

@@ -50,6 +50,13 @@ struct Statistics {
 // The sums [C] of values [N, C, *].
 [[nodiscard]] at::Tensor sum_per_channel(const at::Tensor& values);
 
+// torch's kernels take parameters and running statistics in the type of x's arithmetic. (Some also
+// take x's type, but not on all devices.)
+[[nodiscard]] OptionalTensor in_arithmetic(const OptionalTensor& parameter, const at::Tensor& x);
+
+// Whether torch's batch norm updates the running statistics as this call shall.
+[[nodiscard]] bool updates_as_torch(const ForwardOpArguments& op);
+
 // Counts an update of the running statistics.
 void count_update(const RunningTensors& running);
 

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/portable/alone.h"
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/batch_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/graph.h"
+#include "normscope/torch/portable/statistics.h"
+#include "normscope/torch/tensors/results.h"
+
+namespace normscope::binding {
+namespace {
+
+struct Normalized {
+  at::Tensor y;
+  std::optional<Statistics> statistics;  // wanted, and not empty
+};
+
+// Torch's batch norm of x, which has more than one element per channel or none.
+//
+// kUpdate: it updates the running statistics. kReturn: the statistics are returned instead. In a
+// recomputation, torch must save as many tensors as in the forward, but nothing may change: both
+// then work on tensors that are thrown away.
+enum class Then { kUpdate, kReturn, kNothing };
+Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Then then) {
+  const c10::SymInt count = x.sym_numel() / x.sym_size(1);
+  const bool cudnn = at::globalContext().userEnabledCuDNN();
+  const auto call = [&](const OptionalTensor& mean, const OptionalTensor& var, double momentum) {
+    return at::batch_norm(x, in_arithmetic(op.weight, x), in_arithmetic(op.bias, x), mean, var,
+                          /*training=*/true, momentum, op.eps, cudnn);
+  };
+  if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
+  const bool again = runs_inside_a_backward();
+  if (then == Then::kUpdate) {
+    if (again) return {call(op.running.mean->clone(), op.running.var->clone(), *op.momentum), {}};
+    at::Tensor y = call(op.running.mean, op.running.var, *op.momentum);
+    count_update(op.running);
+    return {std::move(y), std::nullopt};
+  }
+  // A momentum of 1 makes running statistics of this batch.
+  const at::Tensor mean = at::zeros_symint({x.sym_size(1)}, arithmetic_options(x));
+  const at::Tensor var = at::zeros_like(mean);
+  at::Tensor y = call(mean, var, 1.0);
+  if (again) return {std::move(y), std::nullopt};
+  const at::Tensor n = at::scalar_tensor(c10::Scalar(count), mean.options());
+  return {std::move(y), Statistics{mean, var * ((n - 1) / n), n}};
+}
+
+void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& statistics) {
+  const at::NoGradGuard no_grad;
+  for (const Statistics& of : statistics) {
+    update_buffers(op.running, op.momentum, op.accumulated, of, /*may_be_empty=*/false);
+  }
+}
+
+}  // namespace
+
+at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
+  const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
+  Then then = Then::kNothing;
+  if (op.running.mean || op.running.num_batches_tracked || op.accumulated) {
+    // A graph must learn at run time whether it is a recomputation: update_buffers().
+    const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
+    then = by_torch ? Then::kUpdate : Then::kReturn;
+  }
+  std::vector<at::Tensor> slices = {op.x};
+  if (slicing.slices_wanted > 1) {
+    const std::int64_t samples = op.x.sym_size(0).guard_int(__FILE__, __LINE__);
+    slices = op.x.chunk(slice_count(samples, slicing.slices_wanted));
+  }
+  for (const at::Tensor& slice : slices) {
+    if (slice.sym_numel() == slice.sym_size(1)) throw_one_value_per_channel(slice);
+  }
+  std::vector<at::Tensor> outputs;
+  std::vector<Statistics> statistics;
+  for (const at::Tensor& slice : slices) {
+    Normalized done = normalize_alone(op, slice, then);
+    outputs.push_back(std::move(done.y));
+    if (done.statistics) statistics.push_back(std::move(*done.statistics));
+    if (slicing.slice_stats == SliceStats::kFirst) then = Then::kNothing;
+  }
+  update_by_all(op, pools && !statistics.empty() ? std::vector{pooled(statistics)} : statistics);
+  return outputs.size() == 1 ? outputs.front() : at::cat(outputs);
+}
+
+}  // namespace normscope::binding

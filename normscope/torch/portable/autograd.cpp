@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cstdint>
+#include <tuple>
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "normscope/torch/groups/registry.h"
+#include "normscope/torch/ops/activation.h"
+#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/ops/finite.h"
+#include "normscope/torch/ops/graph.h"
+#include "normscope/torch/ops/saved_call.h"
+#include "normscope/torch/portable/alone.h"
+#include "normscope/torch/portable/batch_norm.h"
+#include "normscope/torch/portable/graph.h"
+#include "normscope/torch/portable/messages.h"
+#include "normscope/torch/tensors/device.h"
+#include "normscope/torch/tensors/results.h"
+
+namespace normscope::binding {
+namespace {
+
+using ::torch::autograd::AutogradContext;
+using ::torch::autograd::variable_list;
+
+const c10::TypedOperatorHandle<PortableForwardOp>& forward_op() {
+  static const auto op = op_named<PortableForwardOp>("normscope::portable_forward");
+  return op;
+}
+
+const c10::TypedOperatorHandle<PortableBackwardOp>& backward_op() {
+  static const auto op = op_named<PortableBackwardOp>("normscope::portable_backward");
+  return op;
+}
+
+// A backward that can be differentiated once more, by the op that all paths share.
+class PortableBackward : public ::torch::autograd::Function<PortableBackward> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
+                               const OptionalTensor& weight, const PortableBackwardArguments& op) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+    const at::Tensor mean = op.mean.to(float64_options(x).dtype());
+    const at::Tensor inv_std = inv_std_of(x, op.spread, op.eps).to(mean.scalar_type());
+    const at::Tensor statistics = at::stack({mean, at::zeros_like(mean), inv_std}).unsqueeze(0);
+    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), statistics});
+    context->set_materialize_grads(false);
+    save(context, op.call);
+    return {dx, dweight, dbias};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
+    const variable_list saved = context->get_saved_variables();
+    const OptionalTensor grad_dx = defined_or_none(gradients[0]);
+    const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
+    const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
+    const OptionalTensor weight = defined_or_none(saved[2]);
+    const DoubleBackwardOpArguments arguments{
+        grad_dx,  grad_dweight, grad_dbias, saved[0],
+        saved[1], weight,       saved[3],   call_saved_in(*context)};
+    const auto [grad_dy, grad_x, grad_weight] = arguments.pass_to(op);
+    return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
+  }
+};
+
+PortableTensors forward_below_autograd(const ForwardOpArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const bool in_graph = op.decompose.has_value() && is_recorded_for_a_graph();
+  return in_graph ? portable_forward_in_graph(op) : op.pass_to(forward_op());
+}
+
+class PortableBatchNorm : public ::torch::autograd::Function<PortableBatchNorm> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const OptionalTensor& weight, const OptionalTensor& bias,
+                               const ForwardOpArguments& op) {
+    const auto [y, mean, spread, counts] = forward_below_autograd(op);
+    context->save_for_backward({x, weight.value_or(at::Tensor()), mean, spread, counts});
+    context->saved_data["eps"] = op.eps;
+    save_flags(context, x, weight, bias, op.decompose.value_or(false) ? kDecomposes : 0);
+    save(context, op.call);
+    return {y};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const std::int64_t flags = flags_saved_in(*context);
+    const WantedGradients wanted = wanted_by(flags);
+    const OptionalTensor weight = defined_or_none(saved[1]);
+    const PortableBackwardArguments op{
+        gradients[0], saved[0], weight,
+        saved[2],     wanted,   call_saved_in(*context),
+        saved[3],     saved[4], context->saved_data.at("eps").toDouble()};
+    variable_list results;
+    if ((flags & kDecomposes) != 0 && is_recorded_for_a_graph()) {
+      const auto [dx, dweight, dbias] = portable_backward_in_graph(op);
+      results = {dx, dweight, dbias};
+    } else if (at::GradMode::is_enabled()) {
+      results = PortableBackward::apply(op.dy, op.x, op.weight, op);
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const auto [dx, dweight, dbias] = op.pass_to(backward_op());
+      results = {dx, dweight, dbias};
+    }
+    const at::Tensor none;
+    return {wanted.dx ? results[0] : none, wanted.dweight ? results[1] : none,
+            wanted.dbias ? results[2] : none, none};
+  }
+};
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op) {
+  const Scope scope = parsed_scope_or_fail(op.call);
+  const ActivationFunction activation =
+      parsed_activation(op.activation.activation, op.activation.negative_slope);
+  at::Tensor y;
+  if (scope.is_of_one_rank() || !has_peers(op.call.group_name)) {
+    const ExchangeUse shown(Direction::kForward, op.call,
+                            placement_of_messages(op.call, op.x).value_or(Placement{}));
+    const Slicing slicing = checked(op, scope);
+    check_finite(op.x, nullptr, Direction::kForward, op.call);
+    y = normalize_on_this_rank(op, slicing);
+  } else if (op.needs_backward.value_or(false)) {
+    y = PortableBatchNorm::apply(op.x, op.weight, op.bias, op)[0];
+  } else {
+    y = std::get<0>(forward_below_autograd(op));
+  }
+  if (op.activation.residual) y = y + *op.activation.residual;
+  return {activated(activation, y), at::empty({0}, op.x.options())};
+}
+
+}  // namespace normscope::binding
