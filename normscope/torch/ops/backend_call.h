@@ -49,9 +49,10 @@ class WritableBuffers {
       : given_(given),
         mean_(contiguous(given.mean)),
         var_(contiguous(given.var)),
-        updates_(given.num_batches_tracked
-                     ? OptionalTensor(given.num_batches_tracked->to(at::kLong))
-                     : std::nullopt) {}
+        updates_(given.num_batches_tracked) {
+    // Tested first, because the call of an operation takes time.
+    if (updates_ && updates_->scalar_type() != at::kLong) updates_ = updates_->to(at::kLong);
+  }
 
   [[nodiscard]] RunningTensors tensors() const { return {mean_, var_, updates_}; }
 
