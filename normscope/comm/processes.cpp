@@ -28,14 +28,17 @@ std::uint32_t forks_so_far() noexcept {
   return forks.load(std::memory_order_relaxed);
 }
 
-std::string name_of_host() {
-  const char* chosen = std::getenv("NORMSCOPE_NODE");
-  if (chosen != nullptr && *chosen != '\0') return chosen;
+std::string name_of_machine() {
   std::string boot_id;
   if (std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id)) return boot_id;
   char name[256] = {};  // longer than POSIX allows a host's name to be
   gethostname(name, sizeof(name) - 1);
   return name;
+}
+
+std::string name_of_host() {
+  const char* chosen = std::getenv("NORMSCOPE_NODE");
+  return chosen != nullptr && *chosen != '\0' ? chosen : name_of_machine();
 }
 
 }  // namespace
@@ -70,6 +73,14 @@ bool has_died(std::int32_t process, std::uint64_t pid_namespace) noexcept {
   }
   // pidfd_open can fail in a sandbox, on an old kernel, or if no descriptor is left.
   return kill(process, 0) != 0 && errno == ESRCH;
+}
+
+std::int64_t identity_of_process_ids() {
+  Hash hash;
+  hash.add(name_of_host());
+  hash.add(name_of_machine());
+  hash.add(std::to_string(own_pid_namespace()));
+  return static_cast<std::int64_t>(hash.low_bits(kIdentityBits));
 }
 
 std::int64_t host_identity() {

@@ -35,6 +35,10 @@ class HomeProcess {
 // these cases the time limit ends a wait.
 [[nodiscard]] bool has_died(std::int32_t process, std::uint64_t pid_namespace) noexcept;
 
+// Equal for processes of one host whose ids have the same meaning, and for no others. Unlike
+// host_identity(), never equal on two machines.
+[[nodiscard]] std::int64_t identity_of_process_ids();
+
 // A number that identifies this host: equal for all its processes, and for no others. It is a hash
 // of the environment variable NORMSCOPE_NODE if that is set, otherwise of the kernel's boot id.
 [[nodiscard]] std::int64_t host_identity();

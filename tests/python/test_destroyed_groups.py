@@ -15,7 +15,7 @@ import normscope
 from normscope._binding import ops
 
 # How long the number of threads must stay the same: a new thread has its name a moment later.
-SETTLED_SECONDS = 0.2
+SETTLED_SECONDS = 0.5
 
 
 def threads_of_gloo() -> int:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
 import re
 import signal
-import tempfile
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,15 @@ def train_until_an_error(
     os._exit(0)
 
 
+def free_port() -> int:
+    """Return a port that is free, and that no connection gets from the system."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def answers_of(connections: list[Connection]) -> list[object]:
     """Return the next answer of each rank, and fail if one hangs."""
     deadline = time.monotonic() + LIMIT_SECONDS / 2
@@ -60,32 +70,35 @@ def answers_of(connections: list[Connection]) -> list[object]:
 
 
 def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[str, float]]:
-    """Return the errors of the other ranks after one is killed, with the seconds until then."""
+    """Return the errors of the other ranks after one is killed, with the seconds until then.
+
+    Rank 0's process has the store, and ends with its own error.
+    """
     size = 3
     moment = random.Random(number).uniform(0.0, 0.02)
-    with tempfile.TemporaryDirectory(prefix="normscope-kills-") as folder:
-        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
-        processes = [
-            CONTEXT.Process(
-                target=train_until_an_error,
-                args=(str(Path(folder, "store")), rank, size, scope, transport, pipes[rank][1]),
-                daemon=True,
-            )
-            for rank in range(size)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            assert answers_of([receive for receive, _ in pipes]) == ["begun"] * size
-            time.sleep(moment)
-            killed = time.monotonic()
-            processes[1].kill()
-            peers = [pipes[0][0], pipes[2][0]] if scope == "world" else [pipes[0][0]]
-            errors = answers_of(peers)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    store = f"tcp://127.0.0.1:{free_port()}"
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        CONTEXT.Process(
+            target=train_until_an_error,
+            args=(store, rank, size, scope, transport, pipes[rank][1]),
+            daemon=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert answers_of([receive for receive, _ in pipes]) == ["begun"] * size
+        time.sleep(moment)
+        killed = time.monotonic()
+        processes[1].kill()
+        peers = [pipes[0][0], pipes[2][0]] if scope == "world" else [pipes[0][0]]
+        errors = answers_of(peers)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     seconds = []
     for error in errors:
         assert isinstance(error, tuple)
@@ -98,12 +111,15 @@ def shared_memory() -> list[str]:
     return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-"))
 
 
-# Over Gloo, a rank waits two seconds for answers of dead ranks. Several worlds wait in parallel.
+# On an idle machine 0.1 s. Here several worlds share its cores.
+PROMPT_SECONDS = 2.0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "seconds"), [("shared memory", 2.0), ("gloo", 8.0)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("scope", "kills"), [("world", 70), ("group:2", 30)])
 def test_a_rank_that_is_killed_is_named_to_its_peers(
-    transport: str, seconds: float, scope: str, kills: int
+    transport: str, scope: str, kills: int
 ) -> None:
     memory_before = shared_memory()
 
@@ -114,11 +130,9 @@ def test_a_rank_that_is_killed_is_named_to_its_peers(
 
     for errors in runs:
         for text, after in errors:
-            # Over Gloo, the answer of a living rank may be late.
-            assert re.search(
-                r"rank 1 (of . )?(has died|is not there)|ranks .*1.* are not there", text
-            )
-            assert after < seconds
+            # Rank 0 stays for a second. A rank that comes later finds both dead.
+            assert re.search(r"(rank 1|ranks 0, 1) (of . )?(has|have) died", text)
+            assert after < PROMPT_SECONDS
     assert shared_memory() == memory_before
 
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What ranks tell each other through a store whose server does not answer.
+// What ranks tell each other through a store, and whom they find missing.
 #include "normscope/torch/c10d/own_group.h"
 
 #include <atomic>
@@ -9,18 +9,23 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <unistd.h>
 
 namespace normscope::testing {
 namespace {
 
 using binding::OwnGroup;
 using ::testing::HasSubstr;
+using namespace std::chrono_literals;
 
 // A store whose server can hang. Calls wait until the store is told to go on.
 class HangingStore final : public c10d::HashStore {
@@ -65,6 +70,82 @@ TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
               HasSubstr("the group's store does not answer"));
   EXPECT_EQ(store->asked(), asked + 1);
   store->hang(false);
+}
+
+// A process that does nothing, until it is killed.
+class Idler {
+ public:
+  Idler() : id_(fork()) {
+    if (id_ == 0) _exit(pause());
+  }
+  Idler(const Idler&) = delete;
+  Idler& operator=(const Idler&) = delete;
+  ~Idler() { end(); }
+
+  [[nodiscard]] pid_t id() const { return id_; }
+  void end() const {
+    kill(id_, SIGKILL);
+    waitpid(id_, nullptr, 0);
+  }
+
+ private:
+  pid_t id_;
+};
+
+std::string nowhere() { return ""; }
+
+TEST(OwnGroup, NamesADeadProcessOfThisHostAtOnce) {
+  const Idler dead;
+  const Idler late;
+  OwnGroup group(c10::make_intrusive<c10d::HashStore>(), "group", "parent", 0, {0, 1, 2}, 60s);
+  group.know_processes({getpid(), dead.id(), late.id()});
+  const std::unique_ptr<OwnGroup> part = group.part("part", {0, 2, 1});
+  dead.end();
+  const auto begin = std::chrono::steady_clock::now();
+
+  const std::string error = group.fail_after("a sum failed", nowhere);
+  const std::string of_part = part->fail_after("a sum failed", nowhere);
+
+  EXPECT_EQ(error, "rank 1 has died (a sum failed)");
+  EXPECT_EQ(of_part, error);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 1900ms);
+}
+
+// How long rank 0 looks for rank 1, which does not answer.
+std::chrono::steady_clock::duration search_for(std::int32_t process_of_1) {
+  OwnGroup group(c10::make_intrusive<c10d::HashStore>(), "group", "parent", 0, {0, 1}, 60s);
+  group.know_processes({getpid(), process_of_1});
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(group.fail_after("a sum failed", nowhere), "rank 1 is not there (a sum failed)");
+  return std::chrono::steady_clock::now() - begin;
+}
+
+TEST(OwnGroup, WaitsLongerForALivingProcessOfThisHostThanForTheOnlySilentRankOfAnother) {
+  const Idler late;
+
+  EXPECT_GE(search_for(late.id()), 2s);
+  EXPECT_LT(search_for(0), 1s);
+}
+
+TEST(OwnGroup, RankZeroStaysUntilOthersHaveReadTheReason) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::atomic<bool> reads = false;
+  const auto error_of = [&](int rank) {
+    OwnGroup group(store, "group", "parent", rank, {0, 1, 2}, 60s);
+    if (rank == 1) group.fail("lost the network");
+    if (rank == 2) reads = true;
+    return group.fail_after("a sum failed", nowhere);
+  };
+
+  EXPECT_EQ(error_of(1), "rank 1 failed: lost the network");
+  std::thread last([&] {
+    std::this_thread::sleep_for(100ms);
+    EXPECT_EQ(error_of(2), "rank 1 failed: lost the network");
+  });
+  EXPECT_EQ(error_of(0), "rank 1 failed: lost the network");
+
+  EXPECT_TRUE(reads);
+  last.join();
 }
 
 }  // namespace

@@ -11,10 +11,12 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
 #include "normscope/comm/message_length.h"
+#include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/comm/thread_communicator.h"
@@ -261,6 +263,17 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
   }
   board_ = *holder_of_board_->calls();
   if (own_) publisher_ = std::make_shared<CallPublisher>(own_, *board_, publish_after);
+}
+
+void C10dCommunicator::know_processes() {
+  if (!own_) return;
+  const auto identity = static_cast<double>(identity_of_process_ids());
+  const std::vector<double> rows = gather(*this, {identity, static_cast<double>(getpid())});
+  std::vector<std::int32_t> processes;
+  for (std::size_t row = 0; row < rows.size(); row += 2) {
+    processes.push_back(rows[row] == identity ? static_cast<std::int32_t>(rows[row + 1]) : 0);
+  }
+  own_->know_processes(std::move(processes));
 }
 
 // All ranks have found that their lengths differ. They tell each other the lengths. They also

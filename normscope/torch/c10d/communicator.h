@@ -51,6 +51,10 @@ class C10dCommunicator final : public Communicator {
   // peers also see calls that are older than `publish_after`. Later parts are included.
   void show_calls(std::chrono::milliseconds publish_after);
 
+  // If there is a separate group: finds the peers' processes on this host, whose death errors then
+  // name. Later parts are included. Collective.
+  void know_processes();
+
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
   // Splits through the group's backend if that can split. Parts are no groups of torch.distributed,

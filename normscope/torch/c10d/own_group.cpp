@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <exception>
 #include <future>
+#include <iterator>
 #include <new>
 #include <sstream>
 #include <thread>
@@ -15,6 +16,7 @@
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/describe.h"
+#include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/ops/operators.h"
 
@@ -26,8 +28,17 @@ using Milliseconds = std::chrono::milliseconds;
 using Store = c10::intrusive_ptr<c10d::Store>;
 using AskAgain = std::atomic<Clock::rep>;
 
-// How long a rank may take to answer after all others have found that a message has failed.
+// How long a rank may take to answer after all others have found that a message has failed. A rank
+// of this host whose process lives is only late, and gets this time. If the only rank that has not
+// answered is on another host, it gets kGrace: the ranks that had to wait for a message answer
+// before the others can notice that it has failed.
 constexpr Milliseconds kPatience{2000};
+constexpr Milliseconds kGrace{200};
+
+// How long rank 0 stays for others to read the reason: those that wait for a message look for it
+// every half a second. If it is rank 0 that fails, they have lost their connection.
+constexpr Milliseconds kTimeToRead{1000};
+constexpr Milliseconds kTimeToReadOfFailure{100};
 
 // How long the server of a store may take to answer.
 constexpr Milliseconds kStorePatience{5000};
@@ -41,6 +52,10 @@ constexpr Milliseconds kLongestPause{50};
 
 constexpr const char* kFailure = "failure";
 constexpr const char* kCall = "call";
+constexpr const char* kStillHere = "still here";
+constexpr const char* kHasRead = "has read";
+
+using Places = std::vector<std::size_t>;
 
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
@@ -111,14 +126,30 @@ std::string key(const std::string& what, std::size_t rank) {
   return what + "/" + std::to_string(rank);
 }
 
-// Those of `ranks` that have not set a key.
-std::vector<int> ranks_without(const Store& store, const std::string& what,
-                               const std::vector<int>& ranks) {
-  std::vector<int> without;
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    if (!store->check({key(what, rank)})) without.push_back(ranks[rank]);
+// The places, of `size`, without the key `what`.
+Places places_without(const Store& store, const std::string& what, std::size_t size) {
+  Places without;
+  for (std::size_t place = 0; place < size; ++place) {
+    if (!store->check({key(what, place)})) without.push_back(place);
   }
   return without;
+}
+
+std::optional<std::string> reason_in(const Store& store) {
+  if (!store->check({kFailure})) return std::nullopt;
+  return store->get_to_str(kFailure);
+}
+
+bool is_dead(std::int32_t process) {
+  return process != 0 && has_died(process, own_pid_namespace());
+}
+
+Places dead_places(const std::vector<std::int32_t>& processes) {
+  Places dead;
+  for (std::size_t place = 0; place < processes.size(); ++place) {
+    if (is_dead(processes[place])) dead.push_back(place);
+  }
+  return dead;
 }
 
 // A name that no other group has: a store may outlive a group, and then serve another group of the
@@ -137,6 +168,12 @@ std::string text_of(int rank, std::string_view reason) {
 
 }  // namespace
 
+struct OwnGroup::RollCall {
+  std::optional<std::string> reason;  // which another rank has found meanwhile
+  Places dead;
+  Places silent;  // those without an answer, dead or not
+};
+
 OwnGroup::OwnGroup(Store store, std::string name, std::string parent, Use use, int rank,
                    std::vector<int> ranks, Milliseconds time_limit)
     : store_(std::move(store)),
@@ -145,6 +182,7 @@ OwnGroup::OwnGroup(Store store, std::string name, std::string parent, Use use, i
       use_(use),
       rank_(static_cast<std::size_t>(rank)),
       ranks_(std::move(ranks)),
+      processes_(ranks_.size(), 0),
       time_limit_(time_limit) {}
 
 OwnGroup::OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
@@ -164,7 +202,17 @@ std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name,
       c10::make_intrusive<c10d::PrefixStore>(name, store_), name_ + "/" + name, parent_, use_,
       place_of(static_cast<int>(rank_), members), std::move(ranks), time_limit_);
   part->ask_again_ = ask_again_;
+  std::ranges::transform(members, part->processes_.begin(),
+                         [&](int member) { return processes_[static_cast<std::size_t>(member)]; });
   return part;
+}
+
+void OwnGroup::know_processes(std::vector<std::int32_t> processes) {
+  processes_ = std::move(processes);
+  // They are alive, so an id that seems dead has another meaning here.
+  for (std::int32_t& process : processes_) {
+    if (is_dead(process)) process = 0;
+  }
 }
 
 void OwnGroup::refuse(c10d::ProcessGroup& group, const std::string& name,
@@ -215,6 +263,7 @@ void OwnGroup::close() noexcept {
 void OwnGroup::fail(std::string_view reason) noexcept {
   tell(text_of(own_rank(), reason));
   close();
+  hand_out(kTimeToReadOfFailure, dead_places(processes_));
 }
 
 void OwnGroup::abandon(std::string_view reason) noexcept {
@@ -225,13 +274,24 @@ void OwnGroup::abandon(std::string_view reason) noexcept {
 
 std::string OwnGroup::fail_after(const std::string& what,
                                  const std::function<std::string()>& who_is_where) noexcept {
-  // This comes first: it ends the waits of the other ranks, which can then report that they are
-  // present.
+  // In this order: closing the group ends the waits of the other ranks, which then look for the
+  // ranks that are there.
+  const auto has_answered =
+      answer_of(*ask_again_, kStorePatience, [store = store_, own = key(kStillHere, rank_)] {
+        store->set(own, bytes_of("1"));
+        return true;
+      });
   close();
-  if (const auto first = failure()) return *first;
-  std::string text = who_is_missing() + " (" + what + ")";
+  const std::optional<RollCall> roll = has_answered ? call_roll() : std::nullopt;
+  if (roll && roll->reason) {
+    hand_out(kTimeToRead, dead_places(processes_));
+    return *roll->reason;
+  }
+  std::string text = describe(roll) + " (" + what + ")";
   if (const std::string where = who_is_where(); !where.empty()) text += ": " + where;
+  if (!roll) return text;
   tell(text);
+  hand_out(kTimeToRead, roll->silent);
   return text;
 }
 
@@ -252,7 +312,7 @@ void OwnGroup::meet(const std::string& what) {
   if (failed) throw CommunicationError(*failed);
   if (!are_there) {
     const auto seconds = std::chrono::duration<double>(time_limit_).count();
-    std::string text = list_of_ranks(ranks_without(store_, what, ranks_)) + " did not come within ";
+    std::string text = list(places_without(store_, what, ranks_.size())) + " did not come within ";
     text += std::to_string(static_cast<std::int64_t>(seconds)) + " s";
     tell(text);
     throw TimeoutError(text);
@@ -264,8 +324,8 @@ void OwnGroup::tell_observer(const std::string& what, Clock::duration waited) {
   if (observer == nullptr) return;
   try {
     observer->during_wait(waited, [&] {
-      const std::vector<int> missing = ranks_without(store_, what, ranks_);
-      return list_of_ranks(missing) + (missing.size() == 1 ? " is" : " are") +
+      const Places missing = places_without(store_, what, ranks_.size());
+      return list(missing) + (missing.size() == 1 ? " is" : " are") +
              " not at the group's first meeting";
     });
   } catch (...) {
@@ -278,10 +338,7 @@ void OwnGroup::tell(const std::string& text) noexcept { write_failure(store_, *a
 
 std::optional<std::string> OwnGroup::failure() noexcept {
   const auto answer =
-      answer_of(*ask_again_, kStorePatience, [store = store_]() -> std::optional<std::string> {
-        if (!store->check({kFailure})) return std::nullopt;
-        return store->get_to_str(kFailure);
-      });
+      answer_of(*ask_again_, kStorePatience, [store = store_] { return reason_in(store); });
   return answer ? *answer : std::nullopt;
 }
 
@@ -306,24 +363,61 @@ std::vector<std::pair<int, RankCall>> OwnGroup::calls_of_others() noexcept {
   return answer_of(*ask_again_, kStorePatience, ask).value_or(Calls());
 }
 
-std::string OwnGroup::who_is_missing() noexcept {
-  constexpr const char* kStillHere = "still here";
-  const auto ask = [store = store_, own = key(kStillHere, rank_), ranks = ranks_] {
-    store->set(own, bytes_of("1"));
-    std::vector<int> missing;
-    wait_until(Clock::now() + kPatience, [&] {
-      missing = ranks_without(store, kStillHere, ranks);
-      return missing.empty();
+std::optional<OwnGroup::RollCall> OwnGroup::call_roll() noexcept {
+  const auto ask = [store = store_, processes = processes_] {
+    RollCall roll;
+    const Clock::time_point begin = Clock::now();
+    wait_until(begin + kPatience, [&] {
+      roll.reason = reason_in(store);
+      roll.silent = places_without(store, kStillHere, processes.size());
+      roll.dead.clear();
+      std::ranges::copy_if(roll.silent, std::back_inserter(roll.dead),
+                           [&](std::size_t place) { return is_dead(processes[place]); });
+      if (roll.reason || !roll.dead.empty() || roll.silent.empty()) return true;
+      const bool may_be_late = roll.silent.size() > 1 || processes[roll.silent.front()] != 0;
+      return !may_be_late && Clock::now() - begin >= kGrace;
     });
-    return missing;
+    return roll;
   };
-  const auto missing = answer_of(*ask_again_, kPatience + kStorePatience, ask);
-  if (!missing) {
+  return answer_of(*ask_again_, kPatience + kStorePatience, ask);
+}
+
+std::string OwnGroup::describe(const std::optional<RollCall>& roll) const {
+  Places dead;
+  if (roll) {
+    dead = roll->dead;
+  } else {
+    // A process loses its connections a moment before it has ended.
+    wait_until(Clock::now() + kGrace, [&] {
+      dead = dead_places(processes_);
+      return !dead.empty();
+    });
+  }
+  if (!dead.empty()) return list(dead) + (dead.size() == 1 ? " has died" : " have died");
+  if (!roll) {
     return "the group's store does not answer (its process, usually rank 0 or the launcher on rank "
            "0's host, has died or cannot be reached)";
   }
-  if (missing->empty()) return "all ranks are there";
-  return list_of_ranks(*missing) + (missing->size() == 1 ? " is" : " are") + " not there";
+  if (roll->silent.empty()) return "all ranks are there";
+  return list(roll->silent) + (roll->silent.size() == 1 ? " is" : " are") + " not there";
+}
+
+void OwnGroup::hand_out(Milliseconds patience, const Places& missing) noexcept {
+  const auto ask = [store = store_, own = rank_, size = ranks_.size(), missing, patience,
+                    waits = own_rank() == 0] {
+    store->set(key(kHasRead, own), bytes_of("1"));
+    for (const std::size_t place : missing) store->set(key(kHasRead, place), bytes_of("1"));
+    if (!waits) return true;
+    return wait_until(Clock::now() + patience,
+                      [&] { return places_without(store, kHasRead, size).empty(); });
+  };
+  (void)answer_of(*ask_again_, patience + kStorePatience, ask);
+}
+
+std::string OwnGroup::list(const Places& places) const {
+  std::vector<int> ranks;
+  for (const std::size_t place : places) ranks.push_back(ranks_[place]);
+  return list_of_ranks(ranks);
 }
 
 }  // namespace normscope::binding

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -70,6 +71,10 @@ class OwnGroup {
 
   [[nodiscard]] bool serves_devices() const noexcept { return use_ == Use::kDevices; }
 
+  // Tells the group the processes of its ranks, by their places: 0 for ranks of other hosts. Errors
+  // then name those that have died.
+  void know_processes(std::vector<std::int32_t> processes);
+
   // nullptr if it was destroyed.
   [[nodiscard]] c10::intrusive_ptr<c10d::ProcessGroup> get() const { return group_.lock(); }
 
@@ -81,8 +86,8 @@ class OwnGroup {
   void abandon(std::string_view reason) noexcept;
 
   // Ends the group after an error of its backend. Returns the reason: the text of the rank that
-  // failed first. If no rank has failed, returns `what`, the missing ranks, and where the ranks
-  // are.
+  // failed first. If no rank has failed, returns `what`, the dead or missing ranks, and where the
+  // ranks are.
   [[nodiscard]] std::string fail_after(const std::string& what,
                                        const std::function<std::string()>& who_is_where) noexcept;
 
@@ -107,9 +112,18 @@ class OwnGroup {
   // Tells ranks that ask later why they need not wait. Only the first text is kept.
   void tell(const std::string& text) noexcept;
 
-  // Names the ranks that are missing after a message to all ranks has failed without a reason. All
-  // ranks that are present must call this at about the same time.
-  [[nodiscard]] std::string who_is_missing() noexcept;
+  // Why a message to all ranks has failed: what another rank has told, or which ranks are dead or
+  // do not answer; nullopt if the store does not answer. All ranks that are present must call this
+  // at about the same time.
+  struct RollCall;
+  [[nodiscard]] std::optional<RollCall> call_roll() noexcept;
+  [[nodiscard]] std::string describe(const std::optional<RollCall>& roll) const;
+
+  // Notes that this rank has read the reason, and that the ranks at the places `missing` never
+  // will. Rank 0, whose process usually has the store, waits until all ranks have read it.
+  void hand_out(Milliseconds patience, const std::vector<std::size_t>& missing) noexcept;
+
+  [[nodiscard]] std::string list(const std::vector<std::size_t>& places) const;
 
   void close() noexcept;
 
@@ -117,8 +131,9 @@ class OwnGroup {
   std::string name_;    // torch's name of this group
   std::string parent_;  // and of the program's group
   Use use_;
-  std::size_t rank_;        // this rank's place
-  std::vector<int> ranks_;  // numbered as in the program's group
+  std::size_t rank_;                     // this rank's place
+  std::vector<int> ranks_;               // numbered as in the program's group
+  std::vector<std::int32_t> processes_;  // 0: of another host, or unknown
   Milliseconds time_limit_;
   // When to ask the store's server again, as a count of the clock. Parts have the same server.
   std::shared_ptr<std::atomic<Clock::rep>> ask_again_ =

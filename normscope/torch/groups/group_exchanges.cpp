@@ -74,6 +74,7 @@ std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& grou
   watch_calls();
   auto over_torch = std::make_unique<C10dCommunicator>(
       group, placement_, time_limit, own_group_of(group, name_, placement_, time_limit));
+  over_torch->know_processes();
   // A group of one rank comes here only if NORMSCOPE_FORCE_SYNC is set.
   const auto exchange_over = [](std::unique_ptr<Communicator> communicator) {
     return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
