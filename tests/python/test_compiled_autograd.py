@@ -47,6 +47,7 @@ def gradients(name: str, *, compiles: bool) -> list[torch.Tensor]:
                 model(x).sin().sum().backward()
         else:
             model(x).sin().sum().backward()
+    torch._dynamo.reset()  # the number of graphs per function has a limit
     found = [parameter.grad for parameter in model.parameters()]
     return [gradient for gradient in found if gradient is not None]
 

@@ -23,6 +23,12 @@ FLOAT = torch.tensor(3.0)
 AVERAGED = torch.tensor(2.5, dtype=torch.float64)  # as federated averaging makes it
 
 
+@pytest.fixture(autouse=True)
+def few_graphs() -> None:
+    """Discard earlier graphs, as their number per function has a limit."""
+    torch._dynamo.reset()
+
+
 def trained(layer: nn.Module, how: str) -> list[torch.Tensor]:
     run: nn.Module = layer
     if how == "compiled":
