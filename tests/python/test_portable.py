@@ -61,12 +61,20 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, to
     return x.to(dtype), torch.randn(shape, generator=generator).to(dtype)
 
 
-def layer_for(shape: tuple[int, ...], scope: str, momentum: float | None) -> torch.nn.Module:
+def layer_for(shape: tuple[int, ...], scope: str, momentum: float | None) -> normscope.BatchNorm:
     layer = OURS[len(shape)](shape[1], scope=scope, momentum=momentum)
     with torch.no_grad():
         layer.weight.copy_(torch.linspace(0.5, 1.5, shape[1]))
         layer.bias.copy_(torch.linspace(-1, 1, shape[1]))
     return layer
+
+
+def of_oracle(
+    shape: tuple[int, ...], x: torch.Tensor, dy: torch.Tensor, momentum: float | None
+) -> Tensors:
+    """Return the results of torch's layer in float64."""
+    layer = layer_for(shape, "local", momentum)
+    return step(oracle_of(layer, len(shape)), x.double(), dy.double())
 
 
 def train(
@@ -101,7 +109,7 @@ def assert_trains_like_torch(
     deviations; each other result has a few roundings.
     """
     x, dy = inputs(shape, dtype)
-    expected = step(oracle_of(layer_for(shape, "local", momentum), len(shape)), x.double(), dy.double())  # type: ignore[arg-type]
+    expected = of_oracle(shape, x, dy, momentum)
     u = 64 * arithmetic_epsilon(dtype)
     kept = 64 * torch.finfo(torch.float32).eps  # parameters and buffers are float32
     for rank, got in enumerate(answers):
@@ -113,7 +121,9 @@ def assert_trains_like_torch(
             torch.testing.assert_close(got[name], expected[name], rtol=kept, atol=kept)
     for name in ("dweight", "dbias"):
         total = torch.stack([got[name] for got in answers]).sum(0)
-        torch.testing.assert_close(total, expected[name], rtol=kept, atol=kept * x.numel() / shape[1])
+        torch.testing.assert_close(
+            total, expected[name], rtol=kept, atol=kept * x.numel() / shape[1]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -140,7 +150,7 @@ def test_ranks_with_other_norm_batches_train_like_torch_on_each(pool: RankPool) 
 
     for ranks, samples in (((0, 1), slice(0, 5)), ((2,), slice(5, 7))):
         x, dy = (t[samples].double() for t in inputs(shape, torch.float32))
-        expected = step(oracle_of(layer_for(shape, "local", 0.1), 3), x, dy)  # type: ignore[arg-type]
+        expected = of_oracle(shape, x, dy, 0.1)
         joined = torch.cat([answers[rank]["dx"] for rank in ranks])
         torch.testing.assert_close(joined, expected["dx"], rtol=1e-5, atol=1e-5)
         for rank in ranks:
@@ -168,7 +178,7 @@ def test_parts_of_a_group_meet_on_a_device(devices: RankPool) -> None:
 
     for ranks, samples in (((0, 1), slice(0, 5)), ((2,), slice(5, 7))):
         x, dy = (t[samples].double() for t in inputs(shape, torch.float32))
-        expected = step(oracle_of(layer_for(shape, "local", 0.1), 3), x, dy)  # type: ignore[arg-type]
+        expected = of_oracle(shape, x, dy, 0.1)
         joined = torch.cat([answers[rank]["dx"] for rank in ranks])
         torch.testing.assert_close(joined, expected["dx"], rtol=1e-5, atol=1e-5)
 
@@ -183,7 +193,9 @@ def test_all_kernels_train_like_torch_on_a_gpu(
     pool = RankPool(environment={"NORMSCOPE_DEVICE_KERNELS": kernels, "NORMSCOPE_FORCE_SYNC": "1"})
     shape = (6, 3, 4, 5)
 
-    answers = pool.run(len(sizes), train, shape, sizes, "world", torch.float32, 0.1, "cuda", backend)
+    answers = pool.run(
+        len(sizes), train, shape, sizes, "world", torch.float32, 0.1, "cuda", backend
+    )
 
     pool.close()
     assert_trains_like_torch(answers, shape, sizes, torch.float32, 0.1)
@@ -204,19 +216,16 @@ def whole_network(device: str, backend: str) -> Tensors:
     )
     group = distributed.new_group(backend=backend)
     net = normscope.convert(net, scope="world", process_group=group, fuse=True).to(device)
-    net[-1].scope = "slices:2"
+    last: Any = net[-1]
+    last.scope = "slices:2"
     x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(rank)).to(device)
     with normscope.accumulate(net):
         for part in x.split(4):
-            y = checkpoint(
-                net, part, use_reentrant=False, context_fn=normscope.checkpoint_context
-            )
+            y = checkpoint(net, part, use_reentrant=False, context_fn=normscope.checkpoint_context)
             y.square().mean().backward()
     mask = torch.arange(8, device=device).view(8, 1, 1, 1) < 5
     net[1](net[0](x), mask=mask.expand(8, 1, 4, 4)).sum().backward()
-    (g,) = torch.autograd.grad(
-        net(x.requires_grad_()).square().mean(), x, create_graph=True
-    )
+    (g,) = torch.autograd.grad(net(x.requires_grad_()).square().mean(), x, create_graph=True)
     g.square().sum().backward()
     normscope.sync_running_stats(net)
     results = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
@@ -299,7 +308,8 @@ def test_a_step_takes_few_operations_and_none_that_waits(devices: RankPool) -> N
 def fake_step(scope: str) -> None:
     with FakeTensorMode():
         layer = normscope.BatchNorm2d(3, scope=scope)
-        for tensors in (layer._parameters, layer._buffers):  # to() needs CUDA itself
+        places: tuple[Any, ...] = (layer._parameters, layer._buffers)
+        for tensors in places:  # to() needs CUDA itself
             for name, value in tensors.items():
                 assert value is not None
                 other = torch.empty(value.shape, dtype=value.dtype, device="cuda")
@@ -310,8 +320,9 @@ def fake_step(scope: str) -> None:
             y = layer(x)
         assert (y.shape, y.device.type) == (x.shape, "cuda")
         mean = torch.empty(3, device="cuda")
+        wanted = (True, True, True)
         dx, *_ = torch.ops.normscope.portable_backward(
-            y, x, None, mean, True, True, True, "world", "", "",
+            y, x, None, mean, *wanted, "world", "", "",
             spread=mean, counts=mean, eps=1e-5,
         )  # fmt: skip
         assert (dx.shape, dx.device.type) == (x.shape, "cuda")
@@ -362,6 +373,8 @@ def refuse(value: str) -> Any:  # noqa: ANN401
 
 def test_another_value_of_the_variable_is_refused() -> None:
     pool = RankPool()
-    with pytest.raises(RankFailureError, match='NORMSCOPE_DEVICE_KERNELS: expected torch or nothing, got "x"'):
+    with pytest.raises(
+        RankFailureError, match='NORMSCOPE_DEVICE_KERNELS: expected torch or nothing, got "x"'
+    ):
         pool.run(1, refuse, "x")
     pool.close()
