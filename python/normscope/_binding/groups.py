@@ -3,6 +3,7 @@
 
 import atexit
 import os
+import threading
 import weakref
 from datetime import timedelta
 from typing import TypeVar
@@ -25,6 +26,13 @@ Value = TypeVar("Value")
 _unnamed_layers: "weakref.WeakKeyDictionary[distributed.ProcessGroup | None, int]"
 _unnamed_layers = weakref.WeakKeyDictionary()
 
+# The layers that have exchanged, by group, by scope and name: what made each of them different.
+_layers_of_name: dict[str, dict[tuple[str, str], dict[int, str]]] = {}
+_lock = threading.Lock()
+
+# Layers of one name that are told apart. A bound, because a program may train copies without end.
+_MOST_OF_A_NAME = 8
+
 _watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()
 
 # Backends written in Python cannot be shut down any later.
@@ -36,6 +44,7 @@ def _watch(group: "distributed.ProcessGroup") -> None:
     if group in _watched:
         return
     _watched.add(group)
+    _layers_of_name.pop(group.group_name, None)  # of an earlier group
     weakref.finalize(group, ops.forget_destroyed_groups).atexit = False
 
 
@@ -119,6 +128,35 @@ def name_of_layer(group_name: str) -> str:
     number = _unnamed_layers.get(group, 0) + 1
     _unnamed_layers[group] = number
     return f"unnamed layer {number}"
+
+
+# As above.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def name_in_exchange(group_name: str, scope: str, name: str, made: int) -> str:
+    """Return a name that layers with equal names do not share, equal on all ranks of the scope.
+
+    Layers with equal names are numbered in the order of their first exchange. One that was made
+    before another that came first says so: ranks that begin in different orders then differ.
+    Layers that never exchange count nowhere, so a rank may have more of them than its peers.
+
+    Args:
+        group_name: The group in use.
+        scope: The scope in use.
+        name: The name of the layer.
+        made: Smaller for a layer that this process made earlier.
+    """
+    with _lock:
+        names = _layers_of_name.setdefault(group_name, {}).setdefault((scope, name), {})
+        if made in names:
+            return names[made]
+        if len(names) == _MOST_OF_A_NAME:
+            return f"{name} of a further model"
+        in_exchange = name if not names else f"{name} of model {len(names) + 1}"
+        later = [other for other in names if other > made]
+        if later:
+            in_exchange += f", made before model {list(names).index(min(later)) + 1}"
+        names[made] = in_exchange
+        return in_exchange
 
 
 def gather(own: Value) -> list[Value]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, get_args
 
 import torch
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 SliceStats = Literal["pooled", "first", "sequential"]
+
+# Numbers the layers of this process as they are made: constructed, converted, copied or unpickled.
+MADE = count()
 
 
 class BatchNorm(TorchBatchNorm):
@@ -78,7 +82,8 @@ class BatchNorm(TorchBatchNorm):
         scope: Who shares statistics. A Scope or its text can be assigned at any time.
         slice_stats: How slices update the running statistics.
         group_name: The name of the process group; None for the default group.
-        layer_name: The layer's qualified name, used in errors; ``convert`` sets it.
+        layer_name: The layer's qualified name, used in errors; ``convert`` sets it. Ranks tell
+            layers with equal names apart by the order in which they made them.
         elements_seen: The number of elements that this rank has put into the running statistics
             since anything else last set them: a pooling over ranks, ``load_state_dict``, any write
             to the buffers or replacement of them. None if unknown, because compiled graphs do not
@@ -111,6 +116,7 @@ class BatchNorm(TorchBatchNorm):
     slice_stats: SliceStats
     group_name: str | None
     layer_name: str
+    _made: int
     _count = NO_ELEMENTS
     _route: Route = DIRECT  # another in blocks of accumulate and replicas of DataParallel
 
@@ -139,6 +145,7 @@ class BatchNorm(TorchBatchNorm):
         self.slice_stats = slice_stats
         self.group_name = groups.name_of(process_group)
         self.layer_name = ""
+        self._made = next(MADE)
 
     @property
     def scope(self) -> Scope:
@@ -192,8 +199,11 @@ class BatchNorm(TorchBatchNorm):
 
     def _train(self, x: torch.Tensor, mask: torch.Tensor | None, ending: Ending) -> torch.Tensor:
         scope, group = scope_and_group_in_use(self._scope, self.group_name, x)
-        if not self.layer_name and group and not self._scope.is_of_one_rank:
-            self.layer_name = groups.name_of_layer(group)
+        name = self.layer_name
+        if group and not self._scope.is_of_one_rank:
+            if not name:
+                self.layer_name = name = groups.name_of_layer(group)
+            name = groups.name_in_exchange(group, scope, name, self._made)
         # Read from the dicts, because attribute access of torch.nn.Module is slow.
         parameters, buffers = self._parameters, self._buffers
         tracks = self.track_running_stats
@@ -219,7 +229,7 @@ class BatchNorm(TorchBatchNorm):
             self.slice_stats,
             scope,
             group,
-            self.layer_name,
+            name,
         )
         return self._route.train(self if tracks else None, x, mask, arguments, ending)
 
@@ -243,12 +253,14 @@ class BatchNorm(TorchBatchNorm):
         state = {**self.__dict__, "elements_seen": self.elements_seen}
         state.pop("_count", None)  # a copy has buffers of its own
         state.pop("_route", None)  # it is in no block of accumulate, and no replica
+        state.pop("_made", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         elements = state.pop("elements_seen", 0)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.elements_seen = elements
+        self._made = next(MADE)
 
     def extra_repr(self) -> str:
         """Return the text of torch's layer with the scope."""

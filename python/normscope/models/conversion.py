@@ -13,7 +13,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from normscope._binding import groups
 from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers.activated import BatchNormAct
-from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.batch_norm import MADE, BatchNorm
 from normscope.layers.scope import Scope
 from normscope.models.derived import class_of, set_class
 from normscope.models.fusion import fused_pairs, fusible_pairs, unfused_class
@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
-_STATE = ("_count", "_route")
+_STATE = ("_count", "_route", "_made")
 _ORIGINAL = "_original"
 
 
@@ -188,6 +188,7 @@ def _converted(
     settings = {key: attributes[key] for key in (*_SETTINGS, *added) if key in attributes}
     if not isinstance(layer, BatchNorm):
         attributes["slice_stats"] = "pooled"
+        attributes["_made"] = next(MADE)
         # torch.nn.SyncBatchNorm stores a group; a scoped layer stores its name.
         attributes["group_name"] = groups.name_of(attributes.get("process_group"))
         attributes.pop("process_group", None)
