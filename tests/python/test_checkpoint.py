@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ RELATIVE = 1e-12
 Tensors = dict[str, torch.Tensor]
 Checkpoint = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
+
+def nested(
+    inner: Checkpoint,
+    outer: Checkpoint,
+    block: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+) -> torch.Tensor:
+    return outer(lambda t: inner(block, t), x)
+
+
 CHECKPOINTS: dict[str, Checkpoint] = {
     "none": lambda block, x: block(x),
     "reentrant": partial(checkpoint, use_reentrant=True),
@@ -44,6 +55,10 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         context_fn=normscope.checkpoint_context,
         early_stop=False,
     ),
+}
+NESTED: dict[str, Checkpoint] = {
+    f"{inner} in {outer}": partial(nested, CHECKPOINTS[inner], CHECKPOINTS[outer])
+    for inner, outer in product(("reentrant", "non-reentrant"), repeat=2)
 }
 LAYERS = 2
 EXCHANGES = {
@@ -198,6 +213,22 @@ def test_a_compiled_block_makes_one_running_update(ranks: RankPool) -> None:
     assert ranks.run(1, compiled_block_that_is_checkpointed) == [1]
 
 
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_a_compiled_block_refuses_a_change_of_its_scope_before_the_recomputation(kind: str) -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    block = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 3, requires_grad=True)
+    for _ in range(2):
+        y = CHECKPOINTS[kind](block, x)
+        y.sin().sum().backward()
+        normscope.set_scope(layer, "slices:2")
+    y = CHECKPOINTS[kind](block, x)
+    normscope.set_scope(layer, "local")
+
+    with pytest.raises(RuntimeError, match="expected no change of a scope between the forward"):
+        y.sin().sum().backward()
+
+
 class Fickle(torch.nn.Module):
     """A block that runs a different layer when it is recomputed."""
 
@@ -237,3 +268,60 @@ def test_a_recomputation_of_more_layers_is_named() -> None:
             RuntimeError, match="expected the recomputation to run no further layer"
         ):
             layer(x)
+
+
+def gradients_with_changes(kind: str, order: str, before: str, after: str) -> list[torch.Tensor]:
+    """Change the scope after each forward of a step, and before the next step.
+
+    Args:
+        kind: The checkpoint.
+        order: The backwards, each of the forward a, of b, or of both.
+        before: The scope of the forward a.
+        after: The scope of the forward b.
+    """
+    block = block_of(before)
+    generator = torch.Generator().manual_seed(1 + distributed.get_rank())
+    scopes = [after, before]
+    xs, ys = {}, {}
+    for step in range(2):
+        for name in "ab":
+            x = torch.randn(4, 3, 6, 6, generator=generator, dtype=torch.float64) + step
+            xs[f"{name}{step}"] = x.requires_grad_()
+            ys[name] = (CHECKPOINTS | NESTED)[kind](block, x)
+            normscope.set_scope(block, scopes[0])
+            scopes.reverse()
+        for names in order.split():
+            torch.stack([ys[name].square().sum() for name in names]).sum().backward()
+        normscope.set_scope(block, before)
+    leaves = [*xs.values(), *block.parameters()]
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in CHECKPOINTS if kind != "none"), *NESTED])
+@pytest.mark.parametrize("order", ["a b", "b a", "ab"])
+@pytest.mark.parametrize(("before", "after"), [("local", "slices:2"), ("world", "local")])
+def test_a_recomputation_has_the_scope_of_its_forward(
+    ranks: RankPool, kind: str, order: str, before: str, after: str
+) -> None:
+    expected = ranks.run(2, gradients_with_changes, "none", order, before, after)
+
+    answers = ranks.run(2, gradients_with_changes, kind, order, before, after)
+
+    for got, want in zip(answers, expected, strict=True):
+        assert len(got) == len(want)
+        for value, wanted in zip(got, want, strict=True):
+            allowed = RELATIVE * wanted.abs().amax().item()
+            torch.testing.assert_close(value, wanted, rtol=0, atol=allowed)
+
+
+def test_a_recomputation_after_too_many_changes_of_the_scope_raises() -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    x = torch.randn(4, 3, requires_grad=True)
+    y = CHECKPOINTS["non-reentrant"](layer, x)
+    for _ in range(50):
+        for scope in ("slices:2", "local"):
+            layer.scope = normscope.Scope(scope)
+            layer(x)
+
+    with pytest.raises(RuntimeError, match="scope: expected at most"):
+        y.sum().backward()

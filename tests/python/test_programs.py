@@ -88,7 +88,7 @@ def programs(draw: st.DrawFn) -> Program:
         shared=shared,
         frozen=draw(st.booleans()),
         copied=draw(st.booleans()),
-        rescoped=False,
+        rescoped=draw(st.booleans()),
         twice=twice,
         seed=draw(st.integers(0, 9)),
     )

@@ -47,11 +47,12 @@ def test_set_scope_keeps_everything_else() -> None:
     assert isinstance(layer, normscope.BatchNorm)
     layer.slice_stats = "first"
     layer.group_name = "7"
-    before = {key: value for key, value in layer.__dict__.items() if key != "_scope"}
+    of_scope = {"_scope", "_earlier_scopes"}
+    before = {key: value for key, value in layer.__dict__.items() if key not in of_scope}
 
     set_scope(model, "slices:2")
 
-    assert {key: value for key, value in layer.__dict__.items() if key != "_scope"} == before
+    assert {key: value for key, value in layer.__dict__.items() if key not in of_scope} == before
     assert layer.layer_name == "0"
 
 

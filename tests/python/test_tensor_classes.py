@@ -51,7 +51,10 @@ def test_distributed_tensors_are_refused_in_training(
 ) -> None:
     running = "running_mean, running_var, num_batches_tracked"
     for errors in ranks.run(2, errors_of, placement, scope):
-        got = [re.fullmatch(r"0( of model 2)?: expected .*got a DTensor for (.*); call .*", e) for e in errors]
+        got = [
+            re.fullmatch(r"0( of model 2)?: expected .*got a DTensor for (.*); call .*", e)
+            for e in errors
+        ]
         assert [each and each[2] for each in got] == [
             "x",
             f"x, weight, bias, {running}",

@@ -10,6 +10,7 @@
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/finite.h"
+#include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/parts.h"
@@ -102,6 +103,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  if (op.decompose) check_scope_of_recomputation(op.call.layer);
   if (uses_torch_kernels(op.x)) return portable_forward(op);  // not reached through autograd
   const PreparedForward done = run_forward(op, Answer::kOutput);
   if (!runs_inside_a_backward()) {
@@ -112,6 +114,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
 }
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
+  check_scope_of_recomputation(op.call.layer);
   const auto copy = [](const OptionalTensor& buffer) {
     return buffer ? OptionalTensor(buffer->clone()) : std::nullopt;
   };

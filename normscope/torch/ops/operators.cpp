@@ -21,6 +21,7 @@
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/groups/registry.h"
 #include "normscope/torch/ops/finite.h"
+#include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/independent_values.h"
 #include "normscope/torch/portable/path.h"
 
@@ -212,6 +213,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);
+  m.def("note_change_of_scope() -> ()", &note_change_of_scope);
   // Implemented in Python.
   m.def(
       "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) "

@@ -60,6 +60,7 @@ cuda = cast("Callable[[], str]", _ops.cuda.default)
 kernels_of_device = cast("Callable[[str], str]", _ops.kernels_of_device.default)
 transport = cast("Callable[[str], str]", _ops.transport.default)
 forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
+note_change_of_scope = cast("Callable[[], None]", _ops.note_change_of_scope.default)
 forget_groups = cast("Callable[[], None]", _ops.forget_groups.default)
 know_process_group = cast("Callable[[str], None]", _ops.know_process_group.default)
 communication_counters = cast(

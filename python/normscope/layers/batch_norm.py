@@ -14,6 +14,7 @@ from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers import replicas
 from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, version_of
+from normscope.layers.earlier_scopes import EarlierScopes
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.forward import (
     DIRECT,
@@ -118,6 +119,7 @@ class BatchNorm(TorchBatchNorm):
     layer_name: str
     _made: int
     _count = NO_ELEMENTS
+    _earlier_scopes: EarlierScopes | None = None
     _route: Route = DIRECT  # another in blocks of accumulate and replicas of DataParallel
 
     def __init__(
@@ -154,7 +156,10 @@ class BatchNorm(TorchBatchNorm):
 
     @scope.setter
     def scope(self, scope: Scope | str) -> None:
-        self._scope = Scope(str(scope))
+        before, self._scope = self.__dict__.get("_scope"), Scope(str(scope))
+        if before is not None and before != self._scope:
+            self._earlier_scopes = self._earlier_scopes or EarlierScopes()
+            self._earlier_scopes.add(before)
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -198,9 +203,12 @@ class BatchNorm(TorchBatchNorm):
         return evaluate(x, mask, *running, self.weight, self.bias, self.eps, ending)
 
     def _train(self, x: torch.Tensor, mask: torch.Tensor | None, ending: Ending) -> torch.Tensor:
-        scope, group = scope_and_group_in_use(self._scope, self.group_name, x)
+        own_scope = self._scope
+        if not torch.compiler.is_compiling() and self._earlier_scopes is not None:
+            own_scope = self._earlier_scopes.in_use(own_scope)
+        scope, group = scope_and_group_in_use(own_scope, self.group_name, x)
         name = self.layer_name
-        if group and not self._scope.is_of_one_rank:
+        if group and not own_scope.is_of_one_rank:
             if not name:
                 self.layer_name = name = groups.name_of_layer(group)
             name = groups.name_in_exchange(group, scope, name, self._made)
@@ -254,6 +262,7 @@ class BatchNorm(TorchBatchNorm):
         state.pop("_count", None)  # a copy has buffers of its own
         state.pop("_route", None)  # it is in no block of accumulate, and no replica
         state.pop("_made", None)
+        state.pop("_earlier_scopes", None)  # a copy was in no forward
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
-_STATE = ("_count", "_route", "_made")
+_STATE = ("_count", "_route", "_made", "_earlier_scopes")
 _ORIGINAL = "_original"
 
 
@@ -234,6 +234,8 @@ def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> No
     original: _Original = attributes.pop(_ORIGINAL)
     for key in original.added:
         attributes.pop(key, None)
+    if issubclass(original_class, BatchNorm):
+        layer.scope = original.settings["_scope"]  # which recomputations may ask for the other
     attributes.update(original.settings)
     set_class(layer, original_class)
 
