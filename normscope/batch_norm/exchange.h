@@ -37,7 +37,7 @@ enum class BackwardNeeded { kNo, kYes };
 struct CallLabel {
   std::string_view layer;  // qualified name; empty: identified by shape and call number only
   std::string_view scope;
-  std::string_view kernels = {};  // whose kernels compute the sums; empty: this library's
+  std::string_view kernels = "";  // whose kernels compute the sums; empty: this library's
   Direction direction = Direction::kForward;
   std::int64_t channels = 0;
   BackwardNeeded backward = BackwardNeeded::kYes;
