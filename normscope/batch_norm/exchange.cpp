@@ -30,7 +30,7 @@ std::string describe(const CallLabel& label) {
   if (label.direction == Direction::kStep) return "the next step of joined batches";
   std::string text = std::string(name_of(label.direction)) + " of " + layer;
   text += " (" + std::to_string(label.channels) + " channels, scope " + std::string(label.scope);
-  if (!label.kernels.empty()) text += ", kernels of " + std::string(label.kernels);
+  if (label.kernels != kOwnKernels) text += ", kernels of " + std::string(label.kernels);
   if (label.direction == Direction::kForward && label.backward == BackwardNeeded::kNo) {
     text += ", nothing needs a gradient";
   }

@@ -33,11 +33,14 @@ enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParame
 // backward would hang. All of them therefore throw in forward.
 enum class BackwardNeeded { kNo, kYes };
 
+// The name of this library's kernels. Ranks with other kernels send other sums.
+inline constexpr std::string_view kOwnKernels = "normscope";
+
 // A rank's call in which it meets its group. Compared across ranks, and quoted in errors.
 struct CallLabel {
   std::string_view layer;  // qualified name; empty: identified by shape and call number only
   std::string_view scope;
-  std::string_view kernels = "";  // whose kernels compute the sums; empty: this library's
+  std::string_view kernels = kOwnKernels;  // whose kernels compute the sums
   Direction direction = Direction::kForward;
   std::int64_t channels = 0;
   BackwardNeeded backward = BackwardNeeded::kYes;

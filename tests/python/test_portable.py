@@ -253,6 +253,7 @@ def cpu_meets_device() -> None:
     meet(on_device=(True, False))
 
 
+@pytest.mark.own_kernels
 def test_a_rank_on_the_cpu_and_one_on_a_device_are_told_so(devices: RankPool) -> None:
     with pytest.raises(RankFailureError, match="kernels of torch") as failure:
         devices.run(2, cpu_meets_device)

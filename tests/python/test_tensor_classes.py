@@ -44,6 +44,7 @@ def errors_of(placement: str, scope: str) -> list[str]:
     return errors
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("scope", ["local", "world"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_distributed_tensors_are_refused_in_training(
@@ -93,6 +94,7 @@ def in_tensor_parallel() -> tuple[torch.Tensor, torch.Tensor, str]:
     return y.detach(), expected, str(error.value)
 
 
+@pytest.mark.own_kernels
 def test_a_layer_between_parallel_ones_trains(ranks: RankPool) -> None:
     for got, expected, error in ranks.run(2, in_tensor_parallel):
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)

@@ -9,8 +9,9 @@ namespace normscope::cuda {
 // Why the kernels cannot run on a device, where the runtime fails to find them. Versions are those
 // of cudaDriverGetVersion and cudaRuntimeGetVersion; the driver's is 0 if there is none.
 struct Refusal {
-  bool has_no_code = false;     // the error is that there is no code for the device's architecture
-  std::string_view error = {};  // its text
+  bool has_no_code = false;  // the error is that there is no code for the device's architecture
+  // Its text. GCC warns of initializers that leave out a member without a default.
+  std::string_view error = {};  // NOLINT(readability-redundant-member-init)
   int driver = 0;
   int runtime = 0;
 

@@ -28,9 +28,8 @@ struct Normalized {
 
 // Torch's batch norm of x, which has more than one element per channel or none.
 //
-// kUpdate: it updates the running statistics. kReturn: the statistics are returned instead. In a
-// recomputation, torch must save as many tensors as in the forward, but nothing may change: both
-// then work on tensors that are thrown away.
+// kUpdate: it updates the running statistics. kReturn: the statistics are returned instead. A
+// recomputation must run the same operations as its forward, and change nothing.
 enum class Then { kUpdate, kReturn, kNothing };
 Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Then then) {
   const c10::SymInt count = x.sym_numel() / x.sym_size(1);
@@ -42,9 +41,11 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
   const bool again = runs_inside_a_backward();
   if (then == Then::kUpdate) {
-    if (again) return {call(op.running.mean->clone(), op.running.var->clone(), *op.momentum), {}};
-    at::Tensor y = call(op.running.mean, op.running.var, *op.momentum);
-    count_update(op.running);
+    // torch saves the buffers for backward, which does not use them. Tensors with versions of their
+    // own allow them to change until then.
+    at::Tensor y = call(op.running.mean->variable_data(), op.running.var->variable_data(),
+                        again ? 0.0 : *op.momentum);
+    if (!again) count_update(op.running);
     return {std::move(y), std::nullopt};
   }
   // A momentum of 1 makes running statistics of this batch.

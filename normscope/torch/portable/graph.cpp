@@ -46,6 +46,7 @@ struct SumArguments {
 
 at::Tensor sum(const SumArguments& op) {
   const bool is_forward = op.backward_follows.has_value();
+  if (is_forward) check_scope_of_recomputation(op.call.layer);
   const Direction direction = is_forward ? Direction::kForward : Direction::kBackward;
   TensorMessage message(direction, op.call, op.own);
   at::Tensor result;

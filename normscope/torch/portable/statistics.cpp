@@ -40,6 +40,7 @@ Updated updated(const at::Tensor& mean, const at::Tensor& var, const at::Tensor&
                 const OptionalTensor& running_mean, const OptionalTensor& running_var,
                 const OptionalTensor& updates, const OptionalTensor& accumulated,
                 std::optional<double> momentum, bool may_be_empty) {
+  check_scope_of_recomputation("");
   const auto copy = [](const OptionalTensor& buffer) {
     return buffer ? OptionalTensor(buffer->clone()) : std::nullopt;
   };
@@ -220,7 +221,7 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
   if (running.mean && (momentum || updates)) {
     const at::TensorOptions options = statistics.mean.options();
     const at::Tensor weight = momentum ? at::scalar_tensor(*momentum, options)
-                                       : updates->to(options.dtype()).reciprocal();
+                                       : updates->to(at::kLong).to(options.dtype()).reciprocal();
     move_towards(*running.mean, statistics.mean, weight, has_elements);
     const at::Tensor unbiased = statistics.var * (statistics.count / (statistics.count - 1));
     move_towards(*running.var, unbiased, weight, has_elements);
