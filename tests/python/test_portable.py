@@ -253,6 +253,32 @@ def cpu_meets_device() -> None:
     meet(on_device=(True, False))
 
 
+def measured(device: str, backend: str) -> tuple[list[str], int, list[torch.Tensor]]:
+    """Return a plan, the number of joined batches and estimated running statistics."""
+    torch_device.load()
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    group = distributed.new_group(backend=backend)
+    net = normscope.convert(net, scope="world", process_group=group).to(device)
+    generator = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(4, 3, 8, 8, generator=generator).to(device) for _ in range(32)]
+    plan = normscope.recommend_scopes(net, batches, 16)
+    normscope.estimate_running_stats(net, batches)
+    joined = sum(1 for _ in normscope.joined(batches[: 3 + rank]))
+    return [layer.scope for layer in plan.layers], joined, [b.cpu() for b in net.buffers()]
+
+
+@pytest.mark.parametrize("backend", [torch_device.BACKENDS, "gloo"])
+def test_measurements_on_a_device_are_those_of_the_cpu(devices: RankPool, backend: str) -> None:
+    on_device = devices.run(2, measured, torch_device.NAME, backend)
+    on_cpu = devices.run(2, measured, "cpu", "gloo")
+
+    for got, expected in zip(on_device, on_cpu, strict=True):
+        assert got[:2] == expected[:2]
+        torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.own_kernels
 def test_a_rank_on_the_cpu_and_one_on_a_device_are_told_so(devices: RankPool) -> None:
     with pytest.raises(RankFailureError, match="kernels of torch") as failure:
