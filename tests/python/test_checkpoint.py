@@ -213,6 +213,7 @@ def test_a_compiled_block_makes_one_running_update(ranks: RankPool) -> None:
     assert ranks.run(1, compiled_block_that_is_checkpointed) == [1]
 
 
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 def test_a_compiled_block_refuses_a_change_of_its_scope_before_the_recomputation(kind: str) -> None:
     layer = normscope.BatchNorm1d(3, scope="local")
