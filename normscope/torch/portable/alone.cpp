@@ -39,7 +39,7 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
                           /*training=*/true, momentum, op.eps, cudnn);
   };
   if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
-  const bool again = runs_inside_a_backward();
+  const bool again = repeats_a_forward();
   if (then == Then::kUpdate) {
     // torch saves the buffers for backward, which does not use them. Tensors with versions of their
     // own allow them to change until then.

@@ -177,8 +177,11 @@ at::Tensor sum_per_channel(const at::Tensor& values) {
   return values.sum(all_but_channels(values));
 }
 
+// A graph learns this when it runs: see update_in_graph().
+bool repeats_a_forward() { return runs_inside_a_backward() && !is_recorded_for_a_graph(); }
+
 bool updates_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
-  return !runs_inside_a_backward() && (running.mean || running.num_batches_tracked || accumulated);
+  return !repeats_a_forward() && (running.mean || running.num_batches_tracked || accumulated);
 }
 
 OptionalTensor in_arithmetic(const OptionalTensor& parameter, const at::Tensor& x) {

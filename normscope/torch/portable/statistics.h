@@ -41,6 +41,9 @@ struct Statistics {
 [[nodiscard]] Statistics merged(const at::Tensor& means, const at::Tensor& vars,
                                 const at::Tensor& counts);
 
+// Whether this call is a recomputation, which must change nothing.
+[[nodiscard]] bool repeats_a_forward();
+
 // Whether a call has something to update: not in a recomputation.
 [[nodiscard]] bool updates_buffers(const RunningTensors& running,
                                    const OptionalTensor& accumulated);
