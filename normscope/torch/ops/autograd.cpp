@@ -35,11 +35,6 @@ const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
   return op;
 }
 
-const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
-  static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
-  return op;
-}
-
 // Only reverse mode is implemented: without this check, forward-mode derivatives would be zeros.
 void check_no_forward_gradient(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -86,22 +81,12 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
                                const OptionalTensor& weight, const BackwardOpArguments& op) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [dx, dweight, dbias, none] = op.pass_to(backward_op());
-    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), op.statistics});
-    context->set_materialize_grads(false);
-    save(context, op.call);
+    save_for_double_backward(context, dy, x, weight, op.statistics, op.call);
     return {dx, dweight, dbias};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const OptionalTensor grad_dx = defined_or_none(gradients[0]);
-    const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
-    const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
-    const OptionalTensor weight = defined_or_none(saved[2]);
-    const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
-                                       saved[1], weight,       saved[3],   call_saved_in(*context)};
-    const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
-    return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
+    return double_backward_of(*context, gradients);
   }
 };
 

@@ -115,21 +115,15 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
   check_scope_of_recomputation(op.call.layer);
-  const auto copy = [](const OptionalTensor& buffer) {
-    return buffer ? OptionalTensor(buffer->clone()) : std::nullopt;
-  };
   const auto [given_mean, given_var, given_updates] = op.running.all();
-  const OptionalTensor mean = copy(*given_mean);
-  const OptionalTensor var = copy(*given_var);
-  const OptionalTensor updates = copy(*given_updates);
-  const OptionalTensor accumulated = copy(op.accumulated);
+  const OptionalTensor mean = copy_of(*given_mean);
+  const OptionalTensor var = copy_of(*given_var);
+  const OptionalTensor updates = copy_of(*given_updates);
+  const OptionalTensor accumulated = copy_of(op.accumulated);
   const PreparedForward done =
       run_forward(op.with(op.weight, {mean, var, updates}, accumulated), Answer::kCoefficients);
-  const auto or_empty = [&](const OptionalTensor& buffer) {
-    return buffer ? *buffer : at::empty({0}, op.x.options());
-  };
-  return {done.statistics, done.coefficients, or_empty(mean),
-          or_empty(var),   or_empty(updates), or_empty(accumulated)};
+  return {done.statistics,     done.coefficients,       or_empty(mean, op.x),
+          or_empty(var, op.x), or_empty(updates, op.x), or_empty(accumulated, op.x)};
 }
 
 // The tensors of one backward; the arguments point to their storage.

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/ops/double_backward.h"
 
-#include <vector>
-
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
@@ -27,24 +25,17 @@ DoubleBackward::DoubleBackward(const DoubleBackwardArguments& arguments)
     : x_(to_float64(arguments.x)), dy_(to_float64(arguments.dy)) {
   const at::Tensor zeros = at::zeros({x_.size(1)}, x_.options());
   const auto parameter = [&](const OptionalTensor& tensor, const at::Tensor& otherwise) {
-    return along_channels(tensor ? to_float64(*tensor) : otherwise);
+    return along_channels(x_, tensor ? to_float64(*tensor) : otherwise);
   };
   a_ = arguments.grad_dx ? to_float64(*arguments.grad_dx) : at::zeros_like(x_);
   b_ = parameter(arguments.grad_dweight, zeros);
   c_ = parameter(arguments.grad_dbias, zeros);
   weight_ = parameter(arguments.weight, at::ones_like(zeros));
-  inv_std_ = along_channels(arguments.statistics[2]);
-  xhat_ = x_.sub(along_channels(arguments.statistics[0]))
-              .sub_(along_channels(arguments.statistics[1]))
+  inv_std_ = along_channels(x_, arguments.statistics[2]);
+  xhat_ = x_.sub(along_channels(x_, arguments.statistics[0]))
+              .sub_(along_channels(x_, arguments.statistics[1]))
               .mul_(inv_std_);
   sums_ = local_sums();
-}
-
-// values [C], in a shape that broadcasts over [N, C, *].
-at::Tensor DoubleBackward::along_channels(const at::Tensor& values) const {
-  std::vector<std::int64_t> shape(static_cast<std::size_t>(x_.dim()), 1);
-  shape[1] = x_.size(1);
-  return values.reshape(shape);
 }
 
 // The sums [C] of a tensor [N, C, *].
@@ -52,9 +43,7 @@ at::Tensor DoubleBackward::per_channel(const at::Tensor& tensor) const {
   return tensor.transpose(0, 1).flatten(1).sum(1);
 }
 
-std::int64_t DoubleBackward::count() const {
-  return x_.size(0) * c10::multiply_integers(x_.sizes().slice(2));
-}
+std::int64_t DoubleBackward::count() const { return elements_per_channel(x_).expect_int(); }
 
 at::Tensor DoubleBackward::local_sums() const {
   const at::Tensor dy = per_channel(dy_);
@@ -66,7 +55,7 @@ at::Tensor DoubleBackward::local_sums() const {
 }
 
 SecondGradients DoubleBackward::gradients(const at::Tensor& means) const {
-  const auto mean = [&](Row row) { return along_channels(means[row]); };
+  const auto mean = [&](Row row) { return along_channels(x_, means[row]); };
   const auto project = [&](const at::Tensor& v, Row of_v, Row of_v_xhat) {
     return v - mean(of_v) - xhat_ * mean(of_v_xhat);
   };

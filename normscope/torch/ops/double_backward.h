@@ -42,7 +42,6 @@ class DoubleBackward {
 
  private:
   [[nodiscard]] at::Tensor local_sums() const;
-  [[nodiscard]] at::Tensor along_channels(const at::Tensor& values) const;
   [[nodiscard]] at::Tensor per_channel(const at::Tensor& tensor) const;
 
   at::Tensor x_;        // [N, C, *]

@@ -93,10 +93,6 @@ at::Tensor weight_of(const ForwardOpArguments& op) {
   return at::ones_symint({op.x.sym_size(1)}, arithmetic_options(op.x));
 }
 
-void update(const OptionalTensor& buffer, const at::Tensor& value) {
-  if (buffer) buffer->copy_(value);
-}
-
 }  // namespace
 
 bool is_recorded_for_a_graph() {
@@ -121,8 +117,8 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   const at::Tensor& statistics = results[0];
   const at::Tensor& coefficients = results[1];
   std::size_t next = 2;
-  for (const OptionalTensor* buffer : op.running.all()) update(*buffer, results[next++]);
-  update(op.accumulated, results[next]);
+  for (const OptionalTensor* buffer : op.running.all()) set_buffer(*buffer, results[next++]);
+  set_buffer(op.accumulated, results[next]);
   if (!op.decompose.value_or(false)) {
     const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
     return {again.pass_to(with_statistics_op()), statistics};

@@ -3,7 +3,6 @@
 #include <tuple>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "normscope/kernels/device_kernels.h"
@@ -40,16 +39,11 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
   const c10::SymInt slices = slices_of(op);
-  const auto like = [&](const OptionalTensor& buffer) {
-    return buffer ? at::empty_like(*buffer) : at::empty({0}, op.x.options());
-  };
   const auto [mean, var, updates] = op.running.all();
-  return {empty_statistics(op.x, slices),
-          empty_coefficients(op.x, slices, Coefficients::kNormalize),
-          like(*mean),
-          like(*var),
-          like(*updates),
-          like(op.accumulated)};
+  return {
+      empty_statistics(op.x, slices), empty_coefficients(op.x, slices, Coefficients::kNormalize),
+      like_or_empty(*mean, op.x),     like_or_empty(*var, op.x),
+      like_or_empty(*updates, op.x),  like_or_empty(op.accumulated, op.x)};
 }
 
 BackwardTensors backward(const BackwardOpArguments& op) {

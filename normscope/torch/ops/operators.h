@@ -250,6 +250,11 @@ template <class Op>
   return op;
 }
 
+[[nodiscard]] inline const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
+  static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
+  return op;
+}
+
 [[nodiscard]] inline OptionalTensor defined_or_none(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }

@@ -37,6 +37,31 @@ inline void save(::torch::autograd::AutogradContext* context, const ScopedCall& 
           text.substr(second + 1)};
 }
 
+// For a backward that can be differentiated once more: what the op needs then, and the gradients of
+// dy, x, weight and a further argument that has none.
+inline void save_for_double_backward(::torch::autograd::AutogradContext* context,
+                                     const at::Tensor& dy, const at::Tensor& x,
+                                     const OptionalTensor& weight, const at::Tensor& statistics,
+                                     const ScopedCall& call) {
+  context->save_for_backward({dy, x, weight.value_or(at::Tensor()), statistics});
+  context->set_materialize_grads(false);
+  save(context, call);
+}
+
+[[nodiscard]] inline ::torch::autograd::variable_list double_backward_of(
+    const ::torch::autograd::AutogradContext& context,
+    const ::torch::autograd::variable_list& gradients) {
+  const ::torch::autograd::variable_list saved = context.get_saved_variables();
+  const OptionalTensor grad_dx = defined_or_none(gradients[0]);
+  const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
+  const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
+  const OptionalTensor weight = defined_or_none(saved[2]);
+  const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
+                                     saved[1], weight,       saved[3],   call_saved_in(context)};
+  const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+  return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
+}
+
 inline constexpr std::int64_t kWantsDx = 1;
 inline constexpr std::int64_t kWantsDWeight = 2;
 inline constexpr std::int64_t kWantsDBias = 4;

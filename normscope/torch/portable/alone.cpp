@@ -32,7 +32,7 @@ struct Normalized {
 // recomputation must run the same operations as its forward, and change nothing.
 enum class Then { kUpdate, kReturn, kNothing };
 Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Then then) {
-  const c10::SymInt count = x.sym_numel() / x.sym_size(1);
+  const c10::SymInt count = elements_per_channel(x);
   const bool cudnn = at::globalContext().userEnabledCuDNN();
   const auto call = [&](const OptionalTensor& mean, const OptionalTensor& var, double momentum) {
     return at::batch_norm(x, in_arithmetic(op.weight, x), in_arithmetic(op.bias, x), mean, var,
@@ -69,7 +69,7 @@ void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& 
 at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
   const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
   Then then = Then::kNothing;
-  if (op.running.mean || op.running.num_batches_tracked || op.accumulated) {
+  if (has_buffers(op.running, op.accumulated)) {
     // A graph must learn at run time whether it is a recomputation: update_buffers().
     const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
     then = by_torch ? Then::kUpdate : Then::kReturn;
@@ -80,7 +80,7 @@ at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& s
     slices = op.x.chunk(slice_count(samples, slicing.slices_wanted));
   }
   for (const at::Tensor& slice : slices) {
-    if (slice.sym_numel() == slice.sym_size(1)) throw_one_value_per_channel(slice);
+    if (elements_per_channel(slice) == 1) throw_one_value_per_channel(slice);
   }
   std::vector<at::Tensor> outputs;
   std::vector<Statistics> statistics;

@@ -4,8 +4,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "normscope/torch/groups/registry.h"
@@ -18,6 +16,7 @@
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/graph.h"
 #include "normscope/torch/portable/messages.h"
+#include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/device.h"
 #include "normscope/torch/tensors/results.h"
 
@@ -46,25 +45,12 @@ class PortableBackward : public ::torch::autograd::Function<PortableBackward> {
     const auto [dx, dweight, dbias] = op.pass_to(backward_op());
     const at::Tensor mean = op.mean.to(float64_options(x).dtype());
     const at::Tensor inv_std = inv_std_of(x, op.spread, op.eps).to(mean.scalar_type());
-    const at::Tensor statistics = at::stack({mean, at::zeros_like(mean), inv_std}).unsqueeze(0);
-    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), statistics});
-    context->set_materialize_grads(false);
-    save(context, op.call);
+    save_for_double_backward(context, dy, x, weight, stored_statistics(mean, inv_std), op.call);
     return {dx, dweight, dbias};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
-    const variable_list saved = context->get_saved_variables();
-    const OptionalTensor grad_dx = defined_or_none(gradients[0]);
-    const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
-    const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
-    const OptionalTensor weight = defined_or_none(saved[2]);
-    const DoubleBackwardOpArguments arguments{
-        grad_dx,  grad_dweight, grad_dbias, saved[0],
-        saved[1], weight,       saved[3],   call_saved_in(*context)};
-    const auto [grad_dy, grad_x, grad_weight] = arguments.pass_to(op);
-    return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
+    return double_backward_of(*context, gradients);
   }
 };
 

@@ -50,15 +50,8 @@ CallLabel label_of(const ForwardOpArguments& op) {
 // The sums of all ranks in place of their statistics, for many ranks.
 Statistics statistics_by_sums(TensorMessage& message, const CallLabel& label, std::int64_t count,
                               const std::optional<Statistics>& own, const at::Tensor& x) {
-  const at::TensorOptions wide = float64_options(x);
-  const std::int64_t channels = x.size(1);
-  at::Tensor sums = at::zeros({2 * channels + 1}, wide);
-  if (own) {
-    const at::Tensor mean = own->mean.to(wide.dtype());
-    const at::Tensor square = own->var.to(wide.dtype()) + mean * mean;
-    const at::Tensor n = own->count.to(wide.dtype()).reshape({1});
-    sums = at::cat({mean * n, square * n, n});
-  }
+  at::Tensor sums = at::zeros({2 * x.size(1) + 1}, float64_options(x));
+  if (own) sums = sums_of(*own, sums.scalar_type());
   return statistics_of_sums(message.sum(label, count, sums), arithmetic_options(x));
 }
 
@@ -82,7 +75,7 @@ at::Tensor apply_meta(const at::Tensor& x, const OptionalTensor&, const Optional
 // By torch's synchronized kernels, which also update the running statistics.
 PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, const at::Tensor& x,
                                                 TensorMessage& message) {
-  const std::int64_t count = elements_per_channel(x);
+  const std::int64_t count = elements_per_channel(x).expect_int();
   const std::int64_t channels = x.size(1);
   const at::TensorOptions options = arithmetic_options(x);
   const auto [own_mean, own_inv_std] =
@@ -98,11 +91,10 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
     batch_mean = at::zeros({channels}, options);
     batch_var = at::zeros({channels}, options);
   }
-  const auto or_none = [](const at::Tensor& tensor) { return defined_or_none(tensor); };
   const auto [mean, inv_std] = at::batch_norm_gather_stats_with_counts(
       x, all.narrow(1, 0, channels), all.narrow(1, channels, channels),
-      as_torch ? op.running.mean : or_none(batch_mean),
-      as_torch ? op.running.var : or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
+      as_torch ? op.running.mean : defined_or_none(batch_mean),
+      as_torch ? op.running.var : defined_or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
       elements);
   if (as_torch) {
     count_update(op.running);
@@ -124,7 +116,7 @@ at::Tensor counts_of(const at::Tensor& total, std::int64_t ranks) {
 
 PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& x,
                                 TensorMessage& message) {
-  const std::int64_t count = elements_per_channel(x);
+  const std::int64_t count = elements_per_channel(x).expect_int();
   const std::int64_t channels = x.size(1);
   const at::TensorOptions options = arithmetic_options(x);
   std::optional<Statistics> own;
@@ -197,7 +189,7 @@ GradientTensors backward(const PortableBackwardArguments& given) {
                           .direction = Direction::kBackward,
                           .channels = channels};
     const at::Tensor sums =
-        message.sum(label, elements_per_channel(x), at::cat({own.dy, own.dy_xmu}));
+        message.sum(label, elements_per_channel(x).expect_int(), at::cat({own.dy, own.dy_xmu}));
     totals = {sums.narrow(0, 0, channels), sums.narrow(0, channels, channels)};
   });
   at::Tensor dx = at::empty({0}, x.options());
@@ -230,19 +222,14 @@ at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps)
 
 GradientSums gradient_sums_of(const PortableBackwardArguments& op) {
   const at::ScalarType type = op.mean.scalar_type();
-  const at::Tensor dy = op.dy.to(type);
-  const at::Tensor centered = op.x.to(type) - along_channels(op.x, op.mean);
-  return {sum_per_channel(dy), sum_per_channel(dy * centered)};
+  return gradient_sums(op.dy.to(type), op.x.to(type) - along_channels(op.x, op.mean));
 }
 
 at::Tensor input_gradient_of(const PortableBackwardArguments& op, const GradientSums& totals) {
-  const at::Tensor inv_std = inv_std_of(op.x, op.spread, op.eps);
   const at::Tensor count = op.counts.sum();
-  const at::Tensor scale = op.weight ? *op.weight * inv_std : inv_std;
-  const at::Tensor slope = inv_std * inv_std * (totals.dy_xmu / count);
-  const auto of = [&](const at::Tensor& values) { return along_channels(op.x, values); };
-  const at::Tensor centered = op.x - of(op.mean);
-  return ((op.dy - of(totals.dy / count) - centered * of(slope)) * of(scale))
+  return input_gradient(op.dy, op.x - along_channels(op.x, op.mean),
+                        {totals.dy / count, totals.dy_xmu / count},
+                        inv_std_of(op.x, op.spread, op.eps), op.weight)
       .to(op.x.scalar_type());
 }
 

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "normscope/torch/ops/operators.h"
+#include "normscope/torch/portable/statistics.h"
 
 namespace normscope::binding {
 
@@ -45,10 +46,6 @@ struct PortableBackwardArguments {
 };
 
 // The steps of backward that graphs share.
-struct GradientSums {
-  at::Tensor dy;      // [C], sum of dy
-  at::Tensor dy_xmu;  // [C], sum of dy * (x - mean)
-};
 [[nodiscard]] GradientSums gradient_sums_of(const PortableBackwardArguments& op);
 [[nodiscard]] at::Tensor input_gradient_of(const PortableBackwardArguments& op,
                                            const GradientSums& totals);

@@ -67,37 +67,28 @@ at::Tensor sum(const SumArguments& op) {
 
 at::Tensor sum_meta(const SumArguments& op) { return at::empty_like(op.own); }
 
-c10::SymInt symbolic_count(const at::Tensor& x) {
-  c10::SymInt count = x.sym_size(0);
-  for (std::int64_t dim = 2; dim < x.dim(); ++dim) count = count * x.sym_size(dim);
-  return count;
-}
-
 }  // namespace
 
 PortableTensors portable_forward_in_graph(const ForwardOpArguments& op) {
   static_cast<void>(checked(op, parsed_scope(op.call.scope)));
   const at::Tensor& x = op.x;
-  const c10::SymInt count = symbolic_count(x);
-  const c10::SymInt channels = x.sym_size(1);
-  const at::TensorOptions wide = float64_options(x);
+  const c10::SymInt count = elements_per_channel(x);
   const at::TensorOptions options = arithmetic_options(x);
   const bool is_empty = count == 0;
-  at::Tensor sums = at::zeros_symint({2 * channels + 1}, wide);
+  at::Tensor sums = at::zeros_symint({2 * x.sym_size(1) + 1}, float64_options(x));
   if (!is_empty) {
-    const Statistics own = statistics_of(x);
-    const at::Tensor mean = own.mean.to(wide.dtype());
-    const at::Tensor n = at::scalar_tensor(c10::Scalar(count), wide);
-    sums = at::cat({mean * n, (own.var.to(wide.dtype()) + mean * mean) * n, n.reshape({1})});
+    Statistics own = statistics_of(x);
+    own.count = at::scalar_tensor(c10::Scalar(count), sums.options());
+    sums = sums_of(own, sums.scalar_type());
   }
   sums = SumArguments{sums, count, op.needs_backward.value_or(false), op.eps, op.momentum, op.call}
              .in_order();
   const Statistics all = statistics_of_sums(sums, options);
   update_buffers(op.running, op.momentum, op.accumulated, all, is_empty);
   const at::Tensor inv_std = (all.var + op.eps).rsqrt();
-  at::Tensor y = (x.to(options.dtype()) - along_channels(x, all.mean)) * along_channels(x, inv_std);
-  if (op.weight) y = y * along_channels(x, *op.weight);
-  if (op.bias) y = y + along_channels(x, *op.bias);
+  const at::Tensor xhat =
+      (x.to(options.dtype()) - along_channels(x, all.mean)) * along_channels(x, inv_std);
+  const at::Tensor y = affine(xhat, op.weight, op.bias);
   return {y.to(x.scalar_type()), all.mean, has_synchronized_kernels(x) ? inv_std : all.var,
           all.count};
 }
@@ -107,7 +98,7 @@ GradientTensors portable_backward_in_graph(const PortableBackwardArguments& op) 
   const GradientSums own = gradient_sums_of(op);
   const at::Tensor message = at::cat({own.dy, own.dy_xmu});
   const at::Tensor totals =
-      SumArguments{message, symbolic_count(op.x), std::nullopt, 0.0, std::nullopt, op.call}
+      SumArguments{message, elements_per_channel(op.x), std::nullopt, 0.0, std::nullopt, op.call}
           .in_order();
   const c10::SymInt channels = op.x.sym_size(1);
   const at::Tensor none = at::empty({0}, op.x.options());

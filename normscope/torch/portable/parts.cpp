@@ -7,13 +7,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
-#include "normscope/core/error.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/torch/ops/activation.h"
@@ -41,21 +36,18 @@ at::Tensor portable_moments(const at::Tensor& x) {
 at::Tensor portable_finalize(const FinalizeOpArguments& op) {
   const Statistics statistics = statistics_of_sums(sums_in(op.moments), op.moments.options());
   update_buffers(op.running, op.momentum, std::nullopt, statistics, /*may_be_empty=*/true);
-  const at::Tensor inv_std = (statistics.var + op.eps).rsqrt();
-  return at::stack({statistics.mean, at::zeros_like(statistics.mean), inv_std}).unsqueeze(0);
+  return stored_statistics(statistics.mean, (statistics.var + op.eps).rsqrt());
 }
 
 GradientTensors portable_part_gradient_sums(const at::Tensor& dy, const at::Tensor& x,
                                             const at::Tensor& statistics) {
   const at::Tensor of = statistics[0];
-  const at::Tensor wide = dy.to(of.scalar_type());
-  const at::Tensor dbias = sum_per_channel(wide);
-  const at::Tensor products = sum_per_channel(wide * centered(x, of));
+  const auto [dbias, products] = gradient_sums(dy.to(of.scalar_type()), centered(x, of));
   const std::int64_t channels = x.size(1);
   const at::Tensor sums = at::zeros({moments_size(channels)}, of.options());
   sums.narrow(0, 0, channels).copy_(dbias);
   sums.narrow(0, kLimbs * channels, channels).copy_(products);
-  sums[limbs_size(channels) + kCount].fill_(static_cast<double>(elements_per_channel(x)));
+  sums[limbs_size(channels) + kCount].fill_(elements_per_channel(x).expect_int());
   const auto type = arithmetic_options(x).dtype();
   return {sums, (products * of[2]).to(type), dbias.to(type)};
 }
@@ -67,12 +59,10 @@ at::Tensor portable_part_input_gradient(const at::Tensor& dy, const at::Tensor& 
   const at::Tensor totals = sums_in(sums);
   const std::int64_t channels = x.size(1);
   const at::Tensor means = totals.narrow(0, 0, 2 * channels) / totals.narrow(0, 2 * channels, 1);
-  const at::Tensor scale = weight ? of[2] * *weight : of[2];
-  const at::Tensor slope = of[2] * of[2] * means.narrow(0, channels, channels);
-  const at::Tensor dx = (dy.to(of.scalar_type()) - along_channels(x, means.narrow(0, 0, channels)) -
-                         centered(x, of) * along_channels(x, slope)) *
-                        along_channels(x, scale);
-  return dx.to(x.scalar_type());
+  return input_gradient(dy.to(of.scalar_type()), centered(x, of),
+                        {means.narrow(0, 0, channels), means.narrow(0, channels, channels)}, of[2],
+                        weight)
+      .to(x.scalar_type());
 }
 
 at::Tensor portable_with_statistics(const WithStatisticsOpArguments& op) {
@@ -83,10 +73,8 @@ at::Tensor portable_with_statistics(const WithStatisticsOpArguments& op) {
   std::vector<at::Tensor> outputs;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const at::Tensor of = op.statistics[static_cast<std::int64_t>(i)];
-    at::Tensor y = centered(x[i], of) * along_channels(x[i], of[2]);
-    if (op.weight) y = y * along_channels(y, *op.weight);
-    if (op.bias) y = y + along_channels(y, *op.bias);
-    outputs.push_back(y.to(op.x.scalar_type()));
+    const at::Tensor xhat = centered(x[i], of) * along_channels(x[i], of[2]);
+    outputs.push_back(affine(xhat, op.weight, op.bias).to(op.x.scalar_type()));
   }
   at::Tensor y = outputs.size() == 1 ? outputs.front() : at::cat(outputs);
   if (op.activation.residual) y = y + *op.activation.residual;

@@ -6,8 +6,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
@@ -41,27 +39,20 @@ Updated updated(const at::Tensor& mean, const at::Tensor& var, const at::Tensor&
                 const OptionalTensor& updates, const OptionalTensor& accumulated,
                 std::optional<double> momentum, bool may_be_empty) {
   check_scope_of_recomputation("");
-  const auto copy = [](const OptionalTensor& buffer) {
-    return buffer ? OptionalTensor(buffer->clone()) : std::nullopt;
-  };
-  const OptionalTensor copies[] = {copy(running_mean), copy(running_var), copy(updates),
-                                   copy(accumulated)};
+  const OptionalTensor copies[] = {copy_of(running_mean), copy_of(running_var), copy_of(updates),
+                                   copy_of(accumulated)};
   update_buffers({copies[0], copies[1], copies[2]}, momentum, copies[3], {mean, var, count},
                  may_be_empty);
-  const auto or_empty = [&](const OptionalTensor& buffer) {
-    return buffer ? *buffer : at::empty({0}, mean.options());
-  };
-  return {or_empty(copies[0]), or_empty(copies[1]), or_empty(copies[2]), or_empty(copies[3])};
+  return {or_empty(copies[0], mean), or_empty(copies[1], mean), or_empty(copies[2], mean),
+          or_empty(copies[3], mean)};
 }
 
 Updated updated_meta(const at::Tensor& mean, const at::Tensor&, const at::Tensor&,
                      const OptionalTensor& running_mean, const OptionalTensor& running_var,
                      const OptionalTensor& updates, const OptionalTensor& accumulated,
                      std::optional<double>, bool) {
-  const auto like = [&](const OptionalTensor& buffer) {
-    return buffer ? at::empty_like(*buffer) : at::empty({0}, mean.options());
-  };
-  return {like(running_mean), like(running_var), like(updates), like(accumulated)};
+  return {like_or_empty(running_mean, mean), like_or_empty(running_var, mean),
+          like_or_empty(updates, mean), like_or_empty(accumulated, mean)};
 }
 
 // An op, which knows when the graph runs whether this is a recomputation.
@@ -72,13 +63,10 @@ void update_in_graph(const RunningTensors& running, std::optional<double> moment
   const auto [mean, var, updates, moments] =
       op.call(statistics.mean, statistics.var, statistics.count, running.mean, running.var,
               running.num_batches_tracked, accumulated, momentum, may_be_empty);
-  const auto copy = [](const OptionalTensor& buffer, const at::Tensor& value) {
-    if (buffer) buffer->copy_(value);
-  };
-  copy(running.mean, mean);
-  copy(running.var, var);
-  copy(running.num_batches_tracked, updates);
-  copy(accumulated, moments);
+  set_buffer(running.mean, mean);
+  set_buffer(running.var, var);
+  set_buffer(running.num_batches_tracked, updates);
+  set_buffer(accumulated, moments);
 }
 
 // Whether this is a real tensor in a call with fake ones: torch writes nothing, but would count a
@@ -102,13 +90,11 @@ void move_towards(const at::Tensor& running, const at::Tensor& value, const at::
 }  // namespace
 
 void add_moments(const at::Tensor& moments, const Statistics& statistics) {
-  const at::Tensor mean = statistics.mean.to(moments.scalar_type());
-  const at::Tensor var = statistics.var.to(moments.scalar_type());
-  const at::Tensor count = statistics.count.to(moments.scalar_type()).reshape({1});
-  const c10::SymInt channels = mean.sym_size(0);
-  moments.narrow_symint(0, 0, channels).add_(mean * count);
-  moments.narrow_symint(0, kLimbs * channels, channels).add_((var + mean * mean) * count);
-  moments.narrow_symint(0, kSums * kLimbs * channels + kCount, 1).add_(count);
+  const at::Tensor sums = sums_of(statistics, moments.scalar_type());
+  const std::int64_t channels = statistics.mean.size(0);
+  moments.narrow(0, 0, channels).add_(sums.narrow(0, 0, channels));
+  moments.narrow(0, kLimbs * channels, channels).add_(sums.narrow(0, channels, channels));
+  moments.narrow(0, limbs_size(channels) + kCount, 1).add_(sums.narrow(0, 2 * channels, 1));
 }
 
 at::Tensor sums_in(const at::Tensor& moments) {
@@ -118,21 +104,11 @@ at::Tensor sums_in(const at::Tensor& moments) {
   return at::cat({sums, moments.narrow(0, size + kCount, 1)});
 }
 
-std::int64_t elements_per_channel(const at::Tensor& x) {
-  return x.size(0) * c10::multiply_integers(x.sizes().slice(2));
-}
-
-at::Tensor along_channels(const at::Tensor& x, const at::Tensor& values) {
-  std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
-  shape[1] = -1;
-  return values.reshape(shape);
-}
-
 at::Tensor in_torch_layout(const at::Tensor& x) { return x.contiguous(x.suggest_memory_format()); }
 
 Statistics statistics_of(const at::Tensor& x) {
   const at::TensorOptions options = arithmetic_options(x);
-  const at::Tensor count = at::scalar_tensor(c10::Scalar(x.sym_numel() / x.sym_size(1)), options);
+  const at::Tensor count = at::scalar_tensor(c10::Scalar(elements_per_channel(x)), options);
   if (at::isReducedFloatingType(x.scalar_type()) && !x.is_cpu()) {
     // Keeps its sums in float32, and needs no copy of x in float32.
     const auto [y, mean, inv_std] =
@@ -142,6 +118,12 @@ Statistics statistics_of(const at::Tensor& x) {
   const auto [var, mean] =
       at::var_mean(x.to(options.dtype()), all_but_channels(x), /*correction=*/0);
   return {mean, var, count};
+}
+
+at::Tensor sums_of(const Statistics& statistics, at::ScalarType type) {
+  const at::Tensor mean = statistics.mean.to(type);
+  const at::Tensor n = statistics.count.to(type).reshape({1});
+  return at::cat({mean * n, (statistics.var.to(type) + mean * mean) * n, n});
 }
 
 Statistics statistics_of_sums(const at::Tensor& sums, const at::TensorOptions& options) {
@@ -173,15 +155,39 @@ Statistics pooled(const std::vector<Statistics>& parts) {
   return merged(at::stack(means), at::stack(vars), at::stack(counts));
 }
 
-at::Tensor sum_per_channel(const at::Tensor& values) {
-  return values.sum(all_but_channels(values));
+at::Tensor stored_statistics(const at::Tensor& mean, const at::Tensor& inv_std) {
+  return at::stack({mean, at::zeros_like(mean), inv_std}).unsqueeze(0);
+}
+
+at::Tensor affine(at::Tensor y, const OptionalTensor& weight, const OptionalTensor& bias) {
+  if (weight) y = y * along_channels(y, *weight);
+  if (bias) y = y + along_channels(y, *bias);
+  return y;
+}
+
+GradientSums gradient_sums(const at::Tensor& dy, const at::Tensor& centered) {
+  const std::vector<std::int64_t> dims = all_but_channels(dy);
+  return {dy.sum(dims), (dy * centered).sum(dims)};
+}
+
+at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
+                          const GradientSums& means, const at::Tensor& inv_std,
+                          const OptionalTensor& weight) {
+  const at::Tensor scale = weight ? *weight * inv_std : inv_std;
+  const at::Tensor slope = inv_std * inv_std * means.dy_xmu;
+  const auto of = [&](const at::Tensor& values) { return along_channels(dy, values); };
+  return (dy - of(means.dy) - centered * of(slope)) * of(scale);
 }
 
 // A graph learns this when it runs: see update_in_graph().
 bool repeats_a_forward() { return runs_inside_a_backward() && !is_recorded_for_a_graph(); }
 
+bool has_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
+  return running.mean || running.num_batches_tracked || accumulated;
+}
+
 bool updates_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
-  return !repeats_a_forward() && (running.mean || running.num_batches_tracked || accumulated);
+  return !repeats_a_forward() && has_buffers(running, accumulated);
 }
 
 OptionalTensor in_arithmetic(const OptionalTensor& parameter, const at::Tensor& x) {
@@ -213,12 +219,10 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
   std::optional<at::Tensor> has_elements;
   if (may_be_empty) has_elements = statistics.count.reshape({1}) >= 1;
   const OptionalTensor& updates = running.num_batches_tracked;
-  if (updates) {
-    if (has_elements) {
-      updates->add_(has_elements->to(at::kLong).reshape(updates->sizes()));
-    } else {
-      updates->add_(1);
-    }
+  if (has_elements && updates) {
+    updates->add_(has_elements->to(at::kLong).reshape(updates->sizes()));
+  } else {
+    count_update(running);
   }
   // As in torch, running statistics do not change if nothing counts a cumulative average's updates.
   if (running.mean && (momentum || updates)) {

@@ -19,12 +19,6 @@ struct Statistics {
   at::Tensor count;  // [] or [1]
 };
 
-// The elements per channel of x [N, C, *].
-[[nodiscard]] std::int64_t elements_per_channel(const at::Tensor& x);
-
-// values [C], in a shape that broadcasts over x [N, C, *].
-[[nodiscard]] at::Tensor along_channels(const at::Tensor& x, const at::Tensor& values);
-
 // x itself if it is contiguous or channels-last, else a contiguous copy: as torch's synchronized
 // layer does.
 [[nodiscard]] at::Tensor in_torch_layout(const at::Tensor& x);
@@ -32,8 +26,11 @@ struct Statistics {
 // Of this rank's x, which is not empty.
 [[nodiscard]] Statistics statistics_of(const at::Tensor& x);
 
-// Of sums [2 C + 1] in float64: n * mean, n * (var + mean^2), n. The cancellation in the variance
-// costs (mean / std)^2 roundings of float64, less than those of float32 in x.
+// Sums [2 C + 1] of the given type: n * mean, n * (var + mean^2), n.
+[[nodiscard]] at::Tensor sums_of(const Statistics& statistics, at::ScalarType type);
+
+// Of such sums. The cancellation in the variance costs (mean / std)^2 roundings of float64, less
+// than those of float32 in x.
 [[nodiscard]] Statistics statistics_of_sums(const at::Tensor& sums,
                                             const at::TensorOptions& options);
 
@@ -41,17 +38,34 @@ struct Statistics {
 [[nodiscard]] Statistics merged(const at::Tensor& means, const at::Tensor& vars,
                                 const at::Tensor& counts);
 
+// The statistics that other ops take, [1, 3, C], of a mean and an inverse standard deviation [C].
+[[nodiscard]] at::Tensor stored_statistics(const at::Tensor& mean, const at::Tensor& inv_std);
+
+// y * weight + bias, where there are such.
+[[nodiscard]] at::Tensor affine(at::Tensor y, const OptionalTensor& weight,
+                                const OptionalTensor& bias);
+
+// The sums [C] of dy and dy * (x - mean); `centered` is x - mean, in the type of dy.
+struct GradientSums {
+  at::Tensor dy;
+  at::Tensor dy_xmu;
+};
+[[nodiscard]] GradientSums gradient_sums(const at::Tensor& dy, const at::Tensor& centered);
+
+// dx, from the means of the gradient sums over the norm batch.
+[[nodiscard]] at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
+                                        const GradientSums& means, const at::Tensor& inv_std,
+                                        const OptionalTensor& weight);
+
 // Whether this call is a recomputation, which must change nothing.
 [[nodiscard]] bool repeats_a_forward();
 
-// Whether a call has something to update: not in a recomputation.
+// Whether a call has buffers, and whether it has something to update: not in a recomputation.
+[[nodiscard]] bool has_buffers(const RunningTensors& running, const OptionalTensor& accumulated);
 [[nodiscard]] bool updates_buffers(const RunningTensors& running,
                                    const OptionalTensor& accumulated);
 
 [[nodiscard]] Statistics pooled(const std::vector<Statistics>& parts);
-
-// The sums [C] of values [N, C, *].
-[[nodiscard]] at::Tensor sum_per_channel(const at::Tensor& values);
 
 // torch's kernels take parameters and running statistics in the type of x's arithmetic. (Some also
 // take x's type, but not on all devices.)

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/tensors/results.h"
 
+#include <cstddef>
+#include <vector>
+
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include "normscope/torch/tensors/tensor_view.h"
 
@@ -36,6 +40,34 @@ SecondGradients empty_second_gradients(const at::Tensor& x) {
   return {.dy = empty_output(x),
           .x = empty_output(x),
           .weight = empty_parameter_gradient(x, x.sym_size(1))};
+}
+
+c10::SymInt elements_per_channel(const at::Tensor& x) {
+  c10::SymInt count = x.sym_size(0);
+  for (std::int64_t dim = 2; dim < x.dim(); ++dim) count = count * x.sym_size(dim);
+  return count;
+}
+
+at::Tensor along_channels(const at::Tensor& x, const at::Tensor& values) {
+  std::vector<std::int64_t> shape(static_cast<std::size_t>(x.dim()), 1);
+  shape[1] = -1;
+  return values.reshape(shape);
+}
+
+OptionalTensor copy_of(const OptionalTensor& buffer) {
+  return buffer ? OptionalTensor(buffer->clone()) : std::nullopt;
+}
+
+at::Tensor or_empty(const OptionalTensor& buffer, const at::Tensor& x) {
+  return buffer ? *buffer : at::empty({0}, x.options());
+}
+
+at::Tensor like_or_empty(const OptionalTensor& buffer, const at::Tensor& x) {
+  return buffer ? at::empty_like(*buffer) : at::empty({0}, x.options());
+}
+
+void set_buffer(const OptionalTensor& buffer, const at::Tensor& value) {
+  if (buffer) buffer->copy_(value);
 }
 
 }  // namespace normscope::binding

@@ -39,4 +39,18 @@ struct Gradients {
 
 [[nodiscard]] SecondGradients empty_second_gradients(const at::Tensor& x);
 
+// The elements per channel of x [N, C, *].
+[[nodiscard]] c10::SymInt elements_per_channel(const at::Tensor& x);
+
+// values [C], in a shape that broadcasts over x [N, C, *].
+[[nodiscard]] at::Tensor along_channels(const at::Tensor& x, const at::Tensor& values);
+
+// Buffers that may be absent, for ops that return their new values: a copy, the buffer or an empty
+// tensor, and an uninitialized tensor like it or an empty one.
+[[nodiscard]] OptionalTensor copy_of(const OptionalTensor& buffer);
+[[nodiscard]] at::Tensor or_empty(const OptionalTensor& buffer, const at::Tensor& x);
+[[nodiscard]] at::Tensor like_or_empty(const OptionalTensor& buffer, const at::Tensor& x);
+// Writes such a value into the buffer, if there is one.
+void set_buffer(const OptionalTensor& buffer, const at::Tensor& value);
+
 }  // namespace normscope::binding
