@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""elements_seen: the elements in running statistics, by which pooling weighs the ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from rank_pool import RankPool, connected_group
+from torch import distributed, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+import normscope
+
+pytestmark = pytest.mark.on_device
+
+
+def weights_after(kind: str) -> float:
+    """Return the pooled mean of ranks with values 0 and 3, and 1 and 2 elements, or as ``kind``."""
+    rank = distributed.get_rank()
+    layer = normscope.BatchNorm1d(1, scope="local", momentum=1.0)
+    x = torch.full((2 * (rank + 1), 1), 3.0 * rank)
+    layer(x)
+    if kind == "copied":
+        layer = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    elif kind == "unknown on one rank" and rank == 0:
+        layer.elements_seen = None
+    elif kind == "pooled before":
+        normscope.sync_running_stats(layer)
+        assert layer.elements_seen == 0
+        layer(torch.full((2 * (2 - rank), 1), 3.0 * rank))
+    elif kind == "reverted":
+        plain = normscope.revert(normscope.convert(nn.BatchNorm1d(1)))
+        plain.load_state_dict(layer.state_dict())
+        normscope.sync_running_stats(plain)
+        return plain.get_buffer("running_mean").item()
+    elif kind == "without elements":
+        layer.elements_seen = 0
+    elif kind == "in a group":
+        normscope.sync_running_stats(layer, connected_group([0, 1]))
+    normscope.sync_running_stats(layer)
+    return layer.get_buffer("running_mean").item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("counted", 2.0),
+        ("copied", 2.0),
+        ("in a group", 2.0),
+        ("pooled before", 1.0),
+        ("unknown on one rank", 1.5),
+        ("without elements", 1.5),
+        ("reverted", 1.5),
+    ],
+)
+def test_ranks_are_weighted_by_elements_since_the_last_pooling(
+    ranks: RankPool, kind: str, expected: float
+) -> None:
+    assert ranks.run(2, weights_after, kind) == [expected] * 2
+
+
+def started_anew(model: Any, how: str) -> Any:  # noqa: ANN401 - with attributes of layers
+    """Set the statistics of a layer, as programs and libraries do; the next call replaces them."""
+    layer = model[0]
+    layer.momentum = 1.0
+    fresh = nn.BatchNorm1d(1)
+    buffers = dict(fresh.named_buffers())
+    if how == "reset":
+        layer.reset_running_stats()
+    elif how == "load_state_dict":
+        layer.load_state_dict(fresh.state_dict())
+    elif how == "load_state_dict, assign":
+        layer.load_state_dict(fresh.state_dict(), assign=True)
+    elif how in buffers:
+        layer.load_state_dict({how: buffers[how]}, strict=False)
+    elif how == "copied":
+        layer.get_buffer("running_var").copy_(buffers["running_var"])
+    elif how == "copied in inference mode":
+        with torch.inference_mode():
+            layer.get_buffer("running_mean").copy_(buffers["running_mean"])
+    elif how == "averaged":
+        torch._foreach_lerp_([*layer.buffers()][:2], [*buffers.values()][:2], 0.5)
+    elif how == "replaced, cumulative":  # stochastic weight averaging of Lightning
+        layer.running_mean = torch.zeros_like(layer.running_mean)
+        layer.running_var = torch.ones_like(layer.running_var)
+        layer.momentum = None
+        layer.num_batches_tracked *= 0
+    elif how == "precise":  # fvcore.nn.precise_bn
+        layer.running_var = buffers["running_var"]
+    elif how == "cumulative":
+        layer.momentum = None
+        layer.num_batches_tracked *= 0
+    elif how == "moved":
+        model.double()
+    else:
+        assert how == "update_bn"
+        averaged: Any = AveragedModel(model)
+        update_bn([torch.zeros(2, 1)], averaged)
+        averaged.module[0].momentum = 1.0
+        return averaged.module
+    return model
+
+
+CHANGES = [
+    "reset",
+    "load_state_dict",
+    "load_state_dict, assign",
+    "running_mean",
+    "running_var",
+    "num_batches_tracked",
+    "copied",
+    "copied in inference mode",
+    "averaged",
+    "replaced, cumulative",
+    "precise",
+    "cumulative",
+    "moved",
+]
+
+
+@pytest.mark.parametrize("how", [*CHANGES, "update_bn"])
+def test_the_count_starts_anew_if_others_set_the_statistics(how: str) -> None:
+    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
+    model(torch.randn(5, 1))
+    assert model[0].elements_seen == 5
+
+    model = started_anew(model, how)
+    assert model[0].elements_seen == (2 if how == "update_bn" else 0)
+    for calls in (1, 2):
+        model(torch.randn(3, 1).type_as(model[0].running_mean))
+        assert model[0].elements_seen == 3 * calls + (2 if how == "update_bn" else 0)
+
+
+def pooled_after(how: str) -> list[float]:
+    """Return the pooled mean and variance of two values on each rank, after many on one of them."""
+    rank = distributed.get_rank()
+    model: Any = normscope.convert(nn.Sequential(nn.BatchNorm1d(1)), "local")
+    model(torch.randn(10 if rank else 1000, 1))
+    model = started_anew(model, how)
+    model(torch.tensor([[0.0], [2.0]]).type_as(model[0].running_mean) + 10 * rank)
+    normscope.sync_running_stats(model)
+    return [model[0].running_mean.item(), model[0].running_var.item()]
+
+
+@pytest.mark.parametrize("how", [*CHANGES, "update_bn"])
+def test_ranks_are_not_weighted_by_elements_before_a_change(ranks: RankPool, how: str) -> None:
+    for found in ranks.run(2, pooled_after, how):
+        assert found == pytest.approx([6, 27])
+
+
+@pytest.mark.own_kernels
+def test_calls_that_update_nothing_do_not_count() -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    x = torch.randn(4, 3)
+    layer(x)
+    layer.momentum = 0
+    layer(x)
+    layer.momentum = 0.1
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer(torch.randn(4, 3))
+    layer.track_running_stats = False
+    layer(x)
+    layer.track_running_stats = True
+    assert layer.elements_seen == 12
+    layer(x)
+    assert layer.elements_seen == 24
+
+    abstract = normscope.BatchNorm1d(3, scope="local", device="meta")
+    abstract(x.to("meta"))
+    assert abstract.elements_seen == 0
+    with torch.inference_mode():
+        layer = normscope.BatchNorm1d(3, scope="local", affine=False)
+    layer(x)
+    assert layer.num_batches_tracked == 1
+    assert layer.elements_seen == 0  # torch has no versions of such buffers
+
+
+def test_what_only_reads_the_statistics_keeps_the_count() -> None:
+    model: Any = nn.Sequential(normscope.BatchNorm1d(3, scope="local"))
+    model(torch.randn(4, 3))
+
+    model.eval()(torch.randn(4, 3))
+    state = copy.deepcopy(model.state_dict())
+    model.to("cpu", torch.float32).train().share_memory()
+    others = [
+        copy.deepcopy(model),
+        nn.Sequential(copy.copy(model[0])),
+        pickle.loads(pickle.dumps(model)),
+    ]
+    averaged: Any = AveragedModel(model).module
+
+    for other in (model, *others, averaged):
+        assert other[0].elements_seen == 12
+        assert list(other.state_dict()) == list(state)
+    assert "elements_seen" in model[0].__getstate__()  # as in version 0.2.0
+    assert "elements_seen" not in vars(others[-1][0])
+
+
+def test_the_count_is_not_in_state_dict_and_failed_calls_do_not_count() -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+
+    with pytest.raises(ValueError, match="more than 1 value"):
+        layer(torch.randn(1, 3))
+    assert layer.elements_seen == 0
+    layer(torch.randn(4, 3))
+    layer.eval()(torch.randn(4, 3))
+
+    assert layer.elements_seen == 12
+    assert list(layer.state_dict()) == list(nn.BatchNorm1d(3).state_dict())
+
+
+def test_a_compiled_graph_leaves_the_count_unknown_and_is_compiled_once() -> None:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=graphs)
+    for _ in range(3):
+        compiled(torch.randn(4, 3))
+        assert layer.elements_seen is None
+        layer.elements_seen = 0  # as pooling does
+
+    assert graphs.frame_count == 1
