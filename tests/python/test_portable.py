@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -143,10 +143,11 @@ def test_ranks_train_like_torch_on_the_joined_batch(
     assert_trains_like_torch(answers, shape, sizes, dtype, momentum)
 
 
-def test_ranks_with_other_norm_batches_train_like_torch_on_each(pool: RankPool) -> None:
+def train_in_parts(pool: RankPool, *where: str) -> None:
+    """Assert that ranks 0 and 1, and rank 2, train like torch on their norm batches."""
     shape, sizes = (7, 3, 4), (3, 2, 2)
 
-    answers = pool.run(3, train, shape, sizes, "ranks:0,1/2", torch.float32, 0.1)
+    answers = pool.run(3, train, shape, sizes, "ranks:0,1/2", torch.float32, 0.1, *where)
 
     for ranks, samples in (((0, 1), slice(0, 5)), ((2,), slice(5, 7))):
         x, dy = (t[samples].double() for t in inputs(shape, torch.float32))
@@ -156,6 +157,10 @@ def test_ranks_with_other_norm_batches_train_like_torch_on_each(pool: RankPool) 
         for rank in ranks:
             got = answers[rank]["running_var"]
             torch.testing.assert_close(got, expected["running_var"], rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_with_other_norm_batches_train_like_torch_on_each(pool: RankPool) -> None:
+    train_in_parts(pool)
 
 
 @pytest.mark.parametrize("backend", [torch_device.BACKENDS, "gloo"])
@@ -172,15 +177,7 @@ def test_ranks_on_a_device_train_like_torch(
 
 
 def test_parts_of_a_group_meet_on_a_device(devices: RankPool) -> None:
-    shape, sizes, device = (7, 3, 4), (3, 2, 2), (torch_device.NAME, torch_device.BACKENDS)
-
-    answers = devices.run(3, train, shape, sizes, "ranks:0,1/2", torch.float32, 0.1, *device)
-
-    for ranks, samples in (((0, 1), slice(0, 5)), ((2,), slice(5, 7))):
-        x, dy = (t[samples].double() for t in inputs(shape, torch.float32))
-        expected = of_oracle(shape, x, dy, 0.1)
-        joined = torch.cat([answers[rank]["dx"] for rank in ranks])
-        torch.testing.assert_close(joined, expected["dx"], rtol=1e-5, atol=1e-5)
+    train_in_parts(devices, torch_device.NAME, torch_device.BACKENDS)
 
 
 @pytest.mark.cuda
@@ -287,40 +284,55 @@ def test_a_rank_on_the_cpu_and_one_on_a_device_are_told_so(devices: RankPool) ->
     assert "rank 1: Traceback" in str(failure.value)
 
 
-VIEWS = ("contiguous", "empty", "empty_like", "narrow", "select", "t", "view")
+VIEWS = [
+    *("chunk", "contiguous", "detach", "empty", "empty_like", "narrow", "reshape", "select"),
+    *("split", "squeeze", "t", "view"),
+]
 
 
-def operations(backend: str) -> dict[str, list[str]]:
-    """Return the operations of torch in a forward and in a backward, without views."""
+def operations_of(call: Callable[[], object]) -> list[str]:
+    """Return the operations of torch in a call, without views and what Gloo's threads do."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+    events = profiler.events() or []
+    of_gloo = {event.thread for event in events if event.name.startswith("gloo:")}
+    found = []
+    for event in events:
+        if event.thread in of_gloo:
+            continue
+        _, is_operation, name = event.name.partition("aten::")
+        parent = event.cpu_parent
+        while parent is not None and not parent.name.startswith("aten::"):
+            parent = parent.cpu_parent
+        if is_operation and parent is None and name not in VIEWS:
+            found.append(name)
+    return found
+
+
+def operations(layer_class: type[torch.nn.Module]) -> tuple[list[str], list[str]]:
+    """Return the operations in a forward and in a backward of a layer of two ranks."""
     torch_device.load()
     import synchronized_kernels
 
     kernels = synchronized_kernels.register("PrivateUse1")
-    layer = normscope.BatchNorm2d(3, process_group=distributed.new_group(backend=backend))
-    layer = layer.to(torch_device.NAME)
+    group = distributed.new_group(backend=torch_device.BACKENDS)
+    layer = layer_class(3, process_group=group).to(torch_device.NAME)
     x = torch.randn(2, 3, 4, 4).to(torch_device.NAME).requires_grad_()
     layer(x).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        layer(x).sum().backward()
-    found: dict[str, list[str]] = {}
-    for event in profiler.events() or []:
-        parent = event.cpu_parent
-        if parent is None or not parent.name.startswith("normscope::portable_"):
-            continue
-        _, is_operation, name = event.name.partition("aten::")
-        if is_operation and name not in VIEWS:
-            found.setdefault(parent.name, []).append(name)
+    layer.zero_grad()
+    x.grad = None
+    y = layer(x)
+    dy = torch.ones_like(y)
+    found = operations_of(lambda: layer(x)), operations_of(lambda: y.backward(dy))
     del kernels
     return found
 
 
 def test_a_step_takes_few_operations_and_none_that_waits(devices: RankPool) -> None:
-    for of_rank in devices.run(2, operations, torch_device.BACKENDS):
-        forward = of_rank["normscope::portable_forward"]
-        backward = of_rank["normscope::portable_backward"]
-        # The exchange, which is a range of its own, has a cat and the collective.
+    for forward, backward in devices.run(2, operations, normscope.BatchNorm2d):
         assert forward == [
             "batch_norm_stats",
+            "cat",  # before the collective
             "copy_",  # the headers as integers
             "copy_",  # and to the host, for a later check
             "batch_norm_gather_stats_with_counts",
@@ -328,8 +340,15 @@ def test_a_step_takes_few_operations_and_none_that_waits(devices: RankPool) -> N
             "batch_norm_elemt",
         ]
         assert backward == ["batch_norm_backward_reduce", "cat", "batch_norm_backward_elemt"]
-        waiting = {"item", "_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
-        assert not waiting & {*forward, *backward}
+
+
+def test_the_operations_of_torch_s_synchronized_layer_are_those_in_the_documents(
+    devices: RankPool,
+) -> None:
+    for forward, backward in devices.run(2, operations, torch.nn.SyncBatchNorm):
+        assert len(forward) == 11
+        assert forward.count("index") == 3  # by a mask, which waits for the device
+        assert len(backward) == 3
 
 
 def fake_step(scope: str) -> None:

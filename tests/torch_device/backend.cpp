@@ -54,8 +54,8 @@ class OverHost final : public c10d::Backend {
   }
   Work _allgather_base(at::Tensor& output, at::Tensor& input,
                        const c10d::AllgatherOptions& options) override {
-    at::Tensor to = on_host(output);
-    at::Tensor from = on_host(input);
+    at::Tensor to = on_host(output).view({-1});  // any shape will do, as for NCCL
+    at::Tensor from = on_host(input).view({-1});
     return host_->_allgather_base(to, from, options);
   }
   Work barrier(const c10d::BarrierOptions& options) override { return host_->barrier(options); }

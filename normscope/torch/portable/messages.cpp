@@ -90,7 +90,8 @@ GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
     parts.push_back(header_on_device({{static_cast<double>(count)}}, options));
     rows = at::cat(parts).unsqueeze(0);
   } else if (is_on_device()) {
-    const std::size_t bytes = parts.size() * parts.front().nbytes();
+    std::size_t bytes = kHeader * parts.front().itemsize();
+    for (const at::Tensor& part : parts) bytes += part.nbytes();
     call = use_.get()->meet_on_device(label, static_cast<double>(count), bytes,
                                       [&](const Header& header) {
                                         hash = static_cast<std::int32_t>(header.fields[kCallHash]);

@@ -29,10 +29,10 @@ struct GatheredRows {
   at::Tensor counts;  // [ranks] int32, elements per channel
 };
 
-// The message of a call whose statistics torch's kernels compute. If the group's backend takes
-// tensors of x's device, it is queued there and nothing waits for it; what the ranks sent is then
-// checked in a later call of the same ranks. Otherwise it goes through the host, which waits for
-// the device once.
+// The message of a call whose statistics torch's kernels compute. If the group's backend works on
+// x's device, the message is queued there and the host does not wait; a later call of the same
+// ranks checks what they sent. Otherwise the message goes through the host, which waits for the
+// device once.
 class TensorMessage {
  public:
   // Numbers of a gathered row after the caller's own: the count, the call's hash and whether a
