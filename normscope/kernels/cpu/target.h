@@ -50,8 +50,8 @@ enum class Stores { kCached, kStreaming };
 // function of Kernels with its name does, and also what the one with an activation does. Without
 // an activation (kNone), add_gradient_sums reads mean_hi only.
 //
-// What writes a tensor goes through the tiles backwards, because the previous sweep has left the
-// last ones in the cache. dz is read again at once, so its stores are cached.
+// Kernels that write a tensor process its tiles in reverse order, because the sweep before has left
+// the last ones in the cache. dz is read again at once, so its stores are cached.
 template <class Element>
 struct ElementKernels {
   using Real = Arithmetic<Element>;
