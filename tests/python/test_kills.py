@@ -107,8 +107,8 @@ def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[s
 
 
 def shared_memory() -> list[str]:
-    """Return the files in shared memory, without semaphores of joblib, which other tests use."""
-    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-"))
+    """Return the files in shared memory, without the semaphores that Python makes for other tests."""
+    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
 
 
 # On an idle machine 0.1 s. Here several worlds share its cores.
