@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "normscope/core/attributes.h"
 #include "normscope/core/dtype.h"
@@ -10,6 +11,10 @@
 namespace normscope {
 
 // Storage for the 16-bit types. They have no arithmetic: elements are widened to float32 first.
+//
+// Device code has instructions for these conversions. They give the bits of the code below them,
+// except for NaN: narrowed by an instruction, every NaN becomes 0x7FFF, without its sign and
+// payload.
 struct BFloat16 {
   std::uint16_t bits;
 };
@@ -35,6 +40,11 @@ NORMSCOPE_INLINE float widen(BFloat16 x) noexcept {
   return std::bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16U);
 }
 NORMSCOPE_INLINE float widen(Float16 x) noexcept {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#else
   const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000U) << 16U;
   const std::uint32_t exponent = (x.bits >> 10U) & 0x1FU;
   const std::uint32_t fraction = x.bits & 0x3FFU;
@@ -44,7 +54,22 @@ NORMSCOPE_INLINE float widen(Float16 x) noexcept {
   }
   const std::uint32_t wide_exponent = exponent == 0x1FU ? 0xFFU : exponent + (127U - 15U);
   return std::bit_cast<float>(sign | (wide_exponent << 23U) | (fraction << 13U));
+#endif
 }
+
+#if defined(__CUDA_ARCH__)
+// Two numbers narrowed by one instruction: the bits of low, and above them those of high.
+template <class Element>
+NORMSCOPE_INLINE std::uint32_t narrow_pair(float low, float high) noexcept {
+  std::uint32_t pair;
+  if constexpr (std::is_same_v<Element, BFloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+#endif
 
 // Rounds to the nearest element, ties to even.
 template <class Element, class Real>
@@ -63,12 +88,19 @@ NORMSCOPE_INLINE double narrow<double>(double x) noexcept {
 }
 template <>
 NORMSCOPE_INLINE BFloat16 narrow<BFloat16>(float x) noexcept {
+#if defined(__CUDA_ARCH__)
+  return {static_cast<std::uint16_t>(narrow_pair<BFloat16>(x, 0.0F))};
+#else
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   if (x != x) return {static_cast<std::uint16_t>((bits >> 16U) | 0x40U)};
   return {static_cast<std::uint16_t>((bits + 0x7FFFU + ((bits >> 16U) & 1U)) >> 16U)};
+#endif
 }
 template <>
 NORMSCOPE_INLINE Float16 narrow<Float16>(float x) noexcept {
+#if defined(__CUDA_ARCH__)
+  return {static_cast<std::uint16_t>(narrow_pair<Float16>(x, 0.0F))};
+#else
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
   const std::uint32_t sign = (bits >> 16U) & 0x8000U;
   const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
@@ -82,6 +114,7 @@ NORMSCOPE_INLINE Float16 narrow<Float16>(float x) noexcept {
   }
   const std::uint32_t rounded = magnitude + 0xFFFU + ((magnitude >> 13U) & 1U);
   return {static_cast<std::uint16_t>(sign | ((rounded - 0x38000000U) >> 13U))};
+#endif
 }
 
 // Rounds a double to the element type with a single rounding. The conversion to a 16-bit type goes

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 #include <utility>
 
 #include "normscope/core/formulas.h"
@@ -10,71 +11,45 @@
 
 namespace normscope::cuda {
 
-// Makes a pack of the elements value(j).
-template <class Element, int kPack, class Value>
-NORMSCOPE_INLINE Pack<Element, kPack> pack_of(const Value& value) {
-  Pack<Element, kPack> pack;
-#if defined(__CUDACC__)
-#pragma unroll  // otherwise sm_100 keeps packs in memory if there is an activation
-#endif
-  for (int j = 0; j < kPack; ++j) pack.elements[j] = value(j);
-  return pack;
-}
+// How elements are computed, with coefficients that were rounded once per channel. output() gets
+// an element of each input; kIsLong if its code is too long to be there for each of kAtOnce packs.
+// Limits are those of the loop over packs, per pack that it writes.
 
-// How elements are computed, with coefficients that were rounded once per channel.
-
+// Limits: at most 60 instructions, at least 4 loads before the first store.
 template <class Element>
 struct NormalizeElements {
   using ElementType = Element;
   using Real = Arithmetic<Element>;
   using Formula = Normalize<Real>;
   static constexpr int kCount = Coefficients::kNormalize;
+  static constexpr int kInputs = 1;
+  static constexpr int kAtOnce = 4;
+  static constexpr bool kIsLong = false;
 
-  Elements<const Element> x;
-  const Real* coefficients;  // [slices, kCount, C]
+  Elements<const Element> inputs[kInputs];  // x
+  const Real* coefficients;                 // [slices, kCount, C]
 
-  template <int kPack>
-  struct Inputs {
-    Pack<Element, kPack> x;
-
-    template <class FormulaOf>
-    NORMSCOPE_INLINE Pack<Element, kPack> apply(const FormulaOf& formula_of) const {
-      return pack_of<Element, kPack>(
-          [&](int j) { return narrow<Element>(formula_of(j)(widen(x.elements[j]))); });
-    }
-  };
-  template <int kPack>
-  NORMSCOPE_INLINE Inputs<kPack> load(std::int64_t n, std::int64_t c, std::int64_t p) const {
-    return {load_pack<kPack>(x.at(n, c, p))};
+  NORMSCOPE_INLINE Real output(const Formula& formula, const Real (&in)[kInputs]) const {
+    return formula(in[0]);
   }
 };
 
+// Limits: at most 80 instructions, at least 4 loads before the first store.
 template <class Element>
 struct InputGradientElements {
   using ElementType = Element;
   using Real = Arithmetic<Element>;
   using Formula = InputGradient<Real>;
   static constexpr int kCount = Coefficients::kInputGradient;
+  static constexpr int kInputs = 2;
+  static constexpr int kAtOnce = 4;
+  static constexpr bool kIsLong = false;
 
-  Elements<const Element> x;
-  Elements<const Element> dy;
-  const Real* coefficients;  // [slices, kCount, C]
+  Elements<const Element> inputs[kInputs];  // x, dy
+  const Real* coefficients;                 // [slices, kCount, C]
 
-  template <int kPack>
-  struct Inputs {
-    Pack<Element, kPack> x;
-    Pack<Element, kPack> dy;
-
-    template <class FormulaOf>
-    NORMSCOPE_INLINE Pack<Element, kPack> apply(const FormulaOf& formula_of) const {
-      return pack_of<Element, kPack>([&](int j) {
-        return narrow<Element>(formula_of(j)(widen(x.elements[j]), widen(dy.elements[j])));
-      });
-    }
-  };
-  template <int kPack>
-  NORMSCOPE_INLINE Inputs<kPack> load(std::int64_t n, std::int64_t c, std::int64_t p) const {
-    return {load_pack<kPack>(x.at(n, c, p)), load_pack<kPack>(dy.at(n, c, p))};
+  NORMSCOPE_INLINE Real output(const Formula& formula, const Real (&in)[kInputs]) const {
+    return formula(in[0], in[1]);
   }
 };
 
@@ -84,14 +59,14 @@ struct LoadedFormulas {
   Pack<typename Apply::Real, kPack> values[Apply::kCount > 0 ? Apply::kCount : 1];
 
   NORMSCOPE_INLINE LoadedFormulas(const Apply& apply, std::int64_t slice, std::int64_t c) {
-    const std::int64_t channels = apply.x.channels;
+    const std::int64_t channels = apply.inputs[0].channels;
     const auto* at = apply.coefficients + slice * Apply::kCount * channels + c;
     for (int k = 0; k < Apply::kCount; ++k) values[k] = load_pack<kPack>(at + k * channels);
   }
 
-  // The formula of channel c + j. Its members are the coefficients, in their order.
+  // The formula of element j of a pack. Its members are the coefficients, in their order.
   NORMSCOPE_INLINE typename Apply::Formula operator[](int j) const {
-    return formula(j, std::make_index_sequence<Apply::kCount>{});
+    return formula(kPack == 1 ? 0 : j, std::make_index_sequence<Apply::kCount>{});
   }
 
  private:
@@ -102,12 +77,127 @@ struct LoadedFormulas {
   }
 };
 
+// A thread's way through all tensors of a formula.
+template <class Apply>
+class Walk {
+ public:
+  using Element = typename Apply::ElementType;
+  using Real = typename Apply::Real;
+
+  // Visits the packs first, first + step, ... of those that start at (n, c, 0) and are
+  // stride_of(tensor) elements apart.
+  template <class StrideOf>
+  __device__ Walk(const Apply& apply, const Elements<Element>& y, std::int64_t n, std::int64_t c,
+                  std::int64_t first, std::int64_t step, const StrideOf& stride_of)
+      : apply_(apply), next_(first), step_(step) {
+    y_.start(y.at(n, c, 0) + first * stride_of(y), step * stride_of(y));
+    NORMSCOPE_UNROLL
+    for (int k = 0; k < Apply::kInputs; ++k) {
+      const auto& input = apply.inputs[k];
+      inputs_[k].start(input.at(n, c, 0) + first * stride_of(input), step * stride_of(input));
+    }
+  }
+
+  // Writes those below `end`, several at once as long as there are so many.
+  template <int kPack, class Formulas>
+  __device__ void write(std::int64_t end, bool streams, const Formulas& formulas) {
+    constexpr int kAtOnce = Apply::kAtOnce;
+    const std::int64_t last = in_register(end - (kAtOnce - 1) * step_);
+    const std::int64_t steps = in_register(kAtOnce * step_);
+    if (streams) {
+      for (; next_ < last; next_ += steps) write_packs<kPack, kAtOnce, Store::kStreamed>(formulas);
+    } else {
+      for (; next_ < last; next_ += steps) write_packs<kPack, kAtOnce, Store::kKept>(formulas);
+    }
+    write_one_by_one<kPack>(end, formulas);
+  }
+  template <int kPack, class Formulas>
+  __device__ void write_one_by_one(std::int64_t end, const Formulas& formulas) {
+    for (; next_ < end; next_ += step_) write_packs<kPack, 1, Store::kKept>(formulas);
+  }
+
+ private:
+  // A place in one tensor. Distances are in bytes and in registers: a loop then needs one addition
+  // to reach the next pack.
+  template <class Pointed>
+  struct Place {
+    char* at;
+    std::int64_t one_pack;
+    std::int64_t two_packs;
+    std::int64_t at_once;
+
+    __device__ void start(Pointed* first, std::int64_t elements) {
+      const std::int64_t bytes = elements * std::int64_t{sizeof(Element)};
+      at = reinterpret_cast<char*>(const_cast<Element*>(first));
+      one_pack = in_register(bytes);
+      two_packs = in_register(2 * bytes);
+      at_once = in_register(Apply::kAtOnce * bytes);
+    }
+    // The i-th from here, for i below 4.
+    NORMSCOPE_INLINE Pointed* pack(int i) const {
+      return reinterpret_cast<Pointed*>(at + (i >= 2 ? two_packs : 0) +
+                                        (i % 2 == 1 ? one_pack : 0));
+    }
+    NORMSCOPE_INLINE void skip(int packs) { at += packs == 1 ? one_pack : at_once; }
+  };
+
+  // Loads all inputs of kAtOnce packs before it stores the first: the compiler cannot, because it
+  // does not know that a store changes none of them.
+  template <int kPack, int kAtOnce, Store kStore, class Formulas>
+  __device__ void write_packs(const Formulas& formulas) {
+    Pack<Element, kPack> loaded[kAtOnce][Apply::kInputs];
+    NORMSCOPE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      for (int k = 0; k < Apply::kInputs; ++k) loaded[i][k] = load_pack<kPack>(inputs_[k].pack(i));
+    }
+    NORMSCOPE_UNROLL
+    for (auto& input : inputs_) input.skip(kAtOnce);
+    if constexpr (Apply::kIsLong) {
+      // A loop, so that the code is there once. Packs move up instead of being counted: packs with
+      // an index that varies would be in memory.
+      NORMSCOPE_DO_NOT_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        write_pack<kStore>(y_.pack(0), loaded[0], formulas);
+        y_.skip(1);
+        for (int next = 1; next < kAtOnce; ++next) {
+          for (int k = 0; k < Apply::kInputs; ++k) loaded[next - 1][k] = loaded[next][k];
+        }
+      }
+    } else {
+      NORMSCOPE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) write_pack<kStore>(y_.pack(i), loaded[i], formulas);
+      y_.skip(kAtOnce);
+    }
+  }
+
+  template <Store kStore, int kPack, class Formulas>
+  __device__ void write_pack(Element* to, const Pack<Element, kPack> (&loaded)[Apply::kInputs],
+                             const Formulas& formulas) {
+    Real wide[Apply::kInputs][kPack];
+    for (int k = 0; k < Apply::kInputs; ++k) widen_pack(loaded[k], wide[k]);
+    Real outputs[kPack];
+    NORMSCOPE_UNROLL
+    for (int j = 0; j < kPack; ++j) {
+      Real in[Apply::kInputs];
+      for (int k = 0; k < Apply::kInputs; ++k) in[k] = wide[k][j];
+      outputs[j] = apply_.output(formulas[j], in);
+    }
+    store_pack<kStore>(to, narrow_pack<Element>(outputs));
+  }
+
+  const Apply& apply_;
+  std::int64_t next_;  // pack
+  std::int64_t step_;
+  Place<Element> y_;
+  Place<const Element> inputs_[Apply::kInputs];
+};
+
 // One warp per plane. gridDim.y warps share a plane's positions, gridDim.z blocks the slices.
 // Limits: 24 to 112 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads)
-    apply_channels_first(Apply apply, NormBatches batches,
-                         Elements<typename Apply::ElementType> y) {
+    apply_channels_first(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
+                         bool streams) {
   constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
   wait_for_earlier_kernel();
   const std::int64_t plane =
@@ -119,40 +209,39 @@ __global__ void __launch_bounds__(kBlockThreads)
   for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
     if (plane >= batches.samples_of(slice) * y.channels) continue;
     const std::int64_t n = batches.first_sample(slice) + plane / y.channels;
-    const auto formula = LoadedFormulas<1, Apply>(apply, slice, c)[0];
-    for (std::int64_t i = first; i < packs; i += step) {
-      const auto inputs = apply.template load<kPack>(n, c, i * kPack);
-      store_pack(y.at(n, c, i * kPack), inputs.apply([&](int /*j*/) { return formula; }));
-    }
-    for (std::int64_t p = packs * kPack + first; p < y.positions; p += step) {
-      const auto inputs = apply.template load<1>(n, c, p);
-      store_pack(y.at(n, c, p), inputs.apply([&](int /*j*/) { return formula; }));
+    const LoadedFormulas<1, Apply> formula(apply, slice, c);
+    Walk<Apply> walk(apply, y, n, c, first, step, [](const auto&) { return kPack; });
+    walk.template write<kPack>(packs, streams, formula);
+    if constexpr (kPack > 1) {
+      const std::int64_t rest = packs * kPack + first;
+      Walk<Apply> walk_of_rest(apply, y, n, c, rest, step, [](const auto&) { return 1; });
+      walk_of_rest.template write_one_by_one<1>(y.positions, formula);
     }
   }
 }
 
-// threadIdx.x selects a pack of channels. threadIdx.y and gridDim.y share the rows, which are
-// samples and positions; gridDim.z blocks share the slices.
+// threadIdx.x selects a pack of channels. threadIdx.y and gridDim.y share the rows of a run, of
+// equal distance in each tensor: those of a slice if they are `joined`, otherwise those of a
+// sample. gridDim.z blocks share the runs.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads)
-    apply_channels_last(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y) {
-  using Element = typename Apply::ElementType;
-  constexpr int kPack = kPackSize<Element, kAccess>;
+    apply_channels_last(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
+                        bool joined, bool streams) {
+  constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
   wait_for_earlier_kernel();
-  const std::int64_t c = (std::int64_t{blockIdx.x} * kWarp + threadIdx.x) * kPack;
+  const std::int64_t c = (std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kPack;
   if (c >= y.channels) return;
+  const std::int64_t first = std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
   const std::int64_t step = std::int64_t{gridDim.y} * blockDim.y;
-  for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
+  const std::int64_t runs = joined ? batches.slices : batches.samples;
+  for (std::int64_t run = blockIdx.z; run < runs; run += gridDim.z) {
+    const std::int64_t slice = joined ? run : run / batches.slice_size;
+    const std::int64_t n = joined ? batches.first_sample(run) : run;
+    const std::int64_t rows = joined ? batches.samples_of(run) * y.positions : y.positions;
     const LoadedFormulas<kPack, Apply> formulas(apply, slice, c);
-    const std::int64_t rows = batches.samples_of(slice) * y.positions;
-    for (std::int64_t row = std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y; row < rows;
-         row += step) {
-      const std::int64_t n = batches.first_sample(slice) + row / y.positions;
-      const std::int64_t p = row % y.positions;
-      const auto inputs = apply.template load<kPack>(n, c, p);
-      store_pack(y.at(n, c, p), inputs.apply([&](int j) { return formulas[j]; }));
-    }
+    Walk<Apply> walk(apply, y, n, c, first, step, [](const auto& x) { return x.row_stride(); });
+    walk.template write<kPack>(rows, streams, formulas);
   }
 }
 

@@ -19,19 +19,11 @@ namespace normscope::cuda {
 
 template <class Device>
 struct Backend {
-  // Enough blocks to keep every multiprocessor busy: several each, because some of them wait.
-  static constexpr std::int64_t kBlocksPerMultiprocessor = 8;
-  static constexpr std::int64_t kMostInYOrZ = 65535;
-
-  // A grid of `columns` blocks per slice. Columns are split while there is work and room for more.
-  static Grid grid(std::int64_t columns, std::int64_t slices, std::int64_t work_per_column,
-                   int threads_x, int threads_y) {
-    const std::int64_t blocks_x = std::max<std::int64_t>(columns, 1);
-    const std::int64_t blocks_z = std::min(slices, kMostInYOrZ);
-    const std::int64_t wanted = Device::multiprocessors() * kBlocksPerMultiprocessor;
-    const std::int64_t splits = std::min(ceil_divide(wanted, blocks_x * blocks_z), work_per_column);
-    return {blocks_x, std::clamp<std::int64_t>(splits, 1, kMostInYOrZ), blocks_z, threads_x,
-            threads_y};
+  template <class Kernel, class... Arguments>
+  static void launch(Stream stream, Order order, const Work& work, Kernel kernel,
+                     const Arguments&... arguments) {
+    const std::int64_t at_once = Device::blocks_at_once(kernel, work.threads_x * work.threads_y);
+    Device::launch(stream, grid_for(work, at_once), order, kernel, arguments...);
   }
 
   template <Access kAccess>
@@ -59,29 +51,27 @@ struct Backend {
       constexpr int kGroups = Group<Element, kAccess>::kPerBlock;
       int groups = 1;
       while (groups < kGroups && groups < tiles) groups *= 2;
-      Device::launch(stream,
-                     grid(ceil_divide(scratch.channels, kGroups / groups), batches.slices,
-                          ceil_divide(tiles, groups), kBlockThreads, 1),
-                     Order::kAfter, add_tiles_channels_first<kAccess, AnyTerms, After>, terms,
-                     groups, batches, scratch, after);
+      launch(stream, Order::kAfter,
+             {ceil_divide(scratch.channels, kGroups / groups), batches.slices,
+              ceil_divide(tiles, groups), kBlockThreads, 1},
+             add_tiles_channels_first<kAccess, AnyTerms, After>, terms, groups, batches, scratch,
+             after);
     } else {
       constexpr int kChannels = kWarp * kPackSize<Element, kAccess>;
-      Device::launch(stream,
-                     grid(ceil_divide(scratch.channels, kChannels), batches.slices,
-                          ceil_divide(tiles, kTilesPerBlock), kWarp, kBlockThreads / kWarp),
-                     Order::kAfter, add_tiles_channels_last<kAccess, AnyTerms, After>, terms,
-                     batches, scratch, after);
+      launch(stream, Order::kAfter,
+             {ceil_divide(scratch.channels, kChannels), batches.slices,
+              ceil_divide(tiles, kTilesPerBlock), kWarp, kBlockThreads / kWarp},
+             add_tiles_channels_last<kAccess, AnyTerms, After>, terms, batches, scratch, after);
     }
   }
 
   template <Access kAccess, class AnyTerms, class After>
   static void add_single_elements(Stream stream, const AnyTerms& terms, const NormBatches& batches,
                                   const DeviceScratch& scratch, const After& after) {
-    Device::launch(
-        stream,
-        grid(ceil_divide(scratch.channels, kWarp * kElementWidth<kAccess>), batches.slices,
-             ceil_divide(batches.slice_size, kElementRows * kRowsAtOnce), kWarp, kElementRows),
-        Order::kAfter, add_elements<kAccess, AnyTerms, After>, terms, batches, scratch, after);
+    launch(stream, Order::kAfter,
+           {ceil_divide(scratch.channels, kWarp * kElementWidth<kAccess>), batches.slices,
+            ceil_divide(batches.slice_size, kElementRows * kRowsAtOnce), kWarp, kElementRows},
+           add_elements<kAccess, AnyTerms, After>, terms, batches, scratch, after);
   }
 
   // Adds the sums of all slices. Launches its one kernel even if there is nothing to add.
@@ -156,8 +146,9 @@ struct Backend {
   // ---- From sums to results --------------------------------------------------------------------
 
   static constexpr int kChannelThreads = 128;
-  static Grid grid_of_channels(std::int64_t channels, std::int64_t slices) {
-    return grid(ceil_divide(channels, kChannelThreads), slices, 1, kChannelThreads, 1);
+  static Grid grid_of_channels(std::int64_t channels) {
+    return {ceil_divide(std::max<std::int64_t>(channels, 1), kChannelThreads), 1, 1,
+            kChannelThreads, 1};
   }
 
   // Calls function with a null pointer to the type of the dtype's arithmetic.
@@ -173,7 +164,7 @@ struct Backend {
   template <class User>
   static void use_totals(Stream stream, const MessageView& message, const DeviceScratch& scratch,
                          const User& user) {
-    Device::launch(stream, grid_of_channels(message.channels, 1), Order::kAfter, use_message<User>,
+    Device::launch(stream, grid_of_channels(message.channels), Order::kAfter, use_message<User>,
                    message, scratch.tickets(1), user);
   }
 
@@ -194,8 +185,8 @@ struct Backend {
   static void use_statistics(Stream stream, DType x_dtype, std::int64_t channels,
                              std::int64_t slices, const double* statistics, ChannelView weight,
                              ChannelView bias, Coefficients coefficients) {
-    Grid blocks = grid_of_channels(channels, slices);
-    std::swap(blocks.blocks_y, blocks.blocks_z);
+    Grid blocks = grid_of_channels(channels);
+    blocks.blocks_y = std::clamp<std::int64_t>(slices, 1, kMostInYOrZ);
     with_arithmetic(x_dtype, [&]<class Real>(Real*) {
       Device::launch(stream, blocks, Order::kAfter, write_coefficients_of_statistics<Real>,
                      channels, slices, statistics, weight, bias, coefficients);
@@ -207,18 +198,29 @@ struct Backend {
   template <Access kAccess, class Apply>
   static void apply(Stream stream, Layout layout, const Apply& formula, const NormBatches& batches,
                     const Elements<typename Apply::ElementType>& y) {
-    constexpr int kWarps = kBlockThreads / kWarp;
-    constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
+    using Element = typename Apply::ElementType;
+    constexpr int kPack = kPackSize<Element, kAccess>;
+    // Streamed if they would leave nothing else in L2.
+    const std::int64_t bytes =
+        y.samples * y.channels * y.positions * static_cast<std::int64_t>(sizeof(Element));
+    const bool streams = bytes > Device::l2_bytes() / 2;
     if (layout == Layout::kChannelsFirst) {
-      Device::launch(stream,
-                     grid(ceil_divide(batches.slice_size * y.channels, kWarps), batches.slices,
-                          ceil_divide(y.positions, kWarp * kPack), kBlockThreads, 1),
-                     Order::kEarly, apply_channels_first<kAccess, Apply>, formula, batches, y);
+      constexpr int kWarps = kBlockThreads / kWarp;
+      launch(stream, Order::kEarly,
+             {ceil_divide(batches.slice_size * y.channels, kWarps), batches.slices,
+              ceil_divide(y.positions, kWarp * kPack * Apply::kAtOnce), kBlockThreads, 1},
+             apply_channels_first<kAccess, Apply>, formula, batches, y, streams);
     } else {
-      Device::launch(stream,
-                     grid(ceil_divide(y.channels, kWarp * kPack), batches.slices,
-                          ceil_divide(batches.slice_size * y.positions, kWarps), kWarp, kWarps),
-                     Order::kEarly, apply_channels_last<kAccess, Apply>, formula, batches, y);
+      bool joined = y.has_even_rows();
+      for (const auto& input : formula.inputs) joined = joined && input.has_even_rows();
+      const std::int64_t packs = ceil_divide(y.channels, kPack);
+      const int columns = side_by_side(packs, kWarp);
+      const int rows = kBlockThreads / columns;
+      launch(stream, Order::kEarly,
+             {ceil_divide(packs, columns), joined ? batches.slices : batches.samples,
+              ceil_divide((joined ? batches.slice_size : 1) * y.positions, rows * Apply::kAtOnce),
+              columns, rows},
+             apply_channels_last<kAccess, Apply>, formula, batches, y, joined, streams);
     }
   }
 
@@ -235,12 +237,18 @@ struct Backend {
         y, others...);
   }
 
+  // The coefficients of a formula, in the type of its arithmetic.
+  template <class Element>
+  static const Arithmetic<Element>* typed(const Coefficients& coefficients) {
+    return static_cast<const Arithmetic<Element>*>(coefficients.data);
+  }
+
   static void normalize(Stream stream, const TensorView& x, const NormBatches& batches,
                         Coefficients coefficients, const MutableTensorView& y) {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const NormalizeElements<Element> formula{
-          elements_of<Element>(x), static_cast<const Arithmetic<Element>*>(coefficients.data)};
+      const NormalizeElements<Element> formula{{elements_of<Element>(x)},
+                                               typed<Element>(coefficients)};
       apply_to(stream, formula, batches, y, x);
     });
   }
@@ -251,8 +259,7 @@ struct Backend {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const InputGradientElements<Element> formula{
-          elements_of<Element>(x), elements_of<Element>(dy),
-          static_cast<const Arithmetic<Element>*>(coefficients.data)};
+          {elements_of<Element>(x), elements_of<Element>(dy)}, typed<Element>(coefficients)};
       apply_to(stream, formula, batches, dx, x, dy);
     });
   }
@@ -261,13 +268,20 @@ struct Backend {
                                   Coefficients coefficients, const ActivationFunction& activation,
                                   const TensorView& residual, const MutableTensorView& y) {
     if (x.empty()) return;
-    const TensorView& added = residual.data == nullptr ? x : residual;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const ActivatedElements<Element> formula{
-          elements_of<Element>(x), elements_of<Element>(residual),
-          rounded_once<Arithmetic<Element>>(activation),
-          static_cast<const Arithmetic<Element>*>(coefficients.data)};
-      apply_to(stream, formula, batches, y, x, added);
+      with_function<Arithmetic<Element>>(activation, [&]<class Function>(const Function& function) {
+        if (residual.data == nullptr) {
+          const ActivatedElements<Element, Function, false> formula{
+              {elements_of<Element>(x)}, typed<Element>(coefficients), function};
+          apply_to(stream, formula, batches, y, x);
+        } else {
+          const ActivatedElements<Element, Function, true> formula{
+              {elements_of<Element>(x), elements_of<Element>(residual)},
+              typed<Element>(coefficients),
+              function};
+          apply_to(stream, formula, batches, y, x, residual);
+        }
+      });
     });
   }
 
@@ -277,11 +291,13 @@ struct Backend {
                                   const MutableTensorView& dz) {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const ActivationGradientElements<Element> formula{
-          elements_of<Element>(x), elements_of<Element>(dy),
-          rounded_once<Arithmetic<Element>>(activation),
-          static_cast<const Arithmetic<Element>*>(coefficients.data)};
-      apply_to(stream, formula, batches, dz, x, dy);
+      with_function<Arithmetic<Element>>(activation, [&]<class Function>(const Function& function) {
+        const ActivationGradientElements<Element, Function> formula{
+            {elements_of<Element>(x), elements_of<Element>(dy)},
+            typed<Element>(coefficients),
+            function};
+        apply_to(stream, formula, batches, dz, x, dy);
+      });
     });
   }
 
@@ -290,10 +306,12 @@ struct Backend {
                                  const MutableTensorView& dz) {
     if (y.empty()) return;
     with_element_type(y.dtype, [&]<class Element>(Element*) {
-      const GradientOfOutputElements<Element> formula{
-          elements_of<Element>(y), elements_of<Element>(dy),
-          rounded_once<Arithmetic<Element>>(activation)};
-      apply_to(stream, formula, batches, dz, y, dy);
+      const auto apply_with = [&]<class Function>(const Function& function) {
+        const GradientOfOutputElements<Element, Function> formula{
+            {elements_of<Element>(y), elements_of<Element>(dy)}, nullptr, function};
+        apply_to(stream, formula, batches, dz, y, dy);
+      };
+      with_piecewise_linear<Arithmetic<Element>>(activation, apply_with);
     });
   }
 

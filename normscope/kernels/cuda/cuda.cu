@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -120,11 +122,37 @@ class ZerosOfGraphs {
   }
 };
 
+// How many blocks of each kernel the devices run at the same time. To ask takes longer than to
+// launch.
+class Occupancies {
+ public:
+  static std::int64_t blocks_at_once(const void* kernel, int threads) {
+    static std::mutex mutex;
+    static auto& known = *new std::map<std::tuple<int, const void*, int>, std::int64_t>;
+    const std::lock_guard lock(mutex);
+    const auto [found, is_new] = known.try_emplace({current_device(), kernel, threads});
+    if (is_new) found->second = ask(kernel, threads);
+    return found->second;
+  }
+
+ private:
+  static std::int64_t ask(const void* kernel, int threads) {
+    int per_multiprocessor = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return std::int64_t{per_multiprocessor} *
+           attribute_of_current_device(cudaDevAttrMultiProcessorCount);
+  }
+};
+
 // The device that is current for the calling thread.
 struct CurrentDevice {
-  static int multiprocessors() {
-    return attribute_of_current_device(cudaDevAttrMultiProcessorCount);
+  template <class Kernel>
+  static std::int64_t blocks_at_once(Kernel* kernel, int threads) {
+    return Occupancies::blocks_at_once(reinterpret_cast<const void*>(kernel), threads);
   }
+
+  static std::int64_t l2_bytes() { return attribute_of_current_device(cudaDevAttrL2CacheSize); }
 
   static bool is_capturing(Stream stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -16,7 +17,10 @@ enum class Order { kAfter, kEarly };
 // The kernels' grids. Device launches them: a GPU, or its stand-in on the host for tests.
 //
 //   struct Device {
-//     static int multiprocessors();
+//     // How many blocks of so many threads of the kernel run at the same time.
+//     template <class Kernel>
+//     static std::int64_t blocks_at_once(Kernel kernel, int threads);
+//     static std::int64_t l2_bytes();
 //     static bool is_capturing(Stream stream);
 //     static double* new_zeros(Stream stream, std::int64_t size);
 //     template <class Kernel, class... Arguments>
@@ -33,6 +37,36 @@ struct Grid {
 
 [[nodiscard]] constexpr std::int64_t ceil_divide(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
+}
+
+// Blocks along the second and the third dimension of a grid.
+inline constexpr std::int64_t kMostInYOrZ = 65535;
+
+// What blocks can share: columns and slices, which are blocks of their own, and the work of one
+// column of one slice, which can be split into `per_column` parts.
+struct Work {
+  std::int64_t columns;
+  std::int64_t slices;
+  std::int64_t per_column;
+  int threads_x;
+  int threads_y;
+};
+
+// Splits columns as long as there is work, and room for more blocks on the device.
+[[nodiscard]] constexpr Grid grid_for(const Work& work, std::int64_t blocks_at_once) {
+  const std::int64_t blocks_x = std::max<std::int64_t>(work.columns, 1);
+  const std::int64_t blocks_z = std::clamp<std::int64_t>(work.slices, 1, kMostInYOrZ);
+  const std::int64_t splits =
+      std::min(ceil_divide(blocks_at_once, blocks_x * blocks_z), work.per_column);
+  return {blocks_x, std::clamp<std::int64_t>(splits, 1, kMostInYOrZ), blocks_z, work.threads_x,
+          work.threads_y};
+}
+
+// How many threads of a warp are side by side: as many as there are packs of channels, or all.
+[[nodiscard]] constexpr int side_by_side(std::int64_t packs, int most) {
+  int threads = 1;
+  while (threads < most && threads < packs) threads *= 2;
+  return threads;
 }
 
 template <class Element, class Pointer>

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 
 #include "normscope/core/element.h"
@@ -8,6 +10,16 @@
 
 // Device code. Tests also compile it with the host's compiler, and supply what CUDA builds into the
 // language (threadIdx, __syncthreads, atomicAdd, ...): docs/decisions/0014.
+
+// Before a loop whose arrays must be in registers on a device: its compiler does not unroll long
+// bodies, and arrays with an index that varies are in memory.
+#if defined(__CUDACC__)
+#define NORMSCOPE_UNROLL _Pragma("unroll")
+#define NORMSCOPE_DO_NOT_UNROLL _Pragma("unroll 1")
+#else
+#define NORMSCOPE_UNROLL
+#define NORMSCOPE_DO_NOT_UNROLL
+#endif
 
 namespace normscope::cuda {
 
@@ -23,6 +35,15 @@ __device__ inline void wait_for_earlier_kernel() {
 #elif !defined(__CUDACC__)
   cuda_on_host::ThisThread::wait_for_earlier_kernel();
 #endif
+}
+
+// A value that is in a register from here on. Without this, the compiler computes what a loop needs
+// again in every turn.
+__device__ inline std::int64_t in_register(std::int64_t value) {
+#if defined(__CUDACC__)
+  asm("" : "+l"(value));
+#endif
+  return value;
 }
 
 // The widest memory transaction of a thread is 16 bytes.
@@ -41,14 +62,84 @@ struct alignas(sizeof(Element) * kSize) Pack {
   Element elements[kSize];
 };
 
+#if defined(__CUDACC__)
+// The type of CUDA's functions that store so many bytes.
+template <std::size_t kBytes>
+struct WordOf;
+template <>
+struct WordOf<2> {
+  using Type = short;
+};
+template <>
+struct WordOf<4> {
+  using Type = int;
+};
+template <>
+struct WordOf<8> {
+  using Type = int2;
+};
+template <>
+struct WordOf<16> {
+  using Type = int4;
+};
+#endif
+
 template <int kSize, class Element>
 NORMSCOPE_INLINE Pack<Element, kSize> load_pack(const Element* from) {
   return *reinterpret_cast<const Pack<Element, kSize>*>(from);
 }
 
-template <int kSize, class Element>
+// kStreamed: what is stored leaves L2 before anything else does.
+enum class Store { kKept, kStreamed };
+
+template <Store kStore, int kSize, class Element>
 NORMSCOPE_INLINE void store_pack(Element* to, const Pack<Element, kSize>& pack) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (kStore == Store::kStreamed) {
+    using Word = typename WordOf<sizeof(pack)>::Type;
+    __stcs(reinterpret_cast<Word*>(to), std::bit_cast<Word>(pack));
+    return;
+  }
+#endif
   *reinterpret_cast<Pack<Element, kSize>*>(to) = pack;
+}
+
+// The elements of a pack as numbers.
+template <class Element, int kSize>
+NORMSCOPE_INLINE void widen_pack(const Pack<Element, kSize>& pack,
+                                 Arithmetic<Element> (&values)[kSize]) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (std::is_same_v<Element, BFloat16> && kSize > 1) {
+    // One instruction per element, because elements are not taken out of their words first.
+    const auto words = std::bit_cast<Pack<std::uint32_t, kSize / 2>>(pack);
+    for (int j = 0; j < kSize; ++j) {
+      const std::uint32_t word = words.elements[j / 2];
+      values[j] = std::bit_cast<float>(j % 2 == 0 ? word << 16U : word & 0xFFFF0000U);
+    }
+  } else
+#endif
+  {
+    for (int j = 0; j < kSize; ++j) values[j] = widen(pack.elements[j]);
+  }
+}
+
+// The elements nearest to numbers.
+template <class Element, int kSize>
+NORMSCOPE_INLINE Pack<Element, kSize> narrow_pack(const Arithmetic<Element> (&values)[kSize]) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(Element) == 2 && kSize > 1) {
+    Pack<std::uint32_t, kSize / 2> pairs;
+    for (int j = 0; j < kSize / 2; ++j) {
+      pairs.elements[j] = narrow_pair<Element>(values[2 * j], values[2 * j + 1]);
+    }
+    return std::bit_cast<Pack<Element, kSize>>(pairs);
+  } else
+#endif
+  {
+    Pack<Element, kSize> pack;
+    for (int j = 0; j < kSize; ++j) pack.elements[j] = narrow<Element>(values[j]);
+    return pack;
+  }
 }
 
 // A typed tensor view for kernels.
@@ -64,6 +155,14 @@ struct Elements {
 
   NORMSCOPE_INLINE Element* at(std::int64_t n, std::int64_t c, std::int64_t p) const {
     return data + n * sample_stride + c * channel_stride + p * position_stride;
+  }
+
+  // Whether the rows of channels of all samples are row_stride() apart.
+  [[nodiscard]] bool has_even_rows() const {
+    return positions == 1 || samples <= 1 || sample_stride == positions * position_stride;
+  }
+  NORMSCOPE_INLINE std::int64_t row_stride() const {
+    return positions == 1 ? sample_stride : position_stride;
   }
 };
 

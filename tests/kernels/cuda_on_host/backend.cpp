@@ -20,7 +20,13 @@ std::mutex stream_mutex;
 
 struct Device {
   // Few: small tensors then have blocks that share channels, and tests are fast.
-  static int multiprocessors() { return 1; }
+  template <class Kernel>
+  static std::int64_t blocks_at_once(Kernel /*kernel*/, int /*threads*/) {
+    return 8;
+  }
+
+  // Small: some outputs of the tests are then larger than half of it.
+  static std::int64_t l2_bytes() { return 4096; }
 
   static bool is_capturing(Stream /*stream*/) { return false; }
 
