@@ -61,7 +61,7 @@ def read_limits(folder: Path) -> dict[str, Limits]:
         r"(?:// Limits: (\d+) to (\d+) registers; "
         r"bytes: (\d+) stack, (\d+) spilled, (\d+) shared(; no float64)?\.\n)?"
         r"(?:template <.*>\n)?"
-        r"__global__ void\s+(?:__launch_bounds__\(\w+\)\s+)?(\w+)\("
+        r"__global__ void\s+(?:__launch_bounds__\([\w, ]+\)\s+)?(\w+)\("
     )
     limits = {}
     for path in sorted(folder.glob("*.cuh")):

@@ -23,6 +23,7 @@ ARGUMENT = r"((?:[^(),\[\]]|\[[^\]]*\]|\([^()]*\))+)"
 MUTATIONS = {
     "barrier": (r"__syncthreads\(\);", ";"),
     "shuffle_down": (rf"__shfl_down_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
+    "shuffle_xor": (rf"__shfl_xor_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "shuffle": (rf"__shfl_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "vote": (rf"__any_sync\({ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
     "fence": (r"__threadfence\(\);", ";"),

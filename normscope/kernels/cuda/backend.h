@@ -57,11 +57,11 @@ struct Backend {
              add_tiles_channels_first<kAccess, AnyTerms, After>, terms, groups, batches, scratch,
              after);
     } else {
-      constexpr int kChannels = kWarp * kPackSize<Element, kAccess>;
-      launch(stream, Order::kAfter,
-             {ceil_divide(scratch.channels, kChannels), batches.slices,
-              ceil_divide(tiles, kTilesPerBlock), kWarp, kBlockThreads / kWarp},
-             add_tiles_channels_last<kAccess, AnyTerms, After>, terms, batches, scratch, after);
+      const auto [columns, work] =
+          work_of_tiles(ceil_divide(scratch.channels, kPackSize<Element, kAccess>), tiles,
+                        batches.slices, kMostColumns, Device::multiprocessors());
+      launch(stream, Order::kAfter, work, add_tiles_channels_last<kAccess, AnyTerms, After>, terms,
+             columns, batches, scratch, after);
     }
   }
 

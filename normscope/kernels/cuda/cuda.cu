@@ -147,6 +147,10 @@ class Occupancies {
 
 // The device that is current for the calling thread.
 struct CurrentDevice {
+  static int multiprocessors() {
+    return attribute_of_current_device(cudaDevAttrMultiProcessorCount);
+  }
+
   template <class Kernel>
   static std::int64_t blocks_at_once(Kernel* kernel, int threads) {
     return Occupancies::blocks_at_once(reinterpret_cast<const void*>(kernel), threads);

@@ -17,6 +17,7 @@ enum class Order { kAfter, kEarly };
 // The kernels' grids. Device launches them: a GPU, or its stand-in on the host for tests.
 //
 //   struct Device {
+//     static int multiprocessors();
 //     // How many blocks of so many threads of the kernel run at the same time.
 //     template <class Kernel>
 //     static std::int64_t blocks_at_once(Kernel kernel, int threads);
@@ -62,11 +63,37 @@ struct Work {
           work.threads_y};
 }
 
-// How many threads of a warp are side by side: as many as there are packs of channels, or all.
+// Work in parts of one warp each. Blocks have the more warps the more blocks there are: many warps
+// share their sums before they add them in memory, many blocks reach all multiprocessors.
+[[nodiscard]] constexpr Work work_of_warps(std::int64_t columns, std::int64_t slices,
+                                           std::int64_t warps_per_column,
+                                           std::int64_t multiprocessors) {
+  constexpr std::int64_t kBlocksPerMultiprocessor = 4;
+  int warps = kBlockThreads / kWarp;
+  const auto blocks = [&] { return columns * slices * ceil_divide(warps_per_column, warps); };
+  while (warps > 1 && blocks() < kBlocksPerMultiprocessor * multiprocessors) warps /= 2;
+  return {columns, slices, ceil_divide(warps_per_column, warps), kWarp, warps};
+}
+
+// How many threads are side by side: as many as there are packs of channels, up to `most`.
 [[nodiscard]] constexpr int side_by_side(std::int64_t packs, int most) {
   int threads = 1;
   while (threads < most && threads < packs) threads *= 2;
   return threads;
+}
+
+// The work of warps that sum `tiles` tiles of each channel, with so many packs side by side and, in
+// the rest of most_columns, other tiles.
+struct WorkOfTiles {
+  int columns;
+  Work work;
+};
+[[nodiscard]] constexpr WorkOfTiles work_of_tiles(std::int64_t packs, std::int64_t tiles,
+                                                  std::int64_t slices, int most_columns,
+                                                  std::int64_t multiprocessors) {
+  const int columns = side_by_side(packs, most_columns);
+  return {columns, work_of_warps(ceil_divide(packs, columns), slices,
+                                 ceil_divide(tiles, most_columns / columns), multiprocessors)};
 }
 
 template <class Element, class Pointer>

@@ -5,7 +5,7 @@
 
 #include "normscope/core/formulas.h"
 #include "normscope/core/limbs.h"
-#include "normscope/kernels/cuda/packs.cuh"
+#include "normscope/kernels/cuda/last_block.cuh"
 
 namespace normscope::cuda {
 
@@ -83,5 +83,37 @@ class ThreadLimbs {
   double limbs_[kSums][kLimbs] = {};
   std::int64_t tiles_ = 0;
 };
+
+// Where the warps of a block leave the limbs of one sum to be added up. Neighbouring threads write
+// and read neighbouring numbers, each in a bank of its own.
+template <int kWidth>
+struct LimbExchange {
+  double limbs[kBlockThreads / kWarp][kLimbs][kWidth * kWarp];
+};
+
+// Adds the limbs of one sum over the warps of a block, which leaves one atomic operation where each
+// warp would have one. channel_of(thread, j) is the channel of own[j] in that thread of a warp. All
+// threads of the block must call it.
+template <int kSum, int kWidth, class ChannelOf>
+__device__ void add_of_block(LimbExchange<kWidth>& exchange, ThreadLimbs (&own)[kWidth],
+                             const LimbsView& limbs, const ChannelOf& channel_of) {
+  for (int j = 0; j < kWidth; ++j) {
+    const double (&values)[kLimbs] = own[j].canonical(kSum);
+    for (int k = 0; k < kLimbs; ++k) {
+      exchange.limbs[threadIdx.y][k][j * kWarp + static_cast<int>(threadIdx.x)] = values[k];
+    }
+  }
+  __syncthreads();
+  const int threads = kWarp * static_cast<int>(blockDim.y);
+  for (int i = thread_of_block(); i < kLimbs * kWidth * kWarp; i += threads) {
+    const int k = i / (kWidth * kWarp);
+    const int place = i % (kWidth * kWarp);
+    double total = 0.0;
+    for (unsigned row = 0; row < blockDim.y; ++row) total += exchange.limbs[row][k][place];
+    const std::int64_t channel = channel_of(place % kWarp, place / kWarp);
+    if (channel < limbs.channels) add_limb(limbs, kSum, k, channel, total);
+  }
+  __syncthreads();
+}
 
 }  // namespace normscope::cuda

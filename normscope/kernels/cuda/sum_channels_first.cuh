@@ -63,11 +63,13 @@ __device__ Real pivot_of_tile(const Element* x, std::int64_t size, int thread) {
 }
 
 // Both sums of a tile, computed in Real. The group's first thread gets the result.
-template <class Real, Access kAccess, class Run>
-__device__ Terms<Real> sums_of_tile(const Run& run, std::int64_t size, Real center, int thread) {
-  using Element = std::remove_const_t<std::remove_pointer_t<decltype(run.x)>>;
-  using G = Group<Element, kAccess>;
+template <class AnyTerms, class Real, Access kAccess>
+__device__ Terms<Real> sums_of_tile(const typename AnyTerms::Run& run, std::int64_t size,
+                                    Real center, int thread) {
+  using G = Group<typename AnyTerms::ElementType, kAccess>;
   constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
+  Real centers[G::kLanes];
+  for (Real& each : centers) each = center;
   Real first[G::kLanes] = {};
   Real second[G::kLanes] = {};
   const auto add = [&](int j, const Terms<Real>& term) {
@@ -78,14 +80,17 @@ __device__ Terms<Real> sums_of_tile(const Run& run, std::int64_t size, Real cent
   if (kAccess == Access::kPacks) {
     for (; row + kLanes <= size; row += kLanes) {
       Terms<Real> terms[G::kLanes];
-      run.template pack_at<G::kLanes, 0>(row + G::lane(thread, 0), &center, terms);
+      AnyTerms::of_row(run.template load<G::kLanes>(row + G::lane(thread, 0)), centers, terms);
       for (int j = 0; j < G::kLanes; ++j) add(j, terms[j]);
     }
   }
   for (; row < size; row += kLanes) {
     for (int j = 0; j < G::kLanes; ++j) {
       const std::int64_t i = row + G::lane(thread, j);
-      if (i < size) add(j, run.at(i, center));
+      if (i >= size) continue;
+      Terms<Real> term[1];
+      AnyTerms::of_row(run.template load<1>(i), centers, term);
+      add(j, term[0]);
     }
   }
   const Real first_sum = G::fold(first);
@@ -112,7 +117,7 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice,
     center = static_cast<double>(static_cast<Arithmetic>(terms.mean(slice, c)));
   }
   const Terms<Real> sums =
-      sums_of_tile<Real, kAccess>(run, tile.size, static_cast<Real>(center), thread);
+      sums_of_tile<AnyTerms, Real, kAccess>(run, tile.size, static_cast<Real>(center), thread);
   return {center, {static_cast<double>(sums.first), static_cast<double>(sums.second)}};
 }
 

@@ -5,23 +5,63 @@
 
 namespace normscope::cuda {
 
-// A block is kWarp packs of channels wide. Each of its columns has one thread for every lane of
-// kTilesPerBlock tiles.
+// A warp sums tiles together. Its threads are as many packs of channels side by side as there are,
+// up to kMostColumns, times the lanes of a tile, times as many tiles as are left room for: narrow
+// tensors fill it too.
 inline constexpr int kTileLanes = static_cast<int>(kChannelsLastTile.lanes);
-inline constexpr std::int64_t kTileChain = kChannelsLastTile.chain;
-inline constexpr int kTilesPerBlock = kBlockThreads / kWarp / kTileLanes;
+inline constexpr int kTileChain = static_cast<int>(kChannelsLastTile.chain);
+inline constexpr int kMostColumns = kWarp / kTileLanes;
 
-// One number per channel and lane, which the threads of a tile exchange.
-template <class Real, int kPack>
-struct LaneExchange {
-  Real values[kTilesPerBlock][kTileLanes][kWarp][kPack];
+// How many packs a thread has in flight.
+inline constexpr int kPacksAtOnce = 8;
+
+// A thread's place in its warp.
+struct PlaceInTile {
+  int columns;  // of the warp; a power of two
+  int thread;
+
+  NORMSCOPE_INLINE int column() const { return thread % columns; }
+  NORMSCOPE_INLINE int lane() const { return thread / columns % kTileLanes; }
+  NORMSCOPE_INLINE int tile() const { return thread / columns / kTileLanes; }
+  NORMSCOPE_INLINE int thread_of_lane(int lane) const {
+    return thread + (lane - this->lane()) * columns;
+  }
 };
 
-// (l0 + l2) + (l1 + l3) of one channel.
-template <class Real, int kPack>
-__device__ Real fold_lanes(const LaneExchange<Real, kPack>& lanes, int tile, int j) {
-  const auto lane = [&](int l) { return lanes.values[tile][l][threadIdx.x][j]; };
-  return (lane(0) + lane(2)) + (lane(1) + lane(3));
+// The four threads of a tile share the channels of their packs among them, neighbours together. If
+// there are fewer channels than threads, some threads have none.
+template <int kPack>
+struct Share {
+  static constexpr int kSize = kPack > kTileLanes ? kPack / kTileLanes : 1;
+
+  static NORMSCOPE_INLINE bool is_owner(int lane) { return lane * kPack % kTileLanes == 0; }
+  static NORMSCOPE_INLINE int first(int lane) { return lane * kPack / kTileLanes; }
+  static NORMSCOPE_INLINE int owner(int j) { return j * kTileLanes / kPack; }
+};
+
+// One step of a sum over the lanes of a tile: adds the values of two threads. If there are several,
+// each of the two goes on with half of them.
+template <int kSize, class Real>
+__device__ void add_halves(Real* values, bool is_upper, int distance) {
+  if constexpr (kSize == 1) {
+    values[0] += __shfl_xor_sync(kWholeWarp, values[0], distance);
+  } else {
+    NORMSCOPE_UNROLL
+    for (int j = 0; j < kSize / 2; ++j) {
+      const Real lower = values[j];
+      const Real upper = values[j + kSize / 2];
+      values[j] = (is_upper ? upper : lower) +
+                  __shfl_xor_sync(kWholeWarp, is_upper ? lower : upper, distance);
+    }
+  }
+}
+
+// (l0 + l2) + (l1 + l3): the sums of a thread's share of the channels are then the first of its
+// values. The whole warp must take part.
+template <int kPack, class Real>
+__device__ void fold_lanes(Real (&values)[kPack], const PlaceInTile& place) {
+  add_halves<kPack>(values, place.lane() >= 2, 2 * place.columns);
+  add_halves<(kPack > 1 ? kPack / 2 : 1)>(values, place.lane() % 2 == 1, place.columns);
 }
 
 // Sums one channel of a tile in float64, in a single thread. Rarely needed.
@@ -29,124 +69,180 @@ template <class AnyTerms>
 __device__ CenteredSums sums_in_float64(const AnyTerms& terms, std::int64_t slice, const Tile& tile,
                                         std::int64_t c) {
   using Real = Arithmetic<typename AnyTerms::ElementType>;
-  const auto run = terms.run(tile.sample, c, tile.begin);
-  const std::int64_t stride = terms.x.position_stride;
   double center;
   if constexpr (AnyTerms::kHasPivot) {
-    constexpr int kSamples = static_cast<int>(kChannelsLastTile.pivot_samples);
+    static_assert(kChannelsLastTile.pivot_samples == 8);
     const PivotSamples samples = pivot_samples(Layout::kChannelsLast, tile.size);
-    double lanes[kSamples] = {};
-    for (int l = 0; l < samples.count; ++l) {
-      lanes[l] = static_cast<double>(widen(run.x[l * samples.stride * stride]));
-    }
-    for (int half = kSamples / 2; half > 0; half /= 2) {
-      for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-    }
-    center = static_cast<double>(static_cast<Real>(lanes[0] / static_cast<double>(samples.count)));
+    const auto x = [&](int l) {
+      const std::int64_t p = tile.begin + l * samples.stride;
+      return l < samples.count ? static_cast<double>(widen(*terms.x.at(tile.sample, c, p))) : 0.0;
+    };
+    const double sum = ((x(0) + x(4)) + (x(2) + x(6))) + ((x(1) + x(5)) + (x(3) + x(7)));
+    center = static_cast<double>(static_cast<Real>(sum / static_cast<double>(samples.count)));
   } else {
     center = static_cast<double>(static_cast<Real>(terms.mean(slice, c)));
   }
-  Terms<double> lanes[kTileLanes] = {};
-  for (std::int64_t i = 0; i < tile.size; ++i) {
-    const auto at = terms.run(tile.sample, c, tile.begin + i);
-    const Terms<double> term = at.at(0, center);
-    lanes[lane_of(Layout::kChannelsLast, i)].first += term.first;
-    lanes[lane_of(Layout::kChannelsLast, i)].second += term.second;
+  // Lanes in the order 0, 2, 1, 3: those that are added first are then neighbours.
+  Terms<double> pair = {};
+  Terms<double> total = {};
+  NORMSCOPE_DO_NOT_UNROLL
+  for (int i = 0; i < kTileLanes; ++i) {
+    const int lane = i % 2 * 2 + i / 2;
+    Terms<double> sums = {};
+    const std::int64_t end = smaller((lane + 1) * kTileChain, tile.size);
+    NORMSCOPE_DO_NOT_UNROLL
+    for (std::int64_t p = lane * kTileChain; p < end; ++p) {
+      Terms<double> term[1];
+      const auto run = terms.run(tile.sample, c, tile.begin + p);
+      AnyTerms::of_row(run.template load<1>(0), &center, term);
+      sums = {sums.first + term[0].first, sums.second + term[0].second};
+    }
+    if (i % 2 == 0) {
+      pair = sums;
+      continue;
+    }
+    pair = {pair.first + sums.first, pair.second + sums.second};
+    total = i == 1 ? pair : Terms<double>{total.first + pair.first, total.second + pair.second};
   }
-  return {center,
-          {(lanes[0].first + lanes[2].first) + (lanes[1].first + lanes[3].first),
-           (lanes[0].second + lanes[2].second) + (lanes[1].second + lanes[3].second)}};
+  return {center, total};
 }
 
-// Adds the tiles of all channels to their limbs. blockIdx.x selects the channels, threadIdx.y the
-// tile and the lane. gridDim.y blocks share the tiles, gridDim.z blocks the slices.
-// Limits: 56 to 128 registers; bytes: 288 stack, 16 spilled, 16400 shared.
-template <Access kAccess, class AnyTerms, class After>
-__global__ void __launch_bounds__(kBlockThreads)
-    add_tiles_channels_last(AnyTerms terms, NormBatches batches, DeviceScratch scratch,
-                            After after) {
-  using Element = typename AnyTerms::ElementType;
-  using Real = Arithmetic<Element>;
-  constexpr int kPack = kPackSize<Element, kAccess>;
-  // When tile sums go into limbs, the threads of the lanes divide the channels of a pack.
-  constexpr int kOwn = kPack > kTileLanes ? kPack / kTileLanes : 1;
-  __shared__ LaneExchange<Real, kPack> exchange[2];
+// The pivots of a tile, for the channels of a pack and for a thread's share of them. The whole warp
+// must take part.
+template <int kPack, class Element, class Real = Arithmetic<Element>>
+__device__ void find_pivots(const Elements<const Element>& x, std::int64_t c, const Tile& tile,
+                            const PlaceInTile& place, Real (&pivots)[kPack],
+                            Real (&own_pivots)[Share<kPack>::kSize]) {
+  using Own = Share<kPack>;
+  const PivotSamples samples =
+      tile.size > 0 ? pivot_samples(Layout::kChannelsLast, tile.size) : PivotSamples{0, 0};
+  Real sums[kPack] = {};
+  for (int l = place.lane(); l < samples.count; l += kTileLanes) {
+    Real values[kPack];
+    widen_pack(load_pack<kPack>(x.at(tile.sample, c, tile.begin + l * samples.stride)), values);
+    for (int j = 0; j < kPack; ++j) sums[j] = l < kTileLanes ? values[j] : sums[j] + values[j];
+  }
+  fold_lanes(sums, place);
+  for (int j = 0; j < Own::kSize; ++j) own_pivots[j] = sums[j] / static_cast<Real>(samples.count);
+  for (int j = 0; j < kPack; ++j) {
+    const int owner = place.thread_of_lane(Own::owner(j));
+    pivots[j] = __shfl_sync(kWholeWarp, own_pivots[j % Own::kSize], owner, kWarp);
+  }
+}
 
-  const int slot = static_cast<int>(threadIdx.y) / kTileLanes;
-  const int lane = static_cast<int>(threadIdx.y) % kTileLanes;
-  const std::int64_t first_channel = std::int64_t{blockIdx.x} * kWarp * kPack;
-  const std::int64_t c = first_channel + std::int64_t{threadIdx.x} * kPack;
+// Both sums of a thread's chain of up to kTileChain rows, for the channels of a pack.
+template <int kPack, class AnyTerms>
+struct ChainSums {
+  using Real = Arithmetic<typename AnyTerms::ElementType>;
+  static constexpr int kRows = kPacksAtOnce / AnyTerms::kInputs;
+
+  Real first[kPack] = {};
+  Real second[kPack] = {};
+
+  __device__ void add(const AnyTerms& terms, typename AnyTerms::Run run, int rows,
+                      const Real (&centers)[kPack]) {
+    for (; rows >= kRows; rows -= kRows) add_rows<true>(terms, run, kRows, centers);
+    if (rows > 0) add_rows<false>(terms, run, rows, centers);
+  }
+
+ private:
+  // Adds kRows rows, or fewer. It loads as many in any case, the last one again and again, because
+  // loads that wait for a condition are not in flight together.
+  template <bool kAll>
+  __device__ void add_rows(const AnyTerms& terms, typename AnyTerms::Run& run, int rows,
+                           const Real (&centers)[kPack]) {
+    typename AnyTerms::Run::template Row<kPack> loaded[kRows];
+    NORMSCOPE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      loaded[i] = run.template load<kPack>(0);
+      if (kAll || i + 1 < rows) terms.next_position(run);
+    }
+    NORMSCOPE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      if (!kAll && i >= rows) break;
+      Terms<Real> of_row[kPack];
+      AnyTerms::of_row(loaded[i], centers, of_row);
+      NORMSCOPE_UNROLL
+      for (int j = 0; j < kPack; ++j) {
+        first[j] += of_row[j].first;
+        second[j] += of_row[j].second;
+      }
+    }
+  }
+};
+
+// Adds the tiles of all channels to their limbs. blockIdx.x selects `columns` packs of channels.
+// The warps of gridDim.y blocks share the tiles, gridDim.z blocks the slices.
+// Limits: 56 to 128 registers; bytes: 0 stack, 0 spilled, 20496 shared.
+template <Access kAccess, class AnyTerms, class After>
+__global__ void __launch_bounds__(kBlockThreads, 2)
+    add_tiles_channels_last(AnyTerms terms, int columns, NormBatches batches, DeviceScratch scratch,
+                            After after) {
+  using Real = Arithmetic<typename AnyTerms::ElementType>;
+  constexpr int kPack = kPackSize<typename AnyTerms::ElementType, kAccess>;
+  using Own = Share<kPack>;
+  __shared__ LimbExchange<Own::kSize> exchange;
+
+  const PlaceInTile place{columns, static_cast<int>(threadIdx.x)};
+  const int tiles_per_warp = kMostColumns / columns;
+  const std::int64_t first_channel = std::int64_t{blockIdx.x} * columns * kPack;
+  const auto channel_of = [&](const PlaceInTile& other, int j) {
+    return first_channel + other.column() * kPack + Own::first(other.lane()) + j;
+  };
+  const std::int64_t c = first_channel + place.column() * kPack;
   const bool has_channels = c < scratch.channels;
   const std::int64_t positions = terms.x.positions;
   for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
     const std::int64_t tiles =
         batches.samples_of(slice) * tiles_per_sample(Layout::kChannelsLast, positions);
-    ThreadLimbs own[kOwn];
+    ThreadLimbs own[Own::kSize];
+    Real centers[kPack] = {};
+    if constexpr (!AnyTerms::kHasPivot) {
+      for (int j = 0; j < kPack && has_channels; ++j) {
+        centers[j] = static_cast<Real>(terms.mean(slice, c + j));
+      }
+    }
 
-    // All threads of a block must run every iteration, because they meet at barriers.
-    for (std::int64_t turn = std::int64_t{blockIdx.y} * kTilesPerBlock; turn < tiles;
-         turn += std::int64_t{gridDim.y} * kTilesPerBlock) {
-      Tile tile = tile_at<Layout::kChannelsLast>(turn + slot, tiles, positions);
+    // All threads of a warp must run every iteration, because they fold together.
+    const std::int64_t step = std::int64_t{gridDim.y} * blockDim.y * tiles_per_warp;
+    for (std::int64_t turn = (std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y) * tiles_per_warp;
+         turn < tiles; turn += step) {
+      Tile tile = tile_at<Layout::kChannelsLast>(turn + place.tile(), tiles, positions);
       tile.sample += batches.first_sample(slice);
       if (!has_channels) tile.size = 0;
-
-      Real centers[kPack] = {};
+      Real own_centers[Own::kSize] = {};  // the gradient sums need none
       if constexpr (AnyTerms::kHasPivot) {
-        const PivotSamples samples =
-            tile.size > 0 ? pivot_samples(Layout::kChannelsLast, tile.size) : PivotSamples{0, 0};
-        Real sums[kPack] = {};
-        for (int l = lane; l < samples.count; l += kTileLanes) {
-          const auto pack =
-              load_pack<kPack>(terms.x.at(tile.sample, c, tile.begin + l * samples.stride));
-          for (int j = 0; j < kPack; ++j) {
-            const Real value = widen(pack.elements[j]);
-            sums[j] = l == lane ? value : sums[j] + value;
-          }
-        }
-        for (int j = 0; j < kPack; ++j) exchange[0].values[slot][lane][threadIdx.x][j] = sums[j];
-        __syncthreads();
-        for (int j = 0; j < kPack; ++j) {
-          centers[j] = fold_lanes(exchange[0], slot, j) / static_cast<Real>(samples.count);
-        }
-        __syncthreads();
-      } else if (tile.size > 0) {
-        for (int j = 0; j < kPack; ++j) centers[j] = static_cast<Real>(terms.mean(slice, c + j));
+        find_pivots(terms.x, c, tile, place, centers, own_centers);
       }
 
-      Real first[kPack] = {};
-      Real second[kPack] = {};
-      const std::int64_t end = smaller((lane + 1) * kTileChain, tile.size);
-      for (std::int64_t i = lane * kTileChain; i < end; ++i) {
-        Terms<Real> of_pack[kPack];
-        terms.run(tile.sample, c, tile.begin + i).template pack_at<kPack, 1>(0, centers, of_pack);
-        for (int j = 0; j < kPack; ++j) {
-          first[j] += of_pack[j].first;
-          second[j] += of_pack[j].second;
-        }
-      }
-      for (int j = 0; j < kPack; ++j) {
-        exchange[0].values[slot][lane][threadIdx.x][j] = first[j];
-        exchange[1].values[slot][lane][threadIdx.x][j] = second[j];
-      }
-      __syncthreads();
-      for (int j = lane; j < kPack && tile.size > 0; j += kTileLanes) {
-        CenteredSums result{static_cast<double>(centers[j]),
-                            {static_cast<double>(fold_lanes(exchange[0], slot, j)),
-                             static_cast<double>(fold_lanes(exchange[1], slot, j))}};
+      ChainSums<kPack, AnyTerms> sums;
+      const int begin = place.lane() * kTileChain;
+      sums.add(terms, terms.run(tile.sample, c, tile.begin + begin),
+               static_cast<int>(smaller(tile.size - begin, kTileChain)), centers);
+      fold_lanes(sums.first, place);
+      fold_lanes(sums.second, place);
+      if (tile.size == 0 || !Own::is_owner(place.lane())) continue;
+      for (int j = 0; j < Own::kSize; ++j) {
+        CenteredSums result{
+            static_cast<double>(own_centers[j]),
+            {static_cast<double>(sums.first[j]), static_cast<double>(sums.second[j])}};
         if (sizeof(Real) < sizeof(double) &&
             !(is_finite(result.sums.first) && is_finite(result.sums.second))) {
-          result = sums_in_float64(terms, slice, tile, c + j);
+          result = sums_in_float64(terms, slice, tile, channel_of(place, j));
         }
-        AnyTerms::add(own[j / kTileLanes], static_cast<double>(tile.size), result.center,
-                      result.sums.first, result.sums.second);
+        AnyTerms::add(own[j], static_cast<double>(tile.size), result.center, result.sums.first,
+                      result.sums.second);
       }
-      __syncthreads();
     }
-    for (int j = lane; j < kPack && has_channels; j += kTileLanes) {
-      own[j / kTileLanes].add_to(scratch.limbs(slice), c + j);
-    }
+    const auto owned_channel = [&](int thread, int j) {
+      const PlaceInTile other{columns, thread};
+      return Own::is_owner(other.lane()) ? channel_of(other, j) : scratch.channels;
+    };
+    add_of_block<0>(exchange, own, scratch.limbs(slice), owned_channel);
+    add_of_block<1>(exchange, own, scratch.limbs(slice), owned_channel);
   }
-  finish_channels(scratch, batches, first_channel, first_channel + kWarp * kPack, after);
+  finish_channels(scratch, batches, first_channel, first_channel + std::int64_t{columns} * kPack,
+                  after);
 }
 
 }  // namespace normscope::cuda

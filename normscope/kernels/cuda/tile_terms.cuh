@@ -26,6 +26,7 @@ template <class Element>
 struct MomentTerms {
   using ElementType = Element;
   static constexpr bool kHasPivot = true;
+  static constexpr int kInputs = 1;
   using User = MomentsUser<Arithmetic<Element>>;
 
   Elements<const Element> x;
@@ -34,31 +35,29 @@ struct MomentTerms {
   struct Run {
     const Element* x;
 
-    template <class Real>
-    NORMSCOPE_INLINE Terms<Real> at(std::int64_t i, Real pivot) const {
-      return of(static_cast<Real>(widen(x[i])), pivot);
-    }
-
-    // The terms of kSize contiguous elements, around centers[0], centers[kStep], ...
-    template <int kSize, int kStep, class Real>
-    NORMSCOPE_INLINE void pack_at(std::int64_t i, const Real* centers,
-                                  Terms<Real> (&terms)[kSize]) const {
-      const auto pack = load_pack<kSize>(x + i);
-      for (int j = 0; j < kSize; ++j) {
-        terms[j] = of(static_cast<Real>(widen(pack.elements[j])), centers[j * kStep]);
-      }
-    }
-
-   private:
-    template <class Real>
-    static NORMSCOPE_INLINE Terms<Real> of(Real x, Real pivot) {
-      const Real centered = x - pivot;
-      return {centered, centered * centered};
+    template <int kSize>
+    using Row = Pack<Element, kSize>;
+    template <int kSize>
+    NORMSCOPE_INLINE Row<kSize> load(std::int64_t i) const {
+      return load_pack<kSize>(x + i);
     }
   };
 
   NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
     return {x.at(n, c, p)};
+  }
+  NORMSCOPE_INLINE void next_position(Run& run) const { run.x += x.position_stride; }
+
+  // The terms of the elements of a row, each around a center of its own.
+  template <int kSize, class Real>
+  static NORMSCOPE_INLINE void of_row(const Pack<Element, kSize>& row, const Real* centers,
+                                      Terms<Real> (&terms)[kSize]) {
+    Arithmetic<Element> x[kSize];
+    widen_pack(row, x);
+    for (int j = 0; j < kSize; ++j) {
+      const Real centered = static_cast<Real>(x[j]) - centers[j];
+      terms[j] = {centered, centered * centered};
+    }
   }
 
   static NORMSCOPE_INLINE void add(ThreadLimbs& limbs, double size, double center, double first,
@@ -68,13 +67,8 @@ struct MomentTerms {
 
   // Tiles of one element each, which is its own pivot, for kWidth channels of one sample.
   template <int kWidth>
-  using Row = Pack<Element, kWidth>;
-  template <int kWidth>
-  NORMSCOPE_INLINE Row<kWidth> load_row(std::int64_t n, std::int64_t c) const {
-    return load_pack<kWidth>(x.at(n, c, 0));
-  }
-  template <int kWidth>
-  static NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, const Row<kWidth>& row, int j,
+  static NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs,
+                                           const typename Run::template Row<kWidth>& row, int j,
                                            Arithmetic<Element> /*mean*/) {
     limbs.add_square(widen(row.elements[j]));
   }
@@ -85,6 +79,7 @@ template <class Element>
 struct GradientTerms {
   using ElementType = Element;
   static constexpr bool kHasPivot = false;
+  static constexpr int kInputs = 2;
   using User = GradientSumsUser<Arithmetic<Element>>;
 
   Elements<const Element> x;
@@ -99,31 +94,36 @@ struct GradientTerms {
     const Element* x;
     const Element* dy;
 
-    template <class Real>
-    NORMSCOPE_INLINE Terms<Real> at(std::int64_t i, Real mean) const {
-      return of(static_cast<Real>(widen(x[i])), static_cast<Real>(widen(dy[i])), mean);
-    }
-
-    template <int kSize, int kStep, class Real>
-    NORMSCOPE_INLINE void pack_at(std::int64_t i, const Real* means,
-                                  Terms<Real> (&terms)[kSize]) const {
-      const auto x_pack = load_pack<kSize>(x + i);
-      const auto dy_pack = load_pack<kSize>(dy + i);
-      for (int j = 0; j < kSize; ++j) {
-        terms[j] = of(static_cast<Real>(widen(x_pack.elements[j])),
-                      static_cast<Real>(widen(dy_pack.elements[j])), means[j * kStep]);
-      }
-    }
-
-   private:
-    template <class Real>
-    static NORMSCOPE_INLINE Terms<Real> of(Real x, Real dy, Real mean) {
-      return {dy, dy * (x - mean)};
+    template <int kSize>
+    struct Row {
+      Pack<Element, kSize> x;
+      Pack<Element, kSize> dy;
+    };
+    template <int kSize>
+    NORMSCOPE_INLINE Row<kSize> load(std::int64_t i) const {
+      return {load_pack<kSize>(x + i), load_pack<kSize>(dy + i)};
     }
   };
 
   NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
     return {x.at(n, c, p), dy.at(n, c, p)};
+  }
+  NORMSCOPE_INLINE void next_position(Run& run) const {
+    run.x += x.position_stride;
+    run.dy += dy.position_stride;
+  }
+
+  template <int kSize, class Real>
+  static NORMSCOPE_INLINE void of_row(const typename Run::template Row<kSize>& row,
+                                      const Real* means, Terms<Real> (&terms)[kSize]) {
+    Arithmetic<Element> x[kSize];
+    Arithmetic<Element> dy[kSize];
+    widen_pack(row.x, x);
+    widen_pack(row.dy, dy);
+    for (int j = 0; j < kSize; ++j) {
+      const Real one_dy = static_cast<Real>(dy[j]);
+      terms[j] = {one_dy, one_dy * (static_cast<Real>(x[j]) - means[j])};
+    }
   }
 
   static NORMSCOPE_INLINE void add(ThreadLimbs& limbs, double /*size*/, double /*center*/,
@@ -132,16 +132,8 @@ struct GradientTerms {
   }
 
   template <int kWidth>
-  struct Row {
-    Pack<Element, kWidth> x;
-    Pack<Element, kWidth> dy;
-  };
-  template <int kWidth>
-  NORMSCOPE_INLINE Row<kWidth> load_row(std::int64_t n, std::int64_t c) const {
-    return {load_pack<kWidth>(x.at(n, c, 0)), load_pack<kWidth>(dy.at(n, c, 0))};
-  }
-  template <int kWidth>
-  static NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs, const Row<kWidth>& row, int j,
+  static NORMSCOPE_INLINE void add_element(ThreadLimbs& limbs,
+                                           const typename Run::template Row<kWidth>& row, int j,
                                            Arithmetic<Element> mean) {
     using Real = Arithmetic<Element>;
     const auto one_x = static_cast<Real>(widen(row.x.elements[j]));

@@ -67,7 +67,7 @@ void run_grid(Index grid, Index block, Start start, const std::function<void()>&
 #define __global__
 #define __device__
 #define __shared__ static thread_local
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 #define threadIdx (::normscope::cuda_on_host::ThisThread::thread())
 #define blockIdx (::normscope::cuda_on_host::ThisThread::block())
@@ -92,6 +92,11 @@ Value __shfl_down_sync(unsigned /*mask*/, Value value, int distance, int width) 
   const int lane = cuda_on_host::ThisThread::lane();
   const bool is_within = lane % width + distance < width;
   return exchange(value, is_within ? lane + distance : lane);
+}
+
+template <class Value>
+Value __shfl_xor_sync(unsigned /*mask*/, Value value, int distance) {
+  return exchange(value, cuda_on_host::ThisThread::lane() ^ distance);
 }
 
 template <class Value>
