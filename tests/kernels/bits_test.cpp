@@ -4,6 +4,7 @@
 // are split change a result. The reference promises accuracy only.
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -96,6 +97,46 @@ TEST_P(KernelBits, GradientsNearTheEndOfFloat32FollowTheSpecification) {
         limbs, 0,
         specified_gradient_sums<Element>(x.view().read_only(), dy.view().read_only(), 0, 0.0));
   });
+}
+
+// Device kernels add elements of everyday sizes in another way, several rows at a time.
+TEST_P(KernelBits, SingleElementsOfAllSizesFollowTheSpecification) {
+  const Shape shape{700, 5, 1};
+  const int largest = dtype() == DType::kFloat16 ? 14 : 29;
+  for (const int smallest : {-70, -30, -3}) {
+    SCOPED_TRACE(smallest);
+    Tensor x = tensor(shape);
+    Tensor dy = tensor(shape);
+    x.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      // Channel 0 has zeros too, and channel 4 no element beyond 2^8.
+      const auto one = [&](std::int64_t i) {
+        const int top = c == 4 ? 8 : largest;
+        const int exponent = smallest + static_cast<int>(i % (top - smallest));
+        const double size = 1.0 + static_cast<double>(i * i * 7919 % 65537) / 65537.0;
+        if (c == 0 && i % 3 == 0) return 0.0;
+        return std::ldexp(i % 2 == 0 ? size : -size, exponent);
+      };
+      x.set(n, c, p, one(n * 31 + c));
+      dy.set(n, c, p, one(n * 17 + c));
+    });
+    OwnedStatistics statistics(shape.channels);
+    for (std::int64_t c = 0; c < shape.channels; ++c) statistics.view().mean_hi[c] = 0.375;
+    OwnedLimbs moments(shape.channels);
+    OwnedLimbs gradient_sums(shape.channels);
+
+    kernels().add_moments({}, x.view().read_only(), moments.view());
+    kernels().add_gradient_sums({}, x.view().read_only(), dy.view().read_only(),
+                                statistics.view().read_only(), gradient_sums.view());
+
+    with_element_type(dtype(), [&]<class Element>(Element*) {
+      for (std::int64_t c = 0; c < shape.channels; ++c) {
+        expect_limbs(moments, c, specified_moments<Element>(x.view().read_only(), c));
+        expect_limbs(gradient_sums, c,
+                     specified_gradient_sums<Element>(x.view().read_only(), dy.view().read_only(),
+                                                      c, 0.375));
+      }
+    });
+  }
 }
 
 void expect_equal_runs(KernelRun& got, KernelRun& expected) {

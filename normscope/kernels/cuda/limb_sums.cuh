@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "normscope/core/formulas.h"
@@ -60,6 +61,12 @@ class ThreadLimbs {
     count_tile();
   }
 
+  template <class Few>
+  NORMSCOPE_INLINE void add_few(int sum, const Few& few) {
+    few.add_to(limbs_[sum]);
+    canonicalize(limbs_[sum]);
+  }
+
   // The limbs of a sum in canonical form, which others can be added to exactly.
   NORMSCOPE_INLINE const double (&canonical(int sum)) [kLimbs] {
     canonicalize(limbs_[sum]);
@@ -82,6 +89,60 @@ class ThreadLimbs {
 
   double limbs_[kSums][kLimbs] = {};
   std::int64_t tiles_ = 0;
+};
+
+// Sums of numbers that are below 2^29 grid(kFirst) and multiples of grid(kLast): they have no part
+// on the other grids, and nothing is rounded away. Holds at most kTilesBetweenCarries of them.
+template <int kFirst, int kLast>
+class FewLimbs {
+ public:
+  NORMSCOPE_INLINE FewLimbs() {
+    for (int k = kFirst; k < kLast; ++k) limbs_[k - kFirst] = shift(k);
+  }
+
+  // A double near shift(k) is a multiple of grid(k), so that the addition itself rounds the number
+  // to the grid. Whether a tie goes up or down does not matter: the next limbs get what is left.
+  NORMSCOPE_INLINE void add(double number) {
+    for (int k = kFirst; k < kLast; ++k) {
+      const double sum = limbs_[k - kFirst] + number;
+      number -= sum - limbs_[k - kFirst];
+      limbs_[k - kFirst] = sum;
+    }
+    limbs_[kLast - kFirst] += number;
+  }
+
+  NORMSCOPE_INLINE void add_to(double (&limbs)[kLimbs]) const {
+    for (int k = kFirst; k < kLast; ++k) limbs[k] += limbs_[k - kFirst] - shift(k);
+    limbs[kLast] += limbs_[kLast - kFirst];
+  }
+
+ private:
+  // The middle of the doubles whose last bit is grid(k).
+  static NORMSCOPE_INLINE constexpr double shift(int k) { return 1.5 * 0x1p52 * grid(k); }
+
+  double limbs_[kLast - kFirst + 1] = {};
+};
+
+// Finds out how large numbers are. Without the sign, the bits of floats are in the order of their
+// values. One less than the bits of a zero is the largest number, so that zeros are not the
+// smallest.
+class Magnitudes {
+ public:
+  NORMSCOPE_INLINE void add(float number) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(number) & 0x7FFFFFFFU;
+    largest_ = bits > largest_ ? bits : largest_;
+    smallest_less_one_ = bits - 1U < smallest_less_one_ ? bits - 1U : smallest_less_one_;
+  }
+
+  // Whether all are 0 or at least `least`, and all are below `end`.
+  [[nodiscard]] NORMSCOPE_INLINE bool within(float least, float end) const {
+    return largest_ < std::bit_cast<std::uint32_t>(end) &&
+           smallest_less_one_ >= std::bit_cast<std::uint32_t>(least) - 1U;
+  }
+
+ private:
+  std::uint32_t largest_ = 0;
+  std::uint32_t smallest_less_one_ = ~std::uint32_t{0};
 };
 
 // Where the warps of a block leave the limbs of one sum to be added up. Neighbouring threads write

@@ -151,7 +151,7 @@ struct ChainSums {
   template <bool kAll>
   __device__ void add_rows(const AnyTerms& terms, typename AnyTerms::Run& run, int rows,
                            const Real (&centers)[kPack]) {
-    typename AnyTerms::Run::template Row<kPack> loaded[kRows];
+    typename AnyTerms::template Row<kPack> loaded[kRows];
     NORMSCOPE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       loaded[i] = run.template load<kPack>(0);
