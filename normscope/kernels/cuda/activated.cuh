@@ -30,6 +30,7 @@ template <class Real>
 inline constexpr bool kDivides<HardSwish<Real>> = true;
 
 // activation(normalized x + residual)
+// Loop: at most 150 instructions per store, 290 with HardSwish, 580 with Silu; at least 4 loads.
 template <class Element, class Function, bool kHasResidual>
 struct ActivatedElements {
   using ElementType = Element;
@@ -52,6 +53,7 @@ struct ActivatedElements {
 };
 
 // dy * activation'(normalized x)
+// Loop: at most 150 instructions per store, 290 with HardSwish, 510 with Silu; at least 4 loads.
 template <class Element, class Function>
 struct ActivationGradientElements {
   using ElementType = Element;
@@ -72,6 +74,7 @@ struct ActivationGradientElements {
 };
 
 // The same from the activation's output.
+// Loop: at most 150 instructions per store; at least 4 loads.
 template <class Element, class Function>
 struct GradientOfOutputElements {
   using ElementType = Element;

@@ -13,9 +13,8 @@ namespace normscope::cuda {
 
 // How elements are computed, with coefficients that were rounded once per channel. output() gets
 // an element of each input; kIsLong if its code is too long to be there for each of kAtOnce packs.
-// Limits are those of the loop over packs, per pack that it writes.
 
-// Limits: at most 60 instructions, at least 4 loads before the first store.
+// Loop: at most 60 instructions per store; at least 4 loads.
 template <class Element>
 struct NormalizeElements {
   using ElementType = Element;
@@ -34,7 +33,7 @@ struct NormalizeElements {
   }
 };
 
-// Limits: at most 80 instructions, at least 4 loads before the first store.
+// Loop: at most 80 instructions per store; at least 4 loads.
 template <class Element>
 struct InputGradientElements {
   using ElementType = Element;
@@ -223,9 +222,10 @@ __global__ void __launch_bounds__(kBlockThreads)
 // threadIdx.x selects a pack of channels. threadIdx.y and gridDim.y share the rows of a run, of
 // equal distance in each tensor: those of a slice if they are `joined`, otherwise those of a
 // sample. gridDim.z blocks share the runs.
+// With the registers of so few blocks, all of a thread's loads are in flight together.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, Apply::kInputs == 1 ? 3 : 2)
     apply_channels_last(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
                         bool joined, bool streams) {
   constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;

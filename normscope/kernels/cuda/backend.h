@@ -59,7 +59,7 @@ struct Backend {
     } else {
       const auto [columns, work] =
           work_of_tiles(ceil_divide(scratch.channels, kPackSize<Element, kAccess>), tiles,
-                        batches.slices, kMostColumns, Device::multiprocessors());
+                        batches.slices, kMostColumns, kTileThreads, Device::multiprocessors());
       launch(stream, Order::kAfter, work, add_tiles_channels_last<kAccess, AnyTerms, After>, terms,
              columns, batches, scratch, after);
     }

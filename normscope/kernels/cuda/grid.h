@@ -63,13 +63,14 @@ struct Work {
           work.threads_y};
 }
 
-// Work in parts of one warp each. Blocks have the more warps the more blocks there are: many warps
-// share their sums before they add them in memory, many blocks reach all multiprocessors.
+// Work in parts of one warp each. Blocks have up to most_threads threads if there are enough of
+// them: many warps add their sums to each other before they add them in memory, many blocks reach
+// all multiprocessors.
 [[nodiscard]] constexpr Work work_of_warps(std::int64_t columns, std::int64_t slices,
-                                           std::int64_t warps_per_column,
+                                           std::int64_t warps_per_column, int most_threads,
                                            std::int64_t multiprocessors) {
   constexpr std::int64_t kBlocksPerMultiprocessor = 4;
-  int warps = kBlockThreads / kWarp;
+  int warps = most_threads / kWarp;
   const auto blocks = [&] { return columns * slices * ceil_divide(warps_per_column, warps); };
   while (warps > 1 && blocks() < kBlocksPerMultiprocessor * multiprocessors) warps /= 2;
   return {columns, slices, ceil_divide(warps_per_column, warps), kWarp, warps};
@@ -90,10 +91,11 @@ struct WorkOfTiles {
 };
 [[nodiscard]] constexpr WorkOfTiles work_of_tiles(std::int64_t packs, std::int64_t tiles,
                                                   std::int64_t slices, int most_columns,
-                                                  std::int64_t multiprocessors) {
+                                                  int most_threads, std::int64_t multiprocessors) {
   const int columns = side_by_side(packs, most_columns);
-  return {columns, work_of_warps(ceil_divide(packs, columns), slices,
-                                 ceil_divide(tiles, most_columns / columns), multiprocessors)};
+  return {columns,
+          work_of_warps(ceil_divide(packs, columns), slices,
+                        ceil_divide(tiles, most_columns / columns), most_threads, multiprocessors)};
 }
 
 template <class Element, class Pointer>

@@ -147,21 +147,23 @@ class Magnitudes {
 
 // Where the warps of a block leave the limbs of one sum to be added up. Neighbouring threads write
 // and read neighbouring numbers, each in a bank of its own.
-template <int kWidth>
+template <int kWidth, int kThreads>
 struct LimbExchange {
-  double limbs[kBlockThreads / kWarp][kLimbs][kWidth * kWarp];
+  double limbs[kThreads / kWarp][kLimbs][kWidth * kWarp];
+
+  static NORMSCOPE_INLINE int place(int thread, int j) { return j * kWarp + thread; }
 };
 
 // Adds the limbs of one sum over the warps of a block, which leaves one atomic operation where each
 // warp would have one. channel_of(thread, j) is the channel of own[j] in that thread of a warp. All
 // threads of the block must call it.
-template <int kSum, int kWidth, class ChannelOf>
-__device__ void add_of_block(LimbExchange<kWidth>& exchange, ThreadLimbs (&own)[kWidth],
+template <int kSum, int kWidth, int kThreads, class ChannelOf>
+__device__ void add_of_block(LimbExchange<kWidth, kThreads>& exchange, ThreadLimbs (&own)[kWidth],
                              const LimbsView& limbs, const ChannelOf& channel_of) {
   for (int j = 0; j < kWidth; ++j) {
     const double (&values)[kLimbs] = own[j].canonical(kSum);
     for (int k = 0; k < kLimbs; ++k) {
-      exchange.limbs[threadIdx.y][k][j * kWarp + static_cast<int>(threadIdx.x)] = values[k];
+      exchange.limbs[threadIdx.y][k][exchange.place(static_cast<int>(threadIdx.x), j)] = values[k];
     }
   }
   __syncthreads();

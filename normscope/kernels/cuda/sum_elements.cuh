@@ -16,58 +16,96 @@ inline constexpr int kRowsAtOnce = 4;
 
 inline constexpr int kElementRows = kBlockThreads / kWarp;  // per block
 
-template <class Row>
-struct RowsAtOnce {
-  Row row[kRowsAtOnce];
-};
-
-// The rows n, n + step, ... below `end`; beyond, zeros.
+// A thread's way through the elements of some channels: the rows n, n + step, ... below `end`.
 template <int kWidth, class AnyTerms>
-NORMSCOPE_INLINE auto rows_at_once(const AnyTerms& terms, std::int64_t c, std::int64_t n,
-                                   std::int64_t end, std::int64_t step) {
-  RowsAtOnce<typename AnyTerms::template Row<kWidth>> rows = {};
-  NORMSCOPE_UNROLL
-  for (int i = 0; i < kRowsAtOnce; ++i, n += step) {
-    if (n < end) rows.row[i] = terms.run(n, c, 0).template load<kWidth>(0);
+struct ElementRows {
+  using Real = Arithmetic<typename AnyTerms::ElementType>;
+  template <int kRows>
+  struct Loaded {
+    typename AnyTerms::template Row<kWidth> rows[kRows];
+  };
+
+  const AnyTerms& terms;
+  std::int64_t c;
+  std::int64_t n;
+  std::int64_t end;
+  std::int64_t step;
+  const Real (&means)[kWidth];
+
+  template <int kRows>
+  [[nodiscard]] NORMSCOPE_INLINE bool has() const {
+    return n + (kRows - 1) * step < end;
   }
-  return rows;
-}
 
-// Adds rows from n on until there is one with elements for which few limbs are not enough. In most
-// tensors there is none. The loop has no more than this, because it decides how fast a kernel is.
-template <int kWidth, class AnyTerms>
-__device__ void add_few(const AnyTerms& terms, std::int64_t c, std::int64_t& n, std::int64_t end,
-                        std::int64_t step, const float (&means)[kWidth],
-                        ThreadLimbs (&own)[kWidth]) {
-  typename AnyTerms::Few few[kWidth];
-  const std::int64_t begin = n;
-  const std::int64_t stop = smaller(end, n + kTilesBetweenCarries * step);
-  for (; n < stop; n += kRowsAtOnce * step) {
-    const auto rows = rows_at_once<kWidth>(terms, c, n, end, step);
-    Magnitudes magnitudes;
-    for (const auto& row : rows.row) {
+  template <int kRows>
+  NORMSCOPE_INLINE Loaded<kRows> load() const {
+    Loaded<kRows> loaded;
+    NORMSCOPE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      loaded.rows[i] = terms.run(n + i * step, c, 0).template load<kWidth>(0);
+    }
+    return loaded;
+  }
+
+  // Adds elements to all limbs that they may need.
+  template <int kRows>
+  __device__ void add(ThreadLimbs (&own)[kWidth]) {
+    const auto loaded = load<kRows>();
+    NORMSCOPE_UNROLL
+    for (const auto& row : loaded.rows) {
       for (int j = 0; j < kWidth; ++j) {
-        AnyTerms::Few::template collect<kWidth>(magnitudes, row, j, means[j]);
+        AnyTerms::template add_element<kWidth>(own[j], row, j, means[j]);
       }
     }
-    if (!AnyTerms::Few::holds(magnitudes)) break;
-    for (const auto& row : rows.row) {
-      for (int j = 0; j < kWidth; ++j) few[j].template add<kWidth>(row, j, means[j]);
+    n += kRows * step;
+  }
+
+  // Adds elements of everyday sizes, which most tensors have no others of, up to the first rows
+  // with another. This loop decides how fast the kernel is: it has nothing but the additions they
+  // need.
+  template <int kRows, class Few>
+  __device__ void add_while_few(Few (&few)[kWidth]) {
+    for (; has<kRows>(); n += kRows * step) {
+      const auto loaded = load<kRows>();
+      Magnitudes magnitudes;
+      for (const auto& row : loaded.rows) {
+        for (int j = 0; j < kWidth; ++j) {
+          Few::template collect<kWidth>(magnitudes, row, j, means[j]);
+        }
+      }
+      if (!Few::holds(magnitudes)) return;
+      for (const auto& row : loaded.rows) {
+        for (int j = 0; j < kWidth; ++j) few[j].template add<kWidth>(row, j, means[j]);
+      }
     }
   }
-  if (n == begin) return;
-  for (int j = 0; j < kWidth; ++j) few[j].add_to(own[j]);
-}
+
+  __device__ void add_all(ThreadLimbs (&own)[kWidth]) {
+    if constexpr (sizeof(Real) == sizeof(double)) {
+      while (has<kRowsAtOnce>()) add<kRowsAtOnce>(own);
+      while (has<1>()) add<1>(own);
+    } else {
+      typename AnyTerms::Few few[kWidth];
+      while (has<1>()) {
+        add_while_few<kRowsAtOnce>(few);
+        add_while_few<1>(few);
+        if (has<1>()) add<1>(own);
+      }
+      for (int j = 0; j < kWidth; ++j) few[j].add_to(own[j]);
+    }
+  }
+};
 
 // threadIdx.x selects channels, threadIdx.y a row. gridDim.y blocks share the rows, gridDim.z
 // blocks the slices.
 // Limits: 56 to 128 registers; bytes: 0 stack, 0 spilled, 20496 shared.
+// Loop: at least 4 loads; at most 160 float64 instructions, for 8 elements.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads)
     add_elements(AnyTerms terms, NormBatches batches, DeviceScratch scratch, After after) {
   using Real = Arithmetic<typename AnyTerms::ElementType>;
   constexpr int kWidth = kElementWidth<kAccess>;
-  __shared__ LimbExchange<kWidth> exchange;
+  __shared__ LimbExchange<kWidth, kBlockThreads> exchange;
   const std::int64_t first_channel = std::int64_t{blockIdx.x} * kWarp * kWidth;
   const std::int64_t c = first_channel + std::int64_t{threadIdx.x} * kWidth;
   const std::int64_t step = std::int64_t{gridDim.y} * blockDim.y;
@@ -78,20 +116,14 @@ __global__ void __launch_bounds__(kBlockThreads)
       if constexpr (!AnyTerms::kHasPivot) {
         for (int j = 0; j < kWidth; ++j) means[j] = static_cast<Real>(terms.mean(slice, c + j));
       }
+      // In parts, because few limbs have room for so many elements only.
       const std::int64_t begin = batches.first_sample(slice);
       const std::int64_t end = begin + batches.samples_of(slice);
-      std::int64_t n = begin + std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
-      while (n < end) {
-        if constexpr (sizeof(Real) < sizeof(double)) {
-          add_few(terms, c, n, end, step, means, own);
-          if (n >= end) break;
-        }
-        const auto rows = rows_at_once<kWidth>(terms, c, n, end, step);
-        for (int i = 0; i < kRowsAtOnce && n < end; ++i, n += step) {
-          for (int j = 0; j < kWidth; ++j) {
-            AnyTerms::template add_element<kWidth>(own[j], rows.row[i], j, means[j]);
-          }
-        }
+      for (std::int64_t n = begin + std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y; n < end;
+           n += kTilesBetweenCarries * step) {
+        ElementRows<kWidth, AnyTerms> rows{
+            terms, c, n, smaller(end, n + kTilesBetweenCarries * step), step, means};
+        rows.add_all(own);
       }
     }
     const auto channel_of = [&](int thread, int j) { return first_channel + thread * kWidth + j; };

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How many blocks the kernels that sum have on an H100, which has 132 multiprocessors.
+// How many blocks the kernels that sum have on an H100, which has 132 multiprocessors, and how they
+// use shared memory.
 #include <cstdint>
+#include <set>
 #include <utility>
 
 #include <gtest/gtest.h>
@@ -28,7 +30,7 @@ Grid grid_of_sums(const Shape& shape) {
   const std::int64_t tiles =
       shape.samples * tiles_per_sample(Layout::kChannelsLast, shape.positions);
   const std::int64_t packs = shape.channels / kPackSize<BFloat16, Access::kPacks>;
-  return grid_for(work_of_tiles(packs, tiles, 1, kMostColumns, kMultiprocessors).work,
+  return grid_for(work_of_tiles(packs, tiles, 1, kMostColumns, kTileThreads, kMultiprocessors).work,
                   kMultiprocessors * 32);
 }
 
@@ -56,6 +58,27 @@ TEST(GridOfSums, HasWholeWarpsForNarrowTensors) {
     EXPECT_GE(columns, packs < kMostColumns ? packs : kMostColumns);
     EXPECT_EQ(columns * kTileLanes * (kMostColumns / columns), kWarp);
   }
+}
+
+// Shared memory has 32 banks of 4 bytes. Half a warp reads or writes 8 bytes per thread at a time.
+template <int kWidth>
+void expect_no_bank_conflicts() {
+  using Exchange = LimbExchange<kWidth, kTileThreads>;
+  for (int j = 0; j < kWidth; ++j) {
+    for (int half = 0; half < kWarp; half += kWarp / 2) {
+      std::set<int> banks;
+      for (int thread = half; thread < half + kWarp / 2; ++thread) {
+        const int word = 2 * Exchange::place(thread, j);
+        banks.insert({word % 32, (word + 1) % 32});
+      }
+      EXPECT_EQ(banks.size(), 32U);
+    }
+  }
+}
+
+TEST(LimbExchange, HasNoBankConflicts) {
+  expect_no_bank_conflicts<1>();
+  expect_no_bank_conflicts<2>();
 }
 
 TEST(GridOfSums, IsNoLargerThanTheDevice) {
