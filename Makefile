@@ -173,9 +173,10 @@ slow_checks := check-asan check-tsan check-cuda check-device check-portable chec
   check-clients check-without-torch check-install check-examples check-docs check-wheel
 check: $(slow_checks) ## Run the slow tests: sanitizers, CUDA sources, MPI, AArch64, packages
 
-# Only NCCL's header is needed, and a compiler for the code that includes it.
+# Only NCCL's header is needed, and a compiler for the code that includes it. nvdisasm reads what it
+# makes of the kernels.
 ifneq ($(shell command -v nvcc),)
-check-cuda: $(stamps)/nccl
+check-cuda: $(stamps)/nccl $(stamps)/nvdisasm
 endif
 
 check-asan check-tsan check-cuda: check-%: $(stamps)/googletest

@@ -13,7 +13,8 @@ compiler has removed code, as it may do with undefined behavior. A line that end
     0 shared; no float64.
 
 requires that only instances for float64 elements have float64 instructions: most devices execute
-one of them in the time of 64 float32 instructions.
+one of them in the time of 64 float32 instructions. With --nvdisasm, the limits of loops are checked
+too (kernel_loops.py).
 """
 
 import argparse
@@ -24,6 +25,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from kernel_loops import check_loops, is_in
 
 SKIPPED = 77  # exit status that ctest treats as a skipped test
 
@@ -60,8 +63,8 @@ def read_limits(folder: Path) -> dict[str, Limits]:
     pattern = re.compile(
         r"(?:// Limits: (\d+) to (\d+) registers; "
         r"bytes: (\d+) stack, (\d+) spilled, (\d+) shared(; no float64)?\.\n)?"
-        r"(?:template <.*>\n)?"
-        r"__global__ void\s+(?:__launch_bounds__\([\w, ]+\)\s+)?(\w+)\("
+        r"(?:// Loop: .*\n)?(?:template <.*>\n)?"
+        r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\("
     )
     limits = {}
     for path in sorted(folder.glob("*.cuh")):
@@ -106,7 +109,7 @@ def instances(report: str, ptx: str) -> Iterator[Instance]:
 
 def kernel_of(symbol: str, names: Sequence[str]) -> str:
     """Return the kernel's name from a mangled symbol, which contains its length before it."""
-    return next(name for name in names if f"{len(name)}{name}" in symbol)
+    return next(name for name in names if is_in(name, symbol))
 
 
 def complaints(instance: Instance, limits: Limits) -> Iterator[str]:
@@ -125,6 +128,7 @@ def complaints(instance: Instance, limits: Limits) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     """Compile, print what each kernel takes at most, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nvdisasm", help="the program that reads machine code: check loops too")
     parser.add_argument("folder", type=Path, help="where the .cuh files are")
     parser.add_argument("compile", nargs="+", help="nvcc and its arguments")
     options = parser.parse_args(arguments)
@@ -132,7 +136,12 @@ def main(arguments: Sequence[str]) -> int:
         print("cuda: nvcc is missing, no kernel is compiled")
         return SKIPPED
 
+    if options.nvdisasm and options.nvdisasm.endswith("-NOTFOUND"):
+        print("cuda: nvdisasm is missing, no loop is checked: pip install --group nvdisasm")
+        return 1
+
     limits = read_limits(options.folder)
+    status = 0
     with tempfile.TemporaryDirectory() as kept:
         result = subprocess.run(
             [*options.compile, "-Xptxas", "-v", "--keep", "--keep-dir", kept],
@@ -144,8 +153,11 @@ def main(arguments: Sequence[str]) -> int:
             print(result.stderr)
             return 1
         ptx = "".join(path.read_text() for path in Path(kept).glob("*.ptx"))
+        if options.nvdisasm:
+            status = check_loops(
+                sorted(Path(kept).glob("*.cubin")), options.folder, options.nvdisasm
+            )
     found: dict[str, list[Instance]] = {name: [] for name in limits}
-    status = 0
     for instance in instances(result.stderr, ptx):
         name = kernel_of(instance.symbol, list(limits))
         found[name].append(instance)

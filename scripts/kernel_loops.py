@@ -48,7 +48,7 @@ def read_loop_limits(folder: Path) -> list[LoopLimits]:
     """Return the limits of loops in the .cuh files of the folder."""
     pattern = re.compile(
         r"// Loop: (.*)\.\n(?:// .*\n)*(?:template <.*>\n)"
-        r"(?:struct|__global__ void\s+(?:__launch_bounds__\([\w, ]+\)\s+)?) ?(\w+)"
+        r"(?:struct|__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?) ?(\w+)"
     )
 
     def number(pattern: str, text: str) -> int | None:
@@ -64,7 +64,7 @@ def read_loop_limits(folder: Path) -> list[LoopLimits]:
             LoopLimits(
                 name=name,
                 instructions=number(r"at most (\d+) instructions", text),
-                with_name={other: int(most) for most, other in re.findall(r"(\d+) with (\w+)", text)},
+                with_name={b: int(a) for a, b in re.findall(r"(\d+) with (\w+)", text)},
                 float64=number(r"at most (\d+) float64 instructions", text),
                 loads=number(r"at least (\d+) loads", text),
             )
@@ -97,11 +97,11 @@ def loops_of(code: str) -> Iterator[Loop]:
     for line in code.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             labels[label[1]] = len(instructions)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
-            instructions.append(instruction[1])
+        elif found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+            instructions.append(found[1])
     ranges = set()
-    for i, instruction in enumerate(instructions):
-        target = re.search(r"\bBRA.*`\((\.L_\w+)\)", instruction)
+    for i, branch in enumerate(instructions):
+        target = re.search(r"\bBRA.*`\((\.L_\w+)\)", branch)
         if target and labels.get(target[1], len(instructions)) <= i:
             ranges.add((labels[target[1]], i + 1))
 
@@ -120,9 +120,12 @@ def loops_of(code: str) -> Iterator[Loop]:
         )
 
 
-def main_loops(code: str, stores: bool) -> list[Loop]:
-    """Return the loops with the most loads in flight of those that store, or of those that do not."""
-    loops = [loop for loop in loops_of(code) if bool(loop.stores) == stores]
+def main_loops(code: str, limits: LoopLimits) -> list[Loop]:
+    """Return the loops that the limits are for: those with the most loads in flight.
+
+    They store if the instructions per store are limited; others, of kernels that sum, do not.
+    """
+    loops = [loop for loop in loops_of(code) if bool(loop.stores) == bool(limits.instructions)]
     most = max((loop.loads for loop in loops), default=0)
     return [loop for loop in loops if loop.loads == most]
 
@@ -132,7 +135,7 @@ def machine_code(cubin: Path, nvdisasm: str) -> dict[str, str]:
     text = subprocess.run(
         [nvdisasm, "-c", cubin], stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    if not re.search(r"\.target\s+sm_90\b|EF_CUDA_SM90\b", text):
+    if not re.search(r"\.target\s+sm_90\b", text):
         return {}
     parts = re.split(r"\n\s*\.section\s+\.text\.", text)[1:]
     return {part[: part.index(",")].strip('"'): part for part in parts}
@@ -140,11 +143,11 @@ def machine_code(cubin: Path, nvdisasm: str) -> dict[str, str]:
 
 def loop_complaints(symbol: str, code: str, limits: LoopLimits) -> Iterator[str]:
     """Yield a line for each limit that a loop of an instance exceeds."""
-    per_store = bool(limits.instructions or limits.with_name)
-    loops = main_loops(code, stores=per_store)
+    loops = main_loops(code, limits)
     if not loops:
         yield "expected a loop, got none"
-    most = next((n for name, n in limits.with_name.items() if is_in(name, symbol)), limits.instructions)
+    of_names = (most for name, most in limits.with_name.items() if is_in(name, symbol))
+    most = next(of_names, limits.instructions)
     for loop in loops:
         if most is not None and loop.instructions > most * loop.stores:
             yield (
@@ -171,7 +174,7 @@ def check_loops(cubins: list[Path], folder: Path, nvdisasm: str) -> int:
             for complaint in loop_complaints(symbol, code, limits):
                 print(f"{symbol}: {complaint}")
                 status = 1
-            found += main_loops(code, stores=bool(limits.instructions))
+            found += main_loops(code, limits)
         if not found:
             print(f"{limits.name}: expected code for sm_90, got none")
             return 1

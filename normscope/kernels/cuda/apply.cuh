@@ -191,10 +191,15 @@ class Walk {
   Place<const Element> inputs_[Apply::kInputs];
 };
 
+// How many blocks of a kernel a multiprocessor must have registers for. With fewer registers the
+// compiler moves loads behind the first use of others, and keeps values in memory.
+template <class Apply>
+inline constexpr int kBlocksOf = Apply::kInputs > 1 || Apply::kIsLong ? 2 : 3;
+
 // One warp per plane. gridDim.y warps share a plane's positions, gridDim.z blocks the slices.
-// Limits: 24 to 112 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
+// Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     apply_channels_first(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
                          bool streams) {
   constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
@@ -222,10 +227,9 @@ __global__ void __launch_bounds__(kBlockThreads)
 // threadIdx.x selects a pack of channels. threadIdx.y and gridDim.y share the rows of a run, of
 // equal distance in each tensor: those of a slice if they are `joined`, otherwise those of a
 // sample. gridDim.z blocks share the runs.
-// With the registers of so few blocks, all of a thread's loads are in flight together.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
-__global__ void __launch_bounds__(kBlockThreads, Apply::kInputs == 1 ? 3 : 2)
+__global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     apply_channels_last(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
                         bool joined, bool streams) {
   constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;

@@ -101,7 +101,7 @@ struct ElementRows {
 // Limits: 56 to 128 registers; bytes: 0 stack, 0 spilled, 20496 shared.
 // Loop: at least 4 loads; at most 160 float64 instructions, for 8 elements.
 template <Access kAccess, class AnyTerms, class After>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     add_elements(AnyTerms terms, NormBatches batches, DeviceScratch scratch, After after) {
   using Real = Arithmetic<typename AnyTerms::ElementType>;
   constexpr int kWidth = kElementWidth<kAccess>;

@@ -9,13 +9,31 @@ if(NOT NORMSCOPE_NVCC)
 endif()
 add_custom_target(cuda_checks)
 
-# The kernels compile without warnings, and use the resources that their comments allow.
+# From the toolkit, or from the package nvidia-cuda-nvdisasm.
+execute_process(
+  COMMAND ${Python3_EXECUTABLE} -c "import nvidia.cu13; print(list(nvidia.cu13.__path__)[0])"
+  OUTPUT_VARIABLE cuda_of_python
+  OUTPUT_STRIP_TRAILING_WHITESPACE
+  ERROR_QUIET
+)
+find_program(
+  NORMSCOPE_NVDISASM nvdisasm
+  HINTS "${cuda_of_python}/bin"
+  DOC "nvdisasm, which reads the kernels' machine code"
+)
+
+# The kernels compile without warnings, and use the resources that their comments allow. Their loops
+# are those that their comments describe.
 foreach(architecture IN LISTS NORMSCOPE_CUDA_ARCHITECTURES)
   set(test cuda.CompilesWithinItsLimits/sm_${architecture})
+  set(loops)
+  if(architecture EQUAL 90)
+    set(loops --nvdisasm ${NORMSCOPE_NVDISASM})
+  endif()
   add_test(
     NAME ${test}
     COMMAND
-      ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/check_kernel_resources.py
+      ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/check_kernel_resources.py ${loops}
       ${normscope_SOURCE_DIR}/normscope/kernels/cuda -- ${NORMSCOPE_NVCC} ${NORMSCOPE_NVCC_OPTIONS}
       -O3 -Werror all-warnings -arch=sm_${architecture} -I ${normscope_SOURCE_DIR}
       -c ${normscope_SOURCE_DIR}/normscope/kernels/cuda/cuda.cu -o ${test}.o
