@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/kernel_loops.py finds in machine code, and what it objects to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kernel_loops
+from kernel_loops import Loop, LoopLimits, loop_complaints, loops_of
+
+# Two packs are loaded before the first is needed, and a third after it.
+CODE = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
+        /*0020*/                   IADD3 R2, P0, R2, UR6, RZ ;
+        /*0030*/                   LDG.E.128 R12, desc[UR4][R2.64] ;
+        /*0040*/                   FADD R20, R11, R4 ;
+        /*0050*/                   LDG.E.128 R16, desc[UR4][R2.64] ;
+        /*0060*/                   DADD R22, R24, R26 ;
+        /*0070*/                   STG.E.128 desc[UR4][R2.64], R20 ;
+        /*0080*/              @!P0 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+"""
+SYMBOL = "_Z19apply_channels_lastIL6AccessE0E17NormalizeElementsI8BFloat16E4SiluE"
+
+
+KEPT = LoopLimits("NormalizeElements", instructions=8, with_name={}, float64=1, loads=2)
+
+
+def test_a_loop_is_counted_up_to_its_branch() -> None:
+    assert list(loops_of(CODE)) == [Loop(instructions=8, stores=1, float64=1, loads=2)]
+
+
+def test_loops_around_a_loop_that_loads_are_left_out() -> None:
+    outer = ".L_x_0:\n" + CODE + "        /*00a0*/    BRA `(.L_x_0) ;\n"
+
+    assert list(loops_of(outer)) == list(loops_of(CODE))
+
+
+def test_limits_that_are_kept_cause_no_complaint() -> None:
+    assert not list(loop_complaints(SYMBOL, CODE, KEPT))
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (
+            KEPT._replace(instructions=7),
+            "at most 7 instructions per store in the loop, got 8 for 1",
+        ),
+        (KEPT._replace(float64=0), "at most 0 float64 in the loop, got 1"),
+        (KEPT._replace(loads=3), "at least 3 loads in flight, got 2"),
+    ],
+)
+def test_each_limit_that_is_exceeded_causes_a_complaint(limits: LoopLimits, expected: str) -> None:
+    assert list(loop_complaints(SYMBOL, CODE, limits)) == [f"expected {expected}"]
+
+
+def test_a_name_has_a_limit_of_its_own() -> None:
+    of_silu = KEPT._replace(instructions=7, with_name={"Silu": 8})
+
+    assert not list(loop_complaints(SYMBOL, CODE, of_silu))
+
+
+def test_limits_are_read_from_the_source(tmp_path: Path) -> None:
+    (tmp_path / "one.cuh").write_text(
+        "// Loop: at most 150 instructions per store, 550 with Silu; at least 4 loads.\n"
+        "template <class Element>\n"
+        "struct Elements {};\n"
+        "// Limits: 24 to 112 registers; bytes: 0 stack, 0 spilled, 0 shared.\n"
+        "// Loop: at most 160 float64 instructions, for 8 elements.\n"
+        "template <class Element>\n"
+        "__global__ void __launch_bounds__(kBlockThreads, 2)\n"
+        "    add_elements(Element element) {}\n"
+    )
+
+    assert kernel_loops.read_loop_limits(tmp_path) == [
+        LoopLimits("Elements", 150, {"Silu": 550}, None, 4),
+        LoopLimits("add_elements", None, {}, 160, None),
+    ]
