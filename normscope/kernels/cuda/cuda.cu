@@ -127,6 +127,7 @@ class ZerosOfGraphs {
 class Occupancies {
  public:
   static std::int64_t blocks_at_once(const void* kernel, int threads) {
+    // Never destroyed: a program may launch kernels as it ends.
     static std::mutex mutex;
     static auto& known = *new std::map<std::tuple<int, const void*, int>, std::int64_t>;
     const std::lock_guard lock(mutex);

@@ -161,8 +161,10 @@ struct Elements {
   [[nodiscard]] bool has_even_rows() const {
     return positions == 1 || samples <= 1 || sample_stride == positions * position_stride;
   }
+  // 0 if there is only one row: strides of extents of one may be anything.
   NORMSCOPE_INLINE std::int64_t row_stride() const {
-    return positions == 1 ? sample_stride : position_stride;
+    if (positions > 1) return position_stride;
+    return samples > 1 ? sample_stride : 0;
   }
 };
 

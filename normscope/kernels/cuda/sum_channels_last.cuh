@@ -37,7 +37,10 @@ struct Share {
 
   static NORMSCOPE_INLINE bool is_owner(int lane) { return lane * kPack % kTileLanes == 0; }
   static NORMSCOPE_INLINE int first(int lane) { return lane * kPack / kTileLanes; }
-  static NORMSCOPE_INLINE int owner(int j) { return j * kTileLanes / kPack; }
+  // The thread that has the share with channel j, in the tile of `place`.
+  static NORMSCOPE_INLINE int owner(const PlaceInTile& place, int j) {
+    return place.thread_of_lane(j * kTileLanes / kPack);
+  }
 };
 
 // One step of a sum over the lanes of a tile: adds the values of two threads. If there are several,
@@ -126,8 +129,7 @@ __device__ void find_pivots(const Elements<const Element>& x, std::int64_t c, co
   fold_lanes(sums, place);
   for (int j = 0; j < Own::kSize; ++j) own_pivots[j] = sums[j] / static_cast<Real>(samples.count);
   for (int j = 0; j < kPack; ++j) {
-    const int owner = place.thread_of_lane(Own::owner(j));
-    pivots[j] = __shfl_sync(kWholeWarp, own_pivots[j % Own::kSize], owner, kWarp);
+    pivots[j] = __shfl_sync(kWholeWarp, own_pivots[j % Own::kSize], Own::owner(place, j), kWarp);
   }
 }
 
