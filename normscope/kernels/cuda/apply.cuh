@@ -55,7 +55,7 @@ struct InputGradientElements {
 // The coefficients of kPack channels, starting at c.
 template <int kPack, class Apply>
 struct LoadedFormulas {
-  Pack<typename Apply::Real, kPack> values[Apply::kCount > 0 ? Apply::kCount : 1];
+  Pack<typename Apply::Real, kPack> values[Apply::kCount > 0 ? Apply::kCount : 1] = {};
 
   NORMSCOPE_INLINE LoadedFormulas(const Apply& apply, std::int64_t slice, std::int64_t c) {
     const std::int64_t channels = apply.inputs[0].channels;
