@@ -214,11 +214,12 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     if (plane >= batches.samples_of(slice) * y.channels) continue;
     const std::int64_t n = batches.first_sample(slice) + plane / y.channels;
     const LoadedFormulas<1, Apply> formula(apply, slice, c);
-    Walk<Apply> walk(apply, y, n, c, first, step, [](const auto&) { return kPack; });
+    Walk<Apply> walk(apply, y, n, c, first, step, [&](const auto& /*tensor*/) { return kPack; });
     walk.template write<kPack>(packs, streams, formula);
     if constexpr (kPack > 1) {
       const std::int64_t rest = packs * kPack + first;
-      Walk<Apply> walk_of_rest(apply, y, n, c, rest, step, [](const auto&) { return 1; });
+      Walk<Apply> walk_of_rest(apply, y, n, c, rest, step,
+                               [](const auto& /*tensor*/) { return 1; });
       walk_of_rest.template write_one_by_one<1>(y.positions, formula);
     }
   }
