@@ -181,6 +181,6 @@ def check_loops(cubins: list[Path], folder: Path, nvdisasm: str) -> int:
         print(
             f"{limits.name}: loops of {min(loop.loads for loop in found)} or more loads; at most "
             f"{max(loop.instructions / max(loop.stores, 1) for loop in found):.0f} instructions "
-            f"per store, {max(loop.float64 for loop in found)} float64 instructions"
+            f"per store or turn, {max(loop.float64 for loop in found)} float64 instructions"
         )
     return status
