@@ -24,6 +24,14 @@ def output_of(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def cuda_line() -> str:
+    """Return what the command says of the kernels."""
+    text = output_of(sys.executable, "-m", "normscope")
+    return next(
+        line.removeprefix("cuda").strip() for line in text.splitlines() if line.startswith("cuda ")
+    )
+
+
 def has_driver() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -32,15 +40,26 @@ def has_driver() -> bool:
     return True
 
 
-def test_they_are_there_if_nvcc_is_at_hand_and_say_why_they_cannot_run() -> None:
-    [line] = re.findall(r"(?m)^cuda +(.*)$", output_of(sys.executable, "-m", "normscope"))
-
+def test_they_are_there_if_nvcc_is_at_hand() -> None:
     if shutil.which("nvcc") is None:
-        assert line == "not built"
+        assert cuda_line() == "not built"
     elif has_driver():
-        assert line.startswith("built")
+        assert cuda_line().startswith("built")
     else:
-        assert line == "built, but the device cannot run it: there is no driver"
+        assert cuda_line() == "built, but the device cannot run it: there is no driver"
+
+
+def test_an_old_driver_is_found_when_the_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "driver.c"
+    source.write_text("int cuDriverGetVersion(int* version) { *version = 11040; return 0; }")
+    output_of("cc", "-shared", "-fPIC", source, "-o", tmp_path / "libcuda.so.1")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path), prepend=os.pathsep)
+
+    line = cuda_line()
+
+    assert line == "not built" or "the driver is for CUDA 11.4, which is older than" in line
 
 
 def test_the_wheel_is_small() -> None:
