@@ -131,7 +131,7 @@ test-python: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	  --junitxml=$(results)/test-python.xml
 
 bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print speed as ratios to torch and to a copy
-	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON -DNORMSCOPE_BUILD_CUDA=OFF > /dev/null
 	cmake --build $(build) --target all_reduce kernels
 	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/layers.py --kernels $(build)/benchmarks/kernels.so \
@@ -253,7 +253,7 @@ check-without-torch: $(stamps)/googletest
 	scripts/test_without_torch.sh $(results)/check-without-torch.xml
 
 install-tree: $(stamps)/normscope
-	cmake -S . -B $(build) -DNORMSCOPE_BUILD_MPI=$(mpi) > /dev/null
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_MPI=$(mpi) -DNORMSCOPE_BUILD_CUDA=OFF > /dev/null
 	cmake --build $(build)
 	rm -rf build/install
 	cmake --install $(build) --prefix build/install > /dev/null

@@ -10,6 +10,6 @@ set -eu
 "$1" -m pip install --quiet --target "$2" "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.0.*"
 toolkit=$2/nvidia/cu13
 # The packages lack two links.
-ln -s lib "$toolkit/lib64"
-ln -s libcudart.so.13 "$toolkit/lib/libcudart.so"
+ln -sfn lib "$toolkit/lib64"
+ln -sfn libcudart.so.13 "$toolkit/lib/libcudart.so"
 echo "$toolkit/bin"

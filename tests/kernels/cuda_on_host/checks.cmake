@@ -9,10 +9,9 @@ if(NOT NORMSCOPE_NVCC)
 endif()
 add_custom_target(cuda_checks)
 
-# Adds a test that builds targets of the library with the kernels, without a device. Arguments after
-# the targets are those of ctest. The compiler's output goes through a script: compiling fails if the
-# kernels cause a warning or use more resources than their comments allow. Wheels contain these kernels
-# too (scripts/build_wheel.sh).
+# Adds a test that builds targets with the kernels, without a device. The arguments after the targets are
+# for ctest. A script launches the compiler, which fails if the kernels cause a warning or exceed the
+# limits in their comments. Wheels contain the same object (scripts/build_wheel.sh).
 set(build ${CMAKE_BINARY_DIR}/kernels)
 set(script ${normscope_SOURCE_DIR}/scripts/check_kernel_resources.py)
 function(normscope_build_with_cuda test targets)
@@ -27,7 +26,7 @@ function(normscope_build_with_cuda test targets)
       "-DCMAKE_CUDA_COMPILER_LAUNCHER=${Python3_EXECUTABLE};${script};${normscope_SOURCE_DIR}/normscope/kernels/cuda;--"
       ${ARGN}
   )
-  set_tests_properties(${test} PROPERTIES LABELS cuda RESOURCE_LOCK with_cuda TIMEOUT 1200)
+  set_tests_properties(${test} PROPERTIES LABELS cuda TIMEOUT 1200)
   if(NOT NORMSCOPE_NVCC)
     set_tests_properties(${test} PROPERTIES DISABLED ON)
   endif()
@@ -35,13 +34,15 @@ endfunction()
 
 # nvcc compiles the architectures in parallel.
 normscope_build_with_cuda(cuda.CompilesWithinItsLimits normscope_kernels_cuda)
-set_tests_properties(cuda.CompilesWithinItsLimits PROPERTIES PROCESSORS 2)
+set_tests_properties(
+  cuda.CompilesWithinItsLimits PROPERTIES FIXTURES_SETUP cuda_object PROCESSORS 2
+)
 normscope_build_with_cuda(
   cuda.IsLinkedIntoTheLibrary
   "normscope;kernel_selection_test;cuda_kernels_test;cuda_batch_norm_test"
   --test-command ${build}/tests/kernels/kernel_selection_test --gtest_filter=*Kernels.*
 )
-set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES DEPENDS cuda.CompilesWithinItsLimits)
+set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES FIXTURES_REQUIRED cuda_object)
 
 # The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered.
 add_library(
