@@ -4,7 +4,7 @@
 # usage: build_wheel.sh <python> <build directory> <directory>
 #
 # Builds the wheel in the build directory and puts it into the other one, named for <python>'s torch.
-# If there is an nvcc, the wheel has the CUDA kernels (docs/decisions/0033). They are compiled where
+# If there is an nvcc, the wheel has the CUDA kernels (docs/decisions/0034). They are compiled where
 # `make check-cuda` compiles them.
 set -eu
 
