@@ -39,7 +39,7 @@ pytest_in_parallel := $(pytest) -n $(JOBS) --dist loadfile
 # ON if MPI is installed.
 mpi := $(if $(shell command -v mpicxx),ON,OFF)
 configure = cmake -S . -B $(build) -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_BUILD_MPI=$(mpi) \
-  -DNORMSCOPE_TEST_CUDA_ON_HOST=OFF > /dev/null
+  -DNORMSCOPE_BUILD_CUDA=OFF -DNORMSCOPE_TEST_CUDA_ON_HOST=OFF > /dev/null
 
 # tests/support/torch_device.py loads it.
 export NORMSCOPE_TEST_DEVICE_LIBRARY := $(abspath $(build))/tests/torch_device/torch_device.so
@@ -92,10 +92,11 @@ $(stamps)/%: pyproject.toml | $(python)
 	$(install) --group $* $(if $(filter torch$(site),$*),$$($(python) scripts/torch_pip_options.py))
 	@mkdir -p $(@D) && touch $@
 
-# The tests use the same build directory; nothing is compiled twice.
+# The tests use the same build directory; nothing is compiled twice. Only wheels have CUDA kernels.
 $(stamps)/normscope: $(sources) $(stamps)/build $(stamps)/torch
 	$(python) -m pip install --quiet --no-index --no-deps --no-build-isolation --force-reinstall \
 	  --config-settings=build-dir=$(build) --config-settings=cmake.define.NORMSCOPE_WERROR=$(WERROR) \
+	  --config-settings=cmake.define.NORMSCOPE_BUILD_CUDA=OFF \
 	  $(if $(site),--upgrade --target $(site)) .
 	@touch $@
 
@@ -130,7 +131,7 @@ test-python: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	  --junitxml=$(results)/test-python.xml
 
 bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print speed as ratios to torch and to a copy
-	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON > /dev/null
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON -DNORMSCOPE_BUILD_CUDA=OFF > /dev/null
 	cmake --build $(build) --target all_reduce kernels
 	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/layers.py --kernels $(build)/benchmarks/kernels.so \
@@ -139,7 +140,7 @@ bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print spe
 bench-networks: $(stamps)/normscope ## Print how fast networks train, as ratios to torch
 	$(python) benchmarks/networks.py --json $(results)/networks.json $(ARGS)
 
-wheel: $(stamps)/normscope ## Build a wheel for the torch at hand, which its version names, into build/dist
+wheel: $(stamps)/normscope ## Build a wheel for the torch at hand, with CUDA kernels if there is nvcc, into build/dist
 	scripts/build_wheel.sh $(python) $(build) build/dist
 
 sdist: $(stamps)/build ## Pack the sources that pip can build from into build/dist
@@ -253,7 +254,7 @@ check-without-torch: $(stamps)/googletest
 	scripts/test_without_torch.sh $(results)/check-without-torch.xml
 
 install-tree: $(stamps)/normscope
-	cmake -S . -B $(build) -DNORMSCOPE_BUILD_MPI=$(mpi) > /dev/null
+	cmake -S . -B $(build) -DNORMSCOPE_BUILD_MPI=$(mpi) -DNORMSCOPE_BUILD_CUDA=OFF > /dev/null
 	cmake --build $(build)
 	rm -rf build/install
 	cmake --install $(build) --prefix build/install > /dev/null

@@ -16,10 +16,6 @@ include(NormscopeMpiTest)
 # Long enough for sanitizers on two cores.
 set(NORMSCOPE_TEST_TIMEOUT 120 CACHE STRING "Time limit of a test case in seconds")
 
-# Options of nvcc for every architecture. As on the host, there is no contraction into FMA.
-set(NORMSCOPE_NVCC_OPTIONS -std=c++20 --fmad=false --expt-relaxed-constexpr)
-set(NORMSCOPE_CUDA_ARCHITECTURES 80 90 100 CACHE STRING "Architectures to compile CUDA kernels for")
-
 # Options of all targets. Results must have the same bits with all instruction sets: multiplication
 # and addition are rounded separately everywhere, so contraction into FMA is off.
 function(normscope_set_compile_rules target)

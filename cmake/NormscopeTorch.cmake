@@ -62,14 +62,17 @@ function(normscope_find_torch)
 endfunction()
 
 # Refuses to build CUDA kernels with a toolkit of another major version than that of torch, whose
-# driver requirements and runtime differ. A torch without CUDA accepts every toolkit.
+# driver requirements and runtime differ. A torch without CUDA accepts every toolkit. Sets Torch_CUDA:
+# whether the torch may be one for CUDA.
 function(normscope_check_cuda_of_torch)
+  set(Torch_CUDA ON PARENT_SCOPE)
   set(version_file ${Torch_DIR}/../../../version.py)
   if(NOT EXISTS ${version_file}) # a libtorch
     return()
   endif()
   file(READ ${version_file} text)
   if(NOT text MATCHES "\ncuda[^=\n]*= '([0-9]+)[.]([0-9]+)")
+    set(Torch_CUDA OFF PARENT_SCOPE)
     return()
   endif()
   if(NOT CUDAToolkit_VERSION_MAJOR EQUAL CMAKE_MATCH_1)

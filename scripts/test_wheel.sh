@@ -5,9 +5,9 @@
 #
 # Builds the wheel, installs it into a fresh environment and runs Python tests there, without access
 # to the sources. The whole suite is run elsewhere with the same library. This script checks that no
-# file is missing: it runs the examples of all modules, the command, and tests that use all parts on
-# ranks. The fresh environment can import the packages of <python>, such as torch, so nothing is
-# downloaded again.
+# file is missing: it runs the examples of all modules, the command, tests that use all parts on
+# ranks, and tests of the CUDA kernels in the wheel. The fresh environment can import the packages of
+# <python>, such as torch, so nothing is downloaded again.
 set -eu
 
 python=$1
@@ -29,7 +29,7 @@ site=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 mkdir "$away/tests"
 cp pyproject.toml "$away"
 cp -r cmake "$away" # test_compiled.py reads it
-cp -r tests/conftest.py tests/python tests/support "$away/tests"
+cp -r tests/conftest.py tests/python tests/support tests/wheel "$away/tests"
 
 cd "$away"
 unset PYTHONPATH
@@ -43,6 +43,9 @@ assert version('normscope').startswith(f'{normscope.__version__}+torch'), versio
 [needed] = [one for one in map(Requirement, requires('normscope')) if one.name == 'torch']
 assert str(needed.specifier).startswith('=='), needed
 assert version('torch') in needed.specifier, (version('torch'), needed)"
+NORMSCOPE_TEST_WHEEL=$(ls "$away"/dist/*.whl)
+export NORMSCOPE_TEST_WHEEL
 "$fresh" -m pytest -q -m "not slow" --doctest-modules --junitxml="$results" --pyargs normscope \
   tests/python/test_command.py tests/python/test_compiled.py tests/python/test_conversion.py \
-  tests/python/test_graphs.py tests/python/test_joined_batch.py tests/python/test_own_groups.py
+  tests/python/test_graphs.py tests/python/test_joined_batch.py tests/python/test_own_groups.py \
+  tests/wheel

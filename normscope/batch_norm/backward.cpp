@@ -56,57 +56,45 @@ class BackwardSweeps {
                  const Cut& cut)
       : kernels_(kernels),
         execution_(execution),
-        activation_(arguments.activation),
         x_(cut(arguments.x)),
         dy_(cut(arguments.dy)),
         dx_(cut(arguments.dx)),
         statistics_(statistics),
-        weight_(arguments.weight.channel_range(begin)),
-        bias_(arguments.bias.channel_range(begin)) {
-    if (activation_.kind == Activation::kNone || arguments.dz.data == nullptr) return;
+        affine_(
+            AffineActivation{arguments.weight, arguments.bias, arguments.activation}.channel_range(
+                begin)) {
+    if (affine_.activation.kind == Activation::kNone || arguments.dz.data == nullptr) return;
     const MutableTensorView dz = cut(arguments.dz);
     if (arguments.y.data != nullptr) {
-      kernels.gradient_of_output(execution, cut(arguments.y), dy_, activation_, dz);
+      kernels.gradient_of_output(execution, cut(arguments.y), dy_, affine_.activation, dz);
     } else {
-      kernels.activation_gradient(execution, x_, dy_, statistics, weight_, bias_, activation_, dz);
+      kernels.activation_gradient(execution, x_, dy_, statistics, affine_, dz);
     }
     dy_ = dz.read_only();
-    activation_ = {};
+    affine_.activation = {};
   }
 
   [[nodiscard]] const TensorView& x() const { return x_; }
-  [[nodiscard]] const ChannelView& weight() const { return weight_; }
+  [[nodiscard]] const ChannelView& weight() const { return affine_.weight; }
 
   void add_gradient_sums(LimbsView limbs) const {
-    if (activation_.kind == Activation::kNone) {
-      kernels_.add_gradient_sums(execution_, x_, dy_, statistics_, limbs);
-    } else {
-      kernels_.add_activated_gradient_sums(execution_, x_, dy_, statistics_, weight_, bias_,
-                                           activation_, limbs);
-    }
+    kernels_.add_gradient_sums(execution_, x_, dy_, statistics_, affine_, limbs);
   }
 
   // Does nothing if dx is not wanted.
   void input_gradient(GradientSums sums, double count) const {
     if (dx_.data == nullptr) return;
-    if (activation_.kind == Activation::kNone) {
-      kernels_.input_gradient(execution_, x_, dy_, statistics_, weight_, sums, count, dx_);
-    } else {
-      kernels_.activated_input_gradient(execution_, x_, dy_, statistics_, weight_, bias_,
-                                        activation_, sums, count, dx_);
-    }
+    kernels_.input_gradient(execution_, x_, dy_, statistics_, affine_, sums, count, dx_);
   }
 
  private:
   const Kernels& kernels_;
   const Execution& execution_;
-  ActivationFunction activation_;  // dy_ is the gradient of its output
   TensorView x_;
   TensorView dy_;
   MutableTensorView dx_;
   Statistics statistics_;
-  ChannelView weight_;
-  ChannelView bias_;
+  AffineActivation affine_;  // dy_ is the gradient of its output
 };
 
 // Single-rank path: sums, finalizes and applies some channels of a slice while they are in cache.

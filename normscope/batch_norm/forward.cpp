@@ -35,6 +35,10 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   }
 }
 
+AffineActivation affine_of(const ForwardArguments& arguments) {
+  return {arguments.weight, arguments.bias, arguments.activation};
+}
+
 WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
@@ -75,13 +79,12 @@ void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
   kernels.finalize_moments(execution, part.limbs, static_cast<double>(x.elements_per_channel()),
                            arguments.eps, x.dtype, results);
   const Statistics statistics = results.statistics.read_only();
-  const ChannelView weight = arguments.weight.channel_range(part.begin);
-  const ChannelView bias = arguments.bias.channel_range(part.begin);
-  coefficients_of(arguments).write_normalize(part.slice, part.begin, x.channels, statistics, weight,
-                                             bias);
+  const AffineActivation affine = affine_of(arguments).channel_range(part.begin);
+  coefficients_of(arguments).write_normalize(part.slice, part.begin, x.channels, statistics,
+                                             affine.weight, affine.bias);
   if (arguments.y.data == nullptr) return;
-  normalize(kernels, execution, x, statistics, weight, bias, arguments.activation,
-            part.of(arguments.residual), part.of(arguments.y));
+  kernels.normalize(execution, x, statistics, affine, part.of(arguments.residual),
+                    part.of(arguments.y));
 }
 
 LimbsView accumulated_limbs(const ForwardArguments& arguments) {
@@ -153,8 +156,8 @@ void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& 
   coefficients_of(arguments).write_normalize(0, 0, x.channels, statistics.read_only(),
                                              arguments.weight, arguments.bias);
   if (arguments.y.data == nullptr) return;
-  normalize(kernels, execution, x, statistics.read_only(), arguments.weight, arguments.bias,
-            arguments.activation, arguments.residual, arguments.y);
+  kernels.normalize(execution, x, statistics.read_only(), affine_of(arguments), arguments.residual,
+                    arguments.y);
 }
 
 // Both paths on a device: the kernel that sums also finalizes, or writes a message for the

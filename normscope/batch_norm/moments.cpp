@@ -134,7 +134,7 @@ void batch_norm_part_gradient_sums(const GradientSumsArguments& arguments,
   const Statistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
   OwnedGradientSums own(x.channels);
   clear(arguments.sums.limbs());
-  resolved.kernels.add_gradient_sums(resolved.execution, x, arguments.dy, statistics,
+  resolved.kernels.add_gradient_sums(resolved.execution, x, arguments.dy, statistics, {},
                                      arguments.sums.limbs());
   resolved.kernels.finalize_gradient_sums(
       resolved.execution, arguments.sums.limbs(), statistics,
@@ -164,8 +164,9 @@ void batch_norm_part_input_gradient(const InputGradientArguments& arguments,
   OwnedGradientSums sums(x.channels);
   resolved.kernels.finalize_gradient_sums(resolved.execution, arguments.sums.limbs(), statistics,
                                           {.sums = sums.view()});
-  resolved.kernels.input_gradient(resolved.execution, x, arguments.dy, statistics, arguments.weight,
-                                  sums.view(), arguments.sums.header()[kCount], arguments.dx);
+  resolved.kernels.input_gradient(resolved.execution, x, arguments.dy, statistics,
+                                  {.weight = arguments.weight}, sums.view(),
+                                  arguments.sums.header()[kCount], arguments.dx);
 }
 
 }  // namespace normscope

@@ -7,20 +7,7 @@
 
 namespace normscope {
 
-// The sweep that writes y, with or without an activation.
-
-inline void normalize(const Kernels& kernels, const Execution& execution, const TensorView& x,
-                      Statistics statistics, ChannelView weight, ChannelView bias,
-                      const ActivationFunction& activation, const TensorView& residual,
-                      const MutableTensorView& y) {
-  if (activation.kind == Activation::kNone) {
-    kernels.normalize(execution, x, statistics, weight, bias, y);
-  } else {
-    kernels.normalize_activated(execution, x, statistics, weight, bias, activation, residual, y);
-  }
-}
-
-// The same on a device, with the step's coefficients.
+// The sweep that writes y on a device, with the step's coefficients.
 inline void normalize_on_device(const DeviceStep& step, const TensorView& x,
                                 const ActivationFunction& activation, const TensorView& residual,
                                 const MutableTensorView& y) {

@@ -43,10 +43,11 @@ void batch_norm_with_statistics(const WithStatisticsArguments& arguments,
   const TensorView& x = arguments.x;
   for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
     const auto [first, last] = samples_of_slice(x.samples, arguments.slices, slice);
-    normalize(resolved.kernels, resolved.execution, x.sample_range(first, last),
-              statistics_of_slice(arguments.statistics, slice, x.channels), arguments.weight,
-              arguments.bias, arguments.activation, arguments.residual.sample_range(first, last),
-              arguments.y.sample_range(first, last));
+    resolved.kernels.normalize(resolved.execution, x.sample_range(first, last),
+                               statistics_of_slice(arguments.statistics, slice, x.channels),
+                               {arguments.weight, arguments.bias, arguments.activation},
+                               arguments.residual.sample_range(first, last),
+                               arguments.y.sample_range(first, last));
   }
 }
 

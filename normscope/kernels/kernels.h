@@ -16,9 +16,23 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
+// What a layer does with xhat: z = weight * xhat + bias, and the activation of z.
+struct AffineActivation {
+  ChannelView weight = {};  // without data: 1
+  ChannelView bias = {};    // without data: 0
+  ActivationFunction activation = {};
+
+  // The channels from `begin` to the last.
+  [[nodiscard]] AffineActivation channel_range(std::int64_t begin) const noexcept {
+    return {weight.channel_range(begin), bias.channel_range(begin), activation};
+  }
+};
+
 // One backend for host memory. Tensors have a kernel layout (TensorView::has_kernel_layout); dy, y
 // and dx have the layout of x. Channel views hold x.channels entries. Nothing throws, except what
 // `execution.parallel_for` throws.
+//
+// Every operation of an activation is rounded to x's dtype, as if it were a separate op.
 struct Kernels {
   std::string_view name;
 
@@ -36,51 +50,34 @@ struct Kernels {
   void (*finalize_moments)(const Execution& execution, LimbsView limbs, double count, double eps,
                            DType x_dtype, const MomentsResults& results);
 
-  // y = weight * xhat + bias.
+  // y = activation(z + residual). A residual (data nullptr: none) has x's shape, dtype and layout.
+  // It requires an activation with output_tells_gradient().
   void (*normalize)(const Execution& execution, const TensorView& x, Statistics statistics,
-                    ChannelView weight, ChannelView bias, const MutableTensorView& y);
+                    const AffineActivation& affine, const TensorView& residual,
+                    const MutableTensorView& y);
 
-  // Adds the sums of dy and dy * (x - mean_hi) to the limbs, which end in canonical form.
+  // Adds the sums of dz and dz * (x - mean_hi) to the limbs, which end in canonical form. Here and
+  // in input_gradient, dz = dy * activation'(z) is computed on the fly and not stored; the
+  // activation is none, or one with is_clip().
   void (*add_gradient_sums)(const Execution& execution, const TensorView& x, const TensorView& dy,
-                            Statistics statistics, LimbsView limbs);
+                            Statistics statistics, const AffineActivation& affine, LimbsView limbs);
 
   void (*finalize_gradient_sums)(const Execution& execution, LimbsView limbs, Statistics statistics,
                                  const GradientResults& results);
 
-  // dx = weight * inv_std * (dy - g1 / n - xhat * g2 / n).
+  // dx = weight * inv_std * (dz - g1 / n - xhat * g2 / n).
   void (*input_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,
-                         Statistics statistics, ChannelView weight, GradientSums sums, double count,
-                         const MutableTensorView& dx);
+                         Statistics statistics, const AffineActivation& affine, GradientSums sums,
+                         double count, const MutableTensorView& dx);
 
-  // The following functions also apply an activation to z = weight * xhat + bias. Every operation
-  // is rounded to x's dtype, as if it were a separate op. A residual (data nullptr: none) has x's
-  // shape, dtype and layout. It requires an activation with output_tells_gradient().
-
-  // y = activation(z + residual).
-  void (*normalize_activated)(const Execution& execution, const TensorView& x,
-                              Statistics statistics, ChannelView weight, ChannelView bias,
-                              const ActivationFunction& activation, const TensorView& residual,
-                              const MutableTensorView& y);
-
-  // dz = dy * activation'(z).
+  // dz = dy * activation'(z), for any activation.
   void (*activation_gradient)(const Execution& execution, const TensorView& x, const TensorView& dy,
-                              Statistics statistics, ChannelView weight, ChannelView bias,
-                              const ActivationFunction& activation, const MutableTensorView& dz);
+                              Statistics statistics, const AffineActivation& affine,
+                              const MutableTensorView& dz);
 
   // The same from y, for activations with output_tells_gradient().
   void (*gradient_of_output)(const Execution& execution, const TensorView& y, const TensorView& dy,
                              const ActivationFunction& activation, const MutableTensorView& dz);
-
-  // add_gradient_sums and input_gradient with dz = dy * activation'(z) in place of dy. dz is
-  // computed on the fly and not stored. Only for activations with is_clip().
-  void (*add_activated_gradient_sums)(const Execution& execution, const TensorView& x,
-                                      const TensorView& dy, Statistics statistics,
-                                      ChannelView weight, ChannelView bias,
-                                      const ActivationFunction& activation, LimbsView limbs);
-  void (*activated_input_gradient)(const Execution& execution, const TensorView& x,
-                                   const TensorView& dy, Statistics statistics, ChannelView weight,
-                                   ChannelView bias, const ActivationFunction& activation,
-                                   GradientSums sums, double count, const MutableTensorView& dx);
 };
 
 // All backends that were built: the reference first, then from the plainest to the fastest.

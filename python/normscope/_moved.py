@@ -28,6 +28,12 @@ _NAMES = {
     "predict": "costs.predict",
 }
 
+# What replaces names that are gone.
+_REPLACEMENTS = {
+    "AdaptiveScope": "recommend_scopes, set_scope or ProgressiveScope",
+    "fuse": "convert(model, fuse=True), BatchNormAct2d or torch.compile",
+}
+
 # Where each module of normscope is now.
 _MODULES = {
     "_timm": "models.timm",
@@ -85,6 +91,8 @@ def moved(name: str) -> object:
     if name in _MODULES:
         return import_module(f"{__package__}.{_MODULES[name]}")
     if name not in _NAMES:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
+        replacement = _REPLACEMENTS.get(name)
+        advice = f" since version 0.3; use {replacement}" if replacement else ""
+        raise AttributeError(f"module {__package__!r} has no attribute {name!r}{advice}")
     module, _, attribute = _NAMES[name].rpartition(".")
     return getattr(import_module(f"{__package__}.{module}"), attribute)

@@ -32,6 +32,10 @@ struct Layer {
                              kEps, x.dtype(), {.statistics = statistics.view()});
   }
 
+  [[nodiscard]] AffineActivation with(const ActivationFunction& activation) const {
+    return {weight.view(), bias.view(), activation};
+  }
+
   const ChannelArray weight;
   const ChannelArray bias;
   OwnedStatistics statistics;
@@ -68,7 +72,7 @@ TEST_P(ActivatedKernels, NormalizeAsSingleOperationsDo) {
     Layer layer(kernels(), x);
     const Statistics statistics = layer.statistics.view().read_only();
     Tensor z = tensor(shape);
-    kernels().normalize({}, x.view(), statistics, layer.weight.view(), layer.bias.view(), z.view());
+    kernels().normalize({}, x.view(), statistics, layer.with({}), {}, z.view());
     for (const bool adds : {false, true}) {
       if (adds && !activation.output_tells_gradient()) continue;
       Tensor expected = tensor(shape);
@@ -79,9 +83,8 @@ TEST_P(ActivatedKernels, NormalizeAsSingleOperationsDo) {
       });
       Tensor y = tensor(shape, {3, 2, 5});
 
-      kernels().normalize_activated(on_threads(2), x.view(), statistics, layer.weight.view(),
-                                    layer.bias.view(), activation,
-                                    adds ? residual.view() : TensorView{}, y.view());
+      kernels().normalize(on_threads(2), x.view(), statistics, layer.with(activation),
+                          adds ? residual.view() : TensorView{}, y.view());
 
       ASSERT_NO_FATAL_FAILURE(expect_same(y, expected));
       ASSERT_TRUE(y.untouched_outside(y.view().read_only()));
@@ -93,8 +96,8 @@ TEST_P(ActivatedKernels, NormalizeAsSingleOperationsDo) {
 Tensor specified_dz(const Kernels& kernels, const ActivationFunction& activation, const Tensor& x,
                     const Tensor& dy, Layer& layer) {
   Tensor z(x.dtype(), x.view().layout(), x.samples(), x.channels(), x.positions());
-  kernels.normalize({}, x.view(), layer.statistics.view().read_only(), layer.weight.view(),
-                    layer.bias.view(), z.view());
+  kernels.normalize({}, x.view(), layer.statistics.view().read_only(), layer.with({}), {},
+                    z.view());
   Tensor dz = z;
   z.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
     dz.set(n, c, p, activation_gradient(x.dtype(), activation, z.at(n, c, p), dy.at(n, c, p)));
@@ -110,8 +113,8 @@ TEST_P(ActivatedKernels, HaveTheGradientOfSingleOperations) {
     Tensor dz = tensor(shape, {3, 2, 5});
 
     kernels().activation_gradient(on_threads(2), x.view(), dy.view(),
-                                  layer.statistics.view().read_only(), layer.weight.view(),
-                                  layer.bias.view(), activation, dz.view());
+                                  layer.statistics.view().read_only(), layer.with(activation),
+                                  dz.view());
 
     ASSERT_NO_FATAL_FAILURE(expect_same(dz, expected));
     ASSERT_TRUE(dz.untouched_outside(dz.view().read_only()));
@@ -126,8 +129,7 @@ TEST_P(ActivatedKernels, FindTheGradientFromTheOutput) {
     const Statistics statistics = layer.statistics.view().read_only();
     const Tensor expected = specified_dz(kernels(), activation, x, dy, layer);
     Tensor y = tensor(shape);
-    kernels().normalize_activated({}, x.view(), statistics, layer.weight.view(), layer.bias.view(),
-                                  activation, {}, y.view());
+    kernels().normalize({}, x.view(), statistics, layer.with(activation), {}, y.view());
     Tensor dz = tensor(shape);
 
     kernels().gradient_of_output(on_threads(2), y.view().read_only(), dy.view(), activation,
@@ -138,7 +140,6 @@ TEST_P(ActivatedKernels, FindTheGradientFromTheOutput) {
 }
 
 TEST_P(ActivatedKernels, SumAndApplyAGradientThatIsNeverStored) {
-  if (kernels().add_activated_gradient_sums == nullptr) return;  // a device writes dz first
   for_activations([](const ActivationFunction& activation, const Shape& shape, const Tensor& x,
                      const Tensor& dy) {
     if (!activation.is_clip()) return;
@@ -152,15 +153,13 @@ TEST_P(ActivatedKernels, SumAndApplyAGradientThatIsNeverStored) {
     Tensor expected_dx = tensor(shape);
     Tensor dx = tensor(shape, {3, 2, 5});
 
-    kernels().add_gradient_sums({}, x.view(), dz.view(), statistics, expected.view());
-    kernels().input_gradient({}, x.view(), dz.view(), statistics, layer.weight.view(), views, 7.0,
+    kernels().add_gradient_sums({}, x.view(), dz.view(), statistics, {}, expected.view());
+    kernels().input_gradient({}, x.view(), dz.view(), statistics, layer.with({}), views, 7.0,
                              expected_dx.view());
-    kernels().add_activated_gradient_sums(on_threads(2), x.view(), dy.view(), statistics,
-                                          layer.weight.view(), layer.bias.view(), activation,
-                                          got.view());
-    kernels().activated_input_gradient(on_threads(2), x.view(), dy.view(), statistics,
-                                       layer.weight.view(), layer.bias.view(), activation, views,
-                                       7.0, dx.view());
+    kernels().add_gradient_sums(on_threads(2), x.view(), dy.view(), statistics,
+                                layer.with(activation), got.view());
+    kernels().input_gradient(on_threads(2), x.view(), dy.view(), statistics, layer.with(activation),
+                             views, 7.0, dx.view());
 
     for (std::size_t i = 0; i < got.numbers().size(); ++i) {
       ASSERT_PRED2(same_bits, got.numbers()[i], expected.numbers()[i]) << "limb " << i;

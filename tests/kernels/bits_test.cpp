@@ -90,7 +90,7 @@ TEST_P(KernelBits, GradientsNearTheEndOfFloat32FollowTheSpecification) {
   OwnedLimbs limbs(9);
 
   kernels().add_gradient_sums({}, x.view().read_only(), dy.view().read_only(),
-                              statistics.view().read_only(), limbs.view());
+                              statistics.view().read_only(), {}, limbs.view());
 
   with_element_type(dtype(), [&]<class Element>(Element*) {
     expect_limbs(
@@ -223,8 +223,9 @@ void expect_outputs_of_parts(const Kernels& kernels, const Tensor& x, Tensor y, 
   Tensor y_of_parts = like_x();
   Tensor dx_of_parts = like_x();
 
-  kernels.normalize({}, x.view(), read_only, ones.view(), ones.view(), y.view());
-  kernels.input_gradient({}, x.view(), x.view(), read_only, ones.view(), sums, count, dx.view());
+  const AffineActivation affine{ones.view(), ones.view()};
+  kernels.normalize({}, x.view(), read_only, affine, {}, y.view());
+  kernels.input_gradient({}, x.view(), x.view(), read_only, affine, sums, count, dx.view());
   const std::int64_t width = std::max<std::int64_t>(channels / 64, 8);
   const std::int64_t samples = std::max<std::int64_t>(x.samples() / 64, 1);
   for (std::int64_t n = 0; n < x.samples(); n += samples) {
@@ -232,7 +233,7 @@ void expect_outputs_of_parts(const Kernels& kernels, const Tensor& x, Tensor y, 
     for (std::int64_t c = 0; c < channels; c += width) {
       const std::int64_t end = std::min(c + width, channels);
       const TensorView part = x.view().sample_range(n, last).channel_range(c, end);
-      kernels.normalize({}, part, read_only.channel_range(c), {}, ones.view(),
+      kernels.normalize({}, part, read_only.channel_range(c), {.bias = ones.view()}, {},
                         y_of_parts.view().sample_range(n, last).channel_range(c, end));
       kernels.input_gradient({}, part, part, read_only.channel_range(c), {}, sums.channel_range(c),
                              count, dx_of_parts.view().sample_range(n, last).channel_range(c, end));

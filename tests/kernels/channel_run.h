@@ -84,10 +84,12 @@ struct KernelRun {
   kernels.finalize_moments(execution, run.moments.view(), count, kEps, x.dtype(),
                            {.statistics = run.statistics.view(), .running = running});
   const Statistics statistics = run.statistics.view().read_only();
-  kernels.normalize(execution, view, statistics, weight.view(), bias.view(), run.y.view());
-  kernels.add_gradient_sums(execution, view, dy.view(), statistics, run.gradient_sums.view());
+  const AffineActivation affine{weight.view(), bias.view()};
+  kernels.normalize(execution, view, statistics, affine, {}, run.y.view());
+  kernels.add_gradient_sums(execution, view, dy.view(), statistics, affine,
+                            run.gradient_sums.view());
   kernels.finalize_gradient_sums(execution, run.gradient_sums.view(), statistics, {.sums = sums});
-  kernels.input_gradient(execution, view, dy.view(), statistics, weight.view(), sums, count,
+  kernels.input_gradient(execution, view, dy.view(), statistics, affine, sums, count,
                          run.dx.view());
   return run;
 }

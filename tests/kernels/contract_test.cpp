@@ -148,18 +148,18 @@ void KernelContract::expect_strides_and_parts_change_nothing(const Shape& shape)
       const MutableTensorView y_part = part(y.view());
       const MutableTensorView dx_part = part(dx.view());
 
-      kernels().normalize({}, x_part, statistics.channel_range(channel),
-                          weight.view().channel_range(channel), bias.view().channel_range(channel),
-                          y_part);
-      kernels().input_gradient({}, x_part, dy_part, statistics.channel_range(channel),
-                               weight.view().channel_range(channel), sums, count, dx_part);
+      const AffineActivation affine =
+          AffineActivation{weight.view(), bias.view()}.channel_range(channel);
+      kernels().normalize({}, x_part, statistics.channel_range(channel), affine, {}, y_part);
+      kernels().input_gradient({}, x_part, dy_part, statistics.channel_range(channel), affine, sums,
+                               count, dx_part);
       OwnedLimbs gradient_sums(shape.channels);
-      kernels().add_gradient_sums({}, x_part, dy_part, statistics.channel_range(channel),
+      kernels().add_gradient_sums({}, x_part, dy_part, statistics.channel_range(channel), affine,
                                   gradient_sums.view().channel_range(channel, shape.channels));
       OwnedLimbs packed_gradient_sums(shape.channels);
       kernels().add_gradient_sums(
           {}, part(std::as_const(packed_x).view()), part(std::as_const(packed_dy).view()),
-          statistics.channel_range(channel),
+          statistics.channel_range(channel), affine,
           packed_gradient_sums.view().channel_range(channel, shape.channels));
 
       EXPECT_EQ(gradient_sums.numbers(), packed_gradient_sums.numbers());
@@ -197,7 +197,7 @@ TEST_P(KernelContract, StridesOfExtentsOfOneMayBeAnything) {
     kernels().add_moments({}, x.view().read_only(), expected_moments.view());
     OwnedLimbs expected_gradient_sums(shape.channels);
     kernels().add_gradient_sums({}, x.view().read_only(), x.view().read_only(),
-                                statistics.view().read_only(), expected_gradient_sums.view());
+                                statistics.view().read_only(), {}, expected_gradient_sums.view());
     for (const std::int64_t stride : {std::int64_t{0}, std::int64_t{1}, std::int64_t{-128},
                                       std::numeric_limits<std::int64_t>::max()}) {
       const auto with_stride = [&](MutableTensorView view) {
@@ -213,7 +213,7 @@ TEST_P(KernelContract, StridesOfExtentsOfOneMayBeAnything) {
       kernels().normalize({}, strided_x, statistics.view().read_only(), {}, {},
                           with_stride(y.view()));
       kernels().add_moments({}, strided_x, moments.view());
-      kernels().add_gradient_sums({}, strided_x, strided_x, statistics.view().read_only(),
+      kernels().add_gradient_sums({}, strided_x, strided_x, statistics.view().read_only(), {},
                                   gradient_sums.view());
 
       EXPECT_EQ(moments.numbers(), expected_moments.numbers());
@@ -275,8 +275,8 @@ TEST_P(HandComputed, ParametersAndBuffersOfEveryType) {
     GetParam()->finalize_moments({}, limbs.view(), count, 0.0, DType::kFloat32,
                                  {.statistics = statistics.view(),
                                   .running = {running_mean.view(), running_var.view(), momentum}});
-    GetParam()->normalize({}, x.view().read_only(), statistics.view().read_only(), weight.view(),
-                          bias.view(), y.view());
+    GetParam()->normalize({}, x.view().read_only(), statistics.view().read_only(),
+                          {weight.view(), bias.view()}, {}, y.view());
 
     ChannelArray expected(dtype, 1, 1.0 - 0.75 * momentum);
     EXPECT_EQ(running_mean[0], expected[0]) << name_of(dtype);

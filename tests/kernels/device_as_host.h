@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string_view>
@@ -77,16 +78,34 @@ struct DeviceAsHost {
     add(memory.sent().limbs(), limbs);
   }
 
+  // Calls use(dz): with dy if there is no activation. A device writes dz first.
+  template <class Use>
+  static void with_dz(const Execution& execution, const TensorView& x, const TensorView& dy,
+                      Statistics statistics, const AffineActivation& affine, const Use& use) {
+    if (affine.activation.kind == Activation::kNone || x.empty()) return use(dy);
+    const std::int64_t last = (x.samples - 1) * x.sample_stride +
+                              (x.channels - 1) * x.channel_stride +
+                              (x.positions - 1) * x.position_stride;
+    AlignedVector<std::byte> bytes(static_cast<std::size_t>((last + 1) * size_of(x.dtype)));
+    const MutableTensorView dz{bytes.data(), x.dtype,         x.samples,        x.channels,
+                               x.positions,  x.sample_stride, x.channel_stride, x.position_stride};
+    activation_gradient(execution, x, dy, statistics, affine, dz);
+    use(dz.read_only());
+  }
+
   static void add_gradient_sums(const Execution& execution, const TensorView& x,
-                                const TensorView& dy, Statistics statistics, LimbsView limbs) {
-    Memory memory(x.channels);
-    memory.copy_statistics(statistics);
-    kDevice().send_gradient_sums(
-        execution.stream, x, dy, memory.scratch(),
-        {.batches = norm_batches(x, 1), .statistics = memory.statistics.data()}, memory.sent(),
-        Header{});
-    memory.finish();
-    add(memory.sent().limbs(), limbs);
+                                const TensorView& dy, Statistics statistics,
+                                const AffineActivation& affine, LimbsView limbs) {
+    with_dz(execution, x, dy, statistics, affine, [&](const TensorView& dz) {
+      Memory memory(x.channels);
+      memory.copy_statistics(statistics);
+      kDevice().send_gradient_sums(
+          execution.stream, x, dz, memory.scratch(),
+          {.batches = norm_batches(x, 1), .statistics = memory.statistics.data()}, memory.sent(),
+          Header{});
+      memory.finish();
+      add(memory.sent().limbs(), limbs);
+    });
   }
 
   // Turns limbs into a message that one rank has sent, with `count` in its header.
@@ -121,12 +140,18 @@ struct DeviceAsHost {
   }
 
   static void normalize(const Execution& execution, const TensorView& x, Statistics statistics,
-                        ChannelView weight, ChannelView bias, const MutableTensorView& y) {
+                        const AffineActivation& affine, const TensorView& residual,
+                        const MutableTensorView& y) {
     Memory memory(x.channels);
     memory.copy_statistics(statistics);
     kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
-                             weight, bias, memory.rounded());
-    kDevice().normalize(execution.stream, x, norm_batches(x, 1), memory.rounded(), y);
+                             affine.weight, affine.bias, memory.rounded());
+    if (affine.activation.kind == Activation::kNone) {
+      kDevice().normalize(execution.stream, x, norm_batches(x, 1), memory.rounded(), y);
+    } else {
+      kDevice().normalize_activated(execution.stream, x, norm_batches(x, 1), memory.rounded(),
+                                    affine.activation, residual, y);
+    }
     memory.finish();
   }
 
@@ -148,15 +173,15 @@ struct DeviceAsHost {
   }
 
   static void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
-                             Statistics statistics, ChannelView weight, GradientSums sums,
-                             double count, const MutableTensorView& dx) {
+                             Statistics statistics, const AffineActivation& affine,
+                             GradientSums sums, double count, const MutableTensorView& dx) {
     Memory memory(x.channels);
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       using Real = Arithmetic<Element>;
       for (std::int64_t c = 0; c < x.channels; ++c) {
         const InputGradient<Real> formula = input_gradient_coefficients<Real>(
             statistics.mean_hi[c], statistics.mean_lo[c], statistics.inv_std[c],
-            channel_value(weight, c, 1.0), sums.dy[c], sums.dy_xhat[c], count);
+            channel_value(affine.weight, c, 1.0), sums.dy[c], sums.dy_xhat[c], count);
         Real* at = static_cast<Real*>(memory.rounded().data) + c;
         const Real values[] = {formula.mean_hi, formula.mean_lo, formula.scale, formula.mean_dy,
                                formula.slope};
@@ -165,33 +190,21 @@ struct DeviceAsHost {
         }
       }
     });
-    kDevice().input_gradient(execution.stream, x, dy, norm_batches(x, 1), memory.rounded(), dx);
-    memory.finish();
-  }
-
-  static void normalize_activated(const Execution& execution, const TensorView& x,
-                                  Statistics statistics, ChannelView weight, ChannelView bias,
-                                  const ActivationFunction& activation, const TensorView& residual,
-                                  const MutableTensorView& y) {
-    Memory memory(x.channels);
-    memory.copy_statistics(statistics);
-    kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
-                             weight, bias, memory.rounded());
-    kDevice().normalize_activated(execution.stream, x, norm_batches(x, 1), memory.rounded(),
-                                  activation, residual, y);
+    with_dz(execution, x, dy, statistics, affine, [&](const TensorView& dz) {
+      kDevice().input_gradient(execution.stream, x, dz, norm_batches(x, 1), memory.rounded(), dx);
+    });
     memory.finish();
   }
 
   static void activation_gradient(const Execution& execution, const TensorView& x,
-                                  const TensorView& dy, Statistics statistics, ChannelView weight,
-                                  ChannelView bias, const ActivationFunction& activation,
-                                  const MutableTensorView& dz) {
+                                  const TensorView& dy, Statistics statistics,
+                                  const AffineActivation& affine, const MutableTensorView& dz) {
     Memory memory(x.channels);
     memory.copy_statistics(statistics);
     kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
-                             weight, bias, memory.rounded());
+                             affine.weight, affine.bias, memory.rounded());
     kDevice().activation_gradient(execution.stream, x, dy, norm_batches(x, 1), memory.rounded(),
-                                  activation, dz);
+                                  affine.activation, dz);
     memory.finish();
   }
 
@@ -212,12 +225,8 @@ struct DeviceAsHost {
         .add_gradient_sums = add_gradient_sums,
         .finalize_gradient_sums = finalize_gradient_sums,
         .input_gradient = input_gradient,
-        .normalize_activated = normalize_activated,
         .activation_gradient = activation_gradient,
         .gradient_of_output = gradient_of_output,
-        // A device writes dz first.
-        .add_activated_gradient_sums = nullptr,
-        .activated_input_gradient = nullptr,
     };
   }
 };

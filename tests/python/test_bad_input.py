@@ -142,3 +142,12 @@ def test_a_call_that_raises_updates_nothing(bad: torch.Tensor, momentum: float |
         layer(bad)
 
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.own_kernels  # under torch's kernels it works
+def test_the_mode_for_mutations_of_saved_tensors_is_named() -> None:
+    with (
+        torch.autograd.graph.allow_mutation_on_saved_tensors(),
+        pytest.raises(RuntimeError, match=r"expected no .*allow_mutation_on_saved_tensors\(\)"),
+    ):
+        layer()(X)

@@ -99,6 +99,12 @@ def started_anew(model: Any, how: str) -> Any:  # noqa: ANN401 - with attributes
         layer.num_batches_tracked *= 0
     elif how == "moved":
         model.double()
+    elif how == "through .data":
+        layer.get_buffer("running_mean").data.copy_(buffers["running_mean"])
+    elif how == "new .data":
+        layer.get_buffer("running_mean").data = buffers["running_mean"].data
+    elif how == "NumPy":
+        layer.get_buffer("running_mean").numpy()[:] = 0
     else:
         assert how == "update_bn"
         averaged: Any = AveragedModel(model)
@@ -108,6 +114,8 @@ def started_anew(model: Any, how: str) -> Any:  # noqa: ANN401 - with attributes
     return model
 
 
+# torch's versions of tensors do not tell these.
+HIDDEN = ["through .data", "new .data", "NumPy"]
 CHANGES = [
     "reset",
     "load_state_dict",
@@ -149,7 +157,21 @@ def pooled_after(how: str) -> list[float]:
     return [model[0].running_mean.item(), model[0].running_var.item()]
 
 
-@pytest.mark.parametrize("how", [*CHANGES, "update_bn"])
+@pytest.mark.parametrize("how", HIDDEN)
+def test_the_count_is_unknown_after_a_hidden_write(how: str) -> None:
+    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
+    model(torch.randn(5, 1))
+
+    model = started_anew(model, how)
+    assert model[0].elements_seen is None
+    model(torch.randn(3, 1))
+    assert model[0].elements_seen is None
+    model[0].reset_running_stats()
+    model(torch.randn(3, 1))
+    assert model[0].elements_seen == 3
+
+
+@pytest.mark.parametrize("how", [*CHANGES, *HIDDEN, "update_bn"])
 def test_ranks_are_not_weighted_by_elements_before_a_change(ranks: RankPool, how: str) -> None:
     for found in ranks.run(2, pooled_after, how):
         assert found == pytest.approx([6, 27])

@@ -107,7 +107,7 @@ def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[s
 
 
 def shared_memory() -> list[str]:
-    """Return the files in shared memory, without the semaphores that Python makes for other tests."""
+    """Return the files in shared memory, without semaphores, which other tests make."""
     return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
 
 

@@ -53,6 +53,11 @@ def test_names_still_work(name: str, moved: object) -> None:
     assert name not in normscope.__all__
 
 
+def test_a_name_that_is_gone_says_what_replaces_it() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'fuse' since .*; use convert\(model"):
+        _ = normscope.fuse  # type: ignore[attr-defined]
+
+
 def test_other_names_are_unknown() -> None:
     with pytest.raises(AttributeError, match="module 'normscope' has no attribute 'HostCosts'"):
         _ = normscope.HostCosts  # type: ignore[attr-defined]

@@ -35,6 +35,13 @@ torch::nn::Sequential measured_network() {
                                torch::nn::Linear(8, 16), nn::BatchNorm1d(16));
 }
 
+// The same without the dropout's noise.
+torch::nn::Sequential network_without_dropout() {
+  torch::nn::Sequential net = measured_network();
+  net[2]->eval();
+  return net;
+}
+
 std::vector<at::Tensor> noise(std::int64_t samples) {
   auto generator = at::detail::createCPUGenerator(1);
   std::vector<at::Tensor> batches;
@@ -83,8 +90,7 @@ std::string error_of(const Call& call) {
 }
 
 TEST(RecommendScopes, GivesLayersWithFewValuesWideScopes) {
-  torch::nn::Sequential net = measured_network();
-  net->eval();
+  torch::nn::Sequential net = network_without_dropout();
 
   const nn::ScopePlan plan =
       plan_of(net, noise(16), alone(), nn::RecommendOptions().independent_values(12).ranks(8));
@@ -105,8 +111,7 @@ class RecommendScopesOfRanks : public ::testing::TestWithParam<int> {};
 TEST_P(RecommendScopesOfRanks, IsThatOfSlicesOnEveryRank) {
   const int ranks = GetParam();
   const std::vector<at::Tensor> batches = noise(12);
-  torch::nn::Sequential net = measured_network();
-  net->eval();
+  torch::nn::Sequential net = network_without_dropout();
   const auto options = nn::RecommendOptions().independent_values(12);
   const nn::ScopePlan expected =
       plan_of(net, batches, alone(), nn::RecommendOptions(options).ranks(ranks));
@@ -166,6 +171,31 @@ TEST_P(LeavesTheModule, AsItWas) {
   EXPECT_TRUE(net[7]->is_training());
   EXPECT_EQ(net[1]->as<nn::BatchNorm2d>()->options.scope(), Scope::slices(2));
   EXPECT_FALSE(net[1]->as<nn::BatchNorm2d>()->input_observer);
+}
+
+TEST(RecommendScopes, LeavesLayersInEvaluationAsTheyAre) {
+  torch::nn::Sequential net = measured_network();
+  net[1]->eval();
+  net[1]->as<nn::BatchNorm2d>()->running_mean.fill_(5.0);
+  at::Tensor seen;
+  const at::Tensor batch = noise(16)[0];
+
+  const nn::ScopePlan plan = nn::recommend_scopes(
+      *net, 1,
+      [&](std::int64_t) {
+        seen = net[1]->as<nn::BatchNorm2d>()->forward(torch::full({16, 8, 2, 2}, 6.0));
+        net->forward(batch);
+      },
+      alone(), nn::RecommendOptions().ranks(2));
+
+  EXPECT_NEAR(seen.min().item<float>(), 1.0F, 1e-4);  // by its running statistics
+  ASSERT_EQ(plan.layers.size(), 1U);
+  EXPECT_EQ(plan.layers[0].layer, "6");
+  net->eval();
+  EXPECT_NE(error_of([&] { (void)plan_of(net, noise(16), alone(), {}); })
+                .find("layers of normscope in "
+                      "training"),
+            std::string::npos);
 }
 
 INSTANTIATE_TEST_SUITE_P(Whether, LeavesTheModule, ::testing::Bool(), [](const auto& parameters) {

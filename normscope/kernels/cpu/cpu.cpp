@@ -67,33 +67,25 @@ void finalize_moments(const Target& target, const Execution& /*execution*/, Limb
 
 template <class Real>
 Formulas<Normalize, Real> normalize_formulas(std::int64_t channels, Statistics statistics,
-                                             ChannelView weight, ChannelView bias) {
+                                             const AffineActivation& affine) {
   return {channels, [&](std::int64_t c) {
-            return normalize_coefficients<Real>(statistics, weight, bias, c);
+            return normalize_coefficients<Real>(statistics, affine.weight, affine.bias, c);
           }};
 }
 
-void normalize_activated(const Target& target, const Execution& execution, const TensorView& x,
-                         Statistics statistics, ChannelView weight, ChannelView bias,
-                         const ActivationFunction& activation, const TensorView& residual,
-                         const MutableTensorView& y) {
+void normalize(const Target& target, const Execution& execution, const TensorView& x,
+               Statistics statistics, const AffineActivation& affine, const TensorView& residual,
+               const MutableTensorView& y) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
-    const auto formulas =
-        normalize_formulas<Arithmetic<Element>>(x.channels, statistics, weight, bias);
+    const auto formulas = normalize_formulas<Arithmetic<Element>>(x.channels, statistics, affine);
     const Stores stores = stores_for(y);
     for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
       const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
-      target.of<Element>().normalize(part(x), formulas.from(channels.begin), activation,
+      target.of<Element>().normalize(part(x), formulas.from(channels.begin), affine.activation,
                                      part(residual), tiles, stores, part(y));
     });
   });
-}
-
-void normalize(const Target& target, const Execution& execution, const TensorView& x,
-               Statistics statistics, ChannelView weight, ChannelView bias,
-               const MutableTensorView& y) {
-  normalize_activated(target, execution, x, statistics, weight, bias, {}, {}, y);
 }
 
 // formulas_from(c): those of the channels from c on.
@@ -113,10 +105,18 @@ struct Mean {
 };
 
 void add_gradient_sums(const Target& target, const Execution& execution, const TensorView& x,
-                       const TensorView& dy, Statistics statistics, LimbsView limbs) {
+                       const TensorView& dy, Statistics statistics, const AffineActivation& affine,
+                       LimbsView limbs) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
     using Real = Arithmetic<Element>;
+    if (affine.activation.kind != Activation::kNone) {
+      const auto formulas = normalize_formulas<Real>(x.channels, statistics, affine);
+      sum_gradients<Element>(
+          target, execution, x, dy, [&](std::int64_t c) { return formulas.from(c); },
+          affine.activation, limbs);
+      return;
+    }
     const Formulas<Mean, Real> means(x.channels, [&](std::int64_t c) {
       return Mean<Real>{static_cast<Real>(statistics.mean_hi[c])};
     });
@@ -129,65 +129,42 @@ void add_gradient_sums(const Target& target, const Execution& execution, const T
   });
 }
 
-void add_activated_gradient_sums(const Target& target, const Execution& execution,
-                                 const TensorView& x, const TensorView& dy, Statistics statistics,
-                                 ChannelView weight, ChannelView bias,
-                                 const ActivationFunction& activation, LimbsView limbs) {
-  if (x.empty()) return;
-  with_element_type(x.dtype, [&]<class Element>(Element*) {
-    const auto formulas =
-        normalize_formulas<Arithmetic<Element>>(x.channels, statistics, weight, bias);
-    sum_gradients<Element>(
-        target, execution, x, dy, [&](std::int64_t c) { return formulas.from(c); }, activation,
-        limbs);
-  });
-}
-
 void finalize_gradient_sums(const Target& target, const Execution& /*execution*/, LimbsView limbs,
                             Statistics statistics, const GradientResults& results) {
   target.gradient_sums(limbs, statistics, results.sums);
   for (std::int64_t c = 0; c < limbs.channels; ++c) use_gradient_sums(results, c);
 }
 
-void activated_input_gradient(const Target& target, const Execution& execution, const TensorView& x,
-                              const TensorView& dy, Statistics statistics, ChannelView weight,
-                              ChannelView bias, const ActivationFunction& activation,
-                              GradientSums sums, double count, const MutableTensorView& dx) {
+void input_gradient(const Target& target, const Execution& execution, const TensorView& x,
+                    const TensorView& dy, Statistics statistics, const AffineActivation& affine,
+                    GradientSums sums, double count, const MutableTensorView& dx) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
     using Real = Arithmetic<Element>;
     const Formulas<ActivatedInputGradient, Real> formulas(x.channels, [&](std::int64_t c) {
       return ActivatedInputGradient<Real>{
-          input_gradient_coefficients<Real>(statistics, weight, sums, count, c),
-          static_cast<Real>(channel_value(bias, c, 0.0))};
+          input_gradient_coefficients<Real>(statistics, affine.weight, sums, count, c),
+          static_cast<Real>(channel_value(affine.bias, c, 0.0))};
     });
     const Stores stores = stores_for(dx);
     for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
       const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
       target.of<Element>().input_gradient(part(x), part(dy), formulas.from(channels.begin),
-                                          activation, tiles, stores, part(dx));
+                                          affine.activation, tiles, stores, part(dx));
     });
   });
 }
 
-void input_gradient(const Target& target, const Execution& execution, const TensorView& x,
-                    const TensorView& dy, Statistics statistics, ChannelView weight,
-                    GradientSums sums, double count, const MutableTensorView& dx) {
-  activated_input_gradient(target, execution, x, dy, statistics, weight, {}, {}, sums, count, dx);
-}
-
 void activation_gradient(const Target& target, const Execution& execution, const TensorView& x,
-                         const TensorView& dy, Statistics statistics, ChannelView weight,
-                         ChannelView bias, const ActivationFunction& activation,
-                         const MutableTensorView& dz) {
+                         const TensorView& dy, Statistics statistics,
+                         const AffineActivation& affine, const MutableTensorView& dz) {
   if (x.empty()) return;
   with_element_type(x.dtype, [&]<class Element>(Element*) {
-    const auto formulas =
-        normalize_formulas<Arithmetic<Element>>(x.channels, statistics, weight, bias);
+    const auto formulas = normalize_formulas<Arithmetic<Element>>(x.channels, statistics, affine);
     for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
       const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
       target.of<Element>().activation_gradient(part(x), part(dy), formulas.from(channels.begin),
-                                               activation, tiles, part(dz));
+                                               affine.activation, tiles, part(dz));
     });
   });
 }
@@ -225,11 +202,8 @@ constexpr Kernels kernels_of(std::string_view name) {
       .add_gradient_sums = Of<kTarget, add_gradient_sums>::call,
       .finalize_gradient_sums = Of<kTarget, finalize_gradient_sums>::call,
       .input_gradient = Of<kTarget, input_gradient>::call,
-      .normalize_activated = Of<kTarget, normalize_activated>::call,
       .activation_gradient = Of<kTarget, activation_gradient>::call,
       .gradient_of_output = Of<kTarget, gradient_of_output>::call,
-      .add_activated_gradient_sums = Of<kTarget, add_activated_gradient_sums>::call,
-      .activated_input_gradient = Of<kTarget, activated_input_gradient>::call,
   };
 }
 

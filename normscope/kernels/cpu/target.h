@@ -47,8 +47,8 @@ enum class Stores { kCached, kStreaming };
 
 // The work of one thread for one element type. Sums of at most kTilesBetweenCarries tiles are added
 // to canonical limbs, which the caller must then canonicalize again. Each function does what the
-// function of Kernels with its name does, and also what the one with an activation does. Without
-// an activation (kNone), add_gradient_sums reads mean_hi only.
+// function of Kernels with its name does. Without an activation (kNone), add_gradient_sums reads
+// mean_hi only.
 //
 // Kernels that write a tensor process its tiles in reverse order, because the sweep before has left
 // the last ones in the cache. dz is read again at once, so its stores are cached.

@@ -194,7 +194,10 @@ class Walk {
 // How many blocks of a kernel a multiprocessor must have registers for. With fewer registers the
 // compiler moves loads behind the first use of others, and keeps values in memory.
 template <class Apply>
-inline constexpr int kBlocksOf = Apply::kInputs > 1 || Apply::kIsLong ? 2 : 3;
+inline constexpr int kBlocksOf = Apply::kInputs > 1 || Apply::kIsLong ||
+                                         sizeof(typename Apply::Real) == sizeof(double)
+                                     ? 2
+                                     : 3;
 
 // One warp per plane. gridDim.y warps share a plane's positions, gridDim.z blocks the slices.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.

@@ -107,27 +107,6 @@ void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n,
   }
 }
 
-void normalize(const Execution& /*execution*/, const TensorView& x, Statistics statistics,
-               ChannelView weight, ChannelView bias, const MutableTensorView& y) {
-  for (std::int64_t c = 0; c < x.channels; ++c) {
-    const double scale = channel_value(weight, c, 1.0) * statistics.inv_std[c];
-    const double shift = channel_value(bias, c, 0.0);
-    for (std::int64_t n = 0; n < x.samples; ++n) {
-      for (std::int64_t p = 0; p < x.positions; ++p) {
-        const double centered = (read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c];
-        write(y, n, c, p, centered * scale + shift);
-      }
-    }
-  }
-}
-
-void add_gradient_sums(const Execution& /*execution*/, const TensorView& x, const TensorView& dy,
-                       Statistics statistics, LimbsView limbs) {
-  add_sums(x, limbs, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
-    return std::pair(read(dy, n, c, p), read(x, n, c, p) - statistics.mean_hi[c]);
-  });
-}
-
 void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
                             const GradientResults& results) {
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
@@ -136,24 +115,6 @@ void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Sta
     results.sums.dy_xhat[c] = gradient_sum_with_xhat(dy, total_of(limbs, kSumOfProducts, c),
                                                      statistics.mean_lo[c], statistics.inv_std[c]);
     use_gradient_sums(results, c);
-  }
-}
-
-void input_gradient(const Execution& /*execution*/, const TensorView& x, const TensorView& dy,
-                    Statistics statistics, ChannelView weight, GradientSums sums, double count,
-                    const MutableTensorView& dx) {
-  for (std::int64_t c = 0; c < x.channels; ++c) {
-    const double inv_std = statistics.inv_std[c];
-    const double mean_dy = sums.dy[c] / count;
-    const double mean_dy_xhat = sums.dy_xhat[c] / count;
-    const double scale = channel_value(weight, c, 1.0) * inv_std;
-    for (std::int64_t n = 0; n < x.samples; ++n) {
-      for (std::int64_t p = 0; p < x.positions; ++p) {
-        const double xhat =
-            ((read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c]) * inv_std;
-        write(dx, n, c, p, scale * ((read(dy, n, c, p) - mean_dy) - xhat * mean_dy_xhat));
-      }
-    }
   }
 }
 
@@ -201,14 +162,25 @@ class TensorLike {
   MutableTensorView view_;
 };
 
-void normalize_activated(const Execution& execution, const TensorView& x, Statistics statistics,
-                         ChannelView weight, ChannelView bias, const ActivationFunction& activation,
-                         const TensorView& residual, const MutableTensorView& y) {
-  normalize(execution, x, statistics, weight, bias, y);
+// Writes z = weight * xhat + bias.
+void write_z(const TensorView& x, Statistics statistics, const AffineActivation& affine,
+             const MutableTensorView& z) {
+  fill(z, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    const double scale = channel_value(affine.weight, c, 1.0) * statistics.inv_std[c];
+    const double centered = (read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c];
+    return centered * scale + channel_value(affine.bias, c, 0.0);
+  });
+}
+
+void normalize(const Execution& /*execution*/, const TensorView& x, Statistics statistics,
+               const AffineActivation& affine, const TensorView& residual,
+               const MutableTensorView& y) {
+  write_z(x, statistics, affine, y);
+  if (affine.activation.kind == Activation::kNone) return;
   fill(y, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
     double z = read(y.read_only(), n, c, p);
     if (residual.data != nullptr) z = rounded(z + read(residual, n, c, p), y.dtype);
-    return activated(activation, z);
+    return activated(affine.activation, z);
   });
 }
 
@@ -220,30 +192,45 @@ void gradient_of_output(const Execution& /*execution*/, const TensorView& y, con
 }
 
 void activation_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
-                         Statistics statistics, ChannelView weight, ChannelView bias,
-                         const ActivationFunction& activation, const MutableTensorView& dz) {
+                         Statistics statistics, const AffineActivation& affine,
+                         const MutableTensorView& dz) {
   const TensorLike z(x);
-  normalize(execution, x, statistics, weight, bias, z.view());
+  write_z(x, statistics, affine, z.view());
   // gradient_of_output() evaluates the gradient at its first argument; here that is z itself.
-  gradient_of_output(execution, z.view().read_only(), dy, activation, dz);
+  gradient_of_output(execution, z.view().read_only(), dy, affine.activation, dz);
 }
 
-void add_activated_gradient_sums(const Execution& execution, const TensorView& x,
-                                 const TensorView& dy, Statistics statistics, ChannelView weight,
-                                 ChannelView bias, const ActivationFunction& activation,
-                                 LimbsView limbs) {
+// Calls use(dz): with dy if there is no activation.
+template <class Use>
+void with_dz(const Execution& execution, const TensorView& x, const TensorView& dy,
+             Statistics statistics, const AffineActivation& affine, const Use& use) {
+  if (affine.activation.kind == Activation::kNone) return use(dy);
   const TensorLike dz(x);
-  activation_gradient(execution, x, dy, statistics, weight, bias, activation, dz.view());
-  add_gradient_sums(execution, x, dz.view().read_only(), statistics, limbs);
+  activation_gradient(execution, x, dy, statistics, affine, dz.view());
+  use(dz.view().read_only());
 }
 
-void activated_input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
-                              Statistics statistics, ChannelView weight, ChannelView bias,
-                              const ActivationFunction& activation, GradientSums sums, double count,
-                              const MutableTensorView& dx) {
-  const TensorLike dz(x);
-  activation_gradient(execution, x, dy, statistics, weight, bias, activation, dz.view());
-  input_gradient(execution, x, dz.view().read_only(), statistics, weight, sums, count, dx);
+void add_gradient_sums(const Execution& execution, const TensorView& x, const TensorView& dy,
+                       Statistics statistics, const AffineActivation& affine, LimbsView limbs) {
+  with_dz(execution, x, dy, statistics, affine, [&](const TensorView& dz) {
+    add_sums(x, limbs, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      return std::pair(read(dz, n, c, p), read(x, n, c, p) - statistics.mean_hi[c]);
+    });
+  });
+}
+
+void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
+                    Statistics statistics, const AffineActivation& affine, GradientSums sums,
+                    double count, const MutableTensorView& dx) {
+  with_dz(execution, x, dy, statistics, affine, [&](const TensorView& dz) {
+    fill(dx, [&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      const double inv_std = statistics.inv_std[c];
+      const double scale = channel_value(affine.weight, c, 1.0) * inv_std;
+      const double xhat =
+          ((read(x, n, c, p) - statistics.mean_hi[c]) - statistics.mean_lo[c]) * inv_std;
+      return scale * ((read(dz, n, c, p) - sums.dy[c] / count) - xhat * (sums.dy_xhat[c] / count));
+    });
+  });
 }
 
 }  // namespace
@@ -258,11 +245,8 @@ constinit const Kernels kKernels{
     .add_gradient_sums = add_gradient_sums,
     .finalize_gradient_sums = finalize_gradient_sums,
     .input_gradient = input_gradient,
-    .normalize_activated = normalize_activated,
     .activation_gradient = activation_gradient,
     .gradient_of_output = gradient_of_output,
-    .add_activated_gradient_sums = add_activated_gradient_sums,
-    .activated_input_gradient = activated_input_gradient,
 };
 
 }  // namespace normscope::reference

@@ -22,6 +22,7 @@ inline BatchNormOptions* options_of(::torch::nn::Module& module) {
 // A layer of normscope in a module.
 struct NamedLayer {
   std::string name;  // qualified
+  ::torch::nn::Module* module;
   BatchNormOptions* options;
   InputObserved* observed;
 };
@@ -33,7 +34,7 @@ inline std::vector<NamedLayer> named_layers(::torch::nn::Module& module) {
     BatchNormOptions* options = options_of(each);
     const bool is_known = std::ranges::count(layers, options, &NamedLayer::options) > 0;
     if (options != nullptr && !is_known) {
-      layers.push_back({name, options, dynamic_cast<InputObserved*>(&each)});
+      layers.push_back({name, &each, options, dynamic_cast<InputObserved*>(&each)});
     }
   });
   return layers;

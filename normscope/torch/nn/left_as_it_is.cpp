@@ -2,22 +2,13 @@
 #include "normscope/torch/nn/left_as_it_is.h"
 
 #include <mutex>
-#include <ranges>
 #include <set>
 
 #include <ATen/Context.h>
 #include <c10/core/GradMode.h>
-#include <torch/nn/modules/batchnorm.h>
 
 namespace normscope::nn {
 namespace {
-
-bool is_batch_norm(::torch::nn::Module& module) {
-  return options_of(module) != nullptr ||
-         dynamic_cast<::torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
-         dynamic_cast<::torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
-         dynamic_cast<::torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
-}
 
 // torch's default generators, of the host and of the devices that the parameters are on.
 std::vector<at::Generator> generators_of(const ::torch::nn::Module& module) {
@@ -45,11 +36,6 @@ LeftAsItIs::LeftAsItIs(::torch::nn::Module& module) {
     const std::lock_guard lock(generator.mutex());
     generators_.emplace_back(generator, generator.get_state());
   }
-  module.apply([this](::torch::nn::Module& each) {
-    if (!is_batch_norm(each)) return;
-    modes_.emplace_back(&each, each.is_training());
-    each.train();
-  });
 }
 
 LeftAsItIs::~LeftAsItIs() {
@@ -58,8 +44,6 @@ LeftAsItIs::~LeftAsItIs() {
     layer.options->scope(scope);
     layer.observed->input_observer = nullptr;
   }
-  // In reverse: a layer that is listed twice was already in training the second time.
-  for (const auto& [module, mode] : std::views::reverse(modes_)) module->train(mode);
   for (const auto& [buffer, value] : buffers_) buffer.copy_(value);
   for (auto& [generator, state] : generators_) {
     const std::lock_guard lock(generator.mutex());

@@ -12,8 +12,7 @@
 
 namespace normscope::nn {
 
-// Remembers the state of a module, and restores it when this object is destroyed. Until then, batch
-// normalization uses the statistics of the batch.
+// Remembers the state of a module, and restores it when this object is destroyed.
 class LeftAsItIs {
  public:
   explicit LeftAsItIs(::torch::nn::Module& module);
@@ -28,7 +27,6 @@ class LeftAsItIs {
   };
 
   std::vector<Layer> layers_;
-  std::vector<std::pair<::torch::nn::Module*, bool>> modes_;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;        // with their values
   std::vector<std::pair<at::Generator, at::Tensor>> generators_;  // with their states
 };

@@ -156,12 +156,12 @@ void check_arguments(std::int64_t batches, const RankGroup& group,
 
 std::vector<Watched> layers_to_watch(::torch::nn::Module& module) {
   std::vector<Watched> watched;
-  for (NamedLayer& layer : named_layers(module))
-    watched.push_back({.layer = std::move(layer), .calls = {}});
+  for (NamedLayer& layer : named_layers(module)) {
+    if (layer.module->is_training()) watched.push_back({.layer = std::move(layer), .calls = {}});
+  }
   if (watched.empty()) {
-    throw ArgumentError(
-        "module: expected layers of normscope (normscope::nn::convert makes them), got " +
-        module.name() + ", which has none");
+    throw ArgumentError("module: expected layers of normscope in training, got " + module.name() +
+                        " without; normscope::nn::convert makes them");
   }
   return watched;
 }

@@ -22,19 +22,19 @@ struct RecommendOptions {
   TORCH_ARG(std::int64_t, ranks) = 1;
 };
 
-// Measures which scope each layer of normscope in `module` needs, as Python's recommend_scopes
-// does. forward(0) ... forward(batches - 1) must run the module over a few batches, on all ranks of
-// the group. Every layer runs with scope `world` and without gradients. Collective over the group;
-// all ranks get the same plan.
+// Measures which scope each layer of normscope in training in `module` needs, as Python's
+// recommend_scopes does. forward(0) ... forward(batches - 1) must run the module over a few
+// batches, on all ranks of the group. The measured layers run with scope `world` and without
+// gradients. Collective over the group; all ranks get the same plan.
 //
 // The module is left unchanged: parameters, buffers, modes, scopes and the state of torch's
-// generators are restored, even if `forward` throws. Batch normalization uses the statistics of the
-// batch; everything else runs in its current mode.
+// generators are restored, even if `forward` throws. Everything runs in its current mode: layers in
+// evaluation, such as frozen ones, normalize with their running statistics.
 //
 // Throws ArgumentError if the wanted number is below 2 or NaN, there is no batch, the module has no
-// layer of normscope, the ranks differ in layers, batches or wanted numbers, a batch has fewer
-// samples than parts, or the input of a layer is not finite. If `forward` throws on one rank, the
-// others stop waiting.
+// layer of normscope in training, the ranks differ in layers, batches or wanted numbers, a batch
+// has fewer samples than parts, or the input of a layer is not finite. If `forward` throws on one
+// rank, the others stop waiting.
 [[nodiscard]] ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
                                          const std::function<void(std::int64_t batch)>& forward,
                                          const RankGroup& group,

@@ -162,9 +162,10 @@ def batch_norm(
         others["decompose"] = not exact_graphs
     try:
         y, _ = batch_norm_forward(x, *arguments, **others)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, KeyError) as error:
         # Only these: checkpointing ends a recomputation with an exception of its own.
         tell_peers(error, arguments.scope, arguments.group)
+        _name_mutation_of_saved_tensors(error, arguments.layer)
         _name_distributed(error, {"x": x, **arguments._asdict(), **others})
         _name_transforms(error)
         raise
@@ -204,6 +205,19 @@ def _name_distributed(error: Exception, given: dict[str, Any]) -> None:
             f"{given['layer'] or 'normscope.batch_norm'}: expected plain tensors for a layer of "
             f"normscope in training, got a DTensor for {', '.join(names)}; call it on x.to_local() "
             "and do not distribute its parameters and buffers"
+        ) from error
+
+
+def _name_mutation_of_saved_tensors(error: Exception, layer: str) -> None:
+    """Raise an error that names torch's mode for such mutations, if it caused the error.
+
+    It expects every op to have ``out`` that takes an argument to write to by keyword.
+    """
+    if isinstance(error, KeyError) and error.args == ("out",):
+        raise RuntimeError(
+            f"{layer or 'normscope.batch_norm'}: expected no "
+            "torch.autograd.graph.allow_mutation_on_saved_tensors() around a layer of normscope in "
+            "training, got one; leave it, and clone the tensors that are changed in place"
         ) from error
 
 

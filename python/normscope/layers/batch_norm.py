@@ -13,7 +13,7 @@ from normscope._binding import groups
 from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers import replicas
-from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, version_of
+from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, state_of
 from normscope.layers.earlier_scopes import EarlierScopes
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.forward import (
@@ -87,9 +87,9 @@ class BatchNorm(TorchBatchNorm):
             layers with equal names apart by the order in which they made them.
         elements_seen: The number of elements that this rank has put into the running statistics
             since anything else last set them: a pooling over ranks, ``load_state_dict``, any write
-            to the buffers or replacement of them. None if unknown, because compiled graphs do not
-            count. Not part of ``state_dict``. Assign 0 after a write that torch hides: through
-            ``.data``, NumPy or a collective.
+            to the buffers or replacement of them. None if unknown: compiled graphs do not count,
+            and torch hides a write through ``.data``, NumPy or a collective. On devices such a
+            write is not noticed: assign 0 after it. Not part of ``state_dict``.
 
     Shape:
         - Input: [N, C, *]
@@ -177,12 +177,12 @@ class BatchNorm(TorchBatchNorm):
     def elements_seen(self) -> int | None:
         """The number of elements in the running statistics since anything else last set them."""
         buffers = self._running()
-        return elements_in(self._count, buffers, version_of(buffers))
+        return elements_in(self._count, buffers, state_of(buffers))
 
     @elements_seen.setter
     def elements_seen(self, elements: int | None) -> None:
         buffers = self._running()
-        self._count = elements, buffers, version_of(buffers)
+        self._count = elements, buffers, state_of(buffers)
 
     def _running(self) -> Buffers:
         return self.running_mean, self.running_var, self.num_batches_tracked

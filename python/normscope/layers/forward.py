@@ -14,7 +14,7 @@ from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import may_run_out_of_batches
 from normscope.layers import masked_forward
-from normscope.layers.count import UNKNOWN, Counter, add_to_count, version_of
+from normscope.layers.count import NO_STATE, UNKNOWN, Counter, add_to_count, state_of
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.scope import Scope
 
@@ -90,7 +90,7 @@ def train(
         counter._count = UNKNOWN  # a count in the graph would cause recompilation each step
         counter = None
     buffers = arguments[2:5] if accumulated is None else (accumulated,)
-    before = 0 if counter is None else version_of(buffers)
+    before = NO_STATE if counter is None else state_of(buffers)
     if mask is None:
         y = ending.train(x, arguments, accumulated)
     else:
@@ -146,7 +146,7 @@ class Direct:
         if arguments.running_mean is None:
             return
         buffers = arguments[2:5]
-        before = version_of(buffers)
+        before = state_of(buffers)
         ops.batch_norm_finalize(moments, *arguments[2:7], arguments.running_mean.dtype)
         elements = elements if arguments.updates_running() else 0
         add_to_count(counter, elements, buffers, before)

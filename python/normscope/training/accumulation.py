@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from normscope._binding.ops import ForwardArguments, batch_norm_finalize, no_moments, tell_peers
 from normscope.layers.batch_norm import BatchNorm
-from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, version_of
+from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, state_of
 from normscope.layers.ending import Ending
 from normscope.layers.forward import routed, train
 
@@ -53,7 +53,7 @@ class _Accumulator:
     ) -> None:
         """Add moments to those of the block."""
         if self._takes(arguments):
-            before = version_of((self.moments,))
+            before = state_of((self.moments,))
             self.moments += moments
             add_to_count(self, elements, (self.moments,), before)
 
@@ -85,7 +85,7 @@ class _Accumulator:
             buffers = layers[0].running_mean, layers[0].running_var, layers[0].num_batches_tracked
             if buffers[0] is None:
                 continue
-            before = version_of(buffers)
+            before = state_of(buffers)
             moments = self.moments.to(buffers[0].device)
             batch_norm_finalize(moments, *buffers, self.momentum, layers[0].eps, buffers[0].dtype)
             for layer in layers:

@@ -22,42 +22,40 @@ find_program(
   DOC "nvdisasm, which reads the kernels' machine code"
 )
 
-# The kernels compile without warnings, and use the resources that their comments allow. Their loops
-# are those that their comments describe.
-foreach(architecture IN LISTS NORMSCOPE_CUDA_ARCHITECTURES)
-  set(test cuda.CompilesWithinItsLimits/sm_${architecture})
-  set(loops)
-  if(architecture EQUAL 90)
-    set(loops --nvdisasm ${NORMSCOPE_NVDISASM})
-  endif()
+# Adds a test that builds targets with the kernels, without a device. The arguments after the targets are
+# for ctest. A script launches the compiler, which fails if the kernels cause a warning or exceed the
+# limits in their comments, or if nvdisasm is missing. Wheels contain the same object (scripts/build_wheel.sh).
+set(build ${CMAKE_BINARY_DIR}/kernels)
+set(script ${normscope_SOURCE_DIR}/scripts/check_kernel_resources.py)
+function(normscope_build_with_cuda test targets)
+  list(TRANSFORM targets PREPEND "--build-target;")
   add_test(
     NAME ${test}
     COMMAND
-      ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/check_kernel_resources.py ${loops}
-      ${normscope_SOURCE_DIR}/normscope/kernels/cuda -- ${NORMSCOPE_NVCC} ${NORMSCOPE_NVCC_OPTIONS}
-      -O3 -Werror all-warnings -arch=sm_${architecture} -I ${normscope_SOURCE_DIR}
-      -c ${normscope_SOURCE_DIR}/normscope/kernels/cuda/cuda.cu -o ${test}.o
+      ${CMAKE_CTEST_COMMAND} --build-and-test ${normscope_SOURCE_DIR} ${build}
+      --build-generator ${CMAKE_GENERATOR} --build-noclean ${targets}
+      --build-options -DNORMSCOPE_BUILD_CUDA=ON -DNORMSCOPE_BUILD_TORCH=OFF
+      -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_WERROR=ON
+      "-DCMAKE_CUDA_COMPILER_LAUNCHER=${Python3_EXECUTABLE};${script};--nvdisasm;${NORMSCOPE_NVDISASM};${normscope_SOURCE_DIR}/normscope/kernels/cuda;--"
+      ${ARGN}
   )
-  set_tests_properties(${test} PROPERTIES LABELS cuda SKIP_RETURN_CODE 77)
-endforeach()
-file(MAKE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/cuda.CompilesWithinItsLimits)
+  set_tests_properties(${test} PROPERTIES LABELS cuda TIMEOUT 1200)
+  if(NOT NORMSCOPE_NVCC)
+    set_tests_properties(${test} PROPERTIES DISABLED ON)
+  endif()
+endfunction()
 
-# The library can be built with the kernels, for one architecture and without a device.
-set(build ${CMAKE_CURRENT_BINARY_DIR}/with_cuda)
-add_test(
-  NAME cuda.IsLinkedIntoTheLibrary
-  COMMAND
-    ${CMAKE_CTEST_COMMAND} --build-and-test ${normscope_SOURCE_DIR} ${build}
-    --build-generator ${CMAKE_GENERATOR} --build-noclean --build-target normscope --build-target kernel_selection_test
-    --build-target cuda_kernels_test --build-target cuda_batch_norm_test
-    --build-options -DNORMSCOPE_BUILD_CUDA=ON -DNORMSCOPE_CUDA_ARCHITECTURES=90
-    -DNORMSCOPE_BUILD_TORCH=OFF -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_WERROR=ON
-    --test-command ${build}/tests/kernels/kernel_selection_test --gtest_filter=*Kernels.*
+# nvcc compiles the architectures in parallel.
+normscope_build_with_cuda(cuda.CompilesWithinItsLimits normscope_kernels_cuda)
+set_tests_properties(
+  cuda.CompilesWithinItsLimits PROPERTIES FIXTURES_SETUP cuda_object PROCESSORS 2
 )
-set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES LABELS cuda TIMEOUT 1200)
-if(NOT NORMSCOPE_NVCC)
-  set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES DISABLED ON)
-endif()
+normscope_build_with_cuda(
+  cuda.IsLinkedIntoTheLibrary
+  "normscope;kernel_selection_test;cuda_kernels_test;cuda_batch_norm_test"
+  --test-command ${build}/tests/kernels/kernel_selection_test --gtest_filter=*Kernels.*
+)
+set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES FIXTURES_REQUIRED cuda_object)
 
 # The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered.
 add_library(
