@@ -223,10 +223,13 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	$(python) scripts/gpu_check.py --dry-run --build $(build) --output $(results)
 
 # The layers by torch's kernels: all tests with native_batch_norm, and those of ops and scopes with the
-# kernels of SyncBatchNorm, which tests/support writes for the CPU.
+# kernels of SyncBatchNorm, which tests/support writes for the CPU. Left out are tests of other things
+# than layers, and those that choose the kernels themselves.
+not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,command costs demo destroyed_groups docs \
+  forked_process gpu_check hosts measurement own_groups portable prediction test_device)
 check-portable: $(stamps)/normscope $(stamps)/test
 	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \
-	  --ignore tests/python/test_docs.py --junitxml=$(results)/check-portable.xml
+	  $(not_of_kernels) --junitxml=$(results)/check-portable.xml
 	NORMSCOPE_DEVICE_KERNELS=torch NORMSCOPE_TEST_KERNELS=synchronized $(pytest_in_parallel) \
 	  -m "on_device and not slow and not own_kernels" --junitxml=$(results)/check-portable-sync.xml
 

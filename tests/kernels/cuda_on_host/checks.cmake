@@ -22,9 +22,10 @@ find_program(
   DOC "nvdisasm, which reads the kernels' machine code"
 )
 
-# Adds a test that builds targets with the kernels, without a device. The arguments after the targets are
-# for ctest. A script launches the compiler, which fails if the kernels cause a warning or exceed the
-# limits in their comments, or if nvdisasm is missing. Wheels contain the same object (scripts/build_wheel.sh).
+# Adds a test that builds targets with the kernels, without a device. The arguments after the targets
+# are for ctest. A script launches nvcc, and fails if the kernels cause a warning or exceed the limits
+# in their comments, or if nvdisasm is missing. Wheels contain the same object
+# (scripts/build_wheel.sh). Everything else is only linked with it, and not optimized.
 set(build ${CMAKE_BINARY_DIR}/kernels)
 set(script ${normscope_SOURCE_DIR}/scripts/check_kernel_resources.py)
 function(normscope_build_with_cuda test targets)
@@ -36,6 +37,7 @@ function(normscope_build_with_cuda test targets)
       --build-generator ${CMAKE_GENERATOR} --build-noclean ${targets}
       --build-options -DNORMSCOPE_BUILD_CUDA=ON -DNORMSCOPE_BUILD_TORCH=OFF
       -DNORMSCOPE_BUILD_TESTS=ON -DNORMSCOPE_WERROR=ON
+      "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -Wno-maybe-uninitialized"
       "-DCMAKE_CUDA_COMPILER_LAUNCHER=${Python3_EXECUTABLE};${script};--nvdisasm;${NORMSCOPE_NVDISASM};${normscope_SOURCE_DIR}/normscope/kernels/cuda;--"
       ${ARGN}
   )
