@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool
 from torch import distributed
@@ -357,14 +357,37 @@ SETTINGS = settings(
 )
 
 
+# A mask breaks the graph, and batches of another size make a rank trace the layer again.
+# Each trace used to number it anew.
+TRACED_AGAIN = Program(
+    sizes=((3, 2), (3, 4)),
+    scopes=("slices:2", "slices:2"),
+    later_scopes=("world", "world"),
+    accumulates=True,
+    masked=True,
+    checkpoint="none",
+    fused=False,
+    shared=True,
+    frozen=False,
+    copied=False,
+    rescoped=False,
+    twice=False,
+    compiled=True,
+    mixed=False,
+    twin=False,
+    seed=6,
+)
+
+
 @SETTINGS
+@example(program=TRACED_AGAIN)
 @given(program=programs())
 def test_programs_have_the_results_of_one_process(ranks: RankPool, program: Program) -> None:
     check(ranks, program)
 
 
 @pytest.mark.slow
-@settings(SETTINGS, max_examples=1200)
+@settings(SETTINGS, max_examples=300)
 @given(program=programs())
 def test_many_programs_have_the_results_of_one_process(ranks: RankPool, program: Program) -> None:
     check(ranks, program)

@@ -23,7 +23,8 @@ NONE = ""
 
 Value = TypeVar("Value")
 
-_unnamed_layers: "weakref.WeakKeyDictionary[distributed.ProcessGroup | None, int]"
+# The numbers of layers without a name, by what made each of them different.
+_unnamed_layers: "weakref.WeakKeyDictionary[distributed.ProcessGroup | None, dict[int, int]]"
 _unnamed_layers = weakref.WeakKeyDictionary()
 
 # The layers that have exchanged, by group, by scope and name: what made each of them different.
@@ -115,19 +116,23 @@ def name_in_use(name: str | None) -> str:
 
 # Runs outside the graph; the result becomes a constant of the graph.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def name_of_layer(group_name: str) -> str:
+def name_of_layer(group_name: str, made: int) -> str:
     """Return a name for a layer without one, at its first exchange in a group.
 
     Layers are numbered in the order of their first use in the group, which is the same on all
-    ranks. The order of construction may differ, and so may the other layers of a rank.
+    ranks. The order of construction may differ, and so may the other layers of a rank. A compiler
+    may ask several times before the layer has its name.
+
+    Args:
+        group_name: The group in use.
+        made: Another number for each layer of this process.
     """
     try:
         group = named(group_name)
     except Exception:
         return ""  # the op raises the error
-    number = _unnamed_layers.get(group, 0) + 1
-    _unnamed_layers[group] = number
-    return f"unnamed layer {number}"
+    numbers = _unnamed_layers.setdefault(group, {})
+    return f"unnamed layer {numbers.setdefault(made, len(numbers) + 1)}"
 
 
 # As above.

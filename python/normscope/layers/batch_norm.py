@@ -210,7 +210,7 @@ class BatchNorm(TorchBatchNorm):
         name = self.layer_name
         if group and not own_scope.is_of_one_rank:
             if not name:
-                self.layer_name = name = groups.name_of_layer(group)
+                self.layer_name = name = groups.name_of_layer(group, self._made)
             name = groups.name_in_exchange(group, scope, name, self._made)
         # Read from the dicts, because attribute access of torch.nn.Module is slow.
         parameters, buffers = self._parameters, self._buffers
