@@ -9,7 +9,6 @@
 #include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/message.h"
-#include "normscope/batch_norm/normalize.h"
 #include "normscope/batch_norm/parts.h"
 #include "normscope/core/error.h"
 
@@ -187,7 +186,8 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
     kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
   }
   if (arguments.y.data == nullptr) return;
-  normalize_on_device(step, x, arguments.activation, arguments.residual, arguments.y);
+  kernels.normalize(device.stream, x, step.batches, step.coefficients, arguments.activation,
+                    arguments.residual, arguments.y);
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include "normscope/batch_norm/checks.h"
 #include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/device_step.h"
-#include "normscope/batch_norm/normalize.h"
 #include "normscope/batch_norm/parts.h"
 
 namespace normscope {
@@ -27,7 +26,8 @@ void apply_on_device(const WithStatisticsArguments& arguments, const DeviceConte
   device.kernels->use_statistics(device.stream, x.dtype, x.channels, arguments.slices,
                                  arguments.statistics, arguments.weight, arguments.bias,
                                  step.coefficients);
-  normalize_on_device(step, x, arguments.activation, arguments.residual, arguments.y);
+  device.kernels->normalize(device.stream, x, step.batches, step.coefficients, arguments.activation,
+                            arguments.residual, arguments.y);
 }
 
 }  // namespace

@@ -169,9 +169,10 @@ struct DeviceKernels {
                          const double* statistics, ChannelView weight, ChannelView bias,
                          Coefficients coefficients);
 
-  // y = weight * xhat + bias
+  // y = activation(weight * xhat + bias + residual), as normalize of Kernels
   void (*normalize)(Stream stream, const TensorView& x, const NormBatches& batches,
-                    Coefficients coefficients, const MutableTensorView& y);
+                    Coefficients coefficients, const ActivationFunction& activation,
+                    const TensorView& residual, const MutableTensorView& y);
 
   // Sums dy and dy * (x - mean_hi) over each slice, and finalizes.
   void (*gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
@@ -192,9 +193,6 @@ struct DeviceKernels {
                          const MutableTensorView& dx);
 
   // The same as the functions of Kernels with these names, with the coefficients of normalize.
-  void (*normalize_activated)(Stream stream, const TensorView& x, const NormBatches& batches,
-                              Coefficients coefficients, const ActivationFunction& activation,
-                              const TensorView& residual, const MutableTensorView& y);
   void (*activation_gradient)(Stream stream, const TensorView& x, const TensorView& dy,
                               const NormBatches& batches, Coefficients coefficients,
                               const ActivationFunction& activation, const MutableTensorView& dz);

@@ -92,7 +92,7 @@ def moved(name: str) -> object:
         return import_module(f"{__package__}.{_MODULES[name]}")
     if name not in _NAMES:
         replacement = _REPLACEMENTS.get(name)
-        advice = f" since version 0.3; use {replacement}" if replacement else ""
+        advice = f" after version 0.2.0; use {replacement}" if replacement else ""
         raise AttributeError(f"module {__package__!r} has no attribute {name!r}{advice}")
     module, _, attribute = _NAMES[name].rpartition(".")
     return getattr(import_module(f"{__package__}.{module}"), attribute)

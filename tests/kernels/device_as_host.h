@@ -146,12 +146,8 @@ struct DeviceAsHost {
     memory.copy_statistics(statistics);
     kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
                              affine.weight, affine.bias, memory.rounded());
-    if (affine.activation.kind == Activation::kNone) {
-      kDevice().normalize(execution.stream, x, norm_batches(x, 1), memory.rounded(), y);
-    } else {
-      kDevice().normalize_activated(execution.stream, x, norm_batches(x, 1), memory.rounded(),
-                                    affine.activation, residual, y);
-    }
+    kDevice().normalize(execution.stream, x, norm_batches(x, 1), memory.rounded(),
+                        affine.activation, residual, y);
     memory.finish();
   }
 

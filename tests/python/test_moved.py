@@ -54,7 +54,9 @@ def test_names_still_work(name: str, moved: object) -> None:
 
 
 def test_a_name_that_is_gone_says_what_replaces_it() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'fuse' since .*; use convert\(model"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'fuse' after version 0\.2\.0; use convert\(model"
+    ):
         _ = normscope.fuse  # type: ignore[attr-defined]
 
 

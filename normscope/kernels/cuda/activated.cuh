@@ -83,7 +83,7 @@ struct GradientOfOutputElements {
   static constexpr int kCount = 0;
   static constexpr int kInputs = 2;
   static constexpr int kAtOnce = 2;
-  static constexpr bool kIsLong = kDivides<Function>;
+  static constexpr bool kIsLong = false;
 
   Elements<const Element> inputs[kInputs];  // the output, dy
   const Real* coefficients;                 // none

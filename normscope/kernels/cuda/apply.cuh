@@ -140,8 +140,8 @@ class Walk {
     NORMSCOPE_INLINE void skip(int packs) { at += packs == 1 ? one_pack : at_once; }
   };
 
-  // Loads all inputs of kAtOnce packs before it stores the first: the compiler cannot, because it
-  // does not know that a store changes none of them.
+  // Loads all inputs of kAtOnce packs before it stores the first. The compiler must keep this
+  // order, since a store could change what is loaded after it.
   template <int kPack, int kAtOnce, Store kStore, class Formulas>
   __device__ void write_packs(const Formulas& formulas) {
     Pack<Element, kPack> loaded[kAtOnce][Apply::kInputs];

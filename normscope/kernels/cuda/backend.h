@@ -244,31 +244,16 @@ struct Backend {
   }
 
   static void normalize(Stream stream, const TensorView& x, const NormBatches& batches,
-                        Coefficients coefficients, const MutableTensorView& y) {
+                        Coefficients coefficients, const ActivationFunction& activation,
+                        const TensorView& residual, const MutableTensorView& y) {
     if (x.empty()) return;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const NormalizeElements<Element> formula{{elements_of<Element>(x)},
-                                               typed<Element>(coefficients)};
-      apply_to(stream, formula, batches, y, x);
-    });
-  }
-
-  static void input_gradient(Stream stream, const TensorView& x, const TensorView& dy,
-                             const NormBatches& batches, Coefficients coefficients,
-                             const MutableTensorView& dx) {
-    if (x.empty()) return;
-    with_element_type(x.dtype, [&]<class Element>(Element*) {
-      const InputGradientElements<Element> formula{
-          {elements_of<Element>(x), elements_of<Element>(dy)}, typed<Element>(coefficients)};
-      apply_to(stream, formula, batches, dx, x, dy);
-    });
-  }
-
-  static void normalize_activated(Stream stream, const TensorView& x, const NormBatches& batches,
-                                  Coefficients coefficients, const ActivationFunction& activation,
-                                  const TensorView& residual, const MutableTensorView& y) {
-    if (x.empty()) return;
-    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      if (activation.kind == Activation::kNone) {
+        const NormalizeElements<Element> formula{{elements_of<Element>(x)},
+                                                 typed<Element>(coefficients)};
+        apply_to(stream, formula, batches, y, x);
+        return;
+      }
       with_function<Arithmetic<Element>>(activation, [&]<class Function>(const Function& function) {
         if (residual.data == nullptr) {
           const ActivatedElements<Element, Function, false> formula{
@@ -282,6 +267,17 @@ struct Backend {
           apply_to(stream, formula, batches, y, x, residual);
         }
       });
+    });
+  }
+
+  static void input_gradient(Stream stream, const TensorView& x, const TensorView& dy,
+                             const NormBatches& batches, Coefficients coefficients,
+                             const MutableTensorView& dx) {
+    if (x.empty()) return;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      const InputGradientElements<Element> formula{
+          {elements_of<Element>(x), elements_of<Element>(dy)}, typed<Element>(coefficients)};
+      apply_to(stream, formula, batches, dx, x, dy);
     });
   }
 
@@ -330,7 +326,6 @@ struct Backend {
         .send_gradient_sums = send_gradient_sums,
         .use_gradient_sums = use_gradient_sums,
         .input_gradient = input_gradient,
-        .normalize_activated = normalize_activated,
         .activation_gradient = activation_gradient,
         .gradient_of_output = gradient_of_output,
     };

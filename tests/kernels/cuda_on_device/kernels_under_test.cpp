@@ -44,7 +44,6 @@ constinit const DeviceKernels kDeviceKernels = {
     .send_gradient_sums = Waiting<&DeviceKernels::send_gradient_sums>::run,
     .use_gradient_sums = Waiting<&DeviceKernels::use_gradient_sums>::run,
     .input_gradient = Waiting<&DeviceKernels::input_gradient>::run,
-    .normalize_activated = Waiting<&DeviceKernels::normalize_activated>::run,
     .activation_gradient = Waiting<&DeviceKernels::activation_gradient>::run,
     .gradient_of_output = Waiting<&DeviceKernels::gradient_of_output>::run,
 };
