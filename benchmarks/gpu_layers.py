@@ -129,15 +129,11 @@ def launches(call: Call) -> int:
 
 
 def captured(call: Call) -> torch.cuda.CUDAGraph:
-    """Capture the launches of ``call`` in a graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    """Capture the launches of ``call`` in a graph; the current stream must not be the default."""
+    for _ in range(WARM_UP):
+        call()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         call()
     return graph
 
@@ -281,7 +277,9 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name()}\n\n{LEGEND.format(rounds=ROUNDS)}\n\n{HEADER}")
         flush = Flush()
         cases = few_cases() if arguments.quick else all_cases()
-        rows = [row for case in cases if case.layout != "NC" for row in measure(case, flush)]
+        # A backward runs on the stream of its forward, and the default stream cannot be captured.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            rows = [row for case in cases if case.layout != "NC" for row in measure(case, flush)]
         distributed.destroy_process_group()
     print("", *targets(rows), sep="\n")
     if arguments.json is not None:

@@ -143,6 +143,19 @@ def test_ranks_train_like_torch_on_the_joined_batch(
     assert_trains_like_torch(answers, shape, sizes, dtype, momentum)
 
 
+def without_buffers() -> torch.Tensor:
+    layer = normscope.BatchNorm1d(3, track_running_stats=False)
+    x, _ = inputs((4, 3), torch.bfloat16)
+    return layer(x.chunk(2)[distributed.get_rank()]).detach()
+
+
+def test_bfloat16_is_normalized_without_buffers(pool: RankPool) -> None:
+    y = torch.cat(pool.run(2, without_buffers))
+
+    x, _ = inputs((4, 3), torch.bfloat16)
+    torch.testing.assert_close(y, torch.nn.BatchNorm1d(3)(x.float()).bfloat16())
+
+
 def train_in_parts(pool: RankPool, *where: str) -> None:
     """Assert that ranks 0 and 1, and rank 2, train like torch on their norm batches."""
     shape, sizes = (7, 3, 4), (3, 2, 2)

@@ -281,9 +281,9 @@ def run_network(network: Any, how: str, *inputs: Any) -> Any:  # noqa: ANN401
     return checkpoint(network, *inputs, use_reentrant=how == "reentrant")
 
 
-def train_rank(program: Program) -> Tensors:
+def train_rank(program: Program, device: str) -> Tensors:
     rank = distributed.get_rank()
-    student = Network(program)
+    student = Network(program).to(device)
     if program.copied:
         student = copy.deepcopy(student)
     networks = [student, copy.deepcopy(student)] if program.twin else [student]
@@ -299,10 +299,10 @@ def train_rank(program: Program) -> Tensors:
         for network in networks if program.accumulates else ():
             blocks.enter_context(normscope.accumulate(network))
         for step in range(len(program.sizes)):
-            x, dy, mask = program.inputs(step, rank)
+            x, dy, mask = (tensor.to(device) for tensor in program.inputs(step, rank))
             x = (x.float() if program.mixed else x).requires_grad_()
             inputs = x, mask if program.masked else None
-            with torch.autocast("cpu", torch.bfloat16, enabled=program.mixed):
+            with torch.autocast(device, torch.bfloat16, enabled=program.mixed):
                 y = run_network(callables[0], program.checkpoint, *inputs)
                 for twin in callables[1:]:
                     with torch.no_grad():
@@ -331,13 +331,13 @@ def train_rank(program: Program) -> Tensors:
                 result[f"{key}.dweight"] = layer.weight.grad
     if program.compiled:
         torch.compiler.reset()
-    return result
+    return {name: value.cpu() for name, value in result.items()}
 
 
-def check(ranks: RankPool, program: Program) -> None:
+def check(ranks: RankPool, program: Program, device: str = "cpu") -> None:
     expected = of_one_process(program)
 
-    answers = ranks.run(program.ranks, train_rank, program)
+    answers = ranks.run(program.ranks, train_rank, program, device)
 
     for got, of_rank in zip(answers, expected, strict=True):
         assert got.keys() == of_rank.keys()
@@ -391,3 +391,18 @@ def test_programs_have_the_results_of_one_process(ranks: RankPool, program: Prog
 @given(program=programs())
 def test_many_programs_have_the_results_of_one_process(ranks: RankPool, program: Program) -> None:
     check(ranks, program)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda: no device")
+@pytest.mark.parametrize("kernels", ["", "torch"])  # the library's own if they are built
+def test_programs_on_a_gpu_have_the_results_of_one_process(kernels: str) -> None:
+    pool = RankPool(environment={"NORMSCOPE_DEVICE_KERNELS": kernels})
+
+    @settings(SETTINGS, max_examples=40)
+    @given(program=programs())
+    def check_on_gpu(program: Program) -> None:
+        check(pool, program, "cuda")
+
+    check_on_gpu()
+    pool.close()

@@ -41,6 +41,9 @@ def _gather_stats_with_counts(
     counts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert means.shape == inv_stds.shape == (counts.numel(), x.shape[1])
+    # CUDA's kernel reads the counts in this dtype, and means in the wider one.
+    assert counts.dtype == (x.dtype if running_mean is None else running_mean.dtype)
+    assert means.dtype == inv_stds.dtype == _wide(counts).dtype
     total = torch.zeros((), dtype=means.dtype)
     mean = torch.zeros_like(means[0])
     squares = torch.zeros_like(mean)  # of the distances from the mean

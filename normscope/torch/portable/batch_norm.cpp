@@ -91,8 +91,10 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
     batch_mean = at::zeros({channels}, options);
     batch_var = at::zeros({channels}, options);
   }
+  // In place of x, whose dtype the counts would need if no buffers are passed.
+  const at::Tensor means = all.narrow(1, 0, channels);
   const auto [mean, inv_std] = at::batch_norm_gather_stats_with_counts(
-      x, all.narrow(1, 0, channels), all.narrow(1, channels, channels),
+      means, means, all.narrow(1, channels, channels),
       as_torch ? op.running.mean : defined_or_none(batch_mean),
       as_torch ? op.running.var : defined_or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
       elements);
