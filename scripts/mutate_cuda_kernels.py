@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write mutated copies of the CUDA kernels' source, each without one of the synchronizations.
 
-For every barrier, fence, shuffle, vote and atomic operation in ``normscope/kernels/cuda/*.cuh`` the
-script makes a folder in which this operation is replaced by one that ignores other threads. The
+For every barrier, shuffle, vote, ticket and atomic operation in ``normscope/kernels/cuda/*.cuh``
+the script makes a folder in which this operation is replaced by one that ignores other threads. The
 other files are copied unchanged. It prints the names of the folders, one per line. If a test suite
 passes with such a copy, it does not test the operation that was removed.
 """
@@ -26,9 +26,8 @@ MUTATIONS = {
     "shuffle_xor": (rf"__shfl_xor_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "shuffle": (rf"__shfl_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "vote": (rf"__any_sync\({ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
-    "fence": (r"__threadfence\(\);", ";"),
     "ticket": (
-        rf"atomicInc\({ARGUMENT}, {ARGUMENT}\)",
+        rf"(?<== )take_ticket\({ARGUMENT}, {ARGUMENT}\)",
         r"(*(\1) == (\2) ? (*(\1) = 0, (\2)) : (*(\1))++)",
     ),
     "atomic": (rf"atomicAdd\({ARGUMENT}, {ARGUMENT}\);", r"*(\1) += \2;"),
@@ -47,7 +46,7 @@ def mutants(text: str) -> Iterator[tuple[str, int, str]]:
 def calls(text: str) -> int:
     """Return the number of calls to replace."""
     names = r"__syncthreads|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic\w+|__threadfence\w*"
-    return len(re.findall(rf"\b(?:{names})\(", text))
+    return len(re.findall(rf"(?:\b(?:{names})|(?<== )take_ticket)\(", text))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,21 +25,31 @@ struct DeviceReport {
   int one_value = 0;  // not 0: the number of the call whose norm batch had one value per channel
 };
 
+// How many places there are to add the sums of a slice, if there are so many slices: many blocks
+// that add to one place wait for each other. Blocks of other slices add elsewhere.
+inline constexpr int kPlaces = 4;
+[[nodiscard]] NORMSCOPE_INLINE constexpr int places_of_sums(std::int64_t slices) noexcept {
+  return slices <= kPlaces ? kPlaces : 1;
+}
+
 // Device memory that is zero between calls. Blocks add their sums there, and count the finished
 // blocks. Calls on one stream can share it.
 struct DeviceScratch {
   double* data = nullptr;  // device_scratch_size()
   std::int64_t channels = 0;
 
-  // The sums of one slice.
-  [[nodiscard]] NORMSCOPE_INLINE LimbsView limbs(std::int64_t slice) const noexcept {
-    return {data + slice * kSums * kLimbs * channels, channels, channels};
+  // The sums of one slice at one of its places.
+  [[nodiscard]] NORMSCOPE_INLINE LimbsView limbs(std::int64_t slice, std::int64_t place,
+                                                 std::int64_t slices) const noexcept {
+    const std::int64_t index = slice * places_of_sums(slices) + place;
+    return {data + index * kSums * kLimbs * channels, channels, channels};
   }
 
   // Counters of finished blocks: [0] for the whole grid, [1 + i] for its column i, of at most
   // max(channels, 1) columns.
   [[nodiscard]] NORMSCOPE_INLINE unsigned* tickets(std::int64_t slices) const noexcept {
-    return reinterpret_cast<unsigned*>(data + slices * kSums * kLimbs * channels);
+    return reinterpret_cast<unsigned*>(data +
+                                       slices * places_of_sums(slices) * kSums * kLimbs * channels);
   }
 };
 
@@ -47,7 +57,7 @@ struct DeviceScratch {
 [[nodiscard]] constexpr std::int64_t device_scratch_size(std::int64_t channels,
                                                          std::int64_t slices) noexcept {
   const std::int64_t tickets = 1 + std::max<std::int64_t>(channels, 1);
-  return slices * limbs_size(channels) + (tickets + 1) / 2;
+  return slices * places_of_sums(slices) * limbs_size(channels) + (tickets + 1) / 2;
 }
 
 // The norm batches of a call: slices of this rank's batch, or one norm batch shared by several

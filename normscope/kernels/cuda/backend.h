@@ -48,20 +48,19 @@ struct Backend {
     using Element = typename AnyTerms::ElementType;
     const std::int64_t tiles = batches.slice_size * tiles_per_sample(layout, batches.positions);
     if (layout == Layout::kChannelsFirst) {
-      constexpr int kGroups = Group<Element, kAccess>::kPerBlock;
-      int groups = 1;
-      while (groups < kGroups && groups < tiles) groups *= 2;
-      launch(stream, Order::kAfter,
-             {ceil_divide(scratch.channels, kGroups / groups), batches.slices,
-              ceil_divide(tiles, groups), kBlockThreads, 1},
-             add_tiles_channels_first<kAccess, AnyTerms, After>, terms, groups, batches, scratch,
-             after);
+      const auto kernel = add_tiles_channels_first<kAccess, AnyTerms, After>;
+      const std::int64_t at_once = Device::blocks_at_once(kernel, kBlockThreads);
+      const auto [groups, work] =
+          work_of_groups(scratch.channels, tiles, batches.slices,
+                         Group<Element, kAccess>::kPerBlock, kBlockThreads, at_once);
+      Device::launch(stream, grid_for(work, at_once), Order::kAfter, kernel, terms, groups, batches,
+                     scratch, after);
     } else {
-      const auto [columns, work] =
-          work_of_tiles(ceil_divide(scratch.channels, kPackSize<Element, kAccess>), tiles,
-                        batches.slices, kMostColumns, kTileThreads, Device::multiprocessors());
+      const auto [column_bits, work] = work_of_tiles(
+          ceil_divide(scratch.channels, kPackSize<Element, kAccess>), kPackSize<Element, kAccess>,
+          tiles, batches.slices, kMostColumns, kTileThreads, Device::multiprocessors());
       launch(stream, Order::kAfter, work, add_tiles_channels_last<kAccess, AnyTerms, After>, terms,
-             columns, batches, scratch, after);
+             column_bits, batches, scratch, after);
     }
   }
 

@@ -32,15 +32,33 @@ NORMSCOPE_INLINE ChannelLimbs read_limbs(const LimbsView& from, std::int64_t c) 
   return limbs;
 }
 
-// Reads limbs and sets them to zero. The loads bypass L1, which does not see the additions of other
-// multiprocessors.
-__device__ inline ChannelLimbs take_limbs(const LimbsView& scratch, std::int64_t c) {
+// Adds up the limbs of a slice at its places, and sets them to zero. The loads bypass L1, which
+// does not see the additions of other multiprocessors. Those of a sum are in flight together.
+template <int kCount>
+__device__ ChannelLimbs take_limbs(const DeviceScratch& scratch, std::int64_t slice,
+                                   std::int64_t slices, std::int64_t c) {
+  const std::int64_t from_place_to_place = kSums * kLimbs * scratch.channels;
   ChannelLimbs limbs;
+  NORMSCOPE_UNROLL
   for (int sum = 0; sum < kSums; ++sum) {
+    double values[kLimbs][kCount];
+    NORMSCOPE_UNROLL
     for (int k = 0; k < kLimbs; ++k) {
-      double* at = scratch.limb(sum, k) + c;
-      limbs.values[sum][k] = __ldcg(at);
-      *at = 0.0;
+      const double* at = scratch.limbs(slice, 0, slices).limb(sum, k) + c;
+      NORMSCOPE_UNROLL
+      for (int place = 0; place < kCount; ++place) {
+        values[k][place] = __ldcg(at + place * from_place_to_place);
+      }
+    }
+    NORMSCOPE_UNROLL
+    for (int k = 0; k < kLimbs; ++k) {
+      double* at = scratch.limbs(slice, 0, slices).limb(sum, k) + c;
+      limbs.values[sum][k] = 0.0;
+      NORMSCOPE_UNROLL
+      for (int place = 0; place < kCount; ++place) {
+        limbs.values[sum][k] += values[k][place];
+        at[place * from_place_to_place] = 0.0;
+      }
     }
   }
   limbs.canonicalize_all();
@@ -112,8 +130,11 @@ struct MomentsUser {
     update(moments_of(channel.pooled, channel.pooled_count), channel.pooled_count, 0, c);
   }
 
-  // Results that belong to no channel. Called after all channels, because cumulative averages read
-  // the number of updates.
+  // Results that belong to no channel. Called after all channels if those read the number of
+  // updates.
+  [[nodiscard]] NORMSCOPE_INLINE bool once_is_last() const {
+    return use.running_average == RunningAverage::kCumulative;
+  }
   __device__ void once() const {
     use.batches.report_error();
     for (std::int64_t slice = 0; slice < use.batches.slices; ++slice) {
@@ -201,6 +222,7 @@ struct GradientSumsUser {
     set_channel_value(use.dbias, c, channel.dy);
   }
 
+  [[nodiscard]] NORMSCOPE_INLINE bool once_is_last() const { return false; }
   __device__ void once() const { use.batches.report_error(); }
 };
 
@@ -212,16 +234,21 @@ struct AfterSums {
   MessageView message;  // data nullptr: none
   Header header;
 
-  __device__ void channel(const DeviceScratch& scratch, std::int64_t c) const {
+  __device__ void channel(const DeviceScratch& scratch, int places, std::int64_t c) const {
     typename User::Channel channel;
     for (std::int64_t slice = 0; slice < user.batches().slices; ++slice) {
-      const ChannelLimbs limbs = take_limbs(scratch.limbs(slice), c);
+      const std::int64_t slices = user.batches().slices;
+      const ChannelLimbs limbs = places == 1 ? take_limbs<1>(scratch, slice, slices, c)
+                                             : take_limbs<kPlaces>(scratch, slice, slices, c);
       user.add_slice(channel, limbs, slice, c);
       if (message.data != nullptr) send(limbs, c);
     }
     user.end(channel, c);
   }
 
+  [[nodiscard]] NORMSCOPE_INLINE bool once_is_last() const {
+    return message.data == nullptr && user.once_is_last();
+  }
   __device__ void once() const {
     if (message.data == nullptr) {
       user.once();
@@ -248,7 +275,7 @@ __global__ void use_message(MessageView message, unsigned* ticket, User user) {
     user.add_slice(channel, read_limbs(message.limbs(), c), 0, c);
     user.end(channel, c);
   }
-  if (is_last_block(ticket, gridDim.x) && threadIdx.x == 0) user.once();
+  finish_once(ticket, user);
 }
 
 // Computes the coefficients from statistics [slices, 3, C]. One thread per channel; gridDim.y

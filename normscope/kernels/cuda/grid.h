@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <type_traits>
 
@@ -53,26 +54,27 @@ struct Work {
   int threads_y;
 };
 
-// Splits columns as long as there is work, and room for more blocks on the device.
+// Splits columns as long as there is work, and all blocks run at the same time: a second turn of a
+// few blocks would take as long as the first.
 [[nodiscard]] constexpr Grid grid_for(const Work& work, std::int64_t blocks_at_once) {
   const std::int64_t blocks_x = std::max<std::int64_t>(work.columns, 1);
   const std::int64_t blocks_z = std::clamp<std::int64_t>(work.slices, 1, kMostInYOrZ);
-  const std::int64_t splits =
-      std::min(ceil_divide(blocks_at_once, blocks_x * blocks_z), work.per_column);
+  const std::int64_t splits = std::min(blocks_at_once / (blocks_x * blocks_z), work.per_column);
   return {blocks_x, std::clamp<std::int64_t>(splits, 1, kMostInYOrZ), blocks_z, work.threads_x,
           work.threads_y};
 }
 
-// Work in parts of one warp each. Blocks have up to most_threads threads if there are enough of
-// them: many warps add their sums to each other before they add them in memory, many blocks reach
-// all multiprocessors.
+// Work in parts of one warp each. Blocks have up to most_threads threads if they still reach all
+// multiprocessors: the warps of a block add their sums to each other, blocks to those in memory.
+// They have least_threads at least, to finish as many channels together.
 [[nodiscard]] constexpr Work work_of_warps(std::int64_t columns, std::int64_t slices,
-                                           std::int64_t warps_per_column, int most_threads,
-                                           std::int64_t multiprocessors) {
-  constexpr std::int64_t kBlocksPerMultiprocessor = 4;
+                                           std::int64_t warps_per_column, int least_threads,
+                                           int most_threads, std::int64_t multiprocessors) {
   int warps = most_threads / kWarp;
   const auto blocks = [&] { return columns * slices * ceil_divide(warps_per_column, warps); };
-  while (warps > 1 && blocks() < kBlocksPerMultiprocessor * multiprocessors) warps /= 2;
+  while (warps * kWarp >= 2 * std::max(least_threads, kWarp) && blocks() < multiprocessors) {
+    warps /= 2;
+  }
   return {columns, slices, ceil_divide(warps_per_column, warps), kWarp, warps};
 }
 
@@ -83,19 +85,41 @@ struct Work {
   return threads;
 }
 
-// The work of warps that sum `tiles` tiles of each channel, with so many packs side by side and, in
-// the rest of most_columns, other tiles.
+// The work of warps that sum `tiles` tiles of each channel, with 2^column_bits packs side by side
+// and, in the rest of most_columns, other tiles.
 struct WorkOfTiles {
-  int columns;
+  int column_bits;
   Work work;
 };
-[[nodiscard]] constexpr WorkOfTiles work_of_tiles(std::int64_t packs, std::int64_t tiles,
-                                                  std::int64_t slices, int most_columns,
-                                                  int most_threads, std::int64_t multiprocessors) {
+[[nodiscard]] constexpr WorkOfTiles work_of_tiles(std::int64_t packs, int pack_size,
+                                                  std::int64_t tiles, std::int64_t slices,
+                                                  int most_columns, int most_threads,
+                                                  std::int64_t multiprocessors) {
   const int columns = side_by_side(packs, most_columns);
-  return {columns,
-          work_of_warps(ceil_divide(packs, columns), slices,
-                        ceil_divide(tiles, most_columns / columns), most_threads, multiprocessors)};
+  return {
+      std::countr_zero(static_cast<unsigned>(columns)),
+      work_of_warps(ceil_divide(packs, columns), slices, ceil_divide(tiles, most_columns / columns),
+                    columns * pack_size, most_threads, multiprocessors)};
+}
+
+// The work of blocks of per_block groups, which sum `tiles` tiles of each channel; so many groups
+// share a channel's tiles. As many as there are tiles, unless the device could not run the blocks
+// at once: each block takes time to finish its channels, and finishes many in the time of one.
+struct WorkOfGroups {
+  int groups;
+  Work work;
+};
+[[nodiscard]] constexpr WorkOfGroups work_of_groups(std::int64_t channels, std::int64_t tiles,
+                                                    std::int64_t slices, int per_block, int threads,
+                                                    std::int64_t blocks_at_once) {
+  int groups = 1;
+  const auto blocks = [&](int shared) {
+    return ceil_divide(channels, per_block / shared) * slices;
+  };
+  while (groups < per_block && groups < tiles && blocks(2 * groups) <= blocks_at_once) groups *= 2;
+  return {
+      groups,
+      {ceil_divide(channels, per_block / groups), slices, ceil_divide(tiles, groups), threads, 1}};
 }
 
 template <class Element, class Pointer>

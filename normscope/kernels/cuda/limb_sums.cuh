@@ -158,8 +158,8 @@ struct LimbExchange {
 // warp would have one. channel_of(thread, j) is the channel of own[j] in that thread of a warp. All
 // threads of the block must call it.
 template <int kSum, int kWidth, int kThreads, class ChannelOf>
-__device__ void add_of_block(LimbExchange<kWidth, kThreads>& exchange, ThreadLimbs (&own)[kWidth],
-                             const LimbsView& limbs, const ChannelOf& channel_of) {
+__device__ void add_over_warps(LimbExchange<kWidth, kThreads>& exchange, ThreadLimbs (&own)[kWidth],
+                               const LimbsView& limbs, const ChannelOf& channel_of) {
   for (int j = 0; j < kWidth; ++j) {
     const double (&values)[kLimbs] = own[j].canonical(kSum);
     for (int k = 0; k < kLimbs; ++k) {
@@ -177,6 +177,21 @@ __device__ void add_of_block(LimbExchange<kWidth, kThreads>& exchange, ThreadLim
     if (channel < limbs.channels) add_limb(limbs, kSum, k, channel, total);
   }
   __syncthreads();
+}
+
+// Adds the limbs of both sums of a block. A single warp has nothing to exchange.
+template <int kWidth, int kThreads, class ChannelOf>
+__device__ void add_of_block(LimbExchange<kWidth, kThreads>& exchange, ThreadLimbs (&own)[kWidth],
+                             const LimbsView& limbs, const ChannelOf& channel_of) {
+  if (blockDim.y > 1) {
+    add_over_warps<0>(exchange, own, limbs, channel_of);
+    add_over_warps<1>(exchange, own, limbs, channel_of);
+    return;
+  }
+  for (int j = 0; j < kWidth; ++j) {
+    const std::int64_t channel = channel_of(static_cast<int>(threadIdx.x), j);
+    if (channel < limbs.channels) own[j].add_to(limbs, channel);
+  }
 }
 
 }  // namespace normscope::cuda

@@ -12,20 +12,20 @@ inline constexpr int kTileLanes = static_cast<int>(kChannelsLastTile.lanes);
 inline constexpr int kTileChain = static_cast<int>(kChannelsLastTile.chain);
 inline constexpr int kMostColumns = kWarp / kTileLanes;
 
-// How many packs a thread has in flight. They take registers, which leave room for three blocks.
-inline constexpr int kPacksAtOnce = 8;
+// The packs in flight take registers, which leave room for three blocks.
 inline constexpr int kTileThreads = 128;
 
-// A thread's place in its warp.
+// A thread's place in its warp, which has 2^column_bits columns: a division by a number of columns
+// would take as long as to load a pack.
 struct PlaceInTile {
-  int columns;  // of the warp; a power of two
+  int column_bits;
   int thread;
 
-  NORMSCOPE_INLINE int column() const { return thread % columns; }
-  NORMSCOPE_INLINE int lane() const { return thread / columns % kTileLanes; }
-  NORMSCOPE_INLINE int tile() const { return thread / columns / kTileLanes; }
+  NORMSCOPE_INLINE int column() const { return thread & ((1 << column_bits) - 1); }
+  NORMSCOPE_INLINE int lane() const { return (thread >> column_bits) % kTileLanes; }
+  NORMSCOPE_INLINE int tile() const { return (thread >> column_bits) / kTileLanes; }
   NORMSCOPE_INLINE int thread_of_lane(int lane) const {
-    return thread + (lane - this->lane()) * columns;
+    return thread + (lane - this->lane()) * (1 << column_bits);
   }
 };
 
@@ -64,8 +64,9 @@ __device__ void add_halves(Real* values, bool is_upper, int distance) {
 // values. The whole warp must take part.
 template <int kPack, class Real>
 __device__ void fold_lanes(Real (&values)[kPack], const PlaceInTile& place) {
-  add_halves<kPack>(values, place.lane() >= 2, 2 * place.columns);
-  add_halves<(kPack > 1 ? kPack / 2 : 1)>(values, place.lane() % 2 == 1, place.columns);
+  const int columns = 1 << place.column_bits;
+  add_halves<kPack>(values, place.lane() >= 2, 2 * columns);
+  add_halves<(kPack > 1 ? kPack / 2 : 1)>(values, place.lane() % 2 == 1, columns);
 }
 
 // Sums one channel of a tile in float64, in a single thread. Rarely needed.
@@ -174,22 +175,23 @@ struct ChainSums {
   }
 };
 
-// Adds the tiles of all channels to their limbs. blockIdx.x selects `columns` packs of channels.
-// The warps of gridDim.y blocks share the tiles, gridDim.z blocks the slices.
+// Adds the tiles of all channels to their limbs. blockIdx.x selects 2^column_bits packs, gridDim.y
+// blocks share the tiles, gridDim.z blocks the slices.
 // Limits: 56 to 168 registers; bytes: 0 stack, 0 spilled, 10256 shared.
 // Loop: at least 8 loads.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kTileThreads, 3)
-    add_tiles_channels_last(AnyTerms terms, int columns, NormBatches batches, DeviceScratch scratch,
-                            After after) {
+    add_tiles_channels_last(AnyTerms terms, int column_bits, NormBatches batches,
+                            DeviceScratch scratch, After after) {
   using Real = Arithmetic<typename AnyTerms::ElementType>;
   constexpr int kPack = kPackSize<typename AnyTerms::ElementType, kAccess>;
   using Own = Share<kPack>;
   __shared__ LimbExchange<Own::kSize, kTileThreads> exchange;
 
-  const PlaceInTile place{columns, static_cast<int>(threadIdx.x)};
-  const int tiles_per_warp = kMostColumns / columns;
-  const std::int64_t first_channel = std::int64_t{blockIdx.x} * columns * kPack;
+  const PlaceInTile place{column_bits, static_cast<int>(threadIdx.x)};
+  const int tiles_per_warp = kMostColumns >> column_bits;
+  constexpr std::int64_t kPackChannels = kPack;
+  const std::int64_t first_channel = std::int64_t{blockIdx.x} * (kPackChannels << column_bits);
   const auto channel_of = [&](const PlaceInTile& other, int j) {
     return first_channel + other.column() * kPack + Own::first(other.lane()) + j;
   };
@@ -239,13 +241,12 @@ __global__ void __launch_bounds__(kTileThreads, 3)
       }
     }
     const auto owned_channel = [&](int thread, int j) {
-      const PlaceInTile other{columns, thread};
+      const PlaceInTile other{column_bits, thread};
       return Own::is_owner(other.lane()) ? channel_of(other, j) : scratch.channels;
     };
-    add_of_block<0>(exchange, own, scratch.limbs(slice), owned_channel);
-    add_of_block<1>(exchange, own, scratch.limbs(slice), owned_channel);
+    add_of_block(exchange, own, limbs_of_block(scratch, batches, slice), owned_channel);
   }
-  finish_channels(scratch, batches, first_channel, first_channel + std::int64_t{columns} * kPack,
+  finish_channels(scratch, batches, first_channel, first_channel + (kPackChannels << column_bits),
                   after);
 }
 

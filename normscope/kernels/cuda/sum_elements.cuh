@@ -126,8 +126,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       }
     }
     const auto channel_of = [&](int thread, int j) { return first_channel + thread * kWidth + j; };
-    add_of_block<0>(exchange, own, scratch.limbs(slice), channel_of);
-    add_of_block<1>(exchange, own, scratch.limbs(slice), channel_of);
+    add_of_block(exchange, own, limbs_of_block(scratch, batches, slice), channel_of);
   }
   finish_channels(scratch, batches, first_channel, first_channel + kWarp * kWidth, after);
 }

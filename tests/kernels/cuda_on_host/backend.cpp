@@ -19,11 +19,11 @@ std::atomic<int> launched = 0;
 std::mutex stream_mutex;
 
 struct Device {
-  // Few: small tensors then have blocks that share channels, and tests are fast.
-  static int multiprocessors() { return 1; }
+  // Few: blocks then share channels, and have several warps or, for small tensors, one.
+  static int multiprocessors() { return 4; }
   template <class Kernel>
   static std::int64_t blocks_at_once(Kernel /*kernel*/, int /*threads*/) {
-    return 8;
+    return 24;
   }
 
   // Small: some outputs of the tests are then larger than half of it.

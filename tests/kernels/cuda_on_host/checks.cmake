@@ -101,7 +101,7 @@ execute_process(
 )
 string(REPLACE "\n" ";" names "${names}")
 foreach(name IN LISTS names)
-  string(REGEX MATCH "^sum_channels_last" is_last ${name})
+  string(REGEX MATCH "^(last_block|sum_channels_last)" is_last ${name})
   set(layout $<IF:$<BOOL:${is_last}>,last,first>)
   normscope_cuda_on_host_test(cuda.Misses/${name} ${mutants}/${name} ${cases}${layout})
   set_tests_properties(

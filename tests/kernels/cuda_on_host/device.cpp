@@ -80,8 +80,6 @@ struct Fiber {
   bool is_started = false;
   int exchanges = 0;  // made in its warp
   bool has_waited_for_earlier_kernel = false;
-  bool has_fenced = false;        // its next ticket then publishes what it did
-  bool has_taken_ticket = false;  // its next fence then shows it what others published
 };
 
 struct Warp {
@@ -111,8 +109,6 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
       fibers_[i]->state = State::kReady;
       fibers_[i]->exchanges = 0;
       fibers_[i]->has_waited_for_earlier_kernel = false;
-      fibers_[i]->has_fenced = false;
-      fibers_[i]->has_taken_ticket = false;
     }
     scheduler_ = Watched::scheduler();
     Watched::arrive(&begin_);
@@ -256,26 +252,14 @@ const std::uint64_t* ThisThread::exchange_in_warp(std::uint64_t own) {
   return slots;
 }
 
-// One for all tickets: this gives more order than a device, but none that no fence asks for.
-namespace {
-char published = 0;
-}
-
-void ThisThread::fence() {
-  Fiber& fiber = BlockRunner::here->fiber();
-  fiber.has_fenced = true;
-  if (std::exchange(fiber.has_taken_ticket, false)) Watched::depart(&published);
-}
-
 unsigned ThisThread::take_ticket(unsigned* ticket, unsigned last) {
-  Fiber& fiber = BlockRunner::here->fiber();
-  if (std::exchange(fiber.has_fenced, false)) Watched::arrive(&published);
-  fiber.has_taken_ticket = true;
+  Watched::arrive(reinterpret_cast<char*>(ticket));
   const std::atomic_ref<unsigned> number(*ticket);
   unsigned taken = number.load(std::memory_order_relaxed);
   while (!number.compare_exchange_weak(taken, taken >= last ? 0 : taken + 1,
-                                       std::memory_order_relaxed)) {
+                                       std::memory_order_acq_rel, std::memory_order_relaxed)) {
   }
+  Watched::depart(reinterpret_cast<char*>(ticket));
   return taken;
 }
 

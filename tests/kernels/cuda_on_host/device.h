@@ -45,9 +45,8 @@ class ThisThread {
   static const std::uint64_t* exchange_in_warp(std::uint64_t own);
   static int lane();
 
-  // Orders what this thread did before its next ticket, and what others did before theirs.
-  static void fence();
-  // Takes a ticket. Whoever takes a later one sees what fences have ordered.
+  // Takes a ticket, and wraps to 0 after `last`. Orders what this thread did before, and what
+  // others did before theirs.
   static unsigned take_ticket(unsigned* ticket, unsigned last);
 
   static void wait_for_earlier_kernel();
@@ -108,13 +107,6 @@ Value __shfl_sync(unsigned /*mask*/, Value value, int source, int width) {
 inline bool __any_sync(unsigned /*mask*/, bool here) {
   const std::uint64_t* all = cuda_on_host::ThisThread::exchange_in_warp(here ? 1 : 0);
   return std::any_of(all, all + cuda_on_host::kWarpThreads, [](std::uint64_t b) { return b != 0; });
-}
-
-inline void __threadfence() { cuda_on_host::ThisThread::fence(); }
-
-// Wraps to 0 after `last`. Relaxed, as on a device: fences order it.
-inline unsigned atomicInc(unsigned* to, unsigned last) {
-  return cuda_on_host::ThisThread::take_ticket(to, last);
 }
 
 inline double __ldcg(const double* from) { return *from; }

@@ -29,26 +29,32 @@ struct Shape {
 Grid grid_of_sums(const Shape& shape) {
   const std::int64_t tiles =
       shape.samples * tiles_per_sample(Layout::kChannelsLast, shape.positions);
-  const std::int64_t packs = shape.channels / kPackSize<BFloat16, Access::kPacks>;
-  return grid_for(work_of_tiles(packs, tiles, 1, kMostColumns, kTileThreads, kMultiprocessors).work,
+  constexpr int kPack = kPackSize<BFloat16, Access::kPacks>;
+  return grid_for(work_of_tiles(shape.channels / kPack, kPack, tiles, 1, kMostColumns, kTileThreads,
+                                kMultiprocessors)
+                      .work,
                   kMultiprocessors * 32);
 }
 
 std::int64_t blocks(const Grid& grid) { return grid.blocks_x * grid.blocks_y * grid.blocks_z; }
 
-TEST(GridOfSums, HasBlocksForAllMultiprocessorsSeveralTimesOver) {
-  EXPECT_GE(blocks(grid_of_sums({2, 256, 129 * 129})), 4 * kMultiprocessors);
-  EXPECT_GE(blocks(grid_of_sums({32, 512, 28 * 28})), 4 * kMultiprocessors);
+TEST(GridOfSums, HasBlocksOfFourWarpsForAllMultiprocessors) {
+  for (const Shape& shape :
+       {Shape{2, 256, 129 * 129}, Shape{32, 512, 28 * 28}, Shape{32, 64, 56 * 56}}) {
+    const Grid grid = grid_of_sums(shape);
+    EXPECT_EQ(grid.threads_x * grid.threads_y, 4 * kWarp);
+    EXPECT_GE(blocks(grid), kMultiprocessors);
+  }
 }
 
-// A warp is the least that a block can have, and a tile of 64 channels is the work of one.
-TEST(GridOfSums, HasABlockForEachWarpIfThereAreFewerThanThat) {
+// A block has a thread for each of its 64 channels at least, and a tile of them is the work of a
+// warp.
+TEST(GridOfSums, HasABlockForEachTwoWarpsIfThereAreFewer) {
   for (const auto& [shape, warps] : {std::pair{Shape{8, 64, 56 * 56}, std::int64_t{8 * 25}},
                                      std::pair{Shape{8, 2048, 7 * 7}, std::int64_t{8 * 32}}}) {
     const Grid grid = grid_of_sums(shape);
-    EXPECT_EQ(grid.threads_x * grid.threads_y, kWarp);
-    EXPECT_EQ(blocks(grid), warps);
-    EXPECT_GT(blocks(grid), kMultiprocessors);
+    EXPECT_EQ(grid.threads_x * grid.threads_y, 2 * kWarp);
+    EXPECT_EQ(2 * blocks(grid), warps);
   }
 }
 
@@ -79,6 +85,22 @@ void expect_no_bank_conflicts() {
 TEST(LimbExchange, HasNoBankConflicts) {
   expect_no_bank_conflicts<1>();
   expect_no_bank_conflicts<2>();
+}
+
+// A block takes 8 us to finish its channels, however many.
+TEST(GridOfGroups, HasBlocksThatRunAtOnceIfThereAreManyChannels) {
+  constexpr std::int64_t kAtOnce = 2 * kMultiprocessors;
+  const auto blocks_of = [](std::int64_t channels, std::int64_t tiles) {
+    return blocks(grid_for(work_of_groups(channels, tiles, 1, 32, 256, kAtOnce).work, kAtOnce));
+  };
+  EXPECT_EQ(blocks_of(2048, 32), 256);
+  EXPECT_EQ(blocks_of(1024, 32), 256);
+  EXPECT_EQ(blocks_of(100'000, 32), 3125);
+}
+
+TEST(GridOfGroups, HasAGroupForEachTileIfThereAreFewChannels) {
+  EXPECT_EQ(work_of_groups(4, 8, 1, 32, 256, 264).groups, 8);
+  EXPECT_EQ(work_of_groups(4, 1000, 1, 32, 256, 264).groups, 32);
 }
 
 TEST(GridOfSums, IsNoLargerThanTheDevice) {
