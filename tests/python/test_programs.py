@@ -399,7 +399,7 @@ def test_many_programs_have_the_results_of_one_process(ranks: RankPool, program:
 def test_programs_on_a_gpu_have_the_results_of_one_process(kernels: str) -> None:
     pool = RankPool(environment={"NORMSCOPE_DEVICE_KERNELS": kernels})
 
-    @settings(SETTINGS, max_examples=40)
+    @settings(SETTINGS, max_examples=12)
     @given(program=programs())
     def check_on_gpu(program: Program) -> None:
         check(pool, program, "cuda")
