@@ -70,10 +70,13 @@ def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callabl
             ValueError,
             "eps: expected a positive number in training, got 0",
         ),
-        (
+        pytest.param(
             lambda: batch_norm(X, torch.zeros(3), torch.ones(3), eps=-1.0),
             ValueError,
             "eps must be non-negative, but got -1.0",
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith(("2.11.", "2.12.")), reason="torch: takes any eps"
+            ),
         ),
         (
             lambda: batch_norm(X, None, None, training=True, slice_stats="last"),  # type: ignore[arg-type]

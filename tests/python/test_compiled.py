@@ -35,7 +35,7 @@ def test_the_package_knows_the_torch_that_it_was_compiled_with() -> None:
 
 
 def test_another_release_of_torch_is_refused_on_import(package: Path) -> None:
-    (package / "torch_version.txt").write_text("2.11.0\n")
+    (package / "torch_version.txt").write_text("2.10.0\n")
 
     run = subprocess.run(
         [sys.executable, "-c", "import normscope"],
@@ -47,7 +47,7 @@ def test_another_release_of_torch_is_refused_on_import(package: Path) -> None:
 
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1] == (
-        "ImportError: normscope: expected torch 2.11.0, which it was compiled with, "
+        "ImportError: normscope: expected torch 2.10.0, which it was compiled with, "
         f"got torch {torch.__version__}. To compile it for this torch, run in normscope's source "
         "directory: pip install --force-reinstall --no-deps ."
     )

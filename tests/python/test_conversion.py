@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import needs_bias_argument
 from torch import nn
 
 import normscope
@@ -178,6 +179,10 @@ def test_the_layers_take_every_argument_of_torch_in_the_same_order() -> None:
         a, b = ours(*arguments), theirs(*arguments)
         assert repr(a) == repr(b)[:-1] + ", scope=world)"
         assert all(p.dtype == torch.float64 for p in a.parameters())
+
+
+@needs_bias_argument
+def test_a_layer_without_bias_has_none() -> None:
     assert normscope.BatchNorm2d(5, bias=False).bias is None
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -23,6 +25,12 @@ OURS: dict[int, type[normscope.BatchNorm]] = {
     4: normscope.BatchNorm2d,
     5: normscope.BatchNorm3d,
 }
+
+# Before torch 2.13, torch's layers have either both parameters or none.
+needs_bias_argument = pytest.mark.skipif(
+    "bias" not in inspect.signature(torch.nn.BatchNorm1d).parameters,
+    reason="torch: its layers have no argument bias",
+)
 
 # Worst-case numbers of roundings in the arithmetic type. The sum of a tile is a chain of at most 32
 # additions and a fold of 6; its terms have 2 roundings. Everything after that is rounded once per

@@ -117,7 +117,8 @@ class ForwardArguments(NamedTuple):
 
     def without_running(self) -> ForwardArguments:
         """Return the same arguments without running statistics."""
-        return self._replace(running_mean=None, running_var=None, num_batches_tracked=None)
+        # After a graph break, the compiler of torch 2.11 does not restore what _replace() returns.
+        return ForwardArguments(self.weight, self.bias, None, None, None, *self[5:])
 
     def updates_running(self) -> bool:
         """Return whether the forward changes running statistics, if the norm batch has elements."""
