@@ -15,6 +15,7 @@ import torch
 from data_parallel import data_parallel
 from rank_pool import RankPool
 from torch import distributed, nn
+from torch.distributed.algorithms.join import Join
 
 import normscope
 
@@ -317,14 +318,27 @@ def test_an_empty_tensor_keeps_its_other_sizes_and_shares_no_memory() -> None:
     assert kept is scale
 
 
-def train_with_join(scope: str, keywords: dict[str, bool]) -> tuple[int, str, float]:
-    parallel = data_parallel(normscope.convert(network(), scope), sends_buffers=False)
+def train_with_join(scope: str, keywords: dict[str, bool], how: str) -> tuple[int, str, float]:
+    net: Any = normscope.convert(network(), scope)
+    model: Any = net if how == "optimizer" else data_parallel(net, sends_buffers=False)
+    step = model
+    joinable = model
+    if how == "optimizer":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
+
+        optimizer: Any = ZeroRedundancyOptimizer
+        joinable = optimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    if how == "compiled":
+        step = torch.compile(model, backend="aot_eager")
+        step(samples(0, 0, 2)[0]).sum().backward()  # compiled outside of the block  # type: ignore[no-untyped-call]
     even = not keywords.get("enable", True)
     count, begin, text = 0, time.monotonic(), ""
     try:
-        with parallel.join(**keywords):
+        with Join([joinable], **keywords):
             for _ in range(1 if even else 1 + distributed.get_rank()):
-                parallel(samples(distributed.get_rank(), count, 2)[0]).sum().backward()
+                step(samples(distributed.get_rank(), count, 2)[0]).sum().backward()
+                if how == "optimizer":
+                    joinable.step()
                 count += 1
     except RuntimeError as error:
         text = str(error)
@@ -335,18 +349,26 @@ def train_with_join(scope: str, keywords: dict[str, bool]) -> tuple[int, str, fl
 
 @pytest.mark.filterwarnings("ignore:Detected uneven inputs")
 @pytest.mark.parametrize(
-    ("scope", "keywords", "counts", "text"),
+    ("scope", "keywords", "how", "counts", "text"),
     [
-        ("world", {}, [0, 0], "normscope.joined"),
-        ("world", {"throw_on_early_termination": True}, [1, 1], "exhausted"),
-        ("world", {"enable": False}, [1, 1], ""),
-        ("local", {}, [1, 2], ""),
+        ("world", {}, "data parallel", [0, 0], "normscope.joined"),
+        ("world", {}, "compiled", [0, 0], "normscope.joined"),
+        ("world", {}, "optimizer", [0, 0], "normscope.joined"),
+        ("world", {"throw_on_early_termination": True}, "data parallel", [1, 1], "exhausted"),
+        ("world", {"enable": False}, "data parallel", [1, 1], ""),
+        ("world", {"enable": False}, "compiled", [1, 1], ""),
+        ("local", {}, "data parallel", [1, 2], ""),
     ],
 )
 def test_layers_that_synchronize_refuse_join(
-    ranks: RankPool, scope: str, keywords: dict[str, bool], counts: list[int], text: str
+    ranks: RankPool,
+    scope: str,
+    keywords: dict[str, bool],
+    how: str,
+    counts: list[int],
+    text: str,
 ) -> None:
-    answers = ranks.run(2, train_with_join, scope, keywords)
+    answers = ranks.run(2, train_with_join, scope, keywords, how)
 
     assert [count for count, _, _ in answers] == counts
     for _, error, seconds in answers:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 from torch._higher_order_ops import effects
+from torch.distributed.algorithms.join import Join
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
@@ -83,16 +84,31 @@ def let_data_parallel_take(layer_class: type[torch.nn.Module]) -> None:
     DistributedDataParallel._passing_sync_batchnorm_handle = check_others  # type: ignore[method-assign]
 
 
-def may_run_out_of_batches() -> bool:
-    """Return whether a rank may leave the forward that runs to the others, as ``join`` lets it.
+# The open blocks of Join, and so of DistributedDataParallel.join, in which a rank may leave the
+# others.
+open_joins: list[Join] = []
 
-    Nothing public tells which DistributedDataParallel runs, or whether it is in a join.
-    """
-    parallel = DistributedDataParallel._active_ddp_module
-    if parallel is None:
-        return False
-    config = parallel._join_config
-    return config.enable and not config.throw_on_early_termination
+
+def _watch_joins() -> None:
+    """Keep ``open_joins``: nothing tells whether a Join is open."""
+    enter, leave = Join.__enter__, Join.__exit__
+
+    @wraps(enter)
+    def watched_enter(join: Join) -> Any:  # noqa: ANN401 - torch's
+        if join._enable and not join._throw_on_early_termination:
+            open_joins.append(join)
+        return enter(join)  # type: ignore[no-untyped-call]
+
+    @wraps(leave)
+    def watched_leave(join: Join, *error: Any) -> Any:  # noqa: ANN401
+        if join in open_joins:
+            open_joins.remove(join)
+        return leave(join, *error)
+
+    Join.__enter__, Join.__exit__ = watched_enter, watched_leave  # type: ignore[method-assign]
+
+
+_watch_joins()
 
 
 # Ops.

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
-from normscope._binding.torch_private import may_run_out_of_batches
+from normscope._binding.torch_private import open_joins
 from normscope.layers import masked_forward
 from normscope.layers.count import NO_STATE, UNKNOWN, Counter, add_to_count, state_of
 from normscope.layers.ending import NOTHING, Ending
@@ -25,7 +25,7 @@ def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> t
     The ranks agree on the scope when it is first used.
     """
     group_name: str = groups.name_in_use(name)
-    if group_name and not torch.compiler.is_compiling() and may_run_out_of_batches():
+    if group_name and open_joins:  # a guard of compiled layers
         _refuse_join(scope)
     if not scope.depends_on_samples or x.dim() == 0:
         return scope.text, group_name
