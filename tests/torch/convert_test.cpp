@@ -141,6 +141,25 @@ TEST(Convert, RefusesALayerItselfAndWarnsWhereThereIsNone) {
               HasSubstr("set_scope: expected layers of normscope"));
 }
 
+TEST(Convert, TellsModelsOfOneGroupApart) {
+  run_ranks(2, [](const RankGroup& group) {
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(3)), twin(torch::nn::BatchNorm1d(3));
+    nn::convert(*net, Scope::world(), group);
+    nn::convert(*twin, Scope::world(), group);
+    const at::Tensor x = torch::randn({4, 3});
+    net->forward(x);
+    twin->forward(x);
+
+    try {
+      (group.rank() == 0 ? net : twin)->forward(x);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const c10::Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("rank 0: forward of 0 ("));
+      EXPECT_THAT(error.what(), HasSubstr("rank 1: forward of 0 of model 2 ("));
+    }
+  });
+}
+
 TEST(SetScope, ChangesEveryLayerOfNormscope) {
   nn::BatchNorm1d first(4), second(4);
   torch::nn::ModuleList net;

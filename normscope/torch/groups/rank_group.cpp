@@ -51,6 +51,11 @@ RankGroup::~RankGroup() {
   }
 }
 
+std::string RankGroup::name_in_exchanges(const std::string& layer) const {
+  const int model = ++models_[layer];
+  return model == 1 ? layer : layer + " of model " + std::to_string(model);
+}
+
 void RankGroup::all_reduce(const CallLabel& label, std::span<double> message) const {
   const binding::ExchangeUse use(label.direction, {"world", name_, label.layer});
   if (use.get() != nullptr) use.get()->all_reduce(label, message, {});

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 
@@ -36,6 +37,10 @@ class RankGroup {
   // of one rank.
   void all_reduce(const CallLabel& label, std::span<double> message) const;
 
+  // The name in exchanges of one more layer, which its model calls `layer`: ends in "of model 2" if
+  // another model of the group has a layer of this name. All ranks must ask in the same order.
+  [[nodiscard]] std::string name_in_exchanges(const std::string& layer) const;
+
  private:
   enum class Kind { kCommunicator, kProcessGroup };
 
@@ -43,6 +48,7 @@ class RankGroup {
   std::string name_;
   int rank_;
   int size_;
+  mutable std::map<std::string, int> models_;  // how many have a layer of each name
 };
 
 }  // namespace normscope

@@ -87,7 +87,10 @@ class Plan {
   std::size_t carry_out(const Scope& scope, const RankGroup& group) const {
     for (const auto& replace : replace_) replace();
     for (const auto& [name, layer] : scoped_) {
-      options_of(*layer)->scope(scope).group(group.name()).layer_name(name);
+      options_of(*layer)
+          ->scope(scope)
+          .group(group.name())
+          .layer_name(group.name_in_exchanges(name));
     }
     return scoped_.size();
   }
