@@ -321,7 +321,7 @@ def test_an_empty_tensor_keeps_its_other_sizes_and_shares_no_memory() -> None:
 def train_with_join(scope: str, keywords: dict[str, bool], how: str) -> tuple[int, str, float]:
     net: Any = normscope.convert(network(), scope)
     model: Any = net if how == "optimizer" else data_parallel(net, sends_buffers=False)
-    step = model
+    step: Any = model
     joinable = model
     if how == "optimizer":
         from torch.distributed.optim import ZeroRedundancyOptimizer  # warns
@@ -330,7 +330,7 @@ def train_with_join(scope: str, keywords: dict[str, bool], how: str) -> tuple[in
         joinable = optimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     if how == "compiled":
         step = torch.compile(model, backend="aot_eager")
-        step(samples(0, 0, 2)[0]).sum().backward()  # compiled outside of the block  # type: ignore[no-untyped-call]
+        step(samples(0, 0, 2)[0]).sum().backward()  # compiled outside of the block
     even = not keywords.get("enable", True)
     count, begin, text = 0, time.monotonic(), ""
     try:
