@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the speed of training a ResNet-50 on a GPU with normscope's layers, relative to torch's.
 
-Measures training steps (forward and backward of images of 224x224) that are replayed from CUDA
-graphs, of torch.nn's network and the converted ones alternately. Eagerly, such a step takes as long
-as the host needs to launch it. With ``world``, a world of one exchanges over NCCL.
+Measures training steps (forward and backward of images of 224x224) of torch.nn's network and the
+converted ones alternately, replayed from CUDA graphs and eagerly. An eager step takes as long as
+the host needs to launch it. With ``world``, a world of one exchanges over NCCL, and so does the
+function of torch.nn.SyncBatchNorm, which a graph cannot capture.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -27,18 +28,22 @@ from torch import distributed, nn
 
 import models
 import normscope
+from gpu_layers import torch_synchronized
 
 ROUNDS = 8
 STEPS = 3  # of each network in a round
 WARM_UP = 3
 
+Step = Callable[[], None]
+
 LEGEND = f"""\
 ms       of a training step, median of {ROUNDS} rounds
-ratio    torch's time divided by normscope's in the same round, median: above 1, normscope is
-         faster. torch's layers synchronize nothing"""
+ratio    time with torch's BatchNorm2d, which synchronizes nothing, divided by the other in the
+         same round, median: above 1, the other is faster"""
 
-HEADER = f"{'batch, layout, dtype':28}{'torch ms':>10}" + "".join(
-    f"{name + ' ms':>10}{'ratio':>7}" for name in ("local", "world")
+OTHERS = ("local", "world", "sync")  # the last: torch.nn.SyncBatchNorm
+HEADER = f"{'batch, layout, dtype':34}{'torch ms':>10}" + "".join(
+    f"{name + ' ms':>10}{'ratio':>7}" for name in OTHERS
 )
 
 
@@ -66,11 +71,12 @@ SETTINGS = (
     Setting(32, "NCHW", "bfloat16"),
     Setting(4, "NCHW", "float32"),
     Setting(32, "NCHW", "float32"),
+    Setting(32, "NHWC", "float32"),
 )
 
 
-def captured_step(network: nn.Module, x: torch.Tensor, dtype: str) -> torch.cuda.CUDAGraph:
-    """Capture a training step in a graph, on the current stream."""
+def step_of(network: nn.Module, x: torch.Tensor, dtype: str) -> Step:
+    """Return a training step, run a few times already."""
     network.train()
 
     def step() -> None:
@@ -81,13 +87,26 @@ def captured_step(network: nn.Module, x: torch.Tensor, dtype: str) -> torch.cuda
 
     for _ in range(WARM_UP):
         step()
+    return step
+
+
+def captured(step: Step) -> Step:
+    """Capture a step in a graph, on the current stream; return its replay."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         step()
-    return graph
+    return graph.replay
 
 
-def seconds_of(step: Callable[[], None]) -> float:
+def synchronized(network: nn.Module) -> nn.Module:
+    """Let torch.nn.SyncBatchNorm's function normalize in the network."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.forward = torch_synchronized(module)  # type: ignore[method-assign, assignment]
+    return network
+
+
+def seconds_of(step: Step) -> float:
     """Return the time of a step after an untimed one."""
     step()
     torch.cuda.synchronize()
@@ -98,8 +117,8 @@ def seconds_of(step: Callable[[], None]) -> float:
     return (perf_counter() - begin) / STEPS
 
 
-def measure(setting: Setting) -> dict[str, list[float]]:
-    """Return the seconds of a step in each round, by the name of the layers."""
+def measure(setting: Setting) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Yield how steps are run, and the seconds of a step in each round by the layers' name."""
     layout = torch.channels_last if setting.layout == "NHWC" else torch.contiguous_format
     torch.manual_seed(0)
     x = torch.randn(setting.batch, 3, 224, 224, device="cuda").to(memory_format=layout)
@@ -108,21 +127,31 @@ def measure(setting: Setting) -> dict[str, list[float]]:
         "torch": theirs,
         "local": normscope.convert(copy.deepcopy(theirs), "local"),
         "world": normscope.convert(copy.deepcopy(theirs), "world"),
+        "sync": synchronized(copy.deepcopy(theirs)),
     }
-    graphs = {name: captured_step(net, x, setting.dtype) for name, net in networks.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in graphs}
+    eager = {name: step_of(network, x, setting.dtype) for name, network in networks.items()}
+    yield "eager", in_turn(eager)
+    yield "graph", in_turn({name: captured(eager[name]) for name in ("torch", "local", "world")})
+
+
+def in_turn(steps: dict[str, Step]) -> dict[str, list[float]]:
+    """Return the seconds of each step in each round."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            seconds[name].append(seconds_of(graph.replay))
+        for name, step in steps.items():
+            seconds[name].append(seconds_of(step))
     return seconds
 
 
-def row(setting: Setting, seconds: dict[str, list[float]]) -> str:
+def row(setting: Setting, how: str, seconds: dict[str, list[float]]) -> str:
     """Return a line of the table."""
-    text = f"{setting!s:28}{1e3 * statistics.median(seconds['torch']):10.2f}"
-    for name in ("local", "world"):
-        ratios = [a / b for a, b in zip(seconds["torch"], seconds[name], strict=True)]
-        text += f"{1e3 * statistics.median(seconds[name]):10.2f}{statistics.median(ratios):7.2f}"
+    text = f"{f'{setting}, {how}':34}{1e3 * statistics.median(seconds['torch']):10.2f}"
+    for name in OTHERS:
+        if name in seconds:
+            ratios = [a / b for a, b in zip(seconds["torch"], seconds[name], strict=True)]
+            text += (
+                f"{1e3 * statistics.median(seconds[name]):10.2f}{statistics.median(ratios):7.2f}"
+            )
     return text
 
 
@@ -142,9 +171,9 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name()}\n\n{LEGEND}\n\n{HEADER}")
         with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
             for setting in SETTINGS:
-                seconds = measure(setting)
-                results.append({"setting": asdict(setting), "seconds": seconds})
-                print(row(setting, seconds), flush=True)
+                for how, seconds in measure(setting):
+                    results.append({"setting": asdict(setting), "how": how, "seconds": seconds})
+                    print(row(setting, how, seconds), flush=True)
         distributed.destroy_process_group()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
