@@ -146,7 +146,8 @@ def test_ranks_train_like_torch_on_the_joined_batch(
 def without_buffers() -> torch.Tensor:
     layer = normscope.BatchNorm1d(3, track_running_stats=False)
     x, _ = inputs((4, 3), torch.bfloat16)
-    return layer(x.chunk(2)[distributed.get_rank()]).detach()
+    y: torch.Tensor = layer(x.chunk(2)[distributed.get_rank()])
+    return y.detach()
 
 
 def test_bfloat16_is_normalized_without_buffers(pool: RankPool) -> None:
