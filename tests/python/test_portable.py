@@ -290,6 +290,21 @@ def test_measurements_on_a_device_are_those_of_the_cpu(devices: RankPool, backen
         torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-5)
 
 
+def random_numbers_after_measuring() -> bool:
+    torch_device.load()
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
+    net = normscope.convert(net, scope="world").to(torch_device.NAME)
+    batches = [torch.randn(4, 3).to(torch_device.NAME) for _ in range(2)]
+    before = torch.get_device_module(torch_device.NAME).get_rng_state(0)
+    normscope.recommend_scopes(net, batches, 4)
+    after = torch.get_device_module(torch_device.NAME).get_rng_state(0)
+    return bool(torch.equal(before, after))
+
+
+def test_measuring_leaves_the_random_numbers_of_the_device(devices: RankPool) -> None:
+    assert devices.run(1, random_numbers_after_measuring) == [True]
+
+
 @pytest.mark.own_kernels
 def test_a_rank_on_the_cpu_and_one_on_a_device_are_told_so(devices: RankPool) -> None:
     with pytest.raises(RankFailureError, match="kernels of torch") as failure:

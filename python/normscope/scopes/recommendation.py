@@ -216,9 +216,15 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
     """Restore random numbers, and what this module or a forward sets on layers of normscope."""
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     kept = [(norm.scope, norm.layer_name) for norm in norms]
-    devices = [index for index in {p.get_device() for p in model.parameters()} if index >= 0]
+    devices: dict[str, set[int]] = {}
+    for parameter in model.parameters():
+        if parameter.get_device() >= 0:
+            devices.setdefault(parameter.device.type, set()).add(parameter.get_device())
     try:
-        with torch.random.fork_rng(devices):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([]))
+            for device_type, indices in devices.items():
+                stack.enter_context(torch.random.fork_rng(indices, device_type=device_type))
             yield
     finally:
         for norm, (scope, layer_name) in zip(norms, kept, strict=True):
