@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracle import IS_TORCH_2_11
 
 import normscope
 from normscope.functional import batch_norm
@@ -74,9 +75,7 @@ def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callabl
             lambda: batch_norm(X, torch.zeros(3), torch.ones(3), eps=-1.0),
             ValueError,
             "eps must be non-negative, but got -1.0",
-            marks=pytest.mark.skipif(
-                torch.__version__.startswith(("2.11.", "2.12.")), reason="torch: takes any eps"
-            ),
+            marks=pytest.mark.skipif(IS_TORCH_2_11, reason="torch 2.11: takes any eps"),
         ),
         (
             lambda: batch_norm(X, None, None, training=True, slice_stats="last"),  # type: ignore[arg-type]
