@@ -176,6 +176,41 @@ def paths() -> str:
     return table(["path", "networks", "with / without"], rows)
 
 
+def gpu_networks(how: str) -> str:
+    """Return torch's milliseconds and the ratios to it, for steps that are run so."""
+    results = [one for one in load("networks-h200")["results"] if one["how"] == how]
+    others = {"local": "`local`", "world": "`world`", "sync": "torch's SyncBatchNorm"}
+    columns = [name for name in others if name in results[0]["ratio"]]
+    rows = (
+        [one["setting"], f"{one['torch_ms']:.2f}", *(f"{one['ratio'][c]:.2f}" for c in columns)]
+        for one in results
+    )
+    return table(["batch, layout, dtype", "torch, ms", *(others[c] for c in columns)], rows)
+
+
+def gpu_layers(time: str) -> str:
+    """Return ratios of the times of forward and backward together, over all large inputs."""
+    pairs = {
+        "BatchNorm2d / `local`": ("torch BatchNorm2d", "normscope local"),
+        "BatchNorm2d / `world`": ("torch BatchNorm2d", "normscope world"),
+        "SyncBatchNorm / `world`": ("torch SyncBatchNorm", "normscope world"),
+    }
+    taken: dict[str, dict[str, dict[str, float]]] = {}
+    for row in load("nvidia-h200")["layers"]:
+        shape, layout, dtype = row["case"].split()
+        if shape != "x".join(map(str, SMALLEST)):
+            of_group = taken.setdefault(f"{dtype} {layout}", {})
+            of_group.setdefault(shape, {})[row["layer"]] = sum(row[way][time] for way in DIRECTIONS)
+    rows = []
+    for name, inputs_of in sorted(taken.items()):
+        cells = [name]
+        for theirs, ours in pairs.values():
+            ratios = [one[theirs] / one[ours] for one in inputs_of.values()]
+            cells.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+        rows.append(cells)
+    return table(["", *pairs], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "networks": networks,
     "layers": layers,
@@ -187,6 +222,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "others": lambda: comparisons("oneDNN / normscope", "XLA / normscope"),
     "slices": lambda: comparisons("slices:8 / local"),
     "paths": paths,
+    "gpu-networks-graph": lambda: gpu_networks("graph"),
+    "gpu-networks-eager": lambda: gpu_networks("eager"),
+    "gpu-layers-graph": lambda: gpu_layers("graph"),
+    "gpu-layers-eager": lambda: gpu_layers("eager"),
 }
 
 
