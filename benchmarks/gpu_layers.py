@@ -15,7 +15,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -128,8 +129,24 @@ def launches(call: Call) -> int:
     )
 
 
+@contextmanager
+def world_of_one() -> Iterator[None]:
+    """Make a group of this process over NCCL, and a current stream that can be captured.
+
+    The default stream cannot, and a backward runs on the stream of its forward.
+    """
+    torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder:
+        distributed.init_process_group(
+            "nccl", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
+        distributed.destroy_process_group()
+
+
 def captured(call: Call) -> torch.cuda.CUDAGraph:
-    """Capture the launches of ``call`` in a graph; the current stream must not be the default."""
+    """Capture the launches of ``call`` in a graph, on the current stream."""
     for _ in range(WARM_UP):
         call()
     graph = torch.cuda.CUDAGraph()
@@ -269,18 +286,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_layers.py: cuda: no device")
-    torch.cuda.set_device(0)
-    with tempfile.TemporaryDirectory() as folder:
-        distributed.init_process_group(
-            "nccl", init_method=f"file://{folder}/store", rank=0, world_size=1
-        )
+    with world_of_one():
         print(f"{torch.cuda.get_device_name()}\n\n{LEGEND.format(rounds=ROUNDS)}\n\n{HEADER}")
         flush = Flush()
         cases = few_cases() if arguments.quick else all_cases()
-        # A backward runs on the stream of its forward, and the default stream cannot be captured.
-        with torch.cuda.stream(torch.cuda.Stream()):
-            rows = [row for case in cases if case.layout != "NC" for row in measure(case, flush)]
-        distributed.destroy_process_group()
+        rows = [row for case in cases if case.layout != "NC" for row in measure(case, flush)]
     print("", *targets(rows), sep="\n")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")

@@ -12,23 +12,19 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 
-os.environ["NORMSCOPE_FORCE_SYNC"] = "1"  # before the first exchange is made
-
 import torch
-from torch import distributed, nn
+from torch import nn
 
 import models
 import normscope
-from gpu_layers import torch_synchronized
+from gpu_layers import captured, torch_synchronized, world_of_one  # lets one rank exchange
 
 ROUNDS = 8
 STEPS = 3  # of each network in a round
@@ -90,14 +86,6 @@ def step_of(network: nn.Module, x: torch.Tensor, dtype: str) -> Step:
     return step
 
 
-def captured(step: Step) -> Step:
-    """Capture a step in a graph, on the current stream; return its replay."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        step()
-    return graph.replay
-
-
 def synchronized(network: nn.Module) -> nn.Module:
     """Let torch.nn.SyncBatchNorm's function normalize in the network."""
     for module in network.modules():
@@ -131,7 +119,8 @@ def measure(setting: Setting) -> Iterator[tuple[str, dict[str, list[float]]]]:
     }
     eager = {name: step_of(network, x, setting.dtype) for name, network in networks.items()}
     yield "eager", in_turn(eager)
-    yield "graph", in_turn({name: captured(eager[name]) for name in ("torch", "local", "world")})
+    replays = {name: captured(eager[name]).replay for name in ("torch", "local", "world")}
+    yield "graph", in_turn(replays)
 
 
 def in_turn(steps: dict[str, Step]) -> dict[str, list[float]]:
@@ -162,19 +151,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_networks.py: cuda: no device")
-    torch.cuda.set_device(0)
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        distributed.init_process_group(
-            "nccl", init_method=f"file://{folder}/store", rank=0, world_size=1
-        )
+    with world_of_one():
         print(f"{torch.cuda.get_device_name()}\n\n{LEGEND}\n\n{HEADER}")
-        with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
-            for setting in SETTINGS:
-                for how, seconds in measure(setting):
-                    results.append({"setting": asdict(setting), "how": how, "seconds": seconds})
-                    print(row(setting, how, seconds), flush=True)
-        distributed.destroy_process_group()
+        for setting in SETTINGS:
+            for how, seconds in measure(setting):
+                results.append({"setting": asdict(setting), "how": how, "seconds": seconds})
+                print(row(setting, how, seconds), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
