@@ -37,8 +37,8 @@ class RankGroup {
   // of one rank.
   void all_reduce(const CallLabel& label, std::span<double> message) const;
 
-  // The name in exchanges of one more layer, which its model calls `layer`: ends in "of model 2" if
-  // another model of the group has a layer of this name. All ranks must ask in the same order.
+  // The name in exchanges of one more layer, which its model calls `layer`. Of the second layer of
+  // this name in the group it ends in "of model 2". All ranks must ask in the same order.
   [[nodiscard]] std::string name_in_exchanges(const std::string& layer) const;
 
  private:
