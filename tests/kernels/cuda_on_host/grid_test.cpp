@@ -87,7 +87,7 @@ TEST(LimbExchange, HasNoBankConflicts) {
   expect_no_bank_conflicts<2>();
 }
 
-// A block takes 8 us to finish its channels, however many.
+// A block takes as long to finish one channel as to finish many.
 TEST(GridOfGroups, HasBlocksThatRunAtOnceIfThereAreManyChannels) {
   constexpr std::int64_t kAtOnce = 2 * kMultiprocessors;
   const auto blocks_of = [](std::int64_t channels, std::int64_t tiles) {
