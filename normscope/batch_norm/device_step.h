@@ -16,7 +16,7 @@ struct DeviceStep {
              Coefficients wanted = {})
       : device(context),
         batches(norm_batches(x, slices)),
-        scratch{context.scratch, x.channels},
+        scratch{context.scratch, x.channels, batches.slices},
         message{context.workspace, x.channels},
         coefficients(wanted) {
     if (wanted.data == nullptr) coefficients.data = context.workspace + message_size(x.channels);

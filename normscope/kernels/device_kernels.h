@@ -37,17 +37,18 @@ inline constexpr int kPlaces = 4;
 struct DeviceScratch {
   double* data = nullptr;  // device_scratch_size()
   std::int64_t channels = 0;
+  std::int64_t slices = 1;
 
   // The sums of one slice at one of its places.
-  [[nodiscard]] NORMSCOPE_INLINE LimbsView limbs(std::int64_t slice, std::int64_t place,
-                                                 std::int64_t slices) const noexcept {
+  [[nodiscard]] NORMSCOPE_INLINE LimbsView limbs(std::int64_t slice,
+                                                 std::int64_t place) const noexcept {
     const std::int64_t index = slice * places_of_sums(slices) + place;
     return {data + index * kSums * kLimbs * channels, channels, channels};
   }
 
   // Counters of finished blocks: [0] for the whole grid, [1 + i] for its column i, of at most
   // max(channels, 1) columns.
-  [[nodiscard]] NORMSCOPE_INLINE unsigned* tickets(std::int64_t slices) const noexcept {
+  [[nodiscard]] NORMSCOPE_INLINE unsigned* tickets() const noexcept {
     return reinterpret_cast<unsigned*>(data +
                                        slices * places_of_sums(slices) * kSums * kLimbs * channels);
   }

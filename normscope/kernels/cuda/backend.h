@@ -164,7 +164,7 @@ struct Backend {
   static void use_totals(Stream stream, const MessageView& message, const DeviceScratch& scratch,
                          const User& user) {
     Device::launch(stream, grid_of_channels(message.channels), Order::kAfter, use_message<User>,
-                   message, scratch.tickets(1), user);
+                   message, scratch.tickets(), user);
   }
 
   static void use_moments(Stream stream, DType x_dtype, const MessageView& message,

@@ -36,7 +36,8 @@ NORMSCOPE_INLINE ChannelLimbs read_limbs(const LimbsView& from, std::int64_t c) 
 // does not see the additions of other multiprocessors. Those of a sum are in flight together.
 template <int kCount>
 __device__ ChannelLimbs take_limbs(const DeviceScratch& scratch, std::int64_t slice,
-                                   std::int64_t slices, std::int64_t c) {
+                                   std::int64_t c) {
+  const LimbsView first_place = scratch.limbs(slice, 0);
   const std::int64_t from_place_to_place = kSums * kLimbs * scratch.channels;
   ChannelLimbs limbs;
   NORMSCOPE_UNROLL
@@ -44,7 +45,7 @@ __device__ ChannelLimbs take_limbs(const DeviceScratch& scratch, std::int64_t sl
     double values[kLimbs][kCount];
     NORMSCOPE_UNROLL
     for (int k = 0; k < kLimbs; ++k) {
-      const double* at = scratch.limbs(slice, 0, slices).limb(sum, k) + c;
+      const double* at = first_place.limb(sum, k) + c;
       NORMSCOPE_UNROLL
       for (int place = 0; place < kCount; ++place) {
         values[k][place] = __ldcg(at + place * from_place_to_place);
@@ -52,7 +53,7 @@ __device__ ChannelLimbs take_limbs(const DeviceScratch& scratch, std::int64_t sl
     }
     NORMSCOPE_UNROLL
     for (int k = 0; k < kLimbs; ++k) {
-      double* at = scratch.limbs(slice, 0, slices).limb(sum, k) + c;
+      double* at = first_place.limb(sum, k) + c;
       limbs.values[sum][k] = 0.0;
       NORMSCOPE_UNROLL
       for (int place = 0; place < kCount; ++place) {
@@ -99,8 +100,6 @@ struct MomentsUser {
     ChannelLimbs pooled = {};
     double pooled_count = 0.0;
   };
-
-  NORMSCOPE_INLINE const NormBatches& batches() const { return use.batches; }
 
   __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, std::int64_t slice,
                             std::int64_t c) const {
@@ -194,8 +193,6 @@ struct GradientSumsUser {
     double dy_xhat = 0.0;
   };
 
-  NORMSCOPE_INLINE const NormBatches& batches() const { return use.batches; }
-
   __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, std::int64_t slice,
                             std::int64_t c) const {
     const double* statistics = use.statistics + slice * 3 * channels + c;
@@ -236,10 +233,9 @@ struct AfterSums {
 
   __device__ void channel(const DeviceScratch& scratch, int places, std::int64_t c) const {
     typename User::Channel channel;
-    for (std::int64_t slice = 0; slice < user.batches().slices; ++slice) {
-      const std::int64_t slices = user.batches().slices;
-      const ChannelLimbs limbs = places == 1 ? take_limbs<1>(scratch, slice, slices, c)
-                                             : take_limbs<kPlaces>(scratch, slice, slices, c);
+    for (std::int64_t slice = 0; slice < scratch.slices; ++slice) {
+      const ChannelLimbs limbs =
+          places == 1 ? take_limbs<1>(scratch, slice, c) : take_limbs<kPlaces>(scratch, slice, c);
       user.add_slice(channel, limbs, slice, c);
       if (message.data != nullptr) send(limbs, c);
     }

@@ -45,15 +45,14 @@ __device__ void finish_once(unsigned* ticket, const After& after) {
 }
 
 // How many places the blocks of a column add the sums of a slice at.
-NORMSCOPE_INLINE int places_in_use(const NormBatches& batches) {
+NORMSCOPE_INLINE int places_in_use(const DeviceScratch& scratch) {
   constexpr unsigned kMostBlocksAtOnePlace = 16;
-  return gridDim.y > kMostBlocksAtOnePlace ? places_of_sums(batches.slices) : 1;
+  return gridDim.y > kMostBlocksAtOnePlace ? places_of_sums(scratch.slices) : 1;
 }
 
 // Where this block adds the sums of a slice.
-NORMSCOPE_INLINE LimbsView limbs_of_block(const DeviceScratch& scratch, const NormBatches& batches,
-                                          std::int64_t slice) {
-  return scratch.limbs(slice, blockIdx.y % places_in_use(batches), batches.slices);
+NORMSCOPE_INLINE LimbsView limbs_of_block(const DeviceScratch& scratch, std::int64_t slice) {
+  return scratch.limbs(slice, blockIdx.y % places_in_use(scratch));
 }
 
 // Ends a kernel that has added sums to the scratch memory. The last block of a column calls
@@ -62,11 +61,11 @@ NORMSCOPE_INLINE LimbsView limbs_of_block(const DeviceScratch& scratch, const No
 // meanwhile, and few warps cannot hide latencies: the number of instructions in a row is what
 // matters here.
 template <class After>
-__device__ void finish_channels(const DeviceScratch& scratch, const NormBatches& batches,
-                                std::int64_t begin, std::int64_t end, const After& after) {
-  unsigned* tickets = scratch.tickets(batches.slices);
+__device__ void finish_channels(const DeviceScratch& scratch, std::int64_t begin, std::int64_t end,
+                                const After& after) {
+  unsigned* tickets = scratch.tickets();
   if (!is_last_block(tickets + 1 + blockIdx.x, gridDim.y * gridDim.z)) return;
-  const int places = places_in_use(batches);
+  const int places = places_in_use(scratch);
   const std::int64_t threads = std::int64_t{blockDim.x} * blockDim.y;
   for (std::int64_t c = begin + thread_of_block(); c < end && c < scratch.channels; c += threads) {
     after.channel(scratch, places, c);

@@ -178,9 +178,9 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                       result.sums.second);
       }
     }
-    if (thread == 0 && tiles > 0) own.add_to(limbs_of_block(scratch, batches, slice), c);
+    if (thread == 0 && tiles > 0) own.add_to(limbs_of_block(scratch, slice), c);
   }
-  finish_channels(scratch, batches, first_channel, first_channel + channels_per_block, after);
+  finish_channels(scratch, first_channel, first_channel + channels_per_block, after);
 }
 
 }  // namespace normscope::cuda

@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kTileThreads, 3)
 
   const PlaceInTile place{column_bits, static_cast<int>(threadIdx.x)};
   const int tiles_per_warp = kMostColumns >> column_bits;
-  constexpr std::int64_t kPackChannels = kPack;
-  const std::int64_t first_channel = std::int64_t{blockIdx.x} * (kPackChannels << column_bits);
+  const std::int64_t channels_per_block = std::int64_t{kPack} << column_bits;
+  const std::int64_t first_channel = std::int64_t{blockIdx.x} * channels_per_block;
   const auto channel_of = [&](const PlaceInTile& other, int j) {
     return first_channel + other.column() * kPack + Own::first(other.lane()) + j;
   };
@@ -244,10 +244,9 @@ __global__ void __launch_bounds__(kTileThreads, 3)
       const PlaceInTile other{column_bits, thread};
       return Own::is_owner(other.lane()) ? channel_of(other, j) : scratch.channels;
     };
-    add_of_block(exchange, own, limbs_of_block(scratch, batches, slice), owned_channel);
+    add_of_block(exchange, own, limbs_of_block(scratch, slice), owned_channel);
   }
-  finish_channels(scratch, batches, first_channel, first_channel + (kPackChannels << column_bits),
-                  after);
+  finish_channels(scratch, first_channel, first_channel + channels_per_block, after);
 }
 
 }  // namespace normscope::cuda

@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       }
     }
     const auto channel_of = [&](int thread, int j) { return first_channel + thread * kWidth + j; };
-    add_of_block(exchange, own, limbs_of_block(scratch, batches, slice), channel_of);
+    add_of_block(exchange, own, limbs_of_block(scratch, slice), channel_of);
   }
-  finish_channels(scratch, batches, first_channel, first_channel + kWarp * kWidth, after);
+  finish_channels(scratch, first_channel, first_channel + kWarp * kWidth, after);
 }
 
 }  // namespace normscope::cuda
