@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from deployed_networks import assert_close, batch, network
-from torch import nn
+from rank_pool import RankPool
+from torch import distributed, nn
 
 import normscope
 
@@ -88,21 +89,100 @@ def test_a_model_exported_to_onnx_evaluates_without_layers(tmp_path: Path, dynam
     assert_close(torch.from_numpy(got), model(batch()))
 
 
-def test_a_training_graph_trains_after_its_decomposition() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4, scope="slices:2"))
+def ops_of(program: torch.export.ExportedProgram) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return y, gradients and buffers after two training steps."""
+    for _ in range(2):
+        model.zero_grad()
+        y = model(x)
+        (y * torch.linspace(-1, 2, y.numel()).view_as(y)).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [y.detach(), *gradients, *(buffer.clone() for buffer in model.buffers())]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        normscope.BatchNorm2d(4),
+        normscope.BatchNorm2d(4, momentum=None),
+        normscope.BatchNorm2d(4, track_running_stats=False),
+        normscope.BatchNorm2d(4, scope="slices:2"),
+        normscope.BatchNorm2d(4, scope="slices:3", slice_stats="first"),
+        normscope.BatchNorm2d(4, scope="world"),  # no other rank
+    ],
+    ids=["local", "cumulative", "untracked", "slices", "first", "alone"],
+)
+def test_a_decomposed_training_graph_trains_with_torch_s_ops(
+    layer: nn.Module,
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(layer))
     x = torch.randn(4, 3, 6, 6)
+
     program = torch.export.export(copy.deepcopy(model), (x,)).run_decompositions()
+
+    assert not any("normscope" in op for op in ops_of(program))
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
-    loaded = torch.export.load(file).module()
+    for got, expected in zip(
+        trained(torch.export.load(file).module(), x), trained(model, x), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
-    assert_close(loaded(x), model(x))
 
-    buffers = dict(loaded.named_buffers())
-    for name, expected in model.named_buffers():
-        torch.testing.assert_close(buffers[name], expected, rtol=0, atol=1e-5)  # float32 numbers
-    assert any("normscope" in str(node.target) for node in program.graph.nodes)
+def test_a_training_graph_can_be_decomposed_for_batches_of_any_size() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4))
+    sizes = ({0: torch.export.Dim("n", min=2)},)
+
+    program = torch.export.export(
+        copy.deepcopy(model), (torch.randn(4, 3, 6, 6),), dynamic_shapes=sizes
+    ).run_decompositions()
+
+    x = torch.randn(7, 3, 6, 6)
+    assert_close(program.module()(x), model(x))
+
+
+def of_exported_on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4, scope="world"))
+    x = torch.randn(4, 3, 6, 6) + distributed.get_rank()
+    program = torch.export.export(copy.deepcopy(model), (x,))
+    got = trained(program.module(), x)
+    y = program.run_decompositions().module()(x)
+    try:
+        y.sum().backward()
+    except NotImplementedError as error:
+        refusal = str(error)
+    else:
+        refusal = "none"
+    return got, trained(model, x), y, refusal
+
+
+def test_an_exported_training_graph_with_exchanges_trains_before_its_decomposition_only(
+    ranks: RankPool,
+) -> None:
+    for got, expected, y, refusal in ranks.run(2, of_exported_on_rank):
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+        assert_close(y, expected[0])
+        assert "train the program without run_decompositions()" in refusal
+
+
+def test_a_training_graph_can_be_exported_to_onnx(tmp_path: Path) -> None:
+    import onnxruntime
+
+    model = nn.Sequential(normscope.BatchNorm2d(3))
+    x = torch.randn(4, 3, 6, 6) + 5
+    file = str(tmp_path / "model.onnx")
+
+    program = torch.export.export(copy.deepcopy(model), (x,))
+    torch.onnx.export(program, (x,), file, input_names=["x"], verbose=False)
+
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    assert_close(torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), model(x))
 
 
 def test_a_training_graph_without_normscope_s_ops_needs_to_torch() -> None:

@@ -42,7 +42,7 @@ void check_parameter(const at::Tensor& x, std::string_view name, const OptionalT
 void check_buffers(const at::Tensor& x, const RunningTensors& running) {
   TORCH_CHECK(running.mean.has_value() == running.var.has_value(),
               "running_var: expected a tensor if running_mean is one, and none otherwise");
-  const OptionalTensor& updates = running.num_batches_tracked;
+  const OptionalTensor& updates = running.updates;
   if (!updates) return;
   const at::Tensor& tracked = *updates;
   check_device(x, "num_batches_tracked", tracked);

@@ -70,7 +70,7 @@ auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
 
 std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const bool in_graph = op.decompose.has_value() && is_recorded_for_a_graph();
+  const bool in_graph = op.graph.has_value() && is_recorded_for_a_graph();
   if (in_graph && !op.activation.activates()) return forward_in_graph(op);
   return op.pass_to(forward_op());
 }
@@ -149,9 +149,9 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
       context->saved_data["negative_slope"] = op.activation.negative_slope;
     }
     context->save_for_backward(std::move(saved));
-    save_flags(context, x, weight, bias,
-               (requires_grad(residual) ? kWantsDResidual : 0) |
-                   (op.decompose.value_or(false) ? kDecomposes : 0));
+    save_flags(
+        context, x, weight, bias,
+        (requires_grad(residual) ? kWantsDResidual : 0) | (op.decomposes() ? kDecomposes : 0));
     save(context, op.call);
     return {y};
   }
@@ -206,7 +206,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
   ForwardOpArguments op = given;
   const OptionalTensor& residual = op.activation.residual;
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, residual});
-  if (uses_torch_kernels(op.x)) return portable_forward(op);
+  if (uses_torch_kernels(op.x) || is_left_to_torch(op)) return portable_forward(op);
   if (!*op.needs_backward) return below_autograd(op);
   at::Tensor statistics;
   const variable_list outputs =
@@ -235,9 +235,47 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   return {outputs[0], outputs[1], outputs[2]};
 }
 
+// An op that only graphs contain. A compiler records it together with its backward; an exported
+// program has no backward, and torch's fallback would only warn that gradients are missing.
+class WithoutGradient : public ::torch::autograd::Function<WithoutGradient> {
+ public:
+  static variable_list forward(AutogradContext*, at::TensorList /*differentiable*/,
+                               const std::function<variable_list()>& call) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return call();
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "normscope.batch_norm: expected no backward of an exported program in which, after "
+        "run_decompositions(), ranks share statistics or a dynamic batch has slices, got one; "
+        "train the program without run_decompositions()");
+  }
+};
+
+std::vector<at::Tensor> keep_order_without_gradient(at::TensorList values) {
+  return WithoutGradient::apply(values, [values] { return keep_order(values.vec()); });
+}
+
+StatisticsTensors statistics_without_gradient(const ForwardOpArguments& op) {
+  static const auto next = op_named<StatisticsOp>("normscope::batch_norm_statistics");
+  variable_list differentiable = {op.x};
+  for (const OptionalTensor* each : {&op.weight, &op.bias}) {
+    if (*each) differentiable.push_back(**each);
+  }
+  const variable_list results = WithoutGradient::apply(at::TensorList(differentiable), [&] {
+    return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
+                      op.pass_to(next));
+  });
+  return {results[0], results[1], results[2], results[3], results[4], results[5]};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
+  m.impl("keep_order", &keep_order_without_gradient);
+  m.impl("batch_norm_statistics", &Taken<StatisticsOp, &statistics_without_gradient>::call);
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);

@@ -49,7 +49,7 @@ class WritableBuffers {
       : given_(given),
         mean_(contiguous(given.mean)),
         var_(contiguous(given.var)),
-        updates_(given.num_batches_tracked) {
+        updates_(given.updates) {
     // Tested first, because the call of an operation takes time.
     if (updates_ && updates_->scalar_type() != at::kLong) updates_ = updates_->to(at::kLong);
   }
@@ -59,7 +59,7 @@ class WritableBuffers {
   void write_back() const {
     if (given_.mean && !mean_->is_same(*given_.mean)) given_.mean->copy_(*mean_);
     if (given_.var && !var_->is_same(*given_.var)) given_.var->copy_(*var_);
-    const OptionalTensor& updates = given_.num_batches_tracked;
+    const OptionalTensor& updates = given_.updates;
     // Averaged models have fractions of updates.
     if (updates && !updates_->is_same(*updates)) updates->add_(*updates_ - updates->to(at::kLong));
   }
@@ -79,8 +79,8 @@ void update_running(const RunningTensors& running, std::optional<double> momentu
   arguments.running.var = mutable_channel_view(running.var);
   arguments.running.momentum = momentum.value_or(0.0);
   // As in torch, running statistics do not change if nothing counts a cumulative average's updates.
-  if (!running.num_batches_tracked) return;
-  arguments.running.updates = running.num_batches_tracked->mutable_data_ptr<std::int64_t>();
+  if (!running.updates) return;
+  arguments.running.updates = running.updates->mutable_data_ptr<std::int64_t>();
   if (!momentum) arguments.running_average = RunningAverage::kCumulative;
 }
 

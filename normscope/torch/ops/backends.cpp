@@ -103,7 +103,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
-  if (op.decompose) check_scope_of_recomputation(op.call.layer);
+  if (op.graph) check_scope_of_recomputation(op.call.layer);
   if (uses_torch_kernels(op.x)) return portable_forward(op);  // not reached through autograd
   const PreparedForward done = run_forward(op, Answer::kOutput);
   if (!runs_inside_a_backward()) {

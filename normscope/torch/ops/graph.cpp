@@ -106,6 +106,14 @@ std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
   return op.call(values);
 }
 
+bool is_left_to_torch(const ForwardOpArguments& op) {
+  if (!op.is_exported() || !is_recorded_for_a_graph()) return false;
+  const Scope scope = parsed_scope(op.call.scope);
+  if (meets_ranks(scope, op.call)) return false;
+  // A graph with one call for each slice is only right for one number of samples.
+  return scope.kind() != Scope::Kind::kSlices || !op.x.sym_size(0).is_symbolic();
+}
+
 std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op) {
   const Scope scope = parsed_scope(op.call.scope);
   const bool meets = meets_ranks(scope, op.call);
@@ -119,7 +127,7 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   std::size_t next = 2;
   for (const OptionalTensor* buffer : op.running.all()) set_buffer(*buffer, results[next++]);
   set_buffer(op.accumulated, results[next]);
-  if (!op.decompose.value_or(false)) {
+  if (!op.decomposes()) {
     const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
     return {again.pass_to(with_statistics_op()), statistics};
   }

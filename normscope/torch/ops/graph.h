@@ -12,10 +12,13 @@
 namespace normscope::binding {
 
 // Forward and backward in a compiled graph. Functional ops compute the statistics and the gradient
-// sums; they return new values of buffers instead of changing the buffers. With `decompose`, the
-// elementwise part is left to torch's ops, which a compiler fuses with the ops before and after
-// (docs/numerics.md, "Compiled graphs", says what that may round differently). Otherwise it is one
-// op with the bits of eager mode.
+// sums; they return new values of buffers instead of changing the buffers. The argument `graph`
+// says what becomes of the rest:
+// * "fused": the elementwise part is left to torch's ops, which a compiler fuses with others
+//   (docs/numerics.md, "Compiled graphs", says what that may round differently).
+// * "exact": it is one op with the bits of eager mode.
+// * "exported": the program may be used without this library. If no other rank shares the
+//   statistics, torch's batch norm replaces the layer; otherwise as "fused".
 //
 // Ranks must meet in the same order, however a compiler reorders the graph. Every exchange is
 // therefore between two calls of keep_order, which compilers keep in order and never repeat
@@ -27,6 +30,9 @@ namespace normscope::binding {
 
 // Copies of `values` [...] that compilers compute in program order, among all such calls.
 [[nodiscard]] std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values);
+
+// Whether torch's batch norm replaces the layer.
+[[nodiscard]] bool is_left_to_torch(const ForwardOpArguments& op);
 
 [[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op);
 [[nodiscard]] BackwardTensors backward_in_graph(const BackwardOpArguments& op);

@@ -89,13 +89,13 @@ std::vector<at::Tensor> copies_of(at::TensorList values) {
 // grad_t is the gradient, with respect to t, of a loss that is differentiated a second time.
 //
 // batch_norm_statistics and batch_norm_gradient_sums are forward and backward without the
-// elementwise part. They return coefficients [slices, ., C], which a graph that is recorded with
-// decompose applies (graph.h). If an activation follows, the backward needs bias; if the forward
-// had a residual, it also needs y, and returns the residual's gradient. batch_norm_with_statistics
-// recomputes a forward's y from its statistics; it has no gradient of its own. A forward adds the
-// moments of its norm batch to `accumulated`, from which batch_norm_finalize updates running
-// statistics. This op and the part ops after it are those of batch_norm/moments.h. Only autograd
-// sets needs_backward; callers leave it out.
+// elementwise part. They return coefficients [slices, ., C], which the graph applies; `graph` says
+// how (graph.h). If an activation follows, the backward needs bias; if the forward had a residual,
+// it also needs y, and returns the residual's gradient. batch_norm_with_statistics recomputes a
+// forward's y from its statistics; it has no gradient of its own. A forward adds the moments of its
+// norm batch to `accumulated`, from which batch_norm_finalize updates running statistics. This op
+// and the part ops after it are those of batch_norm/moments.h. Only autograd sets needs_backward;
+// callers leave it out.
 //
 // group_name is the name of a process group, "" for none. layer is a qualified name, "" for none.
 // dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for other
@@ -108,7 +108,7 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
       "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
       "Tensor(d!)? accumulated=None, bool? needs_backward=None, str activation=\"none\", "
-      "float negative_slope=0., Tensor? residual=None, bool? decompose=None) "
+      "float negative_slope=0., Tensor? residual=None, str? graph=None) "
       "-> (Tensor y, Tensor statistics)",
       tags);
   m.def(

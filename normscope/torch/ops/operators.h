@@ -29,14 +29,12 @@ struct ScopedCall {
 
 // Running statistics, which a forward updates.
 struct RunningTensors {
-  const OptionalTensor& mean;                 // [C]
-  const OptionalTensor& var;                  // [C]
-  const OptionalTensor& num_batches_tracked;  // []
+  const OptionalTensor& mean;     // [C]
+  const OptionalTensor& var;      // [C]
+  const OptionalTensor& updates;  // [] num_batches_tracked
 
   // Checked before they are written, and marked as written afterwards.
-  [[nodiscard]] std::array<const OptionalTensor*, 3> all() const {
-    return {&mean, &var, &num_batches_tracked};
-  }
+  [[nodiscard]] std::array<const OptionalTensor*, 3> all() const { return {&mean, &var, &updates}; }
 };
 
 // The operations after a layer: a residual is added, then an activation is applied ("relu",
@@ -58,7 +56,7 @@ using LayerForwardOp = Result(const at::Tensor&, const OptionalTensor&, const Op
                               const OptionalTensor&, std::optional<bool>, Others...);
 
 using ForwardOp = LayerForwardOp<std::tuple<at::Tensor, at::Tensor>, std::string_view, double,
-                                 const OptionalTensor&, std::optional<bool>>;
+                                 const OptionalTensor&, std::optional<std::string_view>>;
 
 // Changes none of its arguments. Returns the statistics, the coefficients, and the new values of
 // the running statistics and of `accumulated`, which are empty tensors if the argument is absent.
@@ -79,7 +77,7 @@ struct ForwardOpArguments {
   const OptionalTensor& accumulated = kNoTensor;  // [moments_size(C)] float64 += the moments
   std::optional<bool> needs_backward;             // nullopt: autograd decides
   ActivationCall activation = {};
-  std::optional<bool> decompose = std::nullopt;  // see graph.h
+  std::optional<std::string_view> graph = std::nullopt;  // how a graph records it: see graph.h
 
   [[nodiscard]] ForwardOpArguments with(const OptionalTensor& other_weight,
                                         const RunningTensors& other_running,
@@ -88,18 +86,21 @@ struct ForwardOpArguments {
             dims, slice_stats,  call, other_accumulated, needs_backward, activation};
   }
 
+  [[nodiscard]] bool decomposes() const { return graph && *graph != "exact"; }
+  [[nodiscard]] bool is_exported() const { return graph == "exported"; }
+
  private:
   template <class Op, class... Others>
   auto call_op(const Op& op, const Others&... others) const {
-    return op.call(x, weight, bias, running.mean, running.var, running.num_batches_tracked,
-                   momentum, eps, dims, slice_stats, call.scope, call.group_name, call.layer,
-                   accumulated, needs_backward, others...);
+    return op.call(x, weight, bias, running.mean, running.var, running.updates, momentum, eps, dims,
+                   slice_stats, call.scope, call.group_name, call.layer, accumulated,
+                   needs_backward, others...);
   }
 
  public:
   auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
     return call_op(op, activation.activation, activation.negative_slope, activation.residual,
-                   decompose);
+                   graph);
   }
   template <class Result>
   Result pass_to(const c10::TypedOperatorHandle<LayerForwardOp<Result>>& op) const {

@@ -56,7 +56,7 @@ class PortableBackward : public ::torch::autograd::Function<PortableBackward> {
 
 PortableTensors forward_below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const bool in_graph = op.decompose.has_value() && is_recorded_for_a_graph();
+  const bool in_graph = op.graph.has_value() && is_recorded_for_a_graph();
   return in_graph ? portable_forward_in_graph(op) : op.pass_to(forward_op());
 }
 
@@ -68,7 +68,7 @@ class PortableBatchNorm : public ::torch::autograd::Function<PortableBatchNorm> 
     const auto [y, mean, spread, counts] = forward_below_autograd(op);
     context->save_for_backward({x, weight.value_or(at::Tensor()), mean, spread, counts});
     context->saved_data["eps"] = op.eps;
-    save_flags(context, x, weight, bias, op.decompose.value_or(false) ? kDecomposes : 0);
+    save_flags(context, x, weight, bias, op.decomposes() ? kDecomposes : 0);
     save(context, op.call);
     return {y};
   }

@@ -62,10 +62,10 @@ void update_in_graph(const RunningTensors& running, std::optional<double> moment
   static const auto op = op_named<decltype(updated)>("normscope::portable_update");
   const auto [mean, var, updates, moments] =
       op.call(statistics.mean, statistics.var, statistics.count, running.mean, running.var,
-              running.num_batches_tracked, accumulated, momentum, may_be_empty);
+              running.updates, accumulated, momentum, may_be_empty);
   set_buffer(running.mean, mean);
   set_buffer(running.var, var);
-  set_buffer(running.num_batches_tracked, updates);
+  set_buffer(running.updates, updates);
   set_buffer(accumulated, moments);
 }
 
@@ -183,7 +183,7 @@ at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
 bool repeats_a_forward() { return runs_inside_a_backward() && !is_recorded_for_a_graph(); }
 
 bool has_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
-  return running.mean || running.num_batches_tracked || accumulated;
+  return running.mean || running.updates || accumulated;
 }
 
 bool updates_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
@@ -203,7 +203,7 @@ bool updates_as_torch(const ForwardOpArguments& op) {
 }
 
 void count_update(const RunningTensors& running) {
-  const OptionalTensor& updates = running.num_batches_tracked;
+  const OptionalTensor& updates = running.updates;
   if (updates && !is_left_alone(*updates)) updates->add_(1);
 }
 
@@ -212,13 +212,16 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
                     bool may_be_empty) {
   if (!updates_buffers(running, accumulated)) return;
   if (running.mean && is_left_alone(*running.mean)) return;
-  if (is_recorded_for_a_graph()) {
-    update_in_graph(running, momentum, accumulated, statistics, may_be_empty);
-    return;
-  }
+  const auto update = is_recorded_for_a_graph() ? update_in_graph : update_now;
+  update(running, momentum, accumulated, statistics, may_be_empty);
+}
+
+void update_now(const RunningTensors& running, std::optional<double> momentum,
+                const OptionalTensor& accumulated, const Statistics& statistics,
+                bool may_be_empty) {
   std::optional<at::Tensor> has_elements;
   if (may_be_empty) has_elements = statistics.count.reshape({1}) >= 1;
-  const OptionalTensor& updates = running.num_batches_tracked;
+  const OptionalTensor& updates = running.updates;
   if (has_elements && updates) {
     updates->add_(has_elements->to(at::kLong).reshape(updates->sizes()));
   } else {

@@ -79,6 +79,10 @@ void count_update(const RunningTensors& running);
 
 // Updates the running statistics, and adds the moments to `accumulated`. A norm batch without
 // elements changes nothing: `may_be_empty` says that only the device knows whether it is one.
+void update_now(const RunningTensors& running, std::optional<double> momentum,
+                const OptionalTensor& accumulated, const Statistics& statistics, bool may_be_empty);
+
+// The same, but not in a recomputation. A graph learns when it runs whether it is one.
 void update_buffers(const RunningTensors& running, std::optional<double> momentum,
                     const OptionalTensor& accumulated, const Statistics& statistics,
                     bool may_be_empty);

@@ -160,7 +160,7 @@ def batch_norm(
     if activation is not None:
         others.update(activation._asdict())
     elif torch.compiler.is_compiling():
-        others["decompose"] = not exact_graphs
+        others["graph"] = _recorded_as()
     try:
         y, _ = batch_norm_forward(x, *arguments, **others)
     except (RuntimeError, TypeError, KeyError) as error:
@@ -171,6 +171,13 @@ def batch_norm(
         _name_transforms(error)
         raise
     return y
+
+
+def _recorded_as() -> str:
+    """Return how the graph of a compiler or torch.export records the op; see ops/graph.h."""
+    if torch.compiler.is_exporting():
+        return "exported"
+    return "exact" if exact_graphs else "fused"
 
 
 def recomputes() -> bool:
