@@ -11,58 +11,52 @@ namespace normscope {
 namespace {
 
 std::string shape_of(const TensorView& x) {
-  return "[" + std::to_string(x.samples) + ", " + std::to_string(x.channels) + ", " +
+  return std::string("[") + std::to_string(x.samples) + ", " + std::to_string(x.channels) + ", " +
          std::to_string(x.positions) + "]";
 }
 
-std::string expected(std::string_view name, std::string_view what, std::string_view got) {
-  return std::string(name) + ": expected " + std::string(what) + ", got " + std::string(got);
+[[noreturn]] void refuse(std::string_view name, std::string_view expected, std::string_view got) {
+  throw ArgumentError(std::string(name) + ": expected " + std::string(expected) + ", got " +
+                      std::string(got));
 }
 
 }  // namespace
 
 void check_input(const TensorView& x) {
   if (x.samples < 0 || x.channels < 0 || x.positions < 0) {
-    throw ArgumentError(expected("x", "no negative extent", shape_of(x)));
+    refuse("x", "no negative extent", shape_of(x));
   }
-  if (x.data == nullptr && !x.empty()) {
-    throw ArgumentError(expected("x", "data, or an empty tensor", "none"));
-  }
+  if (x.data == nullptr && !x.empty()) refuse("x", "data, or an empty tensor", "none");
   if (!x.has_kernel_layout()) {
-    throw ArgumentError(
-        expected("x", "position_stride 1 or channel_stride 1",
-                 std::to_string(x.position_stride) + " and " + std::to_string(x.channel_stride)));
+    refuse("x", "position_stride 1 or channel_stride 1",
+           std::to_string(x.position_stride) + " and " + std::to_string(x.channel_stride));
   }
 }
 
 void check_like_input(std::string_view name, const TensorView& tensor, const TensorView& x) {
   if (tensor.samples != x.samples || tensor.channels != x.channels ||
       tensor.positions != x.positions) {
-    throw ArgumentError(expected(name, "the shape of x, " + shape_of(x), shape_of(tensor)));
+    refuse(name, "the shape of x, " + shape_of(x), shape_of(tensor));
   }
   if (tensor.dtype != x.dtype) {
-    throw ArgumentError(
-        expected(name, "the dtype of x, " + std::string(name_of(x.dtype)), name_of(tensor.dtype)));
+    refuse(name, "the dtype of x, " + std::string(name_of(x.dtype)), name_of(tensor.dtype));
   }
-  if (tensor.data == nullptr && !tensor.empty()) {
-    throw ArgumentError(expected(name, "data, or an empty tensor", "none"));
-  }
+  if (tensor.data == nullptr && !tensor.empty()) refuse(name, "data, or an empty tensor", "none");
   if (!x.empty() && (!tensor.has_kernel_layout() || tensor.layout() != x.layout())) {
-    throw ArgumentError(expected(name, "the layout of x", "another"));
+    refuse(name, "the layout of x", "another");
   }
 }
 
 void check_own_memory(std::string_view name, const TensorView& output, std::string_view input_name,
                       const TensorView& input) {
   if (output.data != nullptr && output.data == input.data) {
-    throw ArgumentError(expected(name, "memory of its own", "that of " + std::string(input_name)));
+    refuse(name, "memory of its own", "that of " + std::string(input_name));
   }
 }
 
 void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x) {
   if (dtype != DType::kFloat32 && dtype != x.dtype) {
-    throw ArgumentError(expected(
-        name, "float32 or the dtype of x, " + std::string(name_of(x.dtype)), name_of(dtype)));
+    refuse(name, "float32 or the dtype of x, " + std::string(name_of(x.dtype)), name_of(dtype));
   }
 }
 
@@ -70,33 +64,25 @@ void check_activation(const ActivationFunction& activation, std::string_view nam
                       const TensorView& tensor, const TensorView& x) {
   if (tensor.data == nullptr) return;
   if (!activation.output_tells_gradient()) {
-    throw ArgumentError(expected(name,
-                                 "none, or relu, relu6 or a leaky_relu with a slope of at least 0",
-                                 "another activation"));
+    refuse(name, "none, or relu, relu6 or a leaky_relu with a slope of at least 0",
+           "another activation");
   }
   check_like_input(name, tensor, x);
 }
 
 void check_running(const RunningUpdate& running, RunningAverage average) {
   if (average == RunningAverage::kExponential || running.updates != nullptr) return;
-  throw ArgumentError(
-      expected("running.updates", "the number of updates so far for a cumulative average", "none"));
+  refuse("running.updates", "the number of updates so far for a cumulative average", "none");
 }
 
 void check_device(const CallContext& context) {
   if (context.device == nullptr) return;
   const DeviceContext& device = *context.device;
-  if (device.kernels == nullptr) {
-    throw ArgumentError(expected("device", "kernels", "none"));
-  }
-  if (device.workspace == nullptr) {
-    throw ArgumentError(expected("workspace", "memory of the device", "none"));
-  }
-  if (device.scratch == nullptr) {
-    throw ArgumentError(expected("scratch", "zeros of the device", "none"));
-  }
+  if (device.kernels == nullptr) refuse("device", "kernels", "none");
+  if (device.workspace == nullptr) refuse("workspace", "memory of the device", "none");
+  if (device.scratch == nullptr) refuse("scratch", "zeros of the device", "none");
   if (device.report == nullptr && exchange_of(context) != nullptr) {
-    throw ArgumentError(expected("report", "memory of the host that the device can write", "none"));
+    refuse("report", "memory of the host that the device can write", "none");
   }
 }
 
@@ -131,12 +117,11 @@ void check_count(double count) {
 
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context) {
   if (slices < 1 || slices != slice_count(x.samples, slices)) {
-    throw ArgumentError(expected("slices", "a number that slice_count() gives for the samples",
-                                 std::to_string(slices) + " for " + std::to_string(x.samples)));
+    refuse("slices", "a number that slice_count() gives for the samples",
+           std::to_string(slices) + " for " + std::to_string(x.samples));
   }
   if (slices > 1 && context.exchange != nullptr && context.exchange->sends()) {
-    throw ArgumentError(
-        expected("slices", "1 if statistics are shared with other ranks", std::to_string(slices)));
+    refuse("slices", "1 if statistics are shared with other ranks", std::to_string(slices));
   }
 }
 

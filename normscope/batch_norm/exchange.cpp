@@ -84,23 +84,20 @@ struct AtomicCounters {
   std::atomic<std::int64_t> nanoseconds = 0;
 };
 
-AtomicCounters& counters() {
-  static AtomicCounters instance;
-  return instance;
-}
+constinit AtomicCounters counters;
 
 // Adds one exchange to the counters, however it ends.
 class CountedExchange {
  public:
   explicit CountedExchange(std::size_t bytes) : begin_(std::chrono::steady_clock::now()) {
-    counters().calls += 1;
-    counters().bytes += static_cast<std::int64_t>(bytes);
+    counters.calls += 1;
+    counters.bytes += static_cast<std::int64_t>(bytes);
   }
   CountedExchange(const CountedExchange&) = delete;
   CountedExchange& operator=(const CountedExchange&) = delete;
   ~CountedExchange() {
     const auto elapsed = std::chrono::steady_clock::now() - begin_;
-    counters().nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+    counters.nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
   }
 
  private:
@@ -316,8 +313,8 @@ void Exchange::throw_mismatch(const CallLabel& label) {
 
 CommunicationCounters communication_counters() noexcept {
   constexpr double kSecondsPerNanosecond = 1e-9;
-  return {counters().calls, counters().bytes,
-          static_cast<double>(counters().nanoseconds) * kSecondsPerNanosecond};
+  return {counters.calls, counters.bytes,
+          static_cast<double>(counters.nanoseconds) * kSecondsPerNanosecond};
 }
 
 }  // namespace normscope

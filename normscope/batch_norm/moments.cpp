@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/batch_norm/moments.h"
 
+#include <algorithm>
 #include <string>
 
 #include "normscope/batch_norm/checks.h"
@@ -17,11 +18,6 @@ Header header_of(const TensorView& x) {
   Header header;
   header.fields[kCount] = static_cast<double>(x.elements_per_channel());
   return header;
-}
-
-void write_header(const TensorView& x, const MessageView& message) {
-  const Header header = header_of(x);
-  for (int i = 0; i < kHeaderSize; ++i) message.header()[i] = header.fields[i];
 }
 
 void check_message(std::string_view name, const MessageView& message, std::int64_t channels) {
@@ -79,7 +75,7 @@ void batch_norm_moments(const TensorView& x, const MessageView& out, const CallC
   const ResolvedContext resolved = resolve(context);
   clear(out.limbs());
   resolved.kernels.add_moments(resolved.execution, x, out.limbs());
-  write_header(x, out);
+  std::ranges::copy(header_of(x).fields, out.header());
 }
 
 void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& context) {
@@ -139,7 +135,7 @@ void batch_norm_part_gradient_sums(const GradientSumsArguments& arguments,
   resolved.kernels.finalize_gradient_sums(
       resolved.execution, arguments.sums.limbs(), statistics,
       {.sums = own.view(), .dweight = arguments.dweight, .dbias = arguments.dbias});
-  write_header(x, arguments.sums);
+  std::ranges::copy(header_of(x).fields, arguments.sums.header());
 }
 
 void batch_norm_part_input_gradient(const InputGradientArguments& arguments,

@@ -6,15 +6,12 @@
 namespace normscope {
 namespace {
 
-std::atomic<CallObserver*>& instance() noexcept {
-  static std::atomic<CallObserver*> current = nullptr;
-  return current;
-}
+constinit std::atomic<CallObserver*> current = nullptr;
 
 }  // namespace
 
-void observe_calls(CallObserver* observer) noexcept { instance() = observer; }
+void observe_calls(CallObserver* observer) noexcept { current = observer; }
 
-CallObserver* call_observer() noexcept { return instance().load(std::memory_order_acquire); }
+CallObserver* call_observer() noexcept { return current.load(std::memory_order_acquire); }
 
 }  // namespace normscope

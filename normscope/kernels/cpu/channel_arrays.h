@@ -21,40 +21,27 @@ inline std::int64_t whole_lines(std::int64_t count) {
   return static_cast<std::int64_t>(bytes / sizeof(Number));
 }
 
-// Several arrays [C], each starting at a cache line. A full vector can be read from any channel,
-// even past the last one.
-template <class Real>
-class ChannelArrays {
- public:
-  ChannelArrays(int arrays, std::int64_t channels)
-      : stride_(whole_lines<Real>(channels)),
-        values_(static_cast<std::size_t>(arrays * stride_ + kCacheLine)) {}
-
-  [[nodiscard]] Real* operator[](int array) { return values_.data() + array * stride_; }
-  [[nodiscard]] const Real* operator[](int array) const { return values_.data() + array * stride_; }
-
- private:
-  std::int64_t stride_;  // between arrays
-  AlignedVector<Real> values_;
-};
-
 // Replaces any NaN by the one that arithmetic produces, which rounding to 16 bits relies on.
 template <class Real>
 [[nodiscard]] Real with_plain_nan(Real value) noexcept {
   return value == value ? value : std::numeric_limits<Real>::quiet_NaN();
 }
 
-// The coefficients of a formula for every channel: formula_of(c) makes that of channel c.
+// The coefficients of a formula for every channel: formula_of(c) makes that of channel c. Each
+// array starts at a cache line. A full vector can be read from any channel, even past the last one.
 template <template <class> class Formula, class Real>
 class Formulas {
  public:
   template <class FormulaOf>
-  Formulas(std::int64_t channels, const FormulaOf& formula_of) : arrays_(kCount, channels) {
+  Formulas(std::int64_t channels, const FormulaOf& formula_of)
+      : stride_(whole_lines<Real>(channels)),
+        values_(static_cast<std::size_t>(kCount * stride_ + kCacheLine)) {
     for (std::int64_t c = 0; c < channels; ++c) {
       const Formula<Real> formula = formula_of(c);
       const auto numbers = std::bit_cast<std::array<Real, kCount>>(formula);
       for (int k = 0; k < kCount; ++k) {
-        arrays_[k][c] = with_plain_nan(numbers[static_cast<std::size_t>(k)]);
+        values_[static_cast<std::size_t>(k * stride_ + c)] =
+            with_plain_nan(numbers[static_cast<std::size_t>(k)]);
       }
     }
   }
@@ -62,14 +49,15 @@ class Formulas {
   // The channels from c on.
   [[nodiscard]] FormulaArrays<Formula, const Real> from(std::int64_t c) const {
     FormulaArrays<Formula, const Real> from;
-    for (int k = 0; k < kCount; ++k) from.arrays[k] = arrays_[k] + c;
+    for (int k = 0; k < kCount; ++k) from.arrays[k] = values_.data() + k * stride_ + c;
     return from;
   }
 
  private:
   static constexpr int kCount = FormulaArrays<Formula, Real>::kCount;
 
-  ChannelArrays<Real> arrays_;
+  std::int64_t stride_;  // between arrays
+  AlignedVector<Real> values_;
 };
 
 }  // namespace normscope::cpu

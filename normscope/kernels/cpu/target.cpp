@@ -16,9 +16,6 @@
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 
-#define NORMSCOPE_TEXT_OF(name) #name
-#define NORMSCOPE_NAME_OF(name) NORMSCOPE_TEXT_OF(name)
-
 namespace normscope::cpu::NORMSCOPE_TARGET {
 namespace {
 
@@ -90,7 +87,6 @@ void gradient_sums_of_limbs(LimbsView limbs, Statistics statistics, GradientSums
 }  // namespace
 
 constinit const Target kTarget{
-    .name = NORMSCOPE_NAME_OF(NORMSCOPE_TARGET),
     .can_run = can_run,
     .float32 = &kFloat32,
     .float64 = &kFloat64,

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 #include <type_traits>
 
 #include "normscope/core/activation.h"
@@ -81,7 +80,6 @@ struct ElementKernels {
 // The kernels of one instruction set, compiled once for each set. They are serial, and use nothing
 // (containers, standard algorithms) whose code another translation unit might share.
 struct Target {
-  std::string_view name;
   bool (*can_run)();
 
   const ElementKernels<float>* float32;

@@ -150,16 +150,6 @@ struct Backend {
             kChannelThreads, 1};
   }
 
-  // Calls function with a null pointer to the type of the dtype's arithmetic.
-  template <class Function>
-  static void with_arithmetic(DType x_dtype, const Function& function) {
-    if (x_dtype == DType::kFloat64) {
-      function(static_cast<double*>(nullptr));
-    } else {
-      function(static_cast<float*>(nullptr));
-    }
-  }
-
   template <class User>
   static void use_totals(Stream stream, const MessageView& message, const DeviceScratch& scratch,
                          const User& user) {
@@ -169,15 +159,16 @@ struct Backend {
 
   static void use_moments(Stream stream, DType x_dtype, const MessageView& message,
                           DeviceScratch scratch, const UseOfMoments& use) {
-    with_arithmetic(x_dtype, [&]<class Real>(Real*) {
-      use_totals(stream, message, scratch, MomentsUser<Real>{use, message.channels});
+    with_element_type(x_dtype, [&]<class Element>(Element*) {
+      use_totals(stream, message, scratch, MomentsUser<Arithmetic<Element>>{use, message.channels});
     });
   }
 
   static void use_gradient_sums(Stream stream, DType x_dtype, const MessageView& message,
                                 DeviceScratch scratch, const UseOfGradientSums& use) {
-    with_arithmetic(x_dtype, [&]<class Real>(Real*) {
-      use_totals(stream, message, scratch, GradientSumsUser<Real>{use, message.channels});
+    with_element_type(x_dtype, [&]<class Element>(Element*) {
+      use_totals(stream, message, scratch,
+                 GradientSumsUser<Arithmetic<Element>>{use, message.channels});
     });
   }
 
@@ -186,9 +177,10 @@ struct Backend {
                              ChannelView bias, Coefficients coefficients) {
     Grid blocks = grid_of_channels(channels);
     blocks.blocks_y = std::clamp<std::int64_t>(slices, 1, kMostInYOrZ);
-    with_arithmetic(x_dtype, [&]<class Real>(Real*) {
-      Device::launch(stream, blocks, Order::kAfter, write_coefficients_of_statistics<Real>,
-                     channels, slices, statistics, weight, bias, coefficients);
+    with_element_type(x_dtype, [&]<class Element>(Element*) {
+      Device::launch(stream, blocks, Order::kAfter,
+                     write_coefficients_of_statistics<Arithmetic<Element>>, channels, slices,
+                     statistics, weight, bias, coefficients);
     });
   }
 
@@ -253,18 +245,22 @@ struct Backend {
         apply_to(stream, formula, batches, y, x);
         return;
       }
-      with_function<Arithmetic<Element>>(activation, [&]<class Function>(const Function& function) {
-        if (residual.data == nullptr) {
+      using Real = Arithmetic<Element>;
+      if (residual.data == nullptr) {
+        with_function<Real>(activation, [&]<class Function>(const Function& function) {
           const ActivatedElements<Element, Function, false> formula{
               {elements_of<Element>(x)}, typed<Element>(coefficients), function};
           apply_to(stream, formula, batches, y, x);
-        } else {
-          const ActivatedElements<Element, Function, true> formula{
-              {elements_of<Element>(x), elements_of<Element>(residual)},
-              typed<Element>(coefficients),
-              function};
-          apply_to(stream, formula, batches, y, x, residual);
-        }
+        });
+        return;
+      }
+      // Others follow no residual: see ActivationFunction::output_tells_gradient().
+      with_piecewise_linear<Real>(activation, [&]<class Function>(const Function& function) {
+        const ActivatedElements<Element, Function, true> formula{
+            {elements_of<Element>(x), elements_of<Element>(residual)},
+            typed<Element>(coefficients),
+            function};
+        apply_to(stream, formula, batches, y, x, residual);
       });
     });
   }

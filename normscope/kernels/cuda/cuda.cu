@@ -124,27 +124,19 @@ class ZerosOfGraphs {
 
 // How many blocks of each kernel the devices run at the same time. To ask takes longer than to
 // launch.
-class Occupancies {
- public:
-  static std::int64_t blocks_at_once(const void* kernel, int threads) {
-    // Never destroyed: a program may launch kernels as it ends.
-    static std::mutex mutex;
-    static auto& known = *new std::map<std::tuple<int, const void*, int>, std::int64_t>;
-    const std::lock_guard lock(mutex);
-    const auto [found, is_new] = known.try_emplace({current_device(), kernel, threads});
-    if (is_new) found->second = ask(kernel, threads);
-    return found->second;
-  }
-
- private:
-  static std::int64_t ask(const void* kernel, int threads) {
-    int per_multiprocessor = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
-          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return std::int64_t{per_multiprocessor} *
-           attribute_of_current_device(cudaDevAttrMultiProcessorCount);
-  }
-};
+std::int64_t known_blocks_at_once(const void* kernel, int threads) {
+  // Never destroyed: a program may launch kernels as it ends.
+  static std::mutex mutex;
+  static auto& known = *new std::map<std::tuple<int, const void*, int>, std::int64_t>;
+  const std::lock_guard lock(mutex);
+  const std::tuple key(current_device(), kernel, threads);
+  if (const auto found = known.find(key); found != known.end()) return found->second;
+  int per_multiprocessor = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return known[key] = std::int64_t{per_multiprocessor} *
+                      attribute_of_current_device(cudaDevAttrMultiProcessorCount);
+}
 
 // The device that is current for the calling thread.
 struct CurrentDevice {
@@ -154,7 +146,7 @@ struct CurrentDevice {
 
   template <class Kernel>
   static std::int64_t blocks_at_once(Kernel* kernel, int threads) {
-    return Occupancies::blocks_at_once(reinterpret_cast<const void*>(kernel), threads);
+    return known_blocks_at_once(reinterpret_cast<const void*>(kernel), threads);
   }
 
   static std::int64_t l2_bytes() { return attribute_of_current_device(cudaDevAttrL2CacheSize); }
