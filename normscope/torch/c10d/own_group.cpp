@@ -304,7 +304,7 @@ void OwnGroup::meet(const std::string& what) {
   const Clock::time_point begin = Clock::now();
   const bool are_there = wait_until(begin + time_limit_, [&] {
     // Checked first, because the last rank to come may be too late.
-    if (store_->check({kFailure})) failed = store_->get_to_str(kFailure);
+    failed = reason_in(store_);
     if (failed || store_->check(all)) return true;
     tell_observer(what, Clock::now() - begin);
     return false;

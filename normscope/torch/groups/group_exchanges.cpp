@@ -153,9 +153,4 @@ void GroupExchanges::fail_all(std::string_view reason) {
   for (const auto& [leaders, exchange] : of_leaders_) fail_if_made(exchange, reason);
 }
 
-void GroupExchanges::fail_first_meeting(c10d::ProcessGroup& group, const std::string& name,
-                                        std::string_view reason) {
-  OwnGroup::refuse(group, name, reason);
-}
-
 }  // namespace normscope::binding

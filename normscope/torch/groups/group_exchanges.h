@@ -61,10 +61,6 @@ class GroupExchanges {
   void fail(std::string_view scope, std::string_view reason);
   void fail_all(std::string_view reason);
 
-  // Ends the first meeting of a process group, because this rank will not come to it.
-  static void fail_first_meeting(c10d::ProcessGroup& group, const std::string& name,
-                                 std::string_view reason);
-
  private:
   using Shared = std::shared_ptr<Exchange>;
 

@@ -206,7 +206,7 @@ std::vector<Group> used_groups() {
 void fail_first_meeting(const std::string& name, std::string_view reason) {
   const ProcessGroup group = resolve(name);
   if (!home_of(name, group).is_this_one() || !sends(group->getSize())) return;
-  GroupExchanges::fail_first_meeting(*group, name, reason);
+  OwnGroup::refuse(*group, name, reason);
 }
 
 }  // namespace normscope::binding

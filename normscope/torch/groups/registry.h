@@ -53,7 +53,8 @@ void know_process_group(const std::string& name);
 // The groups that this process has used.
 [[nodiscard]] std::vector<std::shared_ptr<GroupExchanges>> used_groups();
 
-// GroupExchanges::fail_first_meeting(), unless this rank is alone or a fork.
+// Ends the first meeting of a process group, because this rank will not come to it. Does nothing if
+// this rank is alone or a fork.
 void fail_first_meeting(const std::string& name, std::string_view reason);
 
 }  // namespace normscope::binding

@@ -61,14 +61,6 @@ StateDict state_in(const std::string& path) {
   return state;
 }
 
-std::string text_of(at::IntArrayRef shape) {
-  std::string text = "[";
-  for (const std::int64_t extent : shape) {
-    text += (text.size() == 1 ? "" : ", ") + std::to_string(extent);
-  }
-  return text + "]";
-}
-
 void check_fits(const StateDict& given, const StateDict& expected, const std::string& path) {
   const auto refuse = [&](const std::string& why) {
     throw ArgumentError("load_state_dict: " + path + ": " + why);
@@ -78,8 +70,8 @@ void check_fits(const StateDict& given, const StateDict& expected, const std::st
     if (found == given.end()) {
       refuse("expected " + name + ", which is missing");
     } else if (found->second.sizes() != tensor.sizes()) {
-      refuse(name + ": expected shape " + text_of(tensor.sizes()) + ", got " +
-             text_of(found->second.sizes()));
+      refuse(name + ": expected shape " +
+             c10::str(tensor.sizes(), ", got ", found->second.sizes()));
     }
   }
   for (const auto& [name, tensor] : given) {

@@ -121,14 +121,9 @@ void convert(Module& module, const Scope& scope, const RankGroup& group) {
 }
 
 void set_scope(Module& module, const Scope& scope) {
-  bool found = false;
-  module.apply([&](Module& each) {
-    if (BatchNormOptions* options = options_of(each)) {
-      options->scope(scope);
-      found = true;
-    }
-  });
-  if (!found) {
+  const std::vector<NamedLayer> layers = named_layers(module);
+  for (const NamedLayer& layer : layers) layer.options->scope(scope);
+  if (layers.empty()) {
     throw ArgumentError("set_scope: expected layers of normscope in " + module.name() +
                         ", got none");
   }

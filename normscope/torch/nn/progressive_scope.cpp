@@ -5,19 +5,13 @@
 #include <string>
 #include <utility>
 
+#include <c10/util/StringUtil.h>
+
 #include "normscope/core/error.h"
 #include "normscope/torch/nn/convert.h"
 
 namespace normscope::nn {
 namespace {
-
-std::string listed(const std::vector<std::int64_t>& numbers) {
-  std::string text;
-  for (const std::int64_t number : numbers) {
-    text += (text.empty() ? "" : ", ") + std::to_string(number);
-  }
-  return text;
-}
 
 void check_milestones(std::size_t scopes, const std::vector<std::int64_t>& milestones) {
   if (scopes == 0 || milestones.size() != scopes) {
@@ -28,7 +22,7 @@ void check_milestones(std::size_t scopes, const std::vector<std::int64_t>& miles
       std::ranges::adjacent_find(milestones, std::greater_equal{}) == milestones.end();
   if (milestones.front() != 0 || !increases) {
     throw ArgumentError("milestones: expected 0 and then increasing steps, got " +
-                        listed(milestones));
+                        c10::Join(", ", milestones));
   }
 }
 

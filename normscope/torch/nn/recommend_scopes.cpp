@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <memory>
 #include <span>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -12,6 +11,7 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/processes.h"
@@ -31,18 +31,6 @@ namespace {
 using Row = std::vector<double>;
 
 std::string named_or_module(const std::string& layer) { return layer.empty() ? "module" : layer; }
-
-template <class Numbers>
-std::string listed(const Numbers& numbers) {
-  std::ostringstream text;
-  const char* separator = "[";
-  for (const double number : numbers) {
-    text << separator << number;
-    separator = ", ";
-  }
-  text << "]";
-  return text.str();
-}
 
 // The rows of all ranks, in rank order.
 std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& group) {
@@ -118,7 +106,8 @@ struct Watched {
     }
     if (std::ranges::any_of(counts, [&](double count) { return count != counts[0]; })) {
       throw ArgumentError("module: expected " + named_or_module(layer.name) +
-                          " to run as often on every rank, got " + listed(counts) + " times");
+                          " to run as often on every rank, got " +
+                          c10::str(at::ArrayRef<double>(counts)) + " times");
     }
     if (calls.empty()) return;
     const std::vector<Row> of_ranks = gather(rows, label, group);
@@ -139,10 +128,9 @@ struct Watched {
 
 void check_arguments(std::int64_t batches, const RankGroup& group,
                      const RecommendOptions& options) {
-  std::ostringstream wanted;
-  wanted << options.independent_values();
   if (!(options.independent_values() >= 2.0)) {
-    throw ArgumentError("independent_values: expected at least 2, got " + wanted.str());
+    throw ArgumentError("independent_values: expected at least 2, got " +
+                        c10::str(options.independent_values()));
   }
   if (options.ranks() < 1 || (options.ranks() > 1 && group.size() > 1)) {
     throw ArgumentError(
@@ -194,11 +182,11 @@ std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_
   if (differ(1)) {
     throw ArgumentError(
         "batches: expected the same number on every rank, since layers synchronize, got " +
-        listed(column(1)));
+        c10::str(at::ArrayRef<double>(column(1))));
   }
   if (differ(2)) {
     throw ArgumentError("independent_values: expected the same number on every rank, got " +
-                        listed(column(2)));
+                        c10::str(at::ArrayRef<double>(column(2))));
   }
   std::vector<std::int64_t> hosts;
   for (const double host : column(3)) hosts.push_back(static_cast<std::int64_t>(host));

@@ -35,19 +35,7 @@ void check_parameter(const at::Tensor& x, std::string_view name, const OptionalT
   TORCH_CHECK(parameter->scalar_type() == at::kFloat || parameter->scalar_type() == x.scalar_type(),
               name, ": expected float32 or the dtype of x (", c10::toString(x.scalar_type()),
               "), got ", c10::toString(parameter->scalar_type()));
-  TORCH_CHECK(parameter->device() == x.device(), name, ": expected the device of x (", x.device(),
-              "), got ", parameter->device());
-}
-
-void check_buffers(const at::Tensor& x, const RunningTensors& running) {
-  TORCH_CHECK(running.mean.has_value() == running.var.has_value(),
-              "running_var: expected a tensor if running_mean is one, and none otherwise");
-  const OptionalTensor& updates = running.updates;
-  if (!updates) return;
-  const at::Tensor& tracked = *updates;
-  check_device(x, "num_batches_tracked", tracked);
-  TORCH_CHECK(tracked.sym_numel() == 1, "num_batches_tracked: expected 1 number, got ",
-              tracked.sym_numel());
+  check_device(x, name, *parameter);
 }
 
 void check_like_x(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
@@ -90,16 +78,6 @@ void check_parameter_gradient(const at::Tensor& x, std::string_view name,
   TORCH_CHECK(gradient->is_floating_point(), name, ": expected floating-point numbers, got ",
               c10::toString(gradient->scalar_type()));
   check_device(x, name, *gradient);
-}
-
-// Checks that backward and double backward share.
-template <class OpArguments>
-void check_saved_by_forward(const OpArguments& op) {
-  check_dimensions(op.x, {});
-  check_dtype(op.x);
-  check_like_x(op.x, "dy", op.dy);
-  check_parameter_of_channels(op.x, "weight", op.weight);
-  check_statistics(op.x, op.statistics);
 }
 
 constexpr struct {
@@ -153,7 +131,8 @@ ActivationFunction checked(const ActivationCall& op, const at::Tensor& x) {
 }
 
 ActivationFunction checked(const BackwardOpArguments& op) {
-  check_saved_by_forward(op);
+  check_part(op.dy, op.x, op.statistics);
+  check_weight(op.x, op.weight);
   const ActivationBackwardCall& after = op.activation;
   check_parameter_of_channels(op.x, "bias", after.bias);
   const ActivationFunction activation = parsed_activation(after.activation, after.negative_slope);
@@ -179,16 +158,9 @@ Slicing checked(const ForwardOpArguments& op, const Scope& scope) {
   TORCH_CHECK_VALUE(op.eps > 0, "eps: expected a positive number in training, got ", op.eps);
   check_dimensions(op.x, op.dims);
   check_dtype(op.x);
-  const struct {
-    std::string_view name;
-    const OptionalTensor& tensor;
-  } parameters[] = {{"weight", op.weight},
-                    {"bias", op.bias},
-                    {"running_mean", op.running.mean},
-                    {"running_var", op.running.var}};
-  for (const auto& [name, tensor] : parameters) check_channels(op.x, name, tensor);
-  for (const auto& [name, tensor] : parameters) check_parameter(op.x, name, tensor);
-  check_buffers(op.x, op.running);
+  check_weight(op.x, op.weight);
+  check_parameter_of_channels(op.x, "bias", op.bias);
+  check_running(op.x, op.running);
   if (op.accumulated) check_moments(op.x, "accumulated", *op.accumulated);
   return {scope.kind() == Scope::Kind::kSlices ? scope.count() : 1, slice_stats};
 }
@@ -205,7 +177,12 @@ void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor&
 void check_running(const at::Tensor& x, const RunningTensors& running) {
   check_parameter_of_channels(x, "running_mean", running.mean);
   check_parameter_of_channels(x, "running_var", running.var);
-  check_buffers(x, running);
+  TORCH_CHECK(running.mean.has_value() == running.var.has_value(),
+              "running_var: expected a tensor if running_mean is one, and none otherwise");
+  if (!running.updates) return;
+  check_device(x, "num_batches_tracked", *running.updates);
+  TORCH_CHECK(running.updates->sym_numel() == 1, "num_batches_tracked: expected 1 number, got ",
+              running.updates->sym_numel());
 }
 
 void check_weight(const at::Tensor& x, const OptionalTensor& weight) {
@@ -224,16 +201,16 @@ void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& sta
 }
 
 void check_arguments(const WithStatisticsOpArguments& op) {
-  check_dimensions(op.x, {});
-  check_dtype(op.x);
-  check_parameter_of_channels(op.x, "weight", op.weight);
+  check_part(op.x);
+  check_weight(op.x, op.weight);
   check_parameter_of_channels(op.x, "bias", op.bias);
   check_statistics(op.x, op.statistics);
   static_cast<void>(checked(op.activation, op.x));
 }
 
 void check_arguments(const DoubleBackwardOpArguments& op) {
-  check_saved_by_forward(op);
+  check_part(op.dy, op.x, op.statistics);
+  check_weight(op.x, op.weight);
   if (op.grad_dx) check_like_x(op.x, "grad_dx", *op.grad_dx);
   check_parameter_gradient(op.x, "grad_dweight", op.grad_dweight);
   check_parameter_gradient(op.x, "grad_dbias", op.grad_dbias);

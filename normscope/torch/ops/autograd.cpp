@@ -25,11 +25,6 @@ namespace {
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
 
-const c10::TypedOperatorHandle<ForwardOp>& forward_op() {
-  static const auto op = op_named<ForwardOp>("normscope::batch_norm_forward");
-  return op;
-}
-
 const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
   static const auto op = op_named<BackwardOp>("normscope::batch_norm_backward");
   return op;
@@ -72,7 +67,8 @@ std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) 
   const at::AutoDispatchBelowADInplaceOrView guard;
   const bool in_graph = op.graph.has_value() && is_recorded_for_a_graph();
   if (in_graph && !op.activation.activates()) return forward_in_graph(op);
-  return op.pass_to(forward_op());
+  static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
+  return op.pass_to(next);
 }
 
 class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> {
@@ -259,14 +255,13 @@ std::vector<at::Tensor> keep_order_without_gradient(at::TensorList values) {
 }
 
 StatisticsTensors statistics_without_gradient(const ForwardOpArguments& op) {
-  static const auto next = op_named<StatisticsOp>("normscope::batch_norm_statistics");
   variable_list differentiable = {op.x};
   for (const OptionalTensor* each : {&op.weight, &op.bias}) {
     if (*each) differentiable.push_back(**each);
   }
   const variable_list results = WithoutGradient::apply(at::TensorList(differentiable), [&] {
     return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
-                      op.pass_to(next));
+                      op.pass_to(statistics_op()));
   });
   return {results[0], results[1], results[2], results[3], results[4], results[5]};
 }

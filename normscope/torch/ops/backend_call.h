@@ -96,11 +96,8 @@ template <class Prepare>
 auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
   try {
     return prepare();
-  } catch (const c10::Error& error) {
-    exchange.fail(error.what_without_backtrace());
-    throw;
   } catch (const std::exception& error) {
-    exchange.fail(error.what());
+    exchange.fail(what_of(error));
     throw;
   }
 }
@@ -108,22 +105,18 @@ auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
 // Runs the second stage, with the other ranks. Converts errors to torch's types.
 template <class Call>
 void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
-  try {
-    call();
-  } catch (const OneValueError& error) {
-    // On a device the error appears in this rank's next call, which has another x.
-    const bool is_told_later =
-        exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice;
-    if (is_told_later) TORCH_CHECK_VALUE(false, error.what());
-    throw_one_value_per_channel(x);
-  } catch (const ArgumentError& error) {
-    exchange.fail(error.what());
-    TORCH_CHECK_VALUE(false, error.what());
-  } catch (const CommunicationError& error) {
-    C10_THROW_ERROR(DistBackendError, error.what());
-  } catch (const MismatchError& error) {
-    C10_THROW_ERROR(DistError, error.what());
-  }
+  as_torch([&] {
+    try {
+      call();
+    } catch (const OneValueError&) {
+      // On a device the error appears in this rank's next call, which has another x.
+      if (exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice) throw;
+      throw_one_value_per_channel(x);
+    } catch (const ArgumentError& error) {
+      exchange.fail(error.what());
+      throw;
+    }
+  });
 }
 
 }  // namespace normscope::binding

@@ -21,7 +21,7 @@ at::Tensor to_float64(const at::Tensor& tensor) {
 
 }  // namespace
 
-DoubleBackward::DoubleBackward(const DoubleBackwardArguments& arguments)
+DoubleBackward::DoubleBackward(const DoubleBackwardOpArguments& arguments)
     : x_(to_float64(arguments.x)), dy_(to_float64(arguments.dy)) {
   const at::Tensor zeros = at::zeros({x_.size(1)}, x_.options());
   const auto parameter = [&](const OptionalTensor& tensor, const at::Tensor& otherwise) {
@@ -54,7 +54,7 @@ at::Tensor DoubleBackward::local_sums() const {
                     b * dy, b * dy_xhat});
 }
 
-SecondGradients DoubleBackward::gradients(const at::Tensor& means) const {
+GradientTensors DoubleBackward::gradients(const at::Tensor& means) const {
   const auto mean = [&](Row row) { return along_channels(x_, means[row]); };
   const auto project = [&](const at::Tensor& v, Row of_v, Row of_v_xhat) {
     return v - mean(of_v) - xhat_ * mean(of_v_xhat);
@@ -65,12 +65,9 @@ SecondGradients DoubleBackward::gradients(const at::Tensor& means) const {
 
   const at::Tensor covariance = mean(kADy) - mean(kA) * mean(kDy) - mean(kAXhat) * mean(kDyXhat);
   const at::Tensor scale = weight_ * inv_std_;
-  return {
-      .dy = scale * p_a + b_ * xhat_ + c_,
-      .x = inv_std_ *
-           (p_b_dy - scale * (mean(kDyXhat) * p_a + mean(kAXhat) * p_dy + covariance * xhat_)),
-      .weight = per_channel(inv_std_ * dy_ * p_a),
-  };
+  const at::Tensor of_projections = mean(kDyXhat) * p_a + mean(kAXhat) * p_dy + covariance * xhat_;
+  return {scale * p_a + b_ * xhat_ + c_, inv_std_ * (p_b_dy - scale * of_projections),
+          per_channel(inv_std_ * dy_ * p_a)};
 }
 
 }  // namespace normscope::binding

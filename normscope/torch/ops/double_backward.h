@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <tuple>
 
 #include <ATen/core/Tensor.h>
 
@@ -10,35 +9,20 @@
 
 namespace normscope::binding {
 
-// The inputs of the double backward op, for one norm batch.
-struct DoubleBackwardArguments {
-  OptionalTensor grad_dx;       // [N, C, *]; none: zeros
-  OptionalTensor grad_dweight;  // [C]; none: zeros
-  OptionalTensor grad_dbias;    // [C]; none: zeros
-  at::Tensor dy;                // [N, C, *]
-  at::Tensor x;                 // [N, C, *]
-  OptionalTensor weight;        // [C]; none: ones
-  at::Tensor statistics;        // [3, C], from forward
-};
-
-struct SecondGradients {
-  at::Tensor dy;      // [N, C, *]
-  at::Tensor x;       // [N, C, *]
-  at::Tensor weight;  // [C], over this rank's samples
-};
-
 // The gradient of backward over one norm batch, in float64: docs/numerics.md, "Double backward".
 // Uses plain tensor operations, because few networks differentiate twice.
 class DoubleBackward {
  public:
-  explicit DoubleBackward(const DoubleBackwardArguments& arguments);
+  // The op's arguments for one norm batch; statistics: [3, C].
+  explicit DoubleBackward(const DoubleBackwardOpArguments& arguments);
 
   // This rank's share of the norm batch: sums [k, C], and the number of elements per channel.
   [[nodiscard]] const at::Tensor& sums() const noexcept { return sums_; }
   [[nodiscard]] std::int64_t count() const;
 
-  // `means` are the totals of sums(), divided by the total of count().
-  [[nodiscard]] SecondGradients gradients(const at::Tensor& means) const;
+  // The op's results; the last is the sum over this rank's samples. `means` are the totals of
+  // sums(), divided by the total of count().
+  [[nodiscard]] GradientTensors gradients(const at::Tensor& means) const;
 
  private:
   [[nodiscard]] at::Tensor local_sums() const;

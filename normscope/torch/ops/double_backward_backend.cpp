@@ -35,13 +35,14 @@ std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardOpArgume
   std::vector<DoubleBackward> norm_batches;
   for (std::size_t i = 0; i < x.size(); ++i) {
     norm_batches.emplace_back(
-        DoubleBackwardArguments{.grad_dx = defined_or_none(grad_dx[i]),
-                                .grad_dweight = op.grad_dweight,
-                                .grad_dbias = op.grad_dbias,
-                                .dy = dy[i],
-                                .x = x[i],
-                                .weight = op.weight,
-                                .statistics = op.statistics[static_cast<std::int64_t>(i)]});
+        DoubleBackwardOpArguments{.grad_dx = defined_or_none(grad_dx[i]),
+                                  .grad_dweight = op.grad_dweight,
+                                  .grad_dbias = op.grad_dbias,
+                                  .dy = dy[i],
+                                  .x = x[i],
+                                  .weight = op.weight,
+                                  .statistics = op.statistics[static_cast<std::int64_t>(i)],
+                                  .call = op.call});
   }
   return norm_batches;
 }
@@ -73,21 +74,21 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   const std::vector<DoubleBackward> norm_batches =
       prepare_or_fail(exchange, [&] { return prepare_double_backward(op); });
 
-  const SecondGradients all = empty_second_gradients(x);
+  const auto [grad_dy, grad_x, grad_weight] = empty_second_gradients(x);
   const at::Tensor weight_total = at::zeros({x.size(1)}, float64_options(x));
-  const std::vector<at::Tensor> all_dy = all.dy.chunk(op.statistics.size(0));
-  const std::vector<at::Tensor> all_x = all.x.chunk(op.statistics.size(0));
+  const std::vector<at::Tensor> all_dy = grad_dy.chunk(op.statistics.size(0));
+  const std::vector<at::Tensor> all_x = grad_x.chunk(op.statistics.size(0));
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {
     check_finite(norm_batches[i].sums(), exchange.get(), Direction::kDoubleBackward, op.call);
     at::Tensor means;
     run_as_torch(x, exchange, [&] { means = means_of(norm_batches[i], label, exchange.get()); });
-    const SecondGradients slice = norm_batches[i].gradients(means);
-    all_dy[i].copy_(slice.dy);
-    all_x[i].copy_(slice.x);
-    weight_total.add_(slice.weight);
+    const auto [of_dy, of_x, of_weight] = norm_batches[i].gradients(means);
+    all_dy[i].copy_(of_dy);
+    all_x[i].copy_(of_x);
+    weight_total.add_(of_weight);
   }
-  all.weight.copy_(weight_total);
-  return {all.dy, all.x, all.weight};
+  grad_weight.copy_(weight_total);
+  return {grad_dy, grad_x, grad_weight};
 }
 
 void register_double_backward(::torch::Library& m) {

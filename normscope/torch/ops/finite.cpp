@@ -39,15 +39,11 @@ std::int64_t non_finite_values(const at::Tensor& tensor) {
 // not check.
 std::vector<double> counts_of_ranks(Exchange& exchange, std::int64_t own, Direction direction,
                                     const ScopedCall& call) {
-  const auto ranks = static_cast<std::size_t>(exchange.communicator().size());
-  std::vector<double> message(ranks + kHeaderSize);
-  message[static_cast<std::size_t>(exchange.communicator().rank())] = static_cast<double>(own);
   const std::string name = std::string(call.layer) + ", looking for non-finite values";
-  as_torch([&] {
-    exchange.all_reduce({.layer = name, .scope = call.scope, .direction = direction}, message, {});
+  return as_torch([&] {
+    return exchange.gather({.layer = name, .scope = call.scope, .direction = direction},
+                           {static_cast<double>(own)});
   });
-  message.resize(ranks);
-  return message;
 }
 
 }  // namespace

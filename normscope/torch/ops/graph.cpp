@@ -29,16 +29,6 @@ namespace {
 std::atomic<std::uint64_t> first_node_after_change = 0;
 std::atomic<std::uint64_t> thread_of_change = 0;
 
-const c10::TypedOperatorHandle<StatisticsOp>& statistics_op() {
-  static const auto op = op_named<StatisticsOp>("normscope::batch_norm_statistics");
-  return op;
-}
-
-const c10::TypedOperatorHandle<GradientSumsOp>& gradient_sums_op() {
-  static const auto op = op_named<GradientSumsOp>("normscope::batch_norm_gradient_sums");
-  return op;
-}
-
 // The coefficients [slices, ., C] of the slices that a scope makes of x, in a shape that broadcasts
 // over x.
 class CoefficientsOf {
@@ -101,6 +91,11 @@ bool is_recorded_for_a_graph() {
   return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
 }
 
+const c10::TypedOperatorHandle<StatisticsOp>& statistics_op() {
+  static const auto op = op_named<StatisticsOp>("normscope::batch_norm_statistics");
+  return op;
+}
+
 std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
   static const auto op = op_named<KeepOrderOp>("normscope::keep_order");
   return op.call(values);
@@ -139,8 +134,9 @@ BackwardTensors backward_in_graph(const BackwardOpArguments& op) {
   const Scope scope = parsed_scope(op.call.scope);
   const bool meets = meets_ranks(scope, op.call);
   const at::Tensor statistics = meets ? keep_order({op.statistics})[0] : op.statistics;
+  static const auto sums_op = op_named<GradientSumsOp>("normscope::batch_norm_gradient_sums");
   const BackwardOpArguments with_statistics{op.dy, op.x, op.weight, statistics, op.wanted, op.call};
-  auto [coefficients, dweight, dbias] = with_statistics.pass_to(gradient_sums_op());
+  auto [coefficients, dweight, dbias] = with_statistics.pass_to(sums_op);
   if (meets) {
     const std::vector<at::Tensor> kept = keep_order({coefficients, dweight, dbias});
     std::tie(coefficients, dweight, dbias) = std::tie(kept[0], kept[1], kept[2]);

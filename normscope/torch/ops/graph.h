@@ -28,6 +28,9 @@ namespace normscope::binding {
 // Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.
 [[nodiscard]] bool is_recorded_for_a_graph();
 
+// Its kernels return the coefficients that the graph applies.
+[[nodiscard]] const c10::TypedOperatorHandle<StatisticsOp>& statistics_op();
+
 // Copies of `values` [...] that compilers compute in program order, among all such calls.
 [[nodiscard]] std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values);
 

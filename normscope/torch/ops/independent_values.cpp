@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/ops/independent_values.h"
 
-#include <algorithm>
 #include <limits>
 #include <optional>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 
 #include "normscope/batch_norm/part_moments.h"
 #include "normscope/core/independent_values.h"
@@ -17,10 +17,6 @@
 
 namespace normscope::binding {
 namespace {
-
-at::Tensor float64_on_host(at::IntArrayRef sizes) {
-  return at::empty(sizes, at::TensorOptions().dtype(at::kDouble));
-}
 
 PartMoments moments_of(const at::Tensor& moments) {
   TORCH_CHECK_VALUE(moments.dim() == 3 && moments.scalar_type() == at::kDouble &&
@@ -58,10 +54,7 @@ at::Tensor part_moments_of(const at::Tensor& x, std::int64_t parts) {
   const PartMoments moments = as_torch([&] {
     return part_moments(view(in_kernel_layout), parts, default_kernels(), *site.alone().execution);
   });
-  const at::Tensor rows =
-      float64_on_host({1, moments.parts, PartMoments::row_size(moments.channels)});
-  std::ranges::copy(moments.rows, rows.mutable_data_ptr<double>());
-  return rows;
+  return at::tensor(moments.rows, at::kDouble).view({1, moments.parts, -1});
 }
 
 std::vector<double> independent_values_of(const at::Tensor& moments, std::int64_t ranks,
@@ -90,7 +83,7 @@ ScopeChoiceFields choose_scope_of(std::string_view layer, at::TensorList calls, 
   std::vector<std::string> scopes;
   std::vector<std::int64_t> sizes;
   const at::Tensor values =
-      float64_on_host({static_cast<std::int64_t>(choice.candidates.size()), 5});
+      at::empty({static_cast<std::int64_t>(choice.candidates.size()), 5}, at::kDouble);
   double* row = values.mutable_data_ptr<double>();
   for (const ScopeCandidate& candidate : choice.candidates) {
     scopes.push_back(candidate.scope.str());

@@ -65,8 +65,7 @@ GradientTensors gradient_sums(const BackwardOpArguments& op) {
 GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   static_cast<void>(parsed_scope(op.call.scope));
   check_arguments(op);
-  const SecondGradients gradients = empty_second_gradients(op.x);
-  return {gradients.dy, gradients.x, gradients.weight};
+  return empty_second_gradients(op.x);
 }
 
 at::Tensor with_statistics(const WithStatisticsOpArguments& op) {

@@ -169,9 +169,8 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor spread, Tensor counts, float eps) -> (Tensor dx, Tensor dweight, Tensor dbias)",
       tags);
   m.def(
-      "portable_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, float "
-      "eps) "
-      "-> Tensor y",
+      "portable_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, "
+      "float eps) -> Tensor y",
       tags);
   m.def(
       "portable_update(Tensor mean, Tensor var, Tensor count, Tensor? running_mean, "

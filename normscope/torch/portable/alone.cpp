@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/portable/alone.h"
-
 #include <optional>
 #include <utility>
 #include <vector>
@@ -15,6 +13,7 @@
 
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/graph.h"
+#include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/results.h"
 

@@ -12,9 +12,7 @@
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/saved_call.h"
-#include "normscope/torch/portable/alone.h"
 #include "normscope/torch/portable/batch_norm.h"
-#include "normscope/torch/portable/graph.h"
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/device.h"
@@ -25,11 +23,6 @@ namespace {
 
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
-
-const c10::TypedOperatorHandle<PortableForwardOp>& forward_op() {
-  static const auto op = op_named<PortableForwardOp>("normscope::portable_forward");
-  return op;
-}
 
 const c10::TypedOperatorHandle<PortableBackwardOp>& backward_op() {
   static const auto op = op_named<PortableBackwardOp>("normscope::portable_backward");
@@ -56,8 +49,9 @@ class PortableBackward : public ::torch::autograd::Function<PortableBackward> {
 
 PortableTensors forward_below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto next = op_named<PortableForwardOp>("normscope::portable_forward");
   const bool in_graph = op.graph.has_value() && is_recorded_for_a_graph();
-  return in_graph ? portable_forward_in_graph(op) : op.pass_to(forward_op());
+  return in_graph ? portable_forward_in_graph(op) : op.pass_to(next);
 }
 
 class PortableBatchNorm : public ::torch::autograd::Function<PortableBatchNorm> {

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/portable/statistics.h"
 
 namespace normscope::binding {
@@ -44,6 +44,16 @@ struct PortableBackwardArguments {
                    call.group_name, call.layer, spread, counts, eps);
   }
 };
+
+// torch.nn's layer, for a rank alone or for each slice; operations of torch, with their gradients.
+[[nodiscard]] at::Tensor normalize_on_this_rank(const ForwardOpArguments& op,
+                                                const Slicing& slicing);
+
+// Forward and backward of ranks that share statistics in a recorded graph: operations of torch,
+// which a compiler fuses with those before and after, and one op portable_sum between two calls of
+// keep_order (ops/graph.h).
+[[nodiscard]] PortableTensors portable_forward_in_graph(const ForwardOpArguments& op);
+[[nodiscard]] GradientTensors portable_backward_in_graph(const PortableBackwardArguments& op);
 
 // The steps of backward that graphs share.
 [[nodiscard]] GradientSums gradient_sums_of(const PortableBackwardArguments& op);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/portable/graph.h"
+#include "normscope/torch/ops/graph.h"
 
 #include <optional>
 #include <string_view>
@@ -14,7 +14,7 @@
 
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
-#include "normscope/torch/ops/graph.h"
+#include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/portable/path.h"
 #include "normscope/torch/portable/statistics.h"

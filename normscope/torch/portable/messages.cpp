@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/portable/messages.h"
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <map>
 #include <mutex>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include <ATen/ops/cat.h>
@@ -113,7 +111,6 @@ GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
 
 at::Tensor TensorMessage::gather_through_host(const CallLabel& label, std::int64_t count,
                                               const at::Tensor& own) {
-  const std::int64_t columns = own.size(0) + kHeader;
   const at::Tensor on_host = own.to(at::kCPU, at::kDouble);
   const double* const numbers = on_host.const_data_ptr<double>();
   std::vector<double> row(numbers, numbers + own.size(0));
@@ -127,9 +124,7 @@ at::Tensor TensorMessage::gather_through_host(const CallLabel& label, std::int64
     throw OneValueError(
         "x: expected more than 1 value per channel in the norm batch when training, got 1");
   }
-  const at::Tensor all = at::empty({ranks(), columns}, at::kDouble);
-  std::ranges::copy(rows, all.mutable_data_ptr<double>());
-  return all.to(own.options());
+  return at::tensor(rows, at::kDouble).view({ranks(), -1}).to(own.options());
 }
 
 at::Tensor TensorMessage::sum(const CallLabel& label, std::int64_t count, const at::Tensor& own) {

@@ -10,21 +10,10 @@
 namespace normscope::binding {
 namespace {
 
-struct KeptScratch {
-  using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, void*>;  // identifies a stream
-  struct Zeros {
-    double* data = nullptr;
-    std::int64_t size = 0;
-  };
-
-  std::mutex mutex;
-  std::map<Key, Zeros> of_stream;
+struct Zeros {
+  double* data = nullptr;
+  std::int64_t size = 0;
 };
-
-KeptScratch& kept_scratch() {
-  static KeptScratch kept;
-  return kept;
-}
 
 double* new_scratch(const at::Tensor& x, std::int64_t size, const DeviceContext& device) {
   const std::string why_not = device.kernels->why_not();
@@ -39,9 +28,11 @@ double* new_scratch(const at::Tensor& x, std::int64_t size, const DeviceContext&
 
 double* device_scratch(const at::Tensor& x, std::int64_t size, const DeviceContext& device) {
   if (device.kernels->is_capturing(device.stream)) return new_scratch(x, size, device);
-  auto& [mutex, of_stream] = kept_scratch();
+  using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, void*>;  // identifies a stream
+  static std::mutex mutex;
+  static std::map<Key, Zeros> of_stream;
   const std::lock_guard lock(mutex);
-  auto& kept = of_stream[{x.device().type(), x.device().index(), device.stream.handle}];
+  Zeros& kept = of_stream[{x.device().type(), x.device().index(), device.stream.handle}];
   if (kept.data == nullptr || kept.size < size) {
     // Queued kernels may still use the smaller one, so it is never freed. Doubling limits the
     // waste.

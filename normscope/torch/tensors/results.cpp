@@ -36,10 +36,8 @@ Gradients::Gradients(const at::Tensor& x, const WantedGradients& wanted)
       dweight(empty_parameter_gradient(x, wanted.dweight ? x.sym_size(1) : 0)),
       dbias(empty_parameter_gradient(x, wanted.dbias ? x.sym_size(1) : 0)) {}
 
-SecondGradients empty_second_gradients(const at::Tensor& x) {
-  return {.dy = empty_output(x),
-          .x = empty_output(x),
-          .weight = empty_parameter_gradient(x, x.sym_size(1))};
+GradientTensors empty_second_gradients(const at::Tensor& x) {
+  return {empty_output(x), empty_output(x), empty_parameter_gradient(x, x.sym_size(1))};
 }
 
 c10::SymInt elements_per_channel(const at::Tensor& x) {

@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
-#include "normscope/torch/ops/double_backward.h"
 #include "normscope/torch/ops/operators.h"
 
 namespace normscope::binding {
@@ -37,7 +36,8 @@ struct Gradients {
   at::Tensor dbias;    // [C]
 };
 
-[[nodiscard]] SecondGradients empty_second_gradients(const at::Tensor& x);
+// The results of double backward.
+[[nodiscard]] GradientTensors empty_second_gradients(const at::Tensor& x);
 
 // The elements per channel of x [N, C, *].
 [[nodiscard]] c10::SymInt elements_per_channel(const at::Tensor& x);

@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/watch/environment.h"
@@ -25,11 +26,7 @@ struct Events {
   std::optional<at::RecordFunction> wait;
   bool has_warned = false;  // in this wait
 };
-
-Events& events() noexcept {
-  thread_local Events of_thread;
-  return of_thread;
-}
+thread_local Events events;
 
 // `name` is called only if something is recording.
 template <class Name>
@@ -56,33 +53,34 @@ void check_signals() {
   op_named<CheckSignalsOp>("normscope::check_signals").call();
 }
 
+class CallWatch final : public CallObserver {
+ public:
+  void begin_call(const CallName& name, std::string_view scope, std::size_t bytes) override {
+    begin(events.exchange, [&] {
+      std::string text = "normscope::exchange ";
+      text += printable(name.what) + " of " + printable(name.layer) + ", scope ";
+      return text + std::string(scope) + ", " + std::to_string(bytes) + " bytes";
+    });
+  }
+  void end_call() noexcept override { events.exchange.reset(); }
+
+  void begin_wait() override {
+    events.has_warned = false;
+    begin(events.wait, [] { return std::string("normscope::wait"); });
+  }
+  void end_wait() noexcept override { events.wait.reset(); }
+
+  void during_wait(std::chrono::steady_clock::duration waited,
+                   const std::function<std::string()>& who_is_where) override {
+    check_signals();
+    const std::optional<milliseconds> limit = warning_limit();
+    if (events.has_warned || !limit || waited < *limit) return;
+    events.has_warned = true;
+    LOG(WARNING) << "normscope has waited " << in_seconds(waited) << ": " << who_is_where();
+  }
+};
+
 }  // namespace
-
-void CallWatch::begin_call(const CallName& name, std::string_view scope, std::size_t bytes) {
-  begin(events().exchange, [&] {
-    std::string text = "normscope::exchange ";
-    text += printable(name.what) + " of " + printable(name.layer) + ", scope ";
-    return text + std::string(scope) + ", " + std::to_string(bytes) + " bytes";
-  });
-}
-
-void CallWatch::end_call() noexcept { events().exchange.reset(); }
-
-void CallWatch::begin_wait() {
-  events().has_warned = false;
-  begin(events().wait, [] { return std::string("normscope::wait"); });
-}
-
-void CallWatch::end_wait() noexcept { events().wait.reset(); }
-
-void CallWatch::during_wait(std::chrono::steady_clock::duration waited,
-                            const std::function<std::string()>& who_is_where) {
-  check_signals();
-  const std::optional<milliseconds> limit = warning_limit();
-  if (events().has_warned || !limit || waited < *limit) return;
-  events().has_warned = true;
-  LOG(WARNING) << "normscope has waited " << in_seconds(waited) << ": " << who_is_where();
-}
 
 void watch_calls() noexcept {
   static CallWatch watch;

@@ -38,7 +38,7 @@ bool CallPublisher::is_published(const RankCall& call) {
 }
 
 void CallPublisher::run(const std::stop_token& stop) {
-  const auto ranks = static_cast<std::int64_t>(board_.read().size());
+  const auto ranks = board_.ranks();
   const milliseconds pause = std::min(kPause + ranks * kPauseOfRank, after_ / 4 + milliseconds(1));
   std::mutex of_wait;
   for (;;) {
