@@ -9,7 +9,9 @@ import torch
 
 from normscope._binding import groups
 from normscope._binding.ops import ForwardArguments
-from normscope.layers.forward import evaluate, scope_and_group_in_use, train
+from normscope.layers import masked_forward
+from normscope.layers.ending import NOTHING
+from normscope.layers.forward import scope_and_group_in_use, train
 from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
@@ -77,7 +79,11 @@ def batch_norm(
     given = groups.name_of(process_group)
     parsed = Scope(str(scope))
     if not training:
-        return evaluate(x, mask, running_mean, running_var, weight, bias, eps)
+        running = running_mean, running_var
+        if mask is not None:
+            return masked_forward.evaluate(x, mask, *running, weight, bias, eps, NOTHING)
+        has_none = running_mean is None and running_var is None
+        return torch.nn.functional.batch_norm(x, *running, weight, bias, has_none, eps=eps)
     text, group_name = scope_and_group_in_use(parsed, given, x)
     arguments = ForwardArguments(
         weight,

@@ -125,41 +125,21 @@ class ForwardArguments(NamedTuple):
         return self.running_mean is not None and self.momentum != 0
 
 
-class Activation(NamedTuple):
-    """The operations after a layer, as for the op.
-
-    Args:
-        activation: The name of the activation.
-        negative_slope: Slope of ``leaky_relu``.
-        residual: [N, C, *], added before the activation; None for none.
-    """
-
-    activation: str
-    negative_slope: float
-    residual: torch.Tensor | None
-
-
 def batch_norm(
     x: torch.Tensor,
     arguments: ForwardArguments,
     accumulated: torch.Tensor | None = None,
-    activation: Activation | None = None,
+    **others: Any,  # noqa: ANN401 - the op has types
 ) -> torch.Tensor:
     """Call the training op; if the arguments do not reach it, tell the other ranks.
 
-    Args:
-        x: [N, C, *].
-        arguments: As for the op.
-        accumulated: The moments of the norm batch are added to these; None for none.
-        activation: What follows the normalization; None for nothing, and in graphs.
+    The moments of the norm batch are added to ``accumulated``. ``others`` are arguments of the op
+    for what follows the normalization; graphs give none.
     """
     y: torch.Tensor
-    others: dict[str, Any] = {}  # an argument that is not needed takes time, too
-    if accumulated is not None:
+    if accumulated is not None:  # an argument that is not needed takes time, too
         others["accumulated"] = accumulated
-    if activation is not None:
-        others.update(activation._asdict())
-    elif torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         others["graph"] = _recorded_as()
     try:
         y, _ = batch_norm_forward(x, *arguments, **others)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch.fx import Proxy
@@ -181,8 +181,6 @@ class BatchNormAct1d(BatchNormAct, BatchNorm1d):
         torch.Size([4, 3])
     """
 
-    dims: ClassVar[tuple[int, ...]] = (2, 3)
-
 
 class BatchNormAct2d(BatchNormAct, BatchNorm2d):
     """:class:`BatchNormAct` for inputs [N, C, H, W].
@@ -199,8 +197,6 @@ class BatchNormAct2d(BatchNormAct, BatchNorm2d):
         tensor(True)
     """
 
-    dims: ClassVar[tuple[int, ...]] = (4,)
-
 
 class BatchNormAct3d(BatchNormAct, BatchNorm3d):
     """:class:`BatchNormAct` for inputs [N, C, D, H, W].
@@ -216,5 +212,3 @@ class BatchNormAct3d(BatchNormAct, BatchNorm3d):
         >>> layer(torch.randn(4, 3, 2, 5, 5)).shape
         torch.Size([4, 3, 2, 5, 5])
     """
-
-    dims: ClassVar[tuple[int, ...]] = (5,)

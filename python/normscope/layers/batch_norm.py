@@ -12,17 +12,11 @@ from torch.fx import Proxy
 from normscope._binding import groups
 from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
-from normscope.layers import replicas
+from normscope.layers import masked_forward, replicas
 from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, state_of
 from normscope.layers.earlier_scopes import EarlierScopes
 from normscope.layers.ending import NOTHING, Ending
-from normscope.layers.forward import (
-    DIRECT,
-    Route,
-    check_dimensions,
-    evaluate,
-    scope_and_group_in_use,
-)
+from normscope.layers.forward import DIRECT, Route, check_dimensions, scope_and_group_in_use
 from normscope.layers.fx import call_of_module
 from normscope.layers.scope import Scope
 
@@ -200,7 +194,7 @@ class BatchNorm(TorchBatchNorm):
     def _evaluate(self, x: torch.Tensor, mask: torch.Tensor, ending: Ending) -> torch.Tensor:
         self._check_input_dim(x)
         running = self.running_mean, self.running_var
-        return evaluate(x, mask, *running, self.weight, self.bias, self.eps, ending)
+        return masked_forward.evaluate(x, mask, *running, self.weight, self.bias, self.eps, ending)
 
     def _train(self, x: torch.Tensor, mask: torch.Tensor | None, ending: Ending) -> torch.Tensor:
         own_scope = self._scope

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from normscope._binding import ops
 from normscope._binding.ops import ForwardArguments
-from normscope.layers.masks import Residual, Rows, broadcast, filled
+from normscope.layers.masks import Residual, broadcast
 
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
 
@@ -32,12 +33,10 @@ class Ending:
         """Apply the ending to ``y``, the output of the normalization."""
         return y
 
-    def filled(self, x: torch.Tensor, mask: torch.Tensor) -> Ending:
-        """Return the ending for the output for ``x`` with zeros in the masked positions."""
-        return self
-
-    def of_rows(self, rows: Rows, x: torch.Tensor) -> Ending:
-        """Return the ending for the output for the rows of ``x``."""
+    def with_residual(
+        self, x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Ending:
+        """Return the ending with the residual expanded to the shape of ``x``, then changed."""
         return self
 
     def split(self, sizes: list[int]) -> list[Ending]:
@@ -71,9 +70,14 @@ class Activated(Ending):
         """Use the op that does all of it, or else do one after the other."""
         if not self._is_one_op(x):
             return self.finish(ops.batch_norm(x, arguments, accumulated))
-        assert not isinstance(self.residual, float)
-        activation = ops.Activation(self.activation, self.negative_slope, self.residual)
-        return ops.batch_norm(x, arguments, accumulated, activation)
+        return ops.batch_norm(
+            x,
+            arguments,
+            accumulated,
+            activation=self.activation,
+            negative_slope=self.negative_slope,
+            residual=self.residual,
+        )
 
     def _is_one_op(self, x: torch.Tensor) -> bool:
         if torch.compiler.is_compiling():
@@ -106,22 +110,18 @@ class Activated(Ending):
         assert self.activation == "hard_swish"
         return functional.hardswish(y)
 
-    def filled(self, x: torch.Tensor, mask: torch.Tensor) -> Activated:
-        """Return the same with zeros in the residual."""
-        residual = self.residual
-        if isinstance(residual, torch.Tensor):
-            residual = filled(broadcast(residual, x), mask)
-        return self._with(residual)
-
-    def of_rows(self, rows: Rows, x: torch.Tensor) -> Activated:
-        """Return the same with the rows of the residual."""
-        return self._with(rows.take_residual(self.residual, x))
+    def with_residual(
+        self, x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Activated:
+        """Return the same with another residual; a number stays."""
+        if not isinstance(self.residual, torch.Tensor):
+            return self
+        residual = change(broadcast(self.residual, x))
+        return Activated(self.activation, self.negative_slope, residual)
 
     def split(self, sizes: list[int]) -> list[Ending]:
         """Return the same with each part of the residual's rows."""
         if not isinstance(self.residual, torch.Tensor):
             return [self] * len(sizes)
-        return [self._with(part) for part in self.residual.split(sizes)]
-
-    def _with(self, residual: Residual) -> Activated:
-        return Activated(self.activation, self.negative_slope, residual)
+        parts = self.residual.split(sizes)
+        return [Activated(self.activation, self.negative_slope, part) for part in parts]

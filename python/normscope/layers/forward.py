@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
@@ -46,26 +45,6 @@ def _refuse_join(scope: Scope) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
     return ops.resolve_scope(text, group_name, samples)
-
-
-def evaluate(
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    ending: Ending = NOTHING,
-) -> torch.Tensor:
-    """Normalize with running statistics, or with those of ``x`` if there are none."""
-    if mask is not None:
-        return masked_forward.evaluate(
-            x, mask, running_mean, running_var, weight, bias, eps, ending
-        )
-    has_none = running_mean is None and running_var is None
-    y = functional.batch_norm(x, running_mean, running_var, weight, bias, has_none, eps=eps)
-    return ending.finish(y)
 
 
 def train(

@@ -29,11 +29,11 @@ def evaluate(
     """
     if running_mean is None and running_var is None:
         rows = Rows.of(x, mask)
-        taken, ending = rows.take(x), ending.of_rows(rows, x)
+        taken, ending = rows.take(x), ending.with_residual(x, rows.take)
         y = functional.batch_norm(taken, None, None, weight, bias, training=True, eps=eps)
         return rows.put(ending.finish(y), x)
     checked(x, mask)
-    ending = ending.filled(x, mask)
+    ending = ending.with_residual(x, lambda residual: filled(residual, mask))
     y = functional.batch_norm(filled(x, mask), running_mean, running_var, weight, bias, eps=eps)
     return filled(ending.finish(y), mask)
 
@@ -55,7 +55,7 @@ def train(
         return ops.batch_norm(x, arguments), x  # raises the error
     try:
         rows = Rows.of(x, mask)
-        ending = ending.of_rows(rows, x)
+        ending = ending.with_residual(x, rows.take)
     except (ValueError, RuntimeError) as error:
         ops.tell_peers(error, arguments.scope, arguments.group)
         raise

@@ -89,12 +89,6 @@ class Rows:
         """Return the rows [M, C] of x [N, C, *]."""
         return _take(x, self.where)
 
-    def take_residual(self, residual: Residual, x: torch.Tensor) -> Residual:
-        """Return the rows of a residual of any shape that broadcasts to x; a number stays."""
-        if not isinstance(residual, torch.Tensor):
-            return residual
-        return self.take(broadcast(residual, x))
-
     def put(self, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the rows [M, C] among zeros, in x's shape and memory format."""
         return _put(rows, x.shape, _dense_strides(x), self.where)

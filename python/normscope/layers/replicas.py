@@ -217,7 +217,7 @@ class _Meeting:
             _check_scope(arguments.scope, arguments.group)
             if mask is not None:
                 rows = Rows.of(x, mask)
-                part, ending = rows.take(x), ending.of_rows(rows, x)
+                part, ending = rows.take(x), ending.with_residual(x, rows.take)
             moments: torch.Tensor = _Moments.apply(part, weight, call)  # type: ignore[no-untyped-call]
             with self._condition:
                 total = self._meet(replica, _Arrival(moments, part, arguments, call))

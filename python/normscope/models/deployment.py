@@ -7,14 +7,7 @@ import torch
 from torch import nn
 
 from normscope._binding.torch_private import TorchBatchNorm, children_of, has_hooks
-from normscope.layers.activated import (
-    MODULES,
-    OWN_ATTRIBUTES,
-    BatchNormAct,
-    BatchNormAct1d,
-    BatchNormAct2d,
-    BatchNormAct3d,
-)
+from normscope.layers.activated import MODULES, OWN_ATTRIBUTES, BatchNormAct
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.layers.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.models.conversion import (
@@ -25,23 +18,20 @@ from normscope.models.conversion import (
     _revert_layer,
 )
 from normscope.models.derived import class_of, set_class
-from normscope.models.fusion import fused_pairs, unfused_class
+from normscope.models.fusion import _UNFUSED, fused_pairs, unfused_class
 from normscope.models.registry import named
 from normscope.models.selection import named_layers
-from normscope.models.sync import SyncBatchNorm, SyncBatchNormAct
+from normscope.models.sync import SyncBatchNorm
 
 _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     BatchNorm1d: nn.BatchNorm1d,
     BatchNorm2d: nn.BatchNorm2d,
     BatchNorm3d: nn.BatchNorm3d,
-    BatchNormAct1d: nn.BatchNorm1d,
-    BatchNormAct2d: nn.BatchNorm2d,
-    BatchNormAct3d: nn.BatchNorm3d,
     LazyBatchNorm1d: nn.LazyBatchNorm1d,
     LazyBatchNorm2d: nn.LazyBatchNorm2d,
     LazyBatchNorm3d: nn.LazyBatchNorm3d,
 }
-_OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm, SyncBatchNormAct)
+_OF_ANY_DIMENSIONS = (BatchNorm, SyncBatchNorm)
 
 
 def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> nn.Module:
@@ -116,6 +106,7 @@ class BatchNormThenActivation(nn.Sequential):
         - Output: same as the input
 
     Example:
+        >>> from normscope import BatchNormAct2d
         >>> [type(module).__name__ for module in to_torch(BatchNormAct2d(8, activation="silu"))]
         ['BatchNorm2d', 'SiLU']
     """
@@ -151,12 +142,13 @@ def _torch_class(
             f"{name}: expected a layer without forward or backward hooks, which two modules "
             f"replace, got a {type(layer).__qualname__} with hooks; remove them"
         )
-    if layer_class in _OF_ANY_DIMENSIONS:
+    norm_class = _UNFUSED.get(layer_class, layer_class)
+    if norm_class in _OF_ANY_DIMENSIONS:
         return _checked(any_dims, layer, name)
     if _goes_back(layer, layer_class):
         return _original_class(layer, layer_class, name)
-    if layer_class in _TORCH:
-        return _TORCH[layer_class]
+    if norm_class in _TORCH:
+        return _TORCH[norm_class]
     raise TypeError(
         f"{name}: expected a layer of normscope, got {named(type(layer))}, whose own "
         "members would be lost; replace it first"

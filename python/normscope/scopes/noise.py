@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,6 @@ from normscope.training.measuring import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from normscope._binding.ops import ForwardArguments
-    from normscope.layers.count import Counter
-    from normscope.layers.ending import Ending
 
 # Half the width of a 90 % interval, in standard errors.
 _ERRORS_OF_INTERVAL = 1.645
@@ -135,17 +131,10 @@ class WatchedLayer(Watch):
     seconds: float = 0.0
     exchanges: int = 0
 
-    def train(
-        self,
-        counter: Counter | None,
-        x: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: ForwardArguments,
-        ending: Ending,
-    ) -> torch.Tensor:
+    def train(self, *call: Any) -> torch.Tensor:  # noqa: ANN401
         """Normalize, and record the input and the cost of the exchanges."""
         before = communication_counters()
-        y = super().train(counter, x, mask, arguments, ending)
+        y = super().train(*call)
         after = communication_counters()
         self.exchanges += after.calls - before.calls
         self.seconds += after.seconds - before.seconds

@@ -121,16 +121,13 @@ class ScopePlan:
         wanted = self.independent_values
         if math.isinf(wanted):
             return []  # the user asked for world
-        narrow = [
-            plan.layer or "model"
+        estimates = [
+            (plan.layer or "model", plan.chosen.values)
             for plan in self.layers
-            if plan.chosen.values is not None and plan.chosen.values.value < wanted
+            if plan.chosen.values is not None
         ]
-        vague = [
-            plan.layer or "model"
-            for plan in self.layers
-            if plan.chosen.values is not None and plan.chosen.values.relative_error > _LARGE_ERROR
-        ]
+        narrow = [layer for layer, values in estimates if values.value < wanted]
+        vague = [layer for layer, values in estimates if values.relative_error > _LARGE_ERROR]
         texts = []
         if narrow:
             texts.append(

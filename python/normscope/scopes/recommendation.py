@@ -21,7 +21,7 @@ from normscope.models.selection import Patterns, layers_in_training
 from normscope.scopes.noise import IndependentValues, WatchedLayer, gather
 from normscope.scopes.plan import Candidate, LayerPlan, ScopePlan
 from normscope.training.measuring import measuring
-from normscope.training.running_stats import check_agreement, peers_told
+from normscope.training.running_stats import check_agreement, length_of, peers_told
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,8 +30,6 @@ NamedLayers = list[tuple[str, BatchNorm]]
 
 # The default number of independent values; docs/recommending.md explains the choice.
 DEFAULT_INDEPENDENT_VALUES = 4.0
-
-_UNKNOWN = -1
 
 
 def recommend_scopes(
@@ -99,7 +97,7 @@ def recommend_scopes(
             raise ValueError(f"independent_values: expected at least 2, got {independent_values}")
         parts = _parts(ranks, group)
         layers = _layers_to_choose_for(model, include, exclude)
-        length = _length_of(batches)
+        length = length_of(batches)
     hosts = [0] * (1 if parts is None else parts)
     if group is not None and group.size() > 1:
         check_agreement("recommend_scopes", layers, group, length)
@@ -153,13 +151,6 @@ def _parts(ranks: int | None, group: ProcessGroup | None) -> int | None:
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
     return ranks
-
-
-def _length_of(batches: Iterable[Any]) -> int:
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        return _UNKNOWN
 
 
 def _run(

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from normscope._binding import groups, ops
-from normscope._binding.torch_private import DistError, TorchBatchNorm
+from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.forward import routed
 from normscope.layers.masks import unmasked_rows
@@ -187,12 +187,9 @@ def peers_told(group: ProcessGroup | None) -> Iterator[None]:
     """Tell the other ranks about an exception on this rank, so that they do not wait for it."""
     try:
         yield
-    except DistError:
-        raise  # raised by an exchange: the other ranks know
     except Exception as error:
         if group is not None:
-            reason = f"{type(error).__name__}: {error}"
-            ops.fail_exchange("world", group.group_name, reason)
+            ops.tell_peers(error, "world", group.group_name)
         raise
 
 
@@ -226,6 +223,11 @@ def _batch_count(model: torch.nn.Module, batches: Iterable[Any]) -> int:
     """Return the number of batches, if it is known and has to be the same on all ranks."""
     if not any(_spans_ranks(module) for module in model.modules()):
         return _UNKNOWN
+    return length_of(batches)
+
+
+def length_of(batches: Iterable[Any]) -> int:
+    """Return the number of batches, as :func:`check_agreement` takes it."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
