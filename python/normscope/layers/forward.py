@@ -55,16 +55,7 @@ def train(
     ending: Ending = NOTHING,
     accumulated: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalize with the statistics of the norm batch.
-
-    Args:
-        counter: Counts the elements; None for nothing.
-        x: [N, C, *].
-        mask: As for a layer.
-        arguments: As for the op.
-        ending: Applied after the normalization.
-        accumulated: As for the op.
-    """
+    """Normalize ``x`` [N, C, *] with the statistics of the norm batch, and apply the ending."""
     if counter is not None and torch.compiler.is_compiling():
         counter._count = UNKNOWN  # a count in the graph would cause recompilation each step
         counter = None
@@ -81,12 +72,7 @@ def train(
 
 
 def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:
-    """Raise the op's errors for a number of dimensions that is not allowed.
-
-    Args:
-        x: The input.
-        dims: The allowed numbers; () for any from 2.
-    """
+    """Raise the op's errors unless x has one of these numbers of dimensions; () for any from 2."""
     if x.dim() < 2:
         empty = " (an empty batch has the shape [0, channels])" if x.numel() == 0 else ""
         raise ValueError(f"x: expected at least 2 dimensions, got {x.dim()}{empty}")

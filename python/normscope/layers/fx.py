@@ -20,12 +20,6 @@ def call_of_module(
 
     Warns under torch.ao.quantization, which ignores layers that it does not know.
 
-    Args:
-        module: The layer.
-        x: The input of the layer.
-        arguments: Further positional arguments of its forward.
-        mask: The keyword argument ``mask``; None to leave it out.
-
     Raises:
         TypeError: If the layer itself is traced, because a graph has no name for its root; or if
             its class overrides forward, because the graph would then run the layer's whole forward

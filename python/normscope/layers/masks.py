@@ -14,11 +14,7 @@ Residual = torch.Tensor | float | None
 
 
 def checked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return ``mask`` if it is a valid mask of ``x`` [N, C, *]: bool [N, 1, *] on x's device.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Return ``mask`` if it is a valid mask of ``x`` [N, C, *]: bool [N, 1, *] on x's device."""
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
         given = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ValueError(f"mask: expected a tensor of torch.bool, got {given}")
@@ -44,11 +40,7 @@ def unmasked_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the residual, expanded to the shape of x.
-
-    Raises:
-        ValueError: If it does not broadcast to that shape.
-    """
+    """Return the residual, expanded to the shape of x."""
     try:
         return residual.expand(x.shape)
     except RuntimeError:
@@ -70,11 +62,7 @@ class Rows:
 
     @classmethod
     def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Rows:
-        """Find the positions.
-
-        Raises:
-            ValueError: If ``mask`` is not a valid mask of x.
-        """
+        """Find the positions, if ``mask`` is a valid mask of x."""
         try:
             return cls(checked(x, mask).squeeze(1).nonzero(as_tuple=True))
         except RuntimeError as error:

@@ -204,13 +204,7 @@ class _Meeting:
         arguments: ForwardArguments,
         ending: Ending,
     ) -> torch.Tensor:
-        """Normalize one replica's part of the joint batch, without its masked elements.
-
-        Raises:
-            ValueError: If the replicas together have one value per channel.
-            RuntimeError: If the other replicas do not arrive, or their inputs do not match, or the
-                scope is not supported for replicas.
-        """
+        """Normalize one replica's part of the joint batch, without its masked elements."""
         weight, bias, part, call = arguments.weight, arguments.bias, x, _Call()
         try:
             check_dimensions(x, arguments.dims)

@@ -21,11 +21,7 @@ def named_layers(
     include: Patterns | None,
     exclude: Patterns | None,
 ) -> list[tuple[str, Layer]]:
-    """Return the layers of a class that the patterns select by qualified name, each once.
-
-    Raises:
-        ValueError: If the model has layers of the class and a pattern matches none of them.
-    """
+    """Return the layers of a class that the patterns select by qualified name, each once."""
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, layer_class)]
     return selected(layers, include, exclude)
 
@@ -33,11 +29,7 @@ def named_layers(
 def selected(
     layers: list[tuple[str, Layer]], include: Patterns | None, exclude: Patterns | None
 ) -> list[tuple[str, Layer]]:
-    """Return those of the layers that the patterns select by name.
-
-    Raises:
-        ValueError: If there are layers and a pattern matches none of them.
-    """
+    """Return those of the layers that the patterns select by name."""
     if not layers:
         return []
     names = [name for name, _ in layers]

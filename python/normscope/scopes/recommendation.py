@@ -120,11 +120,7 @@ def recommend_scopes(
 def _layers_to_choose_for(
     model: torch.nn.Module, include: Patterns | None, exclude: Patterns | None
 ) -> NamedLayers:
-    """Return the layers of normscope that are measured.
-
-    Raises:
-        ValueError: If there are none, or the model is lazy and has seen no input.
-    """
+    """Return the layers of normscope that are measured."""
     layers = layers_in_training(model, BatchNorm, include, exclude)
     if not layers:
         raise ValueError(
@@ -223,11 +219,7 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _hosts(group: ProcessGroup, wanted: float) -> list[int]:
-    """Return a number for each rank that is the same for all ranks of a host.
-
-    Raises:
-        ValueError: On every rank, if they want different numbers of independent values.
-    """
+    """Return a number for each rank that is the same for all ranks of a host."""
     own = torch.tensor([ops.host_identity(), wanted], dtype=torch.float64)  # of 52 bits
     hosts, numbers = ops.gather(own, group.group_name, "recommend_scopes, hosts").T.tolist()
     if len(set(numbers)) > 1:
