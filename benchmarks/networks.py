@@ -9,15 +9,11 @@ normalization ops.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
-import multiprocessing
 import os
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import models
 import normscope
+from ranks import on_ranks
 
 ROUNDS = 6
 SIZE_OF_WORLD = 2
@@ -101,19 +98,8 @@ class Result:
     ops_ratio: float | None
 
 
-def settings(*, thorough: bool) -> list[Setting]:
-    """Return settings that differ from an eager float32 network in one point, or all of them."""
-    if thorough:
-        return [
-            Setting(network, batch, layout, dtype, threads, compiled, scope)
-            for network in NETWORKS
-            for batch in (2, 8)
-            for layout in ("contiguous", "channels_last")
-            for dtype in ("float32", "bfloat16")
-            for threads in (1, 2)
-            for compiled in (False, True)
-            for scope in ("local", "world")
-        ]
+def settings() -> list[Setting]:
+    """Return settings that differ from an eager float32 network in one point."""
     chosen = []
     for network in NETWORKS:
         chosen += [
@@ -136,30 +122,16 @@ def settings(*, thorough: bool) -> list[Setting]:
 def measure(setting: Setting) -> Result:
     """Measure a setting in new processes, one per rank of the scope; return the mean."""
     ranks = SIZE_OF_WORLD if setting.scope == "world" else 1
-    with (
-        tempfile.TemporaryDirectory(prefix="normscope-networks-") as folder,
-        ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as processes,
-    ):
-        futures = [
-            processes.submit(_rank, rank, ranks, setting, Path(folder, "store"))
-            for rank in range(ranks)
-        ]
-        result, *_ = [future.result() for future in futures]
-        return result
+    result, *_ = on_ranks(ranks, _measure_as_rank, setting, limit=None)
+    return result
 
 
-def _rank(rank: int, ranks: int, setting: Setting, store: Path) -> Result:
+def _measure_as_rank(setting: Setting) -> Result:
     torch.set_num_threads(setting.threads)
     torch.manual_seed(0)
-    if ranks > 1:
-        distributed.init_process_group(
-            "gloo", init_method=store.as_uri(), rank=rank, world_size=ranks
-        )
     steps = _steps_of(setting)
     step = _taking_turns(steps, _seconds_of)
     ops = None if setting.compiled else _taking_turns(steps, _seconds_of_ops)
-    if ranks > 1:
-        distributed.destroy_process_group()
     return Result(
         step=1e3 * statistics.median(step["normscope"]),
         ratio=_quartiles_of_ratio(step),
@@ -200,20 +172,11 @@ def _step(network: nn.Module, x: torch.Tensor, setting: Setting) -> Callable[[],
 
     def step() -> None:
         network.zero_grad()
-        with _autocast(setting.dtype):
+        with torch.autocast("cpu", torch.bfloat16, enabled=setting.dtype == "bfloat16"):
             loss = run(x).float().square().mean()
         loss.backward()
 
     return step
-
-
-@contextlib.contextmanager
-def _autocast(dtype: str) -> Iterator[None]:
-    if dtype == "float32":
-        yield
-        return
-    with torch.autocast("cpu", getattr(torch, dtype)):
-        yield
 
 
 def _taking_turns(
@@ -270,7 +233,6 @@ def row(setting: Setting, result: Result) -> str:
 def main() -> None:
     """Measure all settings, and print the result of each immediately."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--thorough", action="store_true", help="all combinations: hours")
     parser.add_argument("--only", default="", help="settings whose text contains this", metavar="T")
     parser.add_argument("--json", type=Path, help="also write every figure to FILE", metavar="FILE")
     arguments = parser.parse_args()
@@ -279,7 +241,7 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     print(f"{LEGEND}\n\n{COLUMNS}")
     results = []
-    for setting in settings(thorough=arguments.thorough):
+    for setting in settings():
         if arguments.only not in str(setting):
             continue
         result = measure(setting)
@@ -292,12 +254,8 @@ def main() -> None:
         )
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        command = "make bench-networks"
-        if arguments.thorough or arguments.only:
-            thorough = ["--thorough"] if arguments.thorough else []
-            only = [f"--only {arguments.only}"] if arguments.only else []
-            command += f' ARGS="{" ".join(thorough + only)}"'
-        content = {"command": command, "results": results}
+        only = f' ARGS="--only {arguments.only}"' if arguments.only else ""
+        content = {"command": f"make bench-networks{only}", "results": results}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures in new processes, as many as an arrangement has."""
+"""Runs functions on ranks, which are new processes, and measures layers there."""
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -20,6 +20,8 @@ from cases import Arrangement, Case
 from kernels import Kernels
 from table import row
 from timing import Samples, Timing, passes, sample, timing_of
+
+Answer = TypeVar("Answer")
 
 # The time after which a rank stops waiting for one that has failed.
 GROUP_LIMIT = timedelta(seconds=60)
@@ -54,52 +56,73 @@ class Result:
     timing: Timing
 
 
+def on_ranks(
+    count: int,
+    work: Callable[..., Answer],
+    *arguments: object,
+    limit: timedelta | None = GROUP_LIMIT,
+) -> list[Answer]:
+    """Call a function in new processes, and return its results in the order of the ranks.
+
+    Args:
+        count: The number of processes. They have a default process group if they are several.
+        work: A function at the top of a module.
+        *arguments: Its arguments.
+        limit: The time after which a rank stops waiting for the others; None for torch's default.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="normscope-ranks-") as folder,
+        ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as processes,
+    ):
+        store = Path(folder, "store").as_uri()
+        futures = [
+            processes.submit(_rank, rank, count, store, limit, work, arguments)
+            for rank in range(count)
+        ]
+        return [future.result() for future in futures]
+
+
+def _rank(
+    rank: int,
+    count: int,
+    store: str,
+    limit: timedelta | None,
+    work: Callable[..., Answer],
+    arguments: tuple[object, ...],
+) -> Answer:
+    """Run one process, from joining the others to leaving them."""
+    if count == 1:
+        return work(*arguments)
+    distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=count, timeout=limit
+    )
+    answer = work(*arguments)
+    distributed.barrier()  # none leaves while another still exchanges
+    distributed.destroy_process_group()
+    return answer
+
+
 def measure(plan: Plan) -> list[Result]:
     """Start the processes, measure every case, and print each row immediately."""
-    number = plan.arrangement.processes
-    with (
-        tempfile.TemporaryDirectory(prefix="normscope-bench-") as folder,
-        ProcessPoolExecutor(number, multiprocessing.get_context("spawn")) as processes,
-    ):
-        futures = [
-            processes.submit(_rank, rank, plan, Path(folder, "store")) for rank in range(number)
-        ]
-        results, *_ = [future.result() for future in futures]
-        return results
+    results, *_ = on_ranks(plan.arrangement.processes, _measure_as_rank, plan)
+    return results
 
 
-def _rank(rank: int, plan: Plan, store: Path) -> list[Result]:
+def _measure_as_rank(plan: Plan) -> list[Result]:
     """Do the work of one process."""
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
     arrangement = plan.arrangement
     torch.set_num_threads(arrangement.threads)
     torch.manual_seed(rank)
     kernels = None if plan.library is None else Kernels(plan.library, arrangement.threads)
     results = []
-    with _joined(rank, arrangement.processes, store) as align:
-        for case in plan.cases:
-            samples = sample(case, passes(case, arrangement.scope, kernels), plan.rounds, align)
-            timing = timing_of(_mean_over_ranks(samples))
-            results.append(Result(arrangement, case, timing))
-            if rank == 0:
-                print(row(case, timing), flush=True)
+    for case in plan.cases:
+        made = passes(case, arrangement.scope, kernels)
+        timing = timing_of(_mean_over_ranks(sample(case, made, plan.rounds, _start_together)))
+        results.append(Result(arrangement, case, timing))
+        if rank == 0:
+            print(row(case, timing), flush=True)
     return results
-
-
-@contextlib.contextmanager
-def _joined(rank: int, processes: int, store: Path) -> Iterator[Callable[[], None]]:
-    """Join the other ranks, if there are any, and yield a function that waits for all of them."""
-    if processes == 1:
-        yield lambda: None
-        return
-    distributed.init_process_group(
-        "gloo",
-        init_method=store.as_uri(),
-        rank=rank,
-        world_size=processes,
-        timeout=GROUP_LIMIT,
-    )
-    yield _start_together
-    distributed.destroy_process_group()
 
 
 def _start_together() -> None:
@@ -108,6 +131,8 @@ def _start_together() -> None:
     Ranks that share a core leave a barrier milliseconds apart: the first would be timed while the
     others do nothing.
     """
+    if not distributed.is_initialized():
+        return
     start = torch.tensor(monotonic() + LEAD, dtype=torch.float64)
     distributed.all_reduce(start, distributed.ReduceOp.MAX)
     sleep(max(0.0, start.item() - monotonic()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,19 +19,17 @@ from scope_layers import layer_table
 from scope_results import Result, append, line, read, table
 from scope_rules import Scopes, apply, never_changes, plan_of, schedule_of, steps_of_a_plan
 from scope_tasks import RANKS, STEPS, make_task
-from scopes_on_ranks import Ranks
+from scopes_on_ranks import train_on_ranks
 
 DEFAULT_SCOPES = ("world", "local", "progressive", "4", "8", "16")
 
 
-def train(
-    task_name: str, scopes: str, seed: int, steps: int | None = None, known: Iterable[Result] = ()
-) -> Result:
+def train(task_name: str, scopes: str, seed: int, known: Iterable[Result]) -> Result:
     """Train in one process under the given `scopes` (see scope_rules.schedule_of).
 
     A training with constant scopes is not repeated if a known result has the same scopes.
     """
-    task = make_task(task_name, seed, steps)
+    task = make_task(task_name, seed)
     schedule = schedule_of(scopes, task.steps, seed)
     bytes_of = {layer.layer: layer.exchange_bytes for layer in plan_of(task).layers}
     wide: Scopes = {}
@@ -89,8 +86,8 @@ def main() -> None:
         default=DEFAULT_SCOPES,
         help="local, world, progressive, 4 (a plan for this many values), RULE=4 (by RULE, with "
         "the cost of the plan 4), RULE=25%% (of world's exchanges), RULE@100=4 (applied at step "
-        "100), where RULE is noise, noise-per-byte, loss, loss-size or random, only:LAYER, "
-        "all-but:LAYER (default: %(default)s)",
+        "100), where RULE is noise, noise-per-byte, loss or random, only:LAYER, all-but:LAYER "
+        "(default: %(default)s)",
     )
     parser.add_argument("--seeds", nargs=2, type=int, default=[0, 5], metavar=("FIRST", "END"))
     parser.add_argument("--on-ranks", action="store_true", help="train in 4 processes")
@@ -108,20 +105,19 @@ def main() -> None:
             print(layer_table(task, range(*given.seeds), known))
         return
     results = []
-    with Ranks() if given.on_ranks else nullcontext() as ranks:
-        for task, seed, scopes in product(given.tasks, range(*given.seeds), given.scopes):
-            result = _known(known, task, seed, scopes, 1 if ranks is None else RANKS)
-            if result is None:
-                result = (
-                    train(task, scopes, seed, known=known)
-                    if ranks is None
-                    else ranks.train(task, scopes, seed)
-                )
-                known.append(result)
-                print(line(result), flush=True)
-                if given.results:
-                    append(given.results, result)
-            results.append(result)
+    for task, seed, scopes in product(given.tasks, range(*given.seeds), given.scopes):
+        result = _known(known, task, seed, scopes, RANKS if given.on_ranks else 1)
+        if result is None:
+            result = (
+                train_on_ranks(task, scopes, seed)
+                if given.on_ranks
+                else train(task, scopes, seed, known)
+            )
+            known.append(result)
+            print(line(result), flush=True)
+            if given.results:
+                append(given.results, result)
+        results.append(result)
     print(table(results))
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from scope_results import Result
 from scope_rules import apply, loss_changes, noise, plan_of
@@ -14,19 +14,13 @@ from scope_tasks import make_task
 MEASURED_BEFORE_STEPS = (0, 100)
 
 
-def layer_table(
-    task_name: str,
-    seeds: Iterable[int],
-    known: Iterable[Result],
-    steps: Sequence[int] = MEASURED_BEFORE_STEPS,
-) -> str:
+def layer_table(task_name: str, seeds: Iterable[int], known: Iterable[Result]) -> str:
     """Return a table of means over the seeds, and their deviations.
 
     Args:
         task_name: The network.
         seeds: The seeds to measure.
         known: Results of trainings; those under `all-but:LAYER` and `world` give the lost quality.
-        steps: The steps before which the layers are measured.
     """
     worth: dict[str, list[float]] = {}
     changes: dict[tuple[str, int], list[float]] = {}
@@ -36,15 +30,16 @@ def layer_table(
         apply(task.model, {layer.layer: "world" for layer in layers})
         for layer in layers:
             worth.setdefault(layer.layer, []).append(2 / noise(layer))
-        for step in range(max(steps) + 1):
-            if step in steps:
+        for step in range(max(MEASURED_BEFORE_STEPS) + 1):
+            if step in MEASURED_BEFORE_STEPS:
                 for name, change in loss_changes(task).items():
                     changes.setdefault((name, step), []).append(change)
             task.step(step)
     of_world = _quality_of_world(task_name, known)
-    rows = [(task_name, "worth", *(f"loss at step {step}" for step in steps), "of world")]
+    measured = (f"loss at step {step}" for step in MEASURED_BEFORE_STEPS)
+    rows = [(task_name, "worth", *measured, "of world")]
     for name, values in worth.items():
-        cells = (_mean_and_spread(changes[name, step]) for step in steps)
+        cells = (_mean_and_spread(changes[name, step]) for step in MEASURED_BEFORE_STEPS)
         ratio = f"{of_world[name]:.3f}" if name in of_world else "?"
         rows.append((name, f"{statistics.fmean(values):.1f}", *cells, ratio))
     return "\n".join(

@@ -32,7 +32,7 @@ Scopes = dict[str, str]
 Schedule = dict[int, Callable[[Task], Scopes]]
 
 _SPELLING = re.compile(
-    r"""(?P<rule>noise|noise-per-byte|loss|loss-size|random)(@(?P<step>\d+))?=(?P<budget>[\d.]+)(?P<share>%?)
+    r"""(?P<rule>noise|noise-per-byte|loss|random)(@(?P<step>\d+))?=(?P<budget>[\d.]+)(?P<share>%?)
     |(?P<wanted>[\d.]+)
     |(?P<which>only|all-but):(?P<layer>[\w.]+)""",
     re.VERBOSE,
@@ -135,15 +135,12 @@ def rank(task: Task, rule: str, seed: int) -> dict[str, float]:
     """Return how much each layer needs a wide scope.
 
     * `noise`, `noise-per-byte`: the squared relative error of its variances under local;
-    * `loss`: the increase of the training loss if only this layer is narrow; `loss-size`: the
-      absolute change;
+    * `loss`: the increase of the training loss if only this layer is narrow;
     * `random`: a random number.
     """
     layers = plan_of(task).layers
     if rule == "loss":
         return loss_changes(task)
-    if rule == "loss-size":
-        return {layer: abs(change) for layer, change in loss_changes(task).items()}
     if rule == "random":
         lots = np.random.default_rng(seed).random(len(layers))
         return {layer.layer: float(lot) for layer, lot in zip(layers, lots, strict=True)}

@@ -26,40 +26,13 @@ IMAGES_PER_RANK = 2
 BATCH = RANKS * IMAGES_PER_RANK
 
 
-class Task:
-    """A network to train, and its data.
-
-    Args:
-        steps: The number of optimizer steps.
-    """
-
-    steps: int
-    model: nn.Module
-
-    def images(self, step: int) -> torch.Tensor:
-        """Return the images of a training step, or of one that would follow the last step."""
-        raise NotImplementedError
-
-    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the loss of a model, which may be a copy, on the images of a step."""
-        raise NotImplementedError
-
-    def step(self, step: int) -> None:
-        """Run a step of the optimizer."""
-        raise NotImplementedError
-
-    def quality(self) -> float:
-        """Return the quality on held-out data, with the current running statistics."""
-        raise NotImplementedError
-
-
-class Segmentation(Task):
+class Segmentation:
     """The demo's network."""
 
     def __init__(self, seed: int, share: range, steps: int) -> None:
-        from scenes import VOID, Batch
+        from scenes import Batch
         from settings import Settings
-        from trainer import BACKGROUND_WEIGHT, Trainer
+        from trainer import Trainer
 
         settings = Settings(RANKS, IMAGES_PER_RANK, steps)
         source = settings.source()
@@ -68,26 +41,21 @@ class Segmentation(Task):
         # In a single process with the whole batch, local stands for world.
         self._trainer = Trainer(source, settings, seed, "local", share)
         self.model = self._trainer.network
-        weights = torch.ones(len(source.class_names))
-        weights[0] = BACKGROUND_WEIGHT
-        self._cross_entropy = nn.CrossEntropyLoss(weights, ignore_index=VOID, reduction="none")
 
     def images(self, step: int) -> torch.Tensor:
-        """Return scenes."""
+        """Return the scenes of a step, which may be one after the last."""
         return self._trainer.batch(step).images
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the loss of the demo."""
-        batch = self._trainer.batch(step)
-        loss: torch.Tensor = self._cross_entropy(model(batch.images), batch.masks).mean()
-        return loss
+        """Return the loss of a model, which may be a copy, on the scenes of a step."""
+        return self._trainer.loss(model, self._trainer.batch(step))
 
     def step(self, step: int) -> None:
         """Run a step of the demo."""
         self._trainer.step(step)
 
     def quality(self) -> float:
-        """Return the mean IoU."""
+        """Return the mean IoU on held-out scenes, with the current running statistics."""
         return self._trainer.evaluate(self._held_out)
 
 
@@ -141,7 +109,7 @@ def residual_network(dims: int) -> nn.Module:
     )
 
 
-class Digits(Task):
+class Digits:
     """Handwritten digits as pictures [1, 8, 8], or as sequences [1, 64] of their rows."""
 
     def __init__(self, dims: int, seed: int, share: range, steps: int) -> None:
@@ -168,11 +136,11 @@ class Digits(Task):
         self._rates = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 1e-2, steps)
 
     def images(self, step: int) -> torch.Tensor:
-        """Return some of the digits."""
+        """Return the digits of a step, which may be one after the last."""
         return self._training[0][self._chosen(step)]
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the cross entropy."""
+        """Return the cross entropy of a model, which may be a copy, on the digits of a step."""
         targets = self._training[1][self._chosen(step)]
         return functional.cross_entropy(model(self.images(step)), targets)
 
@@ -186,7 +154,7 @@ class Digits(Task):
         self._rates.step()
 
     def quality(self) -> float:
-        """Return the accuracy."""
+        """Return the accuracy on held-out digits, with the current running statistics."""
         self.model.eval()
         with torch.no_grad():
             predicted = self.model(self._held_out[0]).argmax(1)
@@ -198,20 +166,21 @@ class Digits(Task):
         return torch.from_numpy(chosen[self._share.start : self._share.stop])
 
 
+# A network to train, and its data.
+Task = Segmentation | Digits
+
 STEPS = {"segmentation": 700, "digits": 1000, "sequences": 1000}
 
 
-def make_task(name: str, seed: int, steps: int | None = None, share: range = range(BATCH)) -> Task:
+def make_task(name: str, seed: int, share: range = range(BATCH)) -> Task:
     """Make a task by its name in STEPS.
 
     Args:
         name: The name of the network.
         seed: The seed of the initial weights and of the order of the data.
-        steps: The number of steps; None for the number in STEPS.
         share: Indices in each batch that this process trains on. If these are not all, the other
             ranks of the default process group have the rest.
     """
-    steps = STEPS[name] if steps is None else steps
     if name == "segmentation":
-        return Segmentation(seed, share, steps)
-    return Digits(2 if name == "digits" else 1, seed, share, steps)
+        return Segmentation(seed, share, STEPS[name])
+    return Digits(2 if name == "digits" else 1, seed, share, STEPS[name])

@@ -104,19 +104,25 @@ class Trainer:
         """Returns this process's images of the steps that would follow the last one."""
         return [self.batch(self.settings.steps + i).images for i in range(ESTIMATION_BATCHES)]
 
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the loss of a model, which may be a copy of the network, on a batch."""
+        # A mean over pixels, not over weights: equal shares then have equal weight, and
+        # DistributedDataParallel's average of gradients is that of the global batch.
+        return functional.cross_entropy(
+            model(batch.images),
+            batch.masks,
+            self._class_weights,
+            ignore_index=VOID,
+            reduction="none",
+        ).mean()
+
     def step(self, step: int) -> torch.Tensor:
         """Takes optimizer step number `step`.
 
         Returns:
             The loss of this share; the mean over all shares is the loss of the global batch.
         """
-        images, masks = self.batch(step)
-        logits = self._model.train()(images)
-        # A mean over pixels, not over weights: equal shares then have equal weight, and
-        # DistributedDataParallel's average of gradients is that of the global batch.
-        loss = functional.cross_entropy(
-            logits, masks, self._class_weights, ignore_index=VOID, reduction="none"
-        ).mean()
+        loss = self.loss(self._model.train(), self.batch(step))
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         self._optimizer.step()
