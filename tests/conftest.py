@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 import synchronized_kernels  # noqa: F401 - registers them if they are wanted
+import torch
 from rank_pool import RankPool
 from torch import distributed
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Each test draws the same numbers, whichever tests ran before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.on_device
 MICRO_BATCHES = (3, 1, 0, 4)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def buffers_of(layer: normscope.BatchNorm) -> dict[str, Any]:
     return {name: value.clone() for name, value in layer.named_buffers()} | {
         "elements_seen": layer.elements_seen

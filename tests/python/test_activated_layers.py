@@ -29,11 +29,6 @@ LAYERS: list[tuple[type[normscope.BatchNormAct], type[nn.Module], tuple[int, ...
 ]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def step(layer: nn.Module, call: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401
     """Return all results of a training step."""
     leaves = [t.clone().requires_grad_() for t in inputs]

@@ -98,7 +98,6 @@ def test_data_parallel_takes_synchronized_layers_on_cpus_but_not_torch_s(
 
 
 def test_precise_statistics_are_those_of_torch_s_layers() -> None:
-    torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
     plain.append(nn.SyncBatchNorm(4)).double()
     model = normscope.convert(copy.deepcopy(plain), "local")

@@ -60,11 +60,6 @@ class OwnNorm(normscope.BatchNorm2d):
     pass
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def sequence(*more: nn.Module, act: nn.Module | None = None) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), act or nn.ReLU(), *more)
 

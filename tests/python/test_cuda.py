@@ -148,7 +148,6 @@ def test_second_derivatives_have_the_bits_of_the_cpu() -> None:
 
 
 def test_autocast_does_not_change_the_dtype() -> None:
-    torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8, scope="local")).to(
         DEVICE
     )

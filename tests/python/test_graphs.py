@@ -69,7 +69,6 @@ BIT_TRUE: dict[str, Any] = {"backend": "aot_eager"}
 @pytest.mark.parametrize("scope", ["local", "slices:3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_decomposed_layer_has_the_bits_of_eager_mode(scope: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(normscope.BatchNorm2d(5, scope=scope), nn.ReLU())
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = (3 * torch.randn(7, 5, 6, 4) + 100).to(dtype).to(memory_format=memory_format)
@@ -95,8 +94,6 @@ def test_a_decomposed_layer_has_the_bits_of_eager_mode(scope: str, dtype: torch.
 def test_decomposed_layers_with_other_arguments_have_the_bits_of_eager_mode(
     dtype: torch.dtype, layer: nn.Module
 ) -> None:
-    torch.manual_seed(0)
-
     assert compiled_like_eager(layer, torch.randn(4, 5, 3, 3, dtype=dtype), **BIT_TRUE)
 
 
@@ -109,7 +106,6 @@ def test_an_empty_batch_can_run_through_a_graph() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     layer = normscope.BatchNorm2d(5, scope="slices:2")
     x = (torch.randn(4, 5, 6, 6) + 30).to(dtype)
 

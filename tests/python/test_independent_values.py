@@ -12,7 +12,6 @@ EPS = 1e-5
 
 
 def test_the_values_of_parts_and_of_parts_joined_are_counted() -> None:
-    torch.manual_seed(0)
     moments = PartMoments.of(torch.randn(32 * 8, 256), 64)
     for _ in range(3):
         moments = moments.followed_by(PartMoments.of(torch.randn(32 * 8, 256), 64))
@@ -31,7 +30,6 @@ def test_the_values_of_parts_and_of_parts_joined_are_counted() -> None:
 )
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "expanded"])
 def test_moments_are_those_of_the_elements(dtype: torch.dtype, layout: str) -> None:
-    torch.manual_seed(0)
     x = (1 + torch.randn(5, 3, 4, 6)).to(dtype)
     if layout == "channels_last":
         x = x.to(memory_format=torch.channels_last)

@@ -27,11 +27,6 @@ ROUNDING = 1e-12
 Call = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def inputs(dtype: torch.dtype = torch.float32, count: int = 2) -> list[torch.Tensor]:
     """Return a mask [6, 1, 5, 4], and inputs that are not finite where it is False."""
     mask = torch.rand(6, 1, 5, 4) > 0.5

@@ -17,11 +17,6 @@ from normscope.layers import SliceStats
 pytestmark = pytest.mark.on_device
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def masked_input() -> tuple[torch.Tensor, torch.Tensor]:
     """Return an input that is not finite where its mask is False."""
     mask = torch.rand(7, 1, 5, 4) > 0.5

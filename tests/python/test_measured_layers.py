@@ -16,11 +16,6 @@ import normscope
 from normscope.scopes import PartMoments, independent_values
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 class Conditional(nn.BatchNorm1d):
     """Conditional batch normalization (Dumoulin et al. 2017)."""
 

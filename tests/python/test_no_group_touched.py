@@ -99,7 +99,6 @@ def test_a_step_sends_eighty_bytes_per_channel_and_a_header_each_way(
 
 
 def test_without_a_process_group_the_world_is_this_process() -> None:
-    torch.manual_seed(0)
     x = torch.randn(4, 3, 5, 5)
 
     assert torch.equal(normscope.BatchNorm2d(3)(x), normscope.BatchNorm2d(3, scope="local")(x))

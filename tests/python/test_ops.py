@@ -169,7 +169,6 @@ def test_a_graph_with_dynamic_batch_size_equals_eager(ranks: RankPool, scope: st
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_neither_the_statistics_nor_the_dtype(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     layer, of_torch = normscope.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
     x = (torch.randn(X) + 7).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):

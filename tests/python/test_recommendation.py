@@ -119,7 +119,6 @@ class _Twice(nn.Module):
 
 
 def test_for_a_layer_that_runs_twice_the_noisier_call_counts() -> None:
-    torch.manual_seed(0)
     batches = [torch.randn(8, 3, 8, 8) for _ in range(32)]
 
     plan = normscope.recommend_scopes(_Twice(), batches, ranks=4)
@@ -149,7 +148,6 @@ class _Routed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:the standard error exceeds")
 def test_a_layer_is_measured_on_the_batches_that_reach_it() -> None:
-    torch.manual_seed(0)
     batches = [torch.randn(8, 4) for _ in range(6)]
 
     plan = normscope.recommend_scopes(_Routed(), batches, 2, ranks=2)
@@ -202,7 +200,6 @@ def test_layers_for_which_world_is_not_enough_cause_a_warning() -> None:
 
 
 def test_heavy_tails_cause_a_warning() -> None:
-    torch.manual_seed(0)
     layer = normscope.BatchNorm1d(1)
     batches = [torch.randn(8, 1).mul(3).exp() for _ in range(4)]
 
@@ -249,7 +246,6 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:the standard error exceeds")
 def test_only_the_unmasked_values_of_a_layer_are_measured() -> None:
-    torch.manual_seed(0)
     clean = [(torch.randn(6, 3, 5, 4) + 2, torch.rand(6, 1, 5, 4) > 0.5) for _ in range(3)]
     batches = [(torch.where(mask, x, torch.tensor(math.nan)), mask) for x, mask in clean]
     model = Masked(normscope.BatchNorm2d(3, scope="local"))

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.on_device
 SIZES = [3, 0, 4]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def forward(model: nn.Module, x: torch.Tensor, sizes: list[int] = SIZES) -> list[Any]:
     return run_replicas(replicas_of(model, len(sizes)), x.split(sizes))
 

@@ -50,7 +50,6 @@ def test_slices_match_torch_on_each_chunk(
     count: int,
     last: bool,  # noqa: FBT001
 ) -> None:
-    torch.manual_seed(0)
     expected_layer = torch.nn.BatchNorm2d(3, momentum=momentum, dtype=torch.float64)
     layer = normscope.BatchNorm2d(
         3, momentum=momentum, dtype=torch.float64, scope=f"slices:{count}", slice_stats=slice_stats

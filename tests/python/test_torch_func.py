@@ -21,11 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 ROUNDING = 1e-12
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def batch(*more: int) -> torch.Tensor:
     return torch.randn(*more, 4, 3, 2, 2, dtype=torch.float64)
 
