@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of all Python tests."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from torch import distributed
 def seeded() -> None:
     """Each test draws the same numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_graphs() -> Iterator[None]:
+    """No compiled graphs of earlier tests, and no warnings by the compiler itself."""
+    torch.compiler.reset()  # torch limits the number of graphs for the same code
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -69,15 +67,7 @@ def test_ranks_have_the_bits_and_exchanges_of_separate_modules(
         assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.fixture
-def _graphs_of_their_own() -> Iterator[None]:
-    torch.compiler.reset()  # torch limits the number of graphs for the same code
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own warnings
-        yield
-
-
-@pytest.mark.usefixtures("_graphs_of_their_own")
+@pytest.mark.usefixtures("own_graphs")
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_has_the_bits_of_eager_mode(activation: Activation, dtype: torch.dtype) -> None:

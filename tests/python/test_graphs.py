@@ -2,8 +2,7 @@
 """Compiled graphs: the bits of eager mode, and exchanges in a fixed order without repetition."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +16,7 @@ from torch._higher_order_ops.effects import with_effects
 
 import normscope
 
-pytestmark = pytest.mark.on_device
-
-
-@pytest.fixture(autouse=True)
-def _graphs_of_their_own() -> Iterator[None]:
-    torch.compiler.reset()  # torch limits the number of graphs for the same code
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own warnings
-        yield
+pytestmark = [pytest.mark.on_device, pytest.mark.usefixtures("own_graphs")]
 
 
 class Residual(nn.Module):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -23,20 +22,12 @@ FLOAT = torch.tensor(3.0)
 AVERAGED = torch.tensor(2.5, dtype=torch.float64)  # as federated averaging makes it
 
 
-@pytest.fixture(autouse=True)
-def few_graphs() -> None:
-    """Discard earlier graphs, as their number per function has a limit."""
-    torch._dynamo.reset()
-
-
 def trained(layer: nn.Module, how: str) -> list[torch.Tensor]:
     run: nn.Module = layer
     if how == "compiled":
         run = torch.compile(layer, backend="aot_eager")  # type: ignore[assignment]
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)) + 5
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own warnings
-        outputs = [run(x), run(x * 2)]
+    outputs = [run(x), run(x * 2)]
     return [y.detach() for y in outputs] + list(layer.buffers())
 
 
@@ -44,6 +35,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
+@pytest.mark.usefixtures("own_graphs")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("count", [SHORT, FLOAT, AVERAGED], ids=["int32", "float32", "float64"])
@@ -70,6 +62,7 @@ def with_count(count: int) -> nn.Module:
     return layer
 
 
+@pytest.mark.usefixtures("own_graphs")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_running_statistics_with_strides_are_updated(how: str) -> None:
     layers = normscope.BatchNorm1d(3), nn.BatchNorm1d(3)
