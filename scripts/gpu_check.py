@@ -329,7 +329,7 @@ def test_package(check: Check, way: Way) -> None:
     """Run the Python tests on the device."""
     environment = {"PYTHONPATH": str(check.build / way.site), **way.environment}
     check.run("describe", [sys.executable, "-m", "normscope"], environment=environment)
-    files = {"python": ("cuda", "cuda_replicas", "portable"), "programs": ("programs",)}
+    files = {"python": ("cuda", "portable"), "programs": ("programs",)}
     for name, tests in files.items():
         junit = check.results / f"{name}.xml"
         check.run(

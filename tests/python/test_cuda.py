@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
+from replicas import replicas_of, run_replicas
 from torch import distributed
 
 import normscope
@@ -158,6 +159,38 @@ def test_autocast_does_not_change_the_dtype() -> None:
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def step_of_replicas(layer: torch.nn.Module, x: torch.Tensor) -> Tensors:
+    """Run the first step of two replicas on one device, in threads."""
+    leaf = x.detach().requires_grad_()
+    y = torch.cat(run_replicas(replicas_of(layer, 2), leaf.split([2, len(x) - 2])))
+    y.sin().sum().backward()
+    assert leaf.grad is not None
+    out = {"y": y, "dx": leaf.grad, **dict(layer.named_buffers())}
+    return {name: value.detach().cpu() for name, value in out.items()}
+
+
+def test_replicas_share_statistics_as_on_the_cpu() -> None:
+    on_cpu = normscope.BatchNorm2d(3)
+    on_device = copy.deepcopy(on_cpu).to(DEVICE)
+    x = torch.randn(5, 3, 6, 6)
+
+    found, expected = step_of_replicas(on_device, x.to(DEVICE)), step_of_replicas(on_cpu, x)
+
+    for name, value in expected.items():
+        # torch computes the loss on each device in its own way.
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="cuda: two devices are needed")
+def test_data_parallel_trains_as_one_device() -> None:
+    layer = normscope.BatchNorm2d(3).to(DEVICE)
+    alone = copy.deepcopy(layer)
+    x = torch.randn(5, 3, 6, 6, device=DEVICE)
+
+    assert torch.equal(torch.nn.DataParallel(layer)(x), alone(x))
+    assert all(map(torch.equal, layer.buffers(), alone.buffers()))
 
 
 @needs_gpu
