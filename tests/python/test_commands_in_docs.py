@@ -41,28 +41,9 @@ LANGUAGES = {
     "text",  # output
 }
 
-GUIDES = (
-    "README.md",
-    "ARCHITECTURE.md",
-    "CONTRIBUTING.md",
-    "examples/README.md",
-    "docs/cpp.md",
-    "docs/demo.md",
-    "docs/deploying.md",
-    "docs/environment.md",
-    "docs/faults.md",
-    "docs/install.md",
-    "docs/migrating.md",
-    "docs/numerics.md",
-    "docs/recommending.md",
-    "docs/scaling.md",
-    "docs/scopes.md",
-    "docs/semantics.md",
-    "docs/tutorial.md",
-)
 SHELL = [
     (document, language, code)
-    for document in GUIDES
+    for document in DOCUMENTS
     for language, code in blocks_of(document)
     if language.split()[:1] == ["sh"]
 ]
@@ -98,7 +79,7 @@ def test_shell_blocks_run(document: str, code: str) -> None:
 
 
 def test_each_block_is_of_a_known_kind() -> None:
-    for document in GUIDES:
+    for document in DOCUMENTS:
         for language, code in blocks_of(document):
             kind, _, reason = language.partition(" ")
             if kind == "sh" and "/" in reason:
