@@ -5,7 +5,7 @@ import copy
 import pickle
 
 import torch
-from rank_pool import RankPool, connected_group, split_of
+from rank_pool import RankPool, connected_group, error_of, split_of
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -99,11 +99,7 @@ def name_a_group_that_is_gone() -> str:
     group = connected_group([0, 1])
     layer = normscope.BatchNorm1d(1, process_group=group)
     distributed.destroy_process_group(group)
-    try:
-        layer(torch.randn(2, 1))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: layer(torch.randn(2, 1)), RuntimeError)
 
 
 def test_a_destroyed_group_is_refused(ranks: RankPool) -> None:

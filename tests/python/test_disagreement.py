@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, error_of
 from torch import distributed
 
 import normscope
@@ -22,14 +22,6 @@ def named_layer(name: str, channels: int = 3) -> normscope.BatchNorm2d:
     layer = normscope.BatchNorm2d(channels)
     layer.layer_name = name
     return layer
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except distributed.DistError as error:
-        return str(error)
-    return ""
 
 
 def assert_group_is_usable() -> None:

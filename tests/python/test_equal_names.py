@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, error_of
 from torch import distributed, nn
 
 import normscope
@@ -64,11 +64,8 @@ def rank_1_changes_the_order(pair: str, steps_before: int) -> str:
     first, second = PAIRS[pair]()
     for _ in range(steps_before):
         step((first, second))
-    try:
-        step((second, first) if distributed.get_rank() == 1 else (first, second))
-    except distributed.DistError as error:
-        return str(error)
-    return ""
+    order = (second, first) if distributed.get_rank() == 1 else (first, second)
+    return error_of(lambda: step(order))
 
 
 @pytest.mark.parametrize("pair", PAIRS)

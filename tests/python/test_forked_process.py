@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, error_of
 from torch import distributed
 
 import normscope
@@ -42,14 +42,6 @@ def answer_of_fork(call: Callable[[], str]) -> str:
         text = answer.read()
     os.waitpid(process, 0)
     return text
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except distributed.DistError as error:
-        return str(error)
-    return "none"
 
 
 def step(layer: torch.nn.Module, value: float) -> None:

@@ -260,6 +260,23 @@ def module_of(file: str) -> ModuleType:
     return module
 
 
+def error_of(call: Callable[[], object], kind: type[Exception] | None = None) -> str:
+    """Return the text of the error that a call raises, or "" if it raises none.
+
+    Args:
+        call: What to call.
+        kind: The error to expect, ``torch.distributed.DistError`` by default; others pass through.
+    """
+    from torch.distributed import DistError
+
+    expected = kind or DistError
+    try:
+        call()
+    except expected as error:
+        return str(error)
+    return ""
+
+
 def split_of(sizes: Sequence[int], rank: int) -> slice:
     """Return the samples of ``rank``, if rank i has ``sizes[i]`` of them, in order."""
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
