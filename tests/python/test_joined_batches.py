@@ -68,16 +68,12 @@ def train(net: nn.Module, steps: Iterator[tuple[Samples, float]]) -> int:
     return count
 
 
-def state_of(net: nn.Module) -> State:
-    return {name: value.clone() for name, value in net.state_dict().items()}
-
-
 def train_rank(sizes: tuple[tuple[int, ...], ...], buffers: str) -> tuple[State, int]:
     net = normscope.convert(network(), "world")
     parallel = data_parallel(net, sends_buffers=buffers == "broadcast")
     own = batches_of(distributed.get_rank(), sizes[distributed.get_rank()])
     count = train(parallel, normscope.joined(own, like=samples(0, 0, 1)))
-    return state_of(net), count
+    return net.state_dict(), count
 
 
 def joined_by_hand(sizes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Samples, float]]:
@@ -95,7 +91,7 @@ def test_ranks_with_different_numbers_of_batches_train_like_one_process(
 ) -> None:
     net = network()
     steps = train(net, joined_by_hand(sizes))
-    expected = state_of(net)
+    expected = net.state_dict()
 
     answers = ranks.run(len(sizes), train_rank, sizes, buffers, environment=environment)
 

@@ -73,7 +73,7 @@ def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
     return {
         "scopes": [[scope and str(scope) for scope in scopes] for scopes in seen],
         "classes": {type(task.net[i]).__module__ for i in (1, 4)},  # type: ignore[index]
-        "state": {name: value.clone() for name, value in task.net.state_dict().items()},
+        "state": task.net.state_dict(),
     }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,10 +52,6 @@ def part(seed: int = 0) -> torch.Tensor:
     return images(sum(SIZES), seed)[split_of(SIZES, distributed.get_rank())]
 
 
-def state(model: nn.Module) -> Tensors:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def assert_same_bits(states: list[Tensors]) -> None:
     for other in states[1:]:
         assert other.keys() == states[0].keys()
@@ -78,9 +75,9 @@ def train_and_pool() -> tuple[Tensors, Tensors]:
     model = network("local")
     for step in range(2):
         model(part(step))
-    before = state(model)
+    before = copy.deepcopy(model.state_dict())
     normscope.sync_running_stats(model)
-    return before, state(model)
+    return before, model.state_dict()
 
 
 def test_pooled_statistics_follow_the_law_of_total_variance(ranks: RankPool) -> None:
@@ -99,11 +96,11 @@ def test_pooled_statistics_follow_the_law_of_total_variance(ranks: RankPool) -> 
 def test_without_other_ranks_nothing_is_pooled() -> None:
     model = network("local")
     model(images(4))
-    before = state(model)
+    before = copy.deepcopy(model.state_dict())
 
     normscope.sync_running_stats(model)
 
-    assert_same_bits([before, state(model)])
+    assert_same_bits([before, model.state_dict()])
 
 
 def means_under_data_parallel(buffers: str) -> list[float]:
@@ -149,7 +146,8 @@ def estimate(scope: str, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[T
     rank = distributed.get_rank()
     model = network(scope).to(dtype)
     model[1].eval()
-    tracked, inputs = state(model), {"1": [], "4": []}  # type: ignore[var-annotated]
+    tracked = copy.deepcopy(model.state_dict())
+    inputs: dict[str, list[torch.Tensor]] = {"1": [], "4": []}
     hooks = [
         model[int(name)].register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0]))
         for name, seen in inputs.items()
@@ -159,7 +157,7 @@ def estimate(scope: str, counts: tuple[int, ...], dtype: torch.dtype) -> tuple[T
     for hook in hooks:
         hook.remove()
     assert [layer.training for layer in model] == [True, False, True, True, True, True]
-    after = state(model)
+    after = model.state_dict()
     for name in ("1", "4"):
         key = f"{name}.num_batches_tracked"
         assert torch.equal(after[key], tracked[key])
@@ -231,11 +229,11 @@ def test_tuples_are_arguments_and_each_call_of_a_shared_layer_counts() -> None:
 def test_no_batches_keep_the_statistics() -> None:
     layer = normscope.BatchNorm1d(2)
     layer(torch.randn(4, 2))
-    before = state(layer)
+    before = copy.deepcopy(layer.state_dict())
 
     normscope.estimate_running_stats(layer, [])
 
-    assert_same_bits([before, state(layer)])
+    assert_same_bits([before, layer.state_dict()])
 
 
 def failing_batches() -> Iterator[torch.Tensor]:
@@ -247,13 +245,13 @@ def test_an_error_does_not_change_modes_statistics_or_hooks() -> None:
     model = network("local")
     model[4].eval()
     model(images(4))
-    before, hooks = state(model), len(model[1]._forward_pre_hooks)
+    before, hooks = copy.deepcopy(model.state_dict()), len(model[1]._forward_pre_hooks)
     seen = model[1].elements_seen
 
     with pytest.raises(OSError, match="no disk"):
         normscope.estimate_running_stats(model, failing_batches())
 
-    assert_same_bits([before, state(model)])
+    assert_same_bits([before, model.state_dict()])
     assert [layer.training for layer in model] == [True] * 4 + [False, True]
     assert len(model[1]._forward_pre_hooks) == hooks
     assert model[1].elements_seen == seen
@@ -272,11 +270,11 @@ def test_statistics_of_a_compiled_model_can_be_estimated() -> None:
 
 def estimate_with_other_numbers() -> str:
     model = network("world")
-    before = state(model)
+    before = copy.deepcopy(model.state_dict())
     batches = [part() for _ in range(1 + distributed.get_rank())]
     with pytest.raises(ValueError, match="batches") as raised:
         normscope.estimate_running_stats(model, batches)
-    assert_same_bits([before, state(model)])
+    assert_same_bits([before, model.state_dict()])
     return str(raised.value)
 
 

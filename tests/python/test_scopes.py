@@ -34,8 +34,7 @@ def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
     y.backward(dy)
     assert x.grad is not None
     gradients = {f"d{name}": p.grad.clone() for name, p in layer.named_parameters()}  # type: ignore[union-attr]
-    state = {name: value.clone() for name, value in layer.state_dict().items()}
-    return {"y": y.detach(), "dx": x.grad} | gradients | state
+    return {"y": y.detach(), "dx": x.grad} | gradients | layer.state_dict()
 
 
 def step_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
