@@ -139,11 +139,12 @@ def test_eval_without_running_statistics_needs_two_values_too() -> None:
 def test_a_call_that_raises_updates_nothing(bad: torch.Tensor, momentum: float | None) -> None:
     layer = normscope.BatchNorm2d(3, momentum=momentum)
     layer(X)
-    before = copy.deepcopy(layer.state_dict())
+    before, seen = copy.deepcopy(layer.state_dict()), layer.elements_seen
 
     with pytest.raises((ValueError, RuntimeError)):
         layer(bad)
 
+    assert layer.elements_seen == seen == X.numel()
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
