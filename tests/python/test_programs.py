@@ -42,19 +42,19 @@ class Program:
     sizes: tuple[tuple[int, ...], ...]
     scopes: tuple[str, str]  # of the first and the second layer
     later_scopes: tuple[str, str]  # from the second micro-batch on, by a schedule
-    accumulates: bool
-    masked: bool
-    checkpoint: str
-    fused: bool
-    shared: bool  # whether the second layer is the first
-    frozen: bool  # whether the first layer's parameters need no gradient
-    copied: bool
-    rescoped: bool  # whether the scopes change between a forward and its backward
-    twice: bool  # whether the gradient is differentiated
-    compiled: bool
-    mixed: bool  # whether it trains in mixed precision
-    twin: bool  # whether a copy of the model, with batch statistics too, runs after it
     seed: int
+    accumulates: bool = False
+    masked: bool = False
+    checkpoint: str = "none"
+    fused: bool = False
+    shared: bool = False  # whether the second layer is the first
+    frozen: bool = False  # whether the first layer's parameters need no gradient
+    copied: bool = False
+    rescoped: bool = False  # whether the scopes change between a forward and its backward
+    twice: bool = False  # whether the gradient is differentiated
+    compiled: bool = False
+    mixed: bool = False  # whether it trains in mixed precision
+    twin: bool = False  # whether a copy of the model, with batch statistics too, runs after it
 
     @property
     def ranks(self) -> int:
@@ -363,19 +363,11 @@ TRACED_AGAIN = Program(
     sizes=((3, 2), (3, 4)),
     scopes=("slices:2", "slices:2"),
     later_scopes=("world", "world"),
+    seed=6,
     accumulates=True,
     masked=True,
-    checkpoint="none",
-    fused=False,
     shared=True,
-    frozen=False,
-    copied=False,
-    rescoped=False,
-    twice=False,
     compiled=True,
-    mixed=False,
-    twin=False,
-    seed=6,
 )
 
 
