@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from programs import output_of
-from torch import nn
+from rank_pool import module_of
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples/train.py"
@@ -23,16 +22,6 @@ CHANCE = 0.1 + 5 * (0.1 * 0.9 / DIGITS) ** 0.5
 TIMEOUT_SECONDS = 120  # about twenty times the usual duration
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
-
-def plain_network() -> nn.Module:
-    spec = importlib.util.spec_from_file_location("examples_train", TRAIN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    network: nn.Module = module.network()
-    return network
 
 
 @pytest.mark.parametrize(
@@ -61,7 +50,7 @@ def test_the_script_learns_and_its_checkpoint_loads_into_torch_s_layers(
     assert float(told[1]) > CHANCE
     assert (int(told[2]), int(told[3])) == (DIGITS, ranks)
     assert ("independent values of a norm batch" in output) == (scope == "recommended")
-    network = plain_network()
+    network = module_of(str(TRAIN)).network()
     assert {type(layer).__module__.split(".")[0] for layer in network.modules()} == {"torch"}
     network.load_state_dict(torch.load(path))
 
