@@ -226,7 +226,7 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 # kernels of SyncBatchNorm, which tests/support writes for the CPU. Left out are tests of other things
 # than layers, and those that choose the kernels themselves.
 not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,command costs demo destroyed_groups docs \
-  forked_process gpu_check hosts measurement own_groups portable prediction test_device)
+  forked_process gpu_check hosts measurement own_groups portable prediction)
 check-portable: $(stamps)/normscope $(stamps)/test
 	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \
 	  $(not_of_kernels) --junitxml=$(results)/check-portable.xml

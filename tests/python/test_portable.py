@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -252,6 +253,38 @@ def test_what_works_on_the_cpu_works_on_a_device(devices: RankPool, backend: str
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def read_memory() -> None:
+    torch_device.load()
+    ctypes.string_at(torch.zeros(4, device=torch_device.NAME).data_ptr(), 4)
+
+
+def mix_devices() -> None:
+    torch_device.load()
+    x = torch.randn(4, 3, device=torch_device.NAME)
+    torch.nn.functional.batch_norm(x, torch.zeros(3), torch.ones(3), training=True)
+
+
+def sum_over_gloo() -> None:
+    torch_device.load()
+    group = distributed.new_group(backend="gloo")
+    distributed.all_reduce(torch.zeros(3, device=torch_device.NAME), group=group)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (read_memory, "died with exit code -11"),
+        (mix_devices, "Expected all tensors to be on the same device"),
+        (sum_over_gloo, f"No backend type associated with.* {torch_device.NAME}"),
+    ],
+)
+def test_the_device_of_tests_is_apart_from_the_host(
+    devices: RankPool, call: Callable[[], None], message: str
+) -> None:
+    with pytest.raises(RankFailureError, match=message):
+        devices.run(2, call)
 
 
 def meet(*, on_device: tuple[bool, ...]) -> None:
