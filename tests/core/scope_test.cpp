@@ -128,6 +128,7 @@ TEST(ScopeTest, MalformedRanksAreRefused) {
                       HasSubstr("is not a rank")));
   }
   EXPECT_EQ(refusal_of("ranks:0,-1"), "scope: ranks: expected ranks of at least 0, got -1");
+  EXPECT_EQ(refusal_of("ranks:0,0"), "scope: ranks: expected each rank once, got rank 0 twice");
   EXPECT_EQ(refusal_of("ranks:0,1/1"), "scope: ranks: expected each rank once, got rank 1 twice");
   EXPECT_THROW((void)Scope::ranks({}), ArgumentError);
   EXPECT_THROW((void)Scope::ranks({{0}, {}}), ArgumentError);
