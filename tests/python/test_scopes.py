@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +39,10 @@ def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
 
 
 def step_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
+    """Step in a scope, after which the text may name the host of each rank."""
+    scope, _, hosts = scope.partition(" ")
+    if hosts:
+        os.environ["NORMSCOPE_NODE"] = hosts[distributed.get_rank()]
     part = split_of(sizes, distributed.get_rank())
     layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope)
     return step(layer, *(t[part] for t in batch(sum(sizes))))
@@ -75,6 +80,11 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, name: str) -> None:
         ("group:2", (2, 1, 3, 1, 2, 4), [[0, 1], [2, 3], [4, 5]]),
         ("group:4", (2, 1, 3, 1, 2, 4), [[0, 1, 2, 3], [4, 5]]),
         ("node", (2, 3, 1), [[0, 1, 2]]),
+        # With the host of each rank.
+        ("node ab", (2, 3), [[0], [1]]),
+        ("node aab", (2, 3, 2), [[0, 1], [2]]),
+        ("node abab", (2, 3, 2, 4), [[0, 2], [1, 3]]),
+        ("node aabbcb", (2, 3, 2, 4, 2, 1), [[0, 1], [2, 3, 5], [4]]),
         ("world", (2, 3, 1), [[0, 1, 2]]),
         ("local", (2, 3, 1), [[0], [1], [2]]),
         ("ranks:1,0", (2, 3), [[0, 1]]),
@@ -119,32 +129,6 @@ def test_parts_of_a_scope_may_begin_with_different_layers(
     answers = ranks.run(4, step_of_domain, scope, sizes, "aabb", environment=environment)
 
     for members in ([0, 1], [2, 3]):
-        assert_as_torch_on(members, answers, sizes)
-
-
-def step_of_host(scope: str, sizes: tuple[int, ...], hosts: str) -> Tensors:
-    import os
-
-    os.environ["NORMSCOPE_NODE"] = hosts[distributed.get_rank()]
-    return step_of_rank(scope, sizes)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "sharing"),
-    [
-        ("ab", [[0], [1]]),
-        ("aab", [[0, 1], [2]]),
-        ("abab", [[0, 2], [1, 3]]),
-        ("aabbcb", [[0, 1], [2, 3, 5], [4]]),
-    ],
-)
-def test_a_node_is_the_ranks_of_one_host(
-    ranks: RankPool, environment: dict[str, str], hosts: str, sharing: list[list[int]]
-) -> None:
-    sizes = (2, 3, 2, 4, 2, 1)[: len(hosts)]
-    answers = ranks.run(len(hosts), step_of_host, "node", sizes, hosts, environment=environment)
-
-    for members in sharing:
         assert_as_torch_on(members, answers, sizes)
 
 
