@@ -82,6 +82,7 @@ def test_scopes_that_do_not_fit_are_errors_as_in_training(ranks: RankPool, scope
 def _error_of(scope: str) -> str:
     with pytest.raises(ValueError, match="scope") as error:
         normscope.BatchNorm1d(3, scope=scope)(torch.randn(4, 3))
+    normscope.BatchNorm1d(3)(torch.randn(4, 3))  # the group still works
     return str(error.value)
 
 

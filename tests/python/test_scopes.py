@@ -236,27 +236,6 @@ def test_a_scope_follows_a_new_process_group_of_the_same_name(
     assert means == [[0.5, 11, 20.5], [0.5, 11, 20.5], [2, 11, 22]]
 
 
-def error_of_scope(scope: str) -> tuple[str, bool]:
-    """Return the error, and whether the process group works afterwards."""
-    with pytest.raises(ValueError, match="scope") as raised:
-        normscope.BatchNorm1d(2, scope=scope)(torch.randn(4, 2))
-    normscope.BatchNorm1d(2)(torch.randn(4, 2))
-    return str(raised.value), True
-
-
-@pytest.mark.parametrize(
-    ("scope", "error"),
-    [
-        ("group:3", "scope: group:3: expected at most the 2 ranks there are, got 3"),
-        ("ranks:0,1/9", "scope: ranks:0,1/9: expected ranks below 2, got 9"),
-    ],
-)
-def test_a_scope_that_does_not_fit_the_world_is_an_error_on_every_rank(
-    ranks: RankPool, scope: str, error: str
-) -> None:
-    assert ranks.run(2, error_of_scope, scope) == [(error, True)] * 2
-
-
 @pytest.mark.parametrize("scope", ["group:4", "node", "ranks:2,3", "norm_batch:8"])
 def test_with_one_rank_every_scope_stays_within_it(ranks: RankPool, scope: str) -> None:
     sizes = (4,)
