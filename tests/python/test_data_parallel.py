@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel and FSDP2 train like one process with the joined batch."""
+"""FSDP2 trains like one process with the joined batch; layers keep their process group."""
 
 import copy
 import pickle
@@ -41,15 +41,6 @@ def train(net: nn.Module, part: slice, scale: float) -> dict[str, torch.Tensor]:
     return net.state_dict()
 
 
-def train_rank() -> dict[str, torch.Tensor]:
-    net = normscope.convert(network(), "world")
-    parallel = nn.parallel.DistributedDataParallel(net)
-    part = split_of(SIZES, distributed.get_rank())
-    # DistributedDataParallel averages gradients that should be summed.
-    train(parallel, part, scale=len(SIZES) / sum(SIZES))
-    return net.state_dict()
-
-
 def train_sharded_rank() -> dict[str, torch.Tensor]:
     """Train with FSDP2, where each rank has a part of every parameter."""
     net = normscope.convert(network(), "world")
@@ -58,25 +49,18 @@ def train_sharded_rank() -> dict[str, torch.Tensor]:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
     part = split_of(SIZES, distributed.get_rank())
-    # Like DistributedDataParallel, FSDP2 averages gradients that should be summed.
+    # FSDP2 averages gradients that should be summed.
     state = train(net, part, scale=len(SIZES) / sum(SIZES))
     return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
 
 
-def assert_trained_as_one_process(answers: list[dict[str, torch.Tensor]]) -> None:
+def test_two_uneven_ranks_of_fully_shard_train_as_one_process(ranks: RankPool) -> None:
     expected = train(network(), slice(None), scale=1 / sum(SIZES))
-    for got in answers:
+
+    for got in ranks.run(2, train_sharded_rank):
         for name, value in expected.items():
             allowed = RELATIVE * value.abs().amax().item()
             torch.testing.assert_close(got[name], value, rtol=0, atol=allowed, msg=name)
-
-
-def test_two_uneven_ranks_train_as_one_process(ranks: RankPool) -> None:
-    assert_trained_as_one_process(ranks.run(2, train_rank))
-
-
-def test_two_uneven_ranks_of_fully_shard_train_as_one_process(ranks: RankPool) -> None:
-    assert_trained_as_one_process(ranks.run(2, train_sharded_rank))
 
 
 def copy_with_a_group() -> list[float]:
