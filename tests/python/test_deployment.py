@@ -177,12 +177,3 @@ def test_a_training_graph_can_be_exported_to_onnx(tmp_path: Path) -> None:
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     assert_close(torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), model(x))
-
-
-def test_a_training_graph_without_normscope_s_ops_needs_to_torch() -> None:
-    model = normscope.to_torch(nn.Sequential(normscope.BatchNorm2d(3)))
-
-    program = torch.export.export(model, (torch.randn(4, 3, 6, 6),)).run_decompositions()
-
-    assert model.training
-    assert not any("normscope" in str(node.target) for node in program.graph.nodes)
