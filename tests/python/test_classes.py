@@ -23,7 +23,6 @@ with warnings.catch_warnings():
 # The layers that normalize batches in the lists of tools: for weight decay (detectron2), precise
 # statistics (fvcore), freezing and counting.
 LISTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
@@ -41,14 +40,6 @@ def test_a_converted_layer_is_of_the_class_that_it_had(
         assert isinstance(each[0], normscope.BatchNormAct) is fuse
         assert fuse or type(each[0]).__name__ == layer_class.__name__  # which some tools compare
         assert type(normscope.revert(each)[0]) is layer_class
-
-
-@pytest.mark.parametrize("layer_class", LAZY)
-def test_a_converted_lazy_layer_is_of_the_class_that_it_had(layer_class: type[nn.Module]) -> None:
-    layer: Any = layer_class()
-
-    assert isinstance(normscope.convert(layer), layer_class)
-    assert type(normscope.revert(layer)) is layer_class
 
 
 def test_a_synchronized_layer_is_one_of_torch() -> None:

@@ -291,7 +291,8 @@ def test_a_lazy_layer_materializes_with_its_scope(
 def test_a_lazy_layer_reverts_to_torch_s_class(lazy: type[nn.Module]) -> None:
     layer, untouched = lazy(), lazy()
 
-    normscope.revert(normscope.convert(layer))
+    assert isinstance(normscope.convert(layer), lazy)
+    normscope.revert(layer)
 
     assert type(layer) is lazy
     assert layer.__dict__.keys() == untouched.__dict__.keys()
