@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from oracle import results_of
 from rank_pool import RankPool, split_of
 from torch import distributed
 
@@ -49,20 +50,9 @@ def batch(case: int) -> tuple[torch.Tensor, torch.Tensor]:
 def run_case(case: int, samples: list[int]) -> Tensors:
     """Run a training step on some of the samples."""
     x, dy = (t[samples].contiguous(memory_format=_format_of(t)) for t in batch(case))
-    x = x.requires_grad_()
     layer = normscope.BatchNorm(x.shape[1])
     torch.nn.init.constant_(layer.weight, 0.7)
-    y = layer(x)
-    y.backward(dy)
-    assert x.grad is not None
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    return {
-        "y": y.detach(),
-        "dx": x.grad,
-        "running_mean": layer.running_mean,
-        "running_var": layer.running_var,
-    }
+    return results_of(layer, x, dy)
 
 
 def _format_of(tensor: torch.Tensor) -> torch.memory_format:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import LAYERS, OURS, needs_bias_argument
+from oracle import LAYERS, OURS, needs_bias_argument, results_of
 from rank_pool import RankPool, split_of
 from torch import distributed
 
@@ -133,9 +133,7 @@ def step_of_rank(sizes: tuple[int, ...]) -> Tensors:
     layer = normscope.BatchNorm1d(3, dtype=torch.float64)
     part = split_of(sizes, distributed.get_rank())
     x, dy = (t[part] for t in batch((4, 3, 5), 0, last=False))
-    y = layer(x)
-    y.backward(dy)
-    return {"y": y.detach(), "dy": dy, "dweight": layer.weight.grad, "dbias": layer.bias.grad}
+    return results_of(layer, x, dy) | {"dy": dy}
 
 
 def test_affine_gradients_are_this_rank_s_sums(ranks: RankPool) -> None:

@@ -8,11 +8,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from oracle import OURS
+from oracle import OURS, results_of
 from rank_pool import RankPool, split_of
 from torch import distributed, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import normscope
 from normscope.layers import SliceStats
@@ -48,20 +47,6 @@ def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.movedim(1, -1)[mask.squeeze(1)]
 
 
-def step(layer: _BatchNorm, x: torch.Tensor, **keywords: Any) -> Tensors:  # noqa: ANN401
-    """Run a forward, and a backward with a non-constant gradient; return the new gradients."""
-    x = x.detach().requires_grad_()
-    y = layer(x, **keywords)
-    dy = y.detach().double().sin().to(y.dtype)
-    inputs = {"x": x, **dict(layer.named_parameters())}
-    gradients = torch.autograd.grad(y, list(inputs.values()), dy)
-    return {
-        "y": y.detach(),
-        **{f"d{name}": g for name, g in zip(inputs, gradients, strict=True)},
-        **copy.deepcopy(layer.state_dict()),
-    }
-
-
 def calls() -> int:
     return normscope.training.communication_counters().calls
 
@@ -89,8 +74,9 @@ def test_a_step_agrees_with_torch_on_what_counts(
     ours = OURS[len(shape)](3, momentum=momentum, dtype=torch.float64)
 
     for _ in range(2):
-        expected = step(theirs, rows_of(x, mask))
-        assert_as_on_rows(step(ours, with_trash(x, mask), mask=mask), expected, mask, bits=False)
+        expected = results_of(theirs, rows_of(x, mask))
+        got = results_of(ours, with_trash(x, mask), mask=mask)
+        assert_as_on_rows(got, expected, mask, bits=False)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -100,9 +86,9 @@ def test_a_step_has_the_bits_of_one_on_the_rows(shape: tuple[int, ...], dtype: t
     layer = OURS[len(shape)](3, dtype=torch.float64 if dtype == torch.float64 else None)
     alone = normscope.BatchNorm(3, dtype=layer.weight.dtype)
 
-    expected = step(alone, rows_of(x, mask))
+    expected = results_of(alone, rows_of(x, mask))
 
-    assert_as_on_rows(step(layer, with_trash(x, mask), mask=mask), expected, mask, bits=True)
+    assert_as_on_rows(results_of(layer, with_trash(x, mask), mask=mask), expected, mask, bits=True)
     assert layer.elements_seen == 3 * int(mask.sum())
 
 
@@ -116,7 +102,7 @@ def test_y_and_dx_keep_the_memory_format(
     x = x.to(memory_format=layout)
     layer = normscope.BatchNorm2d(3, dtype=torch.float64).train(training)
 
-    got = step(layer, x, mask=mask)
+    got = results_of(layer, x, mask=mask)
 
     assert got["y"].stride() == got["dx"].stride() == x.stride()
 
@@ -155,7 +141,7 @@ def test_slices_are_cut_by_samples(
 
     y = reference_on_slices(theirs, leaves, slice_stats)
     gradients = torch.autograd.grad(y, [*leaves, *theirs.parameters()], y.detach().sin())
-    got = step(ours, with_trash(x, mask), mask=mask)
+    got = results_of(ours, with_trash(x, mask), mask=mask)
 
     rows = {"y": y.detach(), "dx": torch.cat(gradients[:3]), **theirs.state_dict()}
     rows.update(zip(("dweight", "dbias"), gradients[3:], strict=True))
@@ -188,7 +174,7 @@ def test_a_mask_of_zeros_updates_nothing(scope: str) -> None:
     x, mask = masked_input((4, 3, 5, 4), torch.float32)
     before = copy.deepcopy(layer.state_dict())
 
-    got = step(layer, with_trash(x, mask & False), mask=mask & False)
+    got = results_of(layer, with_trash(x, mask & False), mask=mask & False)
 
     for name in ("y", "dx", "dweight", "dbias"):
         assert got[name].count_nonzero() == 0
@@ -206,7 +192,7 @@ def step_of_rank(
         mask.zero_()
     layer = normscope.BatchNorm2d(3, scope=scope)
     before = calls()
-    got = step(layer, with_trash(x, mask), mask=mask)
+    got = results_of(layer, with_trash(x, mask), mask=mask)
     return got, calls() - before, layer.elements_seen
 
 
@@ -230,7 +216,7 @@ def test_ranks_are_exact_and_exchange_whatever_is_masked(
         part = split_of(sizes, rank)
         own = mask[part][..., : 5 - rank, :] & (rank not in hidden)
         parts.append((rows_of(x[part][..., : 5 - rank, :], own), own))
-    expected = step(normscope.BatchNorm(3), torch.cat([rows for rows, _ in parts]))
+    expected = results_of(normscope.BatchNorm(3), torch.cat([rows for rows, _ in parts]))
 
     answers = ranks.run(len(sizes), step_of_rank, scope, sizes, hidden)
 

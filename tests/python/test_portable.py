@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch_device
-from oracle import OURS, arithmetic_epsilon, oracle_of
+from oracle import OURS, arithmetic_epsilon, oracle_of, results_of
 from rank_pool import RankFailureError, RankPool, split_of
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -45,14 +45,8 @@ def devices() -> Iterator[RankPool]:
 
 
 def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    y.backward(dy)
-    assert x.grad is not None
-    assert y.dtype == x.dtype
-    assert y.stride() == x.stride() or not x.numel()
-    parameters = {f"d{name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    results = {"y": y.detach(), "dx": x.grad, **parameters, **dict(layer.named_buffers())}
+    results = results_of(layer, x, dy)
+    assert results["y"].stride() == x.stride() or not x.numel()
     return {name: value.cpu().double() for name, value in results.items()}
 
 

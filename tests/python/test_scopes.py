@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import results_of
 from rank_pool import RankPool, connect_ranks, connected_group, split_of
 from torch import distributed
 
@@ -28,16 +29,6 @@ def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x + torch.arange(samples).view(-1, 1, 1, 1), dy
 
 
-def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
-    """Run a training step; return its results and the state of the layer."""
-    x = x.requires_grad_()
-    y = layer(x)
-    y.backward(dy)
-    assert x.grad is not None
-    gradients = {f"d{name}": p.grad.clone() for name, p in layer.named_parameters()}  # type: ignore[union-attr]
-    return {"y": y.detach(), "dx": x.grad} | gradients | layer.state_dict()
-
-
 def step_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
     """Step in a scope, after which the text may name the host of each rank."""
     scope, _, hosts = scope.partition(" ")
@@ -45,7 +36,7 @@ def step_of_rank(scope: str, sizes: tuple[int, ...]) -> Tensors:
         os.environ["NORMSCOPE_NODE"] = hosts[distributed.get_rank()]
     part = split_of(sizes, distributed.get_rank())
     layer = normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope)
-    return step(layer, *(t[part] for t in batch(sum(sizes))))
+    return results_of(layer, *(t[part] for t in batch(sum(sizes))))
 
 
 def assert_as_torch_on(members: list[int], answers: list[Tensors], sizes: tuple[int, ...]) -> None:
@@ -54,7 +45,7 @@ def assert_as_torch_on(members: list[int], answers: list[Tensors], sizes: tuple[
     The affine gradients of the members add up to torch's.
     """
     x, dy = (torch.cat([t[split_of(sizes, m)] for m in members]) for t in batch(sum(sizes)))
-    expected = step(torch.nn.BatchNorm2d(3, dtype=torch.float64), x, dy)
+    expected = results_of(torch.nn.BatchNorm2d(3, dtype=torch.float64), x, dy)
     got = [answers[member] for member in members]
     for name in ("y", "dx"):
         assert_near(torch.cat([answer[name] for answer in got]), expected[name], name)
@@ -117,7 +108,7 @@ def step_of_domain(scope: str, sizes: tuple[int, ...], domains: str) -> Tensors:
     part = split_of(sizes, distributed.get_rank())
     norms = torch.nn.ModuleDict({one: torch.nn.BatchNorm2d(3) for one in domains}).double()
     normscope.convert(norms, scope)
-    return step(norms[domains[distributed.get_rank()]], *(t[part] for t in batch(sum(sizes))))
+    return results_of(norms[domains[distributed.get_rank()]], *(t[part] for t in batch(sum(sizes))))
 
 
 @pytest.mark.parametrize("scope", ["ranks:0,1/2,3", "group:2", "norm_batch:3"])
@@ -245,4 +236,4 @@ def test_with_one_rank_every_scope_stays_within_it(ranks: RankPool, scope: str) 
 
 
 def step_alone(scope: str) -> Tensors:
-    return step(normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope), *batch(4))
+    return results_of(normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope), *batch(4))

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import pytest
 import torch
@@ -54,27 +56,34 @@ def arithmetic_epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
-def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
-    """Run a forward and a backward of ``layer``, and clear the gradients of its parameters."""
+def results_of(
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    dy: torch.Tensor | None = None,
+    **keywords: Any,  # noqa: ANN401 - the layer's own
+) -> dict[str, torch.Tensor]:
+    """Run a forward and a backward; return y, its gradients "dx" and so on, and the layer's state.
+
+    Args:
+        layer: The layer.
+        x: Its input.
+        dy: The gradient of y; None for y's sine.
+        **keywords: Further arguments of the layer.
+    """
     x = x.detach().requires_grad_()
-    y = layer(x)
-    y.backward(dy)
+    y = layer(x, **keywords)
     assert y.dtype == x.dtype
-    answers = Answers(
-        y=y.detach().double(),
-        dx=_gradient(x),
-        dweight=_gradient(layer.weight),
-        dbias=_gradient(layer.bias),
-        running_mean=layer.running_mean.double(),  # type: ignore[union-attr]
-        running_var=layer.running_var.double(),  # type: ignore[union-attr]
-    )
-    layer.zero_grad()
-    return answers
+    dy = y.detach().double().sin().to(y.dtype) if dy is None else dy
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    gradients = torch.autograd.grad(y, list(inputs.values()), dy)
+    named = {f"d{name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
+    return {"y": y.detach(), **named, **copy.deepcopy(layer.state_dict())}
 
 
-def _gradient(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad.double()
+def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
+    """Run a forward and a backward of ``layer``."""
+    found = results_of(layer, x, dy)
+    return Answers(**{field.name: found[field.name].double() for field in fields(Answers)})
 
 
 def oracle_of(layer: _BatchNorm, dim: int) -> _BatchNorm:
