@@ -12,6 +12,7 @@
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/exchange_options.h"
 #include "tests/support/ranks.h"
+#include "tests/support/text_of.h"
 
 namespace normscope::testing {
 
@@ -95,18 +96,6 @@ inline double exchanged_sum_of_ranks(Communicator& communicator) {
   std::vector<double> value{static_cast<double>(communicator.rank())};
   communicator.all_reduce_sum(value);
   return value[0];
-}
-
-// `call` must throw an `Expected`. Returns its text.
-template <class Expected, class Call>
-std::string text_of(const Call& call) {
-  try {
-    call();
-  } catch (const Expected& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
 }
 
 }  // namespace normscope::testing

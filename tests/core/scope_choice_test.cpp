@@ -10,6 +10,7 @@
 
 #include "normscope/core/error.h"
 #include "tests/core/part_moments.h"
+#include "tests/support/text_of.h"
 
 namespace normscope::testing {
 namespace {
@@ -121,13 +122,8 @@ TEST(ScopeChoice, RefusesMomentsThatAreNotFinite) {
   PartMoments moments = normal_parts(2, 4);
   moments.rows[1] = std::numeric_limits<double>::quiet_NaN();
 
-  try {
-    (void)choose({moments}, 4, Hosts(2, 0));
-    FAIL() << "NaN was taken";
-  } catch (const ArgumentError& error) {
-    EXPECT_STREQ(error.what(),
-                 "batches: expected finite inputs of every layer, got NaN or infinity in bn1");
-  }
+  EXPECT_EQ(text_of<ArgumentError>([&] { (void)choose({moments}, 4, Hosts(2, 0)); }),
+            "batches: expected finite inputs of every layer, got NaN or infinity in bn1");
 }
 
 }  // namespace

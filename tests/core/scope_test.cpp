@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/core/error.h"
+#include "tests/support/text_of.h"
 
 namespace normscope {
 namespace {
@@ -77,13 +78,7 @@ TEST(ScopeTest, CountsAndSetsAreKept) {
 
 // The text of the ArgumentError for `text`.
 std::string refusal_of(const std::string& text) {
-  try {
-    (void)Scope::parse(text);
-  } catch (const ArgumentError& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "\"" << text << "\" was taken";
-  return "";
+  return testing::text_of<ArgumentError>([&] { (void)Scope::parse(text); });
 }
 
 TEST(ScopeTest, UnknownWordsAreRefusedWithTheValidSpellings) {

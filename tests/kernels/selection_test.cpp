@@ -16,6 +16,7 @@
 #include "normscope/core/error.h"
 #include "normscope/kernels/kernels.h"
 #include "tests/support/ranks.h"
+#include "tests/support/text_of.h"
 
 namespace normscope::testing {
 namespace {
@@ -67,13 +68,9 @@ TEST(AvailableKernels, AreFoundByName) {
   for (const Kernels* kernels : available_kernels()) {
     EXPECT_EQ(&kernels_named(kernels->name), kernels);
   }
-  try {
-    (void)kernels_named("sse9");
-    FAIL() << "nothing was thrown";
-  } catch (const ArgumentError& error) {
-    EXPECT_THAT(error.what(), AllOf(StartsWith("kernels: expected one of reference baseline"),
-                                    EndsWith(", got \"sse9\"")));
-  }
+  EXPECT_THAT(
+      text_of<ArgumentError>([] { (void)kernels_named("sse9"); }),
+      AllOf(StartsWith("kernels: expected one of reference baseline"), EndsWith(", got \"sse9\"")));
 }
 
 // Runs `body` in a process whose environment forces `name`; nullptr forces nothing.
@@ -90,12 +87,7 @@ void with_forced(const char* name, const Body& body) {
 }
 
 std::string refusal() {
-  try {
-    (void)default_kernels();
-  } catch (const ArgumentError& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
+  return text_of<ArgumentError>([] { (void)default_kernels(); });
 }
 
 TEST(ForcedKernels, TakeEffectWhereTheyCanRunAndAreRefusedWhereNot) {

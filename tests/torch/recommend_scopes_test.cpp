@@ -19,6 +19,7 @@
 #include "normscope/core/error.h"
 #include "normscope/torch/nn/batch_norm.h"
 #include "normscope/torch/nn/convert.h"
+#include "tests/support/text_of.h"
 #include "tests/torch/groups.h"
 
 namespace normscope::testing {
@@ -76,17 +77,6 @@ std::vector<double> values_of(const nn::ScopePlan& plan) {
     }
   }
   return values;
-}
-
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
 }
 
 TEST(RecommendScopes, GivesLayersWithFewValuesWideScopes) {
@@ -192,7 +182,7 @@ TEST(RecommendScopes, LeavesLayersInEvaluationAsTheyAre) {
   ASSERT_EQ(plan.layers.size(), 1U);
   EXPECT_EQ(plan.layers[0].layer, "6");
   net->eval();
-  EXPECT_NE(error_of([&] { (void)plan_of(net, noise(16), alone(), {}); })
+  EXPECT_NE(text_of<std::exception>([&] { (void)plan_of(net, noise(16), alone(), {}); })
                 .find("layers of normscope in "
                       "training"),
             std::string::npos);
@@ -206,7 +196,7 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
   torch::nn::Sequential net = measured_network(), none(torch::nn::Linear(2, 2));
   const auto error = [&](torch::nn::Sequential& model, std::int64_t samples,
                          const nn::RecommendOptions& options) {
-    return error_of([&] { (void)plan_of(model, noise(samples), alone(), options); });
+    return text_of<std::exception>([&] { (void)plan_of(model, noise(samples), alone(), options); });
   };
   const nn::RecommendOptions options;
 
@@ -221,7 +211,8 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
             "batches: expected at least 3 samples, one for each rank, got 2 in 1");
   EXPECT_NE(error(none, 4, options).find("expected layers of normscope"), std::string::npos);
   EXPECT_NE(error(net, 1, options).find("more than 1 value per channel"), std::string::npos);
-  EXPECT_EQ(error_of([&] { (void)nn::recommend_scopes(*net, 0, [](std::int64_t) {}, alone()); }),
+  EXPECT_EQ(text_of<std::exception>(
+                [&] { (void)nn::recommend_scopes(*net, 0, [](std::int64_t) {}, alone()); }),
             "batches: expected at least one, got 0");
 }
 
@@ -231,7 +222,7 @@ TEST(RecommendScopes, ThrowsIfRanksDiffer) {
     nn::convert(*net, Scope::world(), group);
     const std::vector<at::Tensor> batches = noise(4);
     const auto error = [&](std::int64_t count, double wanted) {
-      return error_of([&] {
+      return text_of<std::exception>([&] {
         (void)nn::recommend_scopes(
             *net, count, [](std::int64_t) {}, group,
             nn::RecommendOptions().independent_values(wanted));
@@ -254,7 +245,7 @@ TEST(RecommendScopes, EndsTheWaitForARankThatThrows) {
     nn::convert(*net, Scope::world(), group);
     const at::Tensor x = noise(4)[0];
 
-    const std::string error = error_of([&] {
+    const std::string error = text_of<std::exception>([&] {
       (void)nn::recommend_scopes(
           *net, 2,
           [&](std::int64_t batch) {
@@ -272,7 +263,7 @@ TEST(ScopePlan, IsRefusedByAModuleWithoutItsLayers) {
   torch::nn::Sequential net = measured_network(), none(torch::nn::Linear(2, 2));
   const nn::ScopePlan plan = plan_of(net, noise(8), alone(), nn::RecommendOptions().ranks(2));
 
-  EXPECT_EQ(error_of([&] { plan.apply(*none); }),
+  EXPECT_EQ(text_of<std::exception>([&] { plan.apply(*none); }),
             "module: expected layers of normscope called 1, 6, got none");
 }
 
