@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Ranks, tensors and devices that do not fit: every rank gets an exception that says so.
+// Tensors and devices that do not fit: the exception says so.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/cuda.h>
@@ -8,25 +8,11 @@
 
 #include "normscope/torch/nn/batch_norm.h"
 #include "tests/support/text_of.h"
-#include "tests/torch/groups.h"
 
 namespace normscope::testing {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-TEST(BadInput, RanksWithOtherChannelsAreAllToldWhoHasWhat) {
-  run_ranks(2, [](const RankGroup& group) {
-    const std::int64_t channels = 3 + group.rank();
-    nn::BatchNorm2d layer(nn::BatchNormOptions(channels).group(group.name()).layer_name("stem"));
-
-    EXPECT_THAT(text_of<c10::Error>([&] { layer->forward(torch::randn({2, channels, 4, 4})); }),
-                AllOf(HasSubstr("rank 0: forward of stem (3 channels, scope world)"),
-                      HasSubstr("rank 1: forward of stem (4 channels, scope world)")));
-    EXPECT_EQ(layer->num_batches_tracked.item<std::int64_t>(), 0);
-  });
-}
 
 TEST(BadInput, TensorsThatDoNotFitTheLayerAreNamed) {
   nn::BatchNorm2d layer(3);

@@ -143,6 +143,7 @@ TEST(Convert, TellsModelsOfOneGroupApart) {
     EXPECT_THAT(
         text_of<c10::Error>([&] { (group.rank() == 0 ? net : twin)->forward(x); }),
         AllOf(HasSubstr("rank 0: forward of 0 ("), HasSubstr("rank 1: forward of 0 of model 2 (")));
+    EXPECT_EQ(layer_at<nn::BatchNorm1dImpl>(net, 0).num_batches_tracked.item<std::int64_t>(), 1);
   });
 }
 
