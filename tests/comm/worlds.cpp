@@ -44,11 +44,6 @@ void run_as_threads_in_shared_memory(int ranks, const ExchangeOptions& options,
 
 namespace {
 
-using HostOfRank = int (*)(int rank);
-
-int pair_of(int rank) { return rank / 2; }
-int one_of_two_hosts(int rank) { return rank % 2; }
-
 // The same result as find_hosts() gives, for ranks that are threads.
 Hosts hosts_of(int rank, int ranks, HostOfRank host_of,
                const std::vector<SharedMemorySegment>& memories) {
@@ -63,50 +58,32 @@ Hosts hosts_of(int rank, int ranks, HostOfRank host_of,
   return hosts;
 }
 
-void run_as_threads_on_hosts(int ranks, const ExchangeOptions& options,
-                             const CommunicatorBody& body, HostOfRank host_of) {
-  std::vector<int> sizes(static_cast<std::size_t>(ranks));
-  for (int rank = 0; rank < ranks; ++rank) ++sizes.at(static_cast<std::size_t>(host_of(rank)));
-  std::vector<SharedMemorySegment> memories;
-  for (const int size : sizes) {
-    memories.push_back(SharedMemorySegment::create(std::max(size, 1), options));
-  }
-  std::vector<std::unique_ptr<Communicator>> groups = make_thread_communicators(ranks, options);
-  spawn_threads(ranks, [&](int rank) {
-    body(*over_hosts(std::move(groups[static_cast<std::size_t>(rank)]),
-                     hosts_of(rank, ranks, host_of, memories)));
-  });
-}
-
-void run_as_processes_on_hosts(int ranks, const ExchangeOptions& options,
-                               const CommunicatorBody& body, HostOfRank host_of) {
-  const SharedMemorySegment segment = SharedMemorySegment::create(ranks, options);
-  spawn_processes(ranks, [&](int rank) {
-    setenv("NORMSCOPE_NODE", std::to_string(host_of(rank)).c_str(), /*overwrite=*/1);
-    body(*over_hosts(make_shared_memory_communicator(segment, rank), options.time_limit));
-  });
-}
-
 }  // namespace
 
-void run_as_threads_in_pairs(int ranks, const ExchangeOptions& options,
-                             const CommunicatorBody& body) {
-  run_as_threads_on_hosts(ranks, options, body, pair_of);
+RunRanks run_as_threads_on(HostOfRank host_of) {
+  return [=](int ranks, const ExchangeOptions& options, const CommunicatorBody& body) {
+    std::vector<int> sizes(static_cast<std::size_t>(ranks));
+    for (int rank = 0; rank < ranks; ++rank) ++sizes.at(static_cast<std::size_t>(host_of(rank)));
+    std::vector<SharedMemorySegment> memories;
+    for (const int size : sizes) {
+      memories.push_back(SharedMemorySegment::create(std::max(size, 1), options));
+    }
+    std::vector<std::unique_ptr<Communicator>> groups = make_thread_communicators(ranks, options);
+    spawn_threads(ranks, [&](int rank) {
+      body(*over_hosts(std::move(groups[static_cast<std::size_t>(rank)]),
+                       hosts_of(rank, ranks, host_of, memories)));
+    });
+  };
 }
 
-void run_as_threads_on_two_hosts(int ranks, const ExchangeOptions& options,
-                                 const CommunicatorBody& body) {
-  run_as_threads_on_hosts(ranks, options, body, one_of_two_hosts);
-}
-
-void run_as_processes_in_pairs(int ranks, const ExchangeOptions& options,
-                               const CommunicatorBody& body) {
-  run_as_processes_on_hosts(ranks, options, body, pair_of);
-}
-
-void run_as_processes_on_two_hosts(int ranks, const ExchangeOptions& options,
-                                   const CommunicatorBody& body) {
-  run_as_processes_on_hosts(ranks, options, body, one_of_two_hosts);
+RunRanks run_as_processes_on(HostOfRank host_of) {
+  return [=](int ranks, const ExchangeOptions& options, const CommunicatorBody& body) {
+    const SharedMemorySegment segment = SharedMemorySegment::create(ranks, options);
+    spawn_processes(ranks, [&](int rank) {
+      setenv("NORMSCOPE_NODE", std::to_string(host_of(rank)).c_str(), /*overwrite=*/1);
+      body(*over_hosts(make_shared_memory_communicator(segment, rank), options.time_limit));
+    });
+  };
 }
 
 }  // namespace normscope::testing

@@ -19,7 +19,8 @@ namespace normscope::testing {
 using CommunicatorBody = std::function<void(Communicator& communicator)>;
 
 // Runs a group of ranks over a transport. Each transport that is tested needs one.
-using RunRanks = void (*)(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
+using RunRanks =
+    std::function<void(int ranks, const ExchangeOptions& options, const CommunicatorBody& body)>;
 
 void run_alone(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
 void run_as_threads(int ranks, const ExchangeOptions& options, const CommunicatorBody& body);
@@ -29,16 +30,14 @@ void run_as_processes(int ranks, const ExchangeOptions& options, const Communica
 void run_as_threads_in_shared_memory(int ranks, const ExchangeOptions& options,
                                      const CommunicatorBody& body);
 
-// Ranks on several hosts: two ranks per host, or two hosts with the even and the odd ranks. Threads
-// of one host share a segment; processes find their hosts by NORMSCOPE_NODE.
-void run_as_threads_in_pairs(int ranks, const ExchangeOptions& options,
-                             const CommunicatorBody& body);
-void run_as_threads_on_two_hosts(int ranks, const ExchangeOptions& options,
-                                 const CommunicatorBody& body);
-void run_as_processes_in_pairs(int ranks, const ExchangeOptions& options,
-                               const CommunicatorBody& body);
-void run_as_processes_on_two_hosts(int ranks, const ExchangeOptions& options,
-                                   const CommunicatorBody& body);
+// Ranks on several hosts: two ranks per host, or two hosts with the even and the odd ranks.
+using HostOfRank = int (*)(int rank);
+inline int pairs(int rank) { return rank / 2; }
+inline int two_hosts(int rank) { return rank % 2; }
+
+// Threads of one host share a segment; processes find their hosts by NORMSCOPE_NODE.
+RunRanks run_as_threads_on(HostOfRank host_of);
+RunRanks run_as_processes_on(HostOfRank host_of);
 
 // Makes a gate that ranks of a world can wait at.
 using MakeGate = std::unique_ptr<Gate> (*)();
@@ -54,13 +53,13 @@ struct World {
 };
 
 // One test for each number of ranks.
-inline auto worlds(const std::vector<int>& sizes, RunRanks run) {
+inline auto worlds(const std::vector<int>& sizes, const RunRanks& run) {
   std::vector<World> worlds;
   for (const int ranks : sizes) worlds.push_back({.ranks = ranks, .run = run});
   return ::testing::ValuesIn(worlds);
 }
 
-inline auto worlds_of_pairs(const std::vector<int>& sizes, RunRanks run) {
+inline auto worlds_of_pairs(const std::vector<int>& sizes, const RunRanks& run) {
   std::vector<World> worlds;
   for (const int ranks : sizes) {
     worlds.push_back({.ranks = ranks, .run = run, .peers_of_rank_0 = {1}});
@@ -68,7 +67,7 @@ inline auto worlds_of_pairs(const std::vector<int>& sizes, RunRanks run) {
   return ::testing::ValuesIn(worlds);
 }
 
-inline auto worlds_of_two_hosts(const std::vector<int>& sizes, RunRanks run) {
+inline auto worlds_of_two_hosts(const std::vector<int>& sizes, const RunRanks& run) {
   std::vector<World> worlds;
   for (const int ranks : sizes) {
     worlds.push_back({.ranks = ranks, .run = run});
