@@ -8,8 +8,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -30,33 +32,29 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using namespace std::chrono_literals;
 
+using Group = std::unique_ptr<Communicator>;
+
 // Runs each rank as a process, on the host with the given name.
-void run_on(const std::vector<std::string>& hosts, const CommunicatorBody& body) {
+void run_on(const std::vector<std::string>& hosts, const std::function<void(Group group)>& body) {
   const auto ranks = static_cast<int>(hosts.size());
   const auto segment = SharedMemorySegment::create(ranks, {.time_limit = 60s});
   spawn_processes(ranks, [&](int rank) {
     setenv("NORMSCOPE_NODE", hosts.at(static_cast<std::size_t>(rank)).c_str(), /*overwrite=*/1);
-    const auto group = make_shared_memory_communicator(segment, rank);
-    body(*group);
+    body(make_shared_memory_communicator(segment, rank));
   });
 }
 
 // The same, with the communicator of over_hosts().
 void run_over(const std::vector<std::string>& hosts, const CommunicatorBody& body) {
-  const auto ranks = static_cast<int>(hosts.size());
-  const auto segment = SharedMemorySegment::create(ranks, {.time_limit = 60s});
-  spawn_processes(ranks, [&](int rank) {
-    setenv("NORMSCOPE_NODE", hosts.at(static_cast<std::size_t>(rank)).c_str(), /*overwrite=*/1);
-    body(*over_hosts(make_shared_memory_communicator(segment, rank), 60s));
-  });
+  run_on(hosts, [&](Group group) { body(*over_hosts(std::move(group), 60s)); });
 }
 
 TEST(FindHosts, ReturnsTheRanksOfTheHostAndTheLeaders) {
-  run_on({"a", "b", "a", "c", "b"}, [](Communicator& group) {
-    const Hosts hosts = find_hosts(group, 60s);
+  run_on({"a", "b", "a", "c", "b"}, [](const Group& group) {
+    const Hosts hosts = find_hosts(*group, 60s);
 
     const std::array<std::vector<int>, 5> members{{{0, 2}, {1, 4}, {0, 2}, {3}, {1, 4}}};
-    EXPECT_EQ(hosts.members, members.at(static_cast<std::size_t>(group.rank())));
+    EXPECT_EQ(hosts.members, members.at(static_cast<std::size_t>(group->rank())));
     EXPECT_THAT(hosts.leaders, ElementsAre(0, 1, 3));
     EXPECT_TRUE(hosts.memory.has_value());
     EXPECT_FALSE(hosts.is_one());
@@ -64,12 +62,12 @@ TEST(FindHosts, ReturnsTheRanksOfTheHostAndTheLeaders) {
 }
 
 TEST(FindHosts, OneRankCanDisableSharedMemoryForAll) {
-  run_on({"a", "a", "b", "b"}, [](Communicator& group) {
-    if (group.rank() == 1) setenv("NORMSCOPE_SHARED_MEMORY", "0", 1);
+  run_on({"a", "a", "b", "b"}, [](const Group& group) {
+    if (group->rank() == 1) setenv("NORMSCOPE_SHARED_MEMORY", "0", 1);
 
-    EXPECT_FALSE(find_hosts(group, 60s).memory.has_value());
+    EXPECT_FALSE(find_hosts(*group, 60s).memory.has_value());
 
-    EXPECT_THAT(gather(group, group.rank()), ElementsAre(0, 1, 2, 3));
+    EXPECT_THAT(gather(*group, group->rank()), ElementsAre(0, 1, 2, 3));
   });
 }
 
@@ -88,10 +86,7 @@ TEST(OverHosts, OneHostUsesItsMemory) {
 }
 
 TEST(OverHosts, HostsOfOneRankUseTheGroupItself) {
-  const auto segment = SharedMemorySegment::create(2, {.time_limit = 60s});
-  spawn_processes(2, [&](int rank) {
-    setenv("NORMSCOPE_NODE", std::to_string(rank).c_str(), /*overwrite=*/1);
-    auto group = make_shared_memory_communicator(segment, rank);
+  run_on({"a", "b"}, [](Group group) {
     const Communicator* const given = group.get();
 
     EXPECT_EQ(over_hosts(std::move(group), 60s).get(), given);
