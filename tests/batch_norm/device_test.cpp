@@ -35,20 +35,6 @@ class FragileCommunicator final : public HostedCommunicator {
   [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
 };
 
-void expect_same(const LayerRun& run, const LayerRun& expected) {
-  EXPECT_EQ(run.statistics, expected.statistics);
-  EXPECT_EQ(run.counts, expected.counts);
-  EXPECT_EQ(run.updates, expected.updates);
-  EXPECT_EQ(run.running_mean.values(), expected.running_mean.values());
-  EXPECT_EQ(run.running_var.values(), expected.running_var.values());
-  EXPECT_EQ(run.dweight.values(), expected.dweight.values());
-  EXPECT_EQ(run.dbias.values(), expected.dbias.values());
-  run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-    ASSERT_PRED2(same_bits, run.y.at(n, c, p), expected.y.at(n, c, p));
-    ASSERT_PRED2(same_bits, run.dx.at(n, c, p), expected.dx.at(n, c, p));
-  });
-}
-
 std::vector<Layer> layers() {
   std::vector<Layer> layers;
   for (const DType dtype : kAllDTypes) {

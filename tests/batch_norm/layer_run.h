@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include <gtest/gtest.h>
+
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/comm/communicator.h"
 #include "tests/support/inputs.h"
@@ -122,6 +124,20 @@ class LayerRun {
   Layer layer_;
   std::int64_t slices_;
 };
+
+inline void expect_same(const LayerRun& run, const LayerRun& expected) {
+  EXPECT_EQ(run.statistics, expected.statistics);
+  EXPECT_EQ(run.counts, expected.counts);
+  EXPECT_EQ(run.updates, expected.updates);
+  EXPECT_EQ(run.running_mean.values(), expected.running_mean.values());
+  EXPECT_EQ(run.running_var.values(), expected.running_var.values());
+  EXPECT_EQ(run.dweight.values(), expected.dweight.values());
+  EXPECT_EQ(run.dbias.values(), expected.dbias.values());
+  run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_PRED2(same_bits, run.y.at(n, c, p), expected.y.at(n, c, p));
+    ASSERT_PRED2(same_bits, run.dx.at(n, c, p), expected.dx.at(n, c, p));
+  });
+}
 
 // Owns nothing: lets an Exchange use a communicator that somebody else owns.
 class BorrowedCommunicator : public Communicator {
