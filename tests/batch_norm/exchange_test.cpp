@@ -8,6 +8,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -91,41 +92,45 @@ class Mismatch : public ::testing::TestWithParam<Meeting> {
   }
 };
 
-TEST_P(Mismatch, OfLayersIsNamedToEveryRankInFull) {
+struct Forward {
+  std::string layer = "block.bn";
+  std::string scope = "world";
+  std::int64_t channels = 5;
+  BackwardNeeded backward = BackwardNeeded::kYes;
+};
+
+std::string described(const Forward& forward) {
+  return "forward of " + (forward.layer.empty() ? "a layer without a name" : forward.layer) + " (" +
+         std::to_string(forward.channels) + " channels, scope " + forward.scope +
+         (forward.backward == BackwardNeeded::kNo ? ", nothing needs a gradient)" : ")");
+}
+
+TEST_P(Mismatch, OfForwardsIsNamedToEveryRankInFull) {
   std::string name = "backbone";
   for (int level = 0; level < 40; ++level) name += ".stage" + std::to_string(level);
-  run([&](Exchange& exchange) {
-    CallContext context = context_of(&exchange);
-    if (is_last(exchange)) context.layer = name;
+  const std::pair<Forward, Forward> of_others_and_the_last[] = {
+      {{}, {.layer = name}},
+      {{}, {.channels = 6}},
+      {{}, {.scope = "group:2"}},
+      {{}, {.backward = BackwardNeeded::kNo}},
+      {{.layer = ""}, {.layer = "", .channels = 6}},
+  };
+  for (const auto& [others, last] : of_others_and_the_last) {
+    run([&](Exchange& exchange) {
+      SCOPED_TRACE(described(last));
+      const Forward& own = is_last(exchange) ? last : others;
+      CallContext context = context_of(&exchange);
+      context.layer = own.layer;
+      context.scope = own.scope;
 
-    EXPECT_THAT(refusal(exchange, Layer{}, context),
-                AllOf(HasSubstr(rank_line(0, "forward of block.bn (5 channels, scope world)")),
-                      HasSubstr(rank_line(exchange.communicator().size() - 1,
-                                          "forward of " + name + " (5 channels, scope world)"))));
-    expect_usable(exchange, context_of(&exchange));
-  });
-}
-
-TEST_P(Mismatch, OfChannelsIsNamedToEveryRank) {
-  run([](Exchange& exchange) {
-    const Layer layer{.channels = is_last(exchange) ? 6 : 5};
-
-    EXPECT_THAT(refusal(exchange, layer, context_of(&exchange)),
-                AllOf(HasSubstr(rank_line(0, "forward of block.bn (5 channels, scope world)")),
-                      HasSubstr(rank_line(exchange.communicator().size() - 1,
-                                          "forward of block.bn (6 channels, scope world)"))));
-    expect_usable(exchange, context_of(&exchange));
-  });
-}
-
-TEST_P(Mismatch, OfScopesIsNamedToEveryRank) {
-  run([](Exchange& exchange) {
-    CallContext context = context_of(&exchange);
-    if (is_last(exchange)) context.scope = "group:2";
-
-    EXPECT_THAT(refusal(exchange, Layer{}, context), HasSubstr("(5 channels, scope group:2)"));
-    expect_usable(exchange, context_of(&exchange));
-  });
+      EXPECT_THAT(refusal(exchange, Layer{.channels = own.channels}, context, own.backward),
+                  AllOf(HasSubstr(rank_line(0, described(others))),
+                        HasSubstr(rank_line(exchange.communicator().size() - 1, described(last)))));
+      context.layer = others.layer;
+      context.scope = others.scope;
+      expect_usable(exchange, context);
+    });
+  }
 }
 
 TEST_P(Mismatch, OfEpsOrMomentumIsNamedToEveryRank) {
@@ -178,30 +183,6 @@ TEST_P(Mismatch, OfDirectionsIsNamedToEveryRank) {
 
     EXPECT_THAT(text, AllOf(HasSubstr(rank_line(0, "forward of next.bn (5 channels, scope world)")),
                             HasSubstr("backward of block.bn (5 channels, scope world)")));
-    expect_usable(exchange, context);
-  });
-}
-
-TEST_P(Mismatch, OfTheNeedForABackwardIsRaisedInForward) {
-  run([](Exchange& exchange) {
-    const BackwardNeeded backward = is_last(exchange) ? BackwardNeeded::kNo : BackwardNeeded::kYes;
-
-    EXPECT_THAT(refusal(exchange, Layer{}, context_of(&exchange), backward),
-                HasSubstr("(5 channels, scope world, nothing needs a gradient)"));
-    expect_usable(exchange, context_of(&exchange));
-  });
-}
-
-TEST_P(Mismatch, OfLayersWithoutNamesIsFoundByTheirChannels) {
-  run([](Exchange& exchange) {
-    CallContext context = context_of(&exchange);
-    context.layer = "";
-    const Layer layer{.channels = is_last(exchange) ? 6 : 5};
-
-    EXPECT_THAT(refusal(exchange, layer, context),
-                HasSubstr(rank_line(0,
-                                    "forward of a layer without a name (5 channels, scope "
-                                    "world)")));
     expect_usable(exchange, context);
   });
 }
