@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -178,13 +178,17 @@ def paths() -> str:
 
 def gpu_networks(how: str) -> str:
     """Return torch's milliseconds and the ratios to it, for steps that are run so."""
-    results = [one for one in load("networks-h200")["results"] if one["how"] == how]
+    results = [one for one in load("nvidia-h200")["networks"] if one["how"] == how]
     others = {"local": "`local`", "world": "`world`", "sync": "torch's SyncBatchNorm"}
-    columns = [name for name in others if name in results[0]["ratio"]]
-    rows = (
-        [one["setting"], f"{one['torch_ms']:.2f}", *(f"{one['ratio'][c]:.2f}" for c in columns)]
-        for one in results
-    )
+    columns = [name for name in others if name in results[0]["seconds"]]
+    rows = []
+    for one in results:
+        torchs = one["seconds"]["torch"]
+        cells = [" ".join(map(str, one["setting"].values())), f"{1e3 * median(torchs):.2f}"]
+        for name in columns:
+            of_rounds = zip(torchs, one["seconds"][name], strict=True)
+            cells.append(f"{median(torch / ours for torch, ours in of_rounds):.2f}")
+        rows.append(cells)
     return table(["batch, layout, dtype", "torch, ms", *(others[c] for c in columns)], rows)
 
 
