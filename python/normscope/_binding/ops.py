@@ -14,6 +14,7 @@ from normscope._binding.torch_private import (
     DistError,
     current_graph_task_id,
     interpreter_stack,
+    is_exporting,
     register_effectful_op,
 )
 
@@ -155,7 +156,7 @@ def batch_norm(
 
 def _recorded_as() -> str:
     """Return how the graph of a compiler or torch.export records the op; see ops/graph.h."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return "exported"
     return "exact" if exact_graphs else "fused"
 

@@ -144,6 +144,14 @@ def argument_names(op: Any) -> list[str]:  # noqa: ANN401 - torch._ops.OpOverloa
     return [argument.name for argument in op._schema.arguments]
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export is recording.
+
+    ``torch.compiler.is_exporting`` is true whenever Dynamo of torch 2.11 records.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 # Process groups. torch.distributed may be missing, hence functions.
 
 
