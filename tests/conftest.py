@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of all Python tests."""
 
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +14,16 @@ from torch import distributed
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Each test draws the same numbers, whichever tests ran before it."""
+def independent() -> None:
+    """Each test draws the same numbers and finds no compiled graphs, whichever ran before it."""
     torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:  # whose import takes seconds
+        torch.compiler.reset()  # torch limits the number of graphs for the same code
 
 
 @pytest.fixture
-def own_graphs() -> Iterator[None]:
-    """No compiled graphs of earlier tests, and no warnings by the compiler itself."""
-    torch.compiler.reset()  # torch limits the number of graphs for the same code
+def quiet_compiler() -> Iterator[None]:
+    """No warnings by the compiler itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

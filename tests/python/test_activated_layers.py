@@ -67,7 +67,7 @@ def test_ranks_have_the_bits_and_exchanges_of_separate_modules(
         assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.usefixtures("own_graphs")
+@pytest.mark.usefixtures("quiet_compiler")
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_has_the_bits_of_eager_mode(activation: Activation, dtype: torch.dtype) -> None:

@@ -152,7 +152,6 @@ def test_a_compiled_layer_gets_the_scope(compiles: str) -> None:
     assert type(layer) is normscope.BatchNorm1d
     assert type(normscope.revert(model) and layer) is nn.BatchNorm1d
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-5)
-    torch._dynamo.reset()  # the number of graphs per function has a limit
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -16,7 +16,7 @@ from torch._higher_order_ops.effects import with_effects
 
 import normscope
 
-pytestmark = [pytest.mark.on_device, pytest.mark.usefixtures("own_graphs")]
+pytestmark = [pytest.mark.on_device, pytest.mark.usefixtures("quiet_compiler")]
 
 
 class Residual(nn.Module):

@@ -221,7 +221,7 @@ def test_autocast_keeps_the_input_s_dtype() -> None:
     assert_equal(got, step(alone, alone, mask, x, residual))
 
 
-@pytest.mark.usefixtures("own_graphs")
+@pytest.mark.usefixtures("quiet_compiler")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
 def test_a_compiled_layer_has_equal_bits_and_is_compiled_once(training: bool, scope: str) -> None:  # noqa: FBT001

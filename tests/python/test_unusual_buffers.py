@@ -35,7 +35,7 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([tensor, tensor], dim=-1)[..., 0]
 
 
-@pytest.mark.usefixtures("own_graphs")
+@pytest.mark.usefixtures("quiet_compiler")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("count", [SHORT, FLOAT, AVERAGED], ids=["int32", "float32", "float64"])
@@ -62,7 +62,7 @@ def with_count(count: int) -> nn.Module:
     return layer
 
 
-@pytest.mark.usefixtures("own_graphs")
+@pytest.mark.usefixtures("quiet_compiler")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_running_statistics_with_strides_are_updated(how: str) -> None:
     layers = normscope.BatchNorm1d(3), nn.BatchNorm1d(3)
