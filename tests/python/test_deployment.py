@@ -6,12 +6,14 @@ from __future__ import annotations
 import copy
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from deployed_networks import assert_close, batch, network
 from rank_pool import RankPool, error_of
 from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
 
 import normscope
 
@@ -143,6 +145,20 @@ def test_a_training_graph_can_be_decomposed_for_batches_of_any_size() -> None:
 
     x = torch.randn(7, 3, 6, 6)
     assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("layer", [{"momentum": None}, {"scope": "slices:2"}, {}])
+def test_a_recomputation_of_an_exported_program_updates_nothing(layer: dict[str, Any]) -> None:
+    # A recomputation ends with the last operation that saves a tensor: the sigmoid.
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4, **layer), nn.Sigmoid())
+    x = torch.randn(4, 3, 6, 6)
+    program = torch.export.export(copy.deepcopy(model), (x,)).module()
+
+    checkpoint(program, x, use_reentrant=False).sum().backward()
+
+    model(x)
+    for got, expected in zip(program.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def of_exported_on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, str]:

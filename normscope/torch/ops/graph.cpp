@@ -102,7 +102,7 @@ std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
 }
 
 bool is_left_to_torch(const ForwardOpArguments& op) {
-  if (!op.is_exported() || !is_recorded_for_a_graph()) return false;
+  if (op.graph != "exported" || !is_recorded_for_a_graph()) return false;
   const Scope scope = parsed_scope(op.call.scope);
   if (meets_ranks(scope, op.call)) return false;
   // A graph with one call for each slice is only right for one number of samples.

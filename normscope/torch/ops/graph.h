@@ -13,12 +13,12 @@ namespace normscope::binding {
 
 // Forward and backward in a compiled graph. Functional ops compute the statistics and the gradient
 // sums; they return new values of buffers instead of changing the buffers. The argument `graph`
-// says what becomes of the rest:
+// selects how the elementwise part is recorded:
 // * "fused": the elementwise part is left to torch's ops, which a compiler fuses with others
 //   (docs/numerics.md, "Compiled graphs", says what that may round differently).
 // * "exact": it is one op with the bits of eager mode.
-// * "exported": the program may be used without this library. If no other rank shares the
-//   statistics, torch's batch norm replaces the layer; otherwise as "fused".
+// * "exported": as "fused". But if no other rank shares the statistics, torch's batch norm replaces
+//   the whole layer, so that the program can be used without this library.
 //
 // Ranks must meet in the same order, however a compiler reorders the graph. Every exchange is
 // therefore between two calls of keep_order, which compilers keep in order and never repeat
@@ -28,7 +28,7 @@ namespace normscope::binding {
 // Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.
 [[nodiscard]] bool is_recorded_for_a_graph();
 
-// Its kernels return the coefficients that the graph applies.
+// The op batch_norm_statistics.
 [[nodiscard]] const c10::TypedOperatorHandle<StatisticsOp>& statistics_op();
 
 // Copies of `values` [...] that compilers compute in program order, among all such calls.

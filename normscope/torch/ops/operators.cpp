@@ -89,13 +89,13 @@ std::vector<at::Tensor> copies_of(at::TensorList values) {
 // grad_t is the gradient, with respect to t, of a loss that is differentiated a second time.
 //
 // batch_norm_statistics and batch_norm_gradient_sums are forward and backward without the
-// elementwise part. They return coefficients [slices, ., C], which the graph applies; `graph` says
-// how (graph.h). If an activation follows, the backward needs bias; if the forward had a residual,
-// it also needs y, and returns the residual's gradient. batch_norm_with_statistics recomputes a
-// forward's y from its statistics; it has no gradient of its own. A forward adds the moments of its
-// norm batch to `accumulated`, from which batch_norm_finalize updates running statistics. This op
-// and the part ops after it are those of batch_norm/moments.h. Only autograd sets needs_backward;
-// callers leave it out.
+// elementwise part. They return coefficients [slices, ., C], which other ops of the graph
+// apply (graph.h). If an activation follows, the backward needs bias; if the forward had a
+// residual, it also needs y, and returns the residual's gradient. batch_norm_with_statistics
+// recomputes a forward's y from its statistics; it has no gradient of its own. A forward adds the
+// moments of its norm batch to `accumulated`, from which batch_norm_finalize updates running
+// statistics. This op and the part ops after it are those of batch_norm/moments.h. Only autograd
+// sets needs_backward; callers leave it out.
 //
 // group_name is the name of a process group, "" for none. layer is a qualified name, "" for none.
 // dims are the numbers of dimensions that x may have, [] for any. Calls that may wait for other

@@ -87,7 +87,6 @@ struct ForwardOpArguments {
   }
 
   [[nodiscard]] bool decomposes() const { return graph && *graph != "exact"; }
-  [[nodiscard]] bool is_exported() const { return graph == "exported"; }
 
  private:
   template <class Op, class... Others>

@@ -48,7 +48,7 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
     return {std::move(y), std::nullopt};
   }
   // ONNX has no batch norm that normalizes by its batch and takes buffers.
-  if (op.is_exported()) return {call({}, {}, 0.0), statistics_of(x.detach())};
+  if (is_left_to_torch(op)) return {call({}, {}, 0.0), statistics_of(x.detach())};
   // A momentum of 1 makes running statistics of this batch.
   const at::Tensor mean = at::zeros_symint({x.sym_size(1)}, arithmetic_options(x));
   const at::Tensor var = at::zeros_like(mean);
@@ -60,7 +60,9 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
 
 void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& statistics) {
   const at::NoGradGuard no_grad;
-  const auto update = op.is_exported() ? update_now : update_buffers;
+  // A program of torch's ops cannot tell that it is recomputed, and updates again, as torch's layer
+  // does.
+  const auto update = is_left_to_torch(op) ? update_now : update_buffers;
   for (const Statistics& of : statistics) {
     update(op.running, op.momentum, op.accumulated, of, /*may_be_empty=*/false);
   }
