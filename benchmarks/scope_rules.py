@@ -1,204 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that choose the scope of each layer, and when: plans, rules to compare, and schedules.
-
-One process stands for four ranks of two images. Slices of its batch stand for the ranks: local is
-slices:4, group:2 is slices:2, and world is local.
-"""
+"""Rules that choose the scope of each layer, and when: plans, rules to compare, and schedules."""
 
 from __future__ import annotations
 
-import copy
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 
 import normscope
-from normscope.scopes import LayerPlan
-from scope_tasks import RANKS, Task
+from scope_measures import (
+    gradient_noise,
+    in_one_process,
+    inverse_values,
+    layers_of,
+    loss_changes,
+    output_noise,
+    plan_of,
+)
+from scope_tasks import Task
 
-BATCHES_OF_A_PLAN = 16
-
-# The scopes in one process with the whole batch that correspond to scopes of four ranks.
-IN_ONE_PROCESS = {"local": "slices:4", "group:2": "slices:2", "world": "local"}
+# Before this step, rules that measure train with world.
+MEASURED_AT = 100
 
 Scopes = dict[str, str]
 
 # Functions that choose the scopes of all layers, by the step before which they are called.
 Schedule = dict[int, Callable[[Task], Scopes]]
 
+# The names of measures of how much each layer needs a wide scope.
+MEASURES: dict[str, Callable[[Task], dict[str, float]]] = {
+    "noise": output_noise,
+    "values": inverse_values,
+    "gradient": gradient_noise,
+    "loss": loss_changes,
+    "chance": lambda task: chance(task),
+}
+
 _SPELLING = re.compile(
-    r"""(?P<rule>noise|noise-per-byte|loss|random)(@(?P<step>\d+))?=(?P<budget>[\d.]+)(?P<share>%?)
-    |(?P<wanted>[\d.]+)
-    |(?P<which>only|all-but):(?P<layer>[\w.]+)""",
+    r"""(?P<plan>recommended|kept|random)(=(?P<noise>[\d.]+))?
+    |(?P<measure>noise|values|gradient|loss|chance)=(?P<share>\d+)%
+    |values<(?P<wanted>[\d.]+)
+    |sum<(?P<sum>[\d.]+)
+    |all-but:(?P<patterns>[\w.*+]+)""",
     re.VERBOSE,
 )
 
 
-def schedule_of(scopes: str, steps: int, seed: int = 0) -> Schedule:
+def schedule_of(scopes: str, setting_steps: int, ranks: int) -> Schedule:
     """Parse `scopes`.
 
     * `local`, `world`: the scope of every layer;
-    * `progressive`: local, group:2 and world for a third of the steps each;
-    * `4`: the plan of normscope.recommend_scopes for this many independent values;
-    * `RULE=4`: `world` for the first layers by RULE (see `rank`), with as many exchanges as the
-      plan for 4 (`noise-per-byte`: as many bytes); `RULE=25%`: with this share of those of world;
-      `RULE@100=4`: `world` for all layers until step 100, when the rule is applied;
-    * `only:LAYER`, `all-but:LAYER`: world in these layers.
+    * `progressive`: local, group:2, group:4, ..., world for equal parts of the steps;
+    * `pooled`: world for layers with one element per channel and image, as after a global pooling;
+    * `recommended`, `recommended=0.1`: world for 100 steps, then normscope.recommend_scopes;
+    * `kept`: from the start the plan that `recommended` makes in a training of its own;
+    * `random`: world for 100 steps, then as many bytes for layers chosen at random;
+    * `noise=30%`: world for 100 steps, then for the layers with most output noise per byte, for
+      this share of the bytes; `values`, `gradient`, `loss` and `chance` are other measures;
+    * `values<4`: from the start world for layers whose norm batch is worth fewer independent
+      values at the initial weights;
+    * `sum<0.8`: from the start world for so many layers that the sum of 1 / values is smaller;
+    * `all-but:PATTERN+PATTERN`: from the start world for all layers but those of these names.
 
     Raises:
         ValueError: If `scopes` is none of these.
     """
     if scopes in ("local", "world"):
         return {0: partial(_everywhere, scope=scopes)}
+    if scopes == "pooled":
+        return {0: _pooled}
     if scopes == "progressive":
-        parts = len(IN_ONE_PROCESS)
+        stages = ["local", *(f"group:{2**i}" for i in range(1, 9) if 2**i < ranks), "world"]
         return {
-            i * steps // parts: partial(_everywhere, scope=scope)
-            for i, scope in enumerate(IN_ONE_PROCESS)
+            i * setting_steps // len(stages): partial(_everywhere, scope=scope)
+            for i, scope in enumerate(stages)
         }
     spelling = _SPELLING.fullmatch(scopes)
     if spelling is None:
-        raise ValueError(
-            "scopes: expected local, world, progressive, a wanted number, RULE=BUDGET, only:LAYER "
-            f"or all-but:LAYER, got {scopes!r}"
-        )
-    if spelling["which"]:
-        return {0: lambda task: _but_one(task, spelling["layer"], spelling["which"])}
+        raise ValueError(f"scopes: expected one of those in --help, got {scopes!r}")
+    if spelling["patterns"]:
+        return {0: lambda task: _all_but(task, spelling["patterns"].split("+"))}
     if spelling["wanted"]:
-        wanted = float(spelling["wanted"])
-        return {0: lambda task: _scopes_of(plan_of(task, wanted))}
-    budget = Budget(float(spelling["budget"]), is_percentage=bool(spelling["share"]))
-    step = int(spelling["step"] or 0)
-    asked_once: Schedule = {step: lambda task: within(task, spelling["rule"], budget, seed)}
-    return asked_once if step == 0 else {0: partial(_everywhere, scope="world"), **asked_once}
+        return {0: lambda task: _above(task, 1 / float(spelling["wanted"]))}
+    if spelling["sum"]:
+        return {0: lambda task: _within_sum(task, float(spelling["sum"]))}
+    world = partial(_everywhere, scope="world")
+    if spelling["measure"]:
+        share = int(spelling["share"]) / 100
+        return {0: world, MEASURED_AT: lambda task: _first(task, spelling["measure"], share)}
+    noise = float(spelling["noise"]) if spelling["noise"] else None
+    if spelling["plan"] == "random":
+        return {0: world, MEASURED_AT: lambda task: _random(task, noise)}
+    if spelling["plan"] == "kept":
+        return {0: lambda task: _kept(task, noise)}
+    return {0: world, MEASURED_AT: lambda task: _plan(task, noise)}
 
 
-def never_changes(scopes: str) -> bool:
-    """Return whether the scopes are only chosen once, at the initial weights."""
-    return len(schedule_of(scopes, len(IN_ONE_PROCESS))) == 1
+def _plan(task: Task, noise: float | None) -> Scopes:
+    return {layer: str(scope) for layer, scope in plan_of(task, noise).scopes.items()}
 
 
-def plan_of(task: Task, wanted: float = math.inf) -> normscope.ScopePlan:
-    """Return the recommendation for ranks, which parts of the batches stand for."""
-    batches = [task.images(step) for step in steps_of_a_plan(task)]
-    return normscope.recommend_scopes(task.model, batches, wanted, ranks=RANKS)
+def _kept(task: Task, noise: float | None) -> Scopes:
+    other = Task(task.setting, task.seed)
+    apply(other.model, _everywhere(other, "world"), task.setting.ranks)
+    for step in range(MEASURED_AT):
+        other.step(step)
+    return _plan(other, noise)
 
 
-def steps_of_a_plan(task: Task) -> range:
-    """Return the steps whose batches are measured; they would follow the last training step."""
-    return range(task.steps, task.steps + BATCHES_OF_A_PLAN)
+def prices_of(task: Task) -> dict[str, int]:
+    """Return the bytes of an exchange of each layer."""
+    return {layer.layer: layer.exchange_bytes for layer in plan_of(task).layers}
 
 
-@dataclass(frozen=True)
-class Budget:
-    """A budget: the cost of the plan for a wanted number, or a percentage of the cost of world."""
-
-    number: float
-    is_percentage: bool
-
-    def of(self, task: Task, prices: Mapping[str, int]) -> float:
-        """Return the budget in the unit of the prices."""
-        if self.is_percentage:
-            return self.number / 100 * sum(prices.values())
-        plan = plan_of(task, self.number)
-        return sum(prices[layer.layer] for layer in plan.layers if layer.spans_ranks)
+def chance(task: Task) -> dict[str, float]:
+    """Return random numbers that choose each layer with the same probability, per byte."""
+    rng = np.random.default_rng(task.seed)
+    return {layer: price * float(rng.random()) for layer, price in prices_of(task).items()}
 
 
-def within(task: Task, rule: str, budget: Budget, seed: int) -> Scopes:
-    """Choose world for the first layers by the rule, as far as the budget allows."""
-    prices = {
-        layer.layer: layer.exchange_bytes if rule == "noise-per-byte" else 1
-        for layer in plan_of(task).layers
-    }
-    worth = rank(task, rule, seed)
-    order = sorted(prices, key=lambda layer: worth[layer] / prices[layer], reverse=True)
-    wide = affordable(order, prices, budget.of(task, prices))
-    return {layer: "world" if layer in wide else "local" for layer in prices}
+def _first(task: Task, measure: str, share: float) -> Scopes:
+    prices = prices_of(task)
+    return _wide(prices, bought(MEASURES[measure](task), prices, share * sum(prices.values())))
 
 
-def affordable(order: Iterable[str], prices: Mapping[str, int], budget: float) -> set[str]:
-    """Take the layers in order, and skip those that exceed the remaining budget."""
-    bought = set()
-    for layer in order:
+def _random(task: Task, noise: float | None) -> Scopes:
+    prices = prices_of(task)
+    plan = _plan(task, noise)
+    budget = sum(price for layer, price in prices.items() if plan[layer] != "local")
+    return _wide(prices, bought(chance(task), prices, budget))
+
+
+def bought(need: Mapping[str, float], prices: Mapping[str, int], budget: float) -> set[str]:
+    """Take the layers in the order of need per byte, and skip those that exceed what is left."""
+    layers: set[str] = set()
+    for layer in sorted(prices, key=lambda layer: need[layer] / prices[layer], reverse=True):
         if prices[layer] <= budget:
-            bought.add(layer)
+            layers.add(layer)
             budget -= prices[layer]
-    return bought
+    return layers
 
 
-def rank(task: Task, rule: str, seed: int) -> dict[str, float]:
-    """Return how much each layer needs a wide scope.
-
-    * `noise`, `noise-per-byte`: the squared relative error of its variances under local;
-    * `loss`: the increase of the training loss if only this layer is narrow;
-    * `random`: a random number.
-    """
-    layers = plan_of(task).layers
-    if rule == "loss":
-        return loss_changes(task)
-    if rule == "random":
-        lots = np.random.default_rng(seed).random(len(layers))
-        return {layer.layer: float(lot) for layer, lot in zip(layers, lots, strict=True)}
-    return {layer.layer: noise(layer) for layer in layers}
+def _above(task: Task, limit: float) -> Scopes:
+    need = inverse_values(task)
+    return _wide(need, {layer for layer, inverse in need.items() if inverse > limit})
 
 
-def noise(layer: LayerPlan) -> float:
-    """Return the squared relative error of a layer's variances under local."""
-    values = layer.candidates[0].values
-    assert values is not None  # there are several parts
-    return 2 / values.value
+def _within_sum(task: Task, limit: float) -> Scopes:
+    prices, need = prices_of(task), inverse_values(task)
+    left, wide = sum(need.values()), set()
+    for layer in sorted(prices, key=lambda layer: need[layer] / prices[layer], reverse=True):
+        if left <= limit:
+            break
+        wide.add(layer)
+        left -= need[layer] * (1 - 1 / task.setting.ranks)
+    return _wide(need, wide)
 
 
-def loss_changes(task: Task) -> dict[str, float]:
-    """Return the mean change of the training loss if only one layer is narrow, for each layer."""
-    model = copy.deepcopy(task.model).train()
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, normscope.BatchNorm)
+def _pooled(task: Task) -> Scopes:
+    plan = plan_of(task)
+    return {
+        layer.layer: "world"
+        if layer.candidates[0].elements == layer.candidates[0].samples
+        else "local"
+        for layer in plan.layers
     }
-    changes = {}
-    with torch.no_grad():
-        for layer in layers.values():
-            layer.scope = normscope.Scope(IN_ONE_PROCESS["world"])
-        wide = _mean_loss(task, model)
-        for name, layer in layers.items():
-            layer.scope = normscope.Scope(IN_ONE_PROCESS["local"])
-            changes[name] = _mean_loss(task, model) - wide
-            layer.scope = normscope.Scope(IN_ONE_PROCESS["world"])
-    return changes
 
 
-def _mean_loss(task: Task, model: torch.nn.Module) -> float:
-    losses = [task.loss(model, step).double() for step in steps_of_a_plan(task)]
-    return float(torch.stack(losses).mean())
-
-
-def apply(model: torch.nn.Module, scopes: Scopes) -> None:
-    """Give the layers the scopes that stand for these scopes in one process."""
-    layers = dict(model.named_modules())
-    for name, scope in scopes.items():
-        layer = layers[name]
-        assert isinstance(layer, normscope.BatchNorm)
-        layer.scope = normscope.Scope(IN_ONE_PROCESS[scope])
-
-
-def _scopes_of(plan: normscope.ScopePlan) -> Scopes:
-    return {layer: str(scope) for layer, scope in plan.scopes.items()}
+def _all_but(task: Task, patterns: list[str]) -> Scopes:
+    layers = layers_of(task.model)
+    narrow = {name for name in layers if any(fnmatchcase(name, each) for each in patterns)}
+    if not narrow:
+        raise ValueError(f"scopes: expected some of {', '.join(layers)}, got {patterns}")
+    return _wide(layers, set(layers) - narrow)
 
 
 def _everywhere(task: Task, scope: str) -> Scopes:
-    return dict.fromkeys(plan_of(task).scopes, scope)
+    return dict.fromkeys(layers_of(task.model), scope)
 
 
-def _but_one(task: Task, one: str, which: str) -> Scopes:
-    """Choose world for one layer only, or for all but one."""
-    layers = list(plan_of(task).scopes)
-    if one not in layers:
-        raise ValueError(f"scopes: expected one of {', '.join(layers)} after {which}:, got {one}")
-    return {layer: "world" if (layer == one) == (which == "only") else "local" for layer in layers}
+def _wide(layers: Mapping[str, object], wide: set[str]) -> Scopes:
+    return {layer: "world" if layer in wide else "local" for layer in layers}
+
+
+def apply(model: nn.Module, scopes: Scopes, ranks: int) -> None:
+    """Give the layers the scopes that stand for these scopes in one process."""
+    for name, layer in layers_of(model).items():
+        layer.scope = normscope.Scope(in_one_process(scopes[name], ranks))
+
+
+def with_group_norm(network: nn.Module) -> nn.Module:
+    """Replace batch normalization by group normalization (Wu and He 2018), in place."""
+    for name, child in network.named_children():
+        if isinstance(child, torch.nn.modules.batchnorm._BatchNorm):
+            channels = child.num_features
+            setattr(network, name, nn.GroupNorm(min(8, channels // 4), channels))
+        else:
+            with_group_norm(child)
+    return network

@@ -6,8 +6,10 @@ A process trains on the whole batch of a step, or on a rank's share of it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,45 +20,243 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import normscope
+from land import VOID, Land, mean_iou
+from land_networks import FeaturePyramid, PyramidNetwork, UNet
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "segmentation"))
 
-RANKS = 4
-IMAGES_PER_RANK = 2
-BATCH = RANKS * IMAGES_PER_RANK
+_SPELLING = re.compile(r"(?P<name>[\w-]+)(@(?P<ranks>\d+)x(?P<images>\d+))?")
 
 
-class Segmentation:
-    """The demo's network."""
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and on how many ranks.
 
-    def __init__(self, seed: int, share: range, steps: int) -> None:
-        from scenes import Batch
-        from settings import Settings
-        from trainer import Trainer
+    Args:
+        name: One of STEPS.
+        ranks: The number of ranks, which one process may stand for.
+        images: The number of images of a rank in a step.
+    """
 
-        settings = Settings(RANKS, IMAGES_PER_RANK, steps)
-        source = settings.source()
-        self.steps = steps
-        self._held_out = Batch.of(source.held_out_scenes())
-        # In a single process with the whole batch, local stands for world.
-        self._trainer = Trainer(source, settings, seed, "local", share)
-        self.model = self._trainer.network
+    name: str
+    ranks: int = 4
+    images: int = 2
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """Read ``NAME`` or ``NAME@RANKSxIMAGES``.
+
+        Raises:
+            ValueError: If there is no such task.
+        """
+        spelling = _SPELLING.fullmatch(text)
+        if spelling is None or spelling["name"] not in STEPS:
+            raise ValueError(
+                f"tasks: expected NAME or NAME@RANKSxIMAGES with one of {', '.join(STEPS)}, got "
+                f"{text!r}"
+            )
+        if spelling["ranks"] is None:
+            return cls(spelling["name"])
+        return cls(spelling["name"], int(spelling["ranks"]), int(spelling["images"]))
+
+    def __str__(self) -> str:
+        """Return the text that ``parse`` reads."""
+        return f"{self.name}@{self.ranks}x{self.images}"
+
+    @property
+    def batch(self) -> int:
+        """The number of images in a step."""
+        return self.ranks * self.images
+
+
+class Task:
+    """A network with its data and its optimizer.
+
+    Args:
+        setting: What is trained.
+        share: Indices in each batch that this process trains on. If these are not all, the other
+            ranks of the default process group have the rest.
+        network: The network, with layers of torch.nn.
+        change: Applied to the network instead of normscope's conversion; None for that.
+    """
+
+    data: Data
+
+    def __init__(
+        self,
+        setting: Setting,
+        seed: int,
+        share: range | None = None,
+        change: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        self.setting, self.seed, self.steps = setting, seed, STEPS[setting.name]
+        self.data = _DATA[setting.name]()
+        self._share = range(setting.batch) if share is None else share
+        torch.manual_seed(seed)
+        network = self.data.network()
+        self.model = normscope.convert(network, "local") if change is None else change(network)
+        for layer in self.model.modules():
+            if isinstance(layer, normscope.BatchNorm):
+                layer.slice_stats = "first"  # as rank 0 of several ranks
+        self._trained: nn.Module = (
+            self.model
+            if len(self._share) == setting.batch
+            else DistributedDataParallel(self.model, broadcast_buffers=False)
+        )
+        self._optimizer, self._rates = self.data.optimizer(self.model, self.steps)
 
     def images(self, step: int) -> torch.Tensor:
-        """Return the scenes of a step, which may be one after the last."""
-        return self._trainer.batch(step).images
+        """Return the images of a step, which may be one after the last."""
+        return self._batch(step)[0]
 
     def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the loss of a model, which may be a copy, on the scenes of a step."""
-        return self._trainer.loss(model, self._trainer.batch(step))
+        """Return the loss of a model, which may be a copy, on the images of a step."""
+        images, targets = self._batch(step)
+        return self.data.loss(model(images), targets)
 
     def step(self, step: int) -> None:
-        """Run a step of the demo."""
-        self._trainer.step(step)
+        """Run a step of the optimizer."""
+        loss = self.loss(self._trained.train(), step)
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+        self._rates.step()
 
     def quality(self) -> float:
-        """Return the mean IoU on held-out scenes, with the current running statistics."""
-        return self._trainer.evaluate(self._held_out)
+        """Return the mean IoU or accuracy on held-out data, with the current running statistics."""
+        images, targets = self.data.held_out()
+        self.model.eval()
+        with torch.no_grad():
+            predicted = torch.cat([self.model(part).argmax(1) for part in images.split(64)])
+        return self.data.quality(predicted, targets)
+
+    def _batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.data.batch(self.seed, step, self.setting.batch, self._share)
+
+
+Optimizer = tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
+
+
+class Data:
+    """Images and targets, with the network, loss and optimizer for them."""
+
+    def network(self) -> nn.Module:
+        """Make the network from plain layers."""
+        raise NotImplementedError
+
+    def batch(
+        self, seed: int, step: int, size: int, share: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a share of the images and targets of a step."""
+        raise NotImplementedError
+
+    def held_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return images and targets to evaluate."""
+        raise NotImplementedError
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss; a mean over equal shares is that of the whole."""
+        raise NotImplementedError
+
+    def quality(self, predicted: torch.Tensor, targets: torch.Tensor) -> float:
+        """Return the mean IoU or accuracy."""
+        raise NotImplementedError
+
+    def optimizer(self, model: nn.Module, steps: int) -> Optimizer:
+        """Return AdamW and a one-cycle schedule (Smith and Topin 2019)."""
+        raise NotImplementedError
+
+
+def _one_cycle(model: nn.Module, steps: int, rate: float, *, cycle: bool = False) -> Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=1e-2)
+    rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, cycle_momentum=cycle)
+    return optimizer, rates
+
+
+class LandCover(Data):
+    """Satellite images, segmented by one of several networks."""
+
+    def __init__(self, network: Callable[[int], nn.Module], classes: str = "ten") -> None:
+        self._land, self._network = Land(classes), network
+        self._weights = self._land.class_weights()
+
+    def network(self) -> nn.Module:
+        """Make the network."""
+        return self._network(self._land.class_count)
+
+    def batch(
+        self, seed: int, step: int, size: int, share: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a share of the tiles."""
+        images, labels = self._land.batch(seed, step, size)
+        part = slice(share.start, share.stop)
+        return images[part], labels[part]
+
+    def held_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tiles of held-out blocks."""
+        return self._land.held_out()
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the weighted cross entropy, averaged over pixels."""
+        return functional.cross_entropy(
+            outputs, targets, self._weights, ignore_index=VOID, reduction="none"
+        ).mean()
+
+    def quality(self, predicted: torch.Tensor, targets: torch.Tensor) -> float:
+        """Return the mean IoU."""
+        return mean_iou(predicted, targets, self._land.class_count)
+
+    def optimizer(self, model: nn.Module, steps: int) -> Optimizer:
+        """Return AdamW with its schedule."""
+        return _one_cycle(model, steps, 4e-3)
+
+
+class Scenes(Data):
+    """The scenes of the demo: digits on photographs."""
+
+    def __init__(self) -> None:
+        from scenes import Batch, DigitScenes
+
+        self._source = DigitScenes()
+        self._held_out = Batch.of(self._source.held_out_scenes())
+        self._weights = torch.ones(len(self._source.class_names))
+        self._weights[0] = 0.3  # as trainer.py weighs the background
+
+    def network(self) -> nn.Module:
+        """Make the demo's network."""
+        return demo_network(len(self._source.class_names))
+
+    def batch(
+        self, seed: int, step: int, size: int, share: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a share of the scenes."""
+        from scenes import training_batch
+
+        images, masks = training_batch(self._source, seed, step, share)
+        return images, masks
+
+    def held_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the held-out scenes."""
+        return self._held_out.images, self._held_out.masks
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the weighted cross entropy, averaged over pixels."""
+        return functional.cross_entropy(outputs, targets, self._weights, reduction="none").mean()
+
+    def quality(self, predicted: torch.Tensor, targets: torch.Tensor) -> float:
+        """Return the mean IoU."""
+        return mean_iou(predicted, targets, len(self._weights))
+
+    def optimizer(self, model: nn.Module, steps: int) -> Optimizer:
+        """Return AdamW with its schedule."""
+        return _one_cycle(model, steps, 2e-2)
+
+
+def demo_network(classes: int) -> nn.Module:
+    """Return the network of examples/segmentation."""
+    from network import SegmentationNetwork
+
+    return SegmentationNetwork(classes)
 
 
 class Block(nn.Module):
@@ -109,78 +309,70 @@ def residual_network(dims: int) -> nn.Module:
     )
 
 
-class Digits:
+class Digits(Data):
     """Handwritten digits as pictures [1, 8, 8], or as sequences [1, 64] of their rows."""
 
-    def __init__(self, dims: int, seed: int, share: range, steps: int) -> None:
+    def __init__(self, dims: int) -> None:
         digits = load_digits()
         shape = (-1, 1, 8, 8) if dims == 2 else (-1, 1, 64)
         images = torch.from_numpy((digits.images / 8 - 1).astype(np.float32)).reshape(shape)
         targets = torch.from_numpy(digits.target)
         order = torch.from_numpy(np.random.default_rng(0).permutation(len(targets)))
-        self.steps = steps
+        self._dims = dims
         self._training = images[order[:1400]], targets[order[:1400]]
         self._held_out = images[order[1400:]], targets[order[1400:]]
-        self._seed, self._share = seed, share
-        torch.manual_seed(seed)
-        self.model = normscope.convert(residual_network(dims), "local")
-        for layer in self.model.modules():
-            if isinstance(layer, normscope.BatchNorm):
-                layer.slice_stats = "first"
-        self._trained: nn.Module = (
-            self.model
-            if len(share) == BATCH
-            else DistributedDataParallel(self.model, forward_sync_buffers=False)
-        )
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=1e-2)
-        self._rates = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 1e-2, steps)
 
-    def images(self, step: int) -> torch.Tensor:
-        """Return the digits of a step, which may be one after the last."""
-        return self._training[0][self._chosen(step)]
+    def network(self) -> nn.Module:
+        """Make the residual network."""
+        return residual_network(self._dims)
 
-    def loss(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the cross entropy of a model, which may be a copy, on the digits of a step."""
-        targets = self._training[1][self._chosen(step)]
-        return functional.cross_entropy(model(self.images(step)), targets)
+    def batch(
+        self, seed: int, step: int, size: int, share: range
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw a share of the digits."""
+        chosen = np.random.default_rng((seed, step)).integers(1400, size=size)
+        part = torch.from_numpy(chosen[share.start : share.stop])
+        return self._training[0][part], self._training[1][part]
 
-    def step(self, step: int) -> None:
-        """Run a step of AdamW."""
-        self._trained.train()
-        loss = self.loss(self._trained, step)
-        self._optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        self._optimizer.step()
-        self._rates.step()
+    def held_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the held-out digits."""
+        return self._held_out
 
-    def quality(self) -> float:
-        """Return the accuracy on held-out digits, with the current running statistics."""
-        self.model.eval()
-        with torch.no_grad():
-            predicted = self.model(self._held_out[0]).argmax(1)
-        return float((predicted == self._held_out[1]).double().mean())
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy."""
+        return functional.cross_entropy(outputs, targets)
 
-    def _chosen(self, step: int) -> torch.Tensor:
-        rng = np.random.default_rng((self._seed, step))
-        chosen = rng.integers(1400, size=BATCH)
-        return torch.from_numpy(chosen[self._share.start : self._share.stop])
+    def quality(self, predicted: torch.Tensor, targets: torch.Tensor) -> float:
+        """Return the accuracy."""
+        return float((predicted == targets).double().mean())
+
+    def optimizer(self, model: nn.Module, steps: int) -> Optimizer:
+        """Return AdamW with its schedule."""
+        return _one_cycle(model, steps, 1e-2, cycle=True)
 
 
-# A network to train, and its data.
-Task = Segmentation | Digits
+STEPS = {
+    "land-pyramid": 400,
+    "land-unet": 400,
+    "land-demo": 400,
+    "land-features": 400,
+    "six-pyramid": 400,
+    "six-unet": 400,
+    "six-demo": 400,
+    "scenes": 700,
+    "digits": 1000,
+    "sequences": 1000,
+}
 
-STEPS = {"segmentation": 700, "digits": 1000, "sequences": 1000}
-
-
-def make_task(name: str, seed: int, share: range = range(BATCH)) -> Task:
-    """Make a task by its name in STEPS.
-
-    Args:
-        name: The name of the network.
-        seed: The seed of the initial weights and of the order of the data.
-        share: Indices in each batch that this process trains on. If these are not all, the other
-            ranks of the default process group have the rest.
-    """
-    if name == "segmentation":
-        return Segmentation(seed, share, STEPS[name])
-    return Digits(2 if name == "digits" else 1, seed, share, STEPS[name])
+_DATA: dict[str, Callable[[], Data]] = {
+    "land-pyramid": lambda: LandCover(PyramidNetwork),
+    "land-unet": lambda: LandCover(UNet),
+    "land-demo": lambda: LandCover(demo_network),
+    "land-features": lambda: LandCover(FeaturePyramid),
+    "six-pyramid": lambda: LandCover(PyramidNetwork, "six"),
+    "six-unet": lambda: LandCover(UNet, "six"),
+    "six-demo": lambda: LandCover(demo_network, "six"),
+    "scenes": Scenes,
+    "digits": lambda: Digits(2),
+    "sequences": lambda: Digits(1),
+}

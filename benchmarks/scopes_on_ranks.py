@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains networks under scopes in four processes on this machine."""
+"""Trains networks under scopes in a process per rank on this machine."""
 
 from __future__ import annotations
 
@@ -11,61 +11,54 @@ from torch import distributed
 import normscope
 from normscope.training import communication_counters
 from ranks import on_ranks
+from scope_measures import layers_of, steps_of_a_plan
 from scope_results import Result
-from scope_rules import steps_of_a_plan
-from scope_tasks import IMAGES_PER_RANK, RANKS, Task, make_task
+from scope_rules import MEASURED_AT
+from scope_tasks import Setting, Task
 
 # The time after which a rank stops waiting for one that has failed.
 GROUP_LIMIT = timedelta(minutes=5)
 
 
-def train_on_ranks(task: str, scopes: str, seed: int) -> Result:
-    """Train under local, world, progressive, or the plan for a wanted number."""
-    result, *_ = on_ranks(RANKS, train_as_rank, task, scopes, seed, limit=GROUP_LIMIT)
+def train_on_ranks(setting: Setting, scopes: str, seed: int) -> Result:
+    """Train under local, world, or the recommendation after 100 steps."""
+    result, *_ = on_ranks(setting.ranks, train_as_rank, setting, scopes, seed, limit=GROUP_LIMIT)
     return result
 
 
-def train_as_rank(task_name: str, scopes: str, seed: int) -> Result:
+def train_as_rank(setting: Setting, scopes: str, seed: int) -> Result:
     """Train on one rank of the default process group."""
     torch.set_num_threads(1)
     rank = distributed.get_rank()
-    share = range(rank * IMAGES_PER_RANK, (rank + 1) * IMAGES_PER_RANK)
-    task = make_task(task_name, seed, share)
+    share = range(rank * setting.images, (rank + 1) * setting.images)
+    task = Task(setting, seed, share)
     batches = [task.images(step) for step in steps_of_a_plan(task)]
-    schedule = _schedule(task, scopes, batches)
-    before = communication_counters()
+    normscope.set_scope(task.model, "local" if scopes == "local" else "world")
+    world_bytes = 2 * sum(
+        layer.exchange_bytes
+        for layer in normscope.recommend_scopes(task.model, batches[:1], 0).layers
+    )
+    sent = last = communication_counters().bytes
+    measured = 0
     for step in range(task.steps):
+        if step == MEASURED_AT and scopes == "recommended":
+            before = communication_counters().bytes
+            normscope.recommend_scopes(task.model, batches).apply(task.model)
+            measured = communication_counters().bytes - before
+        last = communication_counters().bytes
         task.step(step)
-        if schedule is not None:
-            schedule.step()
-    after = communication_counters()
+    end = communication_counters().bytes
     normscope.estimate_running_stats(task.model, batches)
-    layers = [
-        (name, layer)
-        for name, layer in task.model.named_modules()
-        if isinstance(layer, normscope.BatchNorm)
-    ]
-    world = normscope.recommend_scopes(task.model, batches, float("inf"))
+    layers = layers_of(task.model)
+    wide = {name: str(layer.scope) for name, layer in layers.items() if str(layer.scope) != "local"}
     return Result(
-        task_name,
+        str(setting),
         scopes,
         seed,
         task.quality(),
-        (after.calls - before.calls) / (world.exchanges_per_step * task.steps),
-        (after.bytes - before.bytes) / (world.bytes_per_step * task.steps),
-        {name: str(layer.scope) for name, layer in layers if str(layer.scope) != "local"},
-        RANKS,
+        (end - sent - measured) / (world_bytes * task.steps),
+        (end - last) / world_bytes,
+        len(wide) / len(layers),
+        wide,
+        setting.ranks,
     )
-
-
-def _schedule(
-    task: Task, scopes: str, batches: list[torch.Tensor]
-) -> normscope.ProgressiveScope | None:
-    """Set the initial scopes of the layers; return the schedule that changes them, if any."""
-    if scopes in ("local", "world"):
-        normscope.set_scope(task.model, scopes)
-        return None
-    if scopes == "progressive":
-        return normscope.ProgressiveScope.doubling(task.model, task.steps)
-    normscope.recommend_scopes(task.model, batches, float(scopes)).apply(task.model)
-    return None

@@ -58,24 +58,23 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, ranks: int)
 
     model = network().to(device)
     normscope.convert(model, scope="world")  # 2: keeps the parameters
+    if args.scope != "recommended":
+        normscope.set_scope(model, args.scope)
     parallel = model
     if dist.is_initialized():
         # Each rank keeps its own running statistics; broadcast_buffers=False before torch 2.13.
         parallel = DistributedDataParallel(model, forward_sync_buffers=False)  # 3
-
-    if args.scope == "recommended":  # optional: one scope per layer, measured
-        plan = normscope.recommend_scopes(model, [x.to(device) for x, _ in islice(loader, 16)])
-        plan.apply(model)
-        if rank == 0:
-            print(plan)
-    else:
-        normscope.set_scope(model, args.scope)
 
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.02, momentum=0.9)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader))
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         parallel.train()
+        if args.scope == "recommended" and epoch == 1:  # optional: one scope per layer, measured
+            plan = normscope.recommend_scopes(model, [x.to(device) for x, _ in islice(loader, 16)])
+            plan.apply(model)
+            if rank == 0:
+                print(plan)
         for images, classes in loader:
             optimizer.zero_grad()
             loss = cross_entropy(parallel(images.to(device)), classes.to(device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -233,16 +233,16 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def with_tables(text: str) -> str:
+def with_tables(text: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """Return the document's text with all tables rewritten.
 
     Raises:
-        ValueError: If the text does not have each table of TABLES exactly once, and no other.
+        ValueError: If the text does not have each of the tables exactly once, and no other.
     """
     names = [match["name"] for match in _TABLE.finditer(text)]
-    if sorted(names) != sorted(TABLES):
-        raise ValueError(f"tables: expected each of {sorted(TABLES)}, got {sorted(names)}")
-    return _TABLE.sub(lambda found: found[1] + TABLES[found["name"]]() + found[3], text)
+    if sorted(names) != sorted(tables):
+        raise ValueError(f"tables: expected each of {sorted(tables)}, got {sorted(names)}")
+    return _TABLE.sub(lambda found: found[1] + tables[found["name"]]() + found[3], text)
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ def draw_plan(plan: normscope.ScopePlan) -> Figure:
     """Draws the network from left to right; noisy layers are red, synchronizing ones framed."""
     figure = Figure((13, 5.5), layout="constrained")
     axes = figure.subplots()
-    wanted = plan.independent_values
-    colours = ScalarMappable(LogNorm(wanted / 16, wanted * 16), "RdYlBu")
+    # In percent of the variance of the outputs.
+    colours = ScalarMappable(LogNorm(100 * plan.allowed / 50, 100 * plan.allowed * 2), "YlOrRd")
     before: list[tuple[int, float]] = []
     # Parallel branches share a column; every other layer has its own.
     columns = groupby(plan.layers, lambda layer: layer.layer.startswith(BRANCHES) or layer.layer)
@@ -171,13 +171,12 @@ def draw_plan(plan: normscope.ScopePlan) -> Figure:
         for line in product(before, places):
             axes.plot(*zip(*line, strict=True), color="grey", zorder=0)
         for place, layer in zip(places, layers, strict=True):
-            candidates = dict.fromkeys((layer.candidates[0], layer.chosen))
-            worths = {each.scope: each.values for each in candidates if each.values}
-            text = f"{layer.layer}\n{layer.channels} channels" + "".join(
-                f"\n{scope} {worth.value:.1f}\n({worth.lower:.1f} to {worth.upper:.1f})"
-                for scope, worth in worths.items()
+            local = layer.candidates[0]
+            text = (
+                f"{layer.layer}\n{layer.channels} channels\n{local.elements} elements\n"
+                f"local: {100 * local.noise:.2g} %\n{layer.scope}"
             )
-            colour = colours.to_rgba(np.array(worths["local"].value if worths else wanted))
+            colour = colours.to_rgba(np.array(100 * local.noise))
             width = 3 if layer.spans_ranks else 0.5
             box = {"boxstyle": "round", "facecolor": colour, "linewidth": width}
             axes.text(*place, text, bbox=box, ha="center", va="center", in_layout=False)
@@ -185,7 +184,10 @@ def draw_plan(plan: normscope.ScopePlan) -> Figure:
     axes.set(xlim=(-0.5, x + 0.5), ylim=(-2, 2))
     axes.set_axis_off()
     bar = figure.colorbar(colours, ax=axes, orientation="horizontal", aspect=60)
-    bar.set_label(f"independent values of a norm batch of one rank; wanted: {wanted:g}")
+    bar.set_label(
+        "noise that a layer adds with local, in % of the variance of the outputs; allowed for all "
+        f"layers that stay narrow: {100 * plan.allowed:g} %"
+    )
     bar.ax.xaxis.set_major_formatter("{x:g}")
     return figure
 

@@ -29,7 +29,7 @@ from trainer import EVALUATION_STEPS, Trainer, train
 SCOPES = f"""
 local, slices (one process, as many slices as ranks), group:K, world, {PROGRESSIVE} (local, group:2,
 group:4, ..., world, each for an equal part of the steps), {RECOMMENDED} (the scopes that
-normscope.recommend_scopes finds for each layer)
+normscope.recommend_scopes finds for each layer after a quarter of the steps, with world before)
 """
 DEFAULT_SCOPES = ["local", "world", RECOMMENDED]
 

@@ -28,8 +28,12 @@ BACKGROUND_WEIGHT = 0.3
 LARGEST_LEARNING_RATE = 2e-2
 
 # Global batches for estimating the running statistics before an evaluation, and for recommending
-# scopes before the training.
+# scopes.
 ESTIMATION_BATCHES = 16
+
+# The share of the steps before the one at which scopes are recommended. Until then every layer has
+# scope world.
+STEPS_BEFORE_PLAN = 0.25
 
 EVALUATIONS = 8
 
@@ -75,11 +79,8 @@ class Trainer:
         self._schedule: normscope.ProgressiveScope | None = None
         if scope == PROGRESSIVE:
             self._schedule = normscope.ProgressiveScope.doubling(self.network, settings.steps)
-        elif scope == RECOMMENDED:
-            self.plan = normscope.recommend_scopes(self.network, self.batches_to_come())
-            self.plan.apply(self.network)
         else:
-            normscope.set_scope(self.network, scope)
+            normscope.set_scope(self.network, "world" if scope == RECOMMENDED else scope)
         # Each rank keeps its own running statistics: a broadcast would hide the effect of a scope.
         self._model: nn.Module = (
             self.network
@@ -115,6 +116,12 @@ class Trainer:
             ignore_index=VOID,
             reduction="none",
         ).mean()
+
+    def choose_scopes(self, step: int) -> None:
+        """Measures and applies the recommended scopes before the step that has been chosen."""
+        if self.scope == RECOMMENDED and step == int(STEPS_BEFORE_PLAN * self.settings.steps):
+            self.plan = normscope.recommend_scopes(self.network.train(), self.batches_to_come())
+            self.plan.apply(self.network)
 
     def step(self, step: int) -> torch.Tensor:
         """Takes optimizer step number `step`.
@@ -163,12 +170,12 @@ class Training:
     scope: str
     seed: int
     processes: int  # number of processes that shared the global batch
-    plan: normscope.ScopePlan | None  # if scopes were recommended
     evaluated_steps: list[int]  # number of steps before each evaluation
+    plan: normscope.ScopePlan | None = None  # if scopes were recommended
     mean_ious: list[float] = field(default_factory=list)  # at each evaluation
     stages: dict[int, str] = field(default_factory=dict)  # scopes of the layers, by first step
     losses: list[float] = field(default_factory=list)  # of the global batch in each step
-    seconds: float = 0.0  # for all steps, without the evaluations
+    seconds: float = 0.0  # for all steps and the choice of scopes, without the evaluations
     synchronization_share: float = 0.0  # of these seconds, with waiting; mean over the ranks
     exchanges_per_step: float = 0.0  # of batch normalization, forward and backward
     bytes_per_step: float = 0.0  # payload that a rank sends in these exchanges
@@ -185,7 +192,7 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
     leads, processes = dist.get_rank(group) == 0, dist.get_world_size(group)
     # Evenly distributed; the last evaluation is after the last step.
     evaluated = sorted({math.ceil(steps * (i + 1) / EVALUATIONS) for i in range(EVALUATIONS)})
-    result = Training(trainer.scope, trainer.seed, processes, trainer.plan, evaluated)
+    result = Training(trainer.scope, trainer.seed, processes, evaluated)
     losses, spent = torch.zeros(steps), torch.zeros(4, dtype=torch.float64)
     bar = tqdm(
         range(steps),
@@ -196,6 +203,9 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
         disable=not leads or not sys.stderr.isatty(),
     )
     for step in bar:
+        start = time.perf_counter()
+        trainer.choose_scopes(step)
+        spent[0] += time.perf_counter() - start
         stage = " ".join(trainer.scopes_of_layers)
         if stage not in result.stages.values():
             result.stages[step] = stage
@@ -209,6 +219,7 @@ def train(trainer: Trainer, held_out: Batch, group: dist.ProcessGroup) -> Traini
                 result.mean_ious.append(trainer.evaluate(held_out))
             # Otherwise the other ranks would start the next step, and their wait would be counted.
             dist.barrier(group)
+    result.plan = trainer.plan
     result.seconds, exchanges, payload, synchronizing = spent.tolist()
     result.exchanges_per_step, result.bytes_per_step = exchanges / steps, payload / steps
     means = torch.cat([losses, torch.tensor([synchronizing / result.seconds])])

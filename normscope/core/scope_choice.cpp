@@ -3,18 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string>
+#include <numeric>
 
 #include "normscope/core/error.h"
 
 namespace normscope {
 namespace {
-
-void check_finite(std::string_view layer, const PartMoments& moments) {
-  if (std::ranges::all_of(moments.rows, [](double value) { return std::isfinite(value); })) return;
-  throw ArgumentError("batches: expected finite inputs of every layer, got NaN or infinity in " +
-                      (layer.empty() ? std::string("the model") : std::string(layer)));
-}
 
 // The number of consecutive ranks per host; 0 if hosts differ, ranks of a host are not consecutive,
 // or there is one host.
@@ -30,58 +24,93 @@ std::int64_t ranks_of_a_host(std::span<const std::int64_t> host_of_rank) {
   return size;
 }
 
-Scope scope_of(std::int64_t size, std::int64_t ranks, std::int64_t ranks_of_host) {
-  if (size == 1) return Scope::local();
-  if (size == ranks) return Scope::world();
-  return size == ranks_of_host ? Scope::node() : Scope::group(size);
+double mean_of(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// The candidate of `size` ranks, with its independent values for one call.
-ScopeCandidate measured(const PartMoments& moments, double eps, std::int64_t size) {
-  ScopeCandidate candidate{.ranks = size, .values = independent_values(joined(moments, size), eps)};
-  if (!candidate.values && size > 1) {
-    candidate.values = independent_values(moments, eps);
-    if (candidate.values) {
-      candidate.values = times(*candidate.values, static_cast<double>(size));
-      candidate.extrapolated = true;
-    }
-  }
+bool is_large_enough(const LayerNoise& layer, std::size_t candidate) {
+  const CandidateNoise& measured = layer.candidates[candidate];
+  return layer.is_trained && measured.samples >= kLeastSamples &&
+         measured.elements >= kLeastElements;
+}
+
+// The narrowest candidate that is large enough; world if there is none.
+std::size_t narrowest(const LayerNoise& layer) {
+  const std::size_t world = layer.candidates.size() - 1;
+  std::size_t candidate = 0;
+  while (candidate < world && !is_large_enough(layer, candidate)) ++candidate;
   return candidate;
 }
 
-bool is_noisier(const ScopeCandidate& one, const ScopeCandidate& other) {
-  if (!one.values || !other.values) return one.values.has_value();
-  return one.values->value < other.values->value;
-}
-
-bool is_enough(const std::optional<IndependentValues>& values, double wanted) {
-  if (!values) return false;
-  return (std::isnan(values->lower) ? values->value : values->lower) >= wanted;
+void check(std::span<const LayerNoise> layers) {
+  for (const LayerNoise& layer : layers) {
+    for (const CandidateNoise& candidate : layer.candidates) {
+      const bool has_nan = std::ranges::any_of(candidate.noise, [](double x) { return x != x; });
+      if (!has_nan) continue;
+      throw ArgumentError(
+          "batches: expected finite inputs and gradients of every layer, got NaN or infinity in " +
+          (layer.layer.empty() ? "the model" : layer.layer));
+    }
+  }
 }
 
 }  // namespace
 
-ScopeChoice choose_scope(std::string_view layer, std::span<const PartMoments> calls, double eps,
-                         double wanted, std::span<const std::int64_t> host_of_rank) {
-  for (const PartMoments& moments : calls) check_finite(layer, moments);
+std::vector<ScopeCandidate> candidate_scopes(std::span<const std::int64_t> host_of_rank) {
   const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
-  const std::int64_t ranks_of_host = ranks_of_a_host(host_of_rank);
-  ScopeChoice choice;
-  for (std::int64_t size = 1; size <= ranks; ++size) {
-    if (ranks % size != 0) continue;
-    ScopeCandidate noisiest = measured(calls[0], eps, size);
-    for (const PartMoments& moments : calls.subspan(1)) {
-      const ScopeCandidate other = measured(moments, eps, size);
-      if (is_noisier(other, noisiest)) noisiest = other;
-    }
-    noisiest.scope = scope_of(size, ranks, ranks_of_host);
-    choice.candidates.push_back(noisiest);
+  std::vector<ScopeCandidate> candidates = {{Scope::local(), 1}};
+  if (ranks == 1) return candidates;
+  const std::int64_t size = ranks_of_a_host(host_of_rank);
+  if (size > 1) candidates.push_back({Scope::node(), size});
+  candidates.push_back({Scope::world(), ranks});
+  return candidates;
+}
+
+double TotalNoise::upper() const noexcept {
+  constexpr double kErrors = 1.645;  // one-sided 95 % of a normal distribution
+  return standard_error > 0.0 ? mean + kErrors * standard_error : mean;
+}
+
+TotalNoise total_noise(std::span<const LayerNoise> layers, std::span<const std::size_t> chosen) {
+  std::vector<double> of_batches;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const std::vector<double>& noise = layers[i].candidates[chosen[i]].noise;
+    of_batches.resize(noise.size());
+    for (std::size_t batch = 0; batch < noise.size(); ++batch) of_batches[batch] += noise[batch];
   }
-  const auto enough = std::ranges::find_if(
-      choice.candidates, [&](const auto& each) { return is_enough(each.values, wanted); });
-  const std::size_t last = choice.candidates.size() - 1;
-  choice.chosen = std::min(static_cast<std::size_t>(enough - choice.candidates.begin()), last);
-  return choice;
+  if (of_batches.empty()) return {};
+  TotalNoise total{.mean = mean_of(of_batches)};
+  if (of_batches.size() < 2 || std::isinf(total.mean)) return total;
+  double squares = 0.0;
+  for (const double noise : of_batches) squares += (noise - total.mean) * (noise - total.mean);
+  const auto batches = static_cast<double>(of_batches.size());
+  total.standard_error = std::sqrt(squares / (batches - 1.0) / batches);
+  return total;
+}
+
+std::vector<std::size_t> choose_scopes(std::span<const LayerNoise> layers, double allowed) {
+  check(layers);
+  std::vector<std::size_t> chosen, order(layers.size());
+  for (const LayerNoise& layer : layers) chosen.push_back(narrowest(layer));
+  const std::vector<std::size_t> least = chosen;
+  const auto fits = [&] { return total_noise(layers, chosen).upper() <= allowed; };
+  const auto noise_per_byte = [&](std::size_t i) {
+    return mean_of(layers[i].candidates[least[i]].noise) /
+           static_cast<double>(layers[i].exchange_bytes);
+  };
+  std::iota(order.begin(), order.end(), 0U);
+  std::ranges::stable_sort(order, std::ranges::greater{}, noise_per_byte);
+  for (const std::size_t i : order) {
+    if (fits()) break;
+    chosen[i] = layers[i].candidates.size() - 1;
+  }
+  std::ranges::reverse(order);
+  for (const std::size_t i : order) {
+    const std::size_t wide = chosen[i];
+    for (chosen[i] = least[i]; chosen[i] < wide && !fits(); ++chosen[i]) {
+    }
+  }
+  return chosen;
 }
 
 }  // namespace normscope

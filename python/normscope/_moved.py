@@ -46,7 +46,6 @@ _MODULES = {
     "faults": "training.faults",
     "flops": "models.flops",
     "graphs": "training.modes",
-    "independent_values": "scopes.noise",
     "lazy": "layers.lazy",
     "lightning": "models.lightning",
     "modules": "layers.batch_norm",

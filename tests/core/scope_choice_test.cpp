@@ -2,128 +2,138 @@
 #include "normscope/core/scope_choice.h"
 
 #include <cmath>
-#include <limits>
+#include <cstddef>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "normscope/core/error.h"
-#include "tests/core/part_moments.h"
 #include "tests/support/text_of.h"
 
 namespace normscope::testing {
 namespace {
 
 using Hosts = std::vector<std::int64_t>;
+using Chosen = std::vector<std::size_t>;
 
-// Parts of `values` values each.
-PartMoments normal_parts(std::int64_t parts, std::int64_t values, std::int64_t batches = 16) {
-  Random random(1);
-  return moments_of(batches, parts, 64, independent_normal_values(random, values));
-}
-
-ScopeChoice choose(const std::vector<PartMoments>& calls, double wanted, const Hosts& hosts) {
-  return choose_scope("bn1", calls, kEps, wanted, hosts);
-}
-
-std::string chosen(const ScopeChoice& choice) {
-  return choice.candidates[choice.chosen].scope.str();
-}
-
-std::vector<std::string> candidates(const ScopeChoice& choice) {
+std::vector<std::string> candidates(const Hosts& hosts) {
   std::vector<std::string> scopes;
-  for (const ScopeCandidate& candidate : choice.candidates) scopes.push_back(candidate.scope.str());
+  for (const ScopeCandidate& each : candidate_scopes(hosts)) {
+    scopes.push_back(each.scope.str() + " " + std::to_string(each.ranks));
+  }
   return scopes;
 }
 
-TEST(ScopeChoice, IsTheNarrowestThatReachesTheWantedNumber) {
-  const std::vector<PartMoments> calls = {normal_parts(8, 4)};
-  const Hosts hosts(8, 0);
+TEST(CandidateScopes, AreLocalNodeAndWorld) {
+  using Scopes = std::vector<std::string>;
 
-  EXPECT_EQ(chosen(choose(calls, 3, hosts)), "local");
-  EXPECT_EQ(chosen(choose(calls, 6, hosts)), "group:2");
-  EXPECT_EQ(chosen(choose(calls, 12, hosts)), "group:4");
-  EXPECT_EQ(chosen(choose(calls, 24, hosts)), "world");
-  EXPECT_EQ(chosen(choose(calls, 1000, hosts)), "world");
+  EXPECT_EQ(candidates(Hosts(1, 5)), (Scopes{"local 1"}));
+  EXPECT_EQ(candidates(Hosts(6, 5)), (Scopes{"local 1", "world 6"}));
+  EXPECT_EQ(candidates({5, 5, 7, 7}), (Scopes{"local 1", "node 2", "world 4"}));
 }
 
-TEST(ScopeChoice, WidensIfTheIntervalReachesBelowTheWantedNumber) {
-  const std::vector<PartMoments> calls = {normal_parts(4, 4, 4)};
-  const IndependentValues local = independent_values(calls[0], kEps).value();
-  const double wanted = (local.lower + local.value) / 2;
-
-  EXPECT_EQ(chosen(choose(calls, wanted, Hosts(4, 0))), "group:2");
-  EXPECT_EQ(chosen(choose(calls, local.lower, Hosts(4, 0))), "local");
+TEST(CandidateScopes, HaveNoNodeIfHostsDifferOrHaveOneRank) {
+  EXPECT_EQ(candidates({5, 7, 5, 7}).size(), 2U);
+  EXPECT_EQ(candidates({5, 5, 5, 7}).size(), 2U);
+  EXPECT_EQ(candidates({5, 6, 7, 8}).size(), 2U);
+  EXPECT_EQ(candidates({5, 5, 7, 7, 5, 5}).size(), 2U);
 }
 
-TEST(ScopeChoice, HasTheDivisorsOfTheRanksForGroups) {
-  EXPECT_EQ(candidates(choose({normal_parts(6, 4)}, 4, Hosts(6, 0))),
-            (std::vector<std::string>{"local", "group:2", "group:3", "world"}));
-  EXPECT_EQ(candidates(choose({normal_parts(1, 4)}, 4, Hosts(1, 0))),
-            (std::vector<std::string>{"local"}));
+// A layer with the candidates local, node and world. Its local noise is the same in each of
+// `batches` batches, and that of node a tenth of it.
+LayerNoise layer(double noise, std::int64_t bytes = 100, std::size_t batches = 4) {
+  return {.layer = "bn",
+          .exchange_bytes = bytes,
+          .candidates = {{std::vector<double>(batches, noise), 2, 100},
+                         {std::vector<double>(batches, noise / 10), 4, 200},
+                         {std::vector<double>(batches, 0.0), 8, 400}}};
 }
 
-TEST(ScopeChoice, NamesAGroupNodeIfEachHostHoldsOne) {
-  const std::vector<PartMoments> calls = {normal_parts(4, 4)};
-  const auto third = [&](const Hosts& hosts) { return candidates(choose(calls, 4, hosts))[1]; };
+TEST(ScopeChoice, IsLocalWhereAllOfTheNoiseIsAllowed) {
+  const std::vector<LayerNoise> layers = {layer(0.02), layer(0.03)};
 
-  EXPECT_EQ(third({7, 7, -2, -2}), "node");
-  EXPECT_EQ(third({7, 7, 7, 7}), "group:2");
-  EXPECT_EQ(third({7, -2, 7, -2}), "group:2");
-  EXPECT_EQ(third({7, 7, 7, -2}), "group:2");
-  EXPECT_EQ(third({7, 7, -2, 5}), "group:2");
+  EXPECT_EQ(choose_scopes(layers, 0.05), (Chosen{0, 0}));
 }
 
-TEST(ScopeChoice, ExtrapolatesForASingleNormBatch) {
-  const ScopeChoice choice = choose({normal_parts(4, 4, 1)}, 1000, Hosts(4, 0));
+TEST(ScopeChoice, IsWorldWhereAnyNoiseIsTooMuch) {
+  const std::vector<LayerNoise> layers = {layer(0.02), layer(0.03), layer(0.0)};
 
-  const ScopeCandidate& world = choice.candidates.back();
-  EXPECT_TRUE(world.extrapolated);
-  EXPECT_FALSE(choice.candidates[1].extrapolated);
-  EXPECT_DOUBLE_EQ(world.values.value().value, 4 * choice.candidates[0].values.value().value);
+  EXPECT_EQ(choose_scopes(layers, 0.0), (Chosen{2, 2, 0}));
 }
 
-TEST(ScopeChoice, IsMadeForTheNoisiestCall) {
-  const std::vector<PartMoments> calls = {normal_parts(4, 16), normal_parts(4, 2)};
+TEST(ScopeChoice, WidensTheLayersWithMostNoisePerByteFirst) {
+  // The second has less noise than the first, but more per byte.
+  const std::vector<LayerNoise> layers = {layer(0.04, 1000), layer(0.03, 100)};
 
-  const ScopeChoice choice = choose(calls, 6, Hosts(4, 0));
-
-  EXPECT_EQ(chosen(choice), "world");
-  EXPECT_EQ(choice.candidates[0].values.value().value,
-            independent_values(calls[1], kEps).value().value);
+  EXPECT_EQ(choose_scopes(layers, 0.045), (Chosen{0, 1}));
 }
 
-TEST(ScopeChoice, DoesNotPoolCallsWithDifferentData) {
-  // Both calls are equally good. Pooled, their different means would look like noise.
-  PartMoments far = normal_parts(4, 16);
-  for (std::size_t i = 0; i < far.rows.size(); ++i) {
-    const auto channels = static_cast<std::size_t>(far.channels);
-    const std::size_t in_row = i % (1 + 2 * channels);
-    if (in_row >= 1 && in_row <= channels) far.rows[i] += 100.0;
-  }
+TEST(ScopeChoice, NarrowsLayersAgainThatNeedNotBeWide) {
+  // By noise per byte the first comes first, but then the second has to be wide anyway.
+  const std::vector<LayerNoise> layers = {layer(0.01, 10), layer(0.9, 1000)};
 
-  EXPECT_EQ(chosen(choose({normal_parts(4, 16), far}, 12, Hosts(4, 0))), "local");
+  EXPECT_EQ(choose_scopes(layers, 0.02), (Chosen{0, 2}));
 }
 
-TEST(ScopeChoice, IsWorldIfNothingCanBeCompared) {
-  const ScopeChoice choice =
-      choose({moments_of(1, 2, 1,
-                         [](auto, auto k, auto) {
-                           return k == 0 ? std::vector<double>{1.0, 2.0} : std::vector<double>{};
-                         })},
-             4, Hosts(2, 0));
+TEST(ScopeChoice, KeepsToTheHostIfThatIsEnough) {
+  const std::vector<LayerNoise> layers = {layer(0.3)};
 
-  EXPECT_EQ(chosen(choice), "world");
-  EXPECT_FALSE(choice.candidates.back().values.has_value());
+  EXPECT_EQ(choose_scopes(layers, 0.03), (Chosen{1}));
+  EXPECT_EQ(choose_scopes(layers, 0.02), (Chosen{2}));
 }
 
-TEST(ScopeChoice, RefusesMomentsThatAreNotFinite) {
-  PartMoments moments = normal_parts(2, 4);
-  moments.rows[1] = std::numeric_limits<double>::quiet_NaN();
+TEST(ScopeChoice, LeavesOutNormBatchesThatAreTooSmall) {
+  std::vector<LayerNoise> layers = {layer(0.0), layer(0.0), layer(0.0)};
+  layers[0].candidates[0].samples = 1;
+  layers[1].candidates[0].elements = 7;
+  layers[2].candidates[0].elements = 7;
+  layers[2].candidates[1].elements = 7;
+  layers[2].candidates[2].elements = 7;  // world is the last resort
 
-  EXPECT_EQ(text_of<ArgumentError>([&] { (void)choose({moments}, 4, Hosts(2, 0)); }),
-            "batches: expected finite inputs of every layer, got NaN or infinity in bn1");
+  EXPECT_EQ(choose_scopes(layers, 1.0), (Chosen{1, 1, 2}));
+}
+
+TEST(ScopeChoice, IsWorldForLayersThatHaveNotTrained) {
+  std::vector<LayerNoise> layers = {layer(0.0), layer(0.0)};
+  layers[1].is_trained = false;
+
+  EXPECT_EQ(choose_scopes(layers, 1.0), (Chosen{0, 2}));
+}
+
+TEST(ScopeChoice, AllowsForTheErrorOfTheNoise) {
+  LayerNoise varied = layer(0.0);
+  varied.candidates[0].noise = {0.02, 0.04, 0.06, 0.08};  // 0.05 ± 0.0129
+  varied.candidates[1].noise = {0.01, 0.01, 0.01, 0.01};
+  const std::vector<LayerNoise> layers = {varied};
+  const double upper = 0.05 + 1.645 * std::sqrt(0.002 / 3 / 4);
+
+  EXPECT_NEAR(total_noise(layers, Chosen{0}).upper(), upper, 1e-12);
+  EXPECT_EQ(choose_scopes(layers, upper + 1e-9), (Chosen{0}));
+  EXPECT_EQ(choose_scopes(layers, upper - 1e-9), (Chosen{1}));
+}
+
+TEST(ScopeChoice, IsWorldForNoiseThatCouldNotBeMeasured) {
+  std::vector<LayerNoise> layers = {layer(HUGE_VAL), layer(0.01)};
+
+  EXPECT_EQ(choose_scopes(layers, 0.05), (Chosen{2, 0}));
+  EXPECT_EQ(total_noise(layers, Chosen{0, 0}).upper(), HUGE_VAL);
+}
+
+TEST(ScopeChoice, ThrowsForNoiseThatIsNotANumber) {
+  std::vector<LayerNoise> layers = {layer(0.01), layer(std::nan(""))};
+
+  EXPECT_EQ(text_of<ArgumentError>([&] { (void)choose_scopes(layers, 0.05); }),
+            "batches: expected finite inputs and gradients of every layer, got NaN or infinity in "
+            "bn");
+}
+
+TEST(TotalNoise, OfOneBatchHasNoError) {
+  const std::vector<LayerNoise> layers = {layer(0.25, 100, 1), layer(0.5, 100, 1)};
+
+  EXPECT_EQ(total_noise(layers, Chosen{0, 0}).mean, 0.75);
+  EXPECT_EQ(total_noise(layers, Chosen{0, 0}).upper(), 0.75);
 }
 
 }  // namespace

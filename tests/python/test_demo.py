@@ -214,8 +214,9 @@ def test_a_thorough_run_reports_mean_and_spread_of_every_scope(tmp_path: Path) -
         assert result["mean_iou"]["deviation"] == statistics.stdev(last)
     assert "progressive: local from step 0, group:2 from step 2, world from step 4" in run.stdout
     assert results["world"]["exchanges_per_step"] == 22
-    assert results["recommended"]["exchanges_per_step"] < 22
-    assert results["recommended"]["trainings"][0]["scopes"]["image_level.1.1"] == "world"
+    # Six steps are not enough for a plan with other scopes.
+    assert results["recommended"]["exchanges_per_step"] == 22
+    assert set(results["recommended"]["trainings"][0]["scopes"].values()) == {"world"}
     assert (tmp_path / "report.html").read_text().count("<img") == 3
 
 

@@ -21,6 +21,7 @@ from torch import distributed
 
 import normscope
 import performance_tables
+import recommending_tables
 
 # The deployment tools cause warnings about themselves and their dependencies.
 DEPLOYING = pytest.param(
@@ -47,7 +48,8 @@ MODULES = {
     "python": (),
     "torchrun": ("-m", "torch.distributed.run", "--standalone"),  # at a free port
 }
-PLANNED = re.compile(r"^(\d+) +\d+ +[\d.]+ +([a-z]\S+)", re.MULTILINE)  # a layer and its scope
+# A layer and its scope.
+PLANNED = re.compile(r"^(\d+) +\d+ +\d+ +[\d.]+ +([a-z]\S+)", re.MULTILINE)
 
 LINK = re.compile(r"\]\((?P<target>[^)#:]*)(#(?P<heading>[^)]*))?\)")
 
@@ -154,6 +156,14 @@ def test_tables_of_speed_are_those_of_the_results() -> None:
     text = performance_tables.DOCUMENT.read_text()
 
     assert performance_tables.with_tables(text) == text
+
+
+@pytest.mark.parametrize("document", recommending_tables.DOCUMENTS)
+def test_tables_of_recommendations_are_those_of_the_results(document: str) -> None:
+    text = (ROOT / document).read_text()
+
+    tables = recommending_tables.DOCUMENTS[document]
+    assert performance_tables.with_tables(text, tables) == text
 
 
 def samples() -> torch.Tensor:

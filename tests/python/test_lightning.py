@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from noisy_network import trained
 from rank_pool import RankPool
 from torch import distributed, nn
 
@@ -114,6 +115,92 @@ def test_a_malformed_scope_is_refused_at_once() -> None:
 
     with pytest.raises(ValueError, match="scope"):
         ScopeSync("slices")
+
+
+class Named(nn.Module):
+    """The network by the name that it has in the LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = trained(normscope.convert(network()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.net(x)
+        return y
+
+
+def fit_with_callback(folder: str, plan: str) -> dict[str, Any]:
+    """Fit ranks with statistics of their own; return those of validation and of the file."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from normscope.models.lightning import ScopeSync
+    from normscope.scopes.lightning import ScopeCallback
+
+    seen: list[torch.Tensor] = []
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            self.scopes = [str(self.net[i].scope) for i in (1, 4)]  # type: ignore[index]
+            loss: torch.Tensor = self.net(x).sub(1).square().sum()
+            return loss
+
+        def validation_step(self, x: torch.Tensor) -> None:
+            seen.append(self.net[1].running_mean.clone())  # type: ignore[index]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    rank = distributed.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank)
+    task = Task()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy(broadcast_buffers=False),
+        plugins=[ScopeSync("local")],
+        callbacks=[ScopeCallback(plan), ModelCheckpoint(folder, "step", every_n_train_steps=2)],
+        use_distributed_sampler=False,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = [batch(step, rank) for step in range(STEPS)]
+    loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(task, loader, loader)
+    saved = torch.load(f"{folder}/step.ckpt", weights_only=True)["state_dict"]
+    return {"scopes": task.scopes, "seen": seen[0], "saved": saved, "state": task.net.state_dict()}
+
+
+def test_the_callback_applies_a_plan_and_pools_before_validation_and_save(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    model = Named()
+    images = [torch.randn(16, 3, 8, 8, dtype=torch.float64) for _ in range(2)]
+    normscope.recommend_scopes(model, images, 0, ranks=2, exclude="net.4").save(plan)
+
+    one, other = ranks.run(2, fit_with_callback, str(tmp_path), str(plan))
+
+    assert one["scopes"] == ["world", "local"]
+    assert torch.equal(one["seen"], other["seen"])
+    assert all(map(torch.equal, one["state"].values(), other["state"].values()))
+    # The file has the statistics of both ranks after two steps, in which the weights are constant.
+    means = []
+    for rank in range(2):
+        alone = network()
+        for step in range(2):
+            alone(batch(step, rank))
+        means.append(alone.get_buffer("1.running_mean"))
+    torch.testing.assert_close(one["saved"]["net.1.running_mean"], sum(means) / 2)
 
 
 def test_normscope_does_not_import_lightning() -> None:

@@ -15,7 +15,6 @@ MODULES_OF_PICKLES = {
     "normscope.conversion": "normscope.models.conversion",
     "normscope.counters": "normscope.training.counters",
     "normscope.deployment": "normscope.models.deployment",
-    "normscope.independent_values": "normscope.scopes.noise",
     "normscope.lazy": "normscope.layers.lazy",
     "normscope.modules": "normscope.layers.batch_norm",
     "normscope.schedule": "normscope.scopes.schedule",

@@ -1,58 +1,403 @@
 # SPDX-License-Identifier: Apache-2.0
-"""recommend_scopes in one process: the scopes that follow from the measurements."""
+"""recommend_scopes in one process: what it measures, and the scopes that follow."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator
-from functools import reduce
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from masked_network import Masked
-from noisy_network import BATCHES, noise_batches, small_network
+from noisy_network import BATCHES, UPDATES, noise_batches, small_network, trained
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import normscope
-from normscope.scopes import PartMoments, independent_values
+from normscope.scopes import ScopePlan
 
-EPS = 1e-5
+RANKS = 4
 
 
-def test_layers_with_few_values_get_wide_scopes() -> None:
+def noise_of(
+    model: nn.Module, batches: list[Any] | Iterator[Any], ranks: int = RANKS
+) -> dict[str, float]:
+    """Return the noise of local statistics, by layer."""
+    plan = normscope.recommend_scopes(trained(model), batches, ranks=ranks)
+    return {layer.layer: layer.candidates[0].noise for layer in plan.layers}
+
+
+def test_layers_with_few_values_get_world() -> None:
     plan = normscope.recommend_scopes(
-        small_network().eval(), noise_batches(16), 12, ranks=8, include="*"
+        small_network().eval(), noise_batches(16), 1, ranks=8, include="*"
     )
 
     assert {name: str(scope) for name, scope in plan.scopes.items()} == {"1": "local", "7": "world"}
     assert (plan.exchanges_per_step, plan.ranks, plan.batches) == (2, 8, BATCHES)
-    assert [each.scope for each in plan.layers[0].candidates] == [
-        "local",
-        "group:2",
-        "group:4",
-        "world",
+    assert plan.updates == UPDATES
+    assert [each.scope for each in plan.layers[0].candidates] == ["local", "world"]
+    # Two images with 64 positions each, or with one.
+    assert [layer.candidates[0].elements for layer in plan.layers] == [128, 2]
+    assert plan.noise == pytest.approx(plan.layers[0].candidates[0].noise)
+
+
+class _Linear(nn.Module):
+    """Outputs that are linear in those of a normalization, so that their noise is exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = normscope.BatchNorm2d(6)
+        nn.init.uniform_(self.norm.weight, -2, 2)
+        self.head = nn.Conv2d(6, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def test_noise_is_the_mean_square_of_the_change_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    model = _Linear()
+    # Off-centre channels, and images that differ.
+    batches = [5 + torch.randn(8, 6, 5, 5) + torch.randn(8, 6, 1, 1) for _ in range(200)]
+
+    noise = noise_of(model, batches)["norm"]
+
+    exact = []
+    for batch in batches:
+        outputs = []
+        for scope in ("local", f"slices:{RANKS}"):
+            model.norm.scope = normscope.Scope(scope)
+            outputs.append(model(batch).detach().double())
+        wide, narrow = outputs
+        variance = wide.var((0, 2, 3), correction=0).mean()
+        exact.append(float((narrow - wide).square().mean() / variance))
+    # 800 squares of sums of random signs, each with a relative variance of about 2.
+    assert noise == pytest.approx(sum(exact) / len(exact), rel=4 * math.sqrt(2 / 800))
+
+
+def test_an_activation_in_the_layer_changes_no_measurement() -> None:
+    torch.manual_seed(0)
+    apart = nn.Sequential(normscope.BatchNorm2d(3), nn.SiLU(), nn.Conv2d(3, 2, 3))
+    fused = nn.Sequential(
+        normscope.BatchNormAct2d(3, activation="silu"), nn.Identity(), copy.deepcopy(apart[2])
+    )
+
+    assert noise_of(apart, noise_batches(8)) == pytest.approx(noise_of(fused, noise_batches(8)))
+
+
+def test_an_operation_in_place_changes_no_measurement() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(normscope.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+    in_place = copy.deepcopy(plain)
+    in_place[1] = nn.ReLU(inplace=True)
+    frozen = copy.deepcopy(in_place).requires_grad_(requires_grad=False)
+    frozen[2].weight.requires_grad_()
+
+    expected = noise_of(plain, noise_batches(8))
+
+    assert noise_of(in_place, noise_batches(8)) == expected
+    assert noise_of(frozen, noise_batches(8)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mixed_precision_measures_about_the_same(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)
+    )
+    expected = noise_of(model, noise_batches(8))
+
+    with torch.autocast("cpu", dtype):
+        measured = noise_of(model, noise_batches(8))
+
+    # Differences of 2^-8 in each factor, and of a hundred signs in the projections.
+    assert measured["1"] == pytest.approx(expected["1"], rel=0.05)
+
+
+def test_checkpointed_layers_are_measured_once() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+            return y
+
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4), nn.ReLU())
+
+    expected = noise_of(block, noise_batches(8))["1"]
+
+    assert noise_of(Checkpointed(block), noise_batches(8)) == {"block.1": expected}
+
+
+class _Twice(nn.Module):
+    """Normalizes two inputs, with one layer or two."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x) + self.layers[-1](10 + x[:, :, ::2, ::2]).mean((2, 3), keepdim=True)
+        result: torch.Tensor = y.square()
+        return result
+
+
+def test_the_noise_of_all_calls_of_a_layer_adds_up() -> None:
+    one, two = _Twice(normscope.BatchNorm2d(3)), _Twice(*(normscope.BatchNorm2d(3),) * 1)
+    two.layers.append(normscope.BatchNorm2d(3))
+
+    of_one, of_two = (noise_of(model, noise_batches(8)) for model in (one, two))
+
+    assert of_one["layers.0"] == pytest.approx(of_two["layers.0"] + of_two["layers.1"])
+    # The smaller of the two norm batches: two images of 4 x 4 positions.
+    plan = normscope.recommend_scopes(one, noise_batches(8), ranks=4)
+    assert plan.layers[0].candidates[0].elements == 32
+
+
+class _Routed(nn.Module):
+    """Uses another layer for every second batch; a third layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd, self.never = (normscope.BatchNorm1d(4) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = (self.odd if self.calls % 2 else self.even)(x)
+        return result
+
+
+def test_a_layer_adds_no_noise_to_batches_that_do_not_reach_it() -> None:
+    batches = [torch.randn(32, 4) for _ in range(6)]
+    alone = noise_of(normscope.BatchNorm1d(4), batches)[""]
+
+    noise = noise_of(_Routed(), batches)
+
+    assert set(noise) == {"even", "odd"}
+    assert noise["even"] + noise["odd"] == pytest.approx(alone)
+
+
+@dataclass
+class _Output:
+    logits: torch.Tensor
+    name: str = "output"
+
+
+class _Returns(nn.Module):
+    """Returns its output in something."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.norm, self.make = normscope.BatchNorm2d(3), make
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.make(self.norm(x).square())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y: {"logits": y, "classes": y.detach().argmax(1)},
+        lambda y: UserDict(logits=y),
+        lambda y: [None, (y,)],
+        _Output,
+    ],
+    ids=["dict", "UserDict", "nested", "dataclass"],
+)
+def test_outputs_may_be_nested(make: Callable[[torch.Tensor], Any]) -> None:
+    expected = noise_of(_Returns(lambda y: y), noise_batches(8))
+
+    assert noise_of(_Returns(make), noise_batches(8)) == expected
+
+
+def test_outputs_weigh_the_same_whatever_their_scale() -> None:
+    batches = noise_batches(8, count=50)
+    one = noise_of(_Returns(lambda y: y), batches)["norm"]
+
+    of_two = noise_of(_Returns(lambda y: (y, 1e4 * y)), batches)["norm"]
+
+    assert of_two == pytest.approx(one, rel=0.3)  # other signs; 200 squares
+
+
+def test_a_scalar_counts_relative_to_its_value() -> None:
+    batches = noise_batches(8, count=50)
+
+    small = noise_of(_Returns(lambda y: y.square().mean()), batches)["norm"]
+    large = noise_of(_Returns(lambda y: (64 * y.square()).mean()), batches)["norm"]
+
+    assert small == pytest.approx(large)
+    assert small > 0
+
+
+class _WithoutGradients(nn.Module):
+    """A part whose noise reaches the outputs, but not by gradients, as in a momentum encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.online = normscope.BatchNorm2d(3), normscope.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.target(x)
+        y: torch.Tensor = self.online(x).square() - target
+        return y
+
+
+def test_noise_that_cannot_be_measured_is_too_much() -> None:
+    plan = normscope.recommend_scopes(trained(_WithoutGradients()), noise_batches(8), 1e9, ranks=4)
+    constant = noise_of(_Returns(lambda y: 0 * y), noise_batches(8))
+
+    assert {name: str(scope) for name, scope in plan.scopes.items()} == {
+        "target": "world",
+        "online": "local",
+    }
+    assert "?" in str(plan)
+    assert constant == {"norm": math.inf}
+
+
+def test_more_noise_is_allowed_to_fewer_exchanges() -> None:
+    model = trained(nn.Sequential(*(normscope.BatchNorm2d(3) for _ in range(4))))
+    batches = [torch.randn(8, 3, 8, 8) + torch.randn(8, 3, 1, 1) for _ in range(8)]
+
+    plans = [
+        normscope.recommend_scopes(model, batches, noise, ranks=4)
+        for noise in (0, 0.1, 0.5, math.inf)
     ]
+
+    assert plans[0].exchanges_per_step == 8
+    assert plans[-1].exchanges_per_step == 0
+    exchanges = [plan.exchanges_per_step for plan in plans]
+    assert exchanges == sorted(exchanges, reverse=True)
+    assert all(plan.noise <= plan.allowed for plan in plans)
+
+
+def test_a_single_image_is_never_normalized_alone() -> None:
+    """As instance normalization, whose evaluation would be another function."""
+    model = trained(nn.Sequential(normscope.BatchNorm2d(3), nn.Conv2d(3, 2, 3)))
+
+    plan = normscope.recommend_scopes(model, noise_batches(4), math.inf, ranks=4)
+
+    assert [str(scope) for scope in plan.scopes.values()] == ["world"]
+    assert plan.layers[0].candidates[0].samples == 1
+
+
+@pytest.mark.filterwarnings("default")
+def test_layers_that_have_not_trained_get_world() -> None:
+    model = nn.Sequential(normscope.BatchNorm2d(3), normscope.BatchNorm2d(3))
+    trained(model[1])
+
+    with pytest.warns(UserWarning, match=r"1 of 2 layers have had fewer than 50 training steps"):
+        plan = normscope.recommend_scopes(model, noise_batches(8), math.inf, ranks=4)
+
+    assert [str(scope) for scope in plan.scopes.values()] == ["world", "local"]
+    assert "1 of 2 layers have had fewer than 50 training steps, and get world (0, ...)" in str(
+        plan
+    )
+
+
+def test_the_plan_says_where_nearly_every_layer_needs_world() -> None:
+    model = trained(nn.Sequential(normscope.BatchNorm2d(3), normscope.BatchNorm2d(3)))
+
+    all_world, none = (
+        str(normscope.recommend_scopes(model, noise_batches(8), noise, ranks=4))
+        for noise in (0, math.inf)
+    )
+
+    assert "Nearly every layer needs world" in all_world
+    assert "Nearly every layer needs world" not in none
+    assert "Measured after 100 steps" in all_world
+
+
+def test_norm_batches_that_are_small_even_in_world_cause_a_warning() -> None:
+    model = trained(normscope.BatchNorm1d(4))
+
+    with pytest.warns(UserWarning, match="even world has fewer than 8 elements .* in model: more"):
+        normscope.recommend_scopes(model, [torch.randn(4, 4)] * 4, ranks=2)
+
+
+def test_a_single_batch_causes_a_warning() -> None:
+    with pytest.warns(UserWarning, match="a single batch does not tell the error of the noise"):
+        normscope.recommend_scopes(small_network(), noise_batches(16, count=1), ranks=4)
 
 
 def test_a_plan_can_be_applied_to_a_model_and_saved_to_a_file(tmp_path: Path) -> None:
     network = small_network()
-    plan = normscope.recommend_scopes(network.eval(), noise_batches(16), 12, ranks=8, include="*")
+    plan = normscope.recommend_scopes(network.eval(), noise_batches(16), 1, ranks=8, include="*")
 
     plan.save(tmp_path / "plan.json")
-    loaded = normscope.ScopePlan.load(tmp_path / "plan.json")
+    loaded = ScopePlan.load(tmp_path / "plan.json")
     loaded.apply(network)
 
     assert loaded == plan
     assert (str(network[1].scope), str(network[7].scope)) == ("local", "world")
     assert "world in every layer: 4" in str(plan)
-    with pytest.raises(ValueError, match="expected layers of normscope called 1, 7, got none"):
+
+
+def test_a_plan_is_applied_to_matching_layers_only() -> None:
+    network = small_network()
+    plan = normscope.recommend_scopes(network, noise_batches(16), ranks=4)
+    other = copy.deepcopy(network)
+    other[7] = normscope.BatchNorm1d(8)
+
+    with pytest.raises(ValueError, match=r"expected layers of normscope called 1, 7, got none$"):
         plan.apply(nn.Linear(2, 2))
-    (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(ValueError, match="expected a plan of recommend_scopes"):
-        normscope.ScopePlan.load(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"called 1, 7, got none; pass model\.module"):
+        plan.apply(nn.ModuleDict({"module": network}))
+    with pytest.raises(ValueError, match=r"expected 16 channels in 7, .* plan was made, got 8"):
+        plan.apply(other)
+    assert str(other[1].scope) == "local"
+
+
+def _changed(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
+    def text_of(saved: str) -> str:
+        fields = json.loads(saved)
+        change(fields)
+        return json.dumps(fields)
+
+    return text_of
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda _: "{}", r"ScopePlan: expected fields \['layers', .*got \[\]"),
+        (lambda _: "[1]", r"ScopePlan: expected fields .*, got list"),
+        (lambda text: text[:40], "plan of recommend_scopes, got "),
+        (lambda _: "[" * 100_000, "recursion"),
+        (_changed(lambda plan: plan.update(ranks="4")), "ranks: expected int, got str"),
+        (_changed(lambda plan: plan.update(ranks=True)), "ranks: expected int, got bool"),
+        (_changed(lambda plan: plan.update(layers=None)), "layers: expected a list, got null"),
+        (
+            _changed(lambda plan: plan["layers"][0].update(scope="node")),
+            "scope 'node' of 1, not a candidate",
+        ),
+        (
+            _changed(lambda plan: plan["layers"][0]["candidates"].append(None)),
+            "Candidate: expected fields .*, got null",
+        ),
+    ],
+)
+def test_a_file_without_a_plan_is_refused(
+    tmp_path: Path, damage: Callable[[str], str], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    normscope.recommend_scopes(small_network(), noise_batches(16), ranks=4).save(path)
+    path.write_text(damage(path.read_text()))
+
+    with pytest.raises(ValueError, match=message):
+        ScopePlan.load(path)
 
 
 class _RaisesAt(nn.Module):
@@ -71,16 +416,19 @@ class _RaisesAt(nn.Module):
 @pytest.mark.parametrize("call", [0, 3], ids=["done", "interrupted"])
 def test_recommending_does_not_change_the_model(call: int) -> None:
     network = small_network().train()
-    network(noise_batches(4)[0])
+    network(noise_batches(4)[0]).sum().backward()
     model = _RaisesAt(network, call)
     state = copy.deepcopy(model.state_dict())
+    gradients = copy.deepcopy([parameter.grad for parameter in model.parameters()])
     rng = torch.get_rng_state()
     seen = [network[1].elements_seen, network[7].elements_seen]
 
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), torch.no_grad():
         normscope.recommend_scopes(model, noise_batches(8))
 
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), rng)
     assert seen == [network[1].elements_seen, network[7].elements_seen]
     assert [str(network[i].scope) for i in (1, 7)] == ["local", "local"]
@@ -89,7 +437,6 @@ def test_recommending_does_not_change_the_model(call: int) -> None:
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.filterwarnings("ignore:the standard error exceeds")
 def test_batches_are_requested_one_by_one() -> None:
     network = small_network()
     events: list[str] = []
@@ -100,62 +447,10 @@ def test_batches_are_requested_one_by_one() -> None:
             events.append("asked")
             yield batch
 
-    plan = normscope.recommend_scopes(network, batches(), 2)
+    plan = normscope.recommend_scopes(network, batches())
 
     assert events == ["asked", "run"] * 3
     assert plan.batches == 3
-
-
-class _Twice(nn.Module):
-    """One layer for inputs of two sizes and means, like a head on a feature pyramid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = normscope.BatchNorm2d(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.norm(x).mean() + self.norm(10 + x[:, :, ::4, ::4]).mean()
-        return result
-
-
-def test_for_a_layer_that_runs_twice_the_noisier_call_counts() -> None:
-    batches = [torch.randn(8, 3, 8, 8) for _ in range(32)]
-
-    plan = normscope.recommend_scopes(_Twice(), batches, ranks=4)
-
-    coarse = reduce(
-        PartMoments.followed_by, (PartMoments.of(10 + x[:, :, ::4, ::4], 4) for x in batches)
-    )
-    assert plan.layers[0].candidates[0].values == independent_values(coarse, EPS)
-    # Each part has 2 images of 2 x 2 positions.
-    assert plan.layers[0].candidates[0].values is not None
-    assert plan.layers[0].candidates[0].values.value == pytest.approx(8, rel=0.3)
-
-
-class _Routed(nn.Module):
-    """Uses another layer for every second batch; a third layer is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.even, self.odd, self.never = (normscope.BatchNorm1d(4) for _ in range(3))
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        result: torch.Tensor = (self.odd if self.calls % 2 else self.even)(x)
-        return result
-
-
-@pytest.mark.filterwarnings("ignore:the standard error exceeds")
-def test_a_layer_is_measured_on_the_batches_that_reach_it() -> None:
-    batches = [torch.randn(8, 4) for _ in range(6)]
-
-    plan = normscope.recommend_scopes(_Routed(), batches, 2, ranks=2)
-
-    odd = reduce(PartMoments.followed_by, (PartMoments.of(x, 2) for x in batches[::2]))
-    values = {layer.layer: layer.candidates[0].values for layer in plan.layers}
-    assert set(values) == {"even", "odd"}
-    assert values["odd"] == independent_values(odd, EPS)
 
 
 class _CountsAnew(nn.Module):
@@ -173,40 +468,56 @@ class _CountsAnew(nn.Module):
 
 
 def test_buffers_that_a_module_replaces_are_restored() -> None:
-    network = nn.Sequential(_CountsAnew(), normscope.BatchNorm1d(3))
+    network = trained(nn.Sequential(_CountsAnew(), normscope.BatchNorm1d(3)))
     count = network[0].count
 
-    normscope.recommend_scopes(network, [torch.randn(64, 3)] * 2, 2)
+    normscope.recommend_scopes(network, [torch.randn(64, 3)] * 2)
 
     assert network[0].count is count
     assert count == 0
 
 
-def test_a_lazy_model_without_shapes_is_refused() -> None:
-    network = nn.Sequential(nn.LazyLinear(3), normscope.BatchNorm1d(3))
+class _TakesKeywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = normscope.BatchNorm2d(3)
 
-    with pytest.raises(ValueError, match=r"expected one that knows its shapes, got 0\.weight"):
-        normscope.recommend_scopes(network, [torch.randn(4, 3)])
-
-
-def test_layers_for_which_world_is_not_enough_cause_a_warning() -> None:
-    with pytest.warns(UserWarning, match="not even world is worth 1000 independent values in 1, 7"):
-        plan = normscope.recommend_scopes(
-            small_network().eval(), noise_batches(8), 1000, ranks=2, include="*"
-        )
-
-    assert [str(scope) for scope in plan.scopes.values()] == ["world", "world"]
-    assert str(plan).count("not reached") == 2
+    def forward(self, pixels: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y: torch.Tensor = self.norm(scale * pixels).square()
+        return y
 
 
-def test_heavy_tails_cause_a_warning() -> None:
-    layer = normscope.BatchNorm1d(1)
-    batches = [torch.randn(8, 1).mul(3).exp() for _ in range(4)]
+def test_batches_are_given_as_the_model_takes_them() -> None:
+    images = noise_batches(8)
+    expected = noise_of(_TakesKeywords(), images)
 
-    with pytest.warns(UserWarning, match="the standard error exceeds 25% in model: more batches"):
-        plan = normscope.recommend_scopes(layer, batches, 2, ranks=2)
+    assert noise_of(_TakesKeywords(), [(x, 1.0) for x in images]) == expected
+    assert noise_of(_TakesKeywords(), [{"pixels": x, "scale": 1.0} for x in images]) == expected
+    assert noise_of(_TakesKeywords(), [UserDict(pixels=x) for x in images]) == expected
+    one_argument = _Batch(lambda batch: batch["x"])
+    assert noise_of(one_argument, [{"x": x, "y": 0} for x in images]) == {
+        "inner.norm": expected["norm"]
+    }
 
-    assert "uncertain" in str(plan)
+
+class _Batch(nn.Module):
+    def __init__(self, take: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.take = _TakesKeywords(), take
+
+    def forward(self, batch: object) -> torch.Tensor:
+        y: torch.Tensor = self.inner(self.take(batch))
+        return y
+
+
+def test_pairs_of_a_loader_are_refused_with_the_line_to_write() -> None:
+    pairs = [[x, torch.zeros(len(x))] for x in noise_batches(8)]
+    line = r"pass the inputs alone: \(x for x, _ in loader\)"
+
+    for measure in (normscope.recommend_scopes, normscope.estimate_running_stats):
+        with pytest.raises(ValueError, match=line):
+            measure(small_network(), pairs)
+    assert noise_of(_Batch(lambda batch: batch[0]), pairs)  # takes the list
 
 
 @pytest.mark.parametrize(
@@ -218,12 +529,12 @@ def test_heavy_tails_cause_a_warning() -> None:
             "expected layers of normscope",
         ),
         (
-            lambda: normscope.recommend_scopes(small_network(), noise_batches(2), 1.9),
-            "at least 2, got 1.9",
+            lambda: normscope.recommend_scopes(small_network(), noise_batches(2), -0.1),
+            "noise: expected at least 0, got -0.1",
         ),
         (
             lambda: normscope.recommend_scopes(small_network(), noise_batches(2), math.nan),
-            "2, got nan",
+            "noise: expected at least 0, got nan",
         ),
         (
             lambda: normscope.recommend_scopes(small_network(), noise_batches(2), ranks=0),
@@ -237,6 +548,24 @@ def test_heavy_tails_cause_a_warning() -> None:
             lambda: normscope.recommend_scopes(small_network(), noise_batches(1)),
             "more than 1 value per channel",
         ),
+        (
+            lambda: normscope.recommend_scopes(_Returns(torch.Tensor.detach), noise_batches(2)),
+            "model: expected outputs with a gradient, whose noise can be measured, got none",
+        ),
+        (
+            lambda: normscope.recommend_scopes(small_network(), [x / 0 for x in noise_batches(8)]),
+            "expected finite inputs and gradients of every layer, got NaN or infinity in 1",
+        ),
+        (
+            lambda: normscope.recommend_scopes(nn.DataParallel(small_network()), noise_batches(8)),
+            "model: expected the model in the DataParallel, got the wrapper; pass model.module",
+        ),
+        (
+            lambda: normscope.recommend_scopes(
+                nn.Sequential(nn.LazyLinear(3), normscope.BatchNorm1d(3)), [torch.randn(4, 3)]
+            ),
+            r"expected one that knows its shapes, got 0\.weight",
+        ),
     ],
 )
 def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
@@ -244,15 +573,18 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
         call()
 
 
-@pytest.mark.filterwarnings("ignore:the standard error exceeds")
 def test_only_the_unmasked_values_of_a_layer_are_measured() -> None:
-    clean = [(torch.randn(6, 3, 5, 4) + 2, torch.rand(6, 1, 5, 4) > 0.5) for _ in range(3)]
+    clean = [(torch.randn(8, 3, 5, 4) + 2, torch.rand(8, 1, 5, 4) > 0.5) for _ in range(3)]
     batches = [(torch.where(mask, x, torch.tensor(math.nan)), mask) for x, mask in clean]
-    model = Masked(normscope.BatchNorm2d(3, scope="local"))
+    model = trained(Masked(normscope.BatchNorm2d(3, scope="local")))
 
     by_name, on_clean, by_position = (
         normscope.recommend_scopes(net, given, ranks=2).layers[0].candidates
         for net, given in ((model, batches), (model, clean), (model.layer, batches))
     )
 
-    assert by_name == on_clean == by_position
+    assert by_name == on_clean
+    assert [each.elements for each in by_name] == [each.elements for each in by_position]
+    fewest = min(int(mask[part].sum()) for _, mask in clean for part in (slice(4), slice(4, 8)))
+    assert by_name[0].elements == fewest
+    assert by_name[0].noise > 0

@@ -11,40 +11,40 @@ from typing import Any, cast
 
 import pytest
 import torch
-from noisy_network import noise_batches, small_network
+from noisy_network import noise_batches, small_network, trained
 from rank_pool import RankPool
 from torch import distributed, nn
 
 import normscope
 
-OTHER_NUMBERS = (
-    "ValueError: independent_values: expected the same number on every rank, got [4.0, 5.0]"
+OTHER_NUMBERS = "ValueError: noise: expected the same number on every rank, got [0.5, 1.5]"
+NOT_FINITE = (
+    "ValueError: batches: expected finite inputs and gradients of every layer, got NaN or infinity "
+    "in 1"
 )
-NOT_FINITE = "ValueError: batches: expected finite inputs of every layer, got NaN or infinity in 1"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_get_the_same_plan_as_one_process_with_parts(ranks: RankPool, size: int) -> None:
     plans = ranks.run(size, _plan_of_rank)
     alone = normscope.recommend_scopes(
-        small_network().eval(), noise_batches(12), 12, ranks=size, include="*"
+        small_network().eval(), noise_batches(12), 0.5, ranks=size, include="*"
     )
 
     assert all(plan == plans[0] for plan in plans)
     for of_ranks, of_slices in zip(plans[0].layers, alone.layers, strict=True):
         assert of_ranks.scope == of_slices.scope
         for one, other in zip(of_ranks.candidates, of_slices.candidates, strict=True):
-            assert one.values is not None
-            assert other.values is not None
             # The last bits of the layers' float32 inputs depend on how a batch is cut.
-            assert one.values.value == pytest.approx(other.values.value, rel=1e-4)
+            assert one.noise == pytest.approx(other.noise, rel=1e-4)
+            assert (one.samples, one.elements) == (other.samples, other.elements)
     assert plans[0].layers[0].exchange_seconds is not None
 
 
 def _plan_of_rank() -> normscope.ScopePlan:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     shares = [batch.chunk(size)[rank] for batch in noise_batches(12)]
-    return normscope.recommend_scopes(small_network().eval(), shares, 12, include="*")
+    return normscope.recommend_scopes(small_network().eval(), shares, 0.5, include="*")
 
 
 def test_a_group_of_one_host_is_called_node(ranks: RankPool) -> None:
@@ -69,8 +69,8 @@ def _bytes_of_step() -> tuple[int, int]:
     """Return the bytes that a step sends under the plan, and the number that the plan predicts."""
     rank = distributed.get_rank()
     network = small_network()
-    shares = [batch.chunk(2)[rank] for batch in noise_batches(32)]
-    plan = normscope.recommend_scopes(network, shares, 24)
+    shares = [batch.chunk(2)[rank] for batch in noise_batches(8)]
+    plan = normscope.recommend_scopes(network, shares, 1)
     plan.apply(network)
     network(shares[0])  # the ranks agree on scopes when they are first used
     before = normscope.training.communication_counters().bytes
@@ -118,7 +118,7 @@ def _error_with_uneven_batches(length: str) -> tuple[str, list[str]]:
     ("kind", "of_rank_0", "of_rank_1"),
     [
         ("failing batches", "OSError: no such image", "no such image"),
-        ("no number", "ValueError: independent_values: expected at least 2, got nan", "rank 0"),
+        ("no number", "ValueError: noise: expected at least 0, got nan", "rank 0"),
         ("other numbers", OTHER_NUMBERS, OTHER_NUMBERS),
         ("a NaN in a batch", NOT_FINITE, NOT_FINITE),
     ],
@@ -133,16 +133,16 @@ def test_an_error_of_one_rank_ends_the_wait_of_the_others(
 
 
 def _error_of_kind(kind: str) -> str:
-    rank, batches, wanted = distributed.get_rank(), noise_batches(4), 4.0
+    rank, batches, noise = distributed.get_rank(), noise_batches(4), 0.5
     if kind == "failing batches" and rank == 0:
         batches = _FailAtTheEnd(batches)
     elif kind == "no number" and rank == 0:
-        wanted = math.nan
+        noise = math.nan
     elif kind == "other numbers":
-        wanted += rank
+        noise += rank
     elif kind == "a NaN in a batch" and rank == 1:
         batches[0][0, 0, 0, 0] = math.nan
-    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches, wanted))
+    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches, noise))
 
 
 class _FailAtTheEnd(list[torch.Tensor]):
@@ -151,47 +151,79 @@ class _FailAtTheEnd(list[torch.Tensor]):
         raise OSError("no such image")
 
 
-def _empty_on_one_rank() -> list[float]:
-    """Return the values of the layers if the last rank has no samples in some batches."""
+def _empty_on_one_rank() -> list[tuple[float, int]]:
+    """Return noise and elements of the layers if the last rank has no samples in its batches."""
     size, rank = distributed.get_world_size(), distributed.get_rank()
     own = [
         batch.chunk(size - 1)[rank] if rank < size - 1 else batch[:0] for batch in noise_batches(8)
     ]
-    plan = normscope.recommend_scopes(small_network().eval(), own, 2, include="*")
-    assert all(each.candidates[0].values is not None for each in plan.layers)
-    return [each.candidates[0].values.value for each in plan.layers if each.candidates[0].values]
+    plan = normscope.recommend_scopes(small_network().eval(), own, include="*")
+    return [(each.candidates[0].noise, each.candidates[0].elements) for each in plan.layers]
 
 
 def test_a_rank_may_have_empty_batches(ranks: RankPool) -> None:
-    two = ranks.run(3, _empty_on_one_rank)
+    of_ranks = ranks.run(3, _empty_on_one_rank)
 
     alone = normscope.recommend_scopes(
-        small_network().eval(), noise_batches(8), 2, ranks=2, include="*"
+        small_network().eval(), noise_batches(8), ranks=2, include="*"
     )
-    for values in two:
-        for value, layer in zip(values, alone.layers, strict=True):
-            assert layer.candidates[0].values is not None
+    for measured in of_ranks:
+        for (noise, elements), layer in zip(measured, alone.layers, strict=True):
             # The last bits of the layers' float32 inputs depend on how a batch is cut.
-            assert value == pytest.approx(layer.candidates[0].values.value, rel=1e-4)
+            assert noise == pytest.approx(layer.candidates[0].noise, rel=1e-4)
+            assert elements == layer.candidates[0].elements
 
 
-def test_compiled_and_parallel_models_are_measured(ranks: RankPool) -> None:
-    for compiled, parallel, plain in ranks.run(2, _plans_of_wrapped_models):
-        assert compiled == parallel == plain
+def test_outputs_of_other_sizes_on_each_rank_are_measured(ranks: RankPool) -> None:
+    noise = ranks.run(2, _noise_of_ragged_sequences)
+
+    assert noise[0] == noise[1] > 0
 
 
-def _plans_of_wrapped_models() -> list[list[Any]]:
+class _Sequences(nn.Module):
+    """Outputs [N, length, classes], as of a transformer, in which dimension 1 differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = normscope.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x).square().mT
+        return y
+
+
+def _noise_of_ragged_sequences() -> float:
+    rank = distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    own = [torch.randn(2, 4, 8 + 3 * rank, generator=generator) for _ in range(4)]
+    plan = normscope.recommend_scopes(trained(_Sequences()), own)
+    return plan.layers[0].candidates[0].noise
+
+
+def test_compiled_models_are_measured_and_wrapped_ones_refused(ranks: RankPool) -> None:
+    for compiled, plain, error in ranks.run(2, _plans_of_wrapped_models):
+        assert compiled == plain
+        assert error == (
+            "ValueError: model: expected the model in the DistributedDataParallel, got the "
+            "wrapper; pass model.module"
+        )
+
+
+def _plans_of_wrapped_models() -> tuple[list[Any], list[Any], str]:
     rank = distributed.get_rank()
     batches = [batch.chunk(2)[rank] for batch in noise_batches(8)]
     compiled = torch.compile(small_network().eval(), backend="eager")
     compiled(batches[0])
     parallel = nn.parallel.DistributedDataParallel(small_network().eval())
-    models: list[nn.Module] = [cast("nn.Module", compiled), parallel, parallel.module]
-    plans = [normscope.recommend_scopes(model, batches, include="*") for model in models]
-    return [
-        [(layer.scope, [each.values for each in layer.candidates]) for layer in plan.layers]
-        for plan in plans
-    ]
+    of_compiled, of_plain = (
+        [
+            (layer.scope, layer.candidates)
+            for layer in normscope.recommend_scopes(model, batches, include="*").layers
+        ]
+        for model in (cast("nn.Module", compiled), parallel.module)
+    )
+    error = _error_of(lambda: normscope.recommend_scopes(parallel, batches, include="*"))
+    return of_compiled, of_plain, error
 
 
 def test_a_plan_for_another_number_of_ranks_causes_a_warning(ranks: RankPool) -> None:
@@ -204,7 +236,7 @@ def test_a_plan_for_another_number_of_ranks_causes_a_warning(ranks: RankPool) ->
 def _warning_of_other_ranks() -> list[str]:
     network = small_network()
     plan = normscope.recommend_scopes(
-        network.eval(), [b.chunk(2)[0] for b in noise_batches(16)], 2, include="*"
+        network.eval(), [b.chunk(2)[0] for b in noise_batches(16)], include="*"
     )
     other = dataclasses.replace(plan, ranks=4)
     with warnings.catch_warnings(record=True) as caught:

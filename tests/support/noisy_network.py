@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small network whose two layers have many and few independent values, with inputs for it."""
+"""A small network whose two layers have many and few values, with inputs for it."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 import normscope
 
+Network = TypeVar("Network", bound=nn.Module)
+
 BATCHES = 8
+
+# More than recommend_scopes asks of a layer that has trained.
+UPDATES = 100
 
 
 def small_network() -> nn.Sequential:
@@ -25,6 +32,14 @@ def small_network() -> nn.Sequential:
         nn.BatchNorm1d(16),
     )
     normscope.convert(network, "local")
+    return trained(network)
+
+
+def trained(network: Network) -> Network:
+    """Return the network, whose layers claim to have had training steps."""
+    for layer in network.modules():
+        if isinstance(layer, normscope.BatchNorm) and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.fill_(UPDATES)
     return network
 
 

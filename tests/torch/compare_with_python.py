@@ -60,15 +60,10 @@ def compare(program: str, scope: str, folder: Path) -> None:
 
 def recommended(plan: normscope.ScopePlan) -> str:
     """Return the text that the program prints for a plan."""
-    lines = [f"{plan.independent_values:g} {plan.ranks} {plan.batches} {plan.bytes_per_step}"]
+    lines = [f"{plan.noise.hex()} {plan.ranks} {plan.batches} {plan.bytes_per_step}"]
     for layer in plan.layers:
-        lines.append(f"{layer.layer} {layer.channels} {layer.scope}")
-        for candidate in layer.candidates:
-            values = candidate.values
-            assert values is not None
-            fields = (values.value, values.lower, values.upper, values.noisiest_tenth)
-            numbers = " ".join(map(float.hex, fields))
-            lines.append(f"{candidate.scope} {candidate.ranks} {numbers}")
+        noise = " ".join(candidate.noise.hex() for candidate in layer.candidates)
+        lines.append(f"{layer.layer} {layer.channels} {layer.scope} {noise}")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <exception>
 #include <span>
+#include <vector>
 
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/types.h>
@@ -60,21 +61,17 @@ void recommend(const char* inputs_path) {
   torch::nn::Sequential net(normscope::nn::BatchNorm2d(3), normscope::nn::BatchNorm2d(3));
 
   const auto plan = normscope::nn::recommend_scopes(
-      *net, x.size(0), [&](std::int64_t batch) { net->forward(x[batch]); },
+      *net, x.size(0), [&](std::int64_t batch) { return std::vector{net->forward(x[batch])}; },
       normscope::RankGroup(normscope::make_self_communicator()),
       normscope::nn::RecommendOptions().ranks(4));
 
-  std::printf("%g %d %d %d\n", plan.independent_values, static_cast<int>(plan.ranks),
+  std::printf("%a %d %d %d\n", plan.noise.mean, static_cast<int>(plan.ranks),
               static_cast<int>(plan.batches), static_cast<int>(plan.bytes_per_step()));
   for (const auto& layer : plan.layers) {
-    std::printf("%s %d %s\n", layer.layer.c_str(), static_cast<int>(layer.channels),
-                layer.chosen().scope.str().c_str());
-    for (const auto& candidate : layer.choice.candidates) {
-      const auto values = candidate.values.value();
-      std::printf("%s %d %a %a %a %a\n", candidate.scope.str().c_str(),
-                  static_cast<int>(candidate.ranks), values.value, values.lower, values.upper,
-                  values.noisiest_tenth);
-    }
+    std::printf("%s %d %s", layer.layer.c_str(), static_cast<int>(layer.channels),
+                plan.chosen(layer).scope.str().c_str());
+    for (const double noise : layer.noise) std::printf(" %a", noise);
+    std::printf("\n");
   }
 }
 

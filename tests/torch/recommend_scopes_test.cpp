@@ -9,6 +9,7 @@
 #include <ATen/Context.h>
 #include <gtest/gtest.h>
 #include <torch/nn/functional/activation.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/dropout.h>
@@ -16,7 +17,9 @@
 #include <torch/nn/modules/pooling.h>
 #include <torch/types.h>
 
+#include "normscope/core/activation.h"
 #include "normscope/core/error.h"
+#include "normscope/core/scope_choice.h"
 #include "normscope/torch/nn/batch_norm.h"
 #include "normscope/torch/nn/convert.h"
 #include "tests/support/text_of.h"
@@ -30,10 +33,15 @@ constexpr std::int64_t kBatches = 8;
 // The first layer normalizes 64 positions of noise per image, the last one a single value.
 torch::nn::Sequential measured_network() {
   torch::manual_seed(0);
-  return torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3).padding(1)),
-                               nn::BatchNorm2d(8), torch::nn::Dropout(0.5),
-                               torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(),
-                               torch::nn::Linear(8, 16), nn::BatchNorm1d(16));
+  torch::nn::Sequential net(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3).padding(1)),
+                            nn::BatchNorm2d(8), torch::nn::Dropout(0.5),
+                            torch::nn::AdaptiveAvgPool2d(1), torch::nn::Flatten(),
+                            torch::nn::Linear(8, 16), nn::BatchNorm1d(16));
+  // As if it had trained.
+  for (const auto& buffer : net->named_buffers()) {
+    if (buffer.key().ends_with("num_batches_tracked")) buffer.value().fill_(kTrainedUpdates);
+  }
+  return net;
 }
 
 // The same without the dropout's noise.
@@ -52,42 +60,47 @@ std::vector<at::Tensor> noise(std::int64_t samples) {
   return batches;
 }
 
+std::vector<at::Tensor> no_outputs(std::int64_t) { return {}; }
+
 nn::ScopePlan plan_of(torch::nn::Sequential& net, const std::vector<at::Tensor>& batches,
                       const RankGroup& group, const nn::RecommendOptions& options) {
   return nn::recommend_scopes(
       *net, static_cast<std::int64_t>(batches.size()),
-      [&](std::int64_t batch) { net->forward(batches[static_cast<std::size_t>(batch)]); }, group,
-      options);
+      [&](std::int64_t batch) {
+        return std::vector{net->forward(batches[static_cast<std::size_t>(batch)])};
+      },
+      group, options);
 }
 
-// The scopes of the layers, and what a norm batch of each candidate is worth.
+// The scopes of the layers, and the noise of each candidate.
 std::vector<std::string> scopes_of(const nn::ScopePlan& plan) {
   std::vector<std::string> scopes;
   for (const nn::LayerPlan& layer : plan.layers) {
-    scopes.push_back(layer.layer + " " + layer.chosen().scope.str());
+    scopes.push_back(layer.layer + " " + plan.chosen(layer).scope.str());
   }
   return scopes;
 }
 
-std::vector<double> values_of(const nn::ScopePlan& plan) {
-  std::vector<double> values;
+std::vector<double> noise_of(const nn::ScopePlan& plan) {
+  std::vector<double> noise;
   for (const nn::LayerPlan& layer : plan.layers) {
-    for (const ScopeCandidate& candidate : layer.choice.candidates) {
-      values.push_back(candidate.values.value().value);
-    }
+    noise.insert(noise.end(), layer.noise.begin(), layer.noise.end());
   }
-  return values;
+  return noise;
 }
 
 TEST(RecommendScopes, GivesLayersWithFewValuesWideScopes) {
   torch::nn::Sequential net = network_without_dropout();
 
   const nn::ScopePlan plan =
-      plan_of(net, noise(16), alone(), nn::RecommendOptions().independent_values(12).ranks(8));
+      plan_of(net, noise(16), alone(), nn::RecommendOptions().noise(1).ranks(8));
   plan.apply(*net);
 
   EXPECT_EQ(scopes_of(plan), (std::vector<std::string>{"1 local", "6 world"}));
-  EXPECT_EQ(plan.layers[0].choice.candidates.size(), 4U);
+  EXPECT_EQ(plan.candidates.size(), 2U);
+  EXPECT_EQ(plan.layers[0].updates, kTrainedUpdates);
+  EXPECT_GT(plan.layers[0].noise[0], 0.0);
+  EXPECT_DOUBLE_EQ(plan.noise.mean, plan.layers[0].noise[0]);
   EXPECT_EQ(plan.ranks, 8);
   EXPECT_EQ(plan.batches, kBatches);
   EXPECT_EQ(plan.exchanges_per_step(), 2);
@@ -96,13 +109,24 @@ TEST(RecommendScopes, GivesLayersWithFewValuesWideScopes) {
   EXPECT_EQ(net[6]->as<nn::BatchNorm1d>()->options.scope(), Scope::world());
 }
 
+TEST(RecommendScopes, MeasuresAnActivationAsPartOfWhatFollows) {
+  torch::manual_seed(0);
+  const auto relu = nn::BatchNormOptions(3).activation({.kind = Activation::kRelu});
+  torch::nn::Sequential fused{nn::BatchNorm2d(relu)};
+  torch::nn::Sequential apart(nn::BatchNorm2d(3), torch::nn::ReLU());
+  const auto options = nn::RecommendOptions().ranks(4);
+
+  EXPECT_EQ(noise_of(plan_of(fused, noise(8), alone(), options)),
+            noise_of(plan_of(apart, noise(8), alone(), options)));
+}
+
 class RecommendScopesOfRanks : public ::testing::TestWithParam<int> {};
 
 TEST_P(RecommendScopesOfRanks, IsThatOfSlicesOnEveryRank) {
   const int ranks = GetParam();
   const std::vector<at::Tensor> batches = noise(12);
   torch::nn::Sequential net = network_without_dropout();
-  const auto options = nn::RecommendOptions().independent_values(12);
+  const auto options = nn::RecommendOptions().noise(1);
   const nn::ScopePlan expected =
       plan_of(net, batches, alone(), nn::RecommendOptions(options).ranks(ranks));
 
@@ -118,11 +142,11 @@ TEST_P(RecommendScopesOfRanks, IsThatOfSlicesOnEveryRank) {
     EXPECT_EQ(scopes_of(plan), scopes_of(expected));
     EXPECT_EQ(plan.ranks, ranks);
     EXPECT_TRUE(plan.layers[0].exchange_seconds.has_value());
-    const std::vector<double> values = values_of(plan), of_slices = values_of(expected);
-    ASSERT_EQ(values.size(), of_slices.size());
-    for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::vector<double> of_ranks = noise_of(plan), of_slices = noise_of(expected);
+    ASSERT_EQ(of_ranks.size(), of_slices.size());
+    for (std::size_t i = 0; i < of_ranks.size(); ++i) {
       // Inputs of layers are float32, and their last bits depend on how a batch is cut.
-      EXPECT_NEAR(values[i], of_slices[i], 1e-4 * of_slices[i]);
+      EXPECT_NEAR(of_ranks[i], of_slices[i], 1e-4 * of_slices[i]);
     }
   });
 }
@@ -144,8 +168,9 @@ TEST_P(LeavesTheModule, AsItWas) {
   const at::Tensor generator = at::globalContext().defaultGenerator(at::kCPU).get_state();
   const std::vector<at::Tensor> batches = noise(8);
   const auto forward = [&](std::int64_t batch) {
-    net->forward(batches[static_cast<std::size_t>(batch)]);
+    const at::Tensor y = net->forward(batches[static_cast<std::size_t>(batch)]);
     if (throws && batch == 2) throw std::runtime_error("enough");
+    return std::vector{y};
   };
 
   if (throws) {
@@ -160,7 +185,8 @@ TEST_P(LeavesTheModule, AsItWas) {
   EXPECT_FALSE(net[1]->is_training());
   EXPECT_TRUE(net[7]->is_training());
   EXPECT_EQ(net[1]->as<nn::BatchNorm2d>()->options.scope(), Scope::slices(2));
-  EXPECT_FALSE(net[1]->as<nn::BatchNorm2d>()->input_observer);
+  EXPECT_FALSE(net[1]->as<nn::BatchNorm2d>()->observer);
+  for (const at::Tensor& parameter : net->parameters()) EXPECT_FALSE(parameter.grad().defined());
 }
 
 TEST(RecommendScopes, LeavesLayersInEvaluationAsTheyAre) {
@@ -174,7 +200,7 @@ TEST(RecommendScopes, LeavesLayersInEvaluationAsTheyAre) {
       *net, 1,
       [&](std::int64_t) {
         seen = net[1]->as<nn::BatchNorm2d>()->forward(torch::full({16, 8, 2, 2}, 6.0));
-        net->forward(batch);
+        return std::vector{net->forward(batch)};
       },
       alone(), nn::RecommendOptions().ranks(2));
 
@@ -200,10 +226,10 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
   };
   const nn::RecommendOptions options;
 
-  EXPECT_EQ(error(net, 4, nn::RecommendOptions().independent_values(1.9)),
-            "independent_values: expected at least 2, got 1.9");
-  EXPECT_EQ(error(net, 4, nn::RecommendOptions().independent_values(std::nan(""))),
-            "independent_values: expected at least 2, got nan");
+  EXPECT_EQ(error(net, 4, nn::RecommendOptions().noise(-0.1)),
+            "noise: expected at least 0, got -0.1");
+  EXPECT_EQ(error(net, 4, nn::RecommendOptions().noise(std::nan(""))),
+            "noise: expected at least 0, got nan");
   EXPECT_EQ(
       error(net, 4, nn::RecommendOptions().ranks(0)),
       "ranks: expected at least 1, and exactly 1 if the group has several ranks (it has 1), got 0");
@@ -211,9 +237,12 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
             "batches: expected at least 3 samples, one for each rank, got 2 in 1");
   EXPECT_NE(error(none, 4, options).find("expected layers of normscope"), std::string::npos);
   EXPECT_NE(error(net, 1, options).find("more than 1 value per channel"), std::string::npos);
-  EXPECT_EQ(text_of<std::exception>(
-                [&] { (void)nn::recommend_scopes(*net, 0, [](std::int64_t) {}, alone()); }),
-            "batches: expected at least one, got 0");
+  EXPECT_EQ(
+      text_of<std::exception>([&] { (void)nn::recommend_scopes(*net, 0, no_outputs, alone()); }),
+      "batches: expected at least one, got 0");
+  EXPECT_EQ(
+      text_of<std::exception>([&] { (void)nn::recommend_scopes(*net, 1, no_outputs, alone()); }),
+      "forward: expected outputs with a gradient, whose noise can be measured, got none");
 }
 
 TEST(RecommendScopes, ThrowsIfRanksDiffer) {
@@ -223,9 +252,8 @@ TEST(RecommendScopes, ThrowsIfRanksDiffer) {
     const std::vector<at::Tensor> batches = noise(4);
     const auto error = [&](std::int64_t count, double wanted) {
       return text_of<std::exception>([&] {
-        (void)nn::recommend_scopes(
-            *net, count, [](std::int64_t) {}, group,
-            nn::RecommendOptions().independent_values(wanted));
+        (void)nn::recommend_scopes(*net, count, no_outputs, group,
+                                   nn::RecommendOptions().noise(wanted));
       });
     };
 
@@ -233,7 +261,7 @@ TEST(RecommendScopes, ThrowsIfRanksDiffer) {
               "batches: expected the same number on every rank, since layers synchronize, got "
               "[1, 2, 3]");
     EXPECT_EQ(error(1, 4 + group.rank()),
-              "independent_values: expected the same number on every rank, got [4, 5, 6]");
+              "noise: expected the same number on every rank, got [4, 5, 6]");
     // The group is still usable.
     EXPECT_EQ(plan_of(net, batches, group, {}).layers.size(), 2U);
   });
@@ -250,7 +278,7 @@ TEST(RecommendScopes, EndsTheWaitForARankThatThrows) {
           *net, 2,
           [&](std::int64_t batch) {
             if (group.rank() == 0 && batch == 1) throw std::runtime_error("no such image");
-            net->forward(x);
+            return std::vector{net->forward(x)};
           },
           group);
     });
@@ -265,6 +293,14 @@ TEST(ScopePlan, IsRefusedByAModuleWithoutItsLayers) {
 
   EXPECT_EQ(text_of<std::exception>([&] { plan.apply(*none); }),
             "module: expected layers of normscope called 1, 6, got none");
+}
+
+TEST(ScopePlan, IsRefusedByLayersOfOtherChannels) {
+  torch::nn::Sequential net{nn::BatchNorm2d(3)}, other{nn::BatchNorm2d(4)};
+  const nn::ScopePlan plan = plan_of(net, noise(8), alone(), nn::RecommendOptions().ranks(2));
+
+  EXPECT_EQ(text_of<std::exception>([&] { plan.apply(*other); }),
+            "module: expected 3 channels in 0, for which the plan was made, got 4");
 }
 
 }  // namespace

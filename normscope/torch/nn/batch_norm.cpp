@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 #include <c10/util/StringUtil.h>
 #include <torch/nn/functional/batchnorm.h>
@@ -51,10 +52,11 @@ template <std::size_t D, class Derived, class Theirs>
 at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x,
                                                           const at::Tensor& residual) {
   const ActivationFunction& activation = this->options.activation();
-  if (this->is_training() && fuses(activation, x, residual)) {
+  if (this->is_training() && !this->observer && fuses(activation, x, residual)) {
     return train_step(x, activation, residual);
   }
   at::Tensor y = this->is_training() ? train_step(x, {}, {}) : evaluate(x);
+  if (this->is_training() && this->observer) y = this->observer(x, y);
   if (residual.defined()) y = y + residual;
   return activated(activation, y);
 }
@@ -89,9 +91,7 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(const at::Tensor& x
       .call = {.scope = scope, .group_name = chosen.group(), .layer = chosen.layer_name()},
       .needs_backward = std::nullopt,
       .activation = {binding::name_of(activation.kind), activation.negative_slope, given.residual}};
-  const auto [y, statistics] = arguments.pass_to(op);
-  if (this->input_observer) this->input_observer(x);
-  return y;
+  return std::get<0>(arguments.pass_to(op));
 }
 
 template <std::size_t D, class Derived, class Theirs>

@@ -49,10 +49,11 @@ struct BatchNormOptions {
   TORCH_ARG(std::string, layer_name);
 };
 
-// A layer that shows its inputs in training: modules of libtorch have no hooks.
-struct InputObserved {
-  // Called with x after a forward that succeeded, unless it is empty.
-  std::function<void(const at::Tensor& x)> input_observer;
+// A layer whose normalization can be watched in training: modules of libtorch have no hooks.
+struct Observed {
+  // Called with x and the output z of the normalization, before the residual and the activation,
+  // unless it is empty. The layer continues with what it returns.
+  std::function<at::Tensor(const at::Tensor& x, const at::Tensor& z)> observer;
 };
 
 // Batch normalization with a statistics scope: torch::nn's layer of the same name, with its members
@@ -65,7 +66,7 @@ struct InputObserved {
 template <std::size_t D, class Derived, class Theirs>
 // NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility): the modules inherit the constructors
 class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>,
-                          public InputObserved {
+                          public Observed {
  public:
   using TorchImpl = Theirs;
   using ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>::NormImplBase;

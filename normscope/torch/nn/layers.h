@@ -24,7 +24,7 @@ struct NamedLayer {
   std::string name;  // qualified
   ::torch::nn::Module* module;
   BatchNormOptions* options;
-  InputObserved* observed;
+  Observed* observed;
 };
 
 // The layers of normscope in a module, in the module's order, each once.
@@ -34,7 +34,7 @@ inline std::vector<NamedLayer> named_layers(::torch::nn::Module& module) {
     BatchNormOptions* options = options_of(each);
     const bool is_known = std::ranges::count(layers, options, &NamedLayer::options) > 0;
     if (options != nullptr && !is_known) {
-      layers.push_back({name, &each, options, dynamic_cast<InputObserved*>(&each)});
+      layers.push_back({name, &each, options, dynamic_cast<Observed*>(&each)});
     }
   });
   return layers;

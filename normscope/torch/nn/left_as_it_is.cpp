@@ -42,7 +42,7 @@ LeftAsItIs::~LeftAsItIs() {
   const at::NoGradGuard no_grad;
   for (const auto& [layer, scope] : layers_) {
     layer.options->scope(scope);
-    layer.observed->input_observer = nullptr;
+    layer.observed->observer = nullptr;
   }
   for (const auto& [buffer, value] : buffers_) buffer.copy_(value);
   for (auto& [generator, state] : generators_) {

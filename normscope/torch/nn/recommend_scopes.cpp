@@ -2,33 +2,46 @@
 #include "normscope/torch/nn/recommend_scopes.h"
 
 #include <algorithm>
-#include <memory>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include <c10/core/GradMode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
 #include "normscope/core/hash.h"
 #include "normscope/core/header.h"
-#include "normscope/core/independent_values.h"
 #include "normscope/core/limbs.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/nn/layers.h"
 #include "normscope/torch/nn/left_as_it_is.h"
 #include "normscope/torch/ops/operators.h"
+#include "normscope/torch/ops/output_noise.h"
 
 namespace normscope::nn {
 namespace {
 
 using Row = std::vector<double>;
+
+// Ops of this library, which is another one than theirs.
+template <class Op, class... Arguments>
+auto call_op(const char* name, const Arguments&... arguments) {
+  return binding::op_named<Op>(name).call(arguments...);
+}
 
 std::string named_or_module(const std::string& layer) { return layer.empty() ? "module" : layer; }
 
@@ -63,74 +76,173 @@ auto with_peers_told(const RankGroup& group, const Work& work) {
   }
 }
 
-// The measurements of a layer.
+// A call of a layer in a forward.
+struct WatchedCall {
+  at::Tensor x;
+  at::Tensor z;  // the output of the normalization; undefined in a block without gradients
+};
+
+// The measurements of a layer. A row has one number for each candidate.
 struct Watched {
   NamedLayer layer;
-  // Moments of its inputs in a forward of the module, call by call.
-  std::vector<PartMoments> calls;
-  std::size_t calls_of_batch = 0;  // made so far in the present batch
+  std::vector<WatchedCall> calls;  // in the present batch
+  std::vector<Row> noise;          // for each batch that reached the layer
+  Row samples, elements;           // of the smallest norm batch
+  double updates = 0.0;            // of the running statistics before; infinity: it has none
   double seconds = 0.0;            // spent in exchanges
   std::int64_t exchanges = 0;
 
-  void look(const at::Tensor& x, std::int64_t parts) {
-    static const auto op = binding::op_named<binding::PartMomentsOp>("normscope::part_moments");
-    if (parts > 1 && x.size(0) < parts) {
-      throw ArgumentError("batches: expected at least " + std::to_string(parts) +
-                          " samples, one for each rank, got " + std::to_string(x.size(0)) + " in " +
-                          named_or_module(layer.name));
+  // Also lets a program change z in place.
+  at::Tensor observe(const at::Tensor& x, at::Tensor z) {
+    if (!at::GradMode::is_enabled()) {
+      calls.push_back({x.detach(), {}});
+      return z;
     }
-    const at::Tensor moments = op.call(x, parts);
-    if (calls_of_batch == calls.size()) {
-      calls.push_back({.batches = 0, .parts = parts, .channels = x.size(1), .rows = {}});
-    }
-    PartMoments& call = calls[calls_of_batch++];
-    const double* rows = moments.const_data_ptr<double>();
-    call.rows.insert(call.rows.end(), rows, rows + moments.numel());
-    ++call.batches;
-  }
-
-  // Replaces this rank's moments by those of all ranks, as parts.
-  void gather_moments(const RankGroup& group) {
-    const std::string label = "recommend_scopes, " + named_or_module(layer.name);
-    Row own = {0.0, seconds};
-    Row rows;
-    for (const PartMoments& call : calls) {
-      own[0] += static_cast<double>(call.batches);
-      rows.insert(rows.end(), call.rows.begin(), call.rows.end());
-    }
-    Row counts;
-    seconds = 0.0;
-    for (const Row& of_rank : gather(own, label, group)) {
-      counts.push_back(of_rank[0]);
-      seconds += of_rank[1] / group.size();
-    }
-    if (std::ranges::any_of(counts, [&](double count) { return count != counts[0]; })) {
-      throw ArgumentError("module: expected " + named_or_module(layer.name) +
-                          " to run as often on every rank, got " +
-                          c10::str(at::ArrayRef<double>(counts)) + " times");
-    }
-    if (calls.empty()) return;
-    const std::vector<Row> of_ranks = gather(rows, label, group);
-    std::size_t begin = 0;
-    for (PartMoments& call : calls) {
-      const auto size = static_cast<std::size_t>(PartMoments::row_size(call.channels));
-      call.parts = group.size();
-      call.rows.clear();
-      for (std::int64_t batch = 0; batch < call.batches; ++batch, begin += size) {
-        for (const Row& of_rank : of_ranks) {
-          const auto row = std::span(of_rank).subspan(begin, size);
-          call.rows.insert(call.rows.end(), row.begin(), row.end());
-        }
-      }
-    }
+    if (!z.requires_grad()) z = z.detach().requires_grad_();
+    calls.push_back({x.detach(), z});
+    return z.clone();
   }
 };
 
+// Which ranks this process stands for.
+struct Shares {
+  std::int64_t first;
+  std::int64_t parts;
+  std::vector<std::int64_t> hosts;  // of all ranks
+};
+
+at::Tensor weight_of(const NamedLayer& layer) {
+  const at::Tensor* weight = layer.module->named_parameters(/*recurse=*/false).find("weight");
+  return weight ? *weight : at::Tensor();
+}
+
+// The rows of part_sums() for this process's parts.
+at::Tensor part_rows(const at::Tensor& x, const at::Tensor& dz, std::int64_t parts) {
+  std::vector<at::Tensor> rows;
+  const std::vector<at::Tensor> gradients = dz.tensor_split(parts);
+  for (const at::Tensor& part : x.tensor_split(parts)) {
+    rows.push_back(call_op<decltype(binding::part_sums)>("normscope::part_sums", part,
+                                                         gradients[rows.size()], part.size(0)));
+  }
+  return at::stack(rows);
+}
+
+// The rows [P, *] of all ranks.
+at::Tensor rows_of_ranks(const at::Tensor& own, const std::string& what, const RankGroup& group) {
+  at::Tensor rows = own.dim() == 1 ? own.unsqueeze(0) : own.contiguous();
+  if (group.size() == 1) return rows;
+  const double* numbers = rows.const_data_ptr<double>();
+  std::vector<at::Tensor> all;
+  for (const Row& row :
+       gather(Row(numbers, numbers + rows.numel()), "recommend_scopes, " + what, group)) {
+    all.push_back(at::tensor(row, at::kDouble));
+  }
+  return at::stack(all);
+}
+
+// The beginnings of rows of part_sums().
+at::Tensor moments_of(const at::Tensor& rows) {
+  return rows.slice(1, 0, 2 + (rows.size(1) - 2) / 2).contiguous();
+}
+
+// Adds the noise of the calls of a batch. `factor` turns squared changes of the projection into
+// noise; infinity if it is unknown.
+void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double factor,
+               const Shares& shares, const RankGroup& group) {
+  if (watched.calls.empty()) return;
+  Row noise;
+  for (const WatchedCall& call : watched.calls) {
+    at::Tensor dz = call.z.defined() ? gradients.front() : at::Tensor();
+    if (call.z.defined()) gradients = gradients.subspan(1);
+    if (!dz.defined()) dz = at::zeros_like(call.x);
+    const at::Tensor rows = part_rows(call.x, dz, shares.parts);
+    const at::Tensor fields = call_op<decltype(binding::output_noise)>(
+        "normscope::output_noise", rows,
+        rows_of_ranks(moments_of(rows), named_or_module(watched.layer.name), group), shares.first,
+        binding::defined_or_none(weight_of(watched.layer)), watched.layer.options->eps(),
+        shares.hosts);
+    const auto candidates = static_cast<std::size_t>(fields.size(0));
+    const bool is_known = call.z.defined() && std::isfinite(factor);
+    noise.resize(candidates);
+    watched.samples.resize(candidates, std::numeric_limits<double>::infinity());
+    watched.elements.resize(candidates, std::numeric_limits<double>::infinity());
+    const double* row = fields.const_data_ptr<double>();
+    for (std::size_t i = 0; i < candidates; ++i, row += 3) {
+      const bool is_world = i + 1 == candidates;
+      if (!is_world) noise[i] += is_known ? row[0] * factor : HUGE_VAL;
+      watched.samples[i] = std::min(watched.samples[i], row[1]);
+      watched.elements[i] = std::min(watched.elements[i], row[2]);
+    }
+  }
+  watched.calls.clear();
+  watched.noise.push_back(std::move(noise));
+}
+
+// What changes of each output are divided by.
+std::vector<double> scales_of(const std::vector<at::Tensor>& outputs, const RankGroup& group) {
+  Row channels;
+  for (const at::Tensor& output : outputs) {
+    channels.push_back(output.dim() > 1 ? static_cast<double>(output.size(1)) : 1.0);
+  }
+  const std::vector<Row> of_ranks =
+      gather(channels, "recommend_scopes, channels of outputs", group);
+  std::vector<double> scales;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const bool differ =
+        std::ranges::any_of(of_ranks, [&](const Row& row) { return row[i] != channels[i]; });
+    const auto own =
+        call_op<decltype(binding::output_moments)>("normscope::output_moments", outputs[i], differ);
+    scales.push_back(call_op<decltype(binding::output_scale)>(
+        "normscope::output_scale", rows_of_ranks(own, "outputs", group)));
+  }
+  return scales;
+}
+
+// Runs a backward from the outputs of a batch, and adds the noise of its calls.
+void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outputs,
+             std::int64_t batch, const Shares& shares, const RankGroup& group) {
+  std::vector<double> scales = scales_of(outputs, group);
+  const bool varies = std::ranges::min(scales) > 0.0;
+  if (!varies) std::ranges::fill(scales, 1.0);
+  auto cotangents = call_op<decltype(binding::random_cotangents)>(
+      "normscope::random_cotangents", outputs, scales, batch, shares.first, shares.parts);
+  Row largest;
+  for (const at::Tensor& cotangent : cotangents) {
+    largest.push_back(cotangent.numel() > 0 ? cotangent.abs().max().item<double>() : 0.0);
+  }
+  double of_all = 0.0;
+  for (const Row& of_rank : gather(largest, "recommend_scopes, cotangents", group)) {
+    of_all = std::max(of_all, std::ranges::max(of_rank));
+  }
+  // Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
+  const double factor = std::exp2(-std::floor(std::log2(of_all)));
+  std::vector<at::Tensor> inputs;
+  for (const Watched& each : watched) {
+    for (const WatchedCall& call : each.calls) {
+      if (call.z.defined()) inputs.push_back(call.z);
+    }
+  }
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    cotangents[i] = (cotangents[i] * factor).to(outputs[i].scalar_type());
+  }
+  const std::vector<at::Tensor> gradients = with_peers_told(group, [&] {
+    return ::torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/std::nullopt,
+                                   /*create_graph=*/false, /*allow_unused=*/true);
+  });
+  const double to_noise = varies ? 1.0 / (factor * factor) : HUGE_VAL;
+  std::span<const at::Tensor> left = gradients;
+  for (Watched& each : watched) {
+    const auto with_gradient = static_cast<std::size_t>(std::ranges::count_if(
+        each.calls, [](const WatchedCall& call) { return call.z.defined(); }));
+    add_batch(each, left.first(with_gradient), to_noise, shares, group);
+    left = left.subspan(with_gradient);
+  }
+}
+
 void check_arguments(std::int64_t batches, const RankGroup& group,
                      const RecommendOptions& options) {
-  if (!(options.independent_values() >= 2.0)) {
-    throw ArgumentError("independent_values: expected at least 2, got " +
-                        c10::str(options.independent_values()));
+  if (!(options.noise() >= 0.0)) {
+    throw ArgumentError("noise: expected at least 0, got " + c10::str(options.noise()));
   }
   if (options.ranks() < 1 || (options.ranks() > 1 && group.size() > 1)) {
     throw ArgumentError(
@@ -142,10 +254,19 @@ void check_arguments(std::int64_t batches, const RankGroup& group,
   }
 }
 
+// The updates of a layer's running statistics; infinity if it has none.
+double updates_of(const NamedLayer& layer) {
+  const at::Tensor* updates =
+      layer.module->named_buffers(/*recurse=*/false).find("num_batches_tracked");
+  return updates && updates->defined() ? updates->item<double>() : HUGE_VAL;
+}
+
 std::vector<Watched> layers_to_watch(::torch::nn::Module& module) {
   std::vector<Watched> watched;
   for (NamedLayer& layer : named_layers(module)) {
-    if (layer.module->is_training()) watched.push_back({.layer = std::move(layer), .calls = {}});
+    if (!layer.module->is_training()) continue;
+    const double updates = updates_of(layer);
+    watched.push_back({std::move(layer), {}, {}, {}, {}, updates});
   }
   if (watched.empty()) {
     throw ArgumentError("module: expected layers of normscope in training, got " + module.name() +
@@ -154,7 +275,7 @@ std::vector<Watched> layers_to_watch(::torch::nn::Module& module) {
   return watched;
 }
 
-// The hosts of the ranks. Throws if the ranks differ in layers, batches or wanted numbers.
+// The hosts of the ranks. Throws if the ranks differ in layers, batches or wanted noise.
 std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_t batches,
                                 double wanted, const RankGroup& group) {
   Hash hash;
@@ -185,7 +306,7 @@ std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_
         c10::str(at::ArrayRef<double>(column(1))));
   }
   if (differ(2)) {
-    throw ArgumentError("independent_values: expected the same number on every rank, got " +
+    throw ArgumentError("noise: expected the same number on every rank, got " +
                         c10::str(at::ArrayRef<double>(column(2))));
   }
   std::vector<std::int64_t> hosts;
@@ -193,47 +314,112 @@ std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_
   return hosts;
 }
 
-// Runs the module over the batches, and watches the layers.
-void run(std::vector<Watched>& watched, std::int64_t batches, std::int64_t parts,
-         const std::function<void(std::int64_t)>& forward, const RankGroup& group) {
-  const at::NoGradGuard no_grad;
+// Throws on all ranks unless every layer ran as often on each of them.
+void check_calls(const std::vector<Watched>& watched, const RankGroup& group) {
+  Row own;
+  for (const Watched& each : watched) own.push_back(static_cast<double>(each.calls.size()));
+  const std::vector<Row> ranks = gather(own, "recommend_scopes, calls", group);
+  for (std::size_t i = 0; i < watched.size(); ++i) {
+    Row calls;
+    for (const Row& rank : ranks) calls.push_back(rank[i]);
+    if (std::ranges::all_of(calls, [&](double count) { return count == calls[0]; })) continue;
+    throw ArgumentError("module: expected " + named_or_module(watched[i].layer.name) +
+                        " to run as often on every rank, got " +
+                        c10::str(at::ArrayRef<double>(calls)) + " times");
+  }
+}
+
+// The outputs with a gradient.
+std::vector<at::Tensor> outputs_of(const std::vector<Watched>& watched, const Forward& forward,
+                                   std::int64_t batch, std::int64_t parts) {
+  std::vector<at::Tensor> outputs = forward(batch);
+  std::erase_if(outputs, [](const at::Tensor& output) {
+    return !output.defined() || !output.requires_grad();
+  });
+  if (outputs.empty()) {
+    throw ArgumentError(
+        "forward: expected outputs with a gradient, whose noise can be measured, got none");
+  }
+  for (const Watched& each : watched) {
+    for (const WatchedCall& call : each.calls) {
+      if (parts == 1 || call.x.size(0) >= parts) continue;
+      throw ArgumentError("batches: expected at least " + std::to_string(parts) +
+                          " samples, one for each rank, got " + std::to_string(call.x.size(0)) +
+                          " in " + named_or_module(each.layer.name));
+    }
+  }
+  return outputs;
+}
+
+// Runs the module over the batches, and measures the layers.
+void run(std::vector<Watched>& watched, std::int64_t batches, const Shares& shares,
+         const Forward& forward, const RankGroup& group) {
+  const at::AutoGradMode with_gradients(true);
   // All messages since the previous layer's forward belong to this layer.
   CommunicationCounters before = communication_counters();
   for (Watched& each : watched) {
     each.layer.options->scope(Scope::world());
-    each.layer.observed->input_observer = [&each, &before, parts](const at::Tensor& x) {
+    each.layer.observed->observer = [&each, &before](const at::Tensor& x, const at::Tensor& z) {
       const CommunicationCounters after = communication_counters();
       each.exchanges += after.calls - before.calls;
       each.seconds += after.seconds - before.seconds;
-      each.look(x, parts);
-      before = communication_counters();
+      before = after;
+      return each.observe(x, z);
     };
   }
   for (std::int64_t batch = 0; batch < batches; ++batch) {
-    for (Watched& each : watched) each.calls_of_batch = 0;
-    with_peers_told(group, [&] { forward(batch); });
+    before = communication_counters();
+    const std::vector<at::Tensor> outputs =
+        with_peers_told(group, [&] { return outputs_of(watched, forward, batch, shares.parts); });
+    check_calls(watched, group);
+    measure(watched, outputs, batch, shares, group);
   }
 }
 
-LayerPlan plan_of(const Watched& watched, double wanted, std::span<const std::int64_t> hosts) {
-  const BatchNormOptions& options = *watched.layer.options;
-  LayerPlan plan{
-      .layer = watched.layer.name,
-      .channels = options.num_features(),
-      .choice = choose_scope(watched.layer.name, watched.calls, options.eps(), wanted, hosts),
-      .exchange_bytes = (limbs_size(options.num_features()) + kHeaderSize) *
-                        static_cast<std::int64_t>(sizeof(double)),
-      .exchange_seconds = std::nullopt};
-  if (watched.exchanges > 0) {
-    plan.exchange_seconds = watched.seconds / static_cast<double>(watched.exchanges);
+std::int64_t exchange_bytes_of(const NamedLayer& layer) {
+  return (limbs_size(layer.options->num_features()) + kHeaderSize) *
+         static_cast<std::int64_t>(sizeof(double));
+}
+
+// Adds up the noise of all ranks. Batches without the layer have none.
+LayerNoise noise_of_ranks(Watched& watched, std::int64_t batches, LayerPlan& plan,
+                          const RankGroup& group) {
+  const std::size_t candidates = watched.samples.size();
+  watched.noise.resize(static_cast<std::size_t>(batches), Row(candidates));
+  Row own = {watched.updates,
+             watched.seconds / static_cast<double>(std::max<std::int64_t>(watched.exchanges, 1))};
+  for (const Row& row : watched.noise) own.insert(own.end(), row.begin(), row.end());
+  Row sums(own.size());
+  double updates = HUGE_VAL;
+  for (const Row& of_rank :
+       gather(own, "recommend_scopes, noise of " + named_or_module(watched.layer.name), group)) {
+    updates = std::min(updates, of_rank[0]);
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_rank[i];
   }
-  return plan;
+  if (std::isfinite(updates)) plan.updates = static_cast<std::int64_t>(updates);
+  if (watched.exchanges > 0) plan.exchange_seconds = sums[1] / group.size();
+  plan.exchange_bytes = exchange_bytes_of(watched.layer);
+  LayerNoise noise{.layer = watched.layer.name,
+                   .exchange_bytes = plan.exchange_bytes,
+                   .is_trained = updates >= static_cast<double>(kTrainedUpdates),
+                   .candidates = std::vector<CandidateNoise>(candidates)};
+  for (std::size_t k = 0; k < candidates; ++k) {
+    CandidateNoise& candidate = noise.candidates[k];
+    for (std::size_t i = 2 + k; i < sums.size(); i += candidates) {
+      candidate.noise.push_back(sums[i]);
+    }
+    candidate.samples = watched.samples[k];
+    candidate.elements = watched.elements[k];
+    plan.noise.push_back(std::accumulate(candidate.noise.begin(), candidate.noise.end(), 0.0) /
+                         static_cast<double>(batches));
+  }
+  return noise;
 }
 
 }  // namespace
 
 ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
-                           const std::function<void(std::int64_t)>& forward, const RankGroup& group,
+                           const Forward& forward, const RankGroup& group,
                            const RecommendOptions& options) {
   std::vector<Watched> watched = with_peers_told(group, [&] {
     check_arguments(batches, group, options);
@@ -241,23 +427,29 @@ ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
   });
   // Before the ranks meet: ranks that are threads share torch's generator.
   const LeftAsItIs left_as_it_is(module);
-  std::vector<std::int64_t> hosts = agree(watched, batches, options.independent_values(), group);
+  Shares shares{.first = group.rank(),
+                .parts = options.ranks(),
+                .hosts = agree(watched, batches, options.noise(), group)};
   if (batches == 0) throw ArgumentError("batches: expected at least one, got 0");
-  run(watched, batches, options.ranks(), forward, group);
-  if (group.size() > 1) {
-    for (Watched& each : watched) each.gather_moments(group);
-  } else {
-    hosts.assign(static_cast<std::size_t>(options.ranks()), 0);
-  }
-  ScopePlan plan{.layers = {},
-                 .independent_values = options.independent_values(),
-                 .ranks = static_cast<std::int64_t>(hosts.size()),
+  if (group.size() == 1) shares.hosts.assign(static_cast<std::size_t>(options.ranks()), 0);
+  run(watched, batches, shares, forward, group);
+  ScopePlan plan{.candidates = candidate_scopes(shares.hosts),
+                 .layers = {},
+                 .allowed = options.noise(),
+                 .noise = {},
+                 .ranks = std::ssize(shares.hosts),
                  .batches = batches};
-  for (const Watched& each : watched) {
-    if (!each.calls.empty()) {
-      plan.layers.push_back(plan_of(each, options.independent_values(), hosts));
-    }
+  std::vector<LayerNoise> noise;
+  for (Watched& each : watched) {
+    if (each.noise.empty()) continue;
+    LayerPlan& layer = plan.layers.emplace_back();
+    layer.layer = each.layer.name;
+    layer.channels = each.layer.options->num_features();
+    noise.push_back(noise_of_ranks(each, batches, layer, group));
   }
+  const std::vector<std::size_t> chosen = choose_scopes(noise, options.noise());
+  for (std::size_t i = 0; i < chosen.size(); ++i) plan.layers[i].chosen = chosen[i];
+  plan.noise = total_noise(noise, chosen);
   return plan;
 }
 

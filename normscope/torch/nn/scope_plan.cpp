@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/scope_plan.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 #include "normscope/core/error.h"
@@ -10,14 +12,14 @@ namespace normscope::nn {
 
 std::int64_t ScopePlan::exchanges_per_step() const {
   std::int64_t exchanges = 0;
-  for (const LayerPlan& plan : layers) exchanges += plan.chosen().ranks > 1 ? 2 : 0;
+  for (const LayerPlan& plan : layers) exchanges += chosen(plan).ranks > 1 ? 2 : 0;
   return exchanges;
 }
 
 std::int64_t ScopePlan::bytes_per_step() const {
   std::int64_t bytes = 0;
   for (const LayerPlan& plan : layers) {
-    bytes += plan.chosen().ranks > 1 ? 2 * plan.exchange_bytes : 0;
+    bytes += chosen(plan).ranks > 1 ? 2 * plan.exchange_bytes : 0;
   }
   return bytes;
 }
@@ -31,7 +33,13 @@ void ScopePlan::apply(::torch::nn::Module& module) const {
     if (found == named.end()) {
       missing += (missing.empty() ? "" : ", ") + plan.layer;
     } else {
-      changes.emplace_back(found->options, &plan.chosen().scope);
+      const std::int64_t channels = found->options->num_features();
+      if (channels != plan.channels) {
+        throw ArgumentError("module: expected " + std::to_string(plan.channels) + " channels in " +
+                            plan.layer + ", for which the plan was made, got " +
+                            std::to_string(channels));
+      }
+      changes.emplace_back(found->options, &chosen(plan).scope);
     }
   }
   if (!missing.empty()) {

@@ -22,7 +22,7 @@
 #include "normscope/torch/groups/registry.h"
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/graph.h"
-#include "normscope/torch/ops/independent_values.h"
+#include "normscope/torch/ops/output_noise.h"
 #include "normscope/torch/portable/path.h"
 
 namespace normscope::binding {
@@ -199,13 +199,24 @@ TORCH_LIBRARY(normscope, m) {
   m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
-  m.def("part_moments(Tensor x, int parts) -> Tensor moments", &part_moments_of);
-  m.def("independent_values(Tensor moments, int ranks, float eps) -> float[]",
-        &independent_values_of);
+  m.def("output_moments(Tensor output, bool as_one) -> Tensor moments", &output_moments);
+  m.def("output_scale(Tensor moments) -> float", &output_scale);
   m.def(
-      "choose_scope(str layer, Tensor[] calls, float eps, float wanted, int[] host_of_rank) -> "
-      "(int chosen, str[] scopes, int[] ranks, Tensor values)",
-      &choose_scope_of);
+      "random_cotangents(Tensor[] outputs, float[] scales, int batch, int first, int parts) "
+      "-> Tensor[] cotangents",
+      &random_cotangents);
+  m.def("part_sums(Tensor x, Tensor dz, int samples) -> Tensor sums", &part_sums);
+  m.def(
+      "output_noise(Tensor own, Tensor moments, int first, Tensor? weight, float eps, "
+      "int[] host_of_rank) -> Tensor noise",
+      &output_noise);
+  m.def("limits_of_scopes() -> float[]", &limits_of_scopes);
+  m.def("candidate_scopes(int[] host_of_rank) -> (str[] scopes, int[] ranks)",
+        &candidate_scopes_of);
+  m.def(
+      "choose_scopes(str[] layers, int[] exchange_bytes, bool[] trained, Tensor[] noise, "
+      "Tensor[] sizes, float allowed) -> (int[] chosen, float noise, float standard_error)",
+      &choose_scopes_of);
   m.def("transport(str group_name) -> str", &transport_of);
   m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
   m.def("status_of_process(int process) -> str", &status);

@@ -216,8 +216,6 @@ using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);
 using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
                                    std::int64_t samples);
 
-using PartMomentsOp = at::Tensor(const at::Tensor& x, std::int64_t parts);
-
 using FailExchangeOp = void(std::string_view scope, std::string_view group_name,
                             std::string_view reason);
 

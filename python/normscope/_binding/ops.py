@@ -25,14 +25,24 @@ portable_forward = _ops.portable_forward.default
 portable_apply = cast("Callable[..., torch.Tensor]", _ops.portable_apply.default)
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
-part_moments = cast("Callable[[torch.Tensor, int], torch.Tensor]", _ops.part_moments.default)
-independent_values = cast(
-    "Callable[[torch.Tensor, int, float], list[float]]", _ops.independent_values.default
+output_moments = cast("Callable[[torch.Tensor, bool], torch.Tensor]", _ops.output_moments.default)
+output_scale = cast("Callable[[torch.Tensor], float]", _ops.output_scale.default)
+random_cotangents = cast(
+    "Callable[[list[torch.Tensor], list[float], int, int, int], list[torch.Tensor]]",
+    _ops.random_cotangents.default,
 )
-choose_scope = cast(
-    "Callable[[str, list[torch.Tensor], float, float, list[int]], "
-    "tuple[int, list[str], list[int], torch.Tensor]]",
-    _ops.choose_scope.default,
+part_sums = cast(
+    "Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]", _ops.part_sums.default
+)
+output_noise = cast("Callable[..., torch.Tensor]", _ops.output_noise.default)
+limits_of_scopes = cast("Callable[[], list[float]]", _ops.limits_of_scopes.default)
+candidate_scopes = cast(
+    "Callable[[tuple[int, ...]], tuple[list[str], list[int]]]", _ops.candidate_scopes.default
+)
+choose_scopes = cast(
+    "Callable[[list[str], list[int], list[bool], list[torch.Tensor], list[torch.Tensor], float], "
+    "tuple[list[int], float, float]]",
+    _ops.choose_scopes.default,
 )
 fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
 fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)

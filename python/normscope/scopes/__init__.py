@@ -2,20 +2,16 @@
 """Sets the scopes of layers: by hand, by a schedule, or as measurements recommend."""
 
 from normscope.layers.scope import Scope
-from normscope.scopes.noise import IndependentValues, PartMoments, independent_values
 from normscope.scopes.plan import Candidate, LayerPlan, ScopePlan
 from normscope.scopes.recommendation import recommend_scopes
 from normscope.scopes.schedule import ProgressiveScope, set_scope
 
 __all__ = [
     "Candidate",
-    "IndependentValues",
     "LayerPlan",
-    "PartMoments",
     "ProgressiveScope",
     "Scope",
     "ScopePlan",
-    "independent_values",
     "recommend_scopes",
     "set_scope",
 ]

@@ -1,111 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise of statistics: how many independent values a norm batch is worth, as measured.
+"""Output noise: how much narrower statistics of a layer change the outputs of a model.
 
-:class:`WatchedLayer` records the inputs of a layer while a model runs.
+docs/numerics.md, "Output noise", derives the measure. One forward and one backward of random signs
+measure all layers and scopes at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from normscope._binding import ops
 from normscope.layers.batch_norm import BatchNorm
-from normscope.layers.masks import unmasked_rows
+from normscope.layers.ending import NOTHING, Ending
+from normscope.layers.forward import train
+from normscope.layers.masks import filled, unmasked_rows
 from normscope.training.counters import communication_counters
 from normscope.training.measuring import Watch
+from normscope.training.running_stats import peers_told
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Half the width of a 90 % interval, in standard errors.
-_ERRORS_OF_INTERVAL = 1.645
+    from normscope._binding.ops import ForwardArguments
+    from normscope.layers.count import Counter
+
+
+# The default limit for the noise of all layers, and what a norm batch and a layer need at least;
+# normscope/core/scope_choice.h says why.
+DEFAULT_NOISE, LEAST_SAMPLES, LEAST_ELEMENTS, TRAINED_UPDATES = ops.limits_of_scopes()
 
 
 @dataclass(frozen=True)
-class PartMoments:
-    """Moments of the parts of batches; a part is a rank's batch or a slice.
+class Shares:
+    """Which part of each batch this process has.
 
     Args:
-        rows: Float64 [B, K, 1 + 2 C]: for each part the number of elements per channel (0 for an
-            empty part), the means, and the variances with divisor n.
+        first: The rank of this process; 0 if parts of its batches stand for ranks.
+        parts: The number of ranks that this process stands for.
+        hosts: For each rank, a number that is the same for all ranks of a host.
+        group: The group of the ranks; None for a single process.
     """
 
-    rows: torch.Tensor
+    first: int
+    parts: int
+    hosts: tuple[int, ...]
+    group: ProcessGroup | None
 
-    @classmethod
-    def of(
-        cls, x: torch.Tensor, parts: int = 1, *, mask: torch.Tensor | None = None
-    ) -> PartMoments:
-        """Compute the moments of a batch x [N, C, *] that is cut along N as by torch.tensor_split.
-
-        If there is a mask [N, 1, *], only the elements where it is True count.
-        """
-        if mask is None:
-            return cls(ops.part_moments(x, parts))
-        cut = zip(x.tensor_split(parts), mask.tensor_split(parts), strict=True)
-        rows = [ops.part_moments(unmasked_rows(*part), 1) for part in cut]
-        return cls(torch.cat(rows, dim=1))
-
-    def followed_by(self, other: PartMoments) -> PartMoments:
-        """Return the moments of these batches and of others."""
-        return PartMoments(torch.cat([self.rows, other.rows]))
-
-    def beside(self, other: PartMoments) -> PartMoments:
-        """Return the moments of these parts and of others, joined for each batch."""
-        return PartMoments(torch.cat([self.rows, other.rows], dim=1))
+    def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the float64 tensors [*] of all processes: [processes, *]."""
+        if self.group is None or self.group.size() == 1:
+            return own[None]
+        rows = ops.gather(own.flatten(), self.group.group_name, f"recommend_scopes, {what}")
+        return rows.view(-1, *own.shape)
 
 
-@dataclass(frozen=True)
-class IndependentValues:
-    """The number of independent values that a norm batch is worth.
+@dataclass
+class _Call:
+    """A call of a layer in the current batch."""
 
-    A channel's statistics over a norm batch are as noisy as those of this many independent values
-    from a normal distribution. Neighboring positions of an image are not independent: the number is
-    far below the number of elements. A wider scope multiplies it.
-
-    Args:
-        value: The number for all channels, from the mean of their squared relative errors.
-        lower: Lower end of the 90 % interval, by a jackknife over the batches; NaN for one batch.
-        upper: Upper end of that interval.
-        noisiest_tenth: One channel in ten is worth less than this number.
-    """
-
-    value: float
-    lower: float
-    upper: float
-    noisiest_tenth: float
-
-    @property
-    def relative_error(self) -> float:
-        """The standard error of the noise, 2 / value, as a share of it; NaN where unknown."""
-        if math.isinf(self.lower):
-            return 0.0
-        return (self.value / self.lower - 1) / _ERRORS_OF_INTERVAL
-
-
-def independent_values(
-    moments: PartMoments, eps: float, ranks: int = 1
-) -> IndependentValues | None:
-    """Estimate the number by comparing the moments of parts with those of all parts together.
-
-    See "Independent values" in docs/numerics.md for the derivation. Channels with a variance below
-    eps are left out, because they are normalized by eps and not by their statistics. A layer with
-    only such channels is worth infinitely many values.
-
-    Args:
-        moments: The moments of the parts.
-        eps: The eps of the layer.
-        ranks: The number of consecutive parts in a norm batch; divides the number of parts.
-
-    Returns:
-        The estimate; None if fewer than two norm batches have elements and can be compared.
-    """
-    fields = ops.independent_values(moments.rows, ranks, eps)
-    return IndependentValues(*fields) if fields else None
+    x: torch.Tensor
+    mask: torch.Tensor | None
+    weight: torch.Tensor | None
+    edge: GradientEdge | None  # of the normalization's output; None in a block without gradients
 
 
 @dataclass
@@ -115,62 +78,150 @@ class WatchedLayer(Watch):
     Args:
         name: The qualified name.
         layer: The layer that is watched.
-        parts: The number of parts of a batch that stand for ranks; None with real ranks.
-        calls: The moments of the layer's inputs. Entry i is about the i-th call of the layer in a
-            forward of the model, over the batches that made so many calls.
-        calls_of_batch: The number of calls so far in the current batch.
+        calls: The calls in the current batch.
+        noise: For each batch that reached the layer, the noise of the candidates [candidates].
+        sizes: The same for samples and elements of the smallest norm batch [candidates, 2].
         seconds: The time spent in exchanges.
         exchanges: The number of exchanges.
     """
 
     name: str
     layer: BatchNorm
-    parts: int | None
-    calls: list[PartMoments] = field(default_factory=list)
-    calls_of_batch: int = 0
+    calls: list[_Call] = field(default_factory=list)
+    noise: list[torch.Tensor] = field(default_factory=list)
+    sizes: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
     exchanges: int = 0
 
-    def train(self, *call: Any) -> torch.Tensor:  # noqa: ANN401
-        """Normalize, and record the input and the cost of the exchanges."""
+    @property
+    def label(self) -> str:
+        """The name in errors and exchanges."""
+        return self.name or "model"
+
+    def train(
+        self,
+        counter: Counter | None,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: ForwardArguments,
+        ending: Ending,
+    ) -> torch.Tensor:
+        """Normalize without updating anything, and record the call."""
         before = communication_counters()
-        y = super().train(*call)
+        z = train(None, x, mask, arguments.without_running())
         after = communication_counters()
-        self.exchanges += after.calls - before.calls
-        self.seconds += after.seconds - before.seconds
-        return y
+        if not ops.recomputes():
+            self.exchanges += after.calls - before.calls
+            self.seconds += after.seconds - before.seconds
+            edge = None
+            if torch.is_grad_enabled():
+                if not z.requires_grad:
+                    z = z.requires_grad_().clone()  # the program may change it in place
+                edge = get_gradient_edge(z)
+            self.calls.append(_Call(x.detach(), mask, arguments.weight, edge))
+        if ending is NOTHING:
+            return z
+        y = ending.finish(z)
+        return y if mask is None else filled(y, mask)
 
-    def look(self, x: torch.Tensor, mask: torch.Tensor | None, *, tracks: bool) -> None:
-        """Record the moments of an input, or of its unmasked elements."""
-        if self.parts is not None and x.shape[0] < self.parts:
-            raise ValueError(
-                f"batches: expected at least {self.parts} samples, one for each rank, got "
-                f"{x.shape[0]} in {self.name or 'model'}"
+    def add_batch(
+        self, gradients: Iterator[torch.Tensor | None], factor: float, shares: Shares
+    ) -> None:
+        """Add the noise of the calls of a batch; a collective.
+
+        Args:
+            gradients: The gradients of a projection of the outputs, for each call with an edge.
+            factor: Turns squared changes of the projection into noise; infinity if it is unknown.
+            shares: Who has which part of the batch.
+        """
+        fields = []
+        for call in self.calls:
+            dz = None if call.edge is None else next(gradients)
+            rows = _part_sums(call, torch.zeros_like(call.x) if dz is None else dz, shares.parts)
+            moments = shares.gather(_moments_of(rows), self.label).flatten(0, 1)
+            of_call = ops.output_noise(
+                rows, moments, shares.first, call.weight, self.layer.eps, shares.hosts
             )
-        moments = PartMoments.of(x, 1 if self.parts is None else self.parts, mask=mask)
-        if self.calls_of_batch == len(self.calls):
-            self.calls.append(moments)
+            known = call.edge is not None and math.isfinite(factor)
+            # The last candidate is world, without noise.
+            of_call[:-1, 0] = of_call[:-1, 0] * factor if known else math.inf
+            fields.append(of_call)
+        self.calls.clear()
+        if fields:
+            noise, samples, elements = torch.stack(fields).unbind(2)  # [calls, candidates] each
+            self.noise.append(noise.sum(0))
+            self.sizes.append(torch.stack([samples.amin(0), elements.amin(0)], dim=1))
+
+
+def _part_sums(call: _Call, dz: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return the rows of this process's parts [parts, 2 + 4 C]."""
+    masks = [None] * parts if call.mask is None else call.mask.tensor_split(parts)
+    rows = []
+    for x, gradient, mask in zip(
+        call.x.tensor_split(parts), dz.tensor_split(parts), masks, strict=True
+    ):
+        if mask is None:
+            rows.append(ops.part_sums(x, gradient, len(x)))
         else:
-            before = self.calls[self.calls_of_batch]
-            self.calls[self.calls_of_batch] = before.followed_by(moments)
-        self.calls_of_batch += 1
+            counting = unmasked_rows(x, mask), unmasked_rows(gradient, mask)
+            rows.append(ops.part_sums(*counting, len(x)))
+    return torch.stack(rows)
 
 
-def gather(watch: WatchedLayer, group: ProcessGroup) -> None:
-    """Replace the moments of this rank by those of all ranks, as parts; a collective."""
-    label = f"recommend_scopes, {watch.name or 'model'}"
-    sizes = [len(moments.rows) for moments in watch.calls]
-    own = torch.tensor([sum(sizes), watch.seconds], dtype=torch.float64)
-    all_calls, seconds = ops.gather(own, group.group_name, label).T
-    if len(set(all_calls.tolist())) > 1:
-        raise ValueError(
-            f"model: expected {watch.name or 'the layer'} to run as often on every rank, got "
-            f"{[int(calls) for calls in all_calls]} times"
-        )
-    watch.seconds = float(seconds.mean())
-    if not watch.calls:
-        return
-    rows = torch.cat([moments.rows for moments in watch.calls])  # [calls, 1, 1 + 2 C]
-    of_ranks = ops.gather(rows.flatten(), group.group_name, label)
-    parts = of_ranks.view(group.size(), len(rows), -1).transpose(0, 1)
-    watch.calls = [PartMoments(of_call) for of_call in parts.split(sizes)]
+def _moments_of(rows: torch.Tensor) -> torch.Tensor:
+    channels = (rows.shape[1] - 2) // 4
+    return rows[:, : 2 + 2 * channels].contiguous()
+
+
+def differentiable_outputs(outputs: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    """Return the tensors with a gradient in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(outputs, torch.Tensor):
+        return [outputs] if outputs.requires_grad else []
+    if isinstance(outputs, Mapping):
+        children = list(outputs.values())
+    elif isinstance(outputs, (tuple, list)):
+        children = list(outputs)
+    elif dataclasses.is_dataclass(outputs):
+        children = [getattr(outputs, each.name) for each in dataclasses.fields(outputs)]
+    else:
+        children = []
+    return [tensor for child in children for tensor in differentiable_outputs(child)]
+
+
+def measure_batch(
+    watches: list[WatchedLayer], outputs: list[torch.Tensor], batch: int, shares: Shares
+) -> None:
+    """Run a backward from the outputs of a batch, and add the noise of its calls; a collective."""
+    scales = _scales(outputs, shares)
+    varies = min(scales) > 0
+    cotangents = ops.random_cotangents(
+        outputs,
+        scales if varies else [1.0] * len(outputs),
+        batch,
+        shares.first,
+        shares.parts,
+    )
+    # Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
+    largest = [float(each.abs().max()) if each.numel() > 0 else 0.0 for each in cotangents]
+    own = torch.tensor(largest, dtype=torch.float64, device="cpu")
+    factor = 2.0 ** -math.floor(math.log2(float(shares.gather(own, "cotangents").max())))
+    scaled = [
+        (each * factor).to(output.dtype) for each, output in zip(cotangents, outputs, strict=True)
+    ]
+    edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
+    with peers_told(shares.group):
+        gradients = iter(torch.autograd.grad(outputs, edges, scaled, allow_unused=True))
+    for watch in watches:
+        watch.add_batch(gradients, factor**-2 if varies else math.inf, shares)
+
+
+def _scales(outputs: list[torch.Tensor], shares: Shares) -> list[float]:
+    """Return what changes of each output are divided by; a collective."""
+    channels = [each.shape[1] if each.dim() > 1 else 1 for each in outputs]
+    own = torch.tensor(channels, dtype=torch.float64, device="cpu")
+    of_ranks = shares.gather(own, "channels of outputs")
+    scales = []
+    for output, of_output in zip(outputs, of_ranks.T.tolist(), strict=True):
+        moments = ops.output_moments(output, len(set(of_output)) > 1)
+        scales.append(ops.output_scale(shares.gather(moments, "outputs")))
+    return scales

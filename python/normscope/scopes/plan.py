@@ -7,9 +7,9 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,27 +17,38 @@ from normscope._binding import groups
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.scope import Scope
 from normscope.models.selection import named_layers
-from normscope.scopes.noise import IndependentValues
+from normscope.scopes.json_fields import read
+from normscope.scopes.noise import LEAST_ELEMENTS, LEAST_SAMPLES, TRAINED_UPDATES
 
-# A relative standard error above this causes a warning.
-_LARGE_ERROR = 0.25
+# A plan that sends more of the bytes of world says so in words, and why.
+_NEARLY_ALL = 0.8
+
+# The layers with the largest noise that the words name.
+_NAMED = 3
+
+# Noise moves while a model trains: the text asks for a new measurement after this many times the
+# training so far.
+_MEASURE_AGAIN = 10
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scope that a layer may get, and the worth of its statistics under it.
+    """A scope that a layer may get, and the noise of its statistics.
 
     Args:
         scope: The text of a :class:`~normscope.Scope`.
         ranks: The number of ranks that share statistics.
-        values: The independent values of a norm batch; None if they could not be measured.
-        extrapolated: Whether ``values`` is extrapolated from a narrower scope.
+        noise: What the layer adds to the noise of the outputs, as a share of their variance;
+            infinity if it could not be measured. 0 for ``world``.
+        samples: The number of samples of the smallest norm batch.
+        elements: The number of elements per channel of the smallest norm batch.
     """
 
     scope: str
     ranks: int
-    values: IndependentValues | None
-    extrapolated: bool
+    noise: float
+    samples: int
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,9 @@ class LayerPlan:
     Args:
         layer: The qualified name.
         channels: The number of channels.
-        scope: The narrowest scope that reaches the wanted number.
+        scope: The scope that it gets.
         candidates: All scopes, from the narrowest to the widest.
+        updates: The number of updates of the running statistics so far; None if there are none.
         exchange_bytes: Bytes that a rank sends per exchange, if the layer exchanges.
         exchange_seconds: Seconds that an exchange of all ranks took, including the wait; None if
             there was none.
@@ -58,6 +70,7 @@ class LayerPlan:
     channels: int
     scope: str
     candidates: tuple[Candidate, ...]
+    updates: int | None
     exchange_bytes: int
     exchange_seconds: float | None
 
@@ -71,15 +84,10 @@ class LayerPlan:
         """Whether the layer synchronizes, twice per step."""
         return self.chosen.ranks > 1
 
-    def might_do(self, wanted: float) -> Candidate | None:
-        """Return the narrowest scope whose estimate, but not its whole interval, is sufficient.
-
-        It was not chosen, unless it is the widest.
-        """
-        for each in self.candidates:
-            if each.values is not None and each.values.lower < wanted <= each.values.value:
-                return each
-        return None
+    @property
+    def is_untrained(self) -> bool:
+        """Whether the layer has had too few training steps, so that it gets ``world``."""
+        return self.updates is not None and self.updates < TRAINED_UPDATES
 
 
 @dataclass(frozen=True)
@@ -90,13 +98,17 @@ class ScopePlan:
 
     Args:
         layers: The layers in the model's order, without those that had no input.
-        independent_values: The wanted number of independent values.
+        allowed: The limit for the noise of all layers, as a share of the outputs' variance.
+        noise: The noise of the plan, the sum over its layers.
+        standard_error: The standard error of ``noise``; 0 for a single batch.
         ranks: The number of ranks that the plan is made for.
         batches: The number of batches that were measured.
     """
 
     layers: tuple[LayerPlan, ...]
-    independent_values: float
+    allowed: float
+    noise: float
+    standard_error: float
     ranks: int
     batches: int
 
@@ -104,6 +116,16 @@ class ScopePlan:
     def scopes(self) -> dict[str, Scope]:
         """The scope of each layer, by its qualified name."""
         return {plan.layer: Scope(plan.scope) for plan in self.layers}
+
+    @property
+    def noise_of_local(self) -> float:
+        """The noise if all layers had the scope ``local``."""
+        return sum(plan.candidates[0].noise for plan in self.layers)
+
+    @property
+    def updates(self) -> int | None:
+        """The fewest updates of a layer's running statistics so far; None if there are none."""
+        return min((plan.updates for plan in self.layers if plan.updates is not None), default=None)
 
     @property
     def exchanges_per_step(self) -> int:
@@ -116,29 +138,35 @@ class ScopePlan:
         return 2 * sum(plan.exchange_bytes for plan in self.layers if plan.spans_ranks)
 
     @property
+    def bytes_of_world(self) -> int:
+        """Bytes that a rank sends per step if all layers have the scope ``world``."""
+        return 2 * sum(plan.exchange_bytes for plan in self.layers)
+
+    @property
     def warnings(self) -> list[str]:
         """Doubts about the plan, which :func:`recommend_scopes` issues as warnings."""
-        wanted = self.independent_values
-        if math.isinf(wanted):
-            return []  # the user asked for world
-        estimates = [
-            (plan.layer or "model", plan.chosen.values)
-            for plan in self.layers
-            if plan.chosen.values is not None
-        ]
-        narrow = [layer for layer, values in estimates if values.value < wanted]
-        vague = [layer for layer, values in estimates if values.relative_error > _LARGE_ERROR]
         texts = []
-        if narrow:
+        untrained = [plan.layer or "model" for plan in self.layers if plan.is_untrained]
+        if untrained:
             texts.append(
-                f"not even world is worth {wanted:g} independent values in "
-                f"{', '.join(narrow)}: more samples in a step would help"
+                f"{len(untrained)} of {len(self.layers)} layers have had fewer than "
+                f"{TRAINED_UPDATES:g} training steps, and get world ({untrained[0]}, ...): the "
+                "noise of initial weights says little about that of training; train with world "
+                "first, then measure again"
             )
-        if vague:
+        small = [
+            plan.layer or "model"
+            for plan in self.layers
+            if plan.candidates[-1].samples < LEAST_SAMPLES
+            or plan.candidates[-1].elements < LEAST_ELEMENTS
+        ]
+        if small:
             texts.append(
-                f"the standard error exceeds {_LARGE_ERROR:.0%} in {', '.join(vague)}: more "
-                f"batches than {self.batches} would help"
+                f"even world has fewer than {LEAST_ELEMENTS:g} elements per channel, or a single "
+                f"sample, in {', '.join(small)}: more samples per step would help"
             )
+        if self.batches == 1:
+            texts.append("a single batch does not tell the error of the noise; measure several")
         return texts
 
     def apply(self, model: torch.nn.Module) -> None:
@@ -147,15 +175,24 @@ class ScopePlan:
         Warns if the plan was made for another number of ranks.
 
         Raises:
-            ValueError: If the model lacks a layer of the plan, or it is not a layer of normscope.
-                Nothing has been changed then.
+            ValueError: If the model lacks a layer of the plan, it is not a layer of normscope, or
+                it has another number of channels. Nothing has been changed then.
         """
         layers = dict(named_layers(model, BatchNorm, None, None))
         missing = [plan.layer for plan in self.layers if plan.layer not in layers]
         if missing:
+            wrapped = all(f"module.{name}" in layers for name in missing)
+            hint = "; pass model.module, the model in the wrapper" if wrapped else ""
             raise ValueError(
-                f"model: expected layers of normscope called {', '.join(missing)}, got none"
+                f"model: expected layers of normscope called {', '.join(missing)}, got none{hint}"
             )
+        for plan in self.layers:
+            channels = layers[plan.layer].num_features
+            if channels != plan.channels:
+                raise ValueError(
+                    f"model: expected {plan.channels} channels in {plan.layer or 'the model'}, for "
+                    f"which the plan was made, got {channels}"
+                )
         self._warn_of_other_ranks([layers[plan.layer] for plan in self.layers])
         for name, scope in self.scopes.items():
             layers[name].scope = scope
@@ -184,68 +221,77 @@ class ScopePlan:
             ValueError: If the file holds no plan.
         """
         try:
-            fields = json.loads(Path(path).read_text())
-            return cls(**{**fields, "layers": tuple(map(_layer_of_json, fields["layers"]))})
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            plan = read(cls, json.loads(Path(path).read_text()))
+            for layer in plan.layers:
+                if layer.scope not in (each.scope for each in layer.candidates):
+                    raise ValueError(f"scope {layer.scope!r} of {layer.layer}, not a candidate")
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: expected a plan of recommend_scopes, got {error}") from error
+        return plan
 
     def __str__(self) -> str:
         """Return a table of the layers, with totals compared to those of scope ``world``."""
-        headings = ("layer", "channels", "local", "scope", "worth", "90 % interval", "")
-        rows = [headings, *(self._row(plan) for plan in self.layers)]
+        headings = ("layer", "channels", "elements", "noise of local", "scope", "noise")
+        rows = [headings, *(_row(plan) for plan in self.layers)]
+        local, noise = _percent(self.noise_of_local), _percent(self.noise)
+        rows.append(("all layers", "", "", local, "", noise))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
-                cell.ljust(width) if i in (0, 3) else cell.rjust(width)
+                cell.ljust(width) if i in (0, 4) else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
         ]
-        world_bytes = 2 * sum(plan.exchange_bytes for plan in self.layers)
-        world_exchanges = 2 * len(self.layers)
         return "\n".join(
             [
-                f"independent values of a norm batch; wanted {self.independent_values:g}, "
+                f"noise in the outputs, in % of their variance: {_percent(self.allowed)} allowed, "
                 f"{self.ranks} ranks, {self.batches} batches",
                 *lines,
                 f"per step {self.exchanges_per_step} exchanges and {self.bytes_per_step:,} bytes "
-                f"of a rank; world in every layer: {world_exchanges} and {world_bytes:,}",
+                f"of a rank; world in every layer: {2 * len(self.layers)} and "
+                f"{self.bytes_of_world:,}",
+                *self._words(),
             ]
         )
 
-    def _row(self, plan: LayerPlan) -> tuple[str, ...]:
-        local, chosen = plan.candidates[0], plan.chosen
-        values = chosen.values
-        return (
-            plan.layer or "model",
-            str(plan.channels),
-            "?" if local.values is None else f"{local.values.value:.1f}",
-            plan.scope,
-            "?" if values is None else f"{values.value:.1f}",
-            "" if values is None or math.isnan(values.lower) else
-            f"{values.lower:.1f} to {values.upper:.1f}",
-            ", ".join(self._notes(plan)),
-        )  # fmt: skip
-
-    def _notes(self, plan: LayerPlan) -> list[str]:
-        notes = []
-        chosen, perhaps = plan.chosen, plan.might_do(self.independent_values)
-        if perhaps is not None:
-            notes.append(f"perhaps {'not reached' if perhaps is chosen else perhaps.scope}")
-        if chosen.values is not None:
-            if chosen.values.value < self.independent_values:
-                notes.append("not reached")
-            if chosen.values.relative_error > _LARGE_ERROR:
-                notes.append("uncertain")
-        return [*notes, "extrapolated"] if chosen.extrapolated else notes
+    def _words(self) -> Iterable[str]:
+        """Say what the numbers mean, if it is not the usual."""
+        yield from (f"{text[0].upper()}{text[1:]}." for text in self.warnings)
+        if self.updates is not None and self.updates >= TRAINED_UPDATES:
+            yield (
+                f"Measured after {self.updates:,} steps; noise moves while a model trains: measure "
+                f"again after {_MEASURE_AGAIN * self.updates:,}."
+            )
+        if self.ranks > 1 and self.bytes_per_step > _NEARLY_ALL * self.bytes_of_world:
+            noisiest = sorted(self.layers, key=lambda plan: -plan.candidates[0].noise)[:_NAMED]
+            names = ", ".join(
+                f"{plan.layer or 'model'} ({_percent(plan.candidates[0].noise)} %)"
+                for plan in noisiest
+            )
+            yield (
+                "Nearly every layer needs world: with local in all of them, the noise would be "
+                f"{_percent(self.noise_of_local)} % of the outputs' variance. The largest "
+                f"contributions are {names}."
+            )
 
 
-def _layer_of_json(fields: dict[str, Any]) -> LayerPlan:
-    candidates = tuple(
-        Candidate(
-            **{**each, "values": None if each["values"] is None
-               else IndependentValues(**each["values"])}
-        )
-        for each in fields["candidates"]
-    )  # fmt: skip
-    return LayerPlan(**{**fields, "candidates": candidates})
+def plan_of(plan: ScopePlan | str | os.PathLike[str]) -> ScopePlan:
+    """Return a plan, which is loaded if it is a path."""
+    return plan if isinstance(plan, ScopePlan) else ScopePlan.load(plan)
+
+
+def _row(plan: LayerPlan) -> tuple[str, ...]:
+    local, chosen = plan.candidates[0], plan.chosen
+    return (
+        plan.layer or "model",
+        str(plan.channels),
+        str(local.elements),
+        _percent(local.noise),
+        plan.scope,
+        _percent(chosen.noise),
+    )
+
+
+def _percent(share: float) -> str:
+    return "?" if math.isinf(share) else f"{100 * share:.1f}"

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from normscope._binding import groups, ops
@@ -18,9 +21,15 @@ from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.forward import routed
 from normscope.layers.scope import Scope
 from normscope.models.selection import Patterns, layers_in_training
-from normscope.scopes.noise import IndependentValues, WatchedLayer, gather
+from normscope.scopes.noise import (
+    DEFAULT_NOISE,
+    Shares,
+    WatchedLayer,
+    differentiable_outputs,
+    measure_batch,
+)
 from normscope.scopes.plan import Candidate, LayerPlan, ScopePlan
-from normscope.training.measuring import measuring
+from normscope.training.measuring import call_model, measuring
 from normscope.training.running_stats import check_agreement, length_of, peers_told
 
 if TYPE_CHECKING:
@@ -28,42 +37,48 @@ if TYPE_CHECKING:
 
 NamedLayers = list[tuple[str, BatchNorm]]
 
-# The default number of independent values; docs/recommending.md explains the choice.
-DEFAULT_INDEPENDENT_VALUES = 4.0
+# A bar shows the progress of measurements that take longer.
+_SECONDS_WITHOUT_BAR = 5.0
 
 
 def recommend_scopes(
     model: torch.nn.Module,
     batches: Iterable[Any],
-    independent_values: float = DEFAULT_INDEPENDENT_VALUES,
+    noise: float = DEFAULT_NOISE,
     *,
     ranks: int | None = None,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     process_group: ProcessGroup | None = None,
 ) -> ScopePlan:
-    """Measure which scope each layer needs, to find the layers that have to synchronize.
+    """Measure which layers have to synchronize, in a model that has begun to train.
 
-    The model runs forward over a few batches on all ranks, with the measured layers under scope
-    ``world`` and without gradients. These are the layers of normscope in training, or those that
-    ``include`` names. The moments of the ranks yield an estimate of how many independent values
-    a channel's statistics are worth under each scope. A layer gets the narrowest scope that reaches
-    the wanted number: ``local``, ``group:K`` for K that divide the number of ranks (``node`` if
-    each host has K ranks), or ``world``. If the 90 % interval of a scope extends below the wanted
-    number, the next wider scope is used. All ranks get the same plan.
+    Narrower statistics than those of all ranks add noise to the outputs of the model. One forward
+    and one backward for each batch measure this noise for every layer and scope. The plan gives
+    ``world`` to the layers that add most noise per byte, until what the others add is at most
+    ``noise`` of the variance of the outputs. The others get ``local``, or ``node`` if there are
+    several hosts and the noise allows it. A norm batch of a single sample, or of fewer than 8
+    elements per channel, is never chosen for a narrower scope.
 
-    The model is not changed, even if this function raises: parameters, buffers, modes, scopes,
-    ``elements_seen`` and the state of random number generators stay the same. The measured layers
-    run with batch statistics, all other modules in their current mode: a frozen layer, which is in
-    evaluation, normalizes with its running statistics.
+    The noise of initial weights says little about that of training. Train with scope ``world`` for
+    some hundred steps or an epoch, then call this function. Layers with fewer than 50 updates of
+    their running statistics get ``world``. docs/recommending.md shows what plans are worth.
+
+    The model is not changed, even if this function raises: parameters, gradients, buffers, modes,
+    scopes, ``elements_seen`` and the state of random number generators stay the same. The measured
+    layers run with batch statistics, all other modules in their current mode: a frozen layer, which
+    is in evaluation, normalizes with its running statistics. It needs about the memory of a step.
 
     Args:
-        model: A model with layers of normscope (for DistributedDataParallel, its ``module``), at
-            the start of the training or later.
+        model: A model with layers of normscope (for DistributedDataParallel, its ``module``).
         batches: Inputs of the model as in training, four to sixteen, the same number on every rank.
-            A tuple holds the arguments of a forward. Each batch is requested after the one before
-            is done: a generator can load them, and ``tqdm(batches)`` shows the progress.
-        independent_values: The number that a norm batch should be worth, at least 2.
+            A tuple holds the arguments of a forward, a mapping its keyword arguments. Each batch is
+            requested after the one before is done, so a generator can load them. If tqdm is
+            installed, a bar shows the progress of a measurement in a terminal.
+        noise: The share of the outputs' variance that all narrower statistics together may add.
+            0 gives every layer ``world``. With a 95 % interval over the batches, so more batches
+            allow more narrow scopes. The outputs are all tensors with a gradient that the model
+            returns; a scalar, such as a loss, counts as if it varied by a tenth of its value.
         ranks: With a single process, the number of ranks to plan for; parts of each batch stand for
             their batches.
         include: Patterns of qualified names, as for :func:`convert`, also of layers in evaluation.
@@ -76,42 +91,45 @@ def recommend_scopes(
         The plan, the same on every rank.
 
     Raises:
-        ValueError: If the wanted number is below 2 or NaN, there is no batch, the model has no
-            layer of normscope to measure, a pattern matches none, the ranks differ in layers or in
-            the number of batches, or a batch has fewer samples than parts. No rank hangs in these
-            cases.
+        ValueError: If ``noise`` is negative or NaN, there is no batch, the model has no layer of
+            normscope to measure, it returns no tensor with a gradient, a pattern matches none, the
+            ranks differ in layers or in the number of batches, or a batch has fewer samples than
+            parts. No rank hangs in these cases.
 
     Example:
         >>> from normscope import BatchNorm1d
         >>> _ = torch.manual_seed(0)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), BatchNorm1d(8))
-        >>> batches = [torch.randn(64, 4) for _ in range(16)]
-        >>> plan = recommend_scopes(model, batches, independent_values=8, ranks=2)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), BatchNorm1d(8), torch.nn.ReLU())
+        >>> batches = [torch.randn(256, 4) for _ in range(60)]
+        >>> for batch in batches:  # the training
+        ...     _ = model(batch)
+        >>> plan = recommend_scopes(model, batches[:16], ranks=2)
         >>> plan.apply(model)
         >>> str(model[1].scope)
         'local'
     """
     group = groups.in_use(process_group)
     with peers_told(group):
-        if not independent_values >= 2:
-            raise ValueError(f"independent_values: expected at least 2, got {independent_values}")
+        if not noise >= 0:
+            raise ValueError(f"noise: expected at least 0, got {noise}")
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise ValueError(
+                f"model: expected the model in the {type(model).__name__}, got the wrapper; pass "
+                "model.module"
+            )
         parts = _parts(ranks, group)
         layers = _layers_to_choose_for(model, include, exclude)
         length = length_of(batches)
-    hosts = [0] * (1 if parts is None else parts)
+    shares = Shares(0, parts, (0,) * parts, group)
     if group is not None and group.size() > 1:
         check_agreement("recommend_scopes", layers, group, length)
-        hosts = _hosts(group, independent_values)
-    watches = [WatchedLayer(name, layer, parts) for name, layer in layers]
-    count = _run(model, watches, batches, group)
+        shares = Shares(group.rank(), 1, _hosts(group, noise), group)
+    watches = [WatchedLayer(name, layer) for name, layer in layers]
+    count = _run(model, watches, batches, shares)
     if count == 0:
         raise ValueError("batches: expected at least one, got none")
-    if group is not None and group.size() > 1:
-        for watch in watches:
-            gather(watch, group)
-    plans = [_plan(watch, independent_values, hosts) for watch in watches if watch.calls]
-    plan = ScopePlan(tuple(plans), float(independent_values), len(hosts), count)
-    if group is None or group.rank() == 0:
+    plan = _plan(watches, noise, shares, count)
+    if shares.first == 0:
         for text in plan.warnings:
             warnings.warn(text, stacklevel=2)
     return plan
@@ -137,9 +155,9 @@ def _layers_to_choose_for(
     return layers
 
 
-def _parts(ranks: int | None, group: ProcessGroup | None) -> int | None:
+def _parts(ranks: int | None, group: ProcessGroup | None) -> int:
     if ranks is None:
-        return None
+        return 1
     if group is not None and group.size() > 1:
         raise ValueError(
             f"ranks: expected None, since the process group has {group.size()}, got {ranks}"
@@ -150,26 +168,77 @@ def _parts(ranks: int | None, group: ProcessGroup | None) -> int | None:
 
 
 def _run(
-    model: torch.nn.Module,
-    watches: list[WatchedLayer],
-    batches: Iterable[Any],
-    group: ProcessGroup | None,
+    model: torch.nn.Module, watches: list[WatchedLayer], batches: Iterable[Any], shares: Shares
 ) -> int:
-    """Run the model over the batches, watch the layers, and return the number of batches."""
+    """Run the model over the batches, measure the layers, and return the number of batches."""
     count = 0
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_is(model))
         stack.enter_context(measuring(model, [watch.layer for watch in watches]))
+        stack.enter_context(torch.enable_grad())
         for watch in watches:
             watch.layer.scope = Scope.world()
             stack.enter_context(routed(watch.layer, watch))
-        for batch in _as_on_all_ranks(batches, group):
-            for watch in watches:
-                watch.calls_of_batch = 0
-            with peers_told(group):
-                model(*batch) if isinstance(batch, tuple) else model(batch)
+        for batch in _with_progress(_as_on_all_ranks(batches, shares.group), batches, shares):
+            with peers_told(shares.group):
+                outputs = _outputs(model, batch)
+                _check_samples(watches, shares)
+            _check_calls(watches, shares)
+            measure_batch(watches, outputs, count, shares)
             count += 1
     return count
+
+
+def _outputs(model: torch.nn.Module, batch: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    outputs = differentiable_outputs(call_model(model, batch))
+    if not outputs:
+        raise ValueError(
+            "model: expected outputs with a gradient, whose noise can be measured, got none; the "
+            "model must return floating-point tensors that it computes with gradients"
+        )
+    return outputs
+
+
+def _check_samples(watches: list[WatchedLayer], shares: Shares) -> None:
+    for watch in watches:
+        for call in watch.calls:
+            if len(call.x) < shares.parts and shares.parts > 1:
+                raise ValueError(
+                    f"batches: expected at least {shares.parts} samples, one for each rank, got "
+                    f"{len(call.x)} in {watch.label}"
+                )
+
+
+def _check_calls(watches: list[WatchedLayer], shares: Shares) -> None:
+    """Raise on all ranks unless every layer ran as often on each of them."""
+    own = torch.tensor([len(watch.calls) for watch in watches], dtype=torch.float64, device="cpu")
+    calls = shares.gather(own, "calls")
+    for watch, of_ranks in zip(watches, calls.T.tolist(), strict=True):
+        if len(set(of_ranks)) > 1:
+            raise ValueError(
+                f"model: expected {watch.label} to run as often on every rank, got "
+                f"{[int(each) for each in of_ranks]} times"
+            )
+
+
+def _with_progress(batches: Iterator[Any], given: Iterable[Any], shares: Shares) -> Iterable[Any]:
+    """Show a bar on the first rank, if the measurement takes long and tqdm is installed."""
+    if shares.first != 0 or not sys.stderr.isatty():
+        return batches
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return batches
+    total = length_of(given)
+    bar: Iterable[Any] = tqdm(
+        batches,
+        "recommend_scopes",
+        total=None if total < 0 else total,
+        unit=" batches",
+        delay=_SECONDS_WITHOUT_BAR,
+        leave=False,
+    )
+    return bar
 
 
 _NO_BATCH = object()
@@ -184,7 +253,7 @@ def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iter
         with peers_told(group):
             batch = next(left, _NO_BATCH)
         if group is not None and group.size() > 1:
-            own = torch.tensor([float(batch is not _NO_BATCH)], dtype=torch.float64)
+            own = torch.tensor([float(batch is not _NO_BATCH)], dtype=torch.float64, device="cpu")
             have = ops.gather(own, group.group_name, "recommend_scopes, next batch")
             without = [rank for rank, one in enumerate(have.flatten().tolist()) if one == 0]
             if 0 < len(without) < group.size():
@@ -218,36 +287,89 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
             norm.scope, norm.layer_name = scope, layer_name
 
 
-def _hosts(group: ProcessGroup, wanted: float) -> list[int]:
+def _hosts(group: ProcessGroup, noise: float) -> tuple[int, ...]:
     """Return a number for each rank that is the same for all ranks of a host."""
-    own = torch.tensor([ops.host_identity(), wanted], dtype=torch.float64)  # of 52 bits
+    own = torch.tensor([ops.host_identity(), noise], dtype=torch.float64, device="cpu")  # 52 bits
     hosts, numbers = ops.gather(own, group.group_name, "recommend_scopes, hosts").T.tolist()
     if len(set(numbers)) > 1:
-        raise ValueError(
-            f"independent_values: expected the same number on every rank, got {numbers}"
-        )
-    return [int(host) for host in hosts]
+        raise ValueError(f"noise: expected the same number on every rank, got {numbers}")
+    return tuple(int(host) for host in hosts)
 
 
-def _plan(watch: WatchedLayer, wanted: float, hosts: list[int]) -> LayerPlan:
-    layer = watch.layer
-    chosen, scopes, ranks, values = ops.choose_scope(
-        watch.name, [moments.rows for moments in watch.calls], layer.eps, wanted, hosts
-    )
-    candidates = tuple(
-        Candidate(
-            scope,
+def _plan(watches: list[WatchedLayer], allowed: float, shares: Shares, count: int) -> ScopePlan:
+    """Choose the scopes; a collective."""
+    watches = [watch for watch in watches if watch.noise]
+    scopes, ranks = ops.candidate_scopes(shares.hosts)
+    measured = [_of_all_ranks(watch, count, shares) for watch in watches]
+    exchange_bytes = [ops.message_bytes(watch.layer.num_features) for watch in watches]
+    layers = [
+        LayerPlan(
+            watch.name,
+            watch.layer.num_features,
+            scopes[-1],
+            tuple(
+                Candidate(scope, size, noise, int(samples), int(elements))
+                for scope, size, noise, (samples, elements) in zip(
+                    scopes, ranks, each.noise.mean(0).tolist(), each.sizes.tolist(), strict=True
+                )
+            ),
+            each.updates,
             size,
-            None if math.isnan(fields[0]) else IndependentValues(*fields[:4]),
-            bool(fields[4]),
+            each.exchange_seconds,
         )
-        for scope, size, fields in zip(scopes, ranks, values.tolist(), strict=True)
+        for watch, each, size in zip(watches, measured, exchange_bytes, strict=True)
+    ]
+    chosen, noise, standard_error = ops.choose_scopes(
+        [watch.name for watch in watches],
+        exchange_bytes,
+        [not layer.is_untrained for layer in layers],
+        [each.noise for each in measured],
+        [each.sizes for each in measured],
+        allowed,
     )
-    return LayerPlan(
-        watch.name,
-        layer.num_features,
-        scopes[chosen],
-        candidates,
-        ops.message_bytes(layer.num_features),
-        watch.seconds / watch.exchanges if watch.exchanges else None,
+    chosen_layers = [
+        replace(layer, scope=scopes[i]) for layer, i in zip(layers, chosen, strict=True)
+    ]
+    return ScopePlan(
+        tuple(chosen_layers), float(allowed), noise, standard_error, len(shares.hosts), count
     )
+
+
+@dataclass
+class _Measured:
+    """The measurements of a layer on all ranks.
+
+    Args:
+        noise: Of the candidates, for each batch [batches, candidates].
+        sizes: Samples and elements of the smallest norm batches [candidates, 2].
+        updates: The fewest updates of the running statistics; None if there are none.
+        exchange_seconds: The mean time of an exchange; None if there was none.
+    """
+
+    noise: torch.Tensor
+    sizes: torch.Tensor
+    updates: int | None
+    exchange_seconds: float | None
+
+
+def _of_all_ranks(watch: WatchedLayer, count: int, shares: Shares) -> _Measured:
+    """Add up the noise of the ranks; a collective. Batches without the layer have none."""
+    noise = torch.zeros(count, len(watch.noise[0]), dtype=torch.float64, device="cpu")
+    noise[: len(watch.noise)] = torch.stack(watch.noise)
+    updates = _updates_of(watch.layer)
+    seconds = watch.seconds / watch.exchanges if watch.exchanges else math.nan
+    scalars = [math.inf if updates is None else updates, seconds]
+    own = torch.cat([noise.flatten(), noise.new_tensor(scalars)])
+    of_ranks = shares.gather(own, f"noise of {watch.label}")
+    fewest, seconds = float(of_ranks[:, -2].min()), float(of_ranks[:, -1].mean())
+    return _Measured(
+        of_ranks[:, :-2].sum(0).view_as(noise),
+        torch.stack(watch.sizes).amin(0),
+        None if math.isinf(fewest) else int(fewest),
+        None if math.isnan(seconds) else seconds,
+    )
+
+
+def _updates_of(layer: BatchNorm) -> int | None:
+    batches = layer.num_batches_tracked
+    return None if batches is None else int(batches)

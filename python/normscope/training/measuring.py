@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from normscope._binding.ops import ForwardArguments
-from normscope._binding.torch_private import TorchBatchNorm, buffers_of
+from normscope._binding.torch_private import DistError, TorchBatchNorm, buffers_of
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.count import Counter
 from normscope.layers.ending import Ending
@@ -19,7 +21,7 @@ from normscope.layers.forward import train
 
 @contextmanager
 def measuring(model: torch.nn.Module, layers: Iterable[TorchBatchNorm]) -> Iterator[None]:
-    """Run the layers with batch statistics, eagerly and without gradients.
+    """Run the layers with batch statistics, eagerly.
 
     Afterwards the layers have their modes again, and all modules of the model their buffers.
     """
@@ -37,7 +39,7 @@ def measuring(model: torch.nn.Module, layers: Iterable[TorchBatchNorm]) -> Itera
         for layer, _ in modes:
             layer.training = True
         # A graph that is already compiled would call no hooks, and its layers no routes.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for layer, mode in modes:
@@ -47,6 +49,38 @@ def measuring(model: torch.nn.Module, layers: Iterable[TorchBatchNorm]) -> Itera
             buffers_of(module)[name] = buffer
         for norm, count in zip(norms, counts, strict=True):
             norm.elements_seen = count
+
+
+def call_model(model: torch.nn.Module, batch: Any) -> Any:  # noqa: ANN401 - of the model
+    """Run a model on a batch: a tuple of arguments, a mapping of keywords, or the only argument.
+
+    Raises:
+        ValueError: If the batch is a list, and the model cannot take it.
+    """
+    if isinstance(batch, tuple):
+        return model(*batch)
+    if isinstance(batch, Mapping) and _takes_keywords(model, batch):
+        return model(**batch)
+    try:
+        return model(batch)
+    except DistError:
+        raise
+    except Exception as error:
+        if not isinstance(batch, list):
+            raise
+        raise ValueError(
+            "batches: expected inputs of the model, got a list, as a DataLoader makes of pairs, "
+            f"which the model cannot take ({type(error).__name__}: {error}); pass the inputs "
+            "alone: (x for x, _ in loader), or tuples with the arguments of the model's forward"
+        ) from error
+
+
+def _takes_keywords(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class Watch:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.forward import routed
 from normscope.layers.masks import unmasked_rows
 from normscope.models.selection import Patterns, layers_in_training, named_layers
-from normscope.training.measuring import Watch, measuring
+from normscope.training.measuring import Watch, call_model, measuring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,17 +101,18 @@ def estimate_running_stats(
 
     Args:
         model: A model, the same on every rank.
-        batches: Inputs of the model. A tuple holds the arguments of a forward.
+        batches: Inputs of the model. A tuple holds the arguments of a forward, a mapping its
+            keyword arguments.
         process_group: The ranks; None for the default group, or for this process alone if there is
             none.
         include: Patterns of qualified names, as for :func:`convert`, also of layers in evaluation.
-            None for all layers in training. A warning is issued if there are none.
+            None for all layers in training.
         exclude: As for :func:`convert`.
 
     Raises:
-        ValueError: If the ranks estimate different layers, one is lazy and has seen no input, a
-            pattern matches none, or the numbers of batches differ. Nothing has been changed then,
-            nor if the model raises.
+        ValueError: If the model has no layer to estimate, the ranks estimate different layers, one
+            is lazy and has seen no input, a pattern matches none, or the numbers of batches differ.
+            Nothing has been changed then, nor if the model raises.
 
     Example:
         >>> layer = torch.nn.BatchNorm1d(1)
@@ -124,12 +124,12 @@ def estimate_running_stats(
     name = "estimate_running_stats"
     with peers_told(group):
         layers = _with_statistics(layers_in_training(model, TorchBatchNorm, include, exclude))
-    if not layers:
-        warnings.warn(
-            f"{name}: expected layers in training, got none with running statistics in "
-            f"{type(model).__qualname__}; include='*' selects those in evaluation",
-            stacklevel=2,
-        )
+        if not layers:
+            raise ValueError(
+                "model: expected layers with running statistics in training, got "
+                f"{type(model).__qualname__} without; call model.train(), or pass include='*' for "
+                "those in evaluation"
+            )
     if group is not None:
         check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
     with peers_told(group):
@@ -337,6 +337,7 @@ def _moments_of_inputs(
     of_torch = {}
     with ExitStack() as stack:
         stack.enter_context(measuring(model, seen))
+        stack.enter_context(torch.no_grad())
         for layer, inputs in seen.items():
             if isinstance(layer, BatchNorm):
                 stack.enter_context(routed(layer, inputs))
@@ -346,5 +347,5 @@ def _moments_of_inputs(
                 stack.callback(hook.remove)
         stack.enter_context(_InputsOfTorch(of_torch))
         for batch in batches:
-            model(*batch) if isinstance(batch, tuple) else model(batch)
+            call_model(model, batch)
     return [inputs.moments for inputs in seen.values()]

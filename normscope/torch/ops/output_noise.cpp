@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/ops/output_noise.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <span>
+#include <utility>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/tensor.h>
+
+#include "normscope/core/output_noise.h"
+#include "normscope/core/scope_choice.h"
+#include "normscope/torch/errors.h"
+
+namespace normscope::binding {
+namespace {
+
+std::span<const double> numbers_of(const at::Tensor& rows, std::int64_t i) {
+  const auto size = static_cast<std::size_t>(rows.size(1));
+  return {rows.const_data_ptr<double>() + i * rows.size(1), size};
+}
+
+std::span<const std::int64_t> span_of(at::IntArrayRef values) {
+  return {values.data(), values.size()};
+}
+
+void check_rows(const char* name, const at::Tensor& rows, std::int64_t size) {
+  TORCH_CHECK_VALUE(rows.dim() == 2 && rows.scalar_type() == at::kDouble && rows.is_cpu() &&
+                        rows.is_contiguous() && rows.size(1) == size,
+                    name, ": expected contiguous float64 rows of ", size, " on the CPU, got ",
+                    rows.scalar_type(), " ", rows.sizes());
+}
+
+// [channels, elements] in float64; MPS has no float64.
+at::Tensor by_channel(const at::Tensor& x) {
+  const at::Tensor detached = x.detach();
+  const at::Tensor on_device = detached.is_mps() ? detached.cpu() : detached;
+  return on_device.to(at::kDouble).transpose(0, 1).flatten(1);
+}
+
+// The standard deviation of a scalar, as a share of its value.
+constexpr double kScalarDeviation = 0.1;
+
+bool is_scalar(const at::Tensor& output) { return output.dim() == 0 || output.numel() == 1; }
+
+at::Tensor signs(const at::Tensor& like, std::int64_t seed) {
+  const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
+  return 2.0 * at::randint(0, 2, like.sizes(), generator, at::kFloat) - 1.0;
+}
+
+// A row: samples, elements per channel, and what was computed of the channels.
+at::Tensor row_of(std::int64_t samples, double count, const at::Tensor& of_channels) {
+  const at::Tensor sizes =
+      at::tensor({static_cast<double>(samples), count}, at::TensorOptions(at::kDouble));
+  return at::cat({sizes, of_channels.cpu()});
+}
+
+PartMoments moments_in(const at::Tensor& rows, std::int64_t i, std::int64_t channels) {
+  return PartMoments::of(numbers_of(rows, i), channels);
+}
+
+}  // namespace
+
+at::Tensor output_moments(const at::Tensor& output, bool as_one) {
+  const bool has_channels = output.dim() >= 2 && !as_one && !is_scalar(output);
+  const at::Tensor values = by_channel(has_channels ? output : output.reshape({-1, 1}));
+  const auto count = static_cast<double>(values.size(1));
+  const double divisor = std::max(count, 1.0);
+  const at::Tensor means = values.sum(1) / divisor, centred = values - means.unsqueeze(1);
+  return row_of(has_channels ? output.size(0) : 1, count,
+                at::cat({means, centred.square().sum(1) / divisor}));
+}
+
+double output_scale(const at::Tensor& moments) {
+  const std::int64_t channels = (moments.size(1) - 2) / 2;
+  check_rows("moments", moments, 2 + 2 * channels);
+  std::vector<PartMoments> of_ranks;
+  double largest = 0.0, elements = 0.0;
+  for (std::int64_t rank = 0; rank < moments.size(0); ++rank) {
+    of_ranks.push_back(moments_in(moments, rank, channels));
+    largest = std::max(largest, of_ranks.back().count);
+    elements += of_ranks.back().count * static_cast<double>(channels);
+  }
+  const bool are_scalars = channels == 1 && largest <= 1.0;
+  const double deviation =
+      are_scalars ? kScalarDeviation * moments.select(1, 2).abs().sum().item<double>() / elements
+                  : std::sqrt(mean_variance(of_ranks));
+  return deviation * std::sqrt(elements);
+}
+
+std::vector<at::Tensor> random_cotangents(at::TensorList outputs, at::ArrayRef<double> scales,
+                                          std::int64_t batch, std::int64_t first,
+                                          std::int64_t parts) {
+  TORCH_CHECK_VALUE(outputs.size() == scales.size(), "scales: expected one for each of ",
+                    outputs.size(), " outputs, got ", scales.size());
+  std::vector<at::Tensor> cotangents;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& output = outputs[i];
+    // The same in a world of any size.
+    constexpr std::int64_t kMostRanks = std::int64_t{1} << 24;
+    const auto seed = [&](std::int64_t part) {
+      return (batch * kMostRanks + first + part) * std::ssize(outputs) +
+             static_cast<std::int64_t>(i);
+    };
+    const bool is_cut = parts > 1 && !is_scalar(output) && output.size(0) >= parts;
+    at::Tensor sign = is_cut ? at::Tensor() : signs(output, seed(0));
+    if (is_cut) {
+      std::vector<at::Tensor> of_parts;
+      for (const at::Tensor& share : output.tensor_split(parts)) {
+        of_parts.push_back(signs(share, seed(std::ssize(of_parts))));
+      }
+      sign = at::cat(of_parts);
+    }
+    // What cannot be cut is the mean of the shares, each of which changes it by a part only.
+    const auto shares = static_cast<double>(is_cut ? 1 : parts);
+    const double scale = scales[i] * std::sqrt(static_cast<double>(outputs.size()) / shares);
+    cotangents.push_back((sign / scale).to(output.device()));
+  }
+  return cotangents;
+}
+
+at::Tensor part_sums(const at::Tensor& x, const at::Tensor& dz, std::int64_t samples) {
+  TORCH_CHECK_VALUE(x.dim() >= 2 && x.sizes() == dz.sizes(),
+                    "dz: expected the shape of x [N, C, *], got ", dz.sizes(), " for ", x.sizes());
+  const at::Tensor values = by_channel(x), gradients = by_channel(dz);
+  const auto count = static_cast<double>(values.size(1));
+  const double divisor = std::max(count, 1.0);
+  const at::Tensor means = values.sum(1) / divisor;
+  const at::Tensor centred = values - means.unsqueeze(1);
+  return row_of(samples, count,
+                at::cat({means, centred.square().sum(1) / divisor, gradients.sum(1),
+                         (gradients * centred).sum(1)}));
+}
+
+at::Tensor output_noise(const at::Tensor& own, const at::Tensor& moments, std::int64_t first,
+                        const std::optional<at::Tensor>& weight, double eps,
+                        at::IntArrayRef host_of_rank) {
+  TORCH_CHECK_VALUE(own.dim() == 2 && own.size(1) % 4 == 2, "own: expected rows [2 + 4 C], got ",
+                    own.sizes());
+  const std::int64_t channels = (own.size(1) - 2) / 4;
+  check_rows("own", own, 2 + 4 * channels);
+  check_rows("moments", moments, 2 + 2 * channels);
+  const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
+  TORCH_CHECK_VALUE(moments.size(0) == ranks && first >= 0 && first + own.size(0) <= ranks,
+                    "moments: expected one row for each of ", ranks, " ranks, got ",
+                    moments.size(0), ", with ", own.size(0), " from rank ", first, " on");
+  std::vector<PartMoments> of_ranks;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    of_ranks.push_back(moments_in(moments, rank, channels));
+  }
+  std::vector<PartGradients> of_own;
+  const auto size = static_cast<std::size_t>(channels);
+  for (std::int64_t i = 0; i < own.size(0); ++i) {
+    const auto sums = numbers_of(own, i).subspan(2 + 2 * size);
+    of_own.push_back({.gradients = sums.first(size), .products = sums.last(size)});
+  }
+  std::vector<std::int64_t> sizes;
+  for (const ScopeCandidate& candidate : candidate_scopes(span_of(host_of_rank))) {
+    sizes.push_back(candidate.ranks);
+  }
+  const at::Tensor scale =
+      weight ? weight->detach().cpu().to(at::kDouble).contiguous() : at::Tensor();
+  TORCH_CHECK_VALUE(!weight || scale.numel() == channels, "weight: expected ", channels,
+                    " channels, got ", scale.numel());
+  const std::span<const double> weights =
+      weight ? std::span(scale.const_data_ptr<double>(), size) : std::span<const double>();
+  const std::vector<SizeNoise> noise =
+      noise_of_sizes(of_ranks, of_own, static_cast<std::size_t>(first), sizes, weights, eps);
+  at::Tensor result = at::empty({std::ssize(noise), 3}, at::kDouble);
+  double* row = result.mutable_data_ptr<double>();
+  for (const SizeNoise& of_size : noise) {
+    *row++ = of_size.noise;
+    *row++ = of_size.samples;
+    *row++ = of_size.elements;
+  }
+  return result;
+}
+
+std::vector<double> limits_of_scopes() {
+  return {kDefaultOutputNoise, kLeastSamples, kLeastElements, static_cast<double>(kTrainedUpdates)};
+}
+
+CandidateFields candidate_scopes_of(at::IntArrayRef host_of_rank) {
+  TORCH_CHECK_VALUE(!host_of_rank.empty(), "host_of_rank: expected at least one rank, got none");
+  CandidateFields fields;
+  for (const ScopeCandidate& candidate : candidate_scopes(span_of(host_of_rank))) {
+    std::get<0>(fields).push_back(candidate.scope.str());
+    std::get<1>(fields).push_back(candidate.ranks);
+  }
+  return fields;
+}
+
+ChoiceFields choose_scopes_of(const c10::List<std::string>& layers, at::IntArrayRef exchange_bytes,
+                              const c10::List<bool>& trained, at::TensorList noise,
+                              at::TensorList sizes, double allowed) {
+  std::vector<LayerNoise> measured;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const std::int64_t candidates = sizes[i].size(0), batches = noise[i].size(0);
+    check_rows("noise", noise[i], candidates);
+    check_rows("sizes", sizes[i], 2);
+    LayerNoise layer{
+        .layer = layers[i],
+        .exchange_bytes = exchange_bytes[i],
+        .is_trained = trained[i],
+        .candidates = std::vector<CandidateNoise>(static_cast<std::size_t>(candidates))};
+    for (std::int64_t k = 0; k < candidates; ++k) {
+      CandidateNoise& candidate = layer.candidates[static_cast<std::size_t>(k)];
+      for (std::int64_t batch = 0; batch < batches; ++batch) {
+        candidate.noise.push_back(numbers_of(noise[i], batch)[static_cast<std::size_t>(k)]);
+      }
+      candidate.samples = numbers_of(sizes[i], k)[0];
+      candidate.elements = numbers_of(sizes[i], k)[1];
+    }
+    measured.push_back(std::move(layer));
+  }
+  const std::vector<std::size_t> chosen =
+      as_torch([&] { return choose_scopes(measured, allowed); });
+  const TotalNoise total = total_noise(measured, chosen);
+  return {std::vector<std::int64_t>(chosen.begin(), chosen.end()), total.mean,
+          total.standard_error};
+}
+
+}  // namespace normscope::binding

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+
+namespace normscope::binding {
+
+// Ops of docs/numerics.md, "Output noise". All numbers are float64 in host memory.
+
+// Moments of an output of a network, as a row [2 + 2 C] of samples, elements per channel, means and
+// variances. Channels are dimension 1; with `as_one` all elements are one channel. A scalar, such
+// as a loss, is one element of one channel.
+[[nodiscard]] at::Tensor output_moments(const at::Tensor& output, bool as_one);
+
+// The root of the sum of the squares of an output's elements about the means of their channels,
+// from the rows of all ranks [P, 2 + 2 C]. A scalar counts as a tenth of its value.
+[[nodiscard]] double output_scale(const at::Tensor& moments);
+
+// The gradients of a random projection with respect to the outputs of a network, in float32. If the
+// outputs change a little, the expected square of the change of the projection, summed over the
+// ranks, is the sum of the squares of the changes, each divided by the scale of its output; with
+// several outputs, the mean of these sums. This process has the shares of `parts` consecutive
+// ranks from rank `first` on; outputs with several shares are cut along dimension 0. The signs
+// depend on `batch` and rank alone.
+[[nodiscard]] std::vector<at::Tensor> random_cotangents(at::TensorList outputs,
+                                                        at::ArrayRef<double> scales,
+                                                        std::int64_t batch, std::int64_t first,
+                                                        std::int64_t parts);
+
+// The sums over a part of a batch at a layer: x, and dz for the output of the normalization, both
+// [N, C, *] or rows [n, C] of `samples` samples. Returns [2 + 4 C]: samples, elements per channel,
+// means, variances, sums of dz, and sums of dz * (x - mean).
+[[nodiscard]] at::Tensor part_sums(const at::Tensor& x, const at::Tensor& dz, std::int64_t samples);
+
+// The noise of the candidates of candidate_scopes() for one call of a layer: [candidates, 3] with
+// the sum of the squared changes of the projection over the own parts, and samples and elements of
+// the smallest norm batch. `own` [P, 2 + 4 C] are rows of part_sums(), of the ranks from `first`
+// on; `moments` [R, 2 + 2 C] the beginnings of the rows of all ranks.
+[[nodiscard]] at::Tensor output_noise(const at::Tensor& own, const at::Tensor& moments,
+                                      std::int64_t first, const std::optional<at::Tensor>& weight,
+                                      double eps, at::IntArrayRef host_of_rank);
+
+// The numbers of core/scope_choice.h: the default noise, samples, elements, and updates.
+[[nodiscard]] std::vector<double> limits_of_scopes();
+
+// The scopes, and how many ranks of each share statistics.
+using CandidateFields = std::tuple<std::vector<std::string>, std::vector<std::int64_t>>;
+[[nodiscard]] CandidateFields candidate_scopes_of(at::IntArrayRef host_of_rank);
+
+// Chooses a candidate for each layer. noise[i] is [batches, candidates], sizes[i] [candidates, 2]
+// samples and elements of the smallest norm batch. Returns the indices of the candidates, and mean
+// and standard error of the total noise.
+using ChoiceFields = std::tuple<std::vector<std::int64_t>, double, double>;
+[[nodiscard]] ChoiceFields choose_scopes_of(const c10::List<std::string>& layers,
+                                            at::IntArrayRef exchange_bytes,
+                                            const c10::List<bool>& trained, at::TensorList noise,
+                                            at::TensorList sizes, double allowed);
+
+}  // namespace normscope::binding
