@@ -26,6 +26,7 @@ class Result:
         exchanges_at_end: Share of the exchanges of world in the last step.
         wide: The layers that do not have local at the end, with their scopes.
         processes: 1 if one process stood for all ranks.
+        step_seconds: Mean time of the steps after a plan would be made; 0 if not measured.
     """
 
     task: str
@@ -37,6 +38,7 @@ class Result:
     exchanges_at_end: float
     wide: dict[str, str]
     processes: int = 1
+    step_seconds: float = 0.0
 
 
 def read(path: Path) -> list[Result]:

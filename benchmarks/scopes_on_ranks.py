@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch
@@ -40,14 +41,18 @@ def train_as_rank(setting: Setting, scopes: str, seed: int) -> Result:
     )
     sent = last = communication_counters().bytes
     measured = 0
+    start = 0.0
     for step in range(task.steps):
         if step == MEASURED_AT and scopes == "recommended":
             before = communication_counters().bytes
             normscope.recommend_scopes(task.model, batches).apply(task.model)
             measured = communication_counters().bytes - before
+        if step == MEASURED_AT:
+            start = time.perf_counter()
         last = communication_counters().bytes
         task.step(step)
     end = communication_counters().bytes
+    seconds = time.perf_counter() - start
     normscope.estimate_running_stats(task.model, batches)
     layers = layers_of(task.model)
     wide = {name: str(layer.scope) for name, layer in layers.items() if str(layer.scope) != "local"}
@@ -61,4 +66,5 @@ def train_as_rank(setting: Setting, scopes: str, seed: int) -> Result:
         len(wide) / len(layers),
         wide,
         setting.ranks,
+        seconds / (task.steps - MEASURED_AT),
     )

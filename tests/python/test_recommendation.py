@@ -231,6 +231,16 @@ def test_outputs_weigh_the_same_whatever_their_scale() -> None:
     assert of_two == pytest.approx(one, rel=0.3)  # other signs; 200 squares
 
 
+def test_outputs_without_elements_count_nothing() -> None:
+    expected = noise_of(_Returns(lambda y: y), noise_batches(8))["norm"]
+
+    of_two = noise_of(_Returns(lambda y: (y, y[:0])), noise_batches(8))["norm"]
+    of_none = noise_of(_Returns(lambda y: y[:0]), noise_batches(8))["norm"]
+
+    assert of_two == pytest.approx(expected, rel=0.3)  # other signs
+    assert of_none == math.inf  # unknown
+
+
 def test_a_scalar_counts_relative_to_its_value() -> None:
     batches = noise_batches(8, count=50)
 

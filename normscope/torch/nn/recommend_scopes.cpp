@@ -202,7 +202,9 @@ std::vector<double> scales_of(const std::vector<at::Tensor>& outputs, const Rank
 void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outputs,
              std::int64_t batch, const Shares& shares, const RankGroup& group) {
   std::vector<double> scales = scales_of(outputs, group);
-  const bool varies = std::ranges::min(scales) > 0.0;
+  // The smallest is infinite if no output has elements.
+  const double smallest = std::ranges::min(scales);
+  const bool varies = smallest > 0.0 && std::isfinite(smallest);
   if (!varies) std::ranges::fill(scales, 1.0);
   auto cotangents = call_op<decltype(binding::random_cotangents)>(
       "normscope::random_cotangents", outputs, scales, batch, shares.first, shares.parts);
@@ -215,7 +217,7 @@ void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outpu
     of_all = std::max(of_all, std::ranges::max(of_rank));
   }
   // Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
-  const double factor = std::exp2(-std::floor(std::log2(of_all)));
+  const double factor = of_all > 0.0 ? std::exp2(-std::floor(std::log2(of_all))) : 1.0;
   std::vector<at::Tensor> inputs;
   for (const Watched& each : watched) {
     for (const WatchedCall& call : each.calls) {

@@ -87,6 +87,7 @@ double output_scale(const at::Tensor& moments) {
     largest = std::max(largest, of_ranks.back().count);
     elements += of_ranks.back().count * static_cast<double>(channels);
   }
+  if (elements == 0.0) return std::numeric_limits<double>::infinity();
   const bool are_scalars = channels == 1 && largest <= 1.0;
   const double deviation =
       are_scalars ? kScalarDeviation * moments.select(1, 2).abs().sum().item<double>() / elements
@@ -99,6 +100,8 @@ std::vector<at::Tensor> random_cotangents(at::TensorList outputs, at::ArrayRef<d
                                           std::int64_t parts) {
   TORCH_CHECK_VALUE(outputs.size() == scales.size(), "scales: expected one for each of ",
                     outputs.size(), " outputs, got ", scales.size());
+  const auto counting = static_cast<double>(
+      std::ranges::count_if(scales, [](double scale) { return std::isfinite(scale); }));
   std::vector<at::Tensor> cotangents;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];
@@ -119,7 +122,7 @@ std::vector<at::Tensor> random_cotangents(at::TensorList outputs, at::ArrayRef<d
     }
     // What cannot be cut is the mean of the shares, each of which changes it by a part only.
     const auto shares = static_cast<double>(is_cut ? 1 : parts);
-    const double scale = scales[i] * std::sqrt(static_cast<double>(outputs.size()) / shares);
+    const double scale = scales[i] * std::sqrt(counting / shares);
     cotangents.push_back((sign / scale).to(output.device()));
   }
   return cotangents;

@@ -20,15 +20,16 @@ namespace normscope::binding {
 [[nodiscard]] at::Tensor output_moments(const at::Tensor& output, bool as_one);
 
 // The root of the sum of the squares of an output's elements about the means of their channels,
-// from the rows of all ranks [P, 2 + 2 C]. A scalar counts as a tenth of its value.
+// from the rows of all ranks [P, 2 + 2 C]. A scalar counts as a tenth of its value. Infinity for an
+// output without elements, of which nothing changes.
 [[nodiscard]] double output_scale(const at::Tensor& moments);
 
 // The gradients of a random projection with respect to the outputs of a network, in float32. If the
 // outputs change a little, the expected square of the change of the projection, summed over the
 // ranks, is the sum of the squares of the changes, each divided by the scale of its output; with
-// several outputs, the mean of these sums. This process has the shares of `parts` consecutive
-// ranks from rank `first` on; outputs with several shares are cut along dimension 0. The signs
-// depend on `batch` and rank alone.
+// several outputs, the mean of these sums over those with a finite scale. This process has the
+// shares of `parts` consecutive ranks from rank `first` on; outputs with several shares are cut
+// along dimension 0. The signs depend on `batch` and rank alone.
 [[nodiscard]] std::vector<at::Tensor> random_cotangents(at::TensorList outputs,
                                                         at::ArrayRef<double> scales,
                                                         std::int64_t batch, std::int64_t first,

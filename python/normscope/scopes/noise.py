@@ -193,7 +193,7 @@ def measure_batch(
 ) -> None:
     """Run a backward from the outputs of a batch, and add the noise of its calls; a collective."""
     scales = _scales(outputs, shares)
-    varies = min(scales) > 0
+    varies = 0 < min(scales) < math.inf  # infinite if no output has elements
     cotangents = ops.random_cotangents(
         outputs,
         scales if varies else [1.0] * len(outputs),
@@ -204,7 +204,8 @@ def measure_batch(
     # Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
     largest = [float(each.abs().max()) if each.numel() > 0 else 0.0 for each in cotangents]
     own = torch.tensor(largest, dtype=torch.float64, device="cpu")
-    factor = 2.0 ** -math.floor(math.log2(float(shares.gather(own, "cotangents").max())))
+    of_all = float(shares.gather(own, "cotangents").max())
+    factor = 2.0 ** -math.floor(math.log2(of_all)) if of_all > 0 else 1.0
     scaled = [
         (each * factor).to(output.dtype) for each, output in zip(cotangents, outputs, strict=True)
     ]
