@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from client import Client, NetworkTests, samples, seeded
 from rank_pool import RankPool
@@ -13,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.utils.data import Dataset
 from transformers import (
+    BatchEncoding,
+    BatchFeature,
     MobileNetV2Config,
     MobileNetV2ForImageClassification,
     ResNetConfig,
@@ -20,6 +24,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.modeling_outputs import ImageClassifierOutput
 
 import normscope
 from normscope.scopes.transformers import ScopeCallback
@@ -125,3 +130,15 @@ def test_the_callback_pools_statistics_before_evaluation_and_save(
     assert torch.equal(one[0], one[1])
     assert torch.equal(one[2], other[2])
     assert one[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", [BatchEncoding, BatchFeature, ImageClassifierOutput])
+def test_batches_can_be_without_samples(kind: type[Any]) -> None:
+    values = {"logits": torch.ones(4, 3)}
+    batch = kind(**values) if kind is ImageClassifierOutput else kind(values)
+
+    empty = normscope.training.empty_batch_like(batch)
+
+    assert type(empty) is kind
+    assert empty["logits"].shape == empty.logits.shape == (0, 3)
+    assert batch["logits"].shape == batch.logits.shape == (4, 3)

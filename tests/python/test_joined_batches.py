@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -240,78 +237,6 @@ def test_without_a_process_group_there_are_only_the_rank_s_own_batches() -> None
 
     assert [weight for _, weight in steps] == [1 / 4, 1.0]
     assert all(got is given for (got, _), given in zip(steps, own, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("batch", "text"),
-    [
-        ({"name": "x"}, "got no tensor in a dict"),
-        (torch.tensor(1.0), "got no tensor in a Tensor"),
-        ((torch.zeros(4), torch.zeros(3)), r"got sizes \[4, 3\] there"),
-    ],
-)
-def test_a_batch_without_a_number_of_samples_is_refused(batch: Any, text: str) -> None:  # noqa: ANN401
-    with pytest.raises(ValueError, match="batches: expected .*" + text):
-        list(normscope.joined([batch]))
-
-
-class Pair(NamedTuple):
-    x: torch.Tensor
-    name: str
-
-
-@dataclass
-class Record:
-    x: torch.Tensor
-    count: int
-
-
-Build = Callable[[torch.Tensor], Any]
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda x: x,
-        lambda x: (x, 1, "two"),
-        lambda x: [x, [x]],
-        lambda x: {"x": x, "scale": 2.0},
-        lambda x: OrderedDict(x=x, inner=(x, None)),
-        lambda x: Pair(x, "name"),
-        lambda x: Record(x, 3),
-        lambda x: [Record(x, 3), {"pair": Pair(x, "name")}],
-    ],
-)
-def test_an_empty_batch_has_the_structure_of_the_original(build: Build) -> None:
-    x = torch.ones(4, 3, 5, dtype=torch.bfloat16)
-    batch = build(x)
-
-    got = normscope.training.empty_batch_like(batch)
-
-    assert type(got) is type(batch)
-    # The repr of an empty tensor contains its size and dtype.
-    assert repr(got) == repr(build(torch.empty(0, 3, 5, dtype=torch.bfloat16)))
-    assert x.shape == (4, 3, 5)
-
-
-def test_an_immutable_mapping_can_be_emptied() -> None:
-    got = normscope.training.empty_batch_like(MappingProxyType({"x": torch.ones(4, 3)}))
-
-    assert isinstance(got, MappingProxyType)
-    assert got["x"].shape == (0, 3)
-
-
-def test_an_empty_tensor_keeps_its_other_sizes_and_shares_no_memory() -> None:
-    x = torch.ones(4, 3, 5, 5, requires_grad=True).to(memory_format=torch.channels_last)
-    scale = torch.tensor(2.0)
-
-    empty, kept = normscope.training.empty_batch_like((x, scale))
-
-    assert empty.shape == (0, 3, 5, 5)
-    assert (empty.dtype, empty.device) == (x.dtype, x.device)
-    assert not empty.requires_grad
-    assert empty.untyped_storage().nbytes() == 0
-    assert kept is scale
 
 
 def train_with_join(scope: str, keywords: dict[str, bool], how: str) -> tuple[int, str, float]:

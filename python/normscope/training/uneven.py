@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from normscope._binding import groups, ops
+from normscope.training.batches import Batch, empty_batch_like, samples_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Batch = TypeVar("Batch")
 
 # Sent instead of a number of samples.
 _HAS_NO_MORE = -1
@@ -47,8 +42,9 @@ def joined(
     if that rank runs a layer instead, they raise immediately.
 
     Args:
-        batches: The batches of this rank: a data loader or any other iterable. Dimension 0 of their
-            tensors is the sample.
+        batches: The batches of this rank: a data loader or any other iterable, of the classes that
+            :func:`~normscope.training.empty_batch_like` lists. Dimension 0 of their tensors is the
+            sample; the samples of a torch_geometric Batch are its graphs.
         process_group: The ranks; None for the default group, or for this process alone if there is
             none.
         like: A batch to make the empty ones from; None for the first of ``batches``.
@@ -60,11 +56,13 @@ def joined(
         ValueError: On every rank, if one has neither a batch nor ``like`` while others have
             batches; on one rank, if a batch has no tensor, or its tensors have different numbers of
             samples.
+        TypeError: On one rank, if :func:`~normscope.training.empty_batch_like` refuses a batch.
         torch.distributed.DistBackendError: If another rank's batches raised, with its reason, or
             a rank does not arrive within the time limit. The group cannot exchange any more.
         torch.distributed.DistError: If other ranks are in a different exchange.
 
     Example:
+        >>> import torch
         >>> for batch, weight in joined([torch.ones(4, 2), torch.ones(1, 2)]):
         ...     print(tuple(batch.shape), weight)
         (4, 2) 0.25
@@ -87,37 +85,19 @@ def joined(
         yield batch, len(ranks) / total if total else 0.0
 
 
-def empty_batch_like(batch: Batch) -> Batch:
-    """Return a copy of a batch without samples: each tensor gets size 0 in dimension 0.
-
-    Args:
-        batch: A tensor, or an arbitrarily nested tuple, list, mapping or dataclass of tensors.
-
-    Returns:
-        The same structure. Tensors keep their dtype, device and other sizes, and share no memory.
-        Tensors without dimensions, and everything else, are kept.
-
-    Example:
-        >>> x, y = empty_batch_like((torch.ones(4, 3, 8, 8), torch.ones(4)))
-        >>> x.shape, y.shape
-        (torch.Size([0, 3, 8, 8]), torch.Size([0]))
-    """
-    emptied: Batch = _with_tensors(batch, _without_samples)
-    return emptied
-
-
 def _with_empty_ones(
     batches: Iterable[Batch], like: Batch | None
 ) -> Iterator[tuple[Batch | Any, int]]:
     """Yield batches with their numbers of samples, then empty batches without end."""
     empty = None if like is None else empty_batch_like(like)
     for batch in batches:
-        samples = _samples_of(batch)
+        samples = samples_of(batch)
         if empty is None:
             empty = empty_batch_like(batch)
         yield batch, samples
-    while True:
-        yield empty, _HAS_NO_LIKE if empty is None else _HAS_NO_MORE
+    while empty is not None:
+        yield empty_batch_like(empty), _HAS_NO_MORE  # a program may change what it gets
+    yield None, _HAS_NO_LIKE
 
 
 @contextmanager
@@ -130,45 +110,3 @@ def _peers_told(group: str) -> Iterator[None]:
             reason = f"its batches raised {type(error).__name__}: {error}"
             ops.fail_exchange("world", group, reason)
         raise
-
-
-def _without_samples(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()[:0].clone()
-
-
-def _samples_of(batch: object) -> int:
-    found: list[int] = []
-
-    def look_at(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.shape[0])
-        return tensor
-
-    _with_tensors(batch, look_at)
-    if not found or len(set(found)) > 1:
-        raise ValueError(
-            "batches: expected tensors with the same number of samples in dimension 0, got "
-            + (f"sizes {found} there" if found else f"no tensor in a {type(batch).__name__}")
-        )
-    return found[0]
-
-
-# Supports the structures that torch's data loaders make or pass on.
-def _with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:  # noqa: ANN401
-    """Return the structure with changed tensors; tensors without dimensions are kept."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.dim() > 0 else value
-    if isinstance(value, Mapping):
-        changed = {key: _with_tensors(item, change) for key, item in value.items()}
-        if not isinstance(value, MutableMapping):
-            return type(value)(changed)  # type: ignore[call-arg]
-        clone = copy.copy(value)  # keeps the additional attributes of a derived class
-        clone.update(changed)
-        return clone
-    if isinstance(value, (tuple, list)):
-        items = [_with_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value) if field.init]
-        items = [_with_tensors(getattr(value, name), change) for name in fields]
-        return dataclasses.replace(value, **dict(zip(fields, items, strict=True)))
-    return value
