@@ -42,6 +42,12 @@ def weights_after(kind: str) -> float:
         return plain.get_buffer("running_mean").item()
     elif kind == "without elements":
         layer.elements_seen = 0
+    elif kind == "compiled":
+        torch.compile(layer, backend="eager")(x)
+    elif kind == "compiled, then reset":
+        torch.compile(layer, backend="eager")(x[:2])
+        layer.reset_running_stats()
+        layer(x)
     elif kind == "in a group":
         normscope.sync_running_stats(layer, connected_group([0, 1]))
     normscope.sync_running_stats(layer)
@@ -56,6 +62,8 @@ def weights_after(kind: str) -> float:
         ("in a group", 2.0),
         ("pooled before", 1.0),
         ("unknown on one rank", 1.5),
+        ("compiled", 1.5),
+        ("compiled, then reset", 2.0),
         ("without elements", 1.5),
         ("reverted", 1.5),
     ],
@@ -143,6 +151,49 @@ def test_the_count_starts_anew_if_others_set_the_statistics(how: str) -> None:
     for calls in (1, 2):
         model(torch.randn(3, 1).type_as(model[0].running_mean))
         assert model[0].elements_seen == 3 * calls + (2 if how == "update_bn" else 0)
+
+
+def compiled_and_run(layer: nn.Module) -> None:
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        compiled(torch.randn(4, 1))
+
+
+# A graph writes into the buffers as these do.
+IN_PLACE = ["copied", "copied in inference mode", "averaged", "cumulative"]
+
+
+@pytest.mark.parametrize("how", [how for how in CHANGES if how not in IN_PLACE])
+def test_the_count_starts_anew_after_a_compiled_graph_too(how: str) -> None:
+    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
+    model(torch.randn(5, 1))
+    compiled_and_run(model)
+    assert model[0].elements_seen is None
+
+    model = started_anew(model, how)
+    model(torch.randn(3, 1).type_as(model[0].running_mean))
+
+    assert model[0].elements_seen == 3 + (2 if how == "update_bn" else 0)
+
+
+@pytest.mark.parametrize("how", IN_PLACE)
+def test_writes_count_again_once_a_layer_has_run_without_a_graph(how: str) -> None:
+    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
+    compiled_and_run(model)
+
+    for expected in (None, 3):
+        started_anew(model, how)
+        model(torch.randn(3, 1))
+        assert model[0].elements_seen == expected
+
+
+def test_an_export_keeps_the_count() -> None:
+    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
+    model(torch.randn(5, 1))
+
+    torch.export.export(model, (torch.randn(4, 1),))
+
+    assert model[0].elements_seen == 5
 
 
 @pytest.mark.parametrize("how", HIDDEN)

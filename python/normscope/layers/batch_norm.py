@@ -21,10 +21,14 @@ from normscope.layers.fx import call_of_module
 from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 SliceStats = Literal["pooled", "first", "sequential"]
+
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 # Numbers the layers of this process as they are made: constructed, converted, copied or unpickled.
 MADE = count()
@@ -82,8 +86,9 @@ class BatchNorm(TorchBatchNorm):
         elements_seen: The number of elements that this rank has put into the running statistics
             since anything else last set them: a pooling over ranks, ``load_state_dict``, any write
             to the buffers or replacement of them. None if unknown: compiled graphs do not count,
-            and torch hides a write through ``.data``, NumPy or a collective. On devices such a
-            write is not noticed: assign 0 after it. Not part of ``state_dict``.
+            after them a write to the buffers by hand does not either, and torch hides a write
+            through ``.data``, NumPy or a collective. On devices such a write is not noticed: assign
+            0 after it. Not part of ``state_dict``.
 
     Shape:
         - Input: [N, C, *]
@@ -180,6 +185,21 @@ class BatchNorm(TorchBatchNorm):
 
     def _running(self) -> Buffers:
         return self.running_mean, self.running_var, self.num_batches_tracked
+
+    def reset_running_stats(self) -> None:
+        """Set the running statistics to their initial values, without elements."""
+        super().reset_running_stats()
+        self._count = NO_ELEMENTS
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        *arguments: Any,  # noqa: ANN401 - torch's
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        if any(prefix + name in state_dict for name in _RUNNING):
+            self._count = NO_ELEMENTS
 
     def forward(self, input: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Normalize ``input`` [N, C, *] where ``mask`` [N, 1, *] is True; elsewhere y is 0."""

@@ -20,8 +20,8 @@ State = tuple[int, bytes]
 Count = tuple[int | None, Buffers, State]
 
 NO_STATE: State = (0, b"")
+AFTER_GRAPH: State = (-1, b"")  # after a compiled graph, which cannot read it
 NO_ELEMENTS: Count = (0, (), NO_STATE)
-UNKNOWN: Count = (None, (), NO_STATE)
 
 
 class Counter(Protocol):
@@ -51,17 +51,19 @@ def state_of(buffers: Buffers) -> State:
 def elements_in(count: Count, buffers: Buffers, state: State) -> int | None:
     """Return the number of elements in buffers: 0 if they are others, or others wrote to them.
 
-    It is unknown after a write that torch hides. DistributedDataParallel writes what rank 0 has
-    counted.
+    It is unknown after a write that torch hides, and after a compiled graph, whose writes look like
+    those of others. DistributedDataParallel writes what rank 0 has counted.
     """
     elements, counted, last = count
     if elements == 0 or not counted:
         return elements
-    if state[0] != last[0]:
-        return 0
     for buffer, before in zip(buffers, counted, strict=True):
         if buffer is not before:
             return 0
+    if last[0] == AFTER_GRAPH[0]:
+        return None
+    if state[0] != last[0]:
+        return 0
     return elements if state[1] == last[1] else None
 
 

@@ -11,9 +11,9 @@ import torch
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
-from normscope._binding.torch_private import open_joins
+from normscope._binding.torch_private import is_exporting, open_joins
 from normscope.layers import masked_forward
-from normscope.layers.count import NO_STATE, UNKNOWN, Counter, add_to_count, state_of
+from normscope.layers.count import AFTER_GRAPH, NO_STATE, Counter, add_to_count, state_of
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.scope import Scope
 
@@ -56,10 +56,12 @@ def train(
     accumulated: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalize ``x`` [N, C, *] with the statistics of the norm batch, and apply the ending."""
-    if counter is not None and torch.compiler.is_compiling():
-        counter._count = UNKNOWN  # a count in the graph would cause recompilation each step
-        counter = None
     buffers = arguments[2:5] if accumulated is None else (accumulated,)
+    if counter is not None and torch.compiler.is_compiling():
+        if not is_exporting():
+            # A count in the graph would cause recompilation each step.
+            counter._count = None, buffers, AFTER_GRAPH
+        counter = None
     before = NO_STATE if counter is None else state_of(buffers)
     if mask is None:
         y = ending.train(x, arguments, accumulated)
