@@ -223,7 +223,7 @@ def whole_network(device: str, backend: str) -> Tensors:
     )
     group = distributed.new_group(backend=backend)
     net = normscope.convert(net, scope="world", process_group=group, fuse=True).to(device)
-    last: Any = net[-1]
+    last: Any = net[-2]
     last.scope = "slices:2"
     x = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(rank)).to(device)
     with normscope.accumulate(net):

@@ -46,7 +46,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a forward or backward hook is registered on the module."""
-    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+    return any(map(vars(module).get, _HOOKS))
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a call of the module is one of what ``module.compile()`` has made."""
+    return module._compiled_call_impl is not None
 
 
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:

@@ -119,6 +119,7 @@ class BatchNorm(TorchBatchNorm):
     _made: int
     _count = NO_ELEMENTS
     _earlier_scopes: EarlierScopes | None = None
+    _applies_activation = False  # in a normscope.models.fusion.FusedSequential
     _route: Route = DIRECT  # another in blocks of accumulate and replicas of DataParallel
 
     def __init__(

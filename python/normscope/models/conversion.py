@@ -12,11 +12,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope._binding import groups
 from normscope._binding.torch_private import TorchBatchNorm
-from normscope.layers.activated import BatchNormAct
 from normscope.layers.batch_norm import MADE, BatchNorm
 from normscope.layers.scope import Scope
 from normscope.models.derived import class_of, set_class
-from normscope.models.fusion import fused_pairs, fusible_pairs, unfused_class
+from normscope.models.fusion import fuse as fuse_activations
+from normscope.models.fusion import split
 from normscope.models.registry import Conversion, conversion_of, is_name_of_layer, named
 from normscope.models.selection import Patterns, named_layers, selected
 
@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
-_STATE = ("_count", "_route", "_made", "_earlier_scopes")
+_STATE = ("_count", "_route", "_made", "_earlier_scopes", "_applies_activation")
 _ORIGINAL = "_original"
 
 
@@ -65,12 +65,11 @@ def convert(
         exclude: Patterns of qualified names that are left unchanged; None for none.
         process_group: The ranks that the scope refers to, or a mesh of one dimension. With None,
             each layer keeps its group: a torch.nn.SyncBatchNorm its own, all others the default.
-        fuse: Whether a layer also applies the activation that directly follows it in a
-            torch.nn.Sequential, as a :class:`~normscope.BatchNormAct` does: a ReLU, ReLU6,
-            LeakyReLU, SiLU or Hardswish of torch.nn, whose place a torch.nn.Identity takes. Names
-            and ``state_dict`` stay the same. Modules that have hooks, occur elsewhere in the model
-            too or derive from those classes are not fused, and neither are lazy and parametrized
-            layers. Whoever calls the layer alone then gets the activated output.
+        fuse: Whether a torch.nn.Sequential lets a layer also apply the activation that directly
+            follows it, in training and in a single op, as a :class:`~normscope.BatchNormAct` does:
+            a ReLU, ReLU6, LeakyReLU, SiLU or Hardswish of torch.nn. Only the class of the sequence
+            changes. Each of its calls decides anew: modules that have hooks, a forward of their own
+            or other classes by then are called one after the other.
 
     Returns:
         The model. If no layer was selected, it is unchanged, and a warning is issued.
@@ -88,8 +87,9 @@ def convert(
         >>> convert(model, "slices:4")[1].scope
         Scope(text='slices:4')
         >>> model = torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.ReLU())
-        >>> convert(model, "slices:4", fuse=True)[0].activation
-        'relu'
+        >>> y = convert(model, "slices:4", fuse=True)(torch.randn(4, 8, 3, 3))
+        >>> "BatchNorm" in y.grad_fn.name()  # and no ReLU
+        True
     """
     scope = Scope(str(scope))
     group_name = groups.name_of(process_group)
@@ -109,8 +109,7 @@ def convert(
         if group_name is not None:
             scoped.group_name = group_name
     if fuse:
-        for pair in fusible_pairs(model, {layer for _, layer in layers}):
-            pair.fuse()
+        fuse_activations(model, {layer for _, layer in layers})
     return model
 
 
@@ -121,8 +120,7 @@ def revert(model: Model) -> Model:
     torch would have given it.
 
     Raises:
-        TypeError: If the class of a layer has been changed since, or ``model`` lacks the
-            torch.nn.Sequential in which a layer was fused. No layer has been reverted then.
+        TypeError: If the class of a layer has been changed since. No layer has been reverted then.
         RuntimeError: If a torch.nn.SyncBatchNorm had a process group that is not in this process.
 
     Example:
@@ -130,14 +128,12 @@ def revert(model: Model) -> Model:
         >>> type(revert(convert(layer))) is torch.nn.BatchNorm2d
         True
     """
-    pairs = fused_pairs(model)
     layers = [
-        (layer, _original_class(layer, unfused_class(layer, pairs), name))
+        (layer, _original_class(layer, class_of(layer), name))
         for name, layer in named_layers(model, BatchNorm, include=None, exclude=None)
         if _ORIGINAL in layer.__dict__
     ]
-    for pair in pairs.values():
-        pair.split()
+    split(model)
     for layer, original_class in layers:
         _revert_layer(layer, original_class)
     return model
@@ -212,15 +208,9 @@ def _original_class(
         return original
     if original is torch.nn.SyncBatchNorm and layer_class is BatchNorm:  # as version 0.2.0 did
         return original
-    fused = isinstance(layer, BatchNormAct) and not issubclass(original, BatchNormAct)
-    advice = (
-        "revert the torch.nn.Sequential in which it was fused"
-        if fused
-        else ("undo first what has changed it")
-    )
     raise TypeError(
         f"{name or 'model'}: expected the class that convert gave it, got "
-        f"{named(type(layer))}; {advice}"
+        f"{named(type(layer))}; undo first what has changed it"
     )
 
 

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from normscope._binding.torch_private import TorchBatchNorm, children_of, has_hooks
-from normscope.layers.activated import MODULES, OWN_ATTRIBUTES, BatchNormAct
+from normscope.layers.activated import (
+    MODULES,
+    OWN_ATTRIBUTES,
+    BatchNormAct,
+    BatchNormAct1d,
+    BatchNormAct2d,
+    BatchNormAct3d,
+)
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from normscope.layers.lazy import LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d
 from normscope.models.conversion import (
@@ -18,7 +25,7 @@ from normscope.models.conversion import (
     _revert_layer,
 )
 from normscope.models.derived import class_of, set_class
-from normscope.models.fusion import _UNFUSED, fused_pairs, unfused_class
+from normscope.models.fusion import split
 from normscope.models.registry import named
 from normscope.models.selection import named_layers
 from normscope.models.sync import SyncBatchNorm
@@ -30,8 +37,11 @@ _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     LazyBatchNorm1d: nn.LazyBatchNorm1d,
     LazyBatchNorm2d: nn.LazyBatchNorm2d,
     LazyBatchNorm3d: nn.LazyBatchNorm3d,
+    BatchNormAct1d: nn.BatchNorm1d,
+    BatchNormAct2d: nn.BatchNorm2d,
+    BatchNormAct3d: nn.BatchNorm3d,
 }
-_OF_ANY_DIMENSIONS = (BatchNorm, SyncBatchNorm)
+_OF_ANY_DIMENSIONS = (BatchNorm, BatchNormAct, SyncBatchNorm)
 
 
 def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> nn.Module:
@@ -45,8 +55,8 @@ def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> 
     ``state_dict``. The exception is :class:`~normscope.BatchNormAct`: it is replaced by a
     :class:`~normscope.models.BatchNormThenActivation` with the same parameters and buffers, whose
     names in ``state_dict`` become those of a torch.nn.Sequential (``norm.weight`` becomes
-    ``norm.0.weight``). If ``convert`` has fused a layer with an activation, the two are separated
-    instead, as by ``revert``. An error names the layer, and nothing has been changed.
+    ``norm.0.weight``). Sequences that ``convert`` has fused get their class back. An error names
+    the layer, and nothing has been changed.
 
     Args:
         model: The model, or a single layer.
@@ -67,13 +77,11 @@ def to_torch(model: nn.Module, any_dims: type[TorchBatchNorm] | None = None) -> 
         >>> type(to_torch(model)[1]) is torch.nn.BatchNorm2d
         True
     """
-    pairs = fused_pairs(model)
     layers = [
-        (layer, _torch_class(layer, unfused_class(layer, pairs), name or "model", any_dims))
+        (layer, _torch_class(layer, class_of(layer), name or "model", any_dims))
         for name, layer in named_layers(model, BatchNorm, include=None, exclude=None)
     ]
-    for pair in pairs.values():
-        pair.split()
+    split(model)
     replaced: dict[nn.Module | None, nn.Module] = {}
     for layer, torch_class in layers:
         if isinstance(layer, BatchNormAct):
@@ -142,13 +150,12 @@ def _torch_class(
             f"{name}: expected a layer without forward or backward hooks, which two modules "
             f"replace, got a {type(layer).__qualname__} with hooks; remove them"
         )
-    norm_class = _UNFUSED.get(layer_class, layer_class)
-    if norm_class in _OF_ANY_DIMENSIONS:
+    if layer_class in _OF_ANY_DIMENSIONS:
         return _checked(any_dims, layer, name)
     if _goes_back(layer, layer_class):
         return _original_class(layer, layer_class, name)
-    if norm_class in _TORCH:
-        return _TORCH[norm_class]
+    if layer_class in _TORCH:
+        return _TORCH[layer_class]
     raise TypeError(
         f"{name}: expected a layer of normscope, got {named(type(layer))}, whose own "
         "members would be lost; replace it first"

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from normscope._binding.torch_private import let_data_parallel_take
-from normscope.layers.activated import BatchNormAct
 from normscope.layers.batch_norm import BatchNorm
 from normscope.models.conversion import Model, convert
-from normscope.models.fusion import register_fusion
 from normscope.models.registry import register_conversion
 
 if TYPE_CHECKING:
@@ -102,10 +100,5 @@ class SyncBatchNorm(BatchNorm, torch.nn.SyncBatchNorm):
         return convert(module, "world", process_group=process_group)
 
 
-class SyncBatchNormAct(BatchNormAct, SyncBatchNorm):
-    """The class that ``convert(fuse=True)`` gives a SyncBatchNorm."""
-
-
 register_conversion(torch.nn.SyncBatchNorm, SyncBatchNorm)
-register_fusion(SyncBatchNorm, SyncBatchNormAct)
 let_data_parallel_take(BatchNorm)
