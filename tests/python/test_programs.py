@@ -55,6 +55,7 @@ class Program:
     compiled: bool = False
     mixed: bool = False  # whether it trains in mixed precision
     twin: bool = False  # whether a copy of the model, with batch statistics too, runs after it
+    elsewhere: bool = False  # whether the default device is another one
 
     @property
     def ranks(self) -> int:
@@ -63,11 +64,12 @@ class Program:
 
     def inputs(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return x, the gradient of y and the mask, for a micro-batch of a rank."""
-        generator = torch.Generator().manual_seed(1000 * self.seed + 10 * step + rank)
+        generator = torch.Generator("cpu").manual_seed(1000 * self.seed + 10 * step + rank)
         shape = (self.sizes[step][rank], CHANNELS, LENGTH)
-        x = torch.randn(shape, generator=generator, dtype=torch.float64) * 2 + 3
-        dy = torch.randn(shape, generator=generator, dtype=torch.float64)
-        mask = torch.rand((shape[0], 1, LENGTH), generator=generator) < 0.7
+        kind: Any = {"generator": generator, "device": "cpu", "dtype": torch.float64}
+        x = torch.randn(shape, **kind) * 2 + 3
+        dy = torch.randn(shape, **kind)
+        mask = torch.rand((shape[0], 1, LENGTH), **kind) < 0.7
         mask[..., :2] = True  # every sample keeps two values
         return x, dy, mask
 
@@ -110,6 +112,7 @@ def programs(draw: st.DrawFn) -> Program:
         compiled=compiled,
         mixed=mixed,
         twin=draw(st.booleans()),
+        elsewhere=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
 
@@ -298,6 +301,8 @@ def train_rank(program: Program, device: str) -> Tensors:
     with ExitStack() as blocks:
         for network in networks if program.accumulates else ():
             blocks.enter_context(normscope.accumulate(network))
+        if program.elsewhere:
+            blocks.enter_context(torch.device("meta"))
         for step in range(len(program.sizes)):
             x, dy, mask = (tensor.to(device) for tensor in program.inputs(step, rank))
             x = (x.float() if program.mixed else x).requires_grad_()

@@ -183,6 +183,19 @@ def no_moments(channels: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(size, dtype=dtype, device=device)
 
 
+def gather_numbers(numbers: list[float], group: str, name: str) -> list[list[float]]:
+    """Return the numbers of each rank, in rank order; all ranks give as many.
+
+    Args:
+        numbers: This rank's; a float64 has to represent them.
+        group: The name of the process group.
+        name: What is gathered, used in errors.
+    """
+    # Whatever the default device and dtype are.
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    return cast("list[list[float]]", gather(own, group, name).tolist())
+
+
 def tell_peers(error: Exception, scope: str, group: str) -> None:
     """Tell the other ranks that the arguments of this rank did not reach the op."""
     # The library's own errors have already told them.

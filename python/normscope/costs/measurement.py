@@ -177,7 +177,9 @@ def _times(
 def _median_times(group: str, ranks: int, sizes: Sequence[int], rounds: int) -> dict[int, float]:
     """Return this rank's median seconds of an exchange, by the bytes of the message."""
     own = [
-        torch.ones(max(1, round(size / _BYTES_PER_NUMBER / ranks)), dtype=torch.float64)
+        torch.ones(
+            max(1, round(size / _BYTES_PER_NUMBER / ranks)), dtype=torch.float64, device="cpu"
+        )
         for size in sorted(set(sizes))
     ]
     calls = []
@@ -185,10 +187,8 @@ def _median_times(group: str, ranks: int, sizes: Sequence[int], rounds: int) -> 
         # The ranks meet, and memory is touched for the first time.
         _seconds_of_exchange(group, numbers, _CALLS_BEFORE)
         estimate = _seconds_of_exchange(group, numbers, _CALLS_BEFORE)
-        slowest = ops.gather(
-            torch.tensor([estimate], dtype=torch.float64), group, "measure, calls"
-        ).max()
-        calls.append(min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_SECONDS / slowest.item()))))
+        slowest = max(ops.gather_numbers([estimate], group, "measure, calls"))[0]
+        calls.append(min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_SECONDS / slowest))))
     samples: list[list[float]] = [[] for _ in own]
     for _ in range(rounds):
         for i, numbers in enumerate(own):

@@ -253,9 +253,9 @@ def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iter
         with peers_told(group):
             batch = next(left, _NO_BATCH)
         if group is not None and group.size() > 1:
-            own = torch.tensor([float(batch is not _NO_BATCH)], dtype=torch.float64, device="cpu")
-            have = ops.gather(own, group.group_name, "recommend_scopes, next batch")
-            without = [rank for rank, one in enumerate(have.flatten().tolist()) if one == 0]
+            own = [float(batch is not _NO_BATCH)]
+            have = ops.gather_numbers(own, group.group_name, "recommend_scopes, next batch")
+            without = [rank for rank, one in enumerate(have) if one == [0]]
             if 0 < len(without) < group.size():
                 raise ValueError(
                     "batches: expected the same number on every rank, since layers synchronize, "
@@ -289,10 +289,11 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
 
 def _hosts(group: ProcessGroup, noise: float) -> tuple[int, ...]:
     """Return a number for each rank that is the same for all ranks of a host."""
-    own = torch.tensor([ops.host_identity(), noise], dtype=torch.float64, device="cpu")  # 52 bits
-    hosts, numbers = ops.gather(own, group.group_name, "recommend_scopes, hosts").T.tolist()
+    own = [ops.host_identity(), noise]  # of 52 bits
+    of_ranks = ops.gather_numbers(own, group.group_name, "recommend_scopes, hosts")
+    hosts, numbers = zip(*of_ranks, strict=True)
     if len(set(numbers)) > 1:
-        raise ValueError(f"noise: expected the same number on every rank, got {numbers}")
+        raise ValueError(f"noise: expected the same number on every rank, got {list(numbers)}")
     return tuple(int(host) for host in hosts)
 
 

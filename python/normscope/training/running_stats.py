@@ -203,9 +203,8 @@ def check_agreement(
     text = "".join(f"{layer_name} {layer.num_features}\n" for layer_name, layer in layers)
     # 48 bits, because a float64 represents them exactly.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    own = torch.tensor([digest, batch_count], dtype=torch.float64)
-    all_ranks = ops.gather(own, group.group_name, f"{name}, agreement")
-    digests, counts = all_ranks.long().T.tolist()
+    all_ranks = ops.gather_numbers([digest, batch_count], group.group_name, f"{name}, agreement")
+    digests, counts = zip(*all_ranks, strict=True)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise ValueError(
@@ -215,7 +214,7 @@ def check_agreement(
     if _UNKNOWN not in counts and len(set(counts)) > 1:
         raise ValueError(
             "batches: expected the same number on every rank, since layers synchronize, got "
-            f"{counts}"
+            f"{[int(count) for count in counts]}"
         )
 
 
