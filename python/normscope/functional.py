@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from normscope._binding import groups
-from normscope._binding.ops import ForwardArguments
+from normscope._binding.ops import FAILURES, ForwardArguments
 from normscope.layers import masked_forward
 from normscope.layers.ending import NOTHING
-from normscope.layers.forward import scope_and_group_in_use, train
+from normscope.layers.forward import scope_and_group_in_use, tell_peers_of_layer, train
 from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
@@ -84,7 +84,11 @@ def batch_norm(
             return masked_forward.evaluate(x, mask, *running, weight, bias, eps, NOTHING)
         has_none = running_mean is None and running_var is None
         return torch.nn.functional.batch_norm(x, *running, weight, bias, has_none, eps=eps)
-    text, group_name = scope_and_group_in_use(parsed, given, x)
+    try:
+        text, group_name = scope_and_group_in_use(parsed, given, x)
+    except FAILURES as error:
+        tell_peers_of_layer(error, x, parsed, given, "")
+        raise
     arguments = ForwardArguments(
         weight,
         bias,

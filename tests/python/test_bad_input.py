@@ -155,3 +155,57 @@ def test_the_mode_for_mutations_of_saved_tensors_is_named() -> None:
         pytest.raises(RuntimeError, match=r"expected no .*allow_mutation_on_saved_tensors\(\)"),
     ):
         layer()(X)
+
+
+def named() -> normscope.BatchNorm2d:
+    """Return a layer with the name "0"."""
+    model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), "local")
+    assert isinstance(model[0], normscope.BatchNorm2d)
+    return model[0]
+
+
+def without_weight(layer: normscope.BatchNorm2d) -> normscope.BatchNorm2d:
+    del layer.weight
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: named()(None),
+            TypeError,
+            "0: expected a strided tensor for x in training, got No",
+        ),
+        (
+            lambda: named()([1.0]),
+            TypeError,
+            "0: expected a strided tensor for x in training, got l",
+        ),
+        (
+            lambda: named()(torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)),
+            TypeError,
+            "0: expected a strided tensor for x in training, got a nested one; pad it, and give "
+            "the layer a mask",
+        ),
+        (
+            lambda: named()(X.to_sparse()),
+            TypeError,
+            "0: expected a strided tensor for x in training, got one of torch.sparse_coo",
+        ),
+        (
+            lambda: batch_norm(None, None, None, training=True),  # type: ignore[arg-type]
+            TypeError,
+            "normscope.batch_norm: expected a strided tensor for x in training, got NoneType",
+        ),
+        (lambda: named()(torch.zeros(1, 3, 1, 1)), ValueError, "torch.Size([1, 3, 1, 1]) in 0"),
+        (lambda: without_weight(named())(X), AttributeError, "no attribute 'weight'"),
+    ],
+)
+def test_an_error_names_the_layer(
+    call: Callable[[], object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as raised:
+        call()
+
+    assert text in str(raised.value)

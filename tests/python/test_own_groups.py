@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import time
@@ -30,7 +31,7 @@ def batch() -> torch.Tensor:
 def raised_by(call: Callable[[], Any]) -> tuple[str, float]:
     """Return what a call raises, and the seconds until then."""
     begin = time.monotonic()
-    with pytest.raises((RuntimeError, ValueError)) as caught:
+    with pytest.raises((RuntimeError, ValueError, TypeError, AttributeError)) as caught:
         call()
     return str(caught.value), time.monotonic() - begin
 
@@ -107,6 +108,12 @@ BAD_CALLS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "a list": lambda layer: layer([1.0]),
     "a damaged scope": lambda layer: with_scope(layer, "wrld"),
     "momentum": lambda layer: with_momentum(layer, "much"),
+    "without weight": lambda layer: without_weight(layer),
+    "nested input": lambda layer: layer(nested()),
+    "mapped parameters": lambda layer: mapped(layer, buffers=False),
+    "mapped parameters and buffers": lambda layer: mapped(layer, buffers=True),
+    "a residual that is a list": lambda layer: layer(batch(), [1.0]),
+    "a residual of another shape": lambda layer: layer(batch(), torch.ones(7)),
     "sparse gradient": lambda layer: backward_of(layer, batch().to_sparse()),
 }
 
@@ -127,8 +134,29 @@ def backward_of(layer: torch.nn.Module, dy: torch.Tensor) -> None:
     torch.autograd.backward(layer(batch().requires_grad_()), dy)
 
 
-def rank_0_calls_badly(what: str, met: str) -> tuple[str, float]:
-    layer = normscope.BatchNorm2d(3)
+def without_weight(layer: torch.nn.Module) -> torch.Tensor:
+    del layer.weight
+    y: torch.Tensor = layer(batch())
+    return y
+
+
+def mapped(layer: torch.nn.Module, *, buffers: bool) -> Any:  # noqa: ANN401
+    """Call an ensemble, as torch's recipe does."""
+    parameters, stacked = torch.func.stack_module_state([layer, copy.deepcopy(layer)])
+    state = (parameters, stacked) if buffers else (parameters,)
+
+    def call(state: Any, x: torch.Tensor) -> Any:  # noqa: ANN401
+        return torch.func.functional_call(layer, state, (x,))
+
+    return torch.func.vmap(call, in_dims=(0, None))(state, batch())
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([batch()[0], batch()[0]], layout=torch.jagged)
+
+
+def rank_0_calls_badly(what: str, met: str, scope: str) -> tuple[str, float]:
+    layer = normscope.BatchNormAct2d(3, scope=scope)
     if met == "met":
         layer(batch())
         distributed.barrier()
@@ -152,12 +180,13 @@ def test_a_local_call_that_fails_does_not_affect_other_ranks(ranks: RankPool) ->
 
 @pytest.mark.parametrize("what", BAD_CALLS)
 @pytest.mark.parametrize(("met", "transport"), [("first meeting", "1"), ("met", "0"), ("met", "1")])
+@pytest.mark.parametrize("scope", ["world", "norm_batch:4"])
 def test_a_call_that_reaches_no_backend_is_told_to_peers(
-    ranks: RankPool, met: str, transport: str, what: str
+    ranks: RankPool, met: str, transport: str, what: str, scope: str
 ) -> None:
-    answers = ranks.run(
-        2, rank_0_calls_badly, what, met, environment={"NORMSCOPE_SHARED_MEMORY": transport}
-    )
+    environment = {"NORMSCOPE_SHARED_MEMORY": transport}
+
+    answers = ranks.run(2, rank_0_calls_badly, what, met, scope, environment=environment)
 
     error, seconds = answers[1]
     assert "rank 0" in error

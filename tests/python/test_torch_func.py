@@ -49,6 +49,16 @@ def per_sample(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
     return of_one(parameters, x[:, None])["weight"]
 
 
+def ensemble(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
+    """Map over stacked parameters and buffers, as torch's recipe for ensembles does."""
+    state = func.stack_module_state([layer, copy.deepcopy(layer)])
+
+    def call(state: Any, x: torch.Tensor) -> Any:  # noqa: ANN401
+        return func.functional_call(layer, state, (x,))
+
+    return func.vmap(call, in_dims=(0, None))(state, x)
+
+
 def tracing(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
     return func.functionalize(layer)(x)
 
@@ -59,6 +69,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "jacrev": lambda layer, x: func.jacrev(layer)(x),
     "vmap": lambda layer, x: func.vmap(layer)(torch.stack([x, x + 1])),
     "vmap, grad": per_sample,
+    "ensemble": ensemble,
     "functionalize": tracing,
 }
 
@@ -87,7 +98,8 @@ def test_in_training_the_error_names_the_transform_and_the_remedy(
     layer = layer_class(3, dtype=torch.float64, track_running_stats=tracked, scope="local")
     before = copy.deepcopy(layer.state_dict())
     words = "expected no transform of torch.func around a layer in training, got"
-    given = "grad" if name in ("vjp", "jacrev") else name  # torch uses this name for all of them
+    # torch uses the name grad for three of them.
+    given = {"vjp": "grad", "jacrev": "grad", "ensemble": "vmap"}.get(name, name)
 
     with pytest.raises(RuntimeError, match=rf"{words} {given}; use .*, or eval\(\)$"):
         TRANSFORMS[name](layer, batch())

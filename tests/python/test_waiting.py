@@ -209,6 +209,26 @@ def test_peers_raise_at_once_what_a_rank_raised(
         assert seconds < SECONDS
 
 
+def one_value_on_rank_0() -> tuple[str, int]:
+    model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+    samples = 1 if distributed.get_rank() == 0 else 0
+    with pytest.raises(ValueError, match="Expected more than 1 value") as raised:
+        model(torch.zeros(samples, 3))
+    model(torch.zeros(samples + 1, 3))  # the group can be used
+    return str(raised.value), int(model[0].get_buffer("num_batches_tracked"))
+
+
+def test_one_value_of_all_ranks_is_named_on_each(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
+    text = (
+        "Expected more than 1 value per channel when training, got 1 on all ranks together in 0 "
+        "with scope world"
+    )
+
+    assert ranks.run(3, one_value_on_rank_0, environment=environment) == [(text, 1)] * 3
+
+
 def rank_0_has_a_lazy_layer(pooling: str) -> tuple[str, float]:
     """Pool statistics with a lazy layer on rank 0, which raises there before any exchange."""
     lazy = torch.nn.Sequential(torch.nn.LazyBatchNorm2d())

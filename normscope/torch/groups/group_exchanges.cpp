@@ -143,7 +143,12 @@ void GroupExchanges::show_call_alone(const CallName& call) {
 
 void GroupExchanges::fail(std::string_view scope, std::string_view reason) {
   const std::lock_guard lock(mutex_);
-  const auto found = of_scope_.find(std::string(scope));
+  std::string text(scope);
+  if (const auto resolved = norm_batches_.find(text); resolved != norm_batches_.end()) {
+    text = resolved->second;
+    if (Scope::parse(text).is_of_one_rank()) return;
+  }
+  const auto found = of_scope_.find(text);
   fail_if_made(found != of_scope_.end() ? found->second : of_all_, reason);
 }
 

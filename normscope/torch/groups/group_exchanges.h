@@ -56,8 +56,8 @@ class GroupExchanges {
   // first meeting.
   void show_call_alone(const CallName& call);
 
-  // Ends the waits of all ranks in the exchange of the scope or, before its first use, in the
-  // exchange of the whole group. Not collective.
+  // Ends the waits of all ranks in the exchange of the scope, which may be norm_batch:M, or, before
+  // its first use, in the exchange of the whole group. Not collective.
   void fail(std::string_view scope, std::string_view reason);
   void fail_all(std::string_view reason);
 

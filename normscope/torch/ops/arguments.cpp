@@ -216,9 +216,15 @@ void check_arguments(const DoubleBackwardOpArguments& op) {
   check_parameter_gradient(op.x, "grad_dbias", op.grad_dbias);
 }
 
-void throw_one_value_per_channel(const at::Tensor& x) {
+void throw_one_value_per_channel(const at::Tensor& x, std::string_view layer) {
   TORCH_CHECK_VALUE(false, "Expected more than 1 value per channel when training, got input size ",
-                    "torch.Size(", x.sym_sizes(), ")");
+                    "torch.Size(", x.sym_sizes(), ")", layer.empty() ? "" : " in ", layer);
+}
+
+void throw_one_value_per_channel(const ScopedCall& call) {
+  TORCH_CHECK_VALUE(false, "Expected more than 1 value per channel when training, got 1 on all ",
+                    "ranks together in ", call.layer.empty() ? "a layer" : call.layer,
+                    " with scope ", call.scope);
 }
 
 }  // namespace normscope::binding

@@ -54,7 +54,10 @@ void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
 void check_arguments(const WithStatisticsOpArguments& op);
 void check_arguments(const DoubleBackwardOpArguments& op);
 
-// Throws torch's own error for one value per channel.
-[[noreturn]] void throw_one_value_per_channel(const at::Tensor& x);
+// Throws torch's own error for one value per channel in x, with the name of the layer if there is
+// one.
+[[noreturn]] void throw_one_value_per_channel(const at::Tensor& x, std::string_view layer);
+// The same for a norm batch of several ranks, each of which throws it.
+[[noreturn]] void throw_one_value_per_channel(const ScopedCall& call);
 
 }  // namespace normscope::binding

@@ -104,14 +104,16 @@ auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
 
 // Runs the second stage, with the other ranks. Converts errors to torch's types.
 template <class Call>
-void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const Call& call) {
+void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const ScopedCall& of,
+                  const Call& call) {
   as_torch([&] {
     try {
       call();
     } catch (const OneValueError&) {
       // On a device the error appears in this rank's next call, which has another x.
       if (exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice) throw;
-      throw_one_value_per_channel(x);
+      if (exchange.get() != nullptr) throw_one_value_per_channel(of);
+      throw_one_value_per_channel(x, of.layer);
     } catch (const ArgumentError& error) {
       exchange.fail(error.what());
       throw;

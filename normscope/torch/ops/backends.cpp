@@ -96,7 +96,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   });
 
   check_finite(op.x, exchange.get(), Direction::kForward, op.call);
-  run_as_torch(op.x, exchange,
+  run_as_torch(op.x, exchange, op.call,
                [&] { batch_norm_forward(prepared.arguments, site.with(exchange, op.call)); });
   if (!runs_inside_a_backward()) buffers->write_back();
   return prepared;
@@ -209,7 +209,7 @@ PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
       prepare_or_fail(exchange, [&] { return prepare_backward(op, answer, site); });
 
   check_finite(op.dy, exchange.get(), Direction::kBackward, op.call);
-  run_as_torch(op.x, exchange,
+  run_as_torch(op.x, exchange, op.call,
                [&] { batch_norm_backward(prepared.arguments, site.with(exchange, op.call)); });
   return prepared;
 }

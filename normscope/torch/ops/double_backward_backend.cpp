@@ -81,7 +81,8 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {
     check_finite(norm_batches[i].sums(), exchange.get(), Direction::kDoubleBackward, op.call);
     at::Tensor means;
-    run_as_torch(x, exchange, [&] { means = means_of(norm_batches[i], label, exchange.get()); });
+    run_as_torch(x, exchange, op.call,
+                 [&] { means = means_of(norm_batches[i], label, exchange.get()); });
     const auto [of_dy, of_x, of_weight] = norm_batches[i].gradients(means);
     all_dy[i].copy_(of_dy);
     all_x[i].copy_(of_x);

@@ -84,7 +84,7 @@ at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& s
     slices = op.x.chunk(slice_count(samples, slicing.slices_wanted));
   }
   for (const at::Tensor& slice : slices) {
-    if (elements_per_channel(slice) == 1) throw_one_value_per_channel(slice);
+    if (elements_per_channel(slice) == 1) throw_one_value_per_channel(slice, op.call.layer);
   }
   std::vector<at::Tensor> outputs;
   std::vector<Statistics> statistics;

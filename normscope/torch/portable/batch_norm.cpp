@@ -149,7 +149,7 @@ PortableTensors forward(const ForwardOpArguments& op) {
   });
   check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
   PortableTensors result;
-  run_as_torch(op.x, message.exchange(), [&] {
+  run_as_torch(op.x, message.exchange(), op.call, [&] {
     result = has_synchronized_kernels(x) && message.ranks() <= kMostGathered
                  ? forward_by_synchronized_kernels(op, x, message)
                  : forward_by_sums(op, x, message);
@@ -184,7 +184,7 @@ GradientTensors backward(const PortableBackwardArguments& given) {
   }
   GradientSums totals;
   const std::int64_t channels = x.size(1);
-  run_as_torch(x, message.exchange(), [&] {
+  run_as_torch(x, message.exchange(), op.call, [&] {
     const CallLabel label{.layer = op.call.layer,
                           .scope = op.call.scope,
                           .kernels = "torch",

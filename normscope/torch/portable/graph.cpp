@@ -50,7 +50,7 @@ at::Tensor sum(const SumArguments& op) {
   const Direction direction = is_forward ? Direction::kForward : Direction::kBackward;
   TensorMessage message(direction, op.call, op.own);
   at::Tensor result;
-  run_as_torch(op.own, message.exchange(), [&] {
+  run_as_torch(op.own, message.exchange(), op.call, [&] {
     const CallLabel label{
         .layer = op.call.layer,
         .scope = op.call.scope,

@@ -95,6 +95,10 @@ for _op in (
 exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
 
 
+# What a call that fails may raise. Not Exception: checkpointing ends a recomputation by one.
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+
+
 class ForwardArguments(NamedTuple):
     """The arguments of a training forward after x, in the order of the op.
 
@@ -155,8 +159,9 @@ def batch_norm(
     try:
         y, _ = batch_norm_forward(x, *arguments, **others)
     except (RuntimeError, TypeError, KeyError) as error:
-        # Only these: checkpointing ends a recomputation with an exception of its own.
+        # The op has told them of its ValueErrors, or all ranks have found them together.
         tell_peers(error, arguments.scope, arguments.group)
+        name_input(error, x, arguments.layer)
         _name_mutation_of_saved_tensors(error, arguments.layer)
         _name_distributed(error, {"x": x, **arguments._asdict(), **others})
         _name_transforms(error)
@@ -201,6 +206,19 @@ def tell_peers(error: Exception, scope: str, group: str) -> None:
     # The library's own errors have already told them.
     if group and not isinstance(error, DistError):
         fail_exchange(scope, group, f"{type(error).__name__}: {error}")
+
+
+def name_input(error: Exception, x: object, layer: str) -> None:
+    """Raise an error that names the layer, if its input is no strided tensor."""
+    expected = f"{layer or 'normscope.batch_norm'}: expected a strided tensor for x in training"
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{expected}, got {type(x).__name__}") from error
+    if x.is_nested:
+        raise TypeError(
+            f"{expected}, got a nested one; pad it, and give the layer a mask"
+        ) from error
+    if x.layout != torch.strided:
+        raise TypeError(f"{expected}, got one of {x.layout}") from error
 
 
 def transforms() -> list[str]:

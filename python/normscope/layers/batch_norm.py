@@ -10,13 +10,19 @@ import torch
 from torch.fx import Proxy
 
 from normscope._binding import groups
-from normscope._binding.ops import ForwardArguments
+from normscope._binding.ops import FAILURES, ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers import masked_forward, replicas
 from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, state_of
 from normscope.layers.earlier_scopes import EarlierScopes
 from normscope.layers.ending import NOTHING, Ending
-from normscope.layers.forward import DIRECT, Route, check_dimensions, scope_and_group_in_use
+from normscope.layers.forward import (
+    DIRECT,
+    Route,
+    check_dimensions,
+    scope_and_group_in_use,
+    tell_peers_of_layer,
+)
 from normscope.layers.fx import call_of_module
 from normscope.layers.scope import Scope
 
@@ -218,6 +224,15 @@ class BatchNorm(TorchBatchNorm):
         return masked_forward.evaluate(x, mask, *running, self.weight, self.bias, self.eps, ending)
 
     def _train(self, x: torch.Tensor, mask: torch.Tensor | None, ending: Ending) -> torch.Tensor:
+        try:
+            arguments = self._forward_arguments(x)
+        except FAILURES as error:  # such as a parameter that was deleted
+            tell_peers_of_layer(error, x, self._scope, self.group_name, self.layer_name)
+            raise
+        counter = self if self.track_running_stats else None
+        return self._route.train(counter, x, mask, arguments, ending)
+
+    def _forward_arguments(self, x: torch.Tensor) -> ForwardArguments:
         own_scope = self._scope
         if not torch.compiler.is_compiling() and self._earlier_scopes is not None:
             own_scope = self._earlier_scopes.in_use(own_scope)
@@ -240,7 +255,7 @@ class BatchNorm(TorchBatchNorm):
             weight, bias = self.weight, self.bias
             if tracks:
                 mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
-        arguments = ForwardArguments(
+        return ForwardArguments(
             weight,
             bias,
             mean,
@@ -254,7 +269,6 @@ class BatchNorm(TorchBatchNorm):
             group,
             name,
         )
-        return self._route.train(self if tracks else None, x, mask, arguments, ending)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # in evaluation
         check_dimensions(input, self.dims)

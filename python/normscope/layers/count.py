@@ -31,20 +31,20 @@ class Counter(Protocol):
 
 
 def state_of(buffers: Buffers) -> State:
-    """Return the state of buffers; those made in inference mode have none."""
+    """Return the state of buffers; those made in inference mode or mapped by vmap have none."""
     version = 0
     try:
         for buffer in buffers:
             if buffer is not None:
                 version += buffer._version
+        mean = buffers[0]
+        if type(mean) is torch.Tensor and mean.is_cpu:
+            address = mean.data_ptr()
+            if address:
+                # It takes half a microsecond, and no mode of torch sees it.
+                return version, ctypes.string_at(address, mean.itemsize)
     except RuntimeError:
         return NO_STATE
-    mean = buffers[0]
-    if type(mean) is torch.Tensor and mean.is_cpu:
-        address = mean.data_ptr()
-        if address:
-            # It takes half a microsecond, and no mode of torch sees it.
-            return version, ctypes.string_at(address, mean.itemsize)
     return version, b""
 
 

@@ -69,7 +69,12 @@ class Activated(Ending):
     ) -> torch.Tensor:
         """Use the op that does all of it, or else do one after the other."""
         if not self._is_one_op(x):
-            return self.finish(ops.batch_norm(x, arguments, accumulated))
+            y = ops.batch_norm(x, arguments, accumulated)
+            try:
+                return self.finish(y)
+            except ops.FAILURES as error:  # the peers go on to the next exchange
+                ops.tell_peers(error, arguments.scope, arguments.group)
+                raise
         return ops.batch_norm(
             x,
             arguments,

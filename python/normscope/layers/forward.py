@@ -22,7 +22,12 @@ def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> t
     """Return the scope and the group for training on ``x`` [N, ...].
 
     The ranks agree on the scope when it is first used.
+
+    Raises:
+        TypeError: If x is no tensor.
     """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
     group_name: str = groups.name_in_use(name)
     if group_name and open_joins:  # a guard of compiled layers
         _refuse_join(scope)
@@ -30,6 +35,14 @@ def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> t
         return scope.text, group_name
     samples = len(range(x.shape[0]))  # an int, even if the batch size is symbolic in a trace
     return _scope_of_samples(scope.text, group_name, samples), group_name
+
+
+def tell_peers_of_layer(
+    error: Exception, x: object, scope: Scope, group: str | None, layer: str
+) -> None:
+    """Tell the other ranks that a call fails before its op, and name what is wrong with x."""
+    ops.tell_peers(error, scope.text, groups.name_in_use(group))
+    ops.name_input(error, x, layer)
 
 
 def _refuse_join(scope: Scope) -> None:

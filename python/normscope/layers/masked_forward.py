@@ -51,12 +51,12 @@ def train(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalize with the statistics of the norm batch; return y, and the rows that counted."""
     dims = arguments.dims
-    if not isinstance(x, torch.Tensor) or x.dim() < 2 or (dims and x.dim() not in dims):
+    if x.dim() < 2 or (dims and x.dim() not in dims):
         return ops.batch_norm(x, arguments), x  # raises the error
     try:
         rows = Rows.of(x, mask)
         ending = ending.with_residual(x, rows.take)
-    except (ValueError, RuntimeError) as error:
+    except ops.FAILURES as error:
         ops.tell_peers(error, arguments.scope, arguments.group)
         raise
     taken = rows.take(x)

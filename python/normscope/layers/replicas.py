@@ -252,9 +252,11 @@ class _Meeting:
                     f"replica 0 has, got {arrival.x.shape[1]} of {arrival.x.dtype} in replica {i}"
                 )
         if sum(a.x.numel() for a in arrivals) == arrivals[0].x.shape[1]:
+            name = arrivals[0].arguments.layer
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input sizes "
                 f"{', '.join(str(arrival.x.shape) for arrival in arrivals)}"
+                f"{' in ' if name else ''}{name}"
             )
         layer = self._layer()
         assert layer is not None  # replicas do not outlive the forward of their layer
