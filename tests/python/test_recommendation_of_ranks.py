@@ -226,6 +226,22 @@ def _plans_of_wrapped_models() -> tuple[list[Any], list[Any], str]:
     return of_compiled, of_plain, error
 
 
+def _warning_as_error() -> str:
+    model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning) as raised:
+            normscope.recommend_scopes(model, list(torch.randn(3, 8, 3)))
+    model(torch.randn(8, 3))  # the ranks are still together
+    return str(raised.value)
+
+
+def test_a_warning_that_is_an_error_is_raised_on_all_ranks(ranks: RankPool) -> None:
+    first, second = ranks.run(2, _warning_as_error)
+
+    assert first == second
+
+
 def test_a_plan_for_another_number_of_ranks_causes_a_warning(ranks: RankPool) -> None:
     for text in ranks.run(2, _warning_of_other_ranks):
         assert text == [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,42 @@ def test_an_assigned_scope_is_validated() -> None:
 def test_invalid_arguments_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+MANY = [f"slices:{count}" for count in range(1, 10)]
+
+
+@pytest.mark.parametrize("compiles", ["function", "method", "after the schedule"])
+def test_a_compiled_model_warns_of_more_scopes_than_torch_compiles_it_for(compiles: str) -> None:
+    model: Any = network()
+    text = "scopes: expected at most 8 for a compiled model, .* got 9; torch._dynamo.config"
+    if compiles == "function":
+        model = torch.compile(model, backend="eager")
+    if compiles == "method":
+        model.compile(backend="eager")
+    if compiles == "after the schedule":
+        schedule = ProgressiveScope(model, MANY, range(9))
+        compiled: Any = torch.compile(model, backend="eager")
+        compiled(torch.randn(4, 3))
+        with pytest.warns(UserWarning, match=text):
+            schedule.step()
+    else:
+        with pytest.warns(UserWarning, match=text):
+            schedule = ProgressiveScope(model, MANY, range(9))
+        ProgressiveScope(model, MANY[:8], range(8))
+
+    schedule.step()
+
+
+def test_a_model_that_is_not_compiled_may_have_any_number_of_scopes() -> None:
+    model = network()
+    schedule = ProgressiveScope(model, MANY, range(9))
+
+    for _ in MANY:
+        model(torch.randn(18, 3))
+        schedule.step()
+
+    assert str(schedule.scope) == "slices:9"
 
 
 def test_a_refused_change_changes_nothing() -> None:

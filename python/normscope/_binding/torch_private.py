@@ -8,6 +8,7 @@ not listed here if the class itself uses or overrides them: ``self._parameters``
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -50,8 +51,16 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a call of the module is one of what ``module.compile()`` has made."""
-    return module._compiled_call_impl is not None
+    """Return whether a call of the module is one of what torch.compile has made of it."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def recompile_limit() -> int:
+    """Return how often torch.compile compiles a function; for compiled models only.
+
+    torch.compiler does not tell.
+    """
+    return int(sys.modules["torch._dynamo"].config.recompile_limit)
 
 
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:

@@ -30,6 +30,11 @@ class Counter(Protocol):
     _count: Count
 
 
+def ran_in_graph(counter: Counter) -> bool:
+    """Return whether a compiled graph was the last to put elements into the statistics."""
+    return counter._count[2] == AFTER_GRAPH
+
+
 def state_of(buffers: Buffers) -> State:
     """Return the state of buffers; those made in inference mode or mapped by vmap have none."""
     version = 0

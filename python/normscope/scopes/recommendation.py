@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,8 @@ def recommend_scopes(
     if count == 0:
         raise ValueError("batches: expected at least one, got none")
     plan = _plan(watches, noise, shares, count)
-    if shares.first == 0:
+    # One rank shows them. Where a warning is an error, all ranks raise it.
+    with nullcontext() if shares.first == 0 else warnings.catch_warnings(record=True):
         for text in plan.warnings:
             warnings.warn(text, stacklevel=2)
     return plan

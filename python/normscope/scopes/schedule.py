@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from normscope._binding import groups
+from normscope._binding.torch_private import is_compiled, recompile_limit
 from normscope.layers.batch_norm import BatchNorm
+from normscope.layers.count import ran_in_graph
 from normscope.layers.scope import Scope
 from normscope.models.selection import Patterns, named_layers
 
@@ -79,6 +82,8 @@ class ProgressiveScope:
         include: Patterns of qualified names, as for :func:`set_scope`.
         exclude: As for :func:`set_scope`.
 
+    Warns if the model is compiled and there are more scopes than ``torch.compile`` compiles it for.
+
     Raises:
         ValueError: If there is not one milestone for each scope, or they do not begin with 0 or do
             not increase; further as :func:`set_scope` raises it.
@@ -108,6 +113,8 @@ class ProgressiveScope:
         self._include = _kept(include)
         self._exclude = _kept(exclude)
         self._last_step = 0
+        self._has_warned = False
+        self._warn_of_recompilations(stacklevel=3)
         self._apply()
 
     @classmethod
@@ -156,6 +163,8 @@ class ProgressiveScope:
     def step(self) -> None:
         """Count a step of the training, and change the scope if the next one begins."""
         before = self.scope
+        if self._last_step < self._milestones[-1]:
+            self._warn_of_recompilations(stacklevel=3)
         self._last_step += 1
         if self.scope != before:
             self._apply()
@@ -182,8 +191,26 @@ class ProgressiveScope:
         self._last_step = last_step
         self._apply()
 
+    def _warn_of_recompilations(self, stacklevel: int) -> None:
+        """Warn once if torch.compile will not compile the model for all scopes."""
+        if self._has_warned or not any(map(_runs_compiled, self._model.modules())):
+            return
+        limit, count = recompile_limit(), len(set(self._scopes))
+        if count > limit:
+            self._has_warned = True
+            warnings.warn(
+                f"scopes: expected at most {limit} for a compiled model, which torch compiles once "
+                f"for each, got {count}; torch._dynamo.config.recompile_limit sets this limit",
+                stacklevel=stacklevel,
+            )
+
     def _apply(self) -> None:
         set_scope(self._model, self.scope, self._include, self._exclude)
+
+
+def _runs_compiled(module: torch.nn.Module) -> bool:
+    """Return whether torch.compile has compiled the module, or a layer's last call."""
+    return is_compiled(module) or (isinstance(module, BatchNorm) and ran_in_graph(module))
 
 
 def _check_milestones(scopes: list[Scope], milestones: list[int]) -> None:
