@@ -39,6 +39,11 @@ std::vector<SharedMemorySegment> segments_of(std::int64_t process) {
   return segments;
 }
 
+std::string text_of_dead(const GroupStatus& status) {
+  return list_of_ranks(status.dead) + " of " + std::to_string(status.processes.size()) +
+         (status.dead.size() == 1 ? " has died" : " have died");
+}
+
 std::optional<std::string> text_of(const GroupStatus& status, std::int64_t process) {
   std::vector<RankCall> calls;
   std::vector<int> ranks;
@@ -57,8 +62,23 @@ std::optional<std::string> text_of(const GroupStatus& status, std::int64_t proce
   // A part of a group: the board of the whole group shows its calls.
   if (!has_called) return std::nullopt;
   std::string text = who + ": " + who_is_where(calls, ranks);
-  if (!status.failure.empty()) text += "; the group has failed: " + status.failure;
+  if (!status.failure.empty()) {
+    text += "; the group has failed: " + status.failure;
+  } else if (!status.dead.empty()) {
+    text += "; " + text_of_dead(status);
+  }
   return text + "\n";
+}
+
+std::string fault_of_peers(const GroupStatus& status, std::int64_t process) {
+  if (status.failure.empty()) return status.dead.empty() ? "" : text_of_dead(status);
+  for (std::size_t rank = 0; rank < status.processes.size(); ++rank) {
+    const std::string name =
+        name_of_rank(static_cast<int>(rank), static_cast<int>(status.processes.size()));
+    if (status.processes[rank] == process && status.failure.starts_with(name + " failed"))
+      return "";
+  }
+  return status.failure;
 }
 
 }  // namespace
@@ -71,6 +91,14 @@ std::string status_of_process(std::int64_t process) {
     }
   }
   return text;
+}
+
+std::string fault_of_peers(std::int64_t process) {
+  for (const SharedMemorySegment& segment : segments_of(process)) {
+    std::string fault = fault_of_peers(SlotMemory(segment.memory()).look_at(), process);
+    if (!fault.empty()) return fault;
+  }
+  return {};
 }
 
 }  // namespace normscope

@@ -14,6 +14,7 @@ namespace normscope NORMSCOPE_EXPORT {
 struct GroupStatus {
   std::vector<RankCall> calls;          // by rank
   std::vector<std::int32_t> processes;  // by rank; 0: not joined, or on another host; -1: has left
+  std::vector<int> dead;                // ranks whose processes are known to have ended
   std::string failure;                  // why the group has failed; empty: it has not
 };
 
@@ -21,5 +22,9 @@ struct GroupStatus {
 // there is none. Works even if the process hangs. Throws CommunicationError if the process does not
 // exist or may not be inspected.
 [[nodiscard]] std::string status_of_process(std::int64_t process);
+
+// What is known to have happened to another rank in such a group: why it has failed, or that it has
+// died. Empty if nothing is known.
+[[nodiscard]] std::string fault_of_peers(std::int64_t process);
 
 }  // namespace normscope

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "normscope/comm/calls.h"
+#include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -81,8 +82,14 @@ SlotMemory::SlotMemory(std::shared_ptr<void> memory)
 GroupStatus SlotMemory::look_at() const {
   GroupStatus status{.calls = CallBoard(board(), 0, ranks()).read(),
                      .processes = {},
+                     .dead = {},
                      .failure = has_failed() ? failure() : ""};
-  for (int rank = 0; rank < ranks(); ++rank) status.processes.push_back(member(rank).process);
+  for (int rank = 0; rank < ranks(); ++rank) {
+    const std::int32_t process = member(rank).process;
+    status.processes.push_back(process);
+    const bool has_joined = process != kNotJoined && process != kLeft;
+    if (has_joined && has_died(process, member(rank).pid_namespace)) status.dead.push_back(rank);
+  }
   return status;
 }
 

@@ -11,13 +11,15 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
+from data_parallel import data_parallel
 from rank_pool import RankPool, connect_ranks
 from torch import distributed
 
@@ -52,6 +54,29 @@ def train_until_an_error(
     os._exit(0)
 
 
+def train_in_data_parallel(
+    store: str, rank: int, size: int, scope: str, how: str, connection: Connection
+) -> None:
+    """The same with the buffers of DistributedDataParallel; rank 1 ends in the third step."""
+    torch.set_num_threads(1)
+    connect_ranks(store, rank, size, LIMIT_SECONDS)
+    net = normscope.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    parallel = data_parallel(net, sends_buffers=True)
+    connection.send("begun")
+    try:
+        for step in range(10):
+            with normscope.fail_fast():
+                if (rank, step) == (1, 2) and how == "raises":
+                    raise ValueError("a bad sample")
+                if (rank, step) == (1, 2):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                parallel(torch.randn(8, 4)).sum().backward()
+    except (distributed.DistError, ValueError) as error:
+        connection.send((str(error), time.monotonic()))
+    time.sleep(1.0)  # the others are told by the store of rank 0
+    os._exit(0)
+
+
 def free_port() -> int:
     """Return a port that is free, and that no connection gets from the system."""
     while True:
@@ -69,36 +94,43 @@ def answers_of(connections: list[Connection]) -> list[object]:
     return [connection.recv() for connection in connections]
 
 
-def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[str, float]]:
-    """Return the errors of the other ranks after one is killed, with the seconds until then.
-
-    Rank 0's process has the store, and ends with its own error.
-    """
+@contextlib.contextmanager
+def three_ranks(
+    target: Callable[..., None], *arguments: str
+) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
+    """Start a function on three ranks, and wait until all have begun."""
     size = 3
-    moment = random.Random(number).uniform(0.0, 0.02)
     store = f"tcp://127.0.0.1:{free_port()}"
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
-    processes = [
+    processes: list[BaseProcess] = [
         CONTEXT.Process(
-            target=train_until_an_error,
-            args=(store, rank, size, scope, transport, pipes[rank][1]),
-            daemon=True,
+            target=target, args=(store, rank, size, *arguments, pipes[rank][1]), daemon=True
         )
         for rank in range(size)
     ]
     try:
         for process in processes:
             process.start()
-        assert answers_of([receive for receive, _ in pipes]) == ["begun"] * size
-        time.sleep(moment)
-        killed = time.monotonic()
-        processes[1].kill()
-        peers = [pipes[0][0], pipes[2][0]] if scope == "world" else [pipes[0][0]]
-        errors = answers_of(peers)
+        connections = [receive for receive, _ in pipes]
+        assert answers_of(connections) == ["begun"] * size
+        yield processes, connections
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[str, float]]:
+    """Return the errors of the other ranks after one is killed, with the seconds until then.
+
+    Rank 0's process has the store, and ends with its own error.
+    """
+    moment = random.Random(number).uniform(0.0, 0.02)
+    with three_ranks(train_until_an_error, scope, transport) as (processes, connections):
+        time.sleep(moment)
+        killed = time.monotonic()
+        processes[1].kill()
+        errors = answers_of([connections[0], *(connections[2:] if scope == "world" else [])])
     seconds = []
     for error in errors:
         assert isinstance(error, tuple)
@@ -134,6 +166,19 @@ def test_a_rank_that_is_killed_is_named_to_its_peers(
             assert re.search(r"(rank 1|ranks 0, 1) (of . )?(has|have) died", text)
             assert after < PROMPT_SECONDS
     assert shared_memory() == memory_before
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("dies", "rank 1 of 3 has died"), ("raises", "ValueError: a bad sample")]
+)
+def test_a_rank_that_breaks_a_message_of_data_parallel_is_named(how: str, text: str) -> None:
+    with three_ranks(train_in_data_parallel, "world", how) as (_, connections):
+        errors = answers_of([connections[0], connections[2]])
+
+    for error in errors:
+        assert isinstance(error, tuple)
+        assert text in error[0]
+        assert "rank 1" in error[0]
 
 
 def rank_1_is_stopped_for(seconds: float) -> float:

@@ -71,6 +71,10 @@ std::string status(std::int64_t process) {
   return as_torch([&] { return status_of_process(process); });
 }
 
+std::string fault(std::int64_t process) {
+  return as_torch([&] { return fault_of_peers(process); });
+}
+
 std::tuple<std::int64_t, std::int64_t, double> counters() {
   const auto [calls, bytes, seconds] = communication_counters();
   return {calls, bytes, seconds};
@@ -220,6 +224,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("transport(str group_name) -> str", &transport_of);
   m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
   m.def("status_of_process(int process) -> str", &status);
+  m.def("fault_of_peers(int process) -> str", &fault);
   m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);

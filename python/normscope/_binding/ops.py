@@ -46,6 +46,7 @@ choose_scopes = cast(
 )
 fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
 fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)
+fault_of_peers = cast("Callable[[int], str]", _ops.fault_of_peers.default)
 status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)
 batch_norm_with_statistics = cast(
     "Callable[..., torch.Tensor]", _ops.batch_norm_with_statistics.default

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # torch.distributed.DistError, which not every build of torch has.
 DistError: type[Exception] = torch._C._DistError
+DistBackendError: type[Exception] = torch._C._DistBackendError
 
 # Layers.
 

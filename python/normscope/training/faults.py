@@ -4,10 +4,18 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from normscope._binding import groups, ops
+from normscope._binding.torch_private import DistBackendError
+
+# What the errors of backends say about connections.
+_OF_BACKENDS = re.compile("gloo|[Cc]onnection|[Tt]imed? ?out|NCCL|UCC")
+
+_SECONDS_OF_AN_END = 1.0
 
 
 def status(process: int | None = None) -> str:
@@ -44,6 +52,14 @@ def fail_fast() -> Iterator[None]:
     groups themselves are not affected. Exceptions raised by an exchange are already known to the
     other ranks.
 
+    A message of the program itself, such as the buffers that DistributedDataParallel sends, may
+    break because of another rank. If a rank of this host is known to have failed or died, the error
+    of the backend leaves the block as one that names it.
+
+    Raises:
+        torch.distributed.DistBackendError: From an error of Gloo or another backend, if another
+            rank has failed or died.
+
     Example:
         >>> with fail_fast():
         ...     pass  # a training step
@@ -51,9 +67,24 @@ def fail_fast() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
+        fault = _fault_behind(error)
+        reason = fault or f"{type(error).__name__}: {error}"
         ops.fail_all_exchanges(reason)
         # The default group too, which may not have exchanged anything yet.
         if group := groups.name_in_use(None):
             ops.fail_exchange("world", group, reason)
+        if fault:
+            raise DistBackendError(f"{fault}, and then a message of the program failed") from error
         raise
+
+
+def _fault_behind(error: BaseException) -> str:
+    """Return what has happened to another rank, if that explains an error; "" if not."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not _OF_BACKENDS.search(text):
+        return ""
+    # The system closes the connections of a process before it has ended.
+    deadline = time.monotonic() + _SECONDS_OF_AN_END
+    while not (fault := ops.fault_of_peers(os.getpid())) and time.monotonic() < deadline:
+        time.sleep(_SECONDS_OF_AN_END / 50)
+    return "" if fault in text else fault
