@@ -62,8 +62,8 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, ranks: int)
         normscope.set_scope(model, args.scope)
     parallel = model
     if dist.is_initialized():
-        # Each rank keeps its own running statistics; broadcast_buffers=False before torch 2.13.
-        parallel = DistributedDataParallel(model, forward_sync_buffers=False)  # 3
+        parallel = DistributedDataParallel(model)
+        parallel.broadcast_buffers = False  # 3: each rank keeps its own running statistics
 
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.02, momentum=0.9)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader))

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel, with the argument names of the installed torch."""
+"""DistributedDataParallel, as the documents use it."""
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,11 +13,10 @@ def data_parallel(model: nn.Module, *, sends_buffers: bool) -> DistributedDataPa
     """Wrap a model; if `sends_buffers`, all ranks get rank 0's buffers before each forward.
 
     Raises:
-        FutureWarning: If torch has renamed the argument again.
+        FutureWarning: If torch has deprecated the attribute.
     """
-    has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if has_new_name else "broadcast_buffers"
-    keywords: dict[str, Any] = {name: sends_buffers}
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        return DistributedDataParallel(model, **keywords)
+        parallel = DistributedDataParallel(model)
+        parallel.broadcast_buffers = sends_buffers
+    return parallel

@@ -49,8 +49,8 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
 
     By default, DistributedDataParallel overwrites the statistics of every rank with those of rank 0
     before each forward. Of the other ranks' statistics, only the share of the last step is then
-    left to pool. Set ``forward_sync_buffers=False`` (before torch 2.13:
-    ``broadcast_buffers=False``) if the scope is narrower than the world.
+    left to pool. Set ``parallel.broadcast_buffers = False`` if the scope is narrower than the
+    world.
 
     Args:
         model: A model, the same on every rank.
