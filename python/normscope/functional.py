@@ -9,6 +9,7 @@ import torch
 
 from normscope._binding import groups
 from normscope._binding.ops import FAILURES, ForwardArguments
+from normscope._binding.torch_private import watch_joins
 from normscope.layers import masked_forward
 from normscope.layers.ending import NOTHING
 from normscope.layers.forward import scope_and_group_in_use, tell_peers_of_layer, train
@@ -84,6 +85,8 @@ def batch_norm(
             return masked_forward.evaluate(x, mask, *running, weight, bias, eps, NOTHING)
         has_none = running_mean is None and running_var is None
         return torch.nn.functional.batch_norm(x, *running, weight, bias, has_none, eps=eps)
+    if not parsed.is_of_one_rank and not torch.compiler.is_compiling():
+        watch_joins()
     try:
         text, group_name = scope_and_group_in_use(parsed, given, x)
     except FAILURES as error:

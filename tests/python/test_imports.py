@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of the package can be read in one order, each after those that it imports."""
+"""Modules import only what is before them, and importing them changes nothing in torch."""
 
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
 import torch
+from programs import output_of
 
 import normscope
 
@@ -88,6 +90,48 @@ def test_the_names_of_normscope_are_few_and_from_its_packages() -> None:
 
     assert len(normscope.__all__) <= 25
     assert set(normscope.__all__) <= {name for package in packages for name in package.__all__}
+
+
+PROGRAM = """
+import copy, pickle, torch, normscope
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as Parallel
+
+def theirs():
+    return [
+        of_torch.__module__.partition(".")[0] == "torch" and not hasattr(of_torch, "__wrapped__")
+        for of_torch in (Join.__enter__, Join.__exit__, Parallel._passing_sync_batchnorm_handle)
+    ]
+
+kept = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)), "slices:2")
+kept = [kept, copy.deepcopy(kept), normscope.BatchNormAct1d(3, scope="local")]
+kept.append(normscope.functional.batch_norm(torch.ones(2, 3), None, None, scope="local"))
+print(theirs())
+{made}
+print(theirs())
+"""
+
+# What makes layers that need a change in torch, and whether Join and the check stay torch's.
+MAKING = {
+    "pass": [True, True, True],
+    "normscope.BatchNorm1d(3)": [False, False, True],
+    "kept[0][0].scope = 'group:2'": [False, False, True],
+    "normscope.convert(torch.nn.BatchNorm1d(3))": [False, False, True],
+    "normscope.functional.batch_norm(torch.ones(2, 3), None, None, training=True)": [
+        False,
+        False,
+        True,
+    ],
+    "normscope.convert(torch.nn.SyncBatchNorm(3), 'local')": [True, True, False],
+    "normscope.SyncBatchNorm(3)": [False, False, False],
+}
+
+
+@pytest.mark.parametrize("made", MAKING)
+def test_torch_is_changed_only_for_layers_that_need_it(made: str) -> None:
+    printed = output_of("-c", PROGRAM.replace("{made}", made), seconds=120).splitlines()
+
+    assert printed == [str([True, True, True]), str(MAKING[made])]
 
 
 def test_private_names_of_torch_are_in_one_file() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,11 +82,13 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+@cache
 def let_data_parallel_take(layer_class: type[torch.nn.Module]) -> None:
     """Let DistributedDataParallel take layers of a class that derives from torch.nn.SyncBatchNorm.
 
     On CPUs it refuses models with such layers, because torch's own cannot train there. It has no
-    option for others.
+    option for others. This changes torch for the whole process: to be called when there is such a
+    layer.
     """
     check = DistributedDataParallel._passing_sync_batchnorm_handle
 
@@ -104,8 +106,12 @@ def let_data_parallel_take(layer_class: type[torch.nn.Module]) -> None:
 open_joins: list[Join] = []
 
 
-def _watch_joins() -> None:
-    """Keep ``open_joins``: nothing tells whether a Join is open."""
+@cache
+def watch_joins() -> None:
+    """Keep ``open_joins`` from now on: nothing tells whether a Join is open.
+
+    This changes torch for the whole process: to be called when there is a layer that asks.
+    """
     enter, leave = Join.__enter__, Join.__exit__
 
     @wraps(enter)
@@ -121,9 +127,6 @@ def _watch_joins() -> None:
         return leave(join, *error)
 
     Join.__enter__, Join.__exit__ = watched_enter, watched_leave  # type: ignore[method-assign]
-
-
-_watch_joins()
 
 
 # Ops.

@@ -11,7 +11,11 @@ from torch.fx import Proxy
 
 from normscope._binding import groups
 from normscope._binding.ops import FAILURES, ForwardArguments
-from normscope._binding.torch_private import TorchBatchNorm
+from normscope._binding.torch_private import (
+    TorchBatchNorm,
+    let_data_parallel_take,
+    watch_joins,
+)
 from normscope.layers import masked_forward, replicas
 from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, state_of
 from normscope.layers.earlier_scopes import EarlierScopes
@@ -154,6 +158,7 @@ class BatchNorm(TorchBatchNorm):
         self.group_name = groups.name_of(process_group)
         self.layer_name = ""
         self._made = next(MADE)
+        prepare_torch(self)
 
     @property
     def scope(self) -> Scope:
@@ -166,6 +171,8 @@ class BatchNorm(TorchBatchNorm):
         if before is not None and before != self._scope:
             self._earlier_scopes = self._earlier_scopes or EarlierScopes()
             self._earlier_scopes.add(before)
+        if not self._scope.is_of_one_rank:
+            watch_joins()
 
     @property
     def process_group(self) -> ProcessGroup | None:
@@ -299,10 +306,19 @@ class BatchNorm(TorchBatchNorm):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.elements_seen = elements
         self._made = next(MADE)
+        prepare_torch(self)
 
     def extra_repr(self) -> str:
         """Return the text of torch's layer with the scope."""
         return f"{super().extra_repr()}, scope={self.scope}"  # type: ignore[no-untyped-call]
+
+
+def prepare_torch(layer: BatchNorm) -> None:
+    """Change in torch what a layer needs; to be called for each layer that is made."""
+    if isinstance(layer, torch.nn.SyncBatchNorm):
+        let_data_parallel_take(BatchNorm)
+    if not layer.scope.is_of_one_rank:
+        watch_joins()
 
 
 class BatchNorm1d(BatchNorm, torch.nn.BatchNorm1d):

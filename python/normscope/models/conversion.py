@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope._binding import groups
 from normscope._binding.torch_private import TorchBatchNorm
-from normscope.layers.batch_norm import MADE, BatchNorm
+from normscope.layers.batch_norm import MADE, BatchNorm, prepare_torch
 from normscope.layers.scope import Scope
 from normscope.models.derived import class_of, set_class
 from normscope.models.fusion import fuse as fuse_activations
@@ -108,6 +108,7 @@ def convert(
         scoped.layer_name = name
         if group_name is not None:
             scoped.group_name = group_name
+        prepare_torch(scoped)
     if fuse:
         fuse_activations(model, {layer for _, layer in layers})
     return model

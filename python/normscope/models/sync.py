@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from normscope._binding.torch_private import let_data_parallel_take
 from normscope.layers.batch_norm import BatchNorm
 from normscope.models.conversion import Model, convert
 from normscope.models.registry import register_conversion
@@ -101,4 +100,3 @@ class SyncBatchNorm(BatchNorm, torch.nn.SyncBatchNorm):
 
 
 register_conversion(torch.nn.SyncBatchNorm, SyncBatchNorm)
-let_data_parallel_take(BatchNorm)
