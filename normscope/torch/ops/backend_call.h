@@ -6,7 +6,6 @@
 #include <optional>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "normscope/core/error.h"
@@ -30,12 +29,6 @@ namespace normscope::binding {
   TORCH_LIBRARY_IMPL(normscope, MTIA, m) { register_ops(m); }        \
   TORCH_LIBRARY_IMPL(normscope, PrivateUse1, m) { register_ops(m); } \
   static_assert(true)
-
-// Whether this forward repeats an earlier one, as activation checkpointing does. Its batch is then
-// already in the running statistics.
-[[nodiscard]] inline bool runs_inside_a_backward() {
-  return ::torch::autograd::get_current_graph_task_id() >= 0;
-}
 
 [[nodiscard]] inline OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor ? OptionalTensor(tensor->contiguous()) : std::nullopt;

@@ -12,6 +12,7 @@
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/operators.h"
+#include "normscope/torch/ops/recomputation.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/parts.h"
 #include "normscope/torch/portable/path.h"
@@ -70,7 +71,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
   arguments.weight = channel_view(prepared.weight);
   arguments.bias = channel_view(prepared.bias);
   arguments.running.momentum = op.momentum.value_or(0.0);
-  if (!runs_inside_a_backward()) {
+  if (!batch_was_counted()) {
     update_running(op.running, op.momentum, arguments);
     if (op.accumulated) {
       arguments.accumulated = {op.accumulated->mutable_data_ptr<double>(), op.x.size(1)};
@@ -98,7 +99,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   check_finite(op.x, exchange.get(), Direction::kForward, op.call);
   run_as_torch(op.x, exchange, op.call,
                [&] { batch_norm_forward(prepared.arguments, site.with(exchange, op.call)); });
-  if (!runs_inside_a_backward()) buffers->write_back();
+  if (!batch_was_counted()) buffers->write_back();
   return prepared;
 }
 
@@ -106,7 +107,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
   if (op.graph) check_scope_of_recomputation(op.call.layer);
   if (uses_torch_kernels(op.x)) return portable_forward(op);  // not reached through autograd
   const PreparedForward done = run_forward(op, Answer::kOutput);
-  if (!runs_inside_a_backward()) {
+  if (!batch_was_counted()) {
     for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
     bump_version(op.accumulated);
   }

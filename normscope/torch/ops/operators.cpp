@@ -202,6 +202,8 @@ TORCH_LIBRARY(normscope, m) {
   m.def("message_bytes(int channels) -> int", &message_bytes);
   m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
+  m.def("set_updates_in_backward(bool wanted) -> bool before", &set_updates_in_backward);
+  m.def("batch_was_counted() -> bool", &batch_was_counted);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
   m.def("output_moments(Tensor output, bool as_one) -> Tensor moments", &output_moments);
   m.def("output_scale(Tensor moments) -> float", &output_scale);

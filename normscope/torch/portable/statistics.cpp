@@ -19,6 +19,7 @@
 #include "normscope/core/limbs.h"
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/graph.h"
+#include "normscope/torch/ops/recomputation.h"
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/tensors/results.h"
 
@@ -180,7 +181,7 @@ at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
 }
 
 // A graph learns this when it runs: see update_in_graph().
-bool repeats_a_forward() { return runs_inside_a_backward() && !is_recorded_for_a_graph(); }
+bool repeats_a_forward() { return batch_was_counted() && !is_recorded_for_a_graph(); }
 
 bool has_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
   return running.mean || running.updates || accumulated;

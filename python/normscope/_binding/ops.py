@@ -12,7 +12,6 @@ import torch
 from normscope._binding.torch_private import (
     ORDERED,
     DistError,
-    current_graph_task_id,
     interpreter_stack,
     is_exporting,
     register_effectful_op,
@@ -23,6 +22,8 @@ _ops = torch.ops.normscope
 batch_norm_forward = _ops.batch_norm_forward.default
 portable_forward = _ops.portable_forward.default
 portable_apply = cast("Callable[..., torch.Tensor]", _ops.portable_apply.default)
+batch_was_counted = cast("Callable[[], bool]", _ops.batch_was_counted.default)
+set_updates_in_backward = cast("Callable[[bool], bool]", _ops.set_updates_in_backward.default)
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 output_moments = cast("Callable[[torch.Tensor, bool], torch.Tensor]", _ops.output_moments.default)
@@ -175,11 +176,6 @@ def _recorded_as() -> str:
     if is_exporting():
         return "exported"
     return "exact" if exact_graphs else "fused"
-
-
-def recomputes() -> bool:
-    """Return whether a backward is running, as in checkpointing; it updates no statistics."""
-    return current_graph_task_id() >= 0
 
 
 def no_moments(channels: int, device: torch.device) -> torch.Tensor:

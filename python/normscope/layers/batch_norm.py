@@ -28,6 +28,7 @@ from normscope.layers.forward import (
     tell_peers_of_layer,
 )
 from normscope.layers.fx import call_of_module
+from normscope.layers.late_tracking import UntrackedForwards, updates_in_backward
 from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
@@ -129,6 +130,10 @@ class BatchNorm(TorchBatchNorm):
     _made: int
     _count = NO_ELEMENTS
     _earlier_scopes: EarlierScopes | None = None
+    _untracked: UntrackedForwards | None = None
+    # pytorch-pfn-extras leaves layers alone that have it. It would change momentum to make two
+    # updates, in a forward and its recomputation, equal to one.
+    _bn_momentum_patched = True
     _applies_activation = False  # in a normscope.models.fusion.FusedSequential
     _route: Route = DIRECT  # another in blocks of accumulate and replicas of DataParallel
 
@@ -236,8 +241,19 @@ class BatchNorm(TorchBatchNorm):
         except FAILURES as error:  # such as a parameter that was deleted
             tell_peers_of_layer(error, x, self._scope, self.group_name, self.layer_name)
             raise
-        counter = self if self.track_running_stats else None
-        return self._route.train(counter, x, mask, arguments, ending)
+        if not self.track_running_stats:
+            self._note_untracked()
+            return self._route.train(None, x, mask, arguments, ending)
+        if self._untracked is None or torch.compiler.is_compiling() or not self._untracked.take():
+            return self._route.train(self, x, mask, arguments, ending)
+        with updates_in_backward():
+            return self._route.train(self, x, mask, arguments, ending)
+
+    def _note_untracked(self) -> None:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.running_mean is None:
+            return
+        self._untracked = self._untracked or UntrackedForwards()
+        self._untracked.add()
 
     def _forward_arguments(self, x: torch.Tensor) -> ForwardArguments:
         own_scope = self._scope
@@ -299,6 +315,7 @@ class BatchNorm(TorchBatchNorm):
         state.pop("_route", None)  # it is in no block of accumulate, and no replica
         state.pop("_made", None)
         state.pop("_earlier_scopes", None)  # a copy was in no forward
+        state.pop("_untracked", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

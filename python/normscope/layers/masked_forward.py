@@ -99,7 +99,7 @@ def _train_slices(
         else:
             y = end.train(part, updating)
         outputs.append(y)
-    if ops.recomputes():
+    if ops.batch_was_counted():
         return torch.cat(outputs)
     if accumulated is not None:
         accumulated += sums

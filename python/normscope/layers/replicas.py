@@ -28,6 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
+from normscope._binding.torch_private import current_graph_task_id
 from normscope.layers.count import Counter
 from normscope.layers.ending import Ending
 from normscope.layers.forward import DIRECT, Route, check_dimensions
@@ -310,7 +311,7 @@ def _check_scope(scope: str, group_name: str) -> None:
             f"process_group: expected one rank under torch.nn.DataParallel, got {ranks}; use "
             "DistributedDataParallel with a process for each device"
         )
-    if ops.recomputes():
+    if current_graph_task_id() >= 0:
         raise RuntimeError(
             "scope: expected local or slices for a layer that is recomputed under "
             f"torch.nn.DataParallel, got {scope}: backward has no thread for each replica"

@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
-_STATE = ("_count", "_route", "_made", "_earlier_scopes", "_applies_activation")
+_STATE = ("_count", "_route", "_made", "_earlier_scopes", "_untracked", "_applies_activation")
 _ORIGINAL = "_original"
 
 

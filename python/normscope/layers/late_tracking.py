@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpointing that tracks running statistics in the recomputation, and not in the forward.
+
+torch.nn's layer would update its statistics in both. Some libraries therefore switch tracking off
+in the forward, which runs without gradients. A layer of normscope never updates them in a
+recomputation, except in one of such a forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from normscope._binding import ops
+from normscope._binding.torch_private import (
+    current_autograd_node,
+    current_graph_task_id,
+    next_node_number,
+)
+
+# Forwards that a layer remembers. Those that are never recomputed must not be kept forever.
+_MOST_FORWARDS = 64
+
+
+class UntrackedForwards:
+    """The forwards of a layer that left its running statistics as they were, without gradients.
+
+    Such a forward makes no autograd nodes. The last one before it is that of the checkpoint around
+    it, which later recomputes it.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: deque[int] = deque(maxlen=_MOST_FORWARDS)
+
+    def add(self) -> None:
+        """Add the forward that begins."""
+        self._nodes.append(next_node_number() - 1)
+
+    def take(self) -> bool:
+        """Return whether the forward that begins recomputes one of them, which is then removed."""
+        if current_graph_task_id() < 0:
+            return False
+        node = current_autograd_node()._sequence_nr()
+        if node not in self._nodes:
+            return False
+        self._nodes.remove(node)
+        return True
+
+
+@contextmanager
+def updates_in_backward() -> Iterator[None]:
+    """Let forwards inside a backward update running statistics."""
+    before = ops.set_updates_in_backward(True)
+    try:
+        yield
+    finally:
+        ops.set_updates_in_backward(before)
