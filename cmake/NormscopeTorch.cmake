@@ -24,9 +24,9 @@ macro(normscope_find_torch_of_python)
   if(NOT torch)
     message(
       FATAL_ERROR
-        "Type \"pip install torch\" and then \"pip install --no-build-isolation .\" (which also needs "
-        "scikit-build-core, cmake and ninja): normscope is compiled with the torch that will load "
-        "it, and ${Python_EXECUTABLE} has none."
+        "Type \"pip install torch\" and then \"pip install .\": normscope is compiled with the torch that "
+        "will load it, and ${Python_EXECUTABLE} has none. If the torch of another Python is to load "
+        "it, as under uv, add --no-build-isolation, which needs scikit-build-core, cmake and ninja."
     )
   endif()
   set(Torch_DIR ${torch}/share/cmake/Torch)

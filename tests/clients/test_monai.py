@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+
+import torch
 from client import Client, NetworkTests, samples, seeded
+from monai.data import MetaTensor
 from monai.networks.nets import DenseNet, SegResNet, UNet
 from torch import Tensor, nn
+
+import normscope
 
 
 def of_volumes(model: nn.Module, part: slice) -> Tensor:
@@ -65,3 +71,21 @@ CLIENTS = {
 
 class TestNetworks(NetworkTests):
     """The network tests for all CLIENTS."""
+
+
+def test_a_tensor_with_metadata_trains_and_keeps_it() -> None:
+    net = seeded(densenet)
+    models = [normscope.convert(copy.deepcopy(net), "slices:2", fuse=True) for _ in range(2)]
+    x = samples(1, 32, 32)
+
+    y = models[0](MetaTensor(x, meta={"file": "a.nii"}))
+    expected = models[1](x)
+    y.sum().backward()
+    expected.sum().backward()
+
+    assert isinstance(y, MetaTensor)
+    assert y.meta["file"] == "a.nii"
+    assert torch.equal(y.as_tensor(), expected)
+    for got, wanted in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(torch.as_tensor(got.grad), torch.as_tensor(wanted.grad))
+    assert all(map(torch.equal, models[0].buffers(), models[1].buffers()))

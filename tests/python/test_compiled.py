@@ -140,7 +140,5 @@ def test_a_build_without_torch_first_says_what_to_do(tmp_path: Path) -> None:
 
     assert run.returncode != 0
     told = re.sub(r"\s+", " ", run.stderr)
-    assert re.search(
-        r'\(message\): Type "pip install torch" and then "pip install --no-build-isolation ."', told
-    )
+    assert re.search(r'\(message\): Type "pip install torch" and then "pip install \."', told)
     assert f"{python} has none." in told

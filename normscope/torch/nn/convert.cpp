@@ -68,7 +68,7 @@ class Plan {
         if (sequential == nullptr && child.value().use_count() > kOwnersOfRegistered) {
           refuse(name, "expected a layer that only the registry holds, got one that a member of " +
                            module.name() +
-                           "also holds and would keep using; declare it as normscope::nn's "
+                           " also holds and would keep using; declare it as normscope::nn's "
                            "layer there");
         }
         scoped_.emplace_back(name, layer.ptr());
