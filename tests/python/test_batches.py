@@ -105,6 +105,14 @@ class Slots:
         self.x = x
 
 
+class Graph:
+    """Keeps tensors in objects in a list, and itself."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.frames = [SimpleNamespace(columns={"x": Slots(x)})]
+        self.whole = self
+
+
 class Target(list[Any]):
     """Is made from its items, not from a list of them."""
 
@@ -140,6 +148,7 @@ REFUSED: list[tuple[Build, str]] = [
     (lambda x: (x, Slots(x)), "got a Slots with tensors"),
     (lambda x: {"x": x, "more": deque([x])}, "got a deque with tensors"),
     (lambda x: [x, SimpleNamespace(inner={"x": x})], "got a SimpleNamespace with tensors"),
+    (lambda x: (x, Graph(x)), "got a Graph with tensors"),
     (lambda x: Converting(x=x), "got a Converting with tensors"),
     (NeverEmpty, r"got a NeverEmpty .*\(ValueError: there must be a sample\)"),
 ]

@@ -7,11 +7,15 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Set
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 
 Batch = TypeVar("Batch")
+
+# How deep objects of other classes are searched for tensors.
+_LEVELS = 6
 
 
 def empty_batch_like(batch: Batch) -> Batch:
@@ -47,6 +51,8 @@ def samples_of(batch: object) -> int:
         ValueError: If the batch has no tensors, or they differ in this size.
     """
     sizes = list(_sizes_of(batch))
+    if not sizes:
+        _emptied(batch)  # raises the error of another class with tensors
     if not sizes or len(set(sizes)) > 1:
         raise ValueError(
             "batches: expected tensors with the same number of samples in dimension 0, got "
@@ -88,6 +94,8 @@ def _emptied(value: Any) -> Any:  # noqa: ANN401
         return _without_graphs(value)
     parts = {id(part): part for part in _parts_of(value)}
     if not parts:
+        if _holds_tensors(value, set()):
+            raise _refusal(value)
         return value
     emptied = {address: _emptied(part) for address, part in parts.items()}
     try:
@@ -101,15 +109,13 @@ def _emptied(value: Any) -> Any:  # noqa: ANN401
 
 
 def _parts_of(value: object) -> list[Any]:
-    """Return the values in a structure; none of anything else, which must not have tensors."""
+    """Return the values in a structure; none of anything else."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in _given_fields(value)]
     if isinstance(value, Mapping):
         return [value[key] for key in value]
     if isinstance(value, (tuple, list)):
         return list(value)
-    if any(isinstance(item, torch.Tensor) for item in _held_by(value)):
-        raise _refusal(value)
     return []
 
 
@@ -136,23 +142,28 @@ def _given_fields(value: Any) -> list[dataclasses.Field[Any]]:  # noqa: ANN401
     return [field for field in dataclasses.fields(value) if field.init]
 
 
-def _held_by(value: object) -> Iterator[object]:
-    """Yield the attributes of an object, the items of a set or queue, and what is in these."""
-    held: list[object] = []
-    if not isinstance(value, type):
-        held.extend(getattr(value, "__dict__", {}).values())
+def _holds_tensors(value: object, looked_at: set[int], levels: int = _LEVELS) -> bool:
+    """Return whether there are tensors in an object or in what it holds, some levels deep."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if levels == 0 or id(value) in looked_at or isinstance(value, (type, ModuleType)):
+        return False
+    looked_at.add(id(value))
+    return any(_holds_tensors(item, looked_at, levels - 1) for item in _held_by(value))
+
+
+def _held_by(value: object) -> list[object]:
+    """Return the attributes of an object and the items of a collection."""
+    held = list(getattr(value, "__dict__", {}).values())
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         names = [slots] if isinstance(slots, str) else slots
         held.extend(getattr(value, name, None) for name in names)
-    if isinstance(value, (Set, deque)):
+    if isinstance(value, (tuple, list, Set, deque)):
         held.extend(value)
-    for item in held:
-        yield item
-        if isinstance(item, Mapping):
-            yield from item.values()
-        elif isinstance(item, (tuple, list, Set, deque)):
-            yield from item
+    elif isinstance(value, Mapping):
+        held.extend(value.values())
+    return held
 
 
 def _refusal(value: object, why: str = "") -> TypeError:
