@@ -57,8 +57,9 @@ nitpick_ignore_regex = [
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the handler below."""
+    """Connect the handlers below."""
     app.connect("autodoc-process-docstring", keep_asterisks)
+    app.connect("autodoc-process-signature", without_factories)
 
 
 def keep_asterisks(*arguments: object) -> None:
@@ -66,6 +67,17 @@ def keep_asterisks(*arguments: object) -> None:
     lines = arguments[-1]
     assert isinstance(lines, list)
     lines[:] = [line.replace(", *]", r", \*]") for line in lines]
+
+
+def without_factories(*arguments: object) -> tuple[str | None, str | None]:
+    """Replace the default of a dataclass's field that has a factory, which is no expression.
+
+    Sphinx cuts a signature that it cannot parse at each comma, also at those of a type.
+    """
+    signature, returned = arguments[-2:]
+    assert signature is None or isinstance(signature, str)
+    assert returned is None or isinstance(returned, str)
+    return signature and signature.replace("<factory>", "..."), returned
 
 
 html_theme = "furo"
