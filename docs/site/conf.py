@@ -34,6 +34,7 @@ exclude_patterns = [".*", "build"]
 
 myst_heading_anchors = 4  # the anchors that GitHub and other hosts give to headings
 
+autodoc_mock_imports = ["transformers"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 maximum_signature_line_length = 80
@@ -45,7 +46,7 @@ napoleon_use_ivar = True
 # inventories would have to be downloaded.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|contextlib|lightning|os|torch|typing)\..+"),
+    (r"py:.*", r"(collections|contextlib|lightning|os|torch|transformers|typing)\..+"),
     # Names in annotations: types of torch and Python that are not imported at run time, type
     # variables and Literals.
     (

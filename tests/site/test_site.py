@@ -82,11 +82,15 @@ def from_elsewhere(site: Path) -> Iterator[str]:
             yield f"{path.relative_to(site)}: {link}"
 
 
+# Their packages may be missing.
+OF_OTHER_LIBRARIES = ("normscope.models.timm", "normscope.scopes.transformers")
+
+
 def public_modules() -> Iterator[ModuleType]:
     """Yield the modules that list their public names."""
     yield normscope
     for found in pkgutil.walk_packages(normscope.__path__, "normscope."):
-        if "._" in found.name or found.name == "normscope.models.timm":  # timm may be missing
+        if "._" in found.name or found.name in OF_OTHER_LIBRARIES:
             continue
         module = import_module(found.name)
         if hasattr(module, "__all__"):
