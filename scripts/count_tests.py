@@ -48,7 +48,11 @@ def main(arguments: Sequence[str]) -> int:
     """Print the problems and the summary; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="JUnit files of ctest and pytest")
-    results: list[Path] = parser.parse_args(arguments).results
+    parser.add_argument(
+        "--left-out", nargs="*", default=[], help="suites that did not run, for the last line"
+    )
+    given = parser.parse_args(arguments)
+    results: list[Path] = given.results
 
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     complaints = []
@@ -66,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     for complaint in complaints:
         print(complaint)
     skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
-    print(f"{counts['passed']} passed, {counts['failed']} failed{skipped}")
+    left_out = f"; left out: {', '.join(given.left_out)}" if given.left_out else ""
+    print(f"{counts['passed']} passed, {counts['failed']} failed{skipped}{left_out}")
     return 1 if complaints else 0
 
 

@@ -27,21 +27,7 @@ if is_found; then
   exit 0
 fi
 
-if ! command -v apt-get > /dev/null; then
-  as_root=false
-elif [ "$(id -u)" = 0 ]; then
-  as_root=env
-elif sudo -n true 2> /dev/null; then
-  as_root="sudo -n"
-else
-  as_root=false
-fi
-
-if [ "$as_root" != false ]; then
-  echo "Installing $* with apt-get"
-  $as_root apt-get update -qq
-  $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" > /dev/null
-fi
+"$(dirname "$0")/install_with_apt.sh" "$@" || true
 
 if ! is_found; then
   echo "CMake does not find $package. Install it, on Debian and Ubuntu with:" >&2
