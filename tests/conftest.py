@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import synchronized_kernels  # noqa: F401 - registers them if they are wanted
 import torch
-from rank_pool import RankPool
+from rank_pool import KERNELS, RankPool
 from torch import distributed
 
 
@@ -32,6 +32,23 @@ def quiet_compiler() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """The pool of ranks that the whole session shares."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools(ranks: RankPool) -> Iterator[dict[str, RankPool]]:
+    """The pools of ranks with each of KERNELS that the whole session shares."""
+    others = {kind: RankPool(KERNELS[kind]) for kind in KERNELS if kind != "own"}
+    yield {"own": ranks, **others}
+    for pool in others.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def devices() -> Iterator[RankPool]:
+    """Ranks that know the device of tests, by all kinds of kernels, shared by the whole session."""
     pool = RankPool()
     yield pool
     pool.close()

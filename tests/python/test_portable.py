@@ -7,7 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 import torch_device
 from noisy_network import trained
 from oracle import OURS, arithmetic_epsilon, oracle_of, results_of
-from rank_pool import RankFailureError, RankPool, split_of
+from rank_pool import KERNELS, RankFailureError, RankPool, split_of
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
@@ -23,26 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 import normscope
 
-TORCH = {"NORMSCOPE_DEVICE_KERNELS": "torch"}
-KINDS = {"native": TORCH, "synchronized": {**TORCH, "NORMSCOPE_TEST_KERNELS": "synchronized"}}
-
 Tensors = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+@pytest.fixture(params=["native", "synchronized"])
+def pool(request: pytest.FixtureRequest, pools: dict[str, RankPool]) -> RankPool:
     """Ranks on the CPU whose tensors torch's kernels normalize."""
-    pool = RankPool(environment=KINDS[request.param])
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def devices() -> Iterator[RankPool]:
-    """Ranks that know the device of tests, by both kinds of kernels."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return pools[request.param]
 
 
 def step(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
@@ -463,7 +450,7 @@ def test_compiled_layers_train_like_eager_ones(pool: RankPool, scope: str) -> No
 def test_the_command_names_the_kernels_of_each_device() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "normscope"],
-        env={**os.environ, **TORCH},
+        env={**os.environ, **KERNELS["native"]},
         capture_output=True,
         text=True,
         check=True,

@@ -27,6 +27,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# The environments of ranks whose tensors these kernels normalize: normscope's, torch's
+# native_batch_norm, and those of torch's synchronized layer, which synchronized_kernels.py has.
+KERNELS = {
+    "own": {},
+    "native": {"NORMSCOPE_DEVICE_KERNELS": "torch"},
+    "synchronized": {
+        "NORMSCOPE_DEVICE_KERNELS": "torch",
+        "NORMSCOPE_TEST_KERNELS": "synchronized",
+    },
+}
+
 # Far longer than any task takes, even on a busy machine.
 HANG_SECONDS = 120.0
 
