@@ -117,11 +117,11 @@ function(normscope_executable name)
   target_link_libraries(${name} PRIVATE ${arg_DEPENDS})
 endfunction()
 
-# Adds a GoogleTest executable. Each of its cases is a ctest case with the label. `unit` cases run
-# in a single thread; `ranks` cases start ranks (threads or processes) that wait for each other;
-# `mpi` cases only exist if the library is built with MPI.
+# Adds a GoogleTest executable. Each of its cases is a ctest case with the label, and runs with the
+# variables of ENVIRONMENT. `unit` cases run in a single thread; `ranks` cases start ranks (threads
+# or processes) that wait for each other; `mpi` cases only exist if the library is built with MPI.
 function(normscope_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABELS;TIMEOUT" "SOURCES;DEPENDS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "LABELS;TIMEOUT;ENVIRONMENT" "SOURCES;DEPENDS")
   if(NOT arg_LABELS MATCHES "^(unit|ranks|mpi|cuda)$")
     message(FATAL_ERROR "normscope_test(${name}): LABELS: expected unit, ranks, mpi or cuda, got ${arg_LABELS}")
   endif()
@@ -140,7 +140,7 @@ function(normscope_test name)
     NO_PRETTY_VALUES
     TEST_PREFIX "${name}."
     DISCOVERY_MODE PRE_TEST
-    PROPERTIES LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT}
+    PROPERTIES LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${arg_ENVIRONMENT}"
   )
 endfunction()
 

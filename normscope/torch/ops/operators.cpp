@@ -179,7 +179,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def(
       "portable_update(Tensor mean, Tensor var, Tensor count, Tensor? running_mean, "
       "Tensor? running_var, Tensor? num_batches_tracked, Tensor? accumulated, float? momentum, "
-      "bool may_be_empty) -> (Tensor running_mean, Tensor running_var, "
+      "bool may_be_too_small) -> (Tensor running_mean, Tensor running_var, "
       "Tensor num_batches_tracked, Tensor accumulated)",
       tags);
   m.def(

@@ -64,7 +64,7 @@ void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& 
   // does.
   const auto update = is_left_to_torch(op) ? update_now : update_buffers;
   for (const Statistics& of : statistics) {
-    update(op.running, op.momentum, op.accumulated, of, /*may_be_empty=*/false);
+    update(op.running, op.momentum, op.accumulated, of, /*may_be_too_small=*/false);
   }
 }
 

@@ -84,7 +84,7 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
   const auto [all, counts] = message.gather(label_of(op), count, {own_mean, own_inv_std});
   const at::Tensor elements = all.select(1, 2 * channels);
   const bool updates = updates_buffers(op.running, op.accumulated);
-  const bool as_torch = updates && count > 0 && updates_as_torch(op);
+  const bool as_torch = updates && count > 1 && updates_as_torch(op);
   at::Tensor batch_mean;
   at::Tensor batch_var;
   if (updates && !as_torch) {
@@ -104,7 +104,7 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
     const at::Tensor total = elements.sum();
     update_buffers(op.running, op.momentum, op.accumulated,
                    {batch_mean, batch_var * ((total - 1) / total), total},
-                   /*may_be_empty=*/count == 0);
+                   /*may_be_too_small=*/count < 2);
   }
   return {apply(x, op.weight, op.bias, mean, inv_std, op.eps), mean, inv_std, counts};
 }
@@ -133,7 +133,7 @@ PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& 
     all = merged(rows.narrow(1, 0, channels), rows.narrow(1, channels, channels),
                  rows.narrow(1, 2 * channels, 1));
   }
-  update_buffers(op.running, op.momentum, op.accumulated, all, /*may_be_empty=*/count == 0);
+  update_buffers(op.running, op.momentum, op.accumulated, all, /*may_be_too_small=*/count < 2);
   const bool by_inv_std = has_synchronized_kernels(x);
   const at::Tensor spread = by_inv_std ? (all.var + op.eps).rsqrt() : all.var;
   const at::Tensor total = all.count.reshape({1});

@@ -84,7 +84,7 @@ PortableTensors portable_forward_in_graph(const ForwardOpArguments& op) {
   sums = SumArguments{sums, count, op.needs_backward.value_or(false), op.eps, op.momentum, op.call}
              .in_order();
   const Statistics all = statistics_of_sums(sums, options);
-  update_buffers(op.running, op.momentum, op.accumulated, all, is_empty);
+  update_buffers(op.running, op.momentum, op.accumulated, all, /*may_be_too_small=*/count < 2);
   const at::Tensor inv_std = (all.var + op.eps).rsqrt();
   const at::Tensor xhat =
       (x.to(options.dtype()) - along_channels(x, all.mean)) * along_channels(x, inv_std);

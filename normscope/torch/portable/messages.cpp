@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/portable/messages.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -34,25 +36,69 @@ C10dCommunicator* over_torch(const ExchangeUse& use) {
                               : dynamic_cast<C10dCommunicator*>(&use.get()->communicator());
 }
 
-// A row's header on the device of `own`. Kept, because making it would copy from the host: few
-// layers of a program have different ones.
-at::Tensor header_on_device(const Header& header, const at::TensorOptions& options) {
-  using Key = std::tuple<double, double, double, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
+// The numbers of a header on a device. Kept, because making it would copy from the host: few layers
+// of a program have different ones.
+using Numbers = std::array<double, TensorMessage::kHeader>;
+at::Tensor on_device(const Numbers& numbers, const at::TensorOptions& options) {
+  using Key = std::tuple<Numbers, at::ScalarType, c10::DeviceType, c10::DeviceIndex>;
   static std::mutex mutex;
   static std::map<Key, at::Tensor> kept;
   constexpr std::size_t kMost = 4096;
-  const Key key{header.fields[kCount],          header.fields[kCallHash],
-                header.fields[kBackwardNeeded], c10::typeMetaToScalarType(options.dtype()),
-                options.device().type(),        options.device().index()};
+  const Key key{numbers, c10::typeMetaToScalarType(options.dtype()), options.device().type(),
+                options.device().index()};
   const std::lock_guard lock(mutex);
   const auto found = kept.find(key);
   if (found != kept.end()) return found->second;
   if (kept.size() == kMost) kept.clear();
+  return kept[key] = at::tensor(numbers, options);
+}
+
+at::Tensor header_of_row(const Header& header, const at::TensorOptions& options) {
   const double count = header.fields[kCount];
-  const std::array<double, TensorMessage::kHeader> columns = {count == 0 ? kNoElements : count,
-                                                              header.fields[kCallHash],
-                                                              header.fields[kBackwardNeeded], 0.0};
-  return kept[key] = at::tensor(columns, options);
+  return on_device({count == 0 ? kNoElements : count, header.fields[kCallHash],
+                    header.fields[kBackwardNeeded], 0.0},
+                   options);
+}
+
+at::Tensor header_of_sum(const Header& header, const at::TensorOptions& options) {
+  static_assert(std::tuple_size_v<Numbers> == kHeaderSize);
+  Numbers numbers;
+  std::ranges::copy(header.fields, numbers.begin());
+  return on_device(numbers, options);
+}
+
+// Copies numbers from a device to the host, and calls check(the copy, this rank's call) in a later
+// call, once the copy has arrived.
+template <class Check>
+void check_later(Exchange& exchange, int call, const at::Tensor& numbers, const Check& check) {
+  const at::Tensor on_host =
+      at::empty(numbers.sizes(), numbers.options().device(c10::kCPU).pinned_memory(true));
+  on_host.copy_(numbers, /*non_blocking=*/true);
+  const c10::impl::VirtualGuardImpl device(numbers.device().type());
+  auto arrived = std::make_shared<c10::Event>(numbers.device().type());
+  arrived->record(device.getStream(numbers.device()));
+  exchange.check_later([&exchange, call, on_host, arrived, check] {
+    if (!arrived->query()) return false;
+    check(on_host, exchange.reported_call(call));
+    return true;
+  });
+}
+
+[[noreturn]] void throw_met_another(const std::string& own_call, const std::string& of_whom) {
+  throw MismatchError("the ranks of a scope met in different calls: this rank's " + own_call +
+                      " met another call" + of_whom +
+                      ", and its results are wrong. NORMSCOPE_CHECK=1 finds it earlier, and says "
+                      "what each rank was doing");
+}
+
+void check_count(double count, const std::string& of_call = "") {
+  if (count != 1) return;
+  throw OneValueError(
+      "x: expected more than 1 value per channel in the norm batch when training, got 1" + of_call);
+}
+
+void check_earlier_count(double count, const std::string& call) {
+  check_count(count, " in an earlier call, " + call);
 }
 
 }  // namespace
@@ -84,8 +130,8 @@ GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
   int call = 0;
   std::int32_t hash = 0;
   if (is_alone()) {
-    if (count == 1) throw OneValueError("");
-    parts.push_back(header_on_device({{static_cast<double>(count)}}, options));
+    check_count(static_cast<double>(count));
+    parts.push_back(header_of_row({{static_cast<double>(count)}}, options));
     rows = at::cat(parts).unsqueeze(0);
   } else if (is_on_device()) {
     std::size_t bytes = kHeader * parts.front().itemsize();
@@ -93,7 +139,7 @@ GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
     call = use_.get()->meet_on_device(label, static_cast<double>(count), bytes,
                                       [&](const Header& header) {
                                         hash = static_cast<std::int32_t>(header.fields[kCallHash]);
-                                        parts.push_back(header_on_device(header, options));
+                                        parts.push_back(header_of_row(header, options));
                                         const at::Tensor row = at::cat(parts);
                                         rows = at::empty({ranks() * row.size(0)}, options);
                                         over_torch(use_)->all_gather_on_device(rows, row);
@@ -105,7 +151,7 @@ GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
   // A row for each column, so that the counts are contiguous.
   const at::Tensor headers = at::empty({kHeader, ranks()}, options.dtype(at::kInt));
   headers.copy_(rows.narrow(1, rows.size(1) - kHeader, kHeader).t());
-  if (is_on_device()) check_later(headers, call, hash);
+  if (is_on_device()) check_rows_later(headers, call, hash);
   return {rows, headers[kColumnCount]};
 }
 
@@ -120,67 +166,67 @@ at::Tensor TensorMessage::gather_through_host(const CallLabel& label, std::int64
   for (std::size_t at = row.size() - kHeader; at < rows.size(); at += row.size()) {
     total += std::round(rows[at]);
   }
-  if (total == 1) {
-    throw OneValueError(
-        "x: expected more than 1 value per channel in the norm batch when training, got 1");
-  }
+  check_count(total);
   return at::tensor(rows, at::kDouble).view({ranks(), -1}).to(own.options());
 }
 
 at::Tensor TensorMessage::sum(const CallLabel& label, std::int64_t count, const at::Tensor& own) {
-  if (is_alone()) return own;
-  if (is_on_device()) {
-    use_.get()->meet_on_device(label, static_cast<double>(count), own.nbytes(),
-                               [&](const Header&) { over_torch(use_)->sum_on_device(own); });
+  const bool is_forward = label.direction == Direction::kForward;
+  if (is_alone()) {
+    if (is_forward) check_count(static_cast<double>(count));
     return own;
   }
+  if (is_on_device()) return sum_on_device(label, count, own);
   const at::Tensor message =
       at::zeros({own.size(0) + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
   const at::Tensor sum = message.narrow(0, 0, own.size(0)).copy_(own);
   message[own.size(0) + kCount].fill_(static_cast<double>(count));
   use_.get()->all_reduce(
       label, {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())}, {});
+  if (is_forward) check_count(message.const_data_ptr<double>()[own.size(0) + kCount]);
   return sum.to(own.options());
 }
 
-// Copies the headers of all ranks to the host and checks them in a later call, when the copy has
-// arrived.
-void TensorMessage::check_later(const at::Tensor& headers, int call, std::int32_t hash) {
-  const at::Tensor on_host =
-      at::empty(headers.sizes(), at::TensorOptions().dtype(at::kInt).pinned_memory(true));
-  on_host.copy_(headers, /*non_blocking=*/true);
-  const c10::impl::VirtualGuardImpl device(headers.device().type());
-  auto arrived = std::make_shared<c10::Event>(headers.device().type());
-  arrived->record(device.getStream(headers.device()));
-  Exchange* const exchange = use_.get();
-  exchange->check_later([=] {
-    if (!arrived->query()) return false;
-    const auto values = on_host.accessor<std::int32_t, 2>();
-    std::int64_t count = 0;
-    std::string others;
-    for (std::int64_t rank = 0; rank < on_host.size(1); ++rank) {
-      count += values[kColumnCount][rank];
-      const bool agrees = values[kColumnHash][rank] == hash &&
-                          values[kColumnBackward][rank] == values[kColumnBackward][0];
-      if (agrees) continue;
-      others += others.empty() ? "" : ", ";
-      others += std::to_string(exchange->name_of_rank(static_cast<std::size_t>(rank)));
-    }
-    const std::string& own_call = exchange->reported_call(call);
-    if (!others.empty()) {
-      throw MismatchError("the ranks of a scope met in different calls: this rank's " + own_call +
-                          " met another call of rank " + others +
-                          ", and its results are wrong. NORMSCOPE_CHECK=1 finds it earlier, and "
-                          "says what each rank was doing");
-    }
-    if (count == 1) {
-      throw OneValueError(
-          "x: expected more than 1 value per channel in the norm batch when training, got 1 in an "
-          "earlier call, " +
-          own_call);
-    }
-    return true;
-  });
+at::Tensor TensorMessage::sum_on_device(const CallLabel& label, std::int64_t count,
+                                        const at::Tensor& own) {
+  // The sums of a backward may be float32, which is too narrow for the hash.
+  const bool has_header = label.direction == Direction::kForward && own.dtype() == at::kDouble;
+  at::Tensor message = own;
+  const int call = use_.get()->meet_on_device(
+      label, static_cast<double>(count), own.nbytes(), [&](const Header& header) {
+        if (has_header) message = at::cat({own, header_of_sum(header, own.options())});
+        over_torch(use_)->sum_on_device(message);
+      });
+  if (!has_header) return message;
+  check_later(*use_.get(), call, message.narrow(0, own.size(0), kHeader),
+              [ranks = ranks()](const at::Tensor& totals, const std::string& own_call) {
+                const auto* const fields = totals.const_data_ptr<double>();
+                if (!ranks_agree(fields, static_cast<double>(ranks))) {
+                  throw_met_another(own_call, "");
+                }
+                check_earlier_count(fields[kCount], own_call);
+              });
+  return message.narrow(0, 0, own.size(0));
+}
+
+void TensorMessage::check_rows_later(const at::Tensor& headers, int call, std::int32_t hash) {
+  Exchange& exchange = *use_.get();
+  check_later(exchange, call, headers,
+              [&exchange, hash](const at::Tensor& of_ranks, const std::string& own_call) {
+                const auto values = of_ranks.accessor<std::int32_t, 2>();
+                std::int64_t count = 0;
+                std::string others;
+                for (std::int64_t rank = 0; rank < of_ranks.size(1); ++rank) {
+                  count += values[kColumnCount][rank];
+                  const bool agrees = values[kColumnHash][rank] == hash &&
+                                      values[kColumnBackward][rank] == values[kColumnBackward][0];
+                  if (agrees) continue;
+                  others += others.empty() ? "" : ", ";
+                  others += std::to_string(exchange.name_of_rank(static_cast<std::size_t>(rank)));
+                }
+                if (!others.empty()) throw_met_another(own_call, " of rank " + others);
+                check_earlier_count(static_cast<double>(count), own_call);
+              });
 }
 
 }  // namespace normscope::binding

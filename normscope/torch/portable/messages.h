@@ -49,18 +49,22 @@ class TensorMessage {
   [[nodiscard]] std::int64_t ranks() const;
 
   // `own` is this rank's row without its header: parts [k] of one dtype, which are joined.
-  // `count`: elements per channel.
+  // `count`: elements per channel. In a forward, one value per channel in the norm batch is a
+  // OneValueError: in this call, or in a later one if the message stays on the device.
   [[nodiscard]] GatheredRows gather(const CallLabel& label, std::int64_t count,
                                     std::initializer_list<at::Tensor> own);
 
-  // The sum over the ranks of a tensor [k].
+  // The sum over the ranks of a tensor [k], which it may overwrite.
   [[nodiscard]] at::Tensor sum(const CallLabel& label, std::int64_t count, const at::Tensor& own);
 
  private:
   [[nodiscard]] bool is_on_device() const;
   [[nodiscard]] at::Tensor gather_through_host(const CallLabel& label, std::int64_t count,
                                                const at::Tensor& own);
-  void check_later(const at::Tensor& headers, int call, std::int32_t hash);
+  [[nodiscard]] at::Tensor sum_on_device(const CallLabel& label, std::int64_t count,
+                                         const at::Tensor& own);
+  // Checks the headers [kHeader, ranks] of all rows in a later call.
+  void check_rows_later(const at::Tensor& headers, int call, std::int32_t hash);
 
   c10::OptionalDeviceGuard guard_;
   ExchangeUse use_;

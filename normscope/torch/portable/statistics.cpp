@@ -38,12 +38,12 @@ using Updated = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 Updated updated(const at::Tensor& mean, const at::Tensor& var, const at::Tensor& count,
                 const OptionalTensor& running_mean, const OptionalTensor& running_var,
                 const OptionalTensor& updates, const OptionalTensor& accumulated,
-                std::optional<double> momentum, bool may_be_empty) {
+                std::optional<double> momentum, bool may_be_too_small) {
   check_scope_of_recomputation("");
   const OptionalTensor copies[] = {copy_of(running_mean), copy_of(running_var), copy_of(updates),
                                    copy_of(accumulated)};
   update_buffers({copies[0], copies[1], copies[2]}, momentum, copies[3], {mean, var, count},
-                 may_be_empty);
+                 may_be_too_small);
   return {or_empty(copies[0], mean), or_empty(copies[1], mean), or_empty(copies[2], mean),
           or_empty(copies[3], mean)};
 }
@@ -59,11 +59,11 @@ Updated updated_meta(const at::Tensor& mean, const at::Tensor&, const at::Tensor
 // An op, which knows when the graph runs whether this is a recomputation.
 void update_in_graph(const RunningTensors& running, std::optional<double> momentum,
                      const OptionalTensor& accumulated, const Statistics& statistics,
-                     bool may_be_empty) {
+                     bool may_be_too_small) {
   static const auto op = op_named<decltype(updated)>("normscope::portable_update");
   const auto [mean, var, updates, moments] =
       op.call(statistics.mean, statistics.var, statistics.count, running.mean, running.var,
-              running.updates, accumulated, momentum, may_be_empty);
+              running.updates, accumulated, momentum, may_be_too_small);
   set_buffer(running.mean, mean);
   set_buffer(running.var, var);
   set_buffer(running.updates, updates);
@@ -80,12 +80,12 @@ bool is_left_alone(const at::Tensor& buffer) {
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value();
 }
 
-// running += (value - running) * weight, where the norm batch has elements.
+// running += (value - running) * weight, if the norm batch is large enough.
 void move_towards(const at::Tensor& running, const at::Tensor& value, const at::Tensor& weight,
-                  const std::optional<at::Tensor>& has_elements) {
+                  const std::optional<at::Tensor>& is_large_enough) {
   const at::Tensor now = running.to(value.scalar_type());
   const at::Tensor moved = now + (value - now) * weight;
-  running.copy_(has_elements ? at::where(*has_elements, moved, now) : moved);
+  running.copy_(is_large_enough ? at::where(*is_large_enough, moved, now) : moved);
 }
 
 }  // namespace
@@ -130,8 +130,10 @@ at::Tensor sums_of(const Statistics& statistics, at::ScalarType type) {
 Statistics statistics_of_sums(const at::Tensor& sums, const at::TensorOptions& options) {
   const c10::SymInt channels = (sums.sym_size(0) - 1) / 2;
   const at::Tensor n = sums.narrow_symint(0, 2 * channels, 1);
-  const at::Tensor mean = sums.narrow_symint(0, 0, channels) / n;
-  const at::Tensor var = sums.narrow_symint(0, channels, channels) / n - mean * mean;
+  // Without elements the statistics are 0. If they were NaN, so would be the gradients: 0 * NaN.
+  const at::Tensor divisor = n.clamp_min(1);
+  const at::Tensor mean = sums.narrow_symint(0, 0, channels) / divisor;
+  const at::Tensor var = sums.narrow_symint(0, channels, channels) / divisor - mean * mean;
   return {mean.to(options.dtype()), var.clamp_min(0).to(options.dtype()), n.to(options.dtype())};
 }
 
@@ -210,21 +212,21 @@ void count_update(const RunningTensors& running) {
 
 void update_buffers(const RunningTensors& running, std::optional<double> momentum,
                     const OptionalTensor& accumulated, const Statistics& statistics,
-                    bool may_be_empty) {
+                    bool may_be_too_small) {
   if (!updates_buffers(running, accumulated)) return;
   if (running.mean && is_left_alone(*running.mean)) return;
   const auto update = is_recorded_for_a_graph() ? update_in_graph : update_now;
-  update(running, momentum, accumulated, statistics, may_be_empty);
+  update(running, momentum, accumulated, statistics, may_be_too_small);
 }
 
 void update_now(const RunningTensors& running, std::optional<double> momentum,
                 const OptionalTensor& accumulated, const Statistics& statistics,
-                bool may_be_empty) {
-  std::optional<at::Tensor> has_elements;
-  if (may_be_empty) has_elements = statistics.count.reshape({1}) >= 1;
+                bool may_be_too_small) {
+  std::optional<at::Tensor> is_large_enough;
+  if (may_be_too_small) is_large_enough = statistics.count.reshape({1}) >= 2;
   const OptionalTensor& updates = running.updates;
-  if (has_elements && updates) {
-    updates->add_(has_elements->to(at::kLong).reshape(updates->sizes()));
+  if (is_large_enough && updates) {
+    updates->add_(is_large_enough->to(at::kLong).reshape(updates->sizes()));
   } else {
     count_update(running);
   }
@@ -233,15 +235,15 @@ void update_now(const RunningTensors& running, std::optional<double> momentum,
     const at::TensorOptions options = statistics.mean.options();
     const at::Tensor weight = momentum ? at::scalar_tensor(*momentum, options)
                                        : updates->to(at::kLong).to(options.dtype()).reciprocal();
-    move_towards(*running.mean, statistics.mean, weight, has_elements);
+    move_towards(*running.mean, statistics.mean, weight, is_large_enough);
     const at::Tensor unbiased = statistics.var * (statistics.count / (statistics.count - 1));
-    move_towards(*running.var, unbiased, weight, has_elements);
+    move_towards(*running.var, unbiased, weight, is_large_enough);
   }
   if (!accumulated) return;
-  if (!has_elements) return add_moments(*accumulated, statistics);
+  if (!is_large_enough) return add_moments(*accumulated, statistics);
   const at::Tensor more = at::zeros_like(*accumulated);
   add_moments(more, statistics);
-  accumulated->add_(at::where(*has_elements, more, at::zeros_like(more)));
+  accumulated->add_(at::where(*is_large_enough, more, at::zeros_like(more)));
 }
 
 TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) { m.impl("portable_update", &updated); }

@@ -77,15 +77,17 @@ struct GradientSums {
 // Counts an update of the running statistics.
 void count_update(const RunningTensors& running);
 
-// Updates the running statistics, and adds the moments to `accumulated`. A norm batch without
-// elements changes nothing: `may_be_empty` says that only the device knows whether it is one.
+// Updates the running statistics, and adds the moments to `accumulated`. A norm batch with fewer
+// than two elements per channel changes nothing: `may_be_too_small` says that only the device knows
+// whether it is one.
 void update_now(const RunningTensors& running, std::optional<double> momentum,
-                const OptionalTensor& accumulated, const Statistics& statistics, bool may_be_empty);
+                const OptionalTensor& accumulated, const Statistics& statistics,
+                bool may_be_too_small);
 
 // The same, but not in a recomputation. A graph learns when it runs whether it is one.
 void update_buffers(const RunningTensors& running, std::optional<double> momentum,
                     const OptionalTensor& accumulated, const Statistics& statistics,
-                    bool may_be_empty);
+                    bool may_be_too_small);
 
 // Adds n * mean and n * (var + mean^2) to moments, in the format of a message (core/limbs.h). On
 // these paths the coarsest limb has the whole sum, and the others are zero.
