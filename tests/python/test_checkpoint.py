@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -214,16 +215,27 @@ def test_a_compiled_block_makes_one_running_update(ranks: RankPool) -> None:
 
 @pytest.mark.own_kernels
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-def test_a_compiled_block_refuses_a_change_of_its_scope_before_the_recomputation(kind: str) -> None:
+@pytest.mark.parametrize("in_another_thread", [False, True])
+def test_a_compiled_block_refuses_a_change_of_its_scope_before_the_recomputation(
+    kind: str, *, in_another_thread: bool
+) -> None:
     layer = normscope.BatchNorm1d(3, scope="local")
     block = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(4, 3, requires_grad=True)
+
+    def change_to(scope: str) -> None:
+        if in_another_thread:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(normscope.set_scope, layer, scope).result()
+        else:
+            normscope.set_scope(layer, scope)
+
     for _ in range(2):
         y = CHECKPOINTS[kind](block, x)
         y.sin().sum().backward()
-        normscope.set_scope(layer, "slices:2")
+        change_to("slices:2")
     y = CHECKPOINTS[kind](block, x)
-    normscope.set_scope(layer, "local")
+    change_to("local")
 
     with pytest.raises(RuntimeError, match="expected no change of a scope between the forward"):
         y.sin().sum().backward()
@@ -312,6 +324,81 @@ def test_a_recomputation_has_the_scope_of_its_forward(
         for value, wanted in zip(got, want, strict=True):
             allowed = RELATIVE * wanted.abs().amax().item()
             torch.testing.assert_close(value, wanted, rtol=0, atol=allowed)
+
+
+WORK = ("change", "forward", "backward")
+
+
+def gradients_in_threads(kind: str, elsewhere: tuple[str, ...]) -> list[torch.Tensor]:
+    """Change the scope before and after each forward; some of WORK runs in threads of its own."""
+    block = block_of("local")
+    block(torch.randn(4, 3, 6, 6, dtype=torch.float64)).sum().backward()  # nodes of this thread
+    generator = torch.Generator().manual_seed(1)
+    gradients = []
+    with ExitStack() as stack:
+        threads = {work: stack.enter_context(ThreadPoolExecutor(1)) for work in elsewhere}
+
+        def do(work: str, call: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
+            if work not in threads:
+                return call(*arguments)
+            return threads[work].submit(call, *arguments).result()
+
+        for before, after in (("slices:2", "local"), ("local", "slices:3"), ("slices:2", "local")):
+            x = torch.randn(6, 3, 6, 6, generator=generator, dtype=torch.float64)
+            x.requires_grad_()
+            do("change", normscope.set_scope, block, before)
+            y = do("forward", (CHECKPOINTS | NESTED)[kind], block, x)
+            do("change", normscope.set_scope, block, after)
+            do("backward", lambda y: y.square().sum().backward(), y)
+            assert x.grad is not None
+            gradients.append(x.grad)
+    return gradients
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in CHECKPOINTS if kind != "none"), *NESTED])
+@pytest.mark.parametrize("elsewhere", [c for n in (1, 2, 3) for c in combinations(WORK, n)])
+def test_a_recomputation_has_the_scope_of_its_forward_in_any_thread(
+    kind: str, elsewhere: tuple[str, ...]
+) -> None:
+    expected = gradients_in_threads("none", ())
+
+    got = gradients_in_threads(kind, elsewhere)
+
+    for value, wanted in zip(got, expected, strict=True):
+        allowed = RELATIVE * wanted.abs().amax().item()
+        torch.testing.assert_close(value, wanted, rtol=0, atol=allowed)
+
+
+class Refused(Exception):  # noqa: N818
+    """What a program raises in a backward."""
+
+
+def refuse(_: torch.Tensor) -> None:
+    raise Refused
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in CHECKPOINTS if kind != "none"), *NESTED])
+@pytest.mark.parametrize("first", ["local", "slices:2"])
+def test_a_backward_that_raised_changes_no_later_recomputation(kind: str, first: str) -> None:
+    gradients = []
+    for fails in (False, True):
+        block = block_of(first)
+        x, other = torch.randn(
+            2, 4, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        )
+        x, other = x.requires_grad_(), other.requires_grad_()
+        y = (CHECKPOINTS | NESTED)[kind](block, x)
+        normscope.set_scope(block, "slices:2" if first == "local" else "local")
+        z = (CHECKPOINTS | NESTED)[kind](block, other)
+        if fails:
+            x.register_hook(refuse)
+            with pytest.raises(Refused):
+                y.square().sum().backward()
+        z.square().sum().backward()
+        assert other.grad is not None
+        gradients.append(other.grad)
+
+    assert torch.equal(*gradients)
 
 
 def test_a_recomputation_after_too_many_changes_of_the_scope_raises() -> None:

@@ -16,6 +16,7 @@
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/ops/saved_call.h"
+#include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/path.h"
 
@@ -199,6 +200,7 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
 };
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
+  note_forward();
   ForwardOpArguments op = given;
   const OptionalTensor& residual = op.activation.residual;
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, residual});

@@ -13,6 +13,7 @@
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/ops/recomputation.h"
+#include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/parts.h"
 #include "normscope/torch/portable/path.h"
@@ -104,7 +105,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
-  if (op.graph) check_scope_of_recomputation(op.call.layer);
+  if (op.graph) note_forward_in_graph(op.call.layer);
   if (uses_torch_kernels(op.x)) return portable_forward(op);  // not reached through autograd
   const PreparedForward done = run_forward(op, Answer::kOutput);
   if (!batch_was_counted()) {
@@ -115,7 +116,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
 }
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
-  check_scope_of_recomputation(op.call.layer);
+  note_forward_in_graph(op.call.layer);
   const auto [given_mean, given_var, given_updates] = op.running.all();
   const OptionalTensor mean = copy_of(*given_mean);
   const OptionalTensor var = copy_of(*given_var);

@@ -1,33 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/ops/graph.h"
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <tuple>
 #include <vector>
 
-#include <ATen/SequenceNumber.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
-#include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
 
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/tensors/results.h"
 
 namespace normscope::binding {
 namespace {
-
-// The number of autograd's next node at the last change of a scope. Every thread counts its own
-// nodes.
-std::atomic<std::uint64_t> first_node_after_change = 0;
-std::atomic<std::uint64_t> thread_of_change = 0;
 
 // The coefficients [slices, ., C] of the slices that a scope makes of x, in a shape that broadcasts
 // over x.
@@ -145,20 +134,6 @@ BackwardTensors backward_in_graph(const BackwardOpArguments& op) {
   if (!op.wanted.dx) return {none, dweight, dbias, none};
   const CoefficientsOf of(op.x, coefficients, scope);
   return {input_gradient(op.x, op.dy, of), dweight, dbias, none};
-}
-
-void note_change_of_scope() {
-  thread_of_change = at::RecordFunction::currentThreadId();
-  first_node_after_change = at::sequence_number::peek();
-}
-
-void check_scope_of_recomputation(std::string_view layer) {
-  const auto node = ::torch::autograd::get_current_node();
-  if (node == nullptr || node->thread_id() != thread_of_change) return;
-  TORCH_CHECK(node->sequence_nr() >= first_node_after_change,
-              layer.empty() ? "a layer" : std::string(layer),
-              ": expected no change of a scope between the forward of a compiled layer and its "
-              "recomputation, got one; change scopes after backward");
 }
 
 }  // namespace normscope::binding

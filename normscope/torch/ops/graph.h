@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -39,14 +38,5 @@ namespace normscope::binding {
 
 [[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op);
 [[nodiscard]] BackwardTensors backward_in_graph(const BackwardOpArguments& op);
-
-// A compiled graph has one scope for each layer. Eager layers remember their earlier ones for
-// recomputations (python/normscope/layers/earlier_scopes.py).
-
-// Notes that the scope of a layer changes now.
-void note_change_of_scope();
-
-// Throws if a forward in a graph recomputes one from before the last change of a scope.
-void check_scope_of_recomputation(std::string_view layer);
 
 }  // namespace normscope::binding

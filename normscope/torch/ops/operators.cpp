@@ -230,7 +230,8 @@ TORCH_LIBRARY(normscope, m) {
   m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);
-  m.def("note_change_of_scope() -> ()", &note_change_of_scope);
+  m.def("note_change_of_scope() -> int number", &note_change_of_scope);
+  m.def("change_before_forward() -> int number", &change_before_forward);
   // Implemented in Python.
   m.def(
       "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) "

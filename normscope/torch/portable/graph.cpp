@@ -14,6 +14,7 @@
 
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/portable/path.h"
@@ -46,7 +47,7 @@ struct SumArguments {
 
 at::Tensor sum(const SumArguments& op) {
   const bool is_forward = op.backward_follows.has_value();
-  if (is_forward) check_scope_of_recomputation(op.call.layer);
+  if (is_forward) note_forward_in_graph(op.call.layer);
   const Direction direction = is_forward ? Direction::kForward : Direction::kBackward;
   TensorMessage message(direction, op.call, op.own);
   at::Tensor result;

@@ -20,6 +20,7 @@
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/recomputation.h"
+#include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/tensors/results.h"
 
@@ -39,7 +40,7 @@ Updated updated(const at::Tensor& mean, const at::Tensor& var, const at::Tensor&
                 const OptionalTensor& running_mean, const OptionalTensor& running_var,
                 const OptionalTensor& updates, const OptionalTensor& accumulated,
                 std::optional<double> momentum, bool may_be_too_small) {
-  check_scope_of_recomputation("");
+  note_forward_in_graph("");
   const OptionalTensor copies[] = {copy_of(running_mean), copy_of(running_var), copy_of(updates),
                                    copy_of(accumulated)};
   update_buffers({copies[0], copies[1], copies[2]}, momentum, copies[3], {mean, var, count},

@@ -143,10 +143,6 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-# Calls a function at the end of the backward that runs.
-queue_callback: Callable[[Callable[[], None]], None]
-queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-
 # The transforms of torch.func around the current call. torch.func does not tell.
 interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
 
