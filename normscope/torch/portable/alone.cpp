@@ -5,11 +5,14 @@
 
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/graph.h"
@@ -25,6 +28,22 @@ struct Normalized {
   std::optional<Statistics> statistics;  // wanted, and not empty
 };
 
+// The weight for torch's batch norm. Some of its kernels keep statistics in the type of the first
+// parameter or buffer, and in x's if there are none: ones then stand for the weight.
+OptionalTensor wide_weight(const ForwardOpArguments& op, const at::Tensor& x,
+                           const OptionalTensor& running_mean) {
+  const bool has_any = op.weight || op.bias || running_mean;
+  if (has_any || !at::isReducedFloatingType(x.scalar_type())) return in_arithmetic(op.weight, x);
+  return at::ones_symint({x.sym_size(1)}, arithmetic_options(x));
+}
+
+// A copy that no mode of torch sees: modes that checkpoint count the operations of a recomputation.
+at::Tensor unseen_copy(const at::Tensor& buffer) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::python_ks);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return buffer.clone();
+}
+
 // Torch's batch norm of x, which has more than one element per channel or none.
 //
 // kUpdate: it updates the running statistics. kReturn: the statistics are returned instead. A
@@ -34,7 +53,7 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   const c10::SymInt count = elements_per_channel(x);
   const bool cudnn = at::globalContext().userEnabledCuDNN();
   const auto call = [&](const OptionalTensor& mean, const OptionalTensor& var, double momentum) {
-    return at::batch_norm(x, in_arithmetic(op.weight, x), in_arithmetic(op.bias, x), mean, var,
+    return at::batch_norm(x, wide_weight(op, x, mean), in_arithmetic(op.bias, x), mean, var,
                           /*training=*/true, momentum, op.eps, cudnn);
   };
   if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
@@ -42,8 +61,10 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   if (then == Then::kUpdate) {
     // torch saves the buffers for backward, which does not use them. Tensors with versions of their
     // own allow them to change until then.
-    at::Tensor y = call(op.running.mean->variable_data(), op.running.var->variable_data(),
-                        again ? 0.0 : *op.momentum);
+    const auto buffer = [&](const OptionalTensor& running) {
+      return again ? unseen_copy(*running) : running->variable_data();
+    };
+    at::Tensor y = call(buffer(op.running.mean), buffer(op.running.var), *op.momentum);
     if (!again) count_update(op.running);
     return {std::move(y), std::nullopt};
   }
