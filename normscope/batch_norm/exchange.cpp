@@ -39,8 +39,11 @@ std::string describe(const CallLabel& label) {
 
 std::string with_numbers(double eps, double momentum) {
   char text[64];
-  std::snprintf(text, sizeof(text), " with eps %g and momentum %g", eps, momentum);
-  return text;
+  std::snprintf(text, sizeof(text), " with eps %g and momentum ", eps);
+  if (std::isnan(momentum)) return std::string(text) + "None";
+  char number[32];
+  std::snprintf(number, sizeof(number), "%g", momentum);
+  return std::string(text) + number;
 }
 
 std::string_view bytes_of(const double& number) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -36,6 +37,9 @@ enum class BackwardNeeded { kNo, kYes };
 // The name of this library's kernels. Ranks with other kernels send other sums.
 inline constexpr std::string_view kOwnKernels = "normscope";
 
+// In place of a momentum.
+inline constexpr double kCumulativeAverage = std::numeric_limits<double>::quiet_NaN();
+
 // A rank's call in which it meets its group. Compared across ranks, and quoted in errors.
 struct CallLabel {
   std::string_view layer;  // qualified name; empty: identified by shape and call number only
@@ -46,7 +50,7 @@ struct CallLabel {
   BackwardNeeded backward = BackwardNeeded::kYes;
   // For a forward: must agree across ranks for the running statistics to be equal.
   double eps = 0.0;
-  double momentum = 0.0;
+  double momentum = 0.0;  // or kCumulativeAverage
 };
 
 // Whether a group of one rank sends nothing or, for tests, exchanges like several ranks.

@@ -34,6 +34,11 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   }
 }
 
+double compared_momentum(const ForwardArguments& arguments) {
+  const bool is_cumulative = arguments.running_average == RunningAverage::kCumulative;
+  return is_cumulative ? kCumulativeAverage : arguments.running.momentum;
+}
+
 AffineActivation affine_of(const ForwardArguments& arguments) {
   return {arguments.weight, arguments.bias, arguments.activation};
 }
@@ -200,7 +205,7 @@ void batch_norm_forward(const ForwardArguments& arguments, const CallContext& co
                         .channels = arguments.x.channels,
                         .backward = arguments.backward,
                         .eps = arguments.eps,
-                        .momentum = arguments.running.momentum};
+                        .momentum = compared_momentum(arguments)};
   Exchange* exchange = exchange_of(context);
   if (exchange == nullptr) {
     const auto [first, last] =

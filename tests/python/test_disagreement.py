@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rank_pool import RankPool, error_of
+from rank_pool import KERNELS, RankPool, error_of
 from torch import distributed
 
 import normscope
@@ -115,6 +115,41 @@ def test_every_rank_is_told_what_each_was_doing(
         assert of_rank_0 in rank_0
         assert rank_1.startswith("  rank 1: ")
         assert of_rank_1 in rank_1
+
+
+def other_settings(settings: tuple[dict[str, float | None], ...], compiled: bool) -> str:  # noqa: FBT001
+    layer = normscope.BatchNorm1d(3, **settings[distributed.get_rank()])  # type: ignore[arg-type]
+    call = torch.compile(layer, backend="aot_eager") if compiled else layer
+    message = error_of(lambda: call(torch.randn(4, 3)))
+    if compiled:
+        torch.compiler.reset()
+    assert layer.running_mean is not None
+    assert layer.running_mean.tolist() == [0, 0, 0]
+    assert_group_is_usable()
+    return message
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "of_ranks"),
+    [
+        (({"eps": 0.5}, {"eps": 0.25}), ["eps 0.5 and momentum 0.1", "eps 0.25 and momentum 0.1"]),
+        (({}, {"momentum": 0.3}), ["momentum 0.1", "momentum 0.3"]),
+        (({"momentum": None}, {"momentum": 0.0}), ["momentum None", "momentum 0"]),
+    ],
+)
+def test_another_eps_or_momentum_is_told_to_every_rank(
+    pools: dict[str, RankPool],
+    kernels: str,
+    settings: tuple[dict[str, float | None], ...],
+    of_ranks: list[str],
+    *,
+    compiled: bool,
+) -> None:
+    for message in pools[kernels].run(2, other_settings, settings, compiled):
+        lines = message.split("\n")[1:3]
+        assert all(line.endswith(text) for line, text in zip(lines, of_ranks, strict=True))
 
 
 def transport_in_use() -> str:

@@ -71,7 +71,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
   arguments.x = view(prepared.x);
   arguments.weight = channel_view(prepared.weight);
   arguments.bias = channel_view(prepared.bias);
-  arguments.running.momentum = op.momentum.value_or(0.0);
+  arguments.running.momentum = op.momentum.value_or(kCumulativeAverage);
   if (!batch_was_counted()) {
     update_running(op.running, op.momentum, arguments);
     if (op.accumulated) {

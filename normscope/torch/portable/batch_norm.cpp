@@ -44,7 +44,7 @@ CallLabel label_of(const ForwardOpArguments& op) {
       .channels = op.x.size(1),
       .backward = op.needs_backward.value_or(false) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
       .eps = op.eps,
-      .momentum = op.momentum.value_or(0.0)};
+      .momentum = op.momentum.value_or(kCumulativeAverage)};
 }
 
 // The sums of all ranks in place of their statistics, for many ranks.

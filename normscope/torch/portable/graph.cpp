@@ -60,7 +60,7 @@ at::Tensor sum(const SumArguments& op) {
         .channels = op.own.size(0) / 2,
         .backward = op.backward_follows.value_or(true) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
         .eps = op.eps,
-        .momentum = op.momentum.value_or(0.0)};
+        .momentum = op.momentum.value_or(kCumulativeAverage)};
     result = message.sum(label, op.count.expect_int(), op.own.clone());
   });
   return result;
