@@ -17,8 +17,9 @@ DType known_dtype_of(const at::Tensor& tensor) {
 }
 
 // The stride of the positions [*] of a tensor [N, C, *] as one dimension; nullopt if they do not
-// fold.
+// fold. Those of a tensor without elements always do.
 std::optional<std::int64_t> position_stride(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return 1;
   std::optional<std::int64_t> innermost;
   std::int64_t folded = 1;  // positions in the dimensions seen so far
   for (std::int64_t d = tensor.dim() - 1; d >= 2; --d) {
