@@ -10,6 +10,7 @@
 #include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/message.h"
 #include "normscope/batch_norm/parts.h"
+#include "normscope/batch_norm/staged_buffers.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -214,11 +215,15 @@ void batch_norm_forward(const ForwardArguments& arguments, const CallContext& co
   }
   if (context.device != nullptr) {
     run_on_device(arguments, label, *context.device, exchange);
-  } else if (exchange != nullptr) {
-    normalize_synchronized(arguments, label, resolve(context));
-  } else {
-    normalize_slices(arguments, resolve(context));
+    return;
   }
+  StagedBuffers staged(arguments);
+  if (exchange != nullptr) {
+    normalize_synchronized(staged.arguments(), label, resolve(context));
+  } else {
+    normalize_slices(staged.arguments(), resolve(context));
+  }
+  staged.commit();
 }
 
 }  // namespace normscope

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <functional>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 
 #include "normscope/core/error.h"
 #include "tests/batch_norm/layer_run.h"
+#include "tests/batch_norm/parts_run.h"
 #include "tests/comm/worlds.h"
 
 namespace normscope::testing {
@@ -132,6 +134,34 @@ TEST(OneValue, IsRefusedOnARankAloneAndNothingIsUpdated) {
   expect_unchanged(run);
 }
 
+// Kernels that find no memory when they apply the statistics.
+Kernels without_memory_to_normalize() {
+  Kernels kernels = default_kernels();
+  kernels.normalize = [](const Execution&, const TensorView&, Statistics, const AffineActivation&,
+                         const TensorView&, const MutableTensorView&) { throw std::bad_alloc(); };
+  return kernels;
+}
+
+TEST(NoMemory, AfterTheStatisticsLeavesTheBuffersAsTheyWere) {
+  const Kernels kernels = without_memory_to_normalize();
+  for (const SliceStats slice_stats :
+       {SliceStats::kPooled, SliceStats::kFirst, SliceStats::kSequential}) {
+    LayerRun run(Layer{}, first_samples(4), 2);
+    ForwardArguments arguments = run.forward_arguments();
+    arguments.slice_stats = slice_stats;
+    OwnedMessage moments(5);
+    arguments.accumulated = moments.view();
+    CallContext context;
+    context.kernels = &kernels;
+
+    EXPECT_THROW(batch_norm_forward(arguments, context), std::bad_alloc);
+
+    expect_unchanged(run);
+    EXPECT_EQ(run.updates[0], 3);
+    EXPECT_EQ(moments.numbers(), OwnedMessage(5).numbers());
+  }
+}
+
 class ErrorsOfRanks : public ::testing::TestWithParam<World> {};
 
 TEST_P(ErrorsOfRanks, OneValueOverAllRanksIsRefusedOnAllAndTheGroupStaysUsable) {
@@ -167,6 +197,22 @@ TEST_P(ErrorsOfRanks, AnArgumentErrorOfOneRankReachesItsPeersAtOnce) {
                         HasSubstr("rank 1 of"), HasSubstr("eps: expected at least 0, got -1")));
     }
     expect_unchanged(run);
+  });
+}
+
+TEST_P(ErrorsOfRanks, NoMemoryAfterTheExchangeLeavesTheBuffersAsTheyWere) {
+  const World& world = GetParam();
+  world.run(world.ranks, {}, [](Communicator& communicator) {
+    const Kernels kernels = without_memory_to_normalize();
+    Exchange exchange = exchange_over(communicator);
+    LayerRun run(Layer{}, first_samples(4));
+    CallContext context = context_of(&exchange);
+    context.kernels = &kernels;
+
+    EXPECT_THROW(batch_norm_forward(run.forward_arguments(), context), std::bad_alloc);
+
+    expect_unchanged(run);
+    EXPECT_EQ(run.updates[0], 3);
   });
 }
 

@@ -23,6 +23,7 @@ class OwnedMessage {
 
   [[nodiscard]] MessageView view() { return {numbers_.data(), channels_}; }
   [[nodiscard]] double count() { return view().header()[kCount]; }
+  [[nodiscard]] const std::vector<double>& numbers() const { return numbers_; }
 
   OwnedMessage& operator+=(const OwnedMessage& other) {
     for (std::size_t i = 0; i < numbers_.size(); ++i) numbers_[i] += other.numbers_[i];

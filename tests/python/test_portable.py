@@ -382,8 +382,8 @@ def test_a_step_takes_few_operations_and_none_that_waits(devices: RankPool) -> N
             "copy_",  # the headers as integers
             "copy_",  # and to the host, for a later check
             "batch_norm_gather_stats_with_counts",
-            "add_",  # num_batches_tracked
             "batch_norm_elemt",
+            "add_",  # num_batches_tracked
         ]
         assert backward == ["batch_norm_backward_reduce", "cat", "batch_norm_backward_elemt"]
 

@@ -7,6 +7,7 @@ Written from the formulas; arguments and results are torch's.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -76,6 +77,10 @@ def _elemt(
     return y.to(x.dtype)
 
 
+def _elemt_out(*arguments: Any, out: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    return out.copy_(_elemt(*arguments))
+
+
 def _backward_reduce(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -118,6 +123,7 @@ def register(device: str = "CPU") -> torch.library.Library:
     kernels.impl("batch_norm_stats", _stats, device)
     kernels.impl("batch_norm_gather_stats_with_counts", _gather_stats_with_counts, device)
     kernels.impl("batch_norm_elemt", _elemt, device)
+    kernels.impl("batch_norm_elemt.out", _elemt_out, device)
     kernels.impl("batch_norm_backward_reduce", _backward_reduce, device)
     kernels.impl("batch_norm_backward_elemt", _backward_elemt, device)
     return kernels

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -200,6 +201,8 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
 };
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
+  // Under autocast some operations refuse tensors of several types, and others round them.
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   note_forward();
   ForwardOpArguments op = given;
   const OptionalTensor& residual = op.activation.residual;

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/graph.h"
@@ -37,13 +36,6 @@ OptionalTensor wide_weight(const ForwardOpArguments& op, const at::Tensor& x,
   return at::ones_symint({x.sym_size(1)}, arithmetic_options(x));
 }
 
-// A copy that no mode of torch sees: modes that checkpoint count the operations of a recomputation.
-at::Tensor unseen_copy(const at::Tensor& buffer) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(c10::python_ks);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return buffer.clone();
-}
-
 // Torch's batch norm of x, which has more than one element per channel or none.
 //
 // kUpdate: it updates the running statistics. kReturn: the statistics are returned instead. A
@@ -57,15 +49,12 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
                           /*training=*/true, momentum, op.eps, cudnn);
   };
   if (then == Then::kNothing || count == 0) return {call({}, {}, 0.0), std::nullopt};
-  const bool again = repeats_a_forward();
   if (then == Then::kUpdate) {
     // torch saves the buffers for backward, which does not use them. Tensors with versions of their
     // own allow them to change until then.
-    const auto buffer = [&](const OptionalTensor& running) {
-      return again ? unseen_copy(*running) : running->variable_data();
-    };
-    at::Tensor y = call(buffer(op.running.mean), buffer(op.running.var), *op.momentum);
-    if (!again) count_update(op.running);
+    at::Tensor y =
+        call(op.running.mean->variable_data(), op.running.var->variable_data(), *op.momentum);
+    count_update(op.running);
     return {std::move(y), std::nullopt};
   }
   // ONNX has no batch norm that normalizes by its batch and takes buffers.
@@ -74,7 +63,7 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   const at::Tensor mean = at::zeros_symint({x.sym_size(1)}, arithmetic_options(x));
   const at::Tensor var = at::zeros_like(mean);
   at::Tensor y = call(mean, var, 1.0);
-  if (again) return {std::move(y), std::nullopt};
+  if (repeats_a_forward()) return {std::move(y), std::nullopt};
   const at::Tensor n = at::scalar_tensor(c10::Scalar(count), mean.options());
   return {std::move(y), Statistics{mean, var * ((n - 1) / n), n}};
 }
@@ -89,23 +78,29 @@ void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& 
   }
 }
 
-}  // namespace
+std::vector<at::Tensor> slices_of(const at::Tensor& x, const Slicing& slicing,
+                                  std::string_view layer) {
+  std::vector<at::Tensor> slices = {x};
+  if (slicing.slices_wanted > 1) {
+    const std::int64_t samples = x.sym_size(0).guard_int(__FILE__, __LINE__);
+    // A graph may run under an autocast that joins no tensors of x's type.
+    const bool is_widened = is_recorded_for_a_graph() && at::isReducedFloatingType(x.scalar_type());
+    slices = (is_widened ? x.to(at::kFloat) : x).chunk(slice_count(samples, slicing.slices_wanted));
+  }
+  for (const at::Tensor& slice : slices) {
+    if (elements_per_channel(slice) == 1) throw_one_value_per_channel(slice, layer);
+  }
+  return slices;
+}
 
-at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
+at::Tensor normalize(const ForwardOpArguments& op, const Slicing& slicing,
+                     const std::vector<at::Tensor>& slices) {
   const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
   Then then = Then::kNothing;
   if (has_buffers(op.running, op.accumulated)) {
     // A graph must learn at run time whether it is a recomputation: update_buffers().
     const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
     then = by_torch ? Then::kUpdate : Then::kReturn;
-  }
-  std::vector<at::Tensor> slices = {op.x};
-  if (slicing.slices_wanted > 1) {
-    const std::int64_t samples = op.x.sym_size(0).guard_int(__FILE__, __LINE__);
-    slices = op.x.chunk(slice_count(samples, slicing.slices_wanted));
-  }
-  for (const at::Tensor& slice : slices) {
-    if (elements_per_channel(slice) == 1) throw_one_value_per_channel(slice, op.call.layer);
   }
   std::vector<at::Tensor> outputs;
   std::vector<Statistics> statistics;
@@ -115,8 +110,23 @@ at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& s
     if (done.statistics) statistics.push_back(std::move(*done.statistics));
     if (slicing.slice_stats == SliceStats::kFirst) then = Then::kNothing;
   }
+  const at::Tensor joined = outputs.size() == 1 ? outputs.front() : at::cat(outputs);
+  at::Tensor y = joined.to(op.x.scalar_type());
   update_by_all(op, pools && !statistics.empty() ? std::vector{pooled(statistics)} : statistics);
-  return outputs.size() == 1 ? outputs.front() : at::cat(outputs);
+  return y;
+}
+
+}  // namespace
+
+at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
+  const std::vector<at::Tensor> slices = slices_of(op.x, slicing, op.call.layer);
+  // A later slice may raise; in a recomputation torch's kernel would update.
+  const bool may_update_in_vain = slices.size() > 1 || repeats_a_forward();
+  if (!may_update_in_vain || !BufferCopies::can_be_made(op)) return normalize(op, slicing, slices);
+  const BufferCopies copies(op);
+  at::Tensor y = normalize(copies.in(op), slicing, slices);
+  copies.write_back();
+  return y;
 }
 
 }  // namespace normscope::binding

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
+#include <optional>
 #include <tuple>
 
 #include <ATen/TensorOperators.h>
@@ -93,26 +94,35 @@ class PortableBatchNorm : public ::torch::autograd::Function<PortableBatchNorm> 
   }
 };
 
-}  // namespace
-
-std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op) {
-  const Scope scope = parsed_scope_or_fail(op.call);
-  const ActivationFunction activation =
-      parsed_activation(op.activation.activation, op.activation.negative_slope);
-  at::Tensor y;
+at::Tensor normalized(const ForwardOpArguments& op, const Scope& scope) {
   if (scope.is_of_one_rank() || !has_peers(op.call.group_name)) {
     const ExchangeUse shown(Direction::kForward, op.call,
                             placement_of_messages(op.call, op.x).value_or(Placement{}));
     const Slicing slicing = checked(op, scope);
     check_finite(op.x, nullptr, Direction::kForward, op.call);
-    y = normalize_on_this_rank(op, slicing);
-  } else if (op.needs_backward.value_or(false)) {
-    y = PortableBatchNorm::apply(op.x, op.weight, op.bias, op)[0];
-  } else {
-    y = std::get<0>(forward_below_autograd(op));
+    return normalize_on_this_rank(op, slicing);
   }
-  if (op.activation.residual) y = y + *op.activation.residual;
-  return {activated(activation, y), at::empty({0}, op.x.options())};
+  if (op.needs_backward.value_or(false)) {
+    return PortableBatchNorm::apply(op.x, op.weight, op.bias, op)[0];
+  }
+  return std::get<0>(forward_below_autograd(op));
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op) {
+  const Scope scope = parsed_scope_or_fail(op.call);
+  const ActivationFunction activation = checked(op.activation, op.x);
+  const OptionalTensor& residual = op.activation.residual;
+  const at::Tensor no_statistics = at::empty({0}, op.x.options());
+  const bool ends_with_more = residual || op.activation.activates();
+  std::optional<BufferCopies> copies;
+  if (ends_with_more && BufferCopies::can_be_made(op)) copies.emplace(op);
+  at::Tensor y = normalized(copies ? copies->in(op) : op, scope);
+  if (residual) y = y + *residual;
+  y = activated(activation, y);
+  if (copies) copies->write_back();
+  return {y, no_statistics};
 }
 
 }  // namespace normscope::binding

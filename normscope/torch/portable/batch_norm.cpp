@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/batch_norm_backward_elemt.h>
@@ -55,16 +56,29 @@ Statistics statistics_by_sums(TensorMessage& message, const CallLabel& label, st
   return statistics_of_sums(message.sum(label, count, sums), arithmetic_options(x));
 }
 
-at::Tensor apply(const at::Tensor& given, const OptionalTensor& given_weight,
-                 const OptionalTensor& given_bias, const at::Tensor& mean, const at::Tensor& spread,
-                 double eps) {
-  const at::Tensor x = in_torch_layout(given);
-  const OptionalTensor weight = in_arithmetic(given_weight, x);
-  const OptionalTensor bias = in_arithmetic(given_bias, x);
+// Memory for the results of the kernels that take it, so that nothing is missing after the
+// exchange. Others allocate it themselves.
+at::Tensor memory_for_result(const at::Tensor& x) {
+  return has_synchronized_kernels(x) ? at::empty_like(x) : at::Tensor();
+}
+
+at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                 const at::Tensor& mean, const at::Tensor& spread, double eps, at::Tensor y) {
   if (x.numel() == 0) return at::empty_like(x);
-  if (has_synchronized_kernels(x)) return at::batch_norm_elemt(x, weight, bias, mean, spread, eps);
-  return std::get<0>(
-      at::native_batch_norm(x, weight, bias, mean, spread, /*training=*/false, 0.0, eps));
+  const OptionalTensor wide_weight = in_arithmetic(weight, x);
+  const OptionalTensor wide_bias = in_arithmetic(bias, x);
+  if (y.defined()) {
+    return at::batch_norm_elemt_out(y, x, wide_weight, wide_bias, mean, spread, eps);
+  }
+  return std::get<0>(at::native_batch_norm(x, wide_weight, wide_bias, mean, spread,
+                                           /*training=*/false, 0.0, eps));
+}
+
+at::Tensor apply_op(const at::Tensor& given, const OptionalTensor& weight,
+                    const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& spread,
+                    double eps) {
+  const at::Tensor x = in_torch_layout(given);
+  return apply(x, weight, bias, mean, spread, eps, memory_for_result(x));
 }
 
 at::Tensor apply_meta(const at::Tensor& x, const OptionalTensor&, const OptionalTensor&,
@@ -74,7 +88,7 @@ at::Tensor apply_meta(const at::Tensor& x, const OptionalTensor&, const Optional
 
 // By torch's synchronized kernels, which also update the running statistics.
 PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, const at::Tensor& x,
-                                                TensorMessage& message) {
+                                                at::Tensor y, TensorMessage& message) {
   const std::int64_t count = elements_per_channel(x).expect_int();
   const std::int64_t channels = x.size(1);
   const at::TensorOptions options = arithmetic_options(x);
@@ -98,6 +112,7 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
       as_torch ? op.running.mean : defined_or_none(batch_mean),
       as_torch ? op.running.var : defined_or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
       elements);
+  y = apply(x, op.weight, op.bias, mean, inv_std, op.eps, std::move(y));
   if (as_torch) {
     count_update(op.running);
   } else if (updates) {
@@ -106,7 +121,7 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
                    {batch_mean, batch_var * ((total - 1) / total), total},
                    /*may_be_too_small=*/count < 2);
   }
-  return {apply(x, op.weight, op.bias, mean, inv_std, op.eps), mean, inv_std, counts};
+  return {y, mean, inv_std, counts};
 }
 
 // int32 numbers of elements [ranks] with this sum [1], which alone may exceed int32.
@@ -116,7 +131,7 @@ at::Tensor counts_of(const at::Tensor& total, std::int64_t ranks) {
   return at::cat({rest, each.expand({ranks - 1})}).to(at::kInt);
 }
 
-PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& x,
+PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& x, at::Tensor y,
                                 TensorMessage& message) {
   const std::int64_t count = elements_per_channel(x).expect_int();
   const std::int64_t channels = x.size(1);
@@ -128,31 +143,35 @@ PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& 
     all = statistics_by_sums(message, label_of(op), count, own, x);
   } else {
     const at::Tensor none = own ? at::Tensor() : at::zeros({channels}, options);
-    const auto [rows, counts] =
-        message.gather(label_of(op), count, {own ? own->mean : none, own ? own->var : none});
+    const at::Tensor rows =
+        message.gather(label_of(op), count, {own ? own->mean : none, own ? own->var : none}).rows;
     all = merged(rows.narrow(1, 0, channels), rows.narrow(1, channels, channels),
                  rows.narrow(1, 2 * channels, 1));
   }
-  update_buffers(op.running, op.momentum, op.accumulated, all, /*may_be_too_small=*/count < 2);
   const bool by_inv_std = has_synchronized_kernels(x);
   const at::Tensor spread = by_inv_std ? (all.var + op.eps).rsqrt() : all.var;
   const at::Tensor total = all.count.reshape({1});
-  return {apply(x, op.weight, op.bias, all.mean, spread, op.eps), all.mean, spread,
-          by_inv_std ? counts_of(total, message.ranks()) : total};
+  y = apply(x, op.weight, op.bias, all.mean, spread, op.eps, std::move(y));
+  const at::Tensor counts = by_inv_std ? counts_of(total, message.ranks()) : total;
+  update_buffers(op.running, op.momentum, op.accumulated, all, /*may_be_too_small=*/count < 2);
+  return {y, all.mean, spread, counts};
 }
 
 PortableTensors forward(const ForwardOpArguments& op) {
   TensorMessage message(Direction::kForward, op.call, op.x);
+  at::Tensor y;
   const at::Tensor x = prepare_or_fail(message.exchange(), [&] {
     static_cast<void>(checked(op, message.scope()));
-    return in_torch_layout(op.x);
+    at::Tensor in_layout = in_torch_layout(op.x);
+    y = memory_for_result(in_layout);
+    return in_layout;
   });
   check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
   PortableTensors result;
   run_as_torch(op.x, message.exchange(), op.call, [&] {
     result = has_synchronized_kernels(x) && message.ranks() <= kMostGathered
-                 ? forward_by_synchronized_kernels(op, x, message)
-                 : forward_by_sums(op, x, message);
+                 ? forward_by_synchronized_kernels(op, x, y, message)
+                 : forward_by_sums(op, x, y, message);
   });
   return result;
 }
@@ -238,7 +257,7 @@ at::Tensor input_gradient_of(const PortableBackwardArguments& op, const Gradient
 TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) {
   m.impl("portable_forward", &Taken<PortableForwardOp, &forward>::call);
   m.impl("portable_backward", &Taken<PortableBackwardOp, &backward>::call);
-  m.impl("portable_apply", &apply);
+  m.impl("portable_apply", &apply_op);
 }
 
 TORCH_LIBRARY_IMPL(normscope, Meta, m) {

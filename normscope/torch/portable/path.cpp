@@ -45,10 +45,11 @@ bool uses_torch_kernels(const at::Tensor& x) {
 }
 
 bool has_synchronized_kernels(const at::Tensor& x) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("aten::batch_norm_stats", "");
-  return op.hasKernelForDispatchKey(
-      c10::computeDispatchKey(std::nullopt, std::nullopt, x.device()));
+  auto& dispatcher = c10::Dispatcher::singleton();
+  static const auto stats = dispatcher.findSchemaOrThrow("aten::batch_norm_stats", "");
+  static const auto elemt = dispatcher.findSchemaOrThrow("aten::batch_norm_elemt", "out");
+  const c10::DispatchKey key = c10::computeDispatchKey(std::nullopt, std::nullopt, x.device());
+  return stats.hasKernelForDispatchKey(key) && elemt.hasKernelForDispatchKey(key);
 }
 
 std::string kernels_of_device(std::string_view device) {

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/portable/statistics.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <utility>
 #include <vector>
 
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/native_batch_norm.h>
@@ -12,6 +16,7 @@
 #include <ATen/ops/var_mean.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
@@ -71,6 +76,12 @@ void update_in_graph(const RunningTensors& running, std::optional<double> moment
   set_buffer(accumulated, moments);
 }
 
+// Hides operations from autograd and from modes of torch.
+struct Unseen {
+  at::NoGradGuard autograd;
+  c10::impl::ExcludeDispatchKeyGuard modes{c10::python_ks};
+};
+
 // Whether this is a real tensor in a call with fake ones: torch writes nothing, but would count a
 // write.
 bool is_left_alone(const at::Tensor& buffer) {
@@ -79,14 +90,6 @@ bool is_left_alone(const at::Tensor& buffer) {
   return !buffer.key_set().has(c10::DispatchKey::Python) &&
          !buffer.key_set().has(c10::DispatchKey::Functionalize) &&
          TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value();
-}
-
-// running += (value - running) * weight, if the norm batch is large enough.
-void move_towards(const at::Tensor& running, const at::Tensor& value, const at::Tensor& weight,
-                  const std::optional<at::Tensor>& is_large_enough) {
-  const at::Tensor now = running.to(value.scalar_type());
-  const at::Tensor moved = now + (value - now) * weight;
-  running.copy_(is_large_enough ? at::where(*is_large_enough, moved, now) : moved);
 }
 
 }  // namespace
@@ -206,6 +209,29 @@ bool updates_as_torch(const ForwardOpArguments& op) {
          op.running.var->dtype() == op.running.mean->dtype();
 }
 
+bool BufferCopies::can_be_made(const ForwardOpArguments& op) {
+  return has_buffers(op.running, op.accumulated) && !is_recorded_for_a_graph() &&
+         !op.x.key_set().has(c10::DispatchKey::Python);
+}
+
+BufferCopies::BufferCopies(const ForwardOpArguments& op)
+    : buffers_{op.running.mean, op.running.var, op.running.updates, op.accumulated} {
+  const Unseen unseen;
+  std::ranges::transform(buffers_, copies_.begin(), copy_of);
+}
+
+ForwardOpArguments BufferCopies::in(const ForwardOpArguments& op) const {
+  return op.with(op.weight, {copies_[0], copies_[1], copies_[2]}, copies_[3]);
+}
+
+void BufferCopies::write_back() const {
+  if (repeats_a_forward()) return;
+  const Unseen unseen;
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    if (buffers_[i]) buffers_[i]->copy_(*copies_[i]);
+  }
+}
+
 void count_update(const RunningTensors& running) {
   const OptionalTensor& updates = running.updates;
   if (updates && !is_left_alone(*updates)) updates->add_(1);
@@ -223,28 +249,36 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
 void update_now(const RunningTensors& running, std::optional<double> momentum,
                 const OptionalTensor& accumulated, const Statistics& statistics,
                 bool may_be_too_small) {
-  std::optional<at::Tensor> is_large_enough;
-  if (may_be_too_small) is_large_enough = statistics.count.reshape({1}) >= 2;
-  const OptionalTensor& updates = running.updates;
-  if (is_large_enough && updates) {
-    updates->add_(is_large_enough->to(at::kLong).reshape(updates->sizes()));
-  } else {
-    count_update(running);
+  at::Tensor is_large_enough;
+  if (may_be_too_small) is_large_enough = statistics.count.reshape({}) >= 2;
+  const auto if_large_enough = [&](const at::Tensor& value, const at::Tensor& otherwise) {
+    return may_be_too_small ? at::where(is_large_enough, value, otherwise) : value;
+  };
+  // All values are computed before the first is written: if memory runs out, nothing has changed.
+  std::vector<std::pair<at::Tensor, at::Tensor>> writes;
+  OptionalTensor updates = running.updates;
+  if (updates && !is_left_alone(*updates)) {
+    updates = if_large_enough(*running.updates + 1, *running.updates);
+    writes.emplace_back(*running.updates, *updates);
   }
   // As in torch, running statistics do not change if nothing counts a cumulative average's updates.
   if (running.mean && (momentum || updates)) {
     const at::TensorOptions options = statistics.mean.options();
     const at::Tensor weight = momentum ? at::scalar_tensor(*momentum, options)
                                        : updates->to(at::kLong).to(options.dtype()).reciprocal();
-    move_towards(*running.mean, statistics.mean, weight, is_large_enough);
-    const at::Tensor unbiased = statistics.var * (statistics.count / (statistics.count - 1));
-    move_towards(*running.var, unbiased, weight, is_large_enough);
+    const auto move = [&](const at::Tensor& buffer, const at::Tensor& value) {
+      const at::Tensor now = buffer.to(value.scalar_type());
+      writes.emplace_back(buffer, if_large_enough(now + (value - now) * weight, now));
+    };
+    move(*running.mean, statistics.mean);
+    move(*running.var, statistics.var * (statistics.count / (statistics.count - 1)));
   }
-  if (!accumulated) return;
-  if (!is_large_enough) return add_moments(*accumulated, statistics);
-  const at::Tensor more = at::zeros_like(*accumulated);
-  add_moments(more, statistics);
-  accumulated->add_(at::where(*is_large_enough, more, at::zeros_like(more)));
+  if (accumulated) {
+    const at::Tensor sum = accumulated->clone();
+    add_moments(sum, statistics);
+    writes.emplace_back(*accumulated, if_large_enough(sum, *accumulated));
+  }
+  for (const auto& [buffer, value] : writes) buffer.copy_(value);
 }
 
 TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) { m.impl("portable_update", &updated); }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -73,6 +74,28 @@ struct GradientSums {
 
 // Whether torch's batch norm updates the running statistics as this call shall.
 [[nodiscard]] bool updates_as_torch(const ForwardOpArguments& op);
+
+// Copies of the buffers of a call that may raise after its update. The update is made on the
+// copies, and written back once the call has succeeded. No mode of torch sees these operations:
+// some count those of a recomputation.
+class BufferCopies {
+ public:
+  // Whether there are buffers, which hold numbers: graphs and fake tensors write nothing by
+  // themselves.
+  [[nodiscard]] static bool can_be_made(const ForwardOpArguments& op);
+
+  explicit BufferCopies(const ForwardOpArguments& op);
+
+  // `op` with the copies in place of the buffers.
+  [[nodiscard]] ForwardOpArguments in(const ForwardOpArguments& op) const;
+
+  // Writes the copies back, unless this is a recomputation.
+  void write_back() const;
+
+ private:
+  std::array<OptionalTensor, 4> buffers_;  // the running statistics, and `accumulated`
+  std::array<OptionalTensor, 4> copies_;
+};
 
 // Counts an update of the running statistics.
 void count_update(const RunningTensors& running);

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -99,7 +100,7 @@ exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
 
 
 # What a call that fails may raise. Not Exception: checkpointing ends a recomputation by one.
-FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, MemoryError)
 
 
 class ForwardArguments(NamedTuple):
@@ -172,6 +173,32 @@ def batch_norm(
     return y
 
 
+@contextmanager
+def staged(
+    arguments: ForwardArguments, accumulated: torch.Tensor | None
+) -> Iterator[tuple[ForwardArguments, torch.Tensor | None]]:
+    """Let a block update copies of the buffers, and write them back unless it raises.
+
+    For a forward of several steps, of which the last ones may raise too.
+    """
+    buffers = (*arguments[2:5], accumulated)
+    copies = [None if buffer is None else buffer.clone() for buffer in buffers]
+    running_mean, running_var, num_batches_tracked, sums = copies
+    yield (
+        arguments._replace(
+            running_mean=running_mean,
+            running_var=running_var,
+            num_batches_tracked=num_batches_tracked,
+        ),
+        sums,
+    )
+    if batch_was_counted():
+        return
+    for buffer, value in zip(buffers, copies, strict=True):
+        if buffer is not None and value is not None:
+            buffer.detach().copy_(value)
+
+
 def _recorded_as() -> str:
     """Return how the graph of a compiler or torch.export records the op; see ops/graph.h."""
     if is_exporting():
@@ -217,6 +244,16 @@ def name_input(error: Exception, x: object, layer: str) -> None:
         ) from error
     if x.layout != torch.strided:
         raise TypeError(f"{expected}, got one of {x.layout}") from error
+
+
+@contextmanager
+def telling_peers(arguments: ForwardArguments) -> Iterator[None]:
+    """Tell the other ranks if a block before or after a training op raises."""
+    try:
+        yield
+    except FAILURES as error:
+        tell_peers(error, arguments.scope, arguments.group)
+        raise
 
 
 def transforms() -> list[str]:

@@ -68,13 +68,13 @@ class Activated(Ending):
         accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Use the op that does all of it, or else do one after the other."""
+        if torch.compiler.is_compiling():  # the compiler fuses by itself
+            return self.finish(ops.batch_norm(x, arguments, accumulated))
         if not self._is_one_op(x):
-            y = ops.batch_norm(x, arguments, accumulated)
-            try:
-                return self.finish(y)
-            except ops.FAILURES as error:  # the peers go on to the next exchange
-                ops.tell_peers(error, arguments.scope, arguments.group)
-                raise
+            with ops.staged(arguments, accumulated) as (on_copies, sums):
+                y = ops.batch_norm(x, on_copies, sums)
+                with ops.telling_peers(arguments):
+                    return self.finish(y)
         return ops.batch_norm(
             x,
             arguments,
@@ -85,8 +85,6 @@ class Activated(Ending):
         )
 
     def _is_one_op(self, x: torch.Tensor) -> bool:
-        if torch.compiler.is_compiling():
-            return False  # the compiler fuses by itself
         residual = self.residual
         if residual is None:
             return True

@@ -53,20 +53,19 @@ def train(
     dims = arguments.dims
     if x.dim() < 2 or (dims and x.dim() not in dims):
         return ops.batch_norm(x, arguments), x  # raises the error
-    try:
+    with ops.telling_peers(arguments):
         rows = Rows.of(x, mask)
         ending = ending.with_residual(x, rows.take)
-    except ops.FAILURES as error:
-        ops.tell_peers(error, arguments.scope, arguments.group)
-        raise
-    taken = rows.take(x)
-    arguments = arguments._replace(dims=())
-    if arguments.scope.startswith("slices:"):
-        sizes = _sizes_of_slices(mask, int(arguments.scope.removeprefix("slices:")))
-        y = _train_slices(taken, sizes, arguments, ending, accumulated)
-    else:
-        y = ending.train(taken, arguments, accumulated)
-    return rows.put(y, x), taken
+        taken = rows.take(x)
+    with ops.staged(arguments._replace(dims=()), accumulated) as (of_rows, sums):
+        if arguments.scope.startswith("slices:"):
+            sizes = _sizes_of_slices(mask, int(arguments.scope.removeprefix("slices:")))
+            y = _train_slices(taken, sizes, of_rows, ending, sums)
+        else:
+            y = ending.train(taken, of_rows, sums)
+        with ops.telling_peers(arguments):
+            y = rows.put(y, x)
+    return y, taken
 
 
 def _train_slices(
@@ -77,15 +76,7 @@ def _train_slices(
     accumulated: torch.Tensor | None,
 ) -> torch.Tensor:
     """Normalize each slice, a norm batch with any number of rows; then update the statistics."""
-    running = (arguments.running_mean, arguments.running_var, arguments.num_batches_tracked)
-    # Copies: if the last slice raises, nothing must have been updated.
-    copies = [None if buffer is None else buffer.clone() for buffer in running]
-    updating = arguments._replace(
-        scope="local",
-        running_mean=copies[0],
-        running_var=copies[1],
-        num_batches_tracked=copies[2],
-    )
+    updating = arguments._replace(scope="local")
     neutral = updating.without_running()
     sums = ops.no_moments(rows.shape[1], rows.device)
     pools = arguments.slice_stats == "pooled" or accumulated is not None
@@ -99,16 +90,12 @@ def _train_slices(
         else:
             y = end.train(part, updating)
         outputs.append(y)
-    if ops.batch_was_counted():
-        return torch.cat(outputs)
     if accumulated is not None:
         accumulated += sums
     elif pools:
-        ops.batch_norm_finalize(sums, *copies, arguments.momentum, arguments.eps, rows.dtype)
-    for buffer, value in zip(running, copies, strict=True):
-        if buffer is not None and value is not None:
-            buffer.detach().copy_(value)
-    return torch.cat(outputs)
+        ops.batch_norm_finalize(sums, *arguments[2:7], rows.dtype)
+    with torch.autocast(rows.device.type, enabled=False):  # which does not know every dtype
+        return torch.cat(outputs)
 
 
 def _sizes_of_slices(mask: torch.Tensor, count: int) -> list[int]:
