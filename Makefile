@@ -127,7 +127,7 @@ test-cpp: $(stamps)/googletest $(stamps)/normscope
 # is needed.
 test-python: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	$(configure)
-	cmake --build $(build) --target torch_device
+	cmake --build $(build) --target torch_device failing_memory
 	$(pytest_in_parallel) -m "not slow" --doctest-modules --ignore-glob '*/scopes/transformers.py' \
 	  --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml

@@ -204,10 +204,10 @@ void input_gradient_on_device(const BackwardArguments& arguments, const CallLabe
   kernels.input_gradient(device.stream, x, dy, step.batches, step.coefficients, arguments.dx);
 }
 
-}  // namespace
-
-void batch_norm_backward(const BackwardArguments& arguments, const CallContext& context) {
-  check_or_fail(context, [&] { check(arguments, context); });
+void run(const BackwardArguments& arguments, const CallContext& context) {
+  throw_reported(context);
+  check_device(context);
+  check(arguments, context);
   const CallLabel label{.layer = context.layer,
                         .scope = context.scope,
                         .direction = Direction::kBackward,
@@ -220,6 +220,12 @@ void batch_norm_backward(const BackwardArguments& arguments, const CallContext& 
   } else {
     input_gradient_of_slices(arguments, resolve(context));
   }
+}
+
+}  // namespace
+
+void batch_norm_backward(const BackwardArguments& arguments, const CallContext& context) {
+  run_or_tell_peers(context.exchange, [&] { run(arguments, context); });
 }
 
 }  // namespace normscope

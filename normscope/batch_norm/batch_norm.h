@@ -82,7 +82,8 @@ struct ForwardArguments {
 // batch. Also updates the running statistics, and writes what backward needs. Takes one all-reduce
 // if the exchange has several ranks. An empty norm batch updates nothing.
 //
-// Throws ArgumentError before anything is updated or sent; the exchange is then marked as failed.
+// Throws ArgumentError before anything is updated or sent. Whatever it throws, nothing has been
+// updated; unless all ranks throw it, the exchange is then marked as failed.
 // Throws OneValueError if the norm batch has one element per channel, and the errors of
 // Exchange::all_reduce().
 //

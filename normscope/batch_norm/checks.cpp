@@ -20,6 +20,12 @@ std::string shape_of(const TensorView& x) {
                       std::string(got));
 }
 
+template <class Error>
+[[noreturn]] void throw_to_peers(Exchange& exchange, const Error& error) {
+  exchange.fail(error.what());
+  throw error;
+}
+
 }  // namespace
 
 void check_input(const TensorView& x) {
@@ -94,17 +100,20 @@ void throw_reported(const CallContext& context) {
   DeviceReport& report = *context.device->report;
   // The device may be writing concurrently.
   const auto take = [](int& call) { return std::atomic_ref(call).exchange(0); };
+  const auto call_of = [&](int call) { return context.exchange->reported_call(call); };
   if (const int call = take(report.mismatch)) {
-    throw MismatchError("the ranks of a scope met in different calls: this rank's " +
-                        context.exchange->reported_call(call) +
-                        " found this on its device, and its results are NaN. NORMSCOPE_CHECK=1 "
-                        "finds it earlier, and says what each rank was doing");
+    throw_to_peers(
+        *context.exchange,
+        MismatchError("the ranks of a scope met in different calls: this rank's " + call_of(call) +
+                      " found this on its device, and its results are NaN. "
+                      "NORMSCOPE_CHECK=1 finds it earlier, and says what each rank was "
+                      "doing"));
   }
   if (const int call = take(report.one_value)) {
-    throw OneValueError(
-        "x: expected more than 1 value per channel in the norm batch when training, got 1 in an "
-        "earlier call, " +
-        context.exchange->reported_call(call) + ", whose results are NaN");
+    throw_to_peers(*context.exchange,
+                   OneValueError("x: expected more than 1 value per channel in the norm batch when "
+                                 "training, got 1 in an earlier call, " +
+                                 call_of(call) + ", whose results are NaN"));
   }
 }
 

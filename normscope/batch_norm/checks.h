@@ -26,21 +26,8 @@ void check_device(const CallContext& context);
 void check_count(double count);
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context);
 
-// Throws the error that an earlier call found on its device.
+// Throws the error that an earlier call found on its device, and tells the peers: they find it in
+// the next call of their own, and do not come to that of this rank.
 void throw_reported(const CallContext& context);
-
-// Runs `check`. If it throws, or if an earlier call left an error, tells the peers that this rank
-// will not come, and rethrows.
-template <class Check>
-void check_or_fail(const CallContext& context, const Check& check) {
-  try {
-    throw_reported(context);
-    check_device(context);
-    check();
-  } catch (const Error& error) {
-    if (context.exchange != nullptr) context.exchange->fail(error.what());
-    throw;
-  }
-}
 
 }  // namespace normscope

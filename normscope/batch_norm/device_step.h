@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "normscope/batch_norm/batch_norm.h"
-#include "normscope/core/error.h"
 
 namespace normscope {
 
@@ -30,13 +29,8 @@ struct DeviceStep {
     const auto own_count = static_cast<double>(batches.samples * batches.positions);
     const std::size_t size = static_cast<std::size_t>(limbs_size(message.channels) + kHeaderSize);
     NormBatches shared = batches;
-    try {
-      shared.call = exchange.all_reduce_on_device(label, own_count, {message.data, size},
-                                                  device.stream, write_message);
-    } catch (const DeviceError& error) {
-      exchange.fail(error.what());
-      throw;
-    }
+    shared.call = exchange.all_reduce_on_device(label, own_count, {message.data, size},
+                                                device.stream, write_message);
     shared.totals = message.header();
     shared.ranks = exchange.communicator().size();
     shared.report = device.report;

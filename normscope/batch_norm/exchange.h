@@ -4,10 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string>
 #include <string_view>
@@ -17,6 +19,7 @@
 
 #include "normscope/comm/communicator.h"
 #include "normscope/core/attributes.h"
+#include "normscope/core/error.h"
 #include "normscope/core/header.h"
 
 namespace normscope NORMSCOPE_EXPORT {
@@ -136,6 +139,32 @@ class Exchange {
   std::shared_ptr<DeviceReport> report_;
   std::deque<std::function<bool()>> checks_;
 };
+
+// Runs this rank's part of a call with its peers, who are told if it throws anything: they then
+// throw too, instead of waiting for this rank. They are not told of errors that all ranks throw.
+// `exchange` is nullptr if there are no peers.
+template <class Call>
+void run_or_tell_peers(Exchange* exchange, const Call& call) {
+  const auto tell = [&](std::string_view reason) {
+    if (exchange != nullptr) exchange->fail(reason);
+  };
+  try {
+    call();
+  } catch (const MismatchError&) {
+    throw;
+  } catch (const OneValueError&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    tell("it is out of memory");
+    throw;
+  } catch (const std::exception& error) {
+    tell(error.what());
+    throw;
+  } catch (...) {
+    tell("an unknown exception");
+    throw;
+  }
+}
 
 // The messages of this process since it started.
 struct CommunicationCounters {

@@ -196,10 +196,10 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
                     arguments.residual, arguments.y);
 }
 
-}  // namespace
-
-void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context) {
-  check_or_fail(context, [&] { check(arguments, context); });
+void run(const ForwardArguments& arguments, const CallContext& context) {
+  throw_reported(context);
+  check_device(context);
+  check(arguments, context);
   const CallLabel label{.layer = context.layer,
                         .scope = context.scope,
                         .direction = Direction::kForward,
@@ -224,6 +224,12 @@ void batch_norm_forward(const ForwardArguments& arguments, const CallContext& co
     normalize_slices(staged.arguments(), resolve(context));
   }
   staged.commit();
+}
+
+}  // namespace
+
+void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context) {
+  run_or_tell_peers(context.exchange, [&] { run(arguments, context); });
 }
 
 }  // namespace normscope

@@ -15,8 +15,9 @@ namespace normscope NORMSCOPE_EXPORT {
 // A group of ranks that can add numbers together. Knows no mathematics beyond the sum.
 //
 // Every rank of a group makes the same calls in the same order. Only one thread at a time may use a
-// communicator. After a CommunicationError (or a TimeoutError, which is one), every later call of
-// the group throws a CommunicationError with the first reason. No wait exceeds the time limit.
+// communicator, except that any thread may call fail() at any time. After a CommunicationError (or
+// a TimeoutError, which is one), every later call of the group throws a CommunicationError with the
+// first reason. No wait exceeds the time limit.
 class Communicator {
  public:
   Communicator() = default;

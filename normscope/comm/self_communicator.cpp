@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/comm/self_communicator.h"
 
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -26,14 +27,17 @@ class SelfCommunicator final : public Communicator {
   }
 
   void fail(std::string_view reason) noexcept override {
+    const std::lock_guard lock(mutex_);
     if (!reason_) reason_ = reason;
   }
 
  private:
-  void throw_if_failed() const {
+  void throw_if_failed() {
+    const std::lock_guard lock(mutex_);
     if (reason_) throw CommunicationError("self: rank 0 of 1 failed: " + *reason_);
   }
 
+  std::mutex mutex_;  // guards the next one
   std::optional<std::string> reason_;
 };
 

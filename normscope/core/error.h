@@ -27,6 +27,12 @@ class OneValueError : public ArgumentError {
   using ArgumentError::ArgumentError;
 };
 
+// A scope does not fit its group. Every rank of the group throws this, and the group stays usable.
+class ScopeError : public ArgumentError {
+ public:
+  using ArgumentError::ArgumentError;
+};
+
 // The ranks of a group could not exchange: the transport failed, a peer failed, or the group was
 // marked as failed earlier. The group cannot be used any more.
 class CommunicationError : public Error {

@@ -12,8 +12,8 @@ namespace normscope {
 namespace {
 
 [[noreturn]] void refuse(const Scope& scope, const std::string& expected, std::int64_t got) {
-  throw ArgumentError("scope: " + scope.str() + ": expected " + expected + ", got " +
-                      std::to_string(got));
+  throw ScopeError("scope: " + scope.str() + ": expected " + expected + ", got " +
+                   std::to_string(got));
 }
 
 // Every rank is its own leader.

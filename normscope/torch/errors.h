@@ -2,7 +2,7 @@
 #pragma once
 
 #include <exception>
-#include <string>
+#include <string_view>
 
 #include <c10/util/Exception.h>
 
@@ -24,8 +24,9 @@ decltype(auto) as_torch(const Call& call) {
   }
 }
 
-// An error's text, without the backtrace that torch adds.
-[[nodiscard]] inline std::string what_of(const std::exception& error) {
+// An error's text, without the backtrace that torch adds. Valid as long as the error: there may be
+// no memory for a copy.
+[[nodiscard]] inline std::string_view what_of(const std::exception& error) {
   const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
   return torch_error ? torch_error->what_without_backtrace() : error.what();
 }

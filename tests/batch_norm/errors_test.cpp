@@ -200,6 +200,40 @@ TEST_P(ErrorsOfRanks, AnArgumentErrorOfOneRankReachesItsPeersAtOnce) {
   });
 }
 
+// Kernels that find no memory for the sums of either direction.
+Kernels without_memory_to_add() {
+  Kernels kernels = default_kernels();
+  kernels.add_moments = [](const Execution&, const TensorView&, LimbsView) {
+    throw std::bad_alloc();
+  };
+  kernels.add_gradient_sums = [](const Execution&, const TensorView&, const TensorView&, Statistics,
+                                 const AffineActivation&, LimbsView) { throw std::bad_alloc(); };
+  return kernels;
+}
+
+TEST_P(ErrorsOfRanks, NoMemoryBeforeTheExchangeReachesThePeersAtOnce) {
+  const World& world = GetParam();
+  for (const bool is_backward : {false, true}) {
+    world.run(world.ranks, {.time_limit = 24h}, [&](Communicator& communicator) {
+      const Kernels kernels = without_memory_to_add();
+      Exchange exchange = exchange_over(communicator);
+      LayerRun run(Layer{}, first_samples(4));
+      if (is_backward) batch_norm_forward(run.forward_arguments(), context_of(&exchange));
+      CallContext context = context_of(&exchange);
+      const auto call = [&] {
+        if (is_backward) return batch_norm_backward(run.backward_arguments(), context);
+        batch_norm_forward(run.forward_arguments(), context);
+      };
+      if (communicator.rank() == 1) {
+        context.kernels = &kernels;
+        EXPECT_THROW(call(), std::bad_alloc);
+      } else {
+        EXPECT_THAT(text_of<CommunicationError>(call), HasSubstr("it is out of memory"));
+      }
+    });
+  }
+}
+
 TEST_P(ErrorsOfRanks, NoMemoryAfterTheExchangeLeavesTheBuffersAsTheyWere) {
   const World& world = GetParam();
   world.run(world.ranks, {}, [](Communicator& communicator) {

@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from data_parallel import data_parallel
+from forked_ranks import CONTEXT, answers_of, free_port
 from rank_pool import RankPool, connect_ranks
 from torch import distributed
 
@@ -27,10 +26,6 @@ import normscope
 
 TRANSPORTS = {"shared memory": "1", "gloo": "0"}
 LIMIT_SECONDS = 60.0
-
-# Ranks are forked from a process that has imported torch: starting Python takes seconds.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "normscope"])
 
 
 def train_until_an_error(
@@ -77,23 +72,6 @@ def train_in_data_parallel(
     os._exit(0)
 
 
-def free_port() -> int:
-    """Return a port that is free, and that no connection gets from the system."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def answers_of(connections: list[Connection]) -> list[object]:
-    """Return the next answer of each rank, and fail if one hangs."""
-    deadline = time.monotonic() + LIMIT_SECONDS / 2
-    for connection in connections:
-        assert wait([connection], timeout=max(0.0, deadline - time.monotonic())), "a rank hangs"
-    return [connection.recv() for connection in connections]
-
-
 @contextlib.contextmanager
 def three_ranks(
     target: Callable[..., None], *arguments: str
@@ -112,7 +90,7 @@ def three_ranks(
         for process in processes:
             process.start()
         connections = [receive for receive, _ in pipes]
-        assert answers_of(connections) == ["begun"] * size
+        assert answers_of(connections, LIMIT_SECONDS / 2) == ["begun"] * size
         yield processes, connections
     finally:
         for process in processes:
@@ -130,7 +108,8 @@ def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[s
         time.sleep(moment)
         killed = time.monotonic()
         processes[1].kill()
-        errors = answers_of([connections[0], *(connections[2:] if scope == "world" else [])])
+        peers = [connections[0], *(connections[2:] if scope == "world" else [])]
+        errors = answers_of(peers, LIMIT_SECONDS / 2)
     seconds = []
     for error in errors:
         assert isinstance(error, tuple)
@@ -173,7 +152,7 @@ def test_a_rank_that_is_killed_is_named_to_its_peers(
 )
 def test_a_rank_that_breaks_a_message_of_data_parallel_is_named(how: str, text: str) -> None:
     with three_ranks(train_in_data_parallel, "world", how) as (_, connections):
-        errors = answers_of([connections[0], connections[2]])
+        errors = answers_of([connections[0], connections[2]], LIMIT_SECONDS / 2)
 
     for error in errors:
         assert isinstance(error, tuple)

@@ -27,13 +27,13 @@ NAME = "testdevice"
 # For groups that communicate on the device too. Other groups, as over "gloo", do not know it.
 BACKENDS = f"cpu:gloo,{NAME}:over_host"
 
-_BUILT = Path(__file__).parents[2] / "build/release/tests/torch_device/torch_device.so"
+BUILT = Path(__file__).parents[2] / "build/release/tests/torch_device/torch_device.so"
 
 
 @cache
 def load() -> None:
     """Make this process know the device."""
-    torch.ops.load_library(os.environ.get("NORMSCOPE_TEST_DEVICE_LIBRARY", _BUILT))
+    torch.ops.load_library(os.environ.get("NORMSCOPE_TEST_DEVICE_LIBRARY", BUILT))
     backend_registration.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)

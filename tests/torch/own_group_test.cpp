@@ -24,6 +24,7 @@ namespace normscope::testing {
 namespace {
 
 using binding::OwnGroup;
+using binding::PatientStore;
 using ::testing::HasSubstr;
 using namespace std::chrono_literals;
 
@@ -54,7 +55,7 @@ class HangingStore final : public c10d::HashStore {
 
 TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
   const auto store = c10::make_intrusive<HangingStore>();
-  OwnGroup group(store, "group", "parent", OwnGroup::Use::kHost, 0, {0, 1},
+  OwnGroup group(PatientStore(store), "group", "parent", OwnGroup::Use::kHost, 0, {0, 1},
                  std::chrono::seconds(60));
   const std::unique_ptr<OwnGroup> part = group.part("part", {0, 1});
   group.fail("lost the network");
@@ -98,8 +99,8 @@ std::string nowhere() { return ""; }
 TEST(OwnGroup, NamesADeadProcessOfThisHostAtOnce) {
   const Idler dead;
   const Idler late;
-  OwnGroup group(c10::make_intrusive<c10d::HashStore>(), "group", "parent", OwnGroup::Use::kHost, 0,
-                 {0, 1, 2}, 60s);
+  OwnGroup group(PatientStore(c10::make_intrusive<c10d::HashStore>()), "group", "parent",
+                 OwnGroup::Use::kHost, 0, {0, 1, 2}, 60s);
   group.know_processes({getpid(), dead.id(), late.id()});
   const std::unique_ptr<OwnGroup> part = group.part("part", {0, 2, 1});
   dead.end();
@@ -115,8 +116,8 @@ TEST(OwnGroup, NamesADeadProcessOfThisHostAtOnce) {
 
 // How long rank 0 looks for rank 1, which does not answer.
 std::chrono::steady_clock::duration search_for(std::int32_t process_of_1) {
-  OwnGroup group(c10::make_intrusive<c10d::HashStore>(), "group", "parent", OwnGroup::Use::kHost, 0,
-                 {0, 1}, 60s);
+  OwnGroup group(PatientStore(c10::make_intrusive<c10d::HashStore>()), "group", "parent",
+                 OwnGroup::Use::kHost, 0, {0, 1}, 60s);
   group.know_processes({getpid(), process_of_1});
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_EQ(group.fail_after("a sum failed", nowhere), "rank 1 is not there (a sum failed)");
@@ -134,7 +135,8 @@ TEST(OwnGroup, RankZeroStaysUntilOthersHaveReadTheReason) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::atomic<bool> reads = false;
   const auto error_of = [&](int rank) {
-    OwnGroup group(store, "group", "parent", OwnGroup::Use::kHost, rank, {0, 1, 2}, 60s);
+    OwnGroup group(PatientStore(store), "group", "parent", OwnGroup::Use::kHost, rank, {0, 1, 2},
+                   60s);
     if (rank == 1) group.fail("lost the network");
     if (rank == 2) reads = true;
     return group.fail_after("a sum failed", nowhere);

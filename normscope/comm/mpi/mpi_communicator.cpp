@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -119,6 +120,7 @@ class MpiCommunicator final : public Communicator {
 
   void all_reduce_sum(std::span<double> values, Stream stream) override {
     check_host_memory(*this, stream);
+    const std::lock_guard busy(busy_);
     throw_if_unusable();
     std::size_t begin = 0;
     do {
@@ -137,11 +139,20 @@ class MpiCommunicator final : public Communicator {
     return std::make_unique<MpiCommunicator>(part, time_limit_);
   }
 
+  // If another thread waits in an exchange, it tells the peers, because MPI may take calls of one
+  // thread only.
   void fail(std::string_view reason) noexcept override {
     try {
-      fail_with(own_name() + " failed: " + std::string(reason.substr(0, kReasonBytes)));
-    } catch (const std::exception&) {
-      failure_ = "no memory";  // for the reason; the peers throw at their time limit
+      std::string text = own_name() + " failed: " + std::string(reason.substr(0, kReasonBytes));
+      const std::unique_lock busy(busy_, std::try_to_lock);
+      if (busy) {
+        fail_with(text);
+      } else {
+        const std::lock_guard lock(of_request_);
+        if (request_.empty()) request_ = std::move(text);
+      }
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+      // No memory for the reason; the peers throw at their time limit.
     }
   }
 
@@ -182,8 +193,9 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  // Receives and handles the peers' point-to-point messages.
+  // Receives and handles the peers' point-to-point messages, and what fail() has left to do.
   void listen() {
+    fail_as_requested();
     for (;;) {
       int found = 0;
       MPI_Status status;
@@ -197,6 +209,13 @@ class MpiCommunicator final : public Communicator {
       check(MPI_Get_count(&status, MPI_CHAR, &length), "MPI_Get_count");
       take(status, {text, static_cast<std::size_t>(length)});
     }
+  }
+
+  void fail_as_requested() {
+    const std::lock_guard lock(of_request_);
+    if (request_.empty()) return;
+    fail_with(request_);
+    throw CommunicationError(describe(failure_));
   }
 
   void take(const MPI_Status& status, const std::string& text) {
@@ -278,6 +297,10 @@ class MpiCommunicator final : public Communicator {
   std::vector<std::int64_t> arrivals_;  // the last exchange that each peer has reported
   bool has_talked_ = false;             // has sent or received point-to-point messages
   std::string failure_;                 // the first one; empty: none
+
+  std::mutex busy_;        // held during an exchange; guards the members above
+  std::mutex of_request_;  // guards the next one
+  std::string request_;    // of a thread that called fail() during an exchange; empty: none
 };
 
 // MPI_Comm_dup with a time limit.

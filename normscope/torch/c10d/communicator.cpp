@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -107,7 +108,7 @@ C10dCommunicator::~C10dCommunicator() {
 // NCCL's shutdown() waits for operations in progress. Peers may never reach it if something has
 // failed, or if the program ends without destroy_process_group().
 void C10dCommunicator::end_part() {
-  if (failure_.empty() && whole_.expired()) {
+  if (state_.failure.empty() && whole_.expired()) {
     part_->shutdown();
   } else {
     part_->abort();
@@ -185,23 +186,50 @@ void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& o
   });
 }
 
+// Shows that a message is in progress, during its own lifetime.
+class C10dCommunicator::Message {
+ public:
+  explicit Message(State& state) : state_(state) {
+    const std::lock_guard lock(state_.mutex);
+    if (!state_.failure.empty()) throw CommunicationError(state_.failure);
+    state_.is_busy = true;
+  }
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+  ~Message() {
+    const std::lock_guard lock(state_.mutex);
+    state_.is_busy = false;
+  }
+
+ private:
+  State& state_;
+};
+
 // Waits for what start() starts. It returns nullptr if there is nothing to wait for.
 template <class Start>
 void C10dCommunicator::run(const Start& start) {
-  if (!failure_.empty()) throw CommunicationError(failure_);
+  const Message message(state_);
   try {
     if (const auto work = start()) wait_for(*work);
   } catch (const Interruption& interruption) {
     const std::string reason = "it was interrupted while it waited";
-    failure_ = describe(reason);
+    note_failure(describe(reason));
     if (own_) own_->abandon(reason);
     std::rethrow_exception(interruption.cause);
   } catch (const std::exception& error) {
-    const std::string what = what_of(error);
-    failure_ = describe(own_ ? own_->fail_after(what, [this] { return where_ranks_are(); }) : what);
-    if (tells_of_time_out(what)) throw TimeoutError(failure_);
-    throw CommunicationError(failure_);
+    const std::string what(what_of(error));
+    const std::string text =
+        describe(own_ ? own_->fail_after(what, [this] { return where_ranks_are(); }) : what);
+    note_failure(text);
+    if (tells_of_time_out(what)) throw TimeoutError(text);
+    throw CommunicationError(text);
   }
+}
+
+// The first failure is kept.
+void C10dCommunicator::note_failure(const std::string& text) {
+  const std::lock_guard lock(state_.mutex);
+  if (state_.failure.empty()) state_.failure = text;
 }
 
 // Calls look_up() at intervals. At the end of each interval the work throws an exception.
@@ -294,9 +322,23 @@ C10dCommunicator::Group C10dCommunicator::group_for(const at::Tensor& sum) const
 }
 
 void C10dCommunicator::fail(std::string_view reason) noexcept {
-  if (!failure_.empty()) return;
-  failure_ = describe("this rank has failed: " + std::string(reason));
-  if (own_) own_->fail(reason);
+  bool is_busy = false;
+  {
+    const std::lock_guard lock(state_.mutex);
+    if (!state_.failure.empty()) return;
+    try {
+      state_.failure = describe("this rank has failed: " + std::string(reason));
+    } catch (const std::bad_alloc&) {
+      state_.failure = "failed";  // no memory for more
+    }
+    is_busy = state_.is_busy;
+  }
+  if (!own_) return;
+  if (is_busy) {
+    own_->tell_failure(reason);  // the thread with the message finds it too
+  } else {
+    own_->fail(reason);
+  }
 }
 
 std::string C10dCommunicator::describe(std::string_view text) const {

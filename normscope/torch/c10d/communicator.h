@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -97,8 +98,10 @@ class C10dCommunicator final : public Communicator {
   void all_reduce(std::span<double> values);
   [[nodiscard]] at::Tensor all_reduce_of_host(const at::Tensor& of_host);
   void all_reduce(const at::Tensor& sum);
+  class Message;
   template <class Start>
   void run(const Start& start);
+  void note_failure(const std::string& text);
   void wait_for(c10d::Work& work);
   void look_up(std::chrono::steady_clock::duration waited, int looks);
   [[nodiscard]] std::string where_ranks_are();
@@ -120,7 +123,13 @@ class C10dCommunicator final : public Communicator {
   bool sums_on_device_;
   c10d::AllreduceOptions options_;
   ExpectedLengths lengths_;  // of messages in frames
-  std::string failure_;      // the first failure; empty: none
+  // What a thread that calls fail() needs to know of the one that uses this object.
+  struct State {
+    std::mutex mutex;     // guards the rest
+    std::string failure;  // the first one; empty: none
+    bool is_busy = false;
+  };
+  State state_;
   std::optional<CallBoard> board_;
   std::unique_ptr<Communicator> holder_of_board_;  // nullptr for a part
   std::shared_ptr<CallPublisher> publisher_;       // of the whole group

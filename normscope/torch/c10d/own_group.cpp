@@ -11,13 +11,13 @@
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/communicator.h"
 #include "normscope/comm/describe.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
+#include "normscope/torch/errors.h"
 #include "normscope/torch/ops/operators.h"
 
 namespace normscope::binding {
@@ -25,8 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
-using Store = c10::intrusive_ptr<c10d::Store>;
-using AskAgain = std::atomic<Clock::rep>;
+using c10d::Store;
 
 // How long a rank may take to answer after all others have found that a message has failed. A rank
 // of this host whose process lives is only late, and gets this time. If the only rank that has not
@@ -43,8 +42,9 @@ constexpr Milliseconds kTimeToReadOfFailure{100};
 // How long the server of a store may take to answer.
 constexpr Milliseconds kStorePatience{5000};
 
-// The pause before a server that took longer is asked again.
-constexpr std::chrono::minutes kSilence{1};
+// How long it has in any case, and how long a rank that waits goes without looking for signals.
+constexpr Milliseconds kMoment{1000};
+constexpr Milliseconds kLongestWait{100};
 
 // Pauses between two reads of the store.
 constexpr Milliseconds kFirstPause{1};
@@ -95,29 +95,14 @@ bool wait_until(Clock::time_point deadline, const Look& look) {
   }
 }
 
-// Returns ask(), or nullopt if it throws or takes too long, or if the server has not answered in
-// the last minute. Without this limit a store would wait forever for a server that hangs. `ask` may
-// outlive the call: it holds what it needs by value.
-template <class Ask>
-auto answer_of(AskAgain& ask_again, Milliseconds patience, Ask ask) noexcept
-    -> std::optional<decltype(ask())> {
-  if (Clock::now().time_since_epoch().count() < ask_again.load()) return std::nullopt;
-  try {
-    std::packaged_task task(std::move(ask));
-    auto answer = task.get_future();
-    std::thread(std::move(task)).detach();
-    if (answer.wait_for(patience) == std::future_status::ready) return answer.get();
-    ask_again.store((Clock::now() + kSilence).time_since_epoch().count());
-    return std::nullopt;
-  } catch (const std::exception&) {
-    return std::nullopt;
-  }
-}
+constexpr const char* kNoAnswer =
+    "the group's store does not answer (its process, usually rank 0 or the launcher on rank 0's "
+    "host, has died or cannot be reached)";
 
 // Only the first text is kept.
-void write_failure(const Store& store, AskAgain& ask_again, const std::string& text) noexcept {
-  (void)answer_of(ask_again, kStorePatience, [store, text] {
-    if (!store->check({kFailure})) store->set(kFailure, bytes_of(text));
+void write_failure(const PatientStore& store, const std::string& text) noexcept {
+  (void)store.ask(kStorePatience, [text](Store& asked) {
+    if (!asked.check({kFailure})) asked.set(kFailure, bytes_of(text));
     return true;
   });
 }
@@ -127,17 +112,17 @@ std::string key(const std::string& what, std::size_t rank) {
 }
 
 // The places, of `size`, without the key `what`.
-Places places_without(const Store& store, const std::string& what, std::size_t size) {
+Places places_without(Store& store, const std::string& what, std::size_t size) {
   Places without;
   for (std::size_t place = 0; place < size; ++place) {
-    if (!store->check({key(what, place)})) without.push_back(place);
+    if (!store.check({key(what, place)})) without.push_back(place);
   }
   return without;
 }
 
-std::optional<std::string> reason_in(const Store& store) {
-  if (!store->check({kFailure})) return std::nullopt;
-  return store->get_to_str(kFailure);
+std::optional<std::string> reason_in(Store& store) {
+  if (!store.check({kFailure})) return std::nullopt;
+  return store.get_to_str(kFailure);
 }
 
 bool is_dead(std::int32_t process) {
@@ -154,12 +139,12 @@ Places dead_places(const std::vector<std::int32_t>& processes) {
 
 // A name that no other group has: a store may outlive a group, and then serve another group of the
 // same name. All ranks have the same count, because each use of a group is collective.
-std::string new_name(c10d::ProcessGroup& group, const std::string& name, OwnGroup::Use use) {
+auto new_name(int rank, const std::string& name, OwnGroup::Use use) {
   const std::string prefix =
       "normscope/" + name + (use == OwnGroup::Use::kHost ? "/host/" : "/device/");
-  const std::int64_t number =
-      group.getStore()->add(prefix + "of rank " + std::to_string(group.getRank()), 1);
-  return prefix + std::to_string(number);
+  return [prefix, rank](Store& store) {
+    return prefix + std::to_string(store.add(prefix + "of rank " + std::to_string(rank), 1));
+  };
 }
 
 std::string text_of(int rank, std::string_view reason) {
@@ -168,13 +153,21 @@ std::string text_of(int rank, std::string_view reason) {
 
 }  // namespace
 
+struct OwnGroup::Wait {
+  explicit Wait(Milliseconds limit) : deadline(begin + limit) {}
+
+  ObservedWait observed;
+  Clock::time_point begin = Clock::now();
+  Clock::time_point deadline;
+};
+
 struct OwnGroup::RollCall {
   std::optional<std::string> reason;  // which another rank has found meanwhile
   Places dead;
   Places silent;  // those without an answer, dead or not
 };
 
-OwnGroup::OwnGroup(Store store, std::string name, std::string parent, Use use, int rank,
+OwnGroup::OwnGroup(PatientStore store, std::string name, std::string parent, Use use, int rank,
                    std::vector<int> ranks, Milliseconds time_limit)
     : store_(std::move(store)),
       name_(std::move(name)),
@@ -185,23 +178,22 @@ OwnGroup::OwnGroup(Store store, std::string name, std::string parent, Use use, i
       processes_(ranks_.size(), 0),
       time_limit_(time_limit) {}
 
-OwnGroup::OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name,
-                   Use use, Milliseconds time_limit)
-    : OwnGroup(nullptr, new_name(*group, name, use), name, use, group->getRank(),
-               numbers_of_ranks(group->getSize()), time_limit) {
-  store_ = c10::make_intrusive<c10d::PrefixStore>(name_, group->getStore());
-  meet("begun");
-  make();
+OwnGroup::OwnGroup(c10d::ProcessGroup& group, const std::string& name, Use use,
+                   Milliseconds time_limit)
+    : OwnGroup(PatientStore(group.getStore()), "", name, use, group.getRank(),
+               numbers_of_ranks(group.getSize()), time_limit) {
+  name_ = await(store_.begin(new_name(group.getRank(), name, use)), "the group's store",
+                Wait(time_limit));
+  store_ = store_.under(name_);
 }
 
 std::unique_ptr<OwnGroup> OwnGroup::part(const std::string& name,
                                          const std::vector<int>& members) const {
   std::vector<int> ranks;
   for (const int member : members) ranks.push_back(ranks_[static_cast<std::size_t>(member)]);
-  auto part = std::make_unique<OwnGroup>(
-      c10::make_intrusive<c10d::PrefixStore>(name, store_), name_ + "/" + name, parent_, use_,
-      place_of(static_cast<int>(rank_), members), std::move(ranks), time_limit_);
-  part->ask_again_ = ask_again_;
+  auto part = std::make_unique<OwnGroup>(store_.under(name), name_ + "/" + name, parent_, use_,
+                                         place_of(static_cast<int>(rank_), members),
+                                         std::move(ranks), time_limit_);
   std::ranges::transform(members, part->processes_.begin(),
                          [&](int member) { return processes_[static_cast<std::size_t>(member)]; });
   return part;
@@ -218,24 +210,39 @@ void OwnGroup::know_processes(std::vector<std::int32_t> processes) {
 void OwnGroup::refuse(c10d::ProcessGroup& group, const std::string& name,
                       std::string_view reason) noexcept {
   try {
+    const PatientStore store(group.getStore());
+    const std::string text = text_of(group.getRank(), reason);
     for (const Use use : {Use::kHost, Use::kDevices}) {
-      AskAgain ask_again = 0;
-      write_failure(
-          c10::make_intrusive<c10d::PrefixStore>(new_name(group, name, use), group.getStore()),
-          ask_again, text_of(group.getRank(), reason));
+      const auto name_of_group = store.ask(kStorePatience, new_name(group.getRank(), name, use));
+      if (name_of_group) write_failure(store.under(*name_of_group), text);
     }
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // Peers then find out at their time limit.
   }
 }
 
+void OwnGroup::meet_and_make() {
+  meet("begun");
+  make();
+}
+
 void OwnGroup::make() {
-  const std::vector<std::int64_t> ranks(ranks_.begin(), ranks_.end());
-  const auto op = op_named<MakeProcessGroupOp>("normscope::make_process_group");
-  std::string error;
+  // By another thread: torch.distributed asks the store without a limit.
+  const auto make = [name = name_, parent = parent_,
+                     ranks = std::vector<std::int64_t>(ranks_.begin(), ranks_.end()),
+                     seconds = std::chrono::duration<double>(time_limit_).count(),
+                     devices = serves_devices()]() -> std::string {
+    try {
+      return op_named<MakeProcessGroupOp>("normscope::make_process_group")
+          .call(name, parent, ranks, seconds, devices);
+    } catch (const c10::Error& of_torch) {
+      return of_torch.what_without_backtrace();
+    }
+  };
+  std::string error =
+      await(run_by(Helper(), make), "torch.distributed to make a group of the ranks",
+            Wait(time_limit_ + kStorePatience), [this] { throw_if_failed(); });
   try {
-    error = op.call(name_, parent_, ranks, std::chrono::duration<double>(time_limit_).count(),
-                    serves_devices());
     if (error.empty()) group_ = c10d::resolve_process_group(name_);
   } catch (const c10::Error& of_torch) {
     error = of_torch.what_without_backtrace();
@@ -248,28 +255,40 @@ void OwnGroup::make() {
   const std::string text =
       "torch.distributed made no group for normscope's messages alone, next to the group \"" +
       parent_ + "\": " + error;
-  tell(text);
+  tell_failure(text);
   throw CommunicationError(text);
 }
 
+// By another thread: Python may be about to raise an exception in this one, and would lose it.
 void OwnGroup::close() noexcept {
   try {
-    op_named<CloseProcessGroupOp>("normscope::close_process_group").call(name_);
+    const auto closed = run_by(Helper(), [name = name_] {
+      op_named<CloseProcessGroupOp>("normscope::close_process_group").call(name);
+    });
+    closed.wait_for(kStorePatience);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // Peers then find out at their time limit.
   }
 }
 
 void OwnGroup::fail(std::string_view reason) noexcept {
-  tell(text_of(own_rank(), reason));
+  tell_failure(reason);
   close();
   hand_out(kTimeToReadOfFailure, dead_places(processes_));
 }
 
 void OwnGroup::abandon(std::string_view reason) noexcept {
-  tell(text_of(own_rank(), reason));
+  tell_failure(reason);
   static_cast<void>(new (std::nothrow) c10::intrusive_ptr<c10d::ProcessGroup>(group_.lock()));
   close();
+}
+
+void OwnGroup::tell_failure(std::string_view reason) noexcept {
+  try {
+    tell(text_of(own_rank(), reason));
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
+    // No memory for the text: peers then find out at their time limit.
+  }
 }
 
 std::string OwnGroup::fail_after(const std::string& what,
@@ -277,8 +296,8 @@ std::string OwnGroup::fail_after(const std::string& what,
   // In this order: closing the group ends the waits of the other ranks, which then look for the
   // ranks that are there.
   const auto has_answered =
-      answer_of(*ask_again_, kStorePatience, [store = store_, own = key(kStillHere, rank_)] {
-        store->set(own, bytes_of("1"));
+      store_.ask(kStorePatience, [own = key(kStillHere, rank_)](Store& store) {
+        store.set(own, bytes_of("1"));
         return true;
       });
   close();
@@ -295,76 +314,119 @@ std::string OwnGroup::fail_after(const std::string& what,
   return text;
 }
 
-void OwnGroup::meet(const std::string& what) {
-  store_->set(key(what, rank_), bytes_of("1"));
-  std::vector<std::string> all;
-  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) all.push_back(key(what, rank));
-  std::optional<std::string> failed;
-  const ObservedWait observed;
-  const Clock::time_point begin = Clock::now();
-  const bool are_there = wait_until(begin + time_limit_, [&] {
-    // Checked first, because the last rank to come may be too late.
-    failed = reason_in(store_);
-    if (failed || store_->check(all)) return true;
-    tell_observer(what, Clock::now() - begin);
-    return false;
-  });
-  if (failed) throw CommunicationError(*failed);
-  if (!are_there) {
-    const auto seconds = std::chrono::duration<double>(time_limit_).count();
-    std::string text = list(places_without(store_, what, ranks_.size())) + " did not come within ";
-    text += std::to_string(static_cast<std::int64_t>(seconds)) + " s";
-    tell(text);
-    throw TimeoutError(text);
+void OwnGroup::throw_if_failed() {
+  if (const std::optional<std::string> reason = failure()) throw CommunicationError(*reason);
+}
+
+// Waits for an answer of `whom`, which has a moment for it even at the end of the wait. Meanwhile
+// calls look() repeatedly.
+template <class Answer>
+Answer OwnGroup::await(std::future<Answer> answer, const std::string& whom, const Wait& wait,
+                       const std::function<void()>& look) {
+  const Clock::time_point deadline = std::max(wait.deadline, Clock::now() + kMoment);
+  for (;;) {
+    const auto left = std::max(Clock::duration::zero(), deadline - Clock::now());
+    const auto status = answer.wait_for(std::min<Clock::duration>(left, kLongestWait));
+    if (status == std::future_status::ready) break;
+    if (left == Clock::duration::zero()) {
+      throw TimeoutError("waited " + in_seconds(Clock::now() - wait.begin) + " for " + whom + ": " +
+                         kNoAnswer);
+    }
+    look();
+    tell_observer(wait, [&] { return "this rank waits for " + whom; });
+  }
+  try {
+    return answer.get();
+  } catch (const std::exception& error) {
+    throw CommunicationError(std::string(kNoAnswer) + ": " + std::string(what_of(error)));
   }
 }
 
-void OwnGroup::tell_observer(const std::string& what, Clock::duration waited) {
+void OwnGroup::meet(const std::string& what) {
+  const Wait wait(time_limit_);
+  await(store_.begin([own = key(what, rank_)](Store& store) {
+    store.set(own, bytes_of("1"));
+    return true;
+  }),
+        "the group's store", wait);
+  std::vector<std::string> keys;
+  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) keys.push_back(key(what, rank));
+  const auto look =
+      [all = std::make_shared<const std::vector<std::string>>(std::move(keys))](Store& store) {
+        // Checked first, because the last rank to come may be too late.
+        std::optional<std::string> failure = reason_in(store);
+        const bool are_there = !failure && store.check(*all);
+        return std::pair(std::move(failure), are_there);
+      };
+  for (Milliseconds pause = kFirstPause;; pause = std::min(2 * pause, kLongestPause)) {
+    const auto [failure, are_there] = await(store_.begin(look), "the group's store", wait);
+    if (failure) throw CommunicationError(*failure);
+    if (are_there) return;
+    if (Clock::now() >= wait.deadline) break;
+    tell_observer(wait, [&] {
+      const std::optional<Places> missing = missing_at(what);
+      if (!missing) return std::string(kNoAnswer);
+      return list(*missing) + (missing->size() == 1 ? " is" : " are") +
+             " not at the group's first meeting";
+    });
+    std::this_thread::sleep_for(pause);
+  }
+  const std::optional<Places> missing = missing_at(what);
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(time_limit_);
+  const std::string text = (missing ? list(*missing) : "ranks") + " did not come within " +
+                           std::to_string(seconds.count()) + " s";
+  tell(text);
+  throw TimeoutError(text);
+}
+
+// The places of the ranks that have not come.
+std::optional<std::vector<std::size_t>> OwnGroup::missing_at(const std::string& what) const {
+  return store_.ask(kStorePatience, [what, size = ranks_.size()](Store& store) {
+    return places_without(store, what, size);
+  });
+}
+
+template <class WhoIsWhere>
+void OwnGroup::tell_observer(const Wait& wait, const WhoIsWhere& who_is_where) {
   CallObserver* const observer = call_observer();
   if (observer == nullptr) return;
   try {
-    observer->during_wait(waited, [&] {
-      const Places missing = places_without(store_, what, ranks_.size());
-      return list(missing) + (missing.size() == 1 ? " is" : " are") +
-             " not at the group's first meeting";
-    });
+    observer->during_wait(Clock::now() - wait.begin, who_is_where);
   } catch (...) {
     tell(list_of_ranks({own_rank()}) + " was interrupted while it waited");
     throw;
   }
 }
 
-void OwnGroup::tell(const std::string& text) noexcept { write_failure(store_, *ask_again_, text); }
+void OwnGroup::tell(const std::string& text) noexcept { write_failure(store_, text); }
 
 std::optional<std::string> OwnGroup::failure() noexcept {
-  const auto answer =
-      answer_of(*ask_again_, kStorePatience, [store = store_] { return reason_in(store); });
+  const auto answer = store_.ask(kStorePatience, reason_in);
   return answer ? *answer : std::nullopt;
 }
 
 void OwnGroup::show_call(const RankCall& call) noexcept {
-  (void)answer_of(*ask_again_, kStorePatience,
-                  [store = store_, to = key(kCall, rank_), text = encode(call)] {
-                    store->set(to, bytes_of(text));
-                    return true;
-                  });
+  (void)store_.ask(kStorePatience, [to = key(kCall, rank_), text = encode(call)](Store& store) {
+    store.set(to, bytes_of(text));
+    return true;
+  });
 }
 
 std::vector<std::pair<int, RankCall>> OwnGroup::calls_of_others() noexcept {
   using Calls = std::vector<std::pair<int, RankCall>>;
-  const auto ask = [store = store_, own = rank_, size = ranks_.size()] {
+  const auto read = [own = rank_, size = ranks_.size()](Store& store) {
     Calls calls;
     for (std::size_t rank = 0; rank < size; ++rank) {
-      if (rank == own || !store->check({key(kCall, rank)})) continue;
-      calls.emplace_back(static_cast<int>(rank), decode(store->get_to_str(key(kCall, rank))));
+      if (rank == own || !store.check({key(kCall, rank)})) continue;
+      calls.emplace_back(static_cast<int>(rank), decode(store.get_to_str(key(kCall, rank))));
     }
     return calls;
   };
-  return answer_of(*ask_again_, kStorePatience, ask).value_or(Calls());
+  return store_.ask(kStorePatience, read).value_or(Calls());
 }
 
 std::optional<OwnGroup::RollCall> OwnGroup::call_roll() noexcept {
-  const auto ask = [store = store_, processes = processes_] {
+  const auto look = [processes = processes_](Store& store) {
     RollCall roll;
     const Clock::time_point begin = Clock::now();
     wait_until(begin + kPatience, [&] {
@@ -379,7 +441,7 @@ std::optional<OwnGroup::RollCall> OwnGroup::call_roll() noexcept {
     });
     return roll;
   };
-  return answer_of(*ask_again_, kPatience + kStorePatience, ask);
+  return store_.ask(kPatience + kStorePatience, look);
 }
 
 std::string OwnGroup::describe(const std::optional<RollCall>& roll) const {
@@ -394,24 +456,21 @@ std::string OwnGroup::describe(const std::optional<RollCall>& roll) const {
     });
   }
   if (!dead.empty()) return list(dead) + (dead.size() == 1 ? " has died" : " have died");
-  if (!roll) {
-    return "the group's store does not answer (its process, usually rank 0 or the launcher on rank "
-           "0's host, has died or cannot be reached)";
-  }
+  if (!roll) return kNoAnswer;
   if (roll->silent.empty()) return "all ranks are there";
   return list(roll->silent) + (roll->silent.size() == 1 ? " is" : " are") + " not there";
 }
 
 void OwnGroup::hand_out(Milliseconds patience, const Places& missing) noexcept {
-  const auto ask = [store = store_, own = rank_, size = ranks_.size(), missing, patience,
-                    waits = own_rank() == 0] {
-    store->set(key(kHasRead, own), bytes_of("1"));
-    for (const std::size_t place : missing) store->set(key(kHasRead, place), bytes_of("1"));
+  const auto note = [own = rank_, size = ranks_.size(), missing, patience,
+                     waits = own_rank() == 0](Store& store) {
+    store.set(key(kHasRead, own), bytes_of("1"));
+    for (const std::size_t place : missing) store.set(key(kHasRead, place), bytes_of("1"));
     if (!waits) return true;
     return wait_until(Clock::now() + patience,
                       [&] { return places_without(store, kHasRead, size).empty(); });
   };
-  (void)answer_of(*ask_again_, patience + kStorePatience, ask);
+  (void)store_.ask(patience + kStorePatience, note);
 }
 
 std::string OwnGroup::list(const Places& places) const {

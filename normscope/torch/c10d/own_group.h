@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,9 +14,9 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "normscope/comm/calls.h"
+#include "normscope/torch/c10d/patient_store.h"
 
 namespace normscope::binding {
 
@@ -32,24 +32,30 @@ namespace normscope::binding {
 //
 // What the ranks tell each other besides their messages is in a store, which can be read without
 // waiting for the rank that wrote. If the store's server has died or hangs, one call waits a few
-// seconds, and the calls of the next minute do not ask it.
+// seconds, and the calls of the next minute do not ask it; the first meeting waits for the limit.
+//
+// After it is made, any thread may call fail(), tell_failure() and the functions that ask the
+// store.
 class OwnGroup {
  public:
-  using Store = c10::intrusive_ptr<c10d::Store>;
   using Milliseconds = std::chrono::milliseconds;
 
   // Whether messages are in host memory only, or may also be on the devices that the program's
   // group serves.
   enum class Use { kHost, kDevices };
 
-  // Makes a group of all ranks of `group`, which Python knows by `name`. This is their first
-  // meeting. Throws the errors of make().
-  OwnGroup(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& name, Use use,
-           Milliseconds time_limit);
+  // A group of all ranks of `group`, which Python knows by `name`. It is still to be made, in the
+  // first meeting of the ranks. Throws TimeoutError or CommunicationError if the store does not
+  // answer.
+  OwnGroup(c10d::ProcessGroup& group, const std::string& name, Use use, Milliseconds time_limit);
+
+  // Waits until all ranks have come to the first meeting, and makes the group. Throws the errors of
+  // make().
+  void meet_and_make();
 
   // A group that is still to be made. `ranks` are its ranks' numbers in the program's group
   // `parent`, and in errors; `rank` is this rank's place among them.
-  OwnGroup(Store store, std::string name, std::string parent, Use use, int rank,
+  OwnGroup(PatientStore store, std::string name, std::string parent, Use use, int rank,
            std::vector<int> ranks, Milliseconds time_limit);
 
   // For a rank that will not come to the first meeting: tells its peers that it failed, and why.
@@ -85,6 +91,9 @@ class OwnGroup {
   // backend is kept until the process ends. Waiting peers find out when they ask the store.
   void abandon(std::string_view reason) noexcept;
 
+  // Only tells the peers that this rank failed, and why.
+  void tell_failure(std::string_view reason) noexcept;
+
   // Ends the group after an error of its backend. Returns the reason: the text of the rank that
   // failed first. If no rank has failed, returns `what`, the dead or missing ranks, and where the
   // ranks are.
@@ -107,7 +116,18 @@ class OwnGroup {
 
   // Waits until every rank has called this once with the same `what`.
   void meet(const std::string& what);
-  void tell_observer(const std::string& what, Clock::duration waited);
+  [[nodiscard]] std::optional<std::vector<std::size_t>> missing_at(const std::string& what) const;
+
+  struct Wait;
+  template <class Answer>
+  Answer await(
+      std::future<Answer> answer, const std::string& whom, const Wait& wait,
+      const std::function<void()>& look = [] {});
+  template <class WhoIsWhere>
+  void tell_observer(const Wait& wait, const WhoIsWhere& who_is_where);
+
+  // Throws if another rank has told that it failed.
+  void throw_if_failed();
 
   // Tells ranks that ask later why they need not wait. Only the first text is kept.
   void tell(const std::string& text) noexcept;
@@ -127,7 +147,7 @@ class OwnGroup {
 
   void close() noexcept;
 
-  Store store_;
+  PatientStore store_;
   std::string name_;    // torch's name of this group
   std::string parent_;  // and of the program's group
   Use use_;
@@ -135,9 +155,6 @@ class OwnGroup {
   std::vector<int> ranks_;               // numbered as in the program's group
   std::vector<std::int32_t> processes_;  // 0: of another host, or unknown
   Milliseconds time_limit_;
-  // When to ask the store's server again, as a count of the clock. Parts have the same server.
-  std::shared_ptr<std::atomic<Clock::rep>> ask_again_ =
-      std::make_shared<std::atomic<Clock::rep>>(0);
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_{c10::intrusive_ptr<c10d::ProcessGroup>()};
 };
 

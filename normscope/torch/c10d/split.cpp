@@ -50,7 +50,7 @@ std::unique_ptr<Communicator> C10dCommunicator::split(int color, int key) {
   try {
     return make_part(members);
   } catch (const std::exception& error) {
-    throw CommunicationError(describe("split: " + what_of(error)));
+    throw CommunicationError(describe("split: " + std::string(what_of(error))));
   }
 }
 

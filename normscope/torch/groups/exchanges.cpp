@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/groups/exchanges.h"
 
+#include <exception>
+#include <new>
+#include <typeinfo>
+
 #include <ATen/ops/tensor.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/Type.h>
 
 #include "normscope/batch_norm/scope_exchange.h"
 #include "normscope/core/error.h"
@@ -22,20 +28,64 @@ bool is_of_one_rank(std::string_view text) {
   }
 }
 
+void tell(const ScopedCall& call, const ExchangeUse* use, std::string_view reason) noexcept {
+  if (use != nullptr) {
+    use->fail(reason);
+    return;
+  }
+  try {
+    fail_exchange(call.scope, call.group_name, reason);
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // There is no group of this name.
+  }
+}
+
+// Whether Python raised the exception: what the program itself runs within a call, such as hooks.
+bool is_of_python(const std::exception& error) {
+  return c10::demangle(typeid(error).name()) == "python_error";
+}
+
+bool is_recorded() {
+  using c10::impl::TorchDispatchModeKey;
+  using c10::impl::TorchDispatchModeTLS;
+  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
+         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+}
+
 }  // namespace
 
-Scope parsed_scope_or_fail(const ScopedCall& call) {
+void tell_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
   try {
-    return parsed_scope(call.scope);
-  } catch (const c10::Error& error) {
-    fail_exchange(call.scope, call.group_name, error.what_without_backtrace());
     throw;
+  } catch (const MismatchError&) {  // NOLINT(bugprone-empty-catch)
+  } catch (const OneValueError&) {  // NOLINT(bugprone-empty-catch)
+  } catch (const ScopeError&) {     // NOLINT(bugprone-empty-catch)
+  } catch (const c10::DistError&) {
+    // All ranks throw these.
+  } catch (const std::bad_alloc&) {
+    tell(call, use, "it is out of memory");
+  } catch (const std::exception& error) {
+    tell(call, use, what_of(error));
+  } catch (...) {
+    tell(call, use, "an unknown exception");
+  }
+}
+
+void tell_peers_of_rest(const ScopedCall& call) noexcept {
+  if (is_recorded()) return;
+  try {
+    throw;
+  } catch (const c10::ValueError&) {  // NOLINT(bugprone-empty-catch)
+  } catch (const std::exception& error) {
+    if (!is_of_python(error)) tell_peers(call, nullptr);
+  } catch (...) {
+    tell_peers(call, nullptr);
   }
 }
 
 ExchangeUse::ExchangeUse(Direction direction, const ScopedCall& call,
                          const std::optional<Placement>& placement)
-    : scope_(parsed_scope_or_fail(call)) {
+    : scope_(parsed_scope(call.scope)) {
   if (scope_.is_of_one_rank()) {
     const auto group = used_group_named(call.group_name, placement);
     if (group) group->show_call_alone({.what = name_of(direction), .layer = call.layer});
@@ -43,7 +93,7 @@ ExchangeUse::ExchangeUse(Direction direction, const ScopedCall& call,
   }
   const auto group = group_named(call.group_name, placement);
   if (!group) return;
-  exchange_ = as_torch([&] { return group->of_scope(scope_, call.layer); });
+  exchange_ = group->of_scope(scope_, call.layer);
   if (exchange_) lock_ = std::unique_lock(exchange_->mutex());
 }
 
@@ -86,18 +136,20 @@ std::string resolve_scope(std::string_view scope, std::string_view group_name,
 }
 
 std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name, std::int64_t own) {
-  return as_torch([&]() -> std::vector<std::int64_t> {
-    const ExchangeUse use(Direction::kStep, {"world", group_name, "joined batches"});
-    if (use.get() == nullptr) return {own};
-    return gather_samples(*use.get(), own);
+  const ScopedCall call{"world", group_name, "joined batches"};
+  return as_torch([&] {
+    return with_exchange(Direction::kStep, call, std::nullopt,
+                         [&](const ExchangeUse& use) -> std::vector<std::int64_t> {
+                           if (use.get() == nullptr) return {own};
+                           return gather_samples(*use.get(), own);
+                         });
   });
 }
 
 at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::string_view what) {
   TORCH_CHECK_VALUE(own.dim() == 1 && own.scalar_type() == at::kDouble && own.is_cpu(),
                     "own: expected float64 numbers [n] on the CPU");
-  return as_torch([&]() -> at::Tensor {
-    const ExchangeUse use(Direction::kParameters, {"world", group_name, what});
+  const auto gather_rows = [&](const ExchangeUse& use) {
     if (use.get() == nullptr) return own.unsqueeze(0).clone();
     const at::Tensor numbers = own.contiguous();
     const double* const begin = numbers.const_data_ptr<double>();
@@ -107,6 +159,10 @@ at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::strin
                                                         .channels = own.size(0)},
                                                        {begin, begin + own.size(0)});
     return at::tensor(rows, at::kDouble).view({use.get()->communicator().size(), own.size(0)});
+  };
+  return as_torch([&] {
+    return with_exchange(Direction::kParameters, {"world", group_name, what}, std::nullopt,
+                         gather_rows);
   });
 }
 

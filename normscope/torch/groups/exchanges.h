@@ -51,8 +51,39 @@ class ExchangeUse {
   std::unique_lock<std::mutex> lock_;
 };
 
-// The scope of a call. If it is invalid, also tells the peers.
-[[nodiscard]] Scope parsed_scope_or_fail(const ScopedCall& call);
+// For handlers of exceptions: tells the peers of a call that this rank will not come, because of
+// the exception at hand, unless all ranks throw it. `use`: the exchange; nullptr if there is none
+// yet.
+void tell_peers(const ScopedCall& call, const ExchangeUse* use) noexcept;
+
+// Returns body(use), with the exchange of a call. Every op that exchanges does it here: whatever
+// leaves it as an exception, the peers are told.
+template <class Body>
+auto with_exchange(Direction direction, const ScopedCall& call,
+                   const std::optional<Placement>& placement, const Body& body) {
+  std::optional<ExchangeUse> use;
+  try {
+    use.emplace(direction, call, placement);
+    return body(*use);
+  } catch (...) {
+    tell_peers(call, use ? &*use : nullptr);
+    throw;
+  }
+}
+
+// The same for what a call does before and after its op, while it runs and not while it is recorded
+// for a graph. The op has told the peers of its own ValueErrors, or all ranks throw them.
+void tell_peers_of_rest(const ScopedCall& call) noexcept;
+
+template <class Body>
+auto or_tell_peers(const ScopedCall& call, const Body& body) {
+  try {
+    return body();
+  } catch (...) {
+    tell_peers_of_rest(call);
+    throw;
+  }
+}
 
 // fail() for a rank that fails before it has its exchange. Not collective. Peers throw when they
 // wait in the exchange of the scope, or in the group's first meeting, now or later.

@@ -11,6 +11,7 @@
 #include "normscope/comm/hosts.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/errors.h"
 #include "normscope/torch/watch/calls.h"
 #include "normscope/torch/watch/environment.h"
 
@@ -29,12 +30,31 @@ Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement
 
 // A process group of a Python program also carries the program's own messages. Those of normscope
 // need a group of their own.
-std::unique_ptr<OwnGroup> own_group_of(const ProcessGroup& group, const std::string& name,
+std::shared_ptr<OwnGroup> own_group_of(c10d::ProcessGroup& group, const std::string& name,
                                        const Placement& placement, Milliseconds time_limit) {
   if (name.starts_with(kRankGroup)) return nullptr;
   const auto use =
       placement.memory == Memory::kHost ? OwnGroup::Use::kHost : OwnGroup::Use::kDevices;
-  return std::make_unique<OwnGroup>(group, name, use, time_limit);
+  return std::make_shared<OwnGroup>(group, name, use, time_limit);
+}
+
+std::unique_ptr<Exchange> exchange_over(const ProcessGroup& group, const Placement& placement,
+                                        const std::shared_ptr<OwnGroup>& own,
+                                        Milliseconds time_limit) {
+  auto over_torch = std::make_unique<C10dCommunicator>(group, placement, time_limit, own);
+  over_torch->know_processes();
+  // A group of one rank comes here only if NORMSCOPE_FORCE_SYNC is set.
+  const auto exchange = [](std::unique_ptr<Communicator> communicator) {
+    return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
+  };
+  // On a device a call only queues work: the host does not know when it ends, and shows no calls.
+  if (placement.memory != Memory::kHost) return exchange(std::move(over_torch));
+  const Hosts hosts = find_hosts(*over_torch, time_limit);
+  if (!hosts.memory || !hosts.is_one()) {
+    // Calls are published in time for the peers' warnings and errors.
+    over_torch->show_calls(std::min(time_limit, warning_limit().value_or(time_limit)) / 2);
+  }
+  return exchange(over_hosts(std::move(over_torch), hosts));
 }
 
 // A fork does not destroy the exchange: it lacks its threads, and the connections belong to the
@@ -44,12 +64,6 @@ std::shared_ptr<Exchange> shared(std::unique_ptr<Exchange> exchange) {
   return {exchange.release(), [home = HomeProcess()](Exchange* made) {
             if (home.is_this_one()) delete made;
           }};
-}
-
-void fail_if_made(const std::shared_ptr<Exchange>& exchange, std::string_view reason) {
-  if (!exchange) return;
-  const std::lock_guard use(exchange->mutex());
-  exchange->fail(reason);
 }
 
 }  // namespace
@@ -69,60 +83,67 @@ GroupExchanges::GroupExchanges(std::string name, std::unique_ptr<Communicator> c
       size_(communicator->size()),
       of_all_(shared(std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange))) {}
 
-std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& group) const {
+std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& group) {
+  const FirstMeeting::Open open(meeting_);
   const Milliseconds time_limit = time_limit_of(*group, placement_);
   watch_calls();
-  auto over_torch = std::make_unique<C10dCommunicator>(
-      group, placement_, time_limit, own_group_of(group, name_, placement_, time_limit));
-  over_torch->know_processes();
-  // A group of one rank comes here only if NORMSCOPE_FORCE_SYNC is set.
-  const auto exchange_over = [](std::unique_ptr<Communicator> communicator) {
-    return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
-  };
-  // On a device a call only queues work: the host does not know when it ends, and shows no calls.
-  if (placement_.memory != Memory::kHost) return exchange_over(std::move(over_torch));
-  const Hosts hosts = find_hosts(*over_torch, time_limit);
-  if (!hosts.memory || !hosts.is_one()) {
-    // Calls are published in time for the peers' warnings and errors.
-    over_torch->show_calls(std::min(time_limit, warning_limit().value_or(time_limit)) / 2);
+  const std::shared_ptr<OwnGroup> own = own_group_of(*group, name_, placement_, time_limit);
+  try {
+    if (own) {
+      meeting_.meet_in(own);
+      own->meet_and_make();
+    }
+    return exchange_over(group, placement_, own, time_limit);
+  } catch (const CommunicationError&) {
+    throw;  // all ranks throw it
+  } catch (const std::exception& error) {
+    if (own) own->tell_failure(what_of(error));
+    throw;
   }
-  return exchange_over(over_hosts(std::move(over_torch), hosts));
 }
 
 GroupExchanges::Shared GroupExchanges::of_all(const Scope& scope, std::string_view layer) {
   if (of_all_) return of_all_;
   const ProcessGroup group = group_.lock();
   if (!group) throw CommunicationError("the process group was destroyed");
+  Shared made;
   try {
-    return of_all_ = shared(make_exchange(group));
+    made = shared(make_exchange(group));
   } catch (const CommunicationError& error) {
     const std::string user(layer.empty() ? "a layer without a name" : layer);
     throw CommunicationError("the group's first meeting, by " + user + " (scope " + scope.str() +
                              "): " + error.what());
   }
+  const std::lock_guard lock(mutex_);
+  return of_all_ = made;
 }
 
 GroupExchanges::Shared GroupExchanges::of_leaders(Exchange& all, const std::vector<int>& leaders) {
   const auto found = of_leaders_.find(leaders);
   if (found != of_leaders_.end()) return found->second;
-  return of_leaders_[leaders] = shared(make_part_of(all, leaders));
+  const Shared made = shared(make_part_of(all, leaders));
+  const std::lock_guard lock(mutex_);
+  return of_leaders_[leaders] = made;
 }
 
 GroupExchanges::Shared GroupExchanges::of_scope(const Scope& scope, std::string_view layer) {
-  const std::lock_guard lock(mutex_);
   const std::string text = scope.str();
+  const std::lock_guard making(making_);
   const auto found = of_scope_.find(text);
   if (found != of_scope_.end()) return found->second;
-  const Shared all = of_all(scope, layer);
-  if (scope.kind() == Scope::Kind::kWorld) return of_scope_[text] = all;
-  const std::lock_guard use(all->mutex());
-  const std::vector<int> leaders = agree_on_leaders(*all, scope, layer);
-  const bool is_world = std::ranges::count(leaders, 0) == std::ssize(leaders);
-  return of_scope_[text] = is_world ? all : of_leaders(*all, leaders);
+  Shared made = of_all(scope, layer);
+  if (scope.kind() != Scope::Kind::kWorld) {
+    const std::lock_guard use(made->mutex());
+    const std::vector<int> leaders = agree_on_leaders(*made, scope, layer);
+    const bool is_world = std::ranges::count(leaders, 0) == std::ssize(leaders);
+    if (!is_world) made = of_leaders(*made, leaders);
+  }
+  const std::lock_guard lock(mutex_);
+  return of_scope_[text] = made;
 }
 
 std::string GroupExchanges::scope_of_norm_batch(const Scope& scope, std::int64_t samples) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard making(making_);
   const std::string text = scope.str();
   const auto found = norm_batches_.find(text);
   if (found != norm_batches_.end()) return found->second;
@@ -131,6 +152,7 @@ std::string GroupExchanges::scope_of_norm_batch(const Scope& scope, std::int64_t
   const std::optional<Scope> resolved = agree_on_norm_batch(*all, scope, "", samples);
   // All batches are empty. Later ones may not be, so nothing is kept.
   if (!resolved) return Scope::world().str();
+  const std::lock_guard lock(mutex_);
   return norm_batches_[text] = resolved->str();
 }
 
@@ -142,6 +164,7 @@ void GroupExchanges::show_call_alone(const CallName& call) {
 }
 
 void GroupExchanges::fail(std::string_view scope, std::string_view reason) {
+  meeting_.fail(reason);
   const std::lock_guard lock(mutex_);
   std::string text(scope);
   if (const auto resolved = norm_batches_.find(text); resolved != norm_batches_.end()) {
@@ -149,13 +172,17 @@ void GroupExchanges::fail(std::string_view scope, std::string_view reason) {
     if (Scope::parse(text).is_of_one_rank()) return;
   }
   const auto found = of_scope_.find(text);
-  fail_if_made(found != of_scope_.end() ? found->second : of_all_, reason);
+  const Shared& exchange = found != of_scope_.end() ? found->second : of_all_;
+  if (exchange) exchange->fail(reason);
 }
 
 void GroupExchanges::fail_all(std::string_view reason) {
+  meeting_.fail(reason);
   const std::lock_guard lock(mutex_);
-  fail_if_made(of_all_, reason);
-  for (const auto& [leaders, exchange] : of_leaders_) fail_if_made(exchange, reason);
+  if (of_all_) of_all_->fail(reason);
+  for (const auto& [leaders, exchange] : of_leaders_) {
+    if (exchange) exchange->fail(reason);
+  }
 }
 
 }  // namespace normscope::binding

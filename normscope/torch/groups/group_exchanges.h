@@ -15,6 +15,7 @@
 #include "normscope/comm/calls.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/scope.h"
+#include "normscope/torch/groups/first_meeting.h"
 #include "normscope/torch/tensors/device.h"
 
 namespace normscope::binding {
@@ -57,14 +58,15 @@ class GroupExchanges {
   void show_call_alone(const CallName& call);
 
   // Ends the waits of all ranks in the exchange of the scope, which may be norm_batch:M, or, before
-  // its first use, in the exchange of the whole group. Not collective.
+  // its first use, in the exchange of the whole group, or in the group's first meeting. Neither
+  // collective nor waiting for threads that use an exchange.
   void fail(std::string_view scope, std::string_view reason);
   void fail_all(std::string_view reason);
 
  private:
   using Shared = std::shared_ptr<Exchange>;
 
-  [[nodiscard]] std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group) const;
+  [[nodiscard]] std::unique_ptr<Exchange> make_exchange(const ProcessGroup& group);
   [[nodiscard]] Shared of_all(const Scope& scope, std::string_view layer);
   [[nodiscard]] Shared of_leaders(Exchange& all, const std::vector<int>& leaders);
 
@@ -75,7 +77,9 @@ class GroupExchanges {
   Placement placement_;  // of the tensors that are normalized
   HomeProcess home_;
 
-  std::mutex mutex_;  // guards the members below; held while an exchange is made
+  FirstMeeting meeting_;
+  std::mutex making_;  // held while the ranks make an exchange or agree on a scope
+  std::mutex mutex_;   // guards the members below
   Shared of_all_;
   std::map<std::string, Shared> of_scope_;
   std::map<std::vector<int>, Shared> of_leaders_;

@@ -57,8 +57,10 @@ std::string RankGroup::name_in_exchanges(const std::string& layer) const {
 }
 
 void RankGroup::all_reduce(const CallLabel& label, std::span<double> message) const {
-  const binding::ExchangeUse use(label.direction, {"world", name_, label.layer});
-  if (use.get() != nullptr) use.get()->all_reduce(label, message, {});
+  const auto exchange = [&](const binding::ExchangeUse& use) {
+    if (use.get() != nullptr) use.get()->all_reduce(label, message, {});
+  };
+  binding::with_exchange(label.direction, {"world", name_, label.layer}, std::nullopt, exchange);
 }
 
 }  // namespace normscope

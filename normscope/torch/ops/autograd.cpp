@@ -53,18 +53,6 @@ bool needs_backward(const at::Tensor& x,
   return at::GradMode::is_enabled() && one_requires_grad;
 }
 
-// Calls an op. If the dispatcher has no kernel for the tensors (such as sparse ones), tells the
-// peers that this rank will not come, because no backend can.
-template <class CallOp>
-auto reach_backend(const ScopedCall& call, const CallOp& call_op) {
-  try {
-    return call_op();
-  } catch (const c10::NotImplementedError& error) {
-    fail_exchange(call.scope, call.group_name, error.what_without_backtrace());
-    throw;
-  }
-}
-
 std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const bool in_graph = op.graph.has_value() && is_recorded_for_a_graph();
@@ -155,25 +143,27 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const std::int64_t flags = flags_saved_in(*context);
     const ScopedCall call = call_saved_in(*context);
+    return or_tell_peers(call, [&] { return gradients_of(*context, call, gradients); });
+  }
+
+ private:
+  static variable_list gradients_of(const AutogradContext& context, const ScopedCall& call,
+                                    const variable_list& gradients) {
+    const variable_list saved = context.get_saved_variables();
+    const std::int64_t flags = flags_saved_in(context);
     const OptionalTensor weight = defined_or_none(saved[1]);
     const bool activates = saved.size() > 3;
     const OptionalTensor bias = activates ? defined_or_none(saved[3]) : kNoTensor;
     const OptionalTensor y = activates ? defined_or_none(saved[4]) : kNoTensor;
     ActivationBackwardCall activation{.bias = bias, .y = y};
     if (activates) {
-      activation.activation = context->saved_data.at("activation").toStringView();
-      activation.negative_slope = context->saved_data.at("negative_slope").toDouble();
+      activation.activation = context.saved_data.at("activation").toStringView();
+      activation.negative_slope = context.saved_data.at("negative_slope").toDouble();
     }
     const BackwardOpArguments op{gradients[0],     saved[0], weight,    saved[2],
                                  wanted_by(flags), call,     activation};
-    const auto [dx, dweight, dbias, dresidual] = reach_backend(call, [&] {
-      if ((flags & kDecomposes) != 0 && is_recorded_for_a_graph()) return backward_in_graph(op);
-      if (activates && at::GradMode::is_enabled()) return by_single_operations(op);
-      return op.pass_to(backward_op());
-    });
+    const auto [dx, dweight, dbias, dresidual] = backward_of(op, flags);
     const at::Tensor none;
     return {op.wanted.dx ? dx : none,
             op.wanted.dweight ? dweight : none,
@@ -183,7 +173,12 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
             none};
   }
 
- private:
+  static BackwardTensors backward_of(const BackwardOpArguments& op, std::int64_t flags) {
+    if ((flags & kDecomposes) != 0 && is_recorded_for_a_graph()) return backward_in_graph(op);
+    if (op.activation.activates() && at::GradMode::is_enabled()) return by_single_operations(op);
+    return op.pass_to(backward_op());
+  }
+
   // Records a graph, because the result is differentiated once more.
   static BackwardTensors by_single_operations(const BackwardOpArguments& op) {
     const ActivationBackwardCall& after = op.activation;
@@ -200,7 +195,7 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
+std::tuple<at::Tensor, at::Tensor> forward_with_node(const ForwardOpArguments& given) {
   // Under autocast some operations refuse tensors of several types, and others round them.
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   note_forward();
@@ -213,6 +208,10 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& given) {
   const variable_list outputs =
       BatchNorm::apply(op.x, op.weight, op.bias, residual, op, &statistics);
   return {outputs[0], statistics};
+}
+
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  return or_tell_peers(op.call, [&] { return forward_with_node(op); });
 }
 
 // With an activation it needs no graph: a backward that is differentiated runs

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <exception>
 #include <optional>
 
 #include <ATen/core/Tensor.h>
@@ -82,34 +81,22 @@ inline void bump_version(const OptionalTensor& buffer) {
   if (buffer && !buffer->is_inference()) ::torch::autograd::impl::bump_version(*buffer);
 }
 
-// The two stages of a backend's call: before the exchange, and in it.
-
-// Runs the first stage. If it throws, tells the peers not to wait for this rank.
-template <class Prepare>
-auto prepare_or_fail(const ExchangeUse& exchange, const Prepare& prepare) {
-  try {
-    return prepare();
-  } catch (const std::exception& error) {
-    exchange.fail(what_of(error));
-    throw;
-  }
-}
-
-// Runs the second stage, with the other ranks. Converts errors to torch's types.
-template <class Call>
-void run_as_torch(const at::Tensor& x, const ExchangeUse& exchange, const ScopedCall& of,
-                  const Call& call) {
-  as_torch([&] {
+// with_exchange() for a call with x. Converts errors to torch's types.
+template <class Body>
+auto run_with_exchange(const at::Tensor& x, Direction direction, const ScopedCall& call,
+                       const std::optional<Placement>& placement, const Body& body) {
+  bool has_exchange = false;
+  return as_torch([&] {
     try {
-      call();
+      return with_exchange(direction, call, placement, [&](const ExchangeUse& use) {
+        has_exchange = use.get() != nullptr;
+        return body(use);
+      });
     } catch (const OneValueError&) {
       // On a device the error appears in this rank's next call, which has another x.
-      if (exchange.get() != nullptr && placement_of(x).memory == Memory::kDevice) throw;
-      if (exchange.get() != nullptr) throw_one_value_per_channel(of);
-      throw_one_value_per_channel(x, of.layer);
-    } catch (const ArgumentError& error) {
-      exchange.fail(error.what());
-      throw;
+      if (has_exchange && placement_of(x).memory == Memory::kDevice) throw;
+      if (has_exchange) throw_one_value_per_channel(call);
+      throw_one_value_per_channel(x, call.layer);
     }
   });
 }

@@ -89,19 +89,16 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
 
 PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   CallSite site(op.x);
-  const ExchangeUse exchange(Direction::kForward, op.call, site.placement());
-  std::optional<WritableBuffers> buffers;
-  PreparedForward prepared = prepare_or_fail(exchange, [&] {
-    buffers.emplace(op.running);
-    return prepare_forward(op.with(op.weight, buffers->tensors(), op.accumulated), answer,
-                           exchange.scope(), site);
-  });
-
-  check_finite(op.x, exchange.get(), Direction::kForward, op.call);
-  run_as_torch(op.x, exchange, op.call,
-               [&] { batch_norm_forward(prepared.arguments, site.with(exchange, op.call)); });
-  if (!batch_was_counted()) buffers->write_back();
-  return prepared;
+  const auto run = [&](const ExchangeUse& exchange) {
+    const WritableBuffers buffers(op.running);
+    PreparedForward prepared = prepare_forward(
+        op.with(op.weight, buffers.tensors(), op.accumulated), answer, exchange.scope(), site);
+    check_finite(op.x, exchange.get(), Direction::kForward, op.call);
+    batch_norm_forward(prepared.arguments, site.with(exchange, op.call));
+    if (!batch_was_counted()) buffers.write_back();
+    return prepared;
+  };
+  return run_with_exchange(op.x, Direction::kForward, op.call, site.placement(), run);
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
@@ -206,14 +203,13 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
 
 PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
   CallSite site(op.x);
-  const ExchangeUse exchange(Direction::kBackward, op.call, site.placement());
-  PreparedBackward prepared =
-      prepare_or_fail(exchange, [&] { return prepare_backward(op, answer, site); });
-
-  check_finite(op.dy, exchange.get(), Direction::kBackward, op.call);
-  run_as_torch(op.x, exchange, op.call,
-               [&] { batch_norm_backward(prepared.arguments, site.with(exchange, op.call)); });
-  return prepared;
+  const auto run = [&](const ExchangeUse& exchange) {
+    PreparedBackward prepared = prepare_backward(op, answer, site);
+    check_finite(op.dy, exchange.get(), Direction::kBackward, op.call);
+    batch_norm_backward(prepared.arguments, site.with(exchange, op.call));
+    return prepared;
+  };
+  return run_with_exchange(op.x, Direction::kBackward, op.call, site.placement(), run);
 }
 
 BackwardTensors backward(const BackwardOpArguments& op) {

@@ -62,27 +62,20 @@ at::Tensor means_of(const DoubleBackward& norm_batch, const CallLabel& label, Ex
   return totals.div(count).to(sums.device());
 }
 
-GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+GradientTensors second_gradients(const DoubleBackwardOpArguments& op, Exchange* exchange) {
   const at::Tensor& x = op.x;
-  const CallSite site(x);
-  const ExchangeUse exchange(Direction::kDoubleBackward, op.call,
-                             placement_of_messages(op.call, x));
   const CallLabel label{.layer = op.call.layer,
                         .scope = op.call.scope,
                         .direction = Direction::kDoubleBackward,
                         .channels = x.size(1)};
-  const std::vector<DoubleBackward> norm_batches =
-      prepare_or_fail(exchange, [&] { return prepare_double_backward(op); });
-
+  const std::vector<DoubleBackward> norm_batches = prepare_double_backward(op);
   const auto [grad_dy, grad_x, grad_weight] = empty_second_gradients(x);
   const at::Tensor weight_total = at::zeros({x.size(1)}, float64_options(x));
   const std::vector<at::Tensor> all_dy = grad_dy.chunk(op.statistics.size(0));
   const std::vector<at::Tensor> all_x = grad_x.chunk(op.statistics.size(0));
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {
-    check_finite(norm_batches[i].sums(), exchange.get(), Direction::kDoubleBackward, op.call);
-    at::Tensor means;
-    run_as_torch(x, exchange, op.call,
-                 [&] { means = means_of(norm_batches[i], label, exchange.get()); });
+    check_finite(norm_batches[i].sums(), exchange, Direction::kDoubleBackward, op.call);
+    const at::Tensor means = means_of(norm_batches[i], label, exchange);
     const auto [of_dy, of_x, of_weight] = norm_batches[i].gradients(means);
     all_dy[i].copy_(of_dy);
     all_x[i].copy_(of_x);
@@ -90,6 +83,13 @@ GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   }
   grad_weight.copy_(weight_total);
   return {grad_dy, grad_x, grad_weight};
+}
+
+GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+  const CallSite site(op.x);
+  return run_with_exchange(
+      op.x, Direction::kDoubleBackward, op.call, placement_of_messages(op.call, op.x),
+      [&](const ExchangeUse& exchange) { return second_gradients(op, exchange.get()); });
 }
 
 void register_double_backward(::torch::Library& m) {

@@ -9,6 +9,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/ops/operators.h"
 
 namespace normscope::binding {
@@ -51,15 +52,18 @@ inline void save_for_double_backward(::torch::autograd::AutogradContext* context
 [[nodiscard]] inline ::torch::autograd::variable_list double_backward_of(
     const ::torch::autograd::AutogradContext& context,
     const ::torch::autograd::variable_list& gradients) {
-  const ::torch::autograd::variable_list saved = context.get_saved_variables();
-  const OptionalTensor grad_dx = defined_or_none(gradients[0]);
-  const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
-  const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
-  const OptionalTensor weight = defined_or_none(saved[2]);
-  const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
-                                     saved[1], weight,       saved[3],   call_saved_in(context)};
-  const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
-  return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
+  const ScopedCall call = call_saved_in(context);
+  return or_tell_peers(call, [&]() -> ::torch::autograd::variable_list {
+    const ::torch::autograd::variable_list saved = context.get_saved_variables();
+    const OptionalTensor grad_dx = defined_or_none(gradients[0]);
+    const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
+    const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
+    const OptionalTensor weight = defined_or_none(saved[2]);
+    const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
+                                       saved[1], weight,       saved[3],   call};
+    const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+    return {grad_dy, grad_x, weight ? grad_weight : at::Tensor(), at::Tensor()};
+  });
 }
 
 inline constexpr std::int64_t kWantsDx = 1;

@@ -120,8 +120,9 @@ at::Tensor normalize(const ForwardOpArguments& op, const Slicing& slicing,
 
 at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
   const std::vector<at::Tensor> slices = slices_of(op.x, slicing, op.call.layer);
-  // A later slice may raise; in a recomputation torch's kernel would update.
-  const bool may_update_in_vain = slices.size() > 1 || repeats_a_forward();
+  // A later slice may raise; in a recomputation torch's kernel would update; that for CPUs
+  // allocates memory after it has updated.
+  const bool may_update_in_vain = slices.size() > 1 || repeats_a_forward() || op.x.is_cpu();
   if (!may_update_in_vain || !BufferCopies::can_be_made(op)) return normalize(op, slicing, slices);
   const BufferCopies copies(op);
   at::Tensor y = normalize(copies.in(op), slicing, slices);

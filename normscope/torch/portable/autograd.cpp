@@ -69,14 +69,21 @@ class PortableBatchNorm : public ::torch::autograd::Function<PortableBatchNorm> 
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const std::int64_t flags = flags_saved_in(*context);
+    const ScopedCall call = call_saved_in(*context);
+    return or_tell_peers(call, [&] { return gradients_of(*context, call, gradients); });
+  }
+
+ private:
+  static variable_list gradients_of(const AutogradContext& context, const ScopedCall& call,
+                                    const variable_list& gradients) {
+    const variable_list saved = context.get_saved_variables();
+    const std::int64_t flags = flags_saved_in(context);
     const WantedGradients wanted = wanted_by(flags);
     const OptionalTensor weight = defined_or_none(saved[1]);
     const PortableBackwardArguments op{
         gradients[0], saved[0], weight,
-        saved[2],     wanted,   call_saved_in(*context),
-        saved[3],     saved[4], context->saved_data.at("eps").toDouble()};
+        saved[2],     wanted,   call,
+        saved[3],     saved[4], context.saved_data.at("eps").toDouble()};
     variable_list results;
     if ((flags & kDecomposes) != 0 && is_recorded_for_a_graph()) {
       const auto [dx, dweight, dbias] = portable_backward_in_graph(op);
@@ -108,11 +115,20 @@ at::Tensor normalized(const ForwardOpArguments& op, const Scope& scope) {
   return std::get<0>(forward_below_autograd(op));
 }
 
+// What is needed before the exchange is known.
+std::tuple<Scope, ActivationFunction> checked_before(const ForwardOpArguments& op) {
+  try {
+    return {parsed_scope(op.call.scope), checked(op.activation, op.x)};
+  } catch (...) {
+    tell_peers(op.call, nullptr);
+    throw;
+  }
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op) {
-  const Scope scope = parsed_scope_or_fail(op.call);
-  const ActivationFunction activation = checked(op.activation, op.x);
+  const auto [scope, activation] = checked_before(op);
   const OptionalTensor& residual = op.activation.residual;
   const at::Tensor no_statistics = at::empty({0}, op.x.options());
   const bool ends_with_more = residual || op.activation.activates();

@@ -158,70 +158,69 @@ PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& 
 }
 
 PortableTensors forward(const ForwardOpArguments& op) {
-  TensorMessage message(Direction::kForward, op.call, op.x);
-  at::Tensor y;
-  const at::Tensor x = prepare_or_fail(message.exchange(), [&] {
+  return run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
     static_cast<void>(checked(op, message.scope()));
-    at::Tensor in_layout = in_torch_layout(op.x);
-    y = memory_for_result(in_layout);
-    return in_layout;
+    const at::Tensor x = in_torch_layout(op.x);
+    const at::Tensor y = memory_for_result(x);
+    check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
+    return has_synchronized_kernels(x) && message.ranks() <= kMostGathered
+               ? forward_by_synchronized_kernels(op, x, y, message)
+               : forward_by_sums(op, x, y, message);
   });
-  check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
-  PortableTensors result;
-  run_as_torch(op.x, message.exchange(), op.call, [&] {
-    result = has_synchronized_kernels(x) && message.ranks() <= kMostGathered
-                 ? forward_by_synchronized_kernels(op, x, y, message)
-                 : forward_by_sums(op, x, y, message);
-  });
-  return result;
 }
 
-GradientTensors backward(const PortableBackwardArguments& given) {
-  TensorMessage message(Direction::kBackward, given.call, given.x);
-  const at::Tensor x = in_torch_layout(given.x);
-  const at::Tensor dy = prepare_or_fail(message.exchange(), [&] {
-    TORCH_CHECK_NOT_IMPLEMENTED(uses_torch_kernels(given.dy), "dy: expected a dense tensor, got ",
-                                given.dy.layout());
-    return given.dy.contiguous(x.suggest_memory_format());
-  });
-  const OptionalTensor weight = in_arithmetic(given.weight, x);
-  const PortableBackwardArguments op{
-      dy, x, weight, given.mean, given.wanted, given.call, given.spread, given.counts, given.eps};
-  check_finite(dy, message.exchange().get(), Direction::kBackward, op.call);
-  const bool synchronized = has_synchronized_kernels(x);
-  const bool is_empty = x.numel() == 0;
+// Replaces this rank's gradient sums by their totals.
+GradientSums total_of(const GradientSums& own, const ScopedCall& call, std::int64_t count,
+                      TensorMessage& message) {
+  const std::int64_t channels = own.dy.size(0);
+  const CallLabel label{.layer = call.layer,
+                        .scope = call.scope,
+                        .kernels = "torch",
+                        .direction = Direction::kBackward,
+                        .channels = channels};
+  const at::Tensor sums = message.sum(label, count, at::cat({own.dy, own.dy_xmu}));
+  return {sums.narrow(0, 0, channels), sums.narrow(0, channels, channels)};
+}
+
+// `op` has x and dy in a layout of torch.
+GradientTensors gradients(const PortableBackwardArguments& op, TensorMessage& message) {
+  const at::Tensor& x = op.x;
+  const bool by_synchronized_kernels = has_synchronized_kernels(x) && x.numel() > 0;
   GradientSums own;
   at::Tensor dweight;
   at::Tensor dbias;
-  if (synchronized && !is_empty) {
-    std::tie(own.dy, own.dy_xmu, dweight, dbias) = at::batch_norm_backward_reduce(
-        dy, x, op.mean, op.spread, op.weight, /*input_g=*/true, op.wanted.dweight, op.wanted.dbias);
+  if (by_synchronized_kernels) {
+    std::tie(own.dy, own.dy_xmu, dweight, dbias) =
+        at::batch_norm_backward_reduce(op.dy, x, op.mean, op.spread, op.weight, /*input_g=*/true,
+                                       op.wanted.dweight, op.wanted.dbias);
   } else {
     own = gradient_sums_of(op);
     if (op.wanted.dweight) dweight = own.dy_xmu * inv_std_of(x, op.spread, op.eps);
     dbias = own.dy;
   }
-  GradientSums totals;
-  const std::int64_t channels = x.size(1);
-  run_as_torch(x, message.exchange(), op.call, [&] {
-    const CallLabel label{.layer = op.call.layer,
-                          .scope = op.call.scope,
-                          .kernels = "torch",
-                          .direction = Direction::kBackward,
-                          .channels = channels};
-    const at::Tensor sums =
-        message.sum(label, elements_per_channel(x).expect_int(), at::cat({own.dy, own.dy_xmu}));
-    totals = {sums.narrow(0, 0, channels), sums.narrow(0, channels, channels)};
-  });
+  const GradientSums totals = total_of(own, op.call, elements_per_channel(x).expect_int(), message);
   at::Tensor dx = at::empty({0}, x.options());
   if (op.wanted.dx) {
-    dx = synchronized && !is_empty
-             ? at::batch_norm_backward_elemt(dy, x, op.mean, op.spread, op.weight, totals.dy,
+    dx = by_synchronized_kernels
+             ? at::batch_norm_backward_elemt(op.dy, x, op.mean, op.spread, op.weight, totals.dy,
                                              totals.dy_xmu, op.counts)
              : input_gradient_of(op, totals);
   }
   const at::Tensor none = at::empty({0}, arithmetic_options(x));
   return {dx, op.wanted.dweight ? dweight : none, op.wanted.dbias ? dbias : none};
+}
+
+GradientTensors backward(const PortableBackwardArguments& op) {
+  return run_with_message(op.x, Direction::kBackward, op.call, [&](TensorMessage& message) {
+    TORCH_CHECK_NOT_IMPLEMENTED(uses_torch_kernels(op.dy), "dy: expected a dense tensor, got ",
+                                op.dy.layout());
+    const at::Tensor x = in_torch_layout(op.x);
+    const at::Tensor dy = op.dy.contiguous(x.suggest_memory_format());
+    const OptionalTensor weight = in_arithmetic(op.weight, x);
+    check_finite(dy, message.exchange().get(), Direction::kBackward, op.call);
+    return gradients({dy, x, weight, op.mean, op.wanted, op.call, op.spread, op.counts, op.eps},
+                     message);
+  });
 }
 
 PortableTensors forward_meta(const ForwardOpArguments& op) {

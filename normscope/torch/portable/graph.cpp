@@ -49,21 +49,18 @@ at::Tensor sum(const SumArguments& op) {
   const bool is_forward = op.backward_follows.has_value();
   if (is_forward) note_forward_in_graph(op.call.layer);
   const Direction direction = is_forward ? Direction::kForward : Direction::kBackward;
-  TensorMessage message(direction, op.call, op.own);
-  at::Tensor result;
-  run_as_torch(op.own, message.exchange(), op.call, [&] {
-    const CallLabel label{
-        .layer = op.call.layer,
-        .scope = op.call.scope,
-        .kernels = "torch in a graph",
-        .direction = direction,
-        .channels = op.own.size(0) / 2,
-        .backward = op.backward_follows.value_or(true) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
-        .eps = op.eps,
-        .momentum = op.momentum.value_or(kCumulativeAverage)};
-    result = message.sum(label, op.count.expect_int(), op.own.clone());
+  const CallLabel label{
+      .layer = op.call.layer,
+      .scope = op.call.scope,
+      .kernels = "torch in a graph",
+      .direction = direction,
+      .channels = op.own.size(0) / 2,
+      .backward = op.backward_follows.value_or(true) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
+      .eps = op.eps,
+      .momentum = op.momentum.value_or(kCumulativeAverage)};
+  return run_with_message(op.own, direction, op.call, [&](TensorMessage& message) {
+    return message.sum(label, op.count.expect_int(), op.own.clone());
   });
-  return result;
 }
 
 at::Tensor sum_meta(const SumArguments& op) { return at::empty_like(op.own); }

@@ -109,10 +109,6 @@ std::optional<Placement> placement_of_messages(const ScopedCall& call, const at:
   return std::nullopt;
 }
 
-TensorMessage::TensorMessage(Direction direction, const ScopedCall& call, const at::Tensor& x)
-    : guard_(x.is_cpu() ? std::nullopt : std::optional(x.device())),
-      use_(direction, call, placement_of_messages(call, x)) {}
-
 std::int64_t TensorMessage::ranks() const {
   return is_alone() ? 1 : use_.get()->communicator().size();
 }

@@ -11,6 +11,7 @@
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/scope.h"
 #include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/operators.h"
 
 namespace normscope::binding {
@@ -39,8 +40,7 @@ class TensorMessage {
   // backward follows, and one that is unused.
   static constexpr std::int64_t kHeader = 4;
 
-  // Collective at first use, as ExchangeUse. x's device is current during this object's lifetime.
-  TensorMessage(Direction direction, const ScopedCall& call, const at::Tensor& x);
+  explicit TensorMessage(const ExchangeUse& use) : use_(use) {}
 
   [[nodiscard]] const Scope& scope() const noexcept { return use_.scope(); }
   [[nodiscard]] const ExchangeUse& exchange() const noexcept { return use_; }
@@ -66,8 +66,20 @@ class TensorMessage {
   // Checks the headers [kHeader, ranks] of all rows in a later call.
   void check_rows_later(const at::Tensor& headers, int call, std::int32_t hash);
 
-  c10::OptionalDeviceGuard guard_;
-  ExchangeUse use_;
+  const ExchangeUse& use_;
 };
+
+// run_with_exchange() for a call whose messages torch's kernels compute; x's device is current in
+// it.
+template <class Body>
+auto run_with_message(const at::Tensor& x, Direction direction, const ScopedCall& call,
+                      const Body& body) {
+  const c10::OptionalDeviceGuard guard(x.is_cpu() ? std::nullopt : std::optional(x.device()));
+  return run_with_exchange(x, direction, call, placement_of_messages(call, x),
+                           [&](const ExchangeUse& use) {
+                             TensorMessage message(use);
+                             return body(message);
+                           });
+}
 
 }  // namespace normscope::binding

@@ -173,30 +173,33 @@ def batch_norm(
     return y
 
 
-@contextmanager
-def staged(
-    arguments: ForwardArguments, accumulated: torch.Tensor | None
-) -> Iterator[tuple[ForwardArguments, torch.Tensor | None]]:
-    """Let a block update copies of the buffers, and write them back unless it raises.
+class Staged:
+    """Copies of a forward's buffers, for one of several steps of which the last ones may raise too.
 
-    For a forward of several steps, of which the last ones may raise too.
+    Attributes:
+        arguments: The given arguments, with copies of the buffers.
+        accumulated: A copy of the moments, if there are any.
     """
-    buffers = (*arguments[2:5], accumulated)
-    copies = [None if buffer is None else buffer.clone() for buffer in buffers]
-    running_mean, running_var, num_batches_tracked, sums = copies
-    yield (
-        arguments._replace(
+
+    def __init__(self, arguments: ForwardArguments, accumulated: torch.Tensor | None) -> None:
+        self._buffers = (*arguments[2:5], accumulated)
+        copies = [None if buffer is None else buffer.clone() for buffer in self._buffers]
+        running_mean, running_var, num_batches_tracked, self.accumulated = copies
+        self.arguments = arguments._replace(
             running_mean=running_mean,
             running_var=running_var,
             num_batches_tracked=num_batches_tracked,
-        ),
-        sums,
-    )
-    if batch_was_counted():
-        return
-    for buffer, value in zip(buffers, copies, strict=True):
-        if buffer is not None and value is not None:
-            buffer.detach().copy_(value)
+        )
+
+    def write_back(self) -> None:
+        """Write the copies back, once the forward has succeeded; not in a recomputation."""
+        if batch_was_counted():
+            return
+        for buffer, value in zip(
+            self._buffers, (*self.arguments[2:5], self.accumulated), strict=True
+        ):
+            if buffer is not None and value is not None:
+                buffer.detach().copy_(value)
 
 
 def _recorded_as() -> str:
@@ -221,9 +224,10 @@ def gather_numbers(numbers: list[float], group: str, name: str) -> list[list[flo
         group: The name of the process group.
         name: What is gathered, used in errors.
     """
-    # Whatever the default device and dtype are.
-    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    return cast("list[list[float]]", gather(own, group, name).tolist())
+    with telling_peers("world", group):
+        # Whatever the default device and dtype are.
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return cast("list[list[float]]", gather(own, group, name).tolist())
 
 
 def tell_peers(error: Exception, scope: str, group: str) -> None:
@@ -247,12 +251,12 @@ def name_input(error: Exception, x: object, layer: str) -> None:
 
 
 @contextmanager
-def telling_peers(arguments: ForwardArguments) -> Iterator[None]:
-    """Tell the other ranks if a block before or after a training op raises."""
+def telling_peers(scope: str, group: str) -> Iterator[None]:
+    """Tell the other ranks if a block before or after an op raises."""
     try:
         yield
     except FAILURES as error:
-        tell_peers(error, arguments.scope, arguments.group)
+        tell_peers(error, scope, group)
         raise
 
 

@@ -53,18 +53,19 @@ def train(
     dims = arguments.dims
     if x.dim() < 2 or (dims and x.dim() not in dims):
         return ops.batch_norm(x, arguments), x  # raises the error
-    with ops.telling_peers(arguments):
+    with ops.telling_peers(arguments.scope, arguments.group):
         rows = Rows.of(x, mask)
         ending = ending.with_residual(x, rows.take)
         taken = rows.take(x)
-    with ops.staged(arguments._replace(dims=()), accumulated) as (of_rows, sums):
-        if arguments.scope.startswith("slices:"):
-            sizes = _sizes_of_slices(mask, int(arguments.scope.removeprefix("slices:")))
-            y = _train_slices(taken, sizes, of_rows, ending, sums)
-        else:
-            y = ending.train(taken, of_rows, sums)
-        with ops.telling_peers(arguments):
-            y = rows.put(y, x)
+        staged = ops.Staged(arguments._replace(dims=()), accumulated)
+    if arguments.scope.startswith("slices:"):
+        sizes = _sizes_of_slices(mask, int(arguments.scope.removeprefix("slices:")))
+        y = _train_slices(taken, sizes, staged.arguments, ending, staged.accumulated)
+    else:
+        y = ending.train(taken, staged.arguments, staged.accumulated)
+    with ops.telling_peers(arguments.scope, arguments.group):
+        y = rows.put(y, x)
+    staged.write_back()
     return y, taken
 
 

@@ -67,14 +67,17 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     group = groups.in_use(process_group)
     if group is None or group.size() == 1:
         return
+    name = "sync_running_stats"
     with peers_told(group):
         layers = _with_statistics(named_layers(model, TorchBatchNorm, None, None))
-    name = "sync_running_stats"
+        messages = [_running_moments(layer).message() for _, layer in layers]
     check_agreement(name, layers, group)
-    ranks = _gather(name, layers, [_running_moments(layer) for _, layer in layers], group)
-    for (_, layer), *moments in zip(layers, *ranks, strict=True):
-        pooled = reduce(_Moments.merged, _weighted(moments))
-        _store(layer, pooled.mean, pooled.squares / pooled.count)
+    rows = _gather(name, layers, messages, group)
+    with peers_told(group):
+        pooled = [reduce(_Moments.merged, _weighted(ranks)) for ranks in _moments_in(rows)]
+        values = [(moments.mean, moments.squares / moments.count) for moments in pooled]
+        for (_, layer), (mean, var) in zip(layers, values, strict=True):
+            _store(layer, mean, var)
 
 
 def estimate_running_stats(
@@ -133,12 +136,16 @@ def estimate_running_stats(
     if group is not None:
         check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
     with peers_told(group):
-        own = _moments_of_inputs(model, layers, batches)
-    ranks = [own] if group is None else _gather(name, layers, own, group)
-    for (_, layer), *moments in zip(layers, *ranks, strict=True):
-        pooled = reduce(_Moments.merged, moments)
-        if pooled.count > 0:
-            _store(layer, pooled.mean, pooled.squares / (pooled.count - 1))
+        messages = [own.message() for own in _moments_of_inputs(model, layers, batches)]
+    rows = [m.unsqueeze(0) for m in messages]
+    if group is not None:
+        rows = _gather(name, layers, messages, group)
+    with peers_told(group):
+        pooled = [reduce(_Moments.merged, ranks) for ranks in _moments_in(rows)]
+        values = [(moments.mean, moments.squares / (moments.count - 1)) for moments in pooled]
+        for (_, layer), moments, (mean, var) in zip(layers, pooled, values, strict=True):
+            if moments.count > 0:
+                _store(layer, mean, var)
 
 
 @dataclass
@@ -155,6 +162,17 @@ class _Moments:
         channels = x.detach().double().transpose(0, 1).flatten(1)
         mean = channels.mean(1)
         return cls(channels.shape[1], mean, (channels - mean[:, None]).square().sum(1))
+
+    @classmethod
+    def of_message(cls, message: torch.Tensor) -> _Moments:
+        """Return the moments in a message."""
+        mean, squares = message[1:].chunk(2)
+        return cls(message[0].item(), mean, squares)
+
+    def message(self) -> torch.Tensor:
+        """Return all numbers [1 + 2 C], on the host."""
+        count = self.mean.new_tensor([self.count])
+        return torch.cat([count, self.mean, self.squares]).cpu()
 
     def merged(self, other: _Moments) -> _Moments:
         """Return the moments of the elements of both (Chan et al. 1979); either may have none."""
@@ -240,18 +258,18 @@ def _spans_ranks(module: torch.nn.Module) -> bool:
 
 
 def _gather(
-    name: str, layers: NamedLayers, own: list[_Moments], group: ProcessGroup
-) -> list[list[_Moments]]:
-    """Return the moments of all ranks, in rank order."""
-    ranks: list[list[_Moments]] = [[] for _ in range(group.size())]
-    for (layer, _), moments in zip(layers, own, strict=True):
-        count = moments.mean.new_tensor([moments.count])
-        message = torch.cat([count, moments.mean, moments.squares]).cpu()
-        of_ranks = ops.gather(message, group.group_name, f"{name}, {layer or 'model'}")
-        for rank, row in zip(ranks, of_ranks, strict=True):
-            mean, squares = row[1:].chunk(2)
-            rank.append(_Moments(row[0].item(), mean, squares))
-    return ranks
+    name: str, layers: NamedLayers, messages: list[torch.Tensor], group: ProcessGroup
+) -> list[torch.Tensor]:
+    """Return the messages of all ranks for each layer, in rank order."""
+    return [
+        ops.gather(message, group.group_name, f"{name}, {layer or 'model'}")
+        for (layer, _), message in zip(layers, messages, strict=True)
+    ]
+
+
+def _moments_in(rows: list[torch.Tensor]) -> list[list[_Moments]]:
+    """Return the moments of the ranks for each layer."""
+    return [[_Moments.of_message(row) for row in of_ranks] for of_ranks in rows]
 
 
 def _running_moments(layer: TorchBatchNorm) -> _Moments:

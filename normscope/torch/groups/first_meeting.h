@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "normscope/torch/c10d/own_group.h"
+
+namespace normscope::binding {
+
+// The first meeting of a group's ranks, which any thread of this rank may end.
+class FirstMeeting {
+ public:
+  // During its lifetime the ranks meet.
+  class Open {
+   public:
+    explicit Open(FirstMeeting& meeting) : meeting_(meeting) { meeting_.set_open(/*open=*/true); }
+    Open(const Open&) = delete;
+    Open& operator=(const Open&) = delete;
+    ~Open() { meeting_.set_open(/*open=*/false); }
+
+   private:
+    FirstMeeting& meeting_;
+  };
+
+  // The ranks meet in `group`.
+  void meet_in(const std::shared_ptr<OwnGroup>& group) {
+    const std::lock_guard lock(mutex_);
+    group_ = group;
+    if (!refusal_.empty()) group_->tell_failure(refusal_);
+  }
+
+  // Tells all ranks that this one fails. Does nothing unless they meet.
+  void fail(std::string_view reason) {
+    std::shared_ptr<OwnGroup> group;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!is_open_) return;
+      group = group_;
+      if (!group) refusal_ = reason;
+    }
+    if (group) group->tell_failure(reason);
+  }
+
+ private:
+  void set_open(bool open) {
+    const std::lock_guard lock(mutex_);
+    is_open_ = open;
+    group_ = nullptr;
+    refusal_.clear();
+  }
+
+  std::mutex mutex_;
+  bool is_open_ = false;
+  std::shared_ptr<OwnGroup> group_;  // once its name is known
+  std::string refusal_;              // before that
+};
+
+}  // namespace normscope::binding

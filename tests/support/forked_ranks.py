@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks in processes that a test may stop or kill."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import random
+import socket
+import time
+from multiprocessing.connection import Connection, wait
+
+# Ranks are forked from a process that has imported torch: starting Python takes seconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "normscope"])
+
+
+def free_port() -> int:
+    """Return a port that is free, and that no connection gets from the system."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def answers_of(connections: list[Connection], seconds: float) -> list[object]:
+    """Return the next answer of each rank, and fail if one does not come within the time."""
+    deadline = time.monotonic() + seconds
+    for connection in connections:
+        assert wait([connection], timeout=max(0.0, deadline - time.monotonic())), "a rank hangs"
+    return [connection.recv() for connection in connections]
