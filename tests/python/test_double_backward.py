@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rank_pool import RankPool, error_of, split_of
 from torch import distributed
 
 import normscope
+from normscope.layers import Activation
 
 pytestmark = pytest.mark.on_device
 
@@ -135,6 +137,46 @@ def test_second_gradients_agree_with_finite_differences(scope: str, affine: bool
         )
 
     assert torch.autograd.gradgradcheck(batch_norm, [step[n].requires_grad_() for n in names])
+
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.nn.functional.relu,
+    "relu6": torch.nn.functional.relu6,
+    "leaky_relu": torch.nn.functional.leaky_relu,
+    "silu": torch.nn.functional.silu,
+    "hard_swish": torch.nn.functional.hardswish,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("without", [[], ["weight", "bias"], ["bias"]], ids=str)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_second_gradients_of_an_activation_are_those_of_torch(
+    activation: Activation,
+    without: list[str],
+    has_residual: bool,  # noqa: FBT001
+) -> None:
+    residual = torch.randn(6, 3, 5, dtype=torch.float64) if has_residual else None
+    layer = normscope.BatchNormAct1d(3, activation=activation, dtype=torch.float64)
+    plain = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+    for name in without:
+        layer.register_parameter(name, None)
+        plain.register_parameter(name, None)
+
+    def of_torch(x: torch.Tensor) -> torch.Tensor:
+        z = plain(x)
+        return ACTIVATIONS[activation](z if residual is None else z + residual)
+
+    x = torch.randn(6, 3, 5, dtype=torch.float64, requires_grad=True)
+    results = []
+    for of, module in ((lambda x: layer(x, residual=residual), layer), (of_torch, plain)):
+        inputs = [x, *module.parameters()]
+        first = torch.autograd.grad(of(x).pow(3).sum(), inputs, create_graph=True)
+        total = sum((gradient.square().sum() for gradient in first), torch.zeros(()))
+        results.append(torch.autograd.grad(total, inputs))
+
+    for value, want in zip(*results, strict=True):
+        torch.testing.assert_close(value, want)
 
 
 @pytest.mark.own_kernels

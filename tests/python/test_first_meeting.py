@@ -128,7 +128,7 @@ def test_a_rank_that_cannot_start_threads_is_named_to_its_peers() -> None:
     with started(meet_without_threads, size=2) as (_, pipes):
         answers = answers_of(pipes, HANG_SECONDS)
 
-    for errors in zip(*answers, strict=True):  # type: ignore[call-overload] # lists of texts
+    for errors in zip(*answers, strict=True):
         of_peer, own = errors
         assert "the group's first meeting, by stem" in of_peer
         assert "rank 1 failed: torch.distributed made no group" in of_peer

@@ -101,6 +101,7 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
                             const at::Tensor& statistics, const ScopedCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
+    save_flags(context, x, weight, bias, 0);
     save(context, call);
     return WithStatisticsOpArguments{x, weight, bias, statistics}.pass_to(with_statistics_op());
   }
@@ -108,11 +109,13 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
     const OptionalTensor weight = defined_or_none(saved[1]);
-    const BackwardOpArguments op{gradients[0], saved[0],           weight,
-                                 saved[2],     {true, true, true}, call_saved_in(*context)};
+    const WantedGradients wanted = wanted_by(flags_saved_in(*context));
+    const BackwardOpArguments op{gradients[0], saved[0], weight,
+                                 saved[2],     wanted,   call_saved_in(*context)};
     const auto [dx, dweight, dbias, dresidual] = op.pass_to(backward_op());
     const at::Tensor none;
-    return {dx, weight ? dweight : none, dbias, none, none};
+    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
+            none, none};
   }
 };
 
