@@ -43,6 +43,14 @@ std::optional<BasicTensorView<Pointer>> fold(const at::Tensor& tensor, Pointer d
       positions, tensor.stride(0),       tensor.stride(1), *stride};
 }
 
+// Whether a dense tensor with the order of these strides has the same layout. Otherwise no other
+// tensor of the call could get it: with one position or one channel, the stride of the other
+// dimension, which may skip elements, tells the layout.
+bool is_layout_of_dense(const TensorView& x) {
+  if (x.positions == 1) return x.channel_stride == 1;
+  return x.channels > 1 || x.position_stride == 1;
+}
+
 }  // namespace
 
 std::optional<DType> dtype_of(const at::Tensor& tensor) {
@@ -70,7 +78,7 @@ at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor) {
 
 at::Tensor in_kernel_layout(const at::Tensor& tensor) {
   const auto have = fold(tensor, tensor.const_data_ptr());
-  if (have && have->has_kernel_layout()) return tensor;
+  if (have && have->has_kernel_layout() && is_layout_of_dense(*have)) return tensor;
   return empty_output(tensor).copy_(tensor);
 }
 

@@ -20,7 +20,8 @@ namespace normscope::binding {
 // `tensor` itself if its strides fold to the layout of `output`, else a copy in that layout.
 [[nodiscard]] at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor);
 
-// `tensor` itself if its strides fold to a layout of the kernels, else a copy in such a layout.
+// `tensor` itself if its strides fold to a layout of the kernels that other tensors can get by
+// in_layout_of(), else a copy in such a layout.
 [[nodiscard]] at::Tensor in_kernel_layout(const at::Tensor& tensor);
 
 // Views of tensors [N, C, *] that empty_output(), in_layout_of() or in_kernel_layout() returned.

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs whose strides skip or repeat elements, or are in another order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import normscope
+
+pytestmark = pytest.mark.on_device
+
+TABLE = torch.randn(8, 12)
+SEQUENCES = torch.randn(8, 4, 6)
+IMAGES = torch.randn(4, 3, 6, 8)
+LAST = IMAGES.contiguous(memory_format=torch.channels_last)
+
+INPUTS = {
+    "every other channel": TABLE[:, ::2],
+    "last position": SEQUENCES[:, :, -1],
+    "one of two positions": SEQUENCES[:, :, ::3],
+    "transposed": torch.randn(4, 8).t(),
+    "transposed sequences": SEQUENCES.transpose(1, 2),
+    "one channel of positions": SEQUENCES[:, :, :1].transpose(1, 2),
+    "every other position of one channel": TABLE[:, None, ::2],
+    "repeated": TABLE[:, :1, None].expand(8, 5, 3),
+    "one pixel": IMAGES[:, :, :1, 2:3],
+    "one pixel, channels last": LAST[:, :, :1, 2:3],
+    "one row": IMAGES[:, :, 1:2, ::2],
+    "one row, channels last": LAST[:, :, 1:2, ::2],
+    "window": IMAGES[:, :, 1:4, 2:6],
+    "window, channels last": LAST[:, :, 1:4, 2:6],
+    "every other channel, channels last": LAST[:, ::2],
+    "flipped axes": IMAGES.permute(3, 1, 2, 0),
+}
+
+KINDS = {2: "BatchNorm1d", 3: "BatchNorm1d", 4: "BatchNorm2d"}
+
+
+def step(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor | None]:
+    y = layer(x)
+    (y * weight).sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_of_any_strides_train_like_dense_ones(
+    name: str, *, with_gradient: bool, compiled: bool
+) -> None:
+    x = INPUTS[name]
+    weight = torch.randn(x.shape)
+    kind = KINDS[x.dim()]
+    layer = getattr(normscope, kind)(x.shape[1])
+    if compiled:
+        layer.compile(backend="aot_eager")
+    dense = x.clone(memory_format=torch.contiguous_format).requires_grad_(with_gradient)
+    strided = x.detach().requires_grad_(with_gradient)
+    assert strided.stride() == x.stride()
+
+    expected = step(getattr(nn, kind)(x.shape[1]), dense, weight)
+    got = step(layer, strided, weight)
+
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, check_stride=False)
