@@ -15,12 +15,13 @@
 #include "normscope/comm/describe.h"
 #include "normscope/core/error.h"
 #include "normscope/core/hash.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
 
 std::string describe(const CallLabel& label) {
-  const std::string layer = label.layer.empty() ? "a layer without a name" : printable(label.layer);
+  const std::string layer = text_of_layer(label.layer);
   if (label.direction == Direction::kAgreement) {
     return "first use of scope " + std::string(label.scope) + " by " + layer;
   }
@@ -74,11 +75,11 @@ std::string decode(std::span<const double> numbers) {
     const auto bytes = static_cast<std::uint64_t>(number);
     for (std::size_t i = 0; i < kBytesPerNumber; ++i) {
       const char byte = static_cast<char>((bytes >> (8 * i)) & 0xFFU);
-      if (byte == '\0') return text;
+      if (byte == '\0') return as_utf8(text);
       text += byte;
     }
   }
-  return text;
+  return as_utf8(text);
 }
 
 struct AtomicCounters {
@@ -278,8 +279,9 @@ std::string Exchange::describe_here(const CallLabel& label) const {
 
 // Every rank now knows that the ranks disagree. They tell each other what each of them was doing.
 void Exchange::throw_mismatch(const CallLabel& label) {
-  const std::string own_text = describe(label);
-  const auto own_length = static_cast<double>(std::min(own_text.size(), kLongestText));
+  const std::string described = describe(label);
+  const std::string_view own_text = shortened(described, kLongestText);
+  const auto own_length = static_cast<double>(own_text.size());
   const auto longest =
       static_cast<std::size_t>(std::ranges::max(normscope::gather(*communicator_, {own_length})));
 

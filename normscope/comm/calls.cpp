@@ -11,6 +11,7 @@
 
 #include "normscope/comm/describe.h"
 #include "normscope/core/cache_lines.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
@@ -26,31 +27,7 @@ std::int64_t now() noexcept {
   return std::chrono::duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
-// A text buffer of fixed size. Text that does not fit is cut off.
-class FixedText {
- public:
-  void put(std::string_view text) noexcept {
-    const std::size_t bytes = std::min(text.size(), kTextBytes - 1 - size_);
-    std::memcpy(bytes_.data() + size_, text.data(), bytes);
-    size_ += bytes;
-  }
-
-  // Keeps the end of a text that is too long: it says more of a qualified name than the beginning.
-  void put_end_of(std::string_view text) noexcept {
-    const std::size_t left = kTextBytes - 1 - size_;
-    put(text.size() > left ? text.substr(text.size() - left) : text);
-  }
-
-  [[nodiscard]] std::uint64_t word(std::size_t index) const noexcept {
-    std::uint64_t word = 0;
-    std::memcpy(&word, bytes_.data() + index * sizeof(word), sizeof(word));
-    return word;
-  }
-
- private:
-  std::array<char, kTextBytes> bytes_ = {};
-  std::size_t size_ = 0;
-};
+using CallText = FixedText<kTextBytes>;
 
 std::string phrase_of(const RankCall& call, bool is_plural) {
   switch (call.state) {
@@ -67,7 +44,17 @@ bool is_past(const RankCall& call) {
   return call.state != CallState::kNone && call.state != CallState::kWaits;
 }
 
+constexpr std::string_view kNoName = "a layer without a name";
+
 }  // namespace
+
+std::string text_of_layer(std::string_view layer) {
+  constexpr std::size_t kLongest = 500;
+  if (layer.empty()) return std::string(kNoName);
+  std::string name = printable(layer);
+  if (name.size() <= kLongest) return name;
+  return "..." + std::string(shortened(name, kLongest, Keep::kEnd));
+}
 
 std::string who_is_where(const std::vector<RankCall>& calls, const std::vector<int>& ranks) {
   const auto has_called = [](const RankCall& call) { return call.state != CallState::kNone; };
@@ -113,9 +100,11 @@ struct alignas(kCacheLine) CallBoard::Line {
   std::atomic<CallState> state = CallState::kNone;
   std::array<std::atomic<std::uint64_t>, kWords> text = {};
 
-  void put(const FixedText& words) noexcept {
+  void put(const CallText& call) noexcept {
     for (std::size_t i = 0; i < kWords; ++i) {
-      text[i].store(words.word(i), std::memory_order_release);
+      std::uint64_t word = 0;
+      std::memcpy(&word, call.bytes().data() + i * sizeof(word), sizeof(word));
+      text[i].store(word, std::memory_order_release);
     }
   }
 
@@ -151,10 +140,10 @@ CallBoard CallBoard::part(const std::vector<int>& members) const {
 }
 
 void CallBoard::begin(const CallName& name, CallState state) noexcept {
-  FixedText text;
+  CallText text;
   text.put(name.what);
   text.put(" of ");
-  text.put_end_of(name.layer.empty() ? "a layer without a name" : name.layer);
+  text.put(name.layer.empty() ? kNoName : name.layer, Keep::kEnd);
   Line& own = line(place_);
   own.write([&] {
     own.put(text);
@@ -173,7 +162,7 @@ void CallBoard::end(CallState state) noexcept {
 }
 
 void CallBoard::show(int rank, const RankCall& call) noexcept {
-  FixedText text;
+  CallText text;
   text.put(call.name);
   Line& other = line(places_[static_cast<std::size_t>(rank)]);
   other.write([&] {

@@ -19,6 +19,10 @@ struct CallName {
   std::string_view layer;
 };
 
+// A layer's name in errors. Of a long one only the end is shown, which says more of a qualified
+// name than its beginning: what follows in the error is not cut off then.
+[[nodiscard]] std::string text_of_layer(std::string_view layer);
+
 // kAlone: the call needed no peers.
 enum class CallState : std::uint8_t { kNone, kWaits, kFinished, kFailed, kAlone };
 

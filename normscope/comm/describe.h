@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <numeric>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace normscope {
@@ -32,21 +31,6 @@ namespace normscope {
   std::vector<int> ranks(static_cast<std::size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
-}
-
-// A name that is safe to print in a terminal: control characters are shown in hexadecimal.
-[[nodiscard]] inline std::string printable(std::string_view name) {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string text;
-  for (const char character : name) {
-    const auto byte = static_cast<unsigned char>(character);
-    if (byte >= 0x20 && byte != 0x7F) {
-      text += character;
-    } else {
-      ((text += "\\x") += kDigits[byte / 16]) += kDigits[byte % 16];
-    }
-  }
-  return text;
 }
 
 // "2.5 s".

@@ -12,6 +12,7 @@
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/comm/slot_memory.h"
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
@@ -63,7 +64,7 @@ std::optional<std::string> text_of(const GroupStatus& status, std::int64_t proce
   if (!has_called) return std::nullopt;
   std::string text = who + ": " + who_is_where(calls, ranks);
   if (!status.failure.empty()) {
-    text += "; the group has failed: " + status.failure;
+    text += "; the group has failed: " + printable(status.failure);
   } else if (!status.dead.empty()) {
     text += "; " + text_of_dead(status);
   }

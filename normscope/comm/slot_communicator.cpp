@@ -12,14 +12,13 @@
 #include "normscope/comm/describe.h"
 #include "normscope/comm/message_length.h"
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
 
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
-
-constexpr std::size_t kReasonBytes = 1024;
 
 // A peer on another core arrives within a microsecond or two. A longer spin only blocks peers that
 // wait for this core (8 ranks on 2 cores: 16 spins take half the time of 256). After spinning, a
@@ -39,7 +38,7 @@ constexpr milliseconds kLongestSleep{100};
 // Time for a leader that has reached its own limit to report the reason to its followers.
 constexpr milliseconds kGrace{1000};
 
-// More than a peer needs to write a reason, of at most kReasonBytes.
+// More than a peer needs to write a reason.
 constexpr int kYieldsForAReason = 1000;
 
 void pause_core() noexcept {
@@ -131,10 +130,12 @@ void SlotCommunicator::throw_if_unusable() const {
 
 void SlotCommunicator::fail(std::string_view reason) noexcept {
   if (!is_at_home()) return;
-  char text[kReasonBytes];
-  std::snprintf(text, sizeof(text), "rank %d of %d failed: %.*s", rank(), size_,
-                static_cast<int>(std::min(reason.size(), sizeof(text))), reason.data());
-  memory_.record_failure(text);
+  char prefix[64];
+  std::snprintf(prefix, sizeof(prefix), "rank %d of %d failed: ", rank(), size_);
+  FixedText<SlotMemory::kReasonBytes> text;
+  text.put(prefix);
+  text.put(reason);
+  memory_.record_failure(text.view());
 }
 
 void SlotCommunicator::record_failure(std::string_view text) noexcept {

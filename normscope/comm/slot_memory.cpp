@@ -15,11 +15,10 @@
 #include "normscope/comm/calls.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
-
-constexpr std::size_t kReasonBytes = 1024;
 
 // Two slots of 8-byte numbers for each rank are then far below the limit of an int64.
 constexpr int kMaxRanks = 1 << 16;
@@ -109,14 +108,15 @@ std::shared_ptr<void> SlotMemory::board() const noexcept {
 
 bool SlotMemory::has_failed() const noexcept { return group().failure == kWritten; }
 
-const char* SlotMemory::failure() const noexcept { return group().reason; }
+std::string SlotMemory::failure() const {
+  return as_utf8({group().reason, strnlen(group().reason, kReasonBytes)});
+}
 
 bool SlotMemory::record_failure(std::string_view reason) const noexcept {
   std::uint32_t none = kNone;
   if (!group().failure.compare_exchange_strong(none, kBeingWritten)) return false;
-  const std::size_t length = std::min(reason.size(), kReasonBytes - 1);
-  std::memcpy(group().reason, reason.data(), length);
-  group().reason[length] = '\0';
+  const std::string_view text = shortened(reason, kReasonBytes - 1);
+  group().reason[text.copy(group().reason, text.size())] = '\0';
   group().failure = kWritten;
   for (int rank = 0; rank < ranks(); ++rank) wake_sleepers(rank);
   return true;

@@ -26,6 +26,9 @@ class SlotMemory {
   // crosses it, and no bug there can stay unnoticed.
   static constexpr std::uint32_t kFirstEpoch = 0U - 256U;
 
+  // A reason with its final zero. Longer ones are cut.
+  static constexpr std::size_t kReasonBytes = 1024;
+
   // Values of Member::process that are not process ids.
   static constexpr std::int32_t kNotJoined = 0;
   static constexpr std::int32_t kLeft = -1;
@@ -63,7 +66,7 @@ class SlotMemory {
 
   // Whether the group has failed, and why.
   [[nodiscard]] bool has_failed() const noexcept;
-  [[nodiscard]] const char* failure() const noexcept;
+  [[nodiscard]] std::string failure() const;
 
   // Marks the group as failed and wakes all sleepers. Returns false, and changes nothing, if the
   // group has failed before.

@@ -2,6 +2,7 @@
 """``python -m normscope``: what is installed, where a job's ranks are, what exchanges cost."""
 
 import argparse
+import io
 import os
 import platform
 import re
@@ -76,6 +77,9 @@ def _status_of_all() -> list[str]:
 
 def _print_status(processes: list[int]) -> None:
     """Print the status of the given processes, or of every process with ranks if none is given."""
+    # Layers may have names that the terminal's encoding lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     if not processes:
         print("\n".join(_status_of_all()) or "no process has exchanged anything")
     for process in processes:

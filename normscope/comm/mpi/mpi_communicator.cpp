@@ -18,6 +18,7 @@
 #include "normscope/comm/describe.h"
 #include "normscope/comm/mpi/mpi_state.h"
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
@@ -143,7 +144,7 @@ class MpiCommunicator final : public Communicator {
   // thread only.
   void fail(std::string_view reason) noexcept override {
     try {
-      std::string text = own_name() + " failed: " + std::string(reason.substr(0, kReasonBytes));
+      std::string text = own_name() + " failed: " + std::string(shortened(reason, kReasonBytes));
       const std::unique_lock busy(busy_, std::try_to_lock);
       if (busy) {
         fail_with(text);
@@ -221,7 +222,7 @@ class MpiCommunicator final : public Communicator {
   void take(const MPI_Status& status, const std::string& text) {
     has_talked_ = true;
     if (status.MPI_TAG == kFailed) {
-      failure_ = text;
+      failure_ = as_utf8(text);
       throw CommunicationError(describe(failure_));
     }
     const std::int64_t exchange = std::stoll(text);
@@ -262,7 +263,7 @@ class MpiCommunicator final : public Communicator {
   // The first failure wins.
   void fail_with(const std::string& text) {
     if (!failure_.empty()) return;
-    failure_ = text.substr(0, kReasonBytes);
+    failure_ = shortened(text, kReasonBytes);
     if (!mpi::is_finalized() && mpi::obstacle_of_thread().empty()) tell_peers(kFailed, failure_);
   }
 

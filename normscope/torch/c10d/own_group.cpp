@@ -17,6 +17,7 @@
 #include "normscope/comm/describe.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/ops/operators.h"
 
@@ -122,7 +123,7 @@ Places places_without(Store& store, const std::string& what, std::size_t size) {
 
 std::optional<std::string> reason_in(Store& store) {
   if (!store.check({kFailure})) return std::nullopt;
-  return store.get_to_str(kFailure);
+  return as_utf8(store.get_to_str(kFailure));
 }
 
 bool is_dead(std::int32_t process) {

@@ -110,9 +110,8 @@ GroupExchanges::Shared GroupExchanges::of_all(const Scope& scope, std::string_vi
   try {
     made = shared(make_exchange(group));
   } catch (const CommunicationError& error) {
-    const std::string user(layer.empty() ? "a layer without a name" : layer);
-    throw CommunicationError("the group's first meeting, by " + user + " (scope " + scope.str() +
-                             "): " + error.what());
+    throw CommunicationError("the group's first meeting, by " + text_of_layer(layer) + " (scope " +
+                             scope.str() + "): " + error.what());
   }
   const std::lock_guard lock(mutex_);
   return of_all_ = made;

@@ -10,7 +10,7 @@
 #include <ATen/ops/isfinite.h>
 #include <c10/util/Exception.h>
 
-#include "normscope/comm/describe.h"
+#include "normscope/comm/calls.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/watch/environment.h"
 
@@ -56,7 +56,7 @@ void check_finite(const at::Tensor& tensor, Exchange* exchange, Direction direct
   const std::int64_t own = non_finite_values(tensor);
   std::string text(looked_at(direction));
   text += ": expected finite values in " + std::string(name_of(direction)) + " of ";
-  text += (call.layer.empty() ? "a layer without a name" : printable(call.layer)) + ", got ";
+  text += text_of_layer(call.layer) + ", got ";
   if (exchange == nullptr) {
     TORCH_CHECK(own == 0, text, own, " non-finite");
     return;

@@ -12,6 +12,7 @@
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
+#include "normscope/core/text.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/watch/environment.h"
 

@@ -230,11 +230,17 @@ def gather_numbers(numbers: list[float], group: str, name: str) -> list[list[flo
         return cast("list[list[float]]", gather(own, group, name).tolist())
 
 
+def reason_of(error: BaseException) -> str:
+    """Return an error as other ranks are told of it; no op takes lone surrogates."""
+    text = f"{type(error).__name__}: {error}"
+    return text.encode(errors="backslashreplace").decode()
+
+
 def tell_peers(error: Exception, scope: str, group: str) -> None:
     """Tell the other ranks that the arguments of this rank did not reach the op."""
     # The library's own errors have already told them.
     if group and not isinstance(error, DistError):
-        fail_exchange(scope, group, f"{type(error).__name__}: {error}")
+        fail_exchange(scope, group, reason_of(error))
 
 
 def name_input(error: Exception, x: object, layer: str) -> None:

@@ -68,7 +68,7 @@ def fail_fast() -> Iterator[None]:
         yield
     except BaseException as error:
         fault = _fault_behind(error)
-        reason = fault or f"{type(error).__name__}: {error}"
+        reason = fault or ops.reason_of(error)
         ops.fail_all_exchanges(reason)
         # The default group too, which may not have exchanged anything yet.
         if group := groups.name_in_use(None):

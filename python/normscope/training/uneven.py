@@ -107,6 +107,5 @@ def _peers_told(group: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if group:
-            reason = f"its batches raised {type(error).__name__}: {error}"
-            ops.fail_exchange("world", group, reason)
+            ops.fail_exchange("world", group, f"its batches raised {ops.reason_of(error)}")
         raise

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and reasons that are not ASCII, or longer than what carries them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from rank_pool import RankPool, connected_group, error_of
+from torch import distributed
+
+import normscope
+
+# The characters have 2, 3 and 4 bytes. With up to three bytes before and behind them, each limit
+# falls on each of their bytes.
+LONG = {"Cyrillic": "слой.", "euros": "€", "emoji": "😀"}
+SHIFTS = ("", "a", "ab", "abc")
+
+
+def names(characters: str, length: int) -> list[str]:
+    return [shift + characters * length + shift for shift in SHIFTS]
+
+
+def layer_named(name: str) -> normscope.BatchNorm1d:
+    layer = normscope.BatchNorm1d(3)
+    layer.layer_name = name
+    return layer
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 3)
+
+
+def printed_status(*processes: str, encoding: str = "utf-8") -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "normscope", "status", *processes],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    return result.stdout.decode(encoding)
+
+
+def statuses(characters: str) -> list[str]:
+    """Return what status() says after each layer, and on rank 0 the command at the end."""
+    texts = []
+    for name in names(characters, 90):
+        layer_named(name)(batch())
+        texts.append(normscope.status())
+    if distributed.get_rank() == 0:
+        texts += [printed_status(), printed_status(str(os.getpid()))]
+    distributed.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("characters", LONG.values(), ids=LONG)
+def test_a_status_shows_the_end_of_a_long_name(
+    ranks: RankPool, environment: dict[str, str], characters: str
+) -> None:
+    for texts in ranks.run(2, statuses, characters, environment=environment):
+        for text, shift in zip(texts, (*SHIFTS, SHIFTS[-1], SHIFTS[-1]), strict=False):
+            assert "forward of " in text
+            assert f"{characters}{shift}, " in text
+
+
+def test_a_status_can_be_printed_in_ascii(ranks: RankPool) -> None:
+    [text, _] = ranks.run(2, status_in_ascii)
+
+    assert r"forward of \u0441\u043b\u043e\u0439" in text
+
+
+def status_in_ascii() -> str:
+    layer_named("слой")(batch())
+    distributed.barrier()
+    text = printed_status(str(os.getpid()), encoding="ascii")
+    distributed.barrier()
+    return text
+
+
+def mismatches(characters: str) -> list[str]:
+    """Return the errors of ranks whose layers differ in the end of a long name."""
+    texts = []
+    for name in names(characters, 2000):
+        layer = layer_named(f"{name}{distributed.get_rank()}")
+        texts.append(error_of(partial(layer, batch())))
+    return texts
+
+
+@pytest.mark.parametrize("characters", LONG.values(), ids=LONG)
+def test_a_mismatch_shows_direction_and_scope_of_a_layer_with_a_long_name(
+    ranks: RankPool, environment: dict[str, str], characters: str
+) -> None:
+    for texts in ranks.run(2, mismatches, characters, environment=environment):
+        for text, shift in zip(texts, SHIFTS, strict=True):
+            for rank in (0, 1):
+                assert f"\n  rank {rank}: forward of ..." in text
+                assert f"{characters}{shift}{rank} (3 channels, scope world)" in text
+
+
+def reasons(characters: str) -> list[str]:
+    """Return the errors of ranks of which rank 1 fails with a long reason."""
+    texts = []
+    for name in names(characters, 600):
+        layer = layer_named(name)
+        group = connected_group([0, 1])
+        layer.process_group = group
+        layer(batch())
+
+        def step(layer: normscope.BatchNorm1d = layer, name: str = name) -> None:
+            with normscope.fail_fast():
+                if distributed.get_rank() == 1:
+                    raise ValueError(name)
+                layer(batch())
+
+        texts.append(error_of(step, RuntimeError if distributed.get_rank() == 0 else ValueError))
+        distributed.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("characters", LONG.values(), ids=LONG)
+def test_a_long_reason_reaches_the_peers(
+    ranks: RankPool, environment: dict[str, str], characters: str
+) -> None:
+    of_rank_0, of_rank_1 = ranks.run(2, reasons, characters, environment=environment)
+
+    assert of_rank_1 == names(characters, 600)
+    for text, name in zip(of_rank_0, of_rank_1, strict=True):
+        assert f"rank 1 of 2 failed: ValueError: {name[:100]}" in text.replace(
+            "rank 1 failed", "rank 1 of 2 failed"
+        )
+
+
+def rank_1_has_a_lone_surrogate() -> tuple[str, str]:
+    layer = layer_named("layer")
+    layer(batch())
+
+    def raise_one() -> None:
+        with normscope.fail_fast():
+            if distributed.get_rank() == 1:
+                raise OSError("a\udc80b")
+            layer(batch())
+
+    of_reason = error_of(raise_one, Exception)
+    other = connected_group([0, 1])
+    layer.process_group = other
+    layer.layer_name = "a\udc80b" if distributed.get_rank() == 1 else "layer"
+    return of_reason, error_of(lambda: layer(batch()), Exception)
+
+
+def test_a_lone_surrogate_is_told_to_peers(ranks: RankPool, environment: dict[str, str]) -> None:
+    of_rank_0, of_rank_1 = ranks.run(2, rank_1_has_a_lone_surrogate, environment=environment)
+
+    assert of_rank_1[0] == "a\udc80b"
+    assert r"OSError: a\udc80b" in of_rank_0[0]
+    assert "for argument 'layer'" in of_rank_1[1]
+    assert "for argument 'layer'" in of_rank_0[1]
