@@ -29,6 +29,15 @@ std::int64_t now() noexcept {
 
 using CallText = FixedText<kTextBytes>;
 
+// Since a moment that another process has noted; it may have noted anything.
+nanoseconds time_since(std::int64_t moment) {
+  std::int64_t age = 0;
+  const bool overflows = __builtin_sub_overflow(now(), moment, &age);
+  return nanoseconds(overflows || age < 0 ? 0 : age);
+}
+
+CallState valid(CallState state) { return state <= CallState::kAlone ? state : CallState::kNone; }
+
 std::string phrase_of(const RankCall& call, bool is_plural) {
   switch (call.state) {
     case CallState::kWaits: return (is_plural ? "wait in " : "waits in ") + call.name;
@@ -167,7 +176,7 @@ void CallBoard::show(int rank, const RankCall& call) noexcept {
   Line& other = line(places_[static_cast<std::size_t>(rank)]);
   other.write([&] {
     other.put(text);
-    other.state.store(call.state, std::memory_order_release);
+    other.state.store(valid(call.state), std::memory_order_release);
     other.number.store(call.number, std::memory_order_release);
     other.since.store(now() - call.age.count(), std::memory_order_release);
   });
@@ -196,9 +205,9 @@ RankCall CallBoard::read(int place) const {
     for (std::size_t word = 0; word < kWords; ++word) {
       words[word] = line.text[word].load(std::memory_order_acquire);
     }
-    RankCall call{.state = line.state.load(std::memory_order_acquire),
+    RankCall call{.state = valid(line.state.load(std::memory_order_acquire)),
                   .name = {},
-                  .age = nanoseconds(now() - line.since.load(std::memory_order_acquire)),
+                  .age = time_since(line.since.load(std::memory_order_acquire)),
                   .number = line.number.load(std::memory_order_acquire)};
     if (before % 2 != 0 || line.sequence.load(std::memory_order_relaxed) != before) continue;
     char text[kTextBytes];

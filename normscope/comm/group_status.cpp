@@ -17,27 +17,43 @@
 namespace normscope {
 namespace {
 
+// The groups whose memory a process holds open, and a line for each file that has the name of such
+// memory but is something else.
+struct Found {
+  std::vector<SlotMemory> groups;
+  std::string skipped;
+};
+
+// A process closes files meanwhile.
+bool is_open(const std::filesystem::path& path) {
+  std::error_code error;
+  return std::filesystem::exists(std::filesystem::symlink_status(path, error));
+}
+
 // Each segment once, even if the process has several descriptors of it.
-std::vector<SharedMemorySegment> segments_of(std::int64_t process) {
+Found groups_of(std::int64_t process) {
   const std::filesystem::path folder = "/proc/" + std::to_string(process) + "/fd";
   std::error_code error;
   std::filesystem::directory_iterator files(folder, error);
   if (error) {
     throw CommunicationError("process " + std::to_string(process) + ": " + error.message());
   }
-  std::vector<SharedMemorySegment> segments;
+  Found found;
   std::set<std::int64_t> nonces;
   for (; files != std::filesystem::directory_iterator(); files.increment(error)) {
     const std::string target = std::filesystem::read_symlink(files->path(), error).string();
     if (error || !target.starts_with("/memfd:normscope")) continue;
     try {
-      SharedMemorySegment segment = SharedMemorySegment::look_into(files->path().string());
-      if (nonces.insert(segment.address().nonce).second) segments.push_back(std::move(segment));
-    } catch (const CommunicationError&) {
-      continue;  // closed in the meantime, or of another version
+      const auto segment = SharedMemorySegment::look_into(files->path().string());
+      SlotMemory group(segment.memory(), segment.bytes());
+      if (nonces.insert(segment.address().nonce).second) found.groups.push_back(std::move(group));
+    } catch (const CommunicationError& reason) {
+      if (!is_open(files->path())) continue;
+      found.skipped += "process " + std::to_string(process) + ": " + files->path().string() +
+                       " is skipped: " + reason.what() + "\n";
     }
   }
-  return segments;
+  return found;
 }
 
 std::string text_of_dead(const GroupStatus& status) {
@@ -85,18 +101,17 @@ std::string fault_of_peers(const GroupStatus& status, std::int64_t process) {
 }  // namespace
 
 std::string status_of_process(std::int64_t process) {
+  const Found found = groups_of(process);
   std::string text;
-  for (const SharedMemorySegment& segment : segments_of(process)) {
-    if (const auto of_group = text_of(SlotMemory(segment.memory()).look_at(), process)) {
-      text += *of_group;
-    }
+  for (const SlotMemory& group : found.groups) {
+    if (const auto of_group = text_of(group.look_at(), process)) text += *of_group;
   }
-  return text;
+  return text + found.skipped;
 }
 
 std::string fault_of_peers(std::int64_t process) {
-  for (const SharedMemorySegment& segment : segments_of(process)) {
-    std::string fault = fault_of_peers(SlotMemory(segment.memory()).look_at(), process);
+  for (const SlotMemory& group : groups_of(process).groups) {
+    std::string fault = fault_of_peers(group.look_at(), process);
     if (!fault.empty()) return fault;
   }
   return {};

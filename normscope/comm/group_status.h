@@ -18,9 +18,10 @@ struct GroupStatus {
   std::string failure;                  // why the group has failed; empty: it has not
 };
 
-// The status of each group that a process of this host belongs to, one line per group; empty if
-// there is none. Works even if the process hangs. Throws CommunicationError if the process does not
-// exist or may not be inspected.
+// The status of each group that a process of this host belongs to, one line per group, and a line
+// per file that has the name of a group's memory and is skipped, because it is something else;
+// empty if there is none. Works even if the process hangs. Throws CommunicationError if the process
+// does not exist or may not be inspected.
 [[nodiscard]] std::string status_of_process(std::int64_t process);
 
 // What is known to have happened to another rank in such a group: why it has failed, or that it has

@@ -15,7 +15,7 @@ namespace {
 class SharedMemoryCommunicator final : public SlotCommunicator {
  public:
   SharedMemoryCommunicator(const SharedMemorySegment& segment, int rank)
-      : SlotCommunicator(SlotMemory(segment.memory()), rank, "shared memory") {}
+      : SlotCommunicator(SlotMemory(segment.memory(), segment.bytes()), rank, "shared memory") {}
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     const std::vector<int> members = members_of_part(*this, color, key);

@@ -41,8 +41,8 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
                            std::generic_category().message(error));
 }
 
-[[noreturn]] void throw_another(const std::string& path) {
-  throw CommunicationError("shared memory: " + path + " is not the segment that was announced");
+[[noreturn]] void throw_another(const std::string& path, const std::string& reason) {
+  throw CommunicationError("shared memory: " + path + " is not the memory of a group: " + reason);
 }
 
 // Owns `descriptor`.
@@ -54,8 +54,9 @@ std::shared_ptr<const int> own_descriptor(int descriptor) {
 }
 
 // The descriptor stays open as long as the mapping.
-std::shared_ptr<void> map(const std::shared_ptr<const int>& descriptor, std::size_t bytes) {
-  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *descriptor, 0);
+std::shared_ptr<void> map(const std::shared_ptr<const int>& descriptor, std::size_t bytes,
+                          int protection) {
+  void* address = mmap(nullptr, bytes, protection, MAP_SHARED, *descriptor, 0);
   if (address == MAP_FAILED) throw_error("map a segment", errno);
   return {address, [bytes, descriptor](void* mapped) { munmap(mapped, bytes); }};
 }
@@ -80,36 +81,46 @@ SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions
   }
   if (fcntl(created, F_ADD_SEALS, kSeals) != 0) throw_error("seal a segment", errno);
 
-  const auto mapping = map(descriptor, bytes);
+  const auto mapping = map(descriptor, bytes, PROT_READ | PROT_WRITE);
   auto* label =
       new (mapping.get()) Label{.magic = kMagic, .version = kVersion, .nonce = new_nonce()};
   SlotMemory::initialize(label + 1, ranks, options);
-  return {descriptor, mapping};
+  return {descriptor, mapping, bytes};
 }
 
 SharedMemorySegment SharedMemorySegment::open(const SharedMemoryAddress& address) {
   const std::string path =
       "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
-  SharedMemorySegment segment = look_into(path);
-  if (segment.nonce_ != address.nonce) throw_another(path);
+  SharedMemorySegment segment = open(path, Access::kWrite);
+  if (segment.nonce_ != address.nonce) throw_another(path, "it has another nonce");
   return segment;
 }
 
 SharedMemorySegment SharedMemorySegment::look_into(const std::string& path) {
+  return open(path, Access::kRead);
+}
+
+SharedMemorySegment SharedMemorySegment::open(const std::string& path, Access access) {
   // The path may now be something else, such as a pipe: opening it must not block or change it.
-  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  const bool writes = access == Access::kWrite;
+  const int opened =
+      ::open(path.c_str(), (writes ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (opened < 0) throw_error("open " + path, errno);
   const auto descriptor = own_descriptor(opened);
   struct stat status = {};
   if (fstat(opened, &status) != 0) throw_error("look at " + path, errno);
   const auto bytes = static_cast<std::size_t>(status.st_size);
   const int seals = fcntl(opened, F_GET_SEALS);
-  if (seals >= 0 && (seals & kSeals) == kSeals && bytes > sizeof(Label)) {
-    const auto mapping = map(descriptor, bytes);
-    const auto* label = static_cast<const Label*>(mapping.get());
-    if (label->magic == kMagic && label->version == kVersion) return {descriptor, mapping};
+  if (seals < 0 || (seals & kSeals) != kSeals) throw_another(path, "its size may change");
+  if (bytes <= sizeof(Label)) throw_another(path, "it has " + std::to_string(bytes) + " bytes");
+  const auto mapping = map(descriptor, bytes, writes ? PROT_READ | PROT_WRITE : PROT_READ);
+  const auto* label = static_cast<const Label*>(mapping.get());
+  if (label->magic != kMagic) throw_another(path, "it does not begin like one");
+  if (label->version != kVersion) {
+    throw_another(path, "it has version " + std::to_string(label->version) + " and not " +
+                            std::to_string(kVersion));
   }
-  throw_another(path);
+  return {descriptor, mapping, bytes};
 }
 
 SharedMemoryAddress SharedMemorySegment::address() const {
@@ -117,9 +128,10 @@ SharedMemoryAddress SharedMemorySegment::address() const {
 }
 
 SharedMemorySegment::SharedMemorySegment(std::shared_ptr<const int> descriptor,
-                                         const std::shared_ptr<void>& mapping)
+                                         const std::shared_ptr<void>& mapping, std::size_t bytes)
     : descriptor_(std::move(descriptor)),
       memory_(mapping, static_cast<Label*>(mapping.get()) + 1),
+      bytes_(static_cast<std::int64_t>(bytes - sizeof(Label))),
       nonce_(static_cast<const Label*>(mapping.get())->nonce) {}
 
 }  // namespace normscope

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -30,8 +31,8 @@ class SharedMemorySegment {
   // CommunicationError if it is not there (any more).
   [[nodiscard]] static SharedMemorySegment open(const SharedMemoryAddress& address);
 
-  // Opens the segment at a path /proc/PROCESS/fd/DESCRIPTOR without knowing its nonce. Throws
-  // CommunicationError.
+  // Opens the segment at a path /proc/PROCESS/fd/DESCRIPTOR without knowing its nonce, to read it
+  // only. Throws CommunicationError, which says why the file is not one.
   [[nodiscard]] static SharedMemorySegment look_into(const std::string& path);
 
   // Valid for open() as long as this object exists. Also correct in a forked copy.
@@ -40,12 +41,20 @@ class SharedMemorySegment {
   // The group's memory, initialized by SlotMemory. It may outlive this object, and keeps the
   // descriptor open: status_of_process() finds the segment through it.
   [[nodiscard]] const std::shared_ptr<void>& memory() const noexcept { return memory_; }
+  [[nodiscard]] std::int64_t bytes() const noexcept { return bytes_; }
 
  private:
-  SharedMemorySegment(std::shared_ptr<const int> descriptor, const std::shared_ptr<void>& mapping);
+  enum class Access { kRead, kWrite };
+
+  static SharedMemorySegment open(const std::string& path, Access access);
+
+  // `bytes`: of the whole file.
+  SharedMemorySegment(std::shared_ptr<const int> descriptor, const std::shared_ptr<void>& mapping,
+                      std::size_t bytes);
 
   std::shared_ptr<const int> descriptor_;
   std::shared_ptr<void> memory_;
+  std::int64_t bytes_;
   std::int64_t nonce_;
 };
 

@@ -31,12 +31,25 @@ std::size_t slot_bytes(std::int64_t slot_length) {
   return whole_cache_lines(static_cast<std::size_t>(slot_length) * sizeof(double));
 }
 
+[[noreturn]] void throw_size(std::int64_t expected, std::int64_t bytes) {
+  throw CommunicationError("a group's memory: expected " + std::to_string(expected) +
+                           " bytes, got " + std::to_string(bytes));
+}
+
+std::int64_t bytes_in_header(int ranks, const ExchangeOptions& options) {
+  try {
+    return SlotMemory::bytes(ranks, options);
+  } catch (const ArgumentError& error) {
+    throw CommunicationError(std::string("a group's memory: ") + error.what());
+  }
+}
+
 }  // namespace
 
 struct SlotMemory::Group {
-  int ranks;
-  std::int64_t slot_length;
-  std::chrono::milliseconds time_limit;
+  std::atomic<std::int32_t> ranks;
+  std::atomic<std::int64_t> slot_length;
+  std::atomic<std::chrono::milliseconds> time_limit;
   alignas(kCacheLine) std::atomic<std::uint32_t> failure = kNone;
   char reason[kReasonBytes] = {};  // valid if failure == kWritten
 };
@@ -71,12 +84,19 @@ void SlotMemory::initialize(void* memory, int ranks, const ExchangeOptions& opti
   }
 }
 
-SlotMemory::SlotMemory(std::shared_ptr<void> memory)
-    : memory_(std::move(memory)),
-      members_(reinterpret_cast<Member*>(static_cast<std::byte*>(board().get()) +
-                                         CallBoard::memory_bytes(ranks()))),
-      slots_(reinterpret_cast<std::byte*>(members_ + ranks())),
-      slot_bytes_(slot_bytes(group().slot_length)) {}
+SlotMemory::SlotMemory(std::shared_ptr<void> memory, std::int64_t bytes)
+    : memory_(std::move(memory)) {
+  if (bytes < std::int64_t{sizeof(Group)}) throw_size(sizeof(Group), bytes);
+  ranks_ = group().ranks;
+  options_ = {.time_limit = group().time_limit, .slot_length = group().slot_length};
+  const std::int64_t expected = bytes_in_header(ranks_, options_);
+  if (bytes != expected) throw_size(expected, bytes);
+  std::byte* const members =
+      static_cast<std::byte*>(board().get()) + CallBoard::memory_bytes(ranks_);
+  members_ = reinterpret_cast<Member*>(members);
+  slots_ = reinterpret_cast<std::byte*>(members_ + ranks_);
+  slot_bytes_ = slot_bytes(options_.slot_length);
+}
 
 GroupStatus SlotMemory::look_at() const {
   GroupStatus status{.calls = CallBoard(board(), 0, ranks()).read(),
@@ -86,20 +106,13 @@ GroupStatus SlotMemory::look_at() const {
   for (int rank = 0; rank < ranks(); ++rank) {
     const std::int32_t process = member(rank).process;
     status.processes.push_back(process);
-    const bool has_joined = process != kNotJoined && process != kLeft;
-    if (has_joined && has_died(process, member(rank).pid_namespace)) status.dead.push_back(rank);
+    if (process > 0 && has_died(process, member(rank).pid_namespace)) status.dead.push_back(rank);
   }
   return status;
 }
 
 SlotMemory::Group& SlotMemory::group() const noexcept {
   return *static_cast<Group*>(memory_.get());
-}
-
-int SlotMemory::ranks() const noexcept { return group().ranks; }
-
-ExchangeOptions SlotMemory::options() const noexcept {
-  return {.time_limit = group().time_limit, .slot_length = group().slot_length};
 }
 
 std::shared_ptr<void> SlotMemory::board() const noexcept {

@@ -49,14 +49,15 @@ class SlotMemory {
   // Creates a group in `memory` [bytes(ranks, options)], aligned to 64 bytes. No rank has joined.
   static void initialize(void* memory, int ranks, const ExchangeOptions& options);
 
-  // `memory` must hold an initialized group.
-  explicit SlotMemory(std::shared_ptr<void> memory);
+  // `memory` [bytes] must hold an initialized group. Throws CommunicationError if its size differs
+  // from what the group needs: another process may have written anything.
+  SlotMemory(std::shared_ptr<void> memory, std::int64_t bytes);
 
   // The state of the group. The caller need not have joined it.
   [[nodiscard]] GroupStatus look_at() const;
 
-  [[nodiscard]] int ranks() const noexcept;
-  [[nodiscard]] ExchangeOptions options() const noexcept;
+  [[nodiscard]] int ranks() const noexcept { return ranks_; }
+  [[nodiscard]] ExchangeOptions options() const noexcept { return options_; }
   [[nodiscard]] std::shared_ptr<void> board() const noexcept;
   [[nodiscard]] Member& member(int rank) const noexcept { return members_[rank]; }
   [[nodiscard]] double* slot(int rank, std::uint32_t epoch) const noexcept {
@@ -83,9 +84,12 @@ class SlotMemory {
   [[nodiscard]] Group& group() const noexcept;
 
   std::shared_ptr<void> memory_;
-  Member* members_;
-  std::byte* slots_;
-  std::size_t slot_bytes_;
+  // Copies: other processes may change those in the memory.
+  int ranks_ = 0;
+  ExchangeOptions options_;
+  Member* members_ = nullptr;
+  std::byte* slots_ = nullptr;
+  std::size_t slot_bytes_ = 0;
 };
 
 }  // namespace normscope

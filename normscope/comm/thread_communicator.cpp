@@ -2,6 +2,7 @@
 #include "normscope/comm/thread_communicator.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <new>
 #include <string>
 #include <utility>
@@ -18,13 +19,14 @@ constexpr std::align_val_t kAlignment{kCacheLine};
 // The data that the threads of a group share.
 struct ThreadGroup {
   ThreadGroup(int size, const ExchangeOptions& options)
-      : memory(
-            ::operator new(static_cast<std::size_t>(SlotMemory::bytes(size, options)), kAlignment),
-            [](void* address) { ::operator delete(address, kAlignment); }),
+      : bytes(SlotMemory::bytes(size, options)),
+        memory(::operator new(static_cast<std::size_t>(bytes), kAlignment),
+               [](void* address) { ::operator delete(address, kAlignment); }),
         parts(static_cast<std::size_t>(size)) {
     SlotMemory::initialize(memory.get(), size, options);
   }
 
+  std::int64_t bytes;
   std::shared_ptr<void> memory;
   std::vector<std::shared_ptr<ThreadGroup>> parts;  // during a split: by leader, else null
 };
@@ -32,7 +34,8 @@ struct ThreadGroup {
 class ThreadCommunicator final : public SlotCommunicator {
  public:
   ThreadCommunicator(std::shared_ptr<ThreadGroup> group, int rank)
-      : SlotCommunicator(SlotMemory(group->memory), rank, "threads"), group_(std::move(group)) {}
+      : SlotCommunicator(SlotMemory(group->memory, group->bytes), rank, "threads"),
+        group_(std::move(group)) {}
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     const std::vector<int> members = members_of_part(*this, color, key);

@@ -35,7 +35,8 @@ constexpr std::int64_t kLengthsDiffer = -1;
 class TwoLevelCommunicator final : public SlotCommunicator {
  public:
   TwoLevelCommunicator(std::unique_ptr<Communicator> whole, const Hosts& hosts)
-      : SlotCommunicator(SlotMemory(hosts.memory->memory()), place_of(whole->rank(), hosts.members),
+      : SlotCommunicator(SlotMemory(hosts.memory->memory(), hosts.memory->bytes()),
+                         place_of(whole->rank(), hosts.members),
                          "shared memory and " + std::string(whole->transport()), hosts.members,
                          whole->size()),
         whole_(std::move(whole)),

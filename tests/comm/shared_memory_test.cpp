@@ -135,7 +135,7 @@ TEST(SharedMemorySegmentTest, AnyOtherFileInItsPlaceIsRefused) {
     const SharedMemoryAddress address{
         .process = getpid(), .descriptor = descriptor, .nonce = other.address().nonce ^ 2};
     EXPECT_THAT(text_of<CommunicationError>([&] { (void)SharedMemorySegment::open(address); }),
-                HasSubstr("is not the segment that was announced"));
+                HasSubstr("is not the memory of a group: "));
   }
 
   std::fclose(file);

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m normscope`` and the choice of kernels."""
 
+import fcntl
 import os
 import re
 import subprocess
@@ -83,3 +84,19 @@ def test_status_of_a_process_that_does_not_exist_is_an_error() -> None:
     assert result.returncode == 1
     assert "process 4194999" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_file_with_the_name_of_a_group_s_memory_is_skipped() -> None:
+    file = os.memfd_create("normscope", os.MFD_ALLOW_SEALING)
+    os.write(file, b"\xff" * 4096)
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    )
+    skipped = f"process {os.getpid()}: /proc/{os.getpid()}/fd/{file} is skipped: "
+
+    for processes in ([], [str(os.getpid())]):
+        command = [sys.executable, "-m", "normscope", "status", *processes]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+
+        assert skipped in result.stdout
+    os.close(file)

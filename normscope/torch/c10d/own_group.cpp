@@ -82,7 +82,9 @@ RankCall decode(const std::string& text) {
   stream.ignore();
   std::getline(stream, call.name);
   call.state = static_cast<CallState>(state);
-  call.age = std::chrono::nanoseconds(std::max<std::int64_t>(0, time_of_day() - begin));
+  if (!stream) return {};  // not written by a rank
+  const std::int64_t age = time_of_day() - std::max<std::int64_t>(0, begin);
+  call.age = std::chrono::nanoseconds(std::max<std::int64_t>(0, age));
   return call;
 }
 

@@ -31,7 +31,8 @@ def status(process: int | None = None) -> str:
 
     Returns:
         One line per group. Ranks in the same state are listed together, and ranks that do not wait
-        come first. "" if the process has exchanged nothing.
+        come first. "" if the process has exchanged nothing. A line for each file that has the name
+        of a group's memory and is skipped, because it is something else.
 
     Raises:
         RuntimeError: If there is no such process, or this one may not inspect it.
