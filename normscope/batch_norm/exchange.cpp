@@ -6,13 +6,13 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
+#include "normscope/core/environment.h"
 #include "normscope/core/error.h"
 #include "normscope/core/hash.h"
 #include "normscope/core/text.h"
@@ -132,14 +132,6 @@ class ShownCall {
   CallState state_ = CallState::kFailed;
 };
 
-bool checks_every_call() {
-  static const bool kChecks = [] {
-    const char* value = std::getenv("NORMSCOPE_CHECK");
-    return value != nullptr && std::string_view(value) != "0" && !std::string_view(value).empty();
-  }();
-  return kChecks;
-}
-
 }  // namespace
 
 std::string_view name_of(Direction direction) noexcept {
@@ -156,7 +148,10 @@ std::string_view name_of(Direction direction) noexcept {
 
 Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_alone,
                    std::vector<int> names)
-    : communicator_(std::move(communicator)), when_alone_(when_alone), names_(std::move(names)) {}
+    : communicator_(std::move(communicator)), when_alone_(when_alone), names_(std::move(names)) {
+  check_environment_of(*communicator_);
+  checks_every_call_ = checks_every_call();
+}
 
 void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Stream stream) {
   const std::span<double> header = message.last(kHeaderSize);
@@ -234,7 +229,7 @@ int Exchange::meet(const CallLabel& label, double count, std::size_t bytes, bool
   try {
     const auto seen = seen_.find(label_hash);
     const bool is_new = seen == seen_.end();
-    if (!compares_lengths && (is_new || checks_every_call())) {
+    if (!compares_lengths && (is_new || checks_every_call_)) {
       Header ahead = header;
       communicator_->all_reduce_sum(ahead.fields);
       compare(ahead.fields);

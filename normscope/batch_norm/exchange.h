@@ -65,7 +65,8 @@ struct DeviceReport;
 // thread at a time uses it.
 class Exchange {
  public:
-  // `names` are the ranks' numbers in the enclosing group, for errors; none: 0, 1, ...
+  // `names` are the ranks' numbers in the enclosing group, for errors; none: 0, 1, ... Throws the
+  // errors of check_environment_of().
   explicit Exchange(std::unique_ptr<Communicator> communicator,
                     WhenAlone when_alone = WhenAlone::kSkip, std::vector<int> names = {});
 
@@ -130,6 +131,7 @@ class Exchange {
 
   std::unique_ptr<Communicator> communicator_;
   WhenAlone when_alone_;
+  bool checks_every_call_ = false;
   std::vector<int> names_;
   // Label hash -> number, for the labels that have met this group.
   std::unordered_map<std::uint64_t, int> seen_;

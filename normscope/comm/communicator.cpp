@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <string>
 
+#include "normscope/core/environment.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -19,6 +20,15 @@ std::vector<double> gather(Communicator& group, const std::vector<double>& own) 
   std::vector<double> rows = row_to_gather(group.rank(), group.size(), own);
   group.all_reduce_sum(rows);
   return rows;
+}
+
+void check_environment_of(Communicator& group) {
+  try {
+    check_environment();
+  } catch (const ArgumentError& error) {
+    group.fail(error.what());
+    throw;
+  }
 }
 
 std::vector<double> row_to_gather(int rank, int ranks, const std::vector<double>& own) {

@@ -4,14 +4,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/two_level_communicator.h"
+#include "normscope/core/environment.h"
 #include "normscope/core/hash.h"
 
 namespace normscope {
@@ -20,11 +19,6 @@ namespace {
 // float64 numbers in a slot if there are several hosts: 128 KiB. Each piece costs the latency of a
 // message between hosts; shorter pieces do not gain enough from filling the slots in the meantime.
 constexpr std::int64_t kSlotLengthOfSeveral = 16384;
-
-bool is_wanted() {
-  const char* chosen = std::getenv("NORMSCOPE_SHARED_MEMORY");
-  return chosen == nullptr || std::string_view(chosen) != "0";
-}
 
 // Equal for processes of one host that can see each other.
 double identity_of_memory() {
@@ -50,7 +44,8 @@ Hosts hosts_of(const std::vector<double>& identities, int rank) {
 }  // namespace
 
 Hosts find_hosts(Communicator& group, std::chrono::milliseconds time_limit) {
-  const double identity = is_wanted() ? identity_of_memory() : 0.0;
+  check_environment_of(group);
+  const double identity = uses_shared_memory() ? identity_of_memory() : 0.0;
   const std::vector<double> identities = gather(group, {identity});
   Hosts hosts = hosts_of(identities, group.rank());
   const bool is_wanted_by_all = std::ranges::count(identities, 0.0) == 0;

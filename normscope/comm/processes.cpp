@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cerrno>
-#include <cstdlib>
 #include <fstream>
 
 #include <poll.h>
@@ -13,6 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "normscope/core/environment.h"
 #include "normscope/core/hash.h"
 
 namespace normscope {
@@ -37,8 +37,8 @@ std::string name_of_machine() {
 }
 
 std::string name_of_host() {
-  const char* chosen = std::getenv("NORMSCOPE_NODE");
-  return chosen != nullptr && *chosen != '\0' ? chosen : name_of_machine();
+  const std::string chosen = chosen_node();
+  return chosen.empty() ? name_of_machine() : chosen;
 }
 
 }  // namespace

@@ -2,10 +2,10 @@
 #include "normscope/kernels/kernels.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
+#include "normscope/core/environment.h"
 #include "normscope/core/error.h"
 #include "normscope/kernels/cpu/cpu.h"
 #include "normscope/kernels/cuda/cuda.h"
@@ -14,8 +14,6 @@
 
 namespace normscope {
 namespace {
-
-constexpr const char* kForcedBy = "NORMSCOPE_KERNELS";
 
 const Kernels* find(std::span<const Kernels* const> among, std::string_view name) {
   const auto found = std::find_if(among.begin(), among.end(),
@@ -31,6 +29,11 @@ const Kernels& named(std::string_view argument, std::string_view name) {
   ((message += ", got \"") += name) += '"';
   if (find(built_kernels(), name) != nullptr) message += ", which this machine cannot run";
   throw ArgumentError(message);
+}
+
+const Kernels& chosen_or_best() {
+  const std::string chosen = chosen_kernels();
+  return chosen.empty() ? *available_kernels().back() : named("NORMSCOPE_KERNELS", chosen);
 }
 
 }  // namespace
@@ -66,11 +69,13 @@ const DeviceKernels* device_kernels() noexcept {
 }
 
 const Kernels& default_kernels() {
-  static const Kernels& chosen = []() -> const Kernels& {
-    const char* forced = std::getenv(kForcedBy);
-    return forced == nullptr ? *available_kernels().back() : named(kForcedBy, forced);
-  }();
+  static const Kernels& chosen = chosen_or_best();
   return chosen;
+}
+
+void check_all_variables() {
+  check_environment();
+  static_cast<void>(chosen_or_best());
 }
 
 const Kernels& kernels_named(std::string_view name) { return named("kernels", name); }

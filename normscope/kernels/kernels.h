@@ -90,6 +90,9 @@ struct Kernels {
 // (read once). Throws ArgumentError, which lists the names, if that one is not available.
 [[nodiscard]] const Kernels& default_kernels();
 
+// check_environment(), and the name in NORMSCOPE_KERNELS, without choosing kernels for good.
+void check_all_variables();
+
 // The available backend called `name`. Throws ArgumentError, which lists the names, if there is
 // none.
 [[nodiscard]] const Kernels& kernels_named(std::string_view name);

@@ -9,11 +9,11 @@
 
 #include "normscope/batch_norm/scope_exchange.h"
 #include "normscope/comm/hosts.h"
+#include "normscope/core/environment.h"
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/watch/calls.h"
-#include "normscope/torch/watch/environment.h"
 
 namespace normscope::binding {
 namespace {

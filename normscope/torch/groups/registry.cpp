@@ -9,9 +9,11 @@
 
 #include "normscope/comm/describe.h"
 #include "normscope/comm/processes.h"
+#include "normscope/core/environment.h"
+#include "normscope/kernels/kernels.h"
 #include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/errors.h"
 #include "normscope/torch/watch/calls.h"
-#include "normscope/torch/watch/environment.h"
 
 namespace normscope::binding {
 namespace {
@@ -83,6 +85,8 @@ Group exchanges_of(const std::string& name, const ProcessGroup& group, const Pla
   const auto found = entries.find({name, placement});
   if (found != entries.end() && found->second->is_of(group)) return found->second;
   destroyed = take_out(entries, is_destroyed);
+  // Before the group is known: peers are then told in the first meeting.
+  as_torch(check_all_variables);
   const HomeProcess home = home_of(name, group);
   return entries[{name, placement}] =
              std::make_shared<GroupExchanges>(group, name, placement, home);
@@ -95,7 +99,7 @@ Group registered_communicator(const std::string& name) {
   return found == entries.end() ? nullptr : found->second;
 }
 
-bool sends(int ranks) { return ranks > 1 || forces_exchange(); }
+bool sends(int ranks) { return ranks > 1 || as_torch(forces_exchange); }
 
 // Where a group meets if no tensor takes part: on the host, unless it serves devices only.
 Placement any_placement(const ProcessGroup& group) {
@@ -113,6 +117,7 @@ void throw_if_forked(const GroupExchanges& group) {
 }  // namespace
 
 void register_communicator(const std::string& name, std::unique_ptr<Communicator> communicator) {
+  check_environment_of(*communicator);
   watch_calls();
   auto group = std::make_shared<GroupExchanges>(name, std::move(communicator));
   auto& [mutex, entries] = communicators();

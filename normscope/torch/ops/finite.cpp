@@ -11,8 +11,8 @@
 #include <c10/util/Exception.h>
 
 #include "normscope/comm/calls.h"
+#include "normscope/core/environment.h"
 #include "normscope/torch/errors.h"
-#include "normscope/torch/watch/environment.h"
 
 namespace normscope::binding {
 namespace {

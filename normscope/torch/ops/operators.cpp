@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/ops/operators.h"
 
+#include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -11,6 +13,7 @@
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/comm/group_status.h"
 #include "normscope/comm/processes.h"
+#include "normscope/core/environment.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/resolution.h"
@@ -53,6 +56,18 @@ std::vector<std::string> names_of_available_kernels() {
 }
 
 std::string version() { return NORMSCOPE_VERSION; }
+
+// The variables that Python needs; checks all.
+std::tuple<bool, std::optional<double>> environment() {
+  return as_torch([] {
+    check_all_variables();
+    std::optional<double> seconds;
+    if (const auto limit = chosen_time_limit()) {
+      seconds = std::chrono::duration<double>(*limit).count();
+    }
+    return std::tuple(has_exact_graphs(), seconds);
+  });
+}
 
 std::string name_of_default_kernels() { return std::string(default_kernels().name); }
 
@@ -190,6 +205,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
   m.def("version() -> str", &version);
+  m.def("environment() -> (bool exact_graphs, float? time_limit)", &environment);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
   m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",

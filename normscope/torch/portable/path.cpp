@@ -9,8 +9,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "normscope/core/environment.h"
 #include "normscope/kernels/device_kernels.h"
-#include "normscope/torch/watch/environment.h"
 
 namespace normscope::binding {
 namespace {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/watch/calls.h"
 
+#include <atomic>
 #include <chrono>
 #include <optional>
 #include <utility>
@@ -12,9 +13,9 @@
 
 #include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
+#include "normscope/core/environment.h"
 #include "normscope/core/text.h"
 #include "normscope/torch/ops/operators.h"
-#include "normscope/torch/watch/environment.h"
 
 namespace normscope::binding {
 namespace {
@@ -56,6 +57,10 @@ void check_signals() {
 
 class CallWatch final : public CallObserver {
  public:
+  void warn_after(std::optional<milliseconds> limit) noexcept {
+    warn_after_ = limit ? Duration(*limit) : Duration::max();
+  }
+
   void begin_call(const CallName& name, std::string_view scope, std::size_t bytes) override {
     begin(events.exchange, [&] {
       std::string text = "normscope::exchange ";
@@ -74,17 +79,22 @@ class CallWatch final : public CallObserver {
   void during_wait(std::chrono::steady_clock::duration waited,
                    const std::function<std::string()>& who_is_where) override {
     check_signals();
-    const std::optional<milliseconds> limit = warning_limit();
-    if (events.has_warned || !limit || waited < *limit) return;
+    if (events.has_warned || waited < warn_after_.load()) return;
     events.has_warned = true;
     LOG(WARNING) << "normscope has waited " << in_seconds(waited) << ": " << who_is_where();
   }
+
+ private:
+  using Duration = std::chrono::steady_clock::duration;
+
+  std::atomic<Duration> warn_after_ = Duration::max();
 };
 
 }  // namespace
 
-void watch_calls() noexcept {
+void watch_calls() {
   static CallWatch watch;
+  watch.warn_after(warning_limit());
   if (call_observer() == nullptr) observe_calls(&watch);
 }
 

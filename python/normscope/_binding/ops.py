@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -84,6 +83,7 @@ communication_counters = cast(
 message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
 host_identity = cast("Callable[[], int]", _ops.host_identity.default)
 version = cast("Callable[[], str]", _ops.version.default)
+environment = cast("Callable[[], tuple[bool, float | None]]", _ops.environment.default)
 
 # Ranks exchange in these ops, or between two calls of keep_order. Compilers must keep the calls in
 # program order and repeat none.
@@ -96,7 +96,8 @@ for _op in (
     register_effectful_op(_op.default, ORDERED)
 
 # Whether each layer in a compiled graph is a single op; see normscope.training.exact_graphs.
-exact_graphs = os.environ.get("NORMSCOPE_EXACT_GRAPHS") == "1"
+# The call checks all variables, before any rank waits for another.
+exact_graphs = environment()[0]
 
 
 # What a call that fails may raise. Not Exception: checkpointing ends a recomputation by one.

@@ -14,7 +14,6 @@ _Moments computes dx. Sums of moments are exact in any order.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -319,11 +318,8 @@ def _check_scope(scope: str, group_name: str) -> None:
 
 
 def _time_limit() -> float:
-    text = os.environ.get("NORMSCOPE_TIMEOUT") or str(default_pg_timeout.total_seconds())
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"NORMSCOPE_TIMEOUT: expected seconds, got {text!r}") from None
+    _, chosen = ops.environment()
+    return chosen or default_pg_timeout.total_seconds()
 
 
 def _no_thread_works() -> bool:
