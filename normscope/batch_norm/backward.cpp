@@ -211,7 +211,8 @@ void run(const BackwardArguments& arguments, const CallContext& context) {
   const CallLabel label{.layer = context.layer,
                         .scope = context.scope,
                         .direction = Direction::kBackward,
-                        .channels = arguments.x.channels};
+                        .channels = arguments.x.channels,
+                        .dtype = name_of(arguments.x.dtype)};
   Exchange* exchange = exchange_of(context);
   if (context.device != nullptr) {
     input_gradient_on_device(arguments, label, *context.device, exchange);

@@ -57,6 +57,13 @@ constexpr std::size_t kBytesPerNumber = 6;
 // Longer texts are cut, in bytes. This bounds the size of the message for many ranks.
 constexpr std::size_t kLongestText = 4096;
 
+// No label contains it.
+constexpr char kBeforeDtype = '\n';
+
+bool are_equal(const std::vector<std::string>& texts) {
+  return std::ranges::count(texts, texts[0]) == std::ssize(texts);
+}
+
 void encode(std::string_view text, std::span<double> numbers) {
   std::size_t at = 0;
   for (double& number : numbers) {
@@ -212,6 +219,7 @@ int Exchange::meet(const CallLabel& label, double count, std::size_t bytes, bool
   hash.add(label.kernels);
   hash.add(name_of(label.direction));
   hash.add(std::to_string(label.channels));
+  hash.add(label.dtype);
   const std::uint64_t label_hash = hash.value();
   // A layer without a name is identified by its position in the sequence of calls.
   if (compares_layers && label.layer.empty()) hash.add(std::to_string(calls_));
@@ -274,8 +282,8 @@ std::string Exchange::describe_here(const CallLabel& label) const {
 
 // Every rank now knows that the ranks disagree. They tell each other what each of them was doing.
 void Exchange::throw_mismatch(const CallLabel& label) {
-  const std::string described = describe(label);
-  const std::string_view own_text = shortened(described, kLongestText);
+  std::string own_text(shortened(describe(label), kLongestText));
+  ((own_text += kBeforeDtype) += label.dtype);
   const auto own_length = static_cast<double>(own_text.size());
   const auto longest =
       static_cast<std::size_t>(std::ranges::max(normscope::gather(*communicator_, {own_length})));
@@ -291,13 +299,19 @@ void Exchange::throw_mismatch(const CallLabel& label) {
 
   const auto ranks = static_cast<std::size_t>(communicator_->size());
   std::vector<std::string> texts;
+  std::vector<std::string> dtypes;
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    texts.push_back(decode(of_rank(rank).first(numbers_per_text)));
+    const std::string text = decode(of_rank(rank).first(numbers_per_text));
+    const std::size_t end = text.find(kBeforeDtype);
+    texts.push_back(text.substr(0, end));
+    dtypes.push_back(end < text.size() ? text.substr(end + 1) : "");
   }
-  // The labels are equal, so the rarer cause must be different numbers.
-  if (std::ranges::count(texts, texts[0]) == std::ssize(texts)) {
+  // Rarer causes are shown only if nothing else differs.
+  if (are_equal(texts)) {
     for (std::size_t rank = 0; rank < ranks; ++rank) {
-      texts[rank] += with_numbers(of_rank(rank)[numbers_per_text], of_rank(rank).back());
+      texts[rank] += are_equal(dtypes)
+                         ? with_numbers(of_rank(rank)[numbers_per_text], of_rank(rank).back())
+                         : " with " + dtypes[rank] + " input";
     }
   }
   std::string message = "the ranks of a scope met in different calls:";

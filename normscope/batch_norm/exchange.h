@@ -50,6 +50,8 @@ struct CallLabel {
   std::string_view kernels = kOwnKernels;  // whose kernels compute the sums
   Direction direction = Direction::kForward;
   std::int64_t channels = 0;
+  // Of the layer's input. NOLINTNEXTLINE(readability-redundant-member-init): labels may omit it.
+  std::string_view dtype = {};
   BackwardNeeded backward = BackwardNeeded::kYes;
   // For a forward: must agree across ranks for the running statistics to be equal.
   double eps = 0.0;

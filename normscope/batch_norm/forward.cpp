@@ -204,6 +204,7 @@ void run(const ForwardArguments& arguments, const CallContext& context) {
                         .scope = context.scope,
                         .direction = Direction::kForward,
                         .channels = arguments.x.channels,
+                        .dtype = name_of(arguments.x.dtype),
                         .backward = arguments.backward,
                         .eps = arguments.eps,
                         .momentum = compared_momentum(arguments)};

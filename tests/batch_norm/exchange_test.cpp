@@ -133,6 +133,21 @@ TEST_P(Mismatch, OfForwardsIsNamedToEveryRankInFull) {
   }
 }
 
+TEST_P(Mismatch, OfDtypesIsNamedToEveryRank) {
+  run([](Exchange& exchange) {
+    const CallContext context = context_of(&exchange);
+    const DType dtype = is_last(exchange) ? DType::kFloat64 : DType::kFloat32;
+
+    const std::string text =
+        refusal(exchange, Layer{.dtype = dtype}, context, BackwardNeeded::kYes);
+
+    EXPECT_THAT(text, HasSubstr(rank_line(0, described({}) + " with float32 input")));
+    EXPECT_THAT(text, HasSubstr(rank_line(exchange.communicator().size() - 1,
+                                          described({}) + " with float64 input")));
+    expect_usable(exchange, context);
+  });
+}
+
 TEST_P(Mismatch, OfEpsOrMomentumIsNamedToEveryRank) {
   run([](Exchange& exchange) {
     CallContext context = context_of(&exchange);

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch_device
 from rank_pool import KERNELS, RankPool, error_of
 from torch import distributed
 
@@ -115,6 +116,66 @@ def test_every_rank_is_told_what_each_was_doing(
         assert of_rank_0 in rank_0
         assert rank_1.startswith("  rank 1: ")
         assert of_rank_1 in rank_1
+
+
+def other_dtypes(device: str, compiled: bool) -> str:  # noqa: FBT001
+    if device == torch_device.NAME:
+        torch_device.load()
+    group = distributed.new_group(backend=torch_device.BACKENDS if device != "cpu" else "gloo")
+    layer = normscope.BatchNorm1d(3, process_group=group).to(device)
+    dtype = (torch.float32, torch.float64)[distributed.get_rank()]
+    call = torch.compile(layer, backend="aot_eager") if compiled else layer
+
+    def step() -> None:
+        x = torch.randn(4, 3, dtype=dtype).to(device).requires_grad_()
+        call(x).sum().backward()
+
+    message = error_of(step)
+    if compiled:
+        torch.compiler.reset()
+    for x in (torch.randn(4, 3), torch.randn(4, 3, dtype=torch.float64)):
+        layer(x.to(device)).sum().backward()  # the group stays usable
+    return message
+
+
+@pytest.mark.parametrize("kernels", [*KERNELS, "device"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_another_dtype_is_told_to_every_rank(
+    pools: dict[str, RankPool],
+    devices: RankPool,
+    kernels: str,
+    compiled: bool,  # noqa: FBT001
+) -> None:
+    on_device = kernels == "device"
+    pool, device = (devices, torch_device.NAME) if on_device else (pools[kernels], "cpu")
+
+    for message in pool.run(2, other_dtypes, device, compiled):
+        _, rank_0, rank_1, _ = message.split("\n")
+        assert rank_0.startswith("  rank 0: ")
+        assert rank_0.endswith(" with float32 input")
+        assert rank_1.startswith("  rank 1: ")
+        assert rank_1.endswith(" with float64 input")
+
+
+def other_dtypes_later(dtypes: tuple[torch.dtype, ...]) -> str:
+    torch_device.load()
+    group = distributed.new_group(backend=torch_device.BACKENDS)
+    layer = normscope.BatchNorm1d(3, process_group=group).to(torch_device.NAME)
+    for dtype in dtypes:
+        layer(torch.randn(4, 3, dtype=dtype).to(torch_device.NAME))
+    own = (torch.float32, torch.float64)[distributed.get_rank()]
+    return error_of(lambda: layer(torch.randn(4, 3, dtype=own).to(torch_device.NAME)))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)])
+def test_a_later_dtype_on_a_device_is_told_if_every_call_is_checked(
+    devices: RankPool, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    environment = {"NORMSCOPE_CHECK": "1"}
+
+    for message in devices.run(2, other_dtypes_later, dtypes, environment=environment):
+        assert " with float32 input\n" in message
+        assert " with float64 input\n" in message
 
 
 def other_settings(settings: tuple[dict[str, float | None], ...], compiled: bool) -> str:  # noqa: FBT001

@@ -17,6 +17,7 @@
 #include "normscope/torch/portable/messages.h"
 #include "normscope/torch/tensors/call_site.h"
 #include "normscope/torch/tensors/results.h"
+#include "normscope/torch/tensors/tensor_view.h"
 
 namespace normscope::binding::backend {
 namespace {
@@ -67,7 +68,8 @@ GradientTensors second_gradients(const DoubleBackwardOpArguments& op, Exchange* 
   const CallLabel label{.layer = op.call.layer,
                         .scope = op.call.scope,
                         .direction = Direction::kDoubleBackward,
-                        .channels = x.size(1)};
+                        .channels = x.size(1),
+                        .dtype = dtype_name_of(x)};
   const std::vector<DoubleBackward> norm_batches = prepare_double_backward(op);
   const auto [grad_dy, grad_x, grad_weight] = empty_second_gradients(x);
   const at::Tensor weight_total = at::zeros({x.size(1)}, float64_options(x));

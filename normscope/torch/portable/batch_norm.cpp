@@ -43,6 +43,7 @@ CallLabel label_of(const ForwardOpArguments& op) {
       .kernels = "torch",
       .direction = Direction::kForward,
       .channels = op.x.size(1),
+      .dtype = dtype_name_of(op.x),
       .backward = op.needs_backward.value_or(false) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
       .eps = op.eps,
       .momentum = op.momentum.value_or(kCumulativeAverage)};
@@ -170,14 +171,16 @@ PortableTensors forward(const ForwardOpArguments& op) {
 }
 
 // Replaces this rank's gradient sums by their totals.
-GradientSums total_of(const GradientSums& own, const ScopedCall& call, std::int64_t count,
+GradientSums total_of(const GradientSums& own, const at::Tensor& x, const ScopedCall& call,
                       TensorMessage& message) {
-  const std::int64_t channels = own.dy.size(0);
+  const std::int64_t count = elements_per_channel(x).expect_int();
+  const std::int64_t channels = x.size(1);
   const CallLabel label{.layer = call.layer,
                         .scope = call.scope,
                         .kernels = "torch",
                         .direction = Direction::kBackward,
-                        .channels = channels};
+                        .channels = channels,
+                        .dtype = dtype_name_of(x)};
   const at::Tensor sums = message.sum(label, count, at::cat({own.dy, own.dy_xmu}));
   return {sums.narrow(0, 0, channels), sums.narrow(0, channels, channels)};
 }
@@ -198,7 +201,7 @@ GradientTensors gradients(const PortableBackwardArguments& op, TensorMessage& me
     if (op.wanted.dweight) dweight = own.dy_xmu * inv_std_of(x, op.spread, op.eps);
     dbias = own.dy;
   }
-  const GradientSums totals = total_of(own, op.call, elements_per_channel(x).expect_int(), message);
+  const GradientSums totals = total_of(own, x, op.call, message);
   at::Tensor dx = at::empty({0}, x.options());
   if (op.wanted.dx) {
     dx = by_synchronized_kernels

@@ -20,6 +20,7 @@
 #include "normscope/torch/portable/path.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/results.h"
+#include "normscope/torch/tensors/tensor_view.h"
 
 namespace normscope::binding {
 namespace {
@@ -55,6 +56,7 @@ at::Tensor sum(const SumArguments& op) {
       .kernels = "torch in a graph",
       .direction = direction,
       .channels = op.own.size(0) / 2,
+      .dtype = dtype_name_of(op.own),  // x's is not known here; this one decides the length
       .backward = op.backward_follows.value_or(true) ? BackwardNeeded::kYes : BackwardNeeded::kNo,
       .eps = op.eps,
       .momentum = op.momentum.value_or(kCumulativeAverage)};

@@ -63,6 +63,11 @@ std::optional<DType> dtype_of(const at::Tensor& tensor) {
   }
 }
 
+std::string_view dtype_name_of(const at::Tensor& tensor) {
+  const std::optional<DType> dtype = dtype_of(tensor);
+  return dtype ? name_of(*dtype) : c10::toString(tensor.scalar_type());
+}
+
 at::Tensor empty_output(const at::Tensor& x) {
   // Without elements, strides suggest no format. torch then preserves them.
   const bool is_empty = !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.numel() == 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string_view>
 
 #include <ATen/core/Tensor.h>
 
@@ -12,6 +13,9 @@ namespace normscope::binding {
 
 // torch's dtype as ours; nullopt if there is no kernel for it.
 [[nodiscard]] std::optional<DType> dtype_of(const at::Tensor& tensor);
+
+// "float32".
+[[nodiscard]] std::string_view dtype_name_of(const at::Tensor& tensor);
 
 // An uninitialized tensor [N, C, *] of x's dtype, in the memory format in which torch's own
 // batch_norm would return it: contiguous or channels-last. Also works on tensors without storage.
