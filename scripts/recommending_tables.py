@@ -24,6 +24,9 @@ RESULTS = ROOT / "benchmarks/results/recommended-scopes.jsonl"
 # The limit for the noise was chosen on seeds 0 to 2 of four ranks and ten classes.
 TEST = range(3, 8)
 
+# Measures were compared on one of those.
+MEASURED = range(1)
+
 NETWORKS = {
     "land-pyramid": "PSPNet",
     "land-unet": "U-Net",
@@ -92,6 +95,42 @@ def recommended(tasks: Iterable[str], seeds: range, scopes: str = "recommended")
     return table([*columns, "bytes"], rows)
 
 
+def _ratio(task: str, scopes: str, seeds: Iterable[int]) -> list[float]:
+    return ratios_to_world(_chosen(task, scopes, seeds), results())
+
+
+def others(tasks: Iterable[str], rules: dict[str, str], seeds: range) -> str:
+    """Return the ratio to world of each rule for each task, and the bytes over the training."""
+    rows = []
+    for scopes, name in rules.items():
+        row = [name]
+        for task in tasks:
+            sent = _mean(one.bytes for one in _chosen(task, scopes, seeds))
+            row.append(f"{_mean(_ratio(task, scopes, seeds)):.2f} at {sent:.0%}")
+        rows.append(row)
+    return table(["", *(NETWORKS[task.partition("@")[0]] for task in tasks)], rows)
+
+
+def measures(tasks: Iterable[str], seeds: range) -> str:
+    """Return the mean ratio to world if a measure orders the layers, at shares of the bytes."""
+    names = {
+        "noise": "output noise per byte",
+        "gradient": "noise of the parameters' gradient per byte",
+        "loss": "change of the loss per byte",
+        "values": "1 / independent values per byte",
+        "chance": "at random",
+    }
+    tasks = list(tasks)
+    rows = []
+    for measure, name in names.items():
+        row = [name]
+        for share in (30, 60):
+            ratios = [r for task in tasks for r in _ratio(task, f"{measure}={share}%", seeds)]
+            row.append(f"{_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        rows.append(row)
+    return table(["order of the layers", "30 % of the bytes", "60 %"], rows)
+
+
 def first_screen() -> str:
     """Return the table of README: no layer, the recommended ones, all."""
     rows = []
@@ -123,6 +162,14 @@ RULES = {
     "random": "as many bytes at random",
     "pooled": "`world` after global pooling",
 }
+OTHER_RULES = {
+    "recommended": "recommended",
+    "values<4": "`world` where a norm batch is worth fewer than 4 values (the rule of 0.2)",
+    "sum<0.8": "the sum of 1 / values over all layers below 0.8",
+    "progressive": "progressive: `local`, `group:2`, `world` for a third of the steps each",
+    "group-norm": "group normalization",
+    "local": "`local`",
+}
 SMALL = ("scenes@4x2", "digits@4x2", "sequences@4x2")
 OTHERS = (
     *("land-pyramid@8x2", "land-unet@8x2", "land-demo@8x2", "land-features@4x2"),
@@ -135,6 +182,8 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "rules": partial(quality, LAND, RULES, TEST),
         "plans": partial(recommended, (*LAND, *OTHERS), TEST),
         "small": partial(recommended, SMALL, range(5)),
+        "measures": partial(measures, LAND, MEASURED),
+        "others": partial(others, LAND, OTHER_RULES, range(3, 6)),
     },
 }
 
