@@ -57,10 +57,10 @@ bool is_recorded() {
 void tell_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
   try {
     throw;
-  } catch (const MismatchError&) {  // NOLINT(bugprone-empty-catch)
-  } catch (const OneValueError&) {  // NOLINT(bugprone-empty-catch)
-  } catch (const ScopeError&) {     // NOLINT(bugprone-empty-catch)
-  } catch (const c10::DistError&) {
+  } catch (const MismatchError&) {   // NOLINT(bugprone-empty-catch)
+  } catch (const OneValueError&) {   // NOLINT(bugprone-empty-catch)
+  } catch (const ScopeError&) {      // NOLINT(bugprone-empty-catch)
+  } catch (const c10::DistError&) {  // NOLINT(bugprone-empty-catch)
     // All ranks throw these.
   } catch (const std::bad_alloc&) {
     tell(call, use, "it is out of memory");
