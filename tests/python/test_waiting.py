@@ -209,6 +209,44 @@ def test_peers_raise_at_once_what_a_rank_raised(
         assert seconds < SECONDS
 
 
+def rank_0_fails_while_its_thread_waits() -> list[tuple[str, float]]:
+    """Return what fail_fast raises, and on rank 0 also what its other thread does."""
+    net = network()
+    net(batch())
+    meet_at("begin")
+    answers, of_other = [], []
+    other = threading.Thread(target=lambda: of_other.append(raised_by(lambda: net(batch()))))
+
+    def step() -> None:
+        with normscope.fail_fast():
+            if distributed.get_rank() == 0:
+                raise LookupError("no such file")
+            net(batch())
+
+    if distributed.get_rank() == 0:
+        other.start()
+        while "waits in forward" not in str(normscope.status()):
+            time.sleep(0.01)
+        answers.append(raised_by(step))
+        meet_at("failed")
+        other.join()
+    else:
+        meet_at("failed")
+        answers.append(raised_by(step))
+    return answers + of_other
+
+
+def test_a_rank_fails_at_once_while_another_of_its_threads_waits(
+    ranks: RankPool, environment: dict[str, str]
+) -> None:
+    of_rank_0, of_peer = ranks.run(2, rank_0_fails_while_its_thread_waits, environment=environment)
+
+    assert of_rank_0[0][0] == "LookupError: no such file"
+    for error, _ in (of_rank_0[1], of_peer[0]):
+        assert "LookupError: no such file" in error
+    assert max(seconds for _, seconds in (of_rank_0[0], of_peer[0])) < SECONDS
+
+
 def one_value_on_rank_0() -> tuple[str, int]:
     model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
     samples = 1 if distributed.get_rank() == 0 else 0
