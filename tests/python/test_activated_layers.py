@@ -69,7 +69,11 @@ def test_ranks_have_the_bits_and_exchanges_of_separate_modules(
 
 @pytest.mark.usefixtures("quiet_compiler")
 @pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype",
+    # Torch's kernels add the gradients of 16-bit slices in another order.
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.own_kernels)],
+)
 def test_a_graph_has_the_bits_of_eager_mode(activation: Activation, dtype: torch.dtype) -> None:
     layer = normscope.BatchNormAct2d(3, activation=activation, scope="slices:2")
     alone = copy.deepcopy(layer)

@@ -98,7 +98,7 @@ def test_a_mismatch_shows_direction_and_scope_of_a_layer_with_a_long_name(
         for text, shift in zip(texts, SHIFTS, strict=True):
             for rank in (0, 1):
                 assert f"\n  rank {rank}: forward of ..." in text
-                assert f"{characters}{shift}{rank} (3 channels, scope world)" in text
+                assert f"{characters}{shift}{rank} (3 channels, scope world" in text
 
 
 def reasons(characters: str) -> list[str]:
