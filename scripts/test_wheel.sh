@@ -45,7 +45,8 @@ assert str(needed.specifier).startswith('=='), needed
 assert version('torch') in needed.specifier, (version('torch'), needed)"
 NORMSCOPE_TEST_WHEEL=$(ls "$away"/dist/*.whl)
 export NORMSCOPE_TEST_WHEEL
-"$fresh" -m pytest -q -m "not slow" --doctest-modules --junitxml="$results" --pyargs normscope \
+"$fresh" -m pytest -q -m "not slow" --doctest-modules --junitxml="$results" \
+  --ignore-glob "*/scopes/transformers.py" --pyargs normscope \
   tests/python/test_command.py tests/python/test_compiled.py tests/python/test_conversion.py \
   tests/python/test_graphs.py tests/python/test_joined_batch.py tests/python/test_own_groups.py \
   tests/wheel
