@@ -54,6 +54,12 @@ class Shares:
     hosts: tuple[int, ...]
     group: ProcessGroup | None
 
+    def gather_numbers(self, numbers: list[float], what: str) -> list[list[float]]:
+        """Return the numbers of all processes: a list for each."""
+        if self.group is None or self.group.size() == 1:
+            return [numbers]
+        return ops.gather_numbers(numbers, self.group.group_name, f"recommend_scopes, {what}")
+
     def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
         """Return the float64 tensors [*] of all processes: [processes, *]."""
         if self.group is None or self.group.size() == 1:
@@ -204,8 +210,7 @@ def measure_batch(
     )
     # Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
     largest = [float(each.abs().max()) if each.numel() > 0 else 0.0 for each in cotangents]
-    own = torch.tensor(largest, dtype=torch.float64, device="cpu")
-    of_all = float(shares.gather(own, "cotangents").max())
+    of_all = max(max(of_rank) for of_rank in shares.gather_numbers(largest, "cotangents"))
     factor = 2.0 ** -math.floor(math.log2(of_all)) if of_all > 0 else 1.0
     scaled = [
         (each * factor).to(output.dtype) for each, output in zip(cotangents, outputs, strict=True)
@@ -219,11 +224,10 @@ def measure_batch(
 
 def _scales(outputs: list[torch.Tensor], shares: Shares) -> list[float]:
     """Return what changes of each output are divided by; a collective."""
-    channels = [each.shape[1] if each.dim() > 1 else 1 for each in outputs]
-    own = torch.tensor(channels, dtype=torch.float64, device="cpu")
-    of_ranks = shares.gather(own, "channels of outputs")
+    channels = [float(each.shape[1]) if each.dim() > 1 else 1.0 for each in outputs]
+    of_ranks = shares.gather_numbers(channels, "channels of outputs")
     scales = []
-    for output, of_output in zip(outputs, of_ranks.T.tolist(), strict=True):
+    for output, *of_output in zip(outputs, *of_ranks, strict=True):
         moments = ops.output_moments(output, len(set(of_output)) > 1)
         scales.append(ops.output_scale(shares.gather(moments, "outputs")))
     return scales

@@ -180,7 +180,7 @@ def _run(
         for watch in watches:
             watch.layer.scope = Scope.world()
             stack.enter_context(routed(watch.layer, watch))
-        for batch in _with_progress(_as_on_all_ranks(batches, shares.group), batches, shares):
+        for batch in _with_progress(_as_on_all_ranks(batches, shares), batches, shares):
             with peers_told(shares.group):
                 outputs = _outputs(model, batch)
                 _check_samples(watches, shares)
@@ -212,9 +212,8 @@ def _check_samples(watches: list[WatchedLayer], shares: Shares) -> None:
 
 def _check_calls(watches: list[WatchedLayer], shares: Shares) -> None:
     """Raise on all ranks unless every layer ran as often on each of them."""
-    own = torch.tensor([len(watch.calls) for watch in watches], dtype=torch.float64, device="cpu")
-    calls = shares.gather(own, "calls")
-    for watch, of_ranks in zip(watches, calls.T.tolist(), strict=True):
+    own = [float(len(watch.calls)) for watch in watches]
+    for watch, *of_ranks in zip(watches, *shares.gather_numbers(own, "calls"), strict=True):
         if len(set(of_ranks)) > 1:
             raise ValueError(
                 f"model: expected {watch.label} to run as often on every rank, got "
@@ -245,23 +244,21 @@ def _with_progress(batches: Iterator[Any], given: Iterable[Any], shares: Shares)
 _NO_BATCH = object()
 
 
-def _as_on_all_ranks(batches: Iterable[Any], group: ProcessGroup | None) -> Iterator[Any]:
+def _as_on_all_ranks(batches: Iterable[Any], shares: Shares) -> Iterator[Any]:
     """Yield the batches lazily, as long as every rank has one."""
-    with peers_told(group):
+    with peers_told(shares.group):
         left = iter(batches)
     count = 0
     while True:
-        with peers_told(group):
+        with peers_told(shares.group):
             batch = next(left, _NO_BATCH)
-        if group is not None and group.size() > 1:
-            own = [float(batch is not _NO_BATCH)]
-            have = ops.gather_numbers(own, group.group_name, "recommend_scopes, next batch")
-            without = [rank for rank, one in enumerate(have) if one == [0]]
-            if 0 < len(without) < group.size():
-                raise ValueError(
-                    "batches: expected the same number on every rank, since layers synchronize, "
-                    f"got {count} on ranks {without} and more on the others"
-                )
+        have = shares.gather_numbers([float(batch is not _NO_BATCH)], "next batch")
+        without = [rank for rank, one in enumerate(have) if one == [0]]
+        if 0 < len(without) < len(have):
+            raise ValueError(
+                "batches: expected the same number on every rank, since layers synchronize, "
+                f"got {count} on ranks {without} and more on the others"
+            )
         if batch is _NO_BATCH:
             return
         count += 1
