@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import CONTEXT, answers_of, free_port
+from forked_ranks import answers_of, started
 from rank_pool import connect_ranks, error_of
 
 import normscope
@@ -41,29 +40,6 @@ def meet(store: str, rank: int, size: int, seconds: float, connection: Connectio
     connection.recv()
     connection.send(error_of(forward))
     signal.pause()  # others may need the store
-
-
-@contextlib.contextmanager
-def started(
-    target: Callable[..., None], *arguments: object, size: int
-) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
-    """Start a function on each rank, with the store in rank 0's process."""
-    store = f"tcp://127.0.0.1:{free_port()}"
-    pipes = [CONTEXT.Pipe() for _ in range(size)]
-    processes: list[BaseProcess] = [
-        CONTEXT.Process(
-            target=target, args=(store, rank, size, *arguments, pipes[rank][1]), daemon=True
-        )
-        for rank in range(size)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        yield processes, [pipe for pipe, _ in pipes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def is_stopped(process: int) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_parallel import data_parallel
-from forked_ranks import CONTEXT, answers_of, free_port
+from forked_ranks import answers_of, started
 from rank_pool import RankPool, connect_ranks
 from torch import distributed
 
@@ -77,25 +77,9 @@ def three_ranks(
     target: Callable[..., None], *arguments: str
 ) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
     """Start a function on three ranks, and wait until all have begun."""
-    size = 3
-    store = f"tcp://127.0.0.1:{free_port()}"
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
-    processes: list[BaseProcess] = [
-        CONTEXT.Process(
-            target=target, args=(store, rank, size, *arguments, pipes[rank][1]), daemon=True
-        )
-        for rank in range(size)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        connections = [receive for receive, _ in pipes]
-        assert answers_of(connections, LIMIT_SECONDS / 2) == ["begun"] * size
+    with started(target, *arguments, size=3) as (processes, connections):
+        assert answers_of(connections, LIMIT_SECONDS / 2) == ["begun"] * 3
         yield processes, connections
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def errors_after_a_kill(scope: str, transport: str, number: int) -> list[tuple[str, float]]:

@@ -8,7 +8,9 @@ import multiprocessing
 import random
 import socket
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 # Ranks are forked from a process that has imported torch: starting Python takes seconds.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -22,6 +24,32 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+@contextlib.contextmanager
+def started(
+    target: Callable[..., None], *arguments: object, size: int
+) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
+    """Start ``target(store, rank, size, *arguments, connection)`` on ranks; in the end kill them.
+
+    Rank 0's process has the store. Yields the processes, and this end of each connection.
+    """
+    store = f"tcp://127.0.0.1:{free_port()}"
+    pipes = [CONTEXT.Pipe() for _ in range(size)]
+    processes: list[BaseProcess] = [
+        CONTEXT.Process(
+            target=target, args=(store, rank, size, *arguments, pipes[rank][1]), daemon=True
+        )
+        for rank in range(size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield processes, [pipe for pipe, _ in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def answers_of(connections: list[Connection], seconds: float) -> list[object]:
