@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,15 +33,9 @@ class ScopeCallback(TrainerCallback):  # type: ignore[misc] # has no types
     def __init__(self, plan: ScopePlan | str | os.PathLike[str] | None = None) -> None:
         self.plan = None if plan is None else plan_of(plan)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: torch.nn.Module,
-        **kwargs: Any,  # noqa: ANN401 - the Trainer's
-    ) -> None:
+    # The Trainer passes its arguments, its state and its control, and further things by name.
+
+    def on_train_begin(self, *_: object, model: torch.nn.Module, **__: object) -> None:
         """Apply the plan."""
         if self.plan is not None:
             self.plan.apply(model)
@@ -54,7 +47,7 @@ class ScopeCallback(TrainerCallback):  # type: ignore[misc] # has no types
         control: TrainerControl,
         *,
         model: torch.nn.Module,
-        **kwargs: Any,  # noqa: ANN401
+        **__: object,
     ) -> None:
         """Pool the running statistics if the Trainer evaluates or saves now."""
         if control.should_evaluate or control.should_save:
@@ -63,14 +56,6 @@ class ScopeCallback(TrainerCallback):  # type: ignore[misc] # has no types
     # The Trainer asks its callbacks at both places; the callback that decides comes first.
     on_epoch_end = on_step_end
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: torch.nn.Module,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> None:
+    def on_train_end(self, *_: object, model: torch.nn.Module, **__: object) -> None:
         """Pool the running statistics."""
         sync_running_stats(model)
