@@ -32,48 +32,63 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return rank + torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=generator)
 
 
-def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
-    """Fit a model with Lightning; return its scopes during the fit, and classes and state after."""
+def task_and_trainer(folder: str, rate: float, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """Make a task, which notes the scopes of each step and the statistics in validation."""
     import lightning
-
-    from normscope.models.lightning import ScopeSync
-
-    seen = []
 
     class Task(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = network()
+            self.scopes: list[list[str | None]] = []
+            self.validated: list[torch.Tensor] = []
 
         def training_step(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append([getattr(self.net[i], "scope", None) for i in (1, 4)])  # type: ignore[index]
+            scopes = [getattr(self.net[i], "scope", None) for i in (1, 4)]  # type: ignore[index]
+            self.scopes.append([scope and str(scope) for scope in scopes])
             loss: torch.Tensor = self.net(x).sub(1).square().sum()
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
+        def validation_step(self, x: torch.Tensor) -> None:
+            self.validated.append(self.net[1].running_mean.clone())  # type: ignore[index]
 
-    rank = distributed.get_rank()
-    os.environ["LOCAL_RANK"] = str(rank)
-    task = Task()
-    trainer = lightning.Trainer(
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=rate)
+
+    os.environ["LOCAL_RANK"] = str(distributed.get_rank())
+    return Task(), lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
-        plugins=[ScopeSync(scope, exclude=exclude)],
         use_distributed_sampler=False,
         max_epochs=1,
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
-    batches = [batch(step, rank) for step in range(STEPS)]
-    trainer.fit(task, torch.utils.data.DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+
+
+def loader_of_rank() -> Any:  # noqa: ANN401
+    batches = [batch(step, distributed.get_rank()) for step in range(STEPS)]
+    return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
+    """Fit a model with Lightning; return its scopes during the fit, and classes and state after."""
+    from normscope.models.lightning import ScopeSync
+
+    task, trainer = task_and_trainer(
+        folder,
+        0.01,
+        strategy="ddp",
+        plugins=[ScopeSync(scope, exclude=exclude)],
+        enable_checkpointing=False,
+    )
+    trainer.fit(task, loader_of_rank())
     return {
-        "scopes": [[scope and str(scope) for scope in scopes] for scopes in seen],
-        "classes": {type(task.net[i]).__module__ for i in (1, 4)},  # type: ignore[index]
+        "scopes": task.scopes,
+        "classes": {type(task.net[i]).__module__ for i in (1, 4)},
         "state": task.net.state_dict(),
     }
 
@@ -131,53 +146,28 @@ class Named(nn.Module):
 
 def fit_with_callback(folder: str, plan: str) -> dict[str, Any]:
     """Fit ranks with statistics of their own; return those of validation and of the file."""
-    import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
 
     from normscope.models.lightning import ScopeSync
     from normscope.scopes.lightning import ScopeCallback
 
-    seen: list[torch.Tensor] = []
-
-    class Task(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def training_step(self, x: torch.Tensor) -> torch.Tensor:
-            self.scopes = [str(self.net[i].scope) for i in (1, 4)]  # type: ignore[index]
-            loss: torch.Tensor = self.net(x).sub(1).square().sum()
-            return loss
-
-        def validation_step(self, x: torch.Tensor) -> None:
-            seen.append(self.net[1].running_mean.clone())  # type: ignore[index]
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    rank = distributed.get_rank()
-    os.environ["LOCAL_RANK"] = str(rank)
-    task = Task()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
+    task, trainer = task_and_trainer(
+        folder,
+        0.0,
         strategy=DDPStrategy(broadcast_buffers=False),
         plugins=[ScopeSync("local")],
         callbacks=[ScopeCallback(plan), ModelCheckpoint(folder, "step", every_n_train_steps=2)],
-        use_distributed_sampler=False,
-        max_epochs=1,
         num_sanity_val_steps=0,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    batches = [batch(step, rank) for step in range(STEPS)]
-    loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(task, loader, loader)
+    trainer.fit(task, loader_of_rank(), loader_of_rank())
     saved = torch.load(f"{folder}/step.ckpt", weights_only=True)["state_dict"]
-    return {"scopes": task.scopes, "seen": seen[0], "saved": saved, "state": task.net.state_dict()}
+    return {
+        "scopes": task.scopes[-1],
+        "seen": task.validated[0],
+        "saved": saved,
+        "state": task.net.state_dict(),
+    }
 
 
 def test_the_callback_applies_a_plan_and_pools_before_validation_and_save(
