@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of all Python tests."""
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import synchronized_kernels  # noqa: F401 - registers them if they are wanted
 import torch
 from rank_pool import KERNELS, RankPool
 from torch import distributed
+
+# The graphs that torch keeps on disk may be those of an earlier build of the library.
+os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 
 
 @pytest.fixture(autouse=True)

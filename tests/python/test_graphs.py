@@ -2,7 +2,11 @@
 """Compiled graphs: the bits of eager mode, and exchanges in a fixed order without repetition."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +106,44 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: t
 
     with normscope.training.exact_graphs():
         assert compiled_like_eager(layer, x)
+
+
+# Trains through a graph, as the next process does with the same cache of torch.
+COMPILES = """
+import torch
+import normscope
+
+torch.manual_seed(0)
+net = normscope.BatchNorm2d(5, scope="local")
+with normscope.training.exact_graphs():
+    y = torch.compile(net)(torch.randn(4, 5, 6, 6) + 30)
+y.sum().backward()
+torch.save((y.detach(), dict(net.state_dict())), {file!r})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.own_kernels
+def test_no_graph_on_disk_is_of_other_kernels(tmp_path: Path) -> None:
+    results = []
+    for kernels, cache in (("torch", "shared"), ("", "shared"), ("", "own")):
+        file = tmp_path / f"{kernels or 'own'}_{cache}.pt"
+        subprocess.run(
+            [sys.executable, "-c", COMPILES.format(file=str(file))],
+            env=os.environ
+            | {
+                "NORMSCOPE_DEVICE_KERNELS": kernels,
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache),
+                "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+            },
+            check=True,
+        )
+        results.append(torch.load(file))
+
+    torch_s, got, expected = results
+    assert not torch.equal(got[0], torch_s[0])
+    assert torch.equal(got[0], expected[0])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def ops_of(net: nn.Module, x: torch.Tensor) -> tuple[list[str], list[str]]:

@@ -18,6 +18,8 @@ namespace normscope::binding {
 // * "exact": it is one op with the bits of eager mode.
 // * "exported": as "fused". But if no other rank shares the statistics, torch's batch norm replaces
 //   the whole layer, so that the program can be used without this library.
+// What follows "fused" or "exact" is recorder(), because torch keeps compiled graphs on disk and
+// finds them by the calls of the layers.
 //
 // Ranks must meet in the same order, however a compiler reorders the graph. Every exchange is
 // therefore between two calls of keep_order, which compilers keep in order and never repeat

@@ -57,6 +57,14 @@ std::vector<std::string> names_of_available_kernels() {
 
 std::string version() { return NORMSCOPE_VERSION; }
 
+// What else decides how a graph records a layer: the version, and the kernels at hand.
+std::string recorder() {
+  std::string text = NORMSCOPE_VERSION;
+  if (device_kernels() != nullptr) text += " cuda";
+  if (torch_kernels_are_forced()) text += " torch";
+  return text;
+}
+
 // The variables that Python needs; checks all.
 std::tuple<bool, std::optional<double>> environment() {
   return as_torch([] {
@@ -205,6 +213,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
   m.def("version() -> str", &version);
+  m.def("recorder() -> str", &recorder);
   m.def("environment() -> (bool exact_graphs, float? time_limit)", &environment);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);

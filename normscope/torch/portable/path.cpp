@@ -15,11 +15,6 @@
 namespace normscope::binding {
 namespace {
 
-bool is_forced() {
-  static const bool forced = forces_torch_kernels();
-  return forced;
-}
-
 // Whether the CUDA kernels of this build run on the device. Asked once per device, because the
 // answer takes a call of the driver.
 bool runs_cuda_kernels(c10::Device device) {
@@ -36,10 +31,15 @@ bool runs_cuda_kernels(c10::Device device) {
 
 }  // namespace
 
+bool torch_kernels_are_forced() {
+  static const bool forced = forces_torch_kernels();
+  return forced;
+}
+
 bool uses_torch_kernels(const at::Tensor& x) {
   if (!x.defined()) return false;  // the kernels of the CPU tell the peers
   if (x.is_meta() || x.layout() != at::kStrided || x.is_quantized() || x.is_nested()) return false;
-  if (is_forced()) return true;
+  if (torch_kernels_are_forced()) return true;
   if (x.is_cpu()) return false;
   return !x.is_cuda() || !runs_cuda_kernels(x.device());
 }
@@ -60,7 +60,7 @@ std::string kernels_of_device(std::string_view device) {
   }
   std::string text =
       has_synchronized_kernels(x) ? "torch's synchronized kernels" : "torch's native_batch_norm";
-  if (is_forced()) return text + ", because of NORMSCOPE_DEVICE_KERNELS=torch";
+  if (torch_kernels_are_forced()) return text + ", because of NORMSCOPE_DEVICE_KERNELS=torch";
   if (!x.is_cuda()) return text + ", because normscope has no kernels for this device";
   if (device_kernels() == nullptr) {
     return text + ", because normscope was built without CUDA (NORMSCOPE_BUILD_CUDA)";

@@ -13,6 +13,9 @@ namespace normscope::binding {
 // as sparse ones, whose errors the dispatcher raises.
 [[nodiscard]] bool uses_torch_kernels(const at::Tensor& x);
 
+// Whether NORMSCOPE_DEVICE_KERNELS=torch asked for torch's kernels when this was first needed.
+[[nodiscard]] bool torch_kernels_are_forced();
+
 // Whether torch has the kernels of its own synchronized layer (batch_norm_stats and others) for x's
 // device: CUDA, ROCm and XPU. Others use native_batch_norm and its backward.
 [[nodiscard]] bool has_synchronized_kernels(const at::Tensor& x);

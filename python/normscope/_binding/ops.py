@@ -83,6 +83,7 @@ communication_counters = cast(
 message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
 host_identity = cast("Callable[[], int]", _ops.host_identity.default)
 version = cast("Callable[[], str]", _ops.version.default)
+_recorder = cast("Callable[[], str]", _ops.recorder.default)
 environment = cast("Callable[[], tuple[bool, float | None]]", _ops.environment.default)
 
 # Ranks exchange in these ops, or between two calls of keep_order. Compilers must keep the calls in
@@ -207,7 +208,13 @@ def _recorded_as() -> str:
     """Return how the graph of a compiler or torch.export records the op; see ops/graph.h."""
     if is_exporting():
         return "exported"
-    return "exact" if exact_graphs else "fused"
+    recorder: str = _recorder_now()
+    return f"exact {recorder}" if exact_graphs else f"fused {recorder}"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _recorder_now() -> str:
+    return _recorder()
 
 
 def no_moments(channels: int, device: torch.device) -> torch.Tensor:
