@@ -276,9 +276,13 @@ class NcclCommunicator final : public Communicator {
   std::optional<nccl::Watch> watch_;  // last: destroyed before the members that it checks
 };
 
-ncclConfig_t not_blocking() {
+// Each channel takes memory and processors of the device. Messages are too short for more than a few.
+constexpr int kChannels = 4;
+
+ncclConfig_t config_of_ours() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
+  config.maxCTAs = kChannels;
   return config;
 }
 
@@ -311,7 +315,7 @@ std::unique_ptr<Communicator> make_nccl_communicator(ncclComm* ranks, millisecon
   int rank = 0;
   check_nccl(ncclCommUserRank(ranks, &rank), "ncclCommUserRank", ranks);
   ncclComm_t duplicate = nullptr;
-  ncclConfig_t config = not_blocking();
+  ncclConfig_t config = config_of_ours();
   check_nccl(ncclCommSplit(ranks, /*color=*/0, rank, &duplicate, &config), "ncclCommSplit", ranks);
   settle(ranks, "ncclCommSplit", time_limit);
   return std::make_unique<NcclCommunicator>(duplicate, time_limit);
@@ -321,7 +325,7 @@ std::unique_ptr<Communicator> make_nccl_communicator(Communicator& meeting,
                                                      milliseconds time_limit) {
   const ncclUniqueId id = agree_on_unique_id(meeting);
   ncclComm_t comm = nullptr;
-  ncclConfig_t config = not_blocking();
+  ncclConfig_t config = config_of_ours();
   check_nccl(ncclCommInitRankConfig(&comm, meeting.size(), id, meeting.rank(), &config),
              "ncclCommInitRankConfig");
   return std::make_unique<NcclCommunicator>(comm, time_limit);

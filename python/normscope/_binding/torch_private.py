@@ -9,7 +9,8 @@ not listed here if the class itself uses or overrides them: ``self._parameters``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
@@ -179,6 +180,39 @@ def process_groups() -> list[ProcessGroup]:
     return list(distributed.distributed_c10d._world.pg_names)
 
 
+# A communicator of NCCL takes memory and processors of the device for each channel. Messages of
+# normscope are too short for more than a few.
+_CHANNELS = 4
+
+
+def _options_for(backend: str, limit: timedelta) -> Any:  # noqa: ANN401 - not in every build
+    """Return options for a group over NCCL, or None for other backends."""
+    c10d = distributed.distributed_c10d
+    devices = c10d.BackendConfig(distributed.Backend(backend)).get_device_backend_map()
+    if "nccl" not in devices.values():
+        return None
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    options.is_high_priority_stream = False  # as without options
+    options.config.max_ctas = _CHANNELS
+    return options
+
+
+@contextmanager
+def _without_bound_device(group: ProcessGroup) -> Iterator[None]:
+    """Bind the group to no device.
+
+    With ``init_process_group(device_id=...)`` torch makes a new group by splitting the default
+    group's communicator, for which NCCL needs all ranks of the world.
+    """
+    bound = group.bound_device_id
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = bound
+
+
 def new_process_group(
     name: str, backend: str, world_ranks: list[int], own_rank: int, limit: timedelta
 ) -> None:
@@ -188,16 +222,18 @@ def new_process_group(
     ranks. Here the name is an argument.
     """
     c10d = distributed.distributed_c10d
-    group, _ = c10d._new_process_group_helper(
-        len(world_ranks),
-        own_rank,
-        world_ranks,
-        distributed.Backend(backend),
-        c10d._get_default_store(),
-        name,  # type: ignore[arg-type]
-        timeout=limit,
-        group_desc="normscope",
-    )
+    with _without_bound_device(c10d._get_default_group()):
+        group, _ = c10d._new_process_group_helper(
+            len(world_ranks),
+            own_rank,
+            world_ranks,
+            distributed.Backend(backend),
+            c10d._get_default_store(),
+            name,  # type: ignore[arg-type]
+            backend_options=_options_for(backend, limit),
+            timeout=limit,
+            group_desc="normscope",
+        )
     c10d._world.pg_group_ranks[group] = {
         of_world: rank for rank, of_world in enumerate(world_ranks)
     }

@@ -21,8 +21,11 @@
 namespace normscope::testing {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::Ge;
 using ::testing::HasSubstr;
+using ::testing::Le;
 using namespace std::chrono_literals;
 
 class Nccl : public ::testing::TestWithParam<int> {
@@ -119,6 +122,14 @@ TEST_P(Nccl, UsesADuplicateOfTheCallersCommunicator) {
     ncclCommDestroy(given);
   });
   EXPECT_EQ(nccl_on_host::living_communicators(), 0);
+}
+
+TEST_P(Nccl, HasFewChannelsAndSoDoItsParts) {
+  constexpr int kFew = 4;
+  static_cast<void>(nccl_on_host::most_channels_since_last_call());
+  run([](Communicator& communicator) { (void)communicator.split(communicator.rank() / 2, 0); });
+
+  EXPECT_THAT(nccl_on_host::most_channels_since_last_call(), AllOf(Ge(1), Le(kFew)));
 }
 
 TEST_P(Nccl, RepeatsTheFirstFailure) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/comm/nccl/nccl_on_host.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -22,6 +23,7 @@ namespace {
 using Work = std::function<void()>;
 
 std::atomic<int> living = 0;
+std::atomic<int> most_channels = 0;
 thread_local std::shared_ptr<std::atomic<ncclResult_t>> reported =
     std::make_shared<std::atomic<ncclResult_t>>(ncclSuccess);
 
@@ -143,14 +145,24 @@ struct ncclComm {
   std::shared_ptr<std::atomic<ncclResult_t>> state = reported;
   std::shared_ptr<std::atomic<bool>> is_aborted = std::make_shared<std::atomic<bool>>(false);
   std::string id;
+  int channels;
   int parts = 0;
 };
 
 namespace {
 
-ncclComm_t make_comm(const std::string& id, int rank, int size) {
+// As many as NCCL uses at most inside a host, unless the program asks for fewer.
+constexpr int kUsualChannels = 32;
+
+ncclComm_t make_comm(const std::string& id, int rank, int size, int channels) {
   ++living;
-  return new ncclComm{.group = group_of(id, size), .rank = rank, .id = id};
+  most_channels = std::max<int>(most_channels, channels);
+  return new ncclComm{.group = group_of(id, size), .rank = rank, .id = id, .channels = channels};
+}
+
+int channels_of(const ncclConfig_t* config, int otherwise) {
+  return config == nullptr || config->maxCTAs == NCCL_CONFIG_UNDEF_INT ? otherwise
+                                                                       : config->maxCTAs;
 }
 
 void end(ncclComm_t comm) {
@@ -180,6 +192,8 @@ void report(ncclResult_t error) { *reported = error; }
 
 int living_communicators() { return living; }
 
+int most_channels_since_last_call() { return most_channels.exchange(0); }
+
 }  // namespace normscope::nccl_on_host
 
 // NOLINTBEGIN(readability-identifier-naming): the names are those of NCCL and CUDA.
@@ -194,13 +208,13 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id, int rank,
-                                    ncclConfig_t* /*config*/) {
-  *comm = make_comm(id.internal, rank, size);
+                                    ncclConfig_t* config) {
+  *comm = make_comm(id.internal, rank, size, channels_of(config, kUsualChannels));
   return ncclInProgress;
 }
 
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part,
-                           ncclConfig_t* /*config*/) {
+                           ncclConfig_t* config) {
   // All ranks exchange their colors and keys, as a sum.
   const auto size = static_cast<std::size_t>(comm->group->size);
   std::vector<double> all(2 * size);
@@ -219,7 +233,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* part
     const auto own = std::pair(static_cast<double>(key), comm->rank);
     if (std::pair(all[2 * peer + 1], static_cast<int>(peer)) < own) ++rank;
   }
-  *part = make_comm(id, rank, members);
+  *part = make_comm(id, rank, members, channels_of(config, comm->channels));
   return ncclInProgress;
 }
 

@@ -42,4 +42,7 @@ void report(ncclResult_t error);
 // Communicators of this process that were created and neither destroyed nor aborted.
 [[nodiscard]] int living_communicators();
 
+// The most channels of a communicator that was made since the last call.
+[[nodiscard]] int most_channels_since_last_call();
+
 }  // namespace normscope::nccl_on_host
