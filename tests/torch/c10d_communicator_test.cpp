@@ -65,7 +65,13 @@ const bool kHasHooks = [] {
   return true;
 }();
 
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool /*non_blocking*/) {
+  std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+  return to;
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("_copy_from", copy_from);
   library.impl("empty.memory_format", empty_on_device);
   library.impl("zero_", zero_on_device);
 }
@@ -229,6 +235,29 @@ TEST(C10dCommunicator, ABackendForDevicesIsConnectedBeforeItSplits) {
     if (rank < 2) part->all_reduce_sum(values, {.memory = Memory::kDevice});
     EXPECT_THAT(values, ElementsAre(3.0));
   });
+}
+
+TEST(C10dCommunicator, AGroupThatServesTheHostOnlyTakesMessagesOfADevice) {
+  ASSERT_TRUE(kHasHooks);
+  run_ranks(
+      3,
+      [](const Group& group, Options& /*options*/, Calls& calls) {
+        C10dCommunicator communicator(group, {.memory = Memory::kDevice, .device = kDevice});
+        const int rank = communicator.rank();
+        std::vector<double> values{rank + 1.0};
+
+        communicator.all_reduce_sum(values, {.memory = Memory::kDevice});
+        const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+        std::vector<double> of_part{rank + 1.0};
+        if (rank < 2) part->all_reduce_sum(of_part, {.memory = Memory::kDevice});
+
+        EXPECT_THAT(values, ElementsAre(6.0));
+        EXPECT_THAT(of_part, ElementsAre(3.0));
+        EXPECT_FALSE(communicator.takes_device_tensors());
+        EXPECT_TRUE(communicator.compares_lengths());
+        EXPECT_EQ(calls.splits, 1);
+      },
+      "of the program");
 }
 
 TEST(C10dCommunicator, ARankOfAWorldOfOneSplitsWithNobody) {

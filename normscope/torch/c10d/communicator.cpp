@@ -67,6 +67,11 @@ bool serves(const c10d::ProcessGroup& group, c10::DeviceType device) {
                              [&](const c10::Device& served) { return served.type() == device; });
 }
 
+c10::DeviceType carrier_of(const c10d::ProcessGroup& group, c10::DeviceType device) {
+  const bool is_host = !serves(group, device) && serves(group, c10::DeviceType::CPU);
+  return is_host ? c10::DeviceType::CPU : device;
+}
+
 C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                    const Placement& placement,
                                    std::optional<std::chrono::milliseconds> time_limit,
@@ -75,10 +80,11 @@ C10dCommunicator::C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>&
       whole_(group),
       group_(group),
       placement_(placement),
+      carrier_(carrier_of(*group, placement.device)),
       host_device_(serves(*group, c10::DeviceType::CPU) ? c10::DeviceType::CPU : placement.device),
       rank_(group->getRank()),
       size_(group->getSize()),
-      transport_(group->getBackend(placement.device)->getBackendName()),
+      transport_(group->getBackend(carrier_)->getBackendName()),
       sums_on_device_(transport_ == "nccl") {
   if (time_limit) options_.timeout = *time_limit;
   // NCCL then sums on the caller's stream. With a stream of its own, the two would wait for each
@@ -182,7 +188,7 @@ void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& o
   options.asyncOp = options_.asyncOp;
   at::Tensor given = own;
   run([&] {
-    return group_for(own)->getBackend(placement_.device)->_allgather_base(all, given, options);
+    return group_for(own)->getBackend(carrier_)->_allgather_base(all, given, options);
   });
 }
 

@@ -21,6 +21,10 @@ namespace normscope::binding {
 // Whether a process group has a backend for tensors on this type of device.
 [[nodiscard]] bool serves(const c10d::ProcessGroup& group, c10::DeviceType device);
 
+// The device whose backend carries messages of tensors on `device`: that one, or the CPU if the
+// group serves the host only.
+[[nodiscard]] c10::DeviceType carrier_of(const c10d::ProcessGroup& group, c10::DeviceType device);
+
 // A communicator over a process group of torch.distributed, with any backend. Does not keep the
 // group alive. The group's own time limit applies unless another is given.
 //
@@ -32,8 +36,9 @@ namespace normscope::binding {
 // same length of the frame, from the messages before. The rest of the message follows once the
 // lengths are known to agree. If the group serves devices only, host messages go through a device.
 //
-// NCCL sums a message in device memory directly, and nothing waits for it. For other backends the
-// message is copied to the host and then treated like a host message.
+// NCCL sums a message in device memory directly, and nothing waits for it. For other backends, and
+// groups that serve the host only, the message is copied to the host and then treated like a host
+// message.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -64,10 +69,11 @@ class C10dCommunicator final : public Communicator {
   // destroyed.
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override;
 
-  // Whether the group's backend for the device works on tensors there. Gloo copies them to the
-  // host.
+  // Whether the group has a backend for the device that works on tensors there. Gloo copies them to
+  // the host.
   [[nodiscard]] bool takes_device_tensors() const noexcept {
-    return placement_.memory == Memory::kDevice && transport_ != "gloo";
+    return placement_.memory == Memory::kDevice && carrier_ == placement_.device &&
+           transport_ != "gloo";
   }
   // For tensors of any type on that device. Queued on its current stream; nothing waits for them.
   void sum_on_device(const at::Tensor& sum) { all_reduce(sum); }
@@ -116,6 +122,7 @@ class C10dCommunicator final : public Communicator {
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   int parts_ = 0;                // made so far
   Placement placement_;          // of messages that are not in host memory
+  c10::DeviceType carrier_;      // whose backend carries those
   c10::DeviceType host_device_;  // what host messages go through
   int rank_;
   int size_;

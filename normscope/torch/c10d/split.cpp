@@ -79,14 +79,14 @@ std::unique_ptr<Communicator> C10dCommunicator::make_part(const std::vector<int>
 // NCCL can split a group only after its first sum on a device. If the group has another backend for
 // the host, there was no such sum yet.
 void C10dCommunicator::connect_devices() {
-  if (!sums_on_device_ || host_device_ == placement_.device) return;
-  all_reduce(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(placement_.device)));
+  if (!sums_on_device_ || host_device_ == carrier_) return;
+  all_reduce(at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(carrier_)));
 }
 
 // Splitting may need all ranks of the group. Ranks that are alone take part with an empty list.
 void C10dCommunicator::stay_out_of_parts(c10d::ProcessGroup& group) const {
   const auto of_host = without_wrapper(group.getBackend(host_device_));
-  const auto of_device = without_wrapper(group.getBackend(placement_.device));
+  const auto of_device = without_wrapper(group.getBackend(carrier_));
   if (of_host->supportsSplitting()) (void)split_backend(*of_host, group.getStore(), {});
   if (of_device != of_host && of_device->supportsSplitting()) {
     (void)split_backend(*of_device, group.getStore(), {});
@@ -104,13 +104,13 @@ C10dCommunicator::Group C10dCommunicator::part_of(c10d::ProcessGroup& group,
   const auto backend = without_wrapper(group.getBackend(host_device_));
   const auto backend_of_part = split_backend(*backend, store, members);
   part->setBackend(host_device_, c10d::ProcessGroup::BackendType::CUSTOM, backend_of_part);
-  if (placement_.device == host_device_) return part;
+  if (carrier_ == host_device_) return part;
 
-  const auto device_backend = without_wrapper(group.getBackend(placement_.device));
+  const auto device_backend = without_wrapper(group.getBackend(carrier_));
   const bool is_one = device_backend == backend;
   const auto device_store = c10::make_intrusive<c10d::PrefixStore>("device", store);
   part->setBackend(
-      placement_.device,
+      carrier_,
       is_one ? c10d::ProcessGroup::BackendType::CUSTOM : c10d::ProcessGroup::BackendType::NCCL,
       is_one ? backend_of_part : split_backend(*device_backend, device_store, members));
   return part;

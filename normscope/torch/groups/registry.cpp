@@ -174,7 +174,7 @@ bool has_peers(std::string_view name) {
 bool serves(std::string_view name, c10::DeviceType device) {
   if (name.empty() || device == c10::DeviceType::CPU) return true;
   const std::string text(name);
-  return registered_communicator(text) == nullptr && serves(*resolve(text), device);
+  return registered_communicator(text) == nullptr && carrier_of(*resolve(text), device) == device;
 }
 
 Group used_group_named(std::string_view name, const std::optional<Placement>& placement) {
