@@ -31,10 +31,37 @@ int current_device() {
   return device;
 }
 
+// What CUDA answers the same each time. To ask takes longer than to launch a kernel.
+template <class Key, class Value>
+class Known {
+ public:
+  template <class Ask>
+  Value get(const Key& key, const Ask& ask) {
+    const std::lock_guard lock(mutex_);
+    const auto found = answers_.find(key);
+    return found != answers_.end() ? found->second : answers_[key] = ask();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Key, Value> answers_;
+};
+
 int attribute_of_current_device(cudaDeviceAttr attribute) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, attribute, current_device()), "cudaDeviceGetAttribute");
-  return value;
+  // Never destroyed, as the other ones: a program may launch kernels as it ends.
+  static auto& known = *new Known<std::pair<int, cudaDeviceAttr>, int>;
+  const int device = current_device();
+  return known.get({device, attribute}, [&] {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+    return value;
+  });
+}
+
+cudaFuncAttributes attributes_of(const void* kernel) {
+  cudaFuncAttributes attributes = {};
+  check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return attributes;
 }
 
 // Lets the calling thread do what is forbidden while a stream is being captured.
@@ -122,20 +149,16 @@ class ZerosOfGraphs {
   }
 };
 
-// How many blocks of each kernel the devices run at the same time. To ask takes longer than to
-// launch.
+// How many blocks of each kernel the devices run at the same time.
 std::int64_t known_blocks_at_once(const void* kernel, int threads) {
-  // Never destroyed: a program may launch kernels as it ends.
-  static std::mutex mutex;
-  static auto& known = *new std::map<std::tuple<int, const void*, int>, std::int64_t>;
-  const std::lock_guard lock(mutex);
-  const std::tuple key(current_device(), kernel, threads);
-  if (const auto found = known.find(key); found != known.end()) return found->second;
-  int per_multiprocessor = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
-        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  return known[key] = std::int64_t{per_multiprocessor} *
-                      attribute_of_current_device(cudaDevAttrMultiProcessorCount);
+  static auto& known = *new Known<std::tuple<int, const void*, int>, std::int64_t>;
+  return known.get({current_device(), kernel, threads}, [&] {
+    int per_multiprocessor = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads, 0),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return std::int64_t{per_multiprocessor} *
+           attribute_of_current_device(cudaDevAttrMultiProcessorCount);
+  });
 }
 
 // The device that is current for the calling thread.
@@ -179,7 +202,8 @@ struct CurrentDevice {
         dim3(static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y));
     config.stream = static_cast<cudaStream_t>(stream.handle);
     config.attrs = &early;
-    config.numAttrs = order == Order::kEarly && can_launch_early() ? 1 : 0;
+    const bool is_early = order == Order::kEarly && waits(reinterpret_cast<const void*>(kernel));
+    config.numAttrs = is_early ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "launching a kernel");
   }
 
@@ -198,9 +222,13 @@ struct CurrentDevice {
     return status == cudaStreamCaptureStatusActive ? graph : nullptr;
   }
 
-  // From compute capability 9.0 on.
-  static bool can_launch_early() {
-    return attribute_of_current_device(cudaDevAttrComputeCapabilityMajor) >= 9;
+  // Whether the code of the kernel that this device runs has wait_for_earlier_kernel(). The device
+  // alone does not tell: a new one also runs code that the driver has made of older PTX.
+  static bool waits(const void* kernel) {
+    static auto& known = *new Known<std::pair<int, const void*>, bool>;
+    return known.get({current_device(), kernel}, [&] {
+      return attributes_of(kernel).ptxVersion >= kFirstArchitectureThatWaits;
+    });
   }
 };
 

@@ -27,10 +27,14 @@ inline constexpr int kWarp = 32;
 inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 inline constexpr int kBlockThreads = 256;
 
+// The first virtual architecture, compute_90, that has an instruction for the next function.
+#define NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS 90
+inline constexpr int kFirstArchitectureThatWaits = NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS;
+
 // Waits until the previous kernels have ended. A kernel that is launched while the previous one
 // still runs (Order::kEarly) must call this first, in every thread.
 __device__ inline void wait_for_earlier_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 10 * NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #elif !defined(__CUDACC__)
   cuda_on_host::ThisThread::wait_for_earlier_kernel();

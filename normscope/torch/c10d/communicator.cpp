@@ -101,6 +101,7 @@ C10dCommunicator::C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own,
   options_ = whole.options_;
   if (whole.board_) board_ = whole.board_->part(members);
   publisher_ = whole.publisher_;
+  if (whole.peers_) watch_peers();
 }
 
 C10dCommunicator::~C10dCommunicator() {
@@ -187,9 +188,7 @@ void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& o
   options.timeout = options_.timeout;
   options.asyncOp = options_.asyncOp;
   at::Tensor given = own;
-  run([&] {
-    return group_for(own)->getBackend(carrier_)->_allgather_base(all, given, options);
-  });
+  run([&] { return group_for(own)->getBackend(carrier_)->_allgather_base(all, given, options); });
 }
 
 // Shows that a message is in progress, during its own lifetime.
@@ -297,6 +296,22 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
   }
   board_ = *holder_of_board_->calls();
   if (own_) publisher_ = std::make_shared<CallPublisher>(own_, *board_, publish_after);
+}
+
+void C10dCommunicator::watch_peers() {
+  if (!own_ || !sums_on_device_) return;
+  peers_ = std::make_unique<PeerWatch>(
+      own_, [this](const std::string& reason) { note_failure(describe(reason)); },
+      [this] { abort_work(); });
+}
+
+// The separate group carries nothing else, and nothing is queued on it any more.
+void C10dCommunicator::abort_work() noexcept {
+  try {
+    if (const Group group = own_->get()) group->getBackend(carrier_)->abort();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+    // The backend's own time limit ends the work then.
+  }
 }
 
 void C10dCommunicator::know_processes() {

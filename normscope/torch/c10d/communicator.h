@@ -14,6 +14,7 @@
 #include "normscope/torch/c10d/expected_lengths.h"
 #include "normscope/torch/c10d/own_group.h"
 #include "normscope/torch/tensors/device.h"
+#include "normscope/torch/watch/peer_watch.h"
 #include "normscope/torch/watch/publisher.h"
 
 namespace normscope::binding {
@@ -60,6 +61,11 @@ class C10dCommunicator final : public Communicator {
   // If there is a separate group: finds the peers' processes on this host, whose death errors then
   // name. Later parts are included. Collective.
   void know_processes();
+
+  // If there is a separate group and messages are summed on a device: looks from now on whether a
+  // peer has failed or died. Later calls then throw instead of being queued, and those that wait
+  // for the peer are aborted, so that their results are wrong. Later parts are included.
+  void watch_peers();
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
 
@@ -108,6 +114,7 @@ class C10dCommunicator final : public Communicator {
   template <class Start>
   void run(const Start& start);
   void note_failure(const std::string& text);
+  void abort_work() noexcept;
   void wait_for(c10d::Work& work);
   void look_up(std::chrono::steady_clock::duration waited, int looks);
   [[nodiscard]] std::string where_ranks_are();
@@ -140,6 +147,7 @@ class C10dCommunicator final : public Communicator {
   std::optional<CallBoard> board_;
   std::unique_ptr<Communicator> holder_of_board_;  // nullptr for a part
   std::shared_ptr<CallPublisher> publisher_;       // of the whole group
+  std::unique_ptr<PeerWatch> peers_;               // last, because it uses the other members
 };
 
 }  // namespace normscope::binding

@@ -12,7 +12,8 @@ using Options = c10d::Backend::Options;
 
 #ifdef USE_C10D_NCCL
 namespace {
-// Each channel takes memory and processors of the device. Messages are too short for more than a few.
+// Each channel takes memory and processors of the device. Messages are too short for more than a
+// few.
 constexpr int kChannels = 4;
 }  // namespace
 #endif

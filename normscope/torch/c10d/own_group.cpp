@@ -408,6 +408,12 @@ std::optional<std::string> OwnGroup::failure() noexcept {
   return answer ? *answer : std::nullopt;
 }
 
+std::optional<std::string> OwnGroup::failure_or_death() noexcept {
+  if (auto told = failure()) return told;
+  const Places dead = dead_places(processes_);
+  return dead.empty() ? std::nullopt : std::optional(text_of_dead(dead));
+}
+
 void OwnGroup::show_call(const RankCall& call) noexcept {
   (void)store_.ask(kStorePatience, [to = key(kCall, rank_), text = encode(call)](Store& store) {
     store.set(to, bytes_of(text));
@@ -458,7 +464,7 @@ std::string OwnGroup::describe(const std::optional<RollCall>& roll) const {
       return !dead.empty();
     });
   }
-  if (!dead.empty()) return list(dead) + (dead.size() == 1 ? " has died" : " have died");
+  if (!dead.empty()) return text_of_dead(dead);
   if (!roll) return kNoAnswer;
   if (roll->silent.empty()) return "all ranks are there";
   return list(roll->silent) + (roll->silent.size() == 1 ? " is" : " are") + " not there";
@@ -474,6 +480,10 @@ void OwnGroup::hand_out(Milliseconds patience, const Places& missing) noexcept {
                       [&] { return places_without(store, kHasRead, size).empty(); });
   };
   (void)store_.ask(patience + kStorePatience, note);
+}
+
+std::string OwnGroup::text_of_dead(const Places& places) const {
+  return list(places) + (places.size() == 1 ? " has died" : " have died");
 }
 
 std::string OwnGroup::list(const Places& places) const {

@@ -103,6 +103,9 @@ class OwnGroup {
   // The reason of the first rank that failed, if any.
   [[nodiscard]] std::optional<std::string> failure() noexcept;
 
+  // The same, or which ranks of this host have died.
+  [[nodiscard]] std::optional<std::string> failure_or_death() noexcept;
+
   // Shows what this rank is doing to ranks that ask later.
   void show_call(const RankCall& call) noexcept;
 
@@ -144,6 +147,7 @@ class OwnGroup {
   void hand_out(Milliseconds patience, const std::vector<std::size_t>& missing) noexcept;
 
   [[nodiscard]] std::string list(const std::vector<std::size_t>& places) const;
+  [[nodiscard]] std::string text_of_dead(const std::vector<std::size_t>& places) const;
 
   void close() noexcept;
 

@@ -49,7 +49,10 @@ std::unique_ptr<Exchange> exchange_over(const ProcessGroup& group, const Placeme
     return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
   };
   // On a device a call only queues work: the host does not know when it ends, and shows no calls.
-  if (placement.memory != Memory::kHost) return exchange(std::move(over_torch));
+  if (placement.memory != Memory::kHost) {
+    over_torch->watch_peers();
+    return exchange(std::move(over_torch));
+  }
   const Hosts hosts = find_hosts(*over_torch, time_limit);
   if (!hosts.memory || !hosts.is_one()) {
     // Calls are published in time for the peers' warnings and errors.

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/watch/peer_watch.h"
+
+#include <chrono>
+#include <optional>
+#include <utility>
+
+namespace normscope::binding {
+namespace {
+
+// Between two looks, each of which asks the store.
+constexpr std::chrono::milliseconds kBetweenLooks{500};
+
+}  // namespace
+
+PeerWatch::PeerWatch(std::shared_ptr<OwnGroup> group,
+                     std::function<void(const std::string&)> on_failure,
+                     std::function<void()> end_work)
+    : group_(std::move(group)),
+      on_failure_(std::move(on_failure)),
+      end_work_(std::move(end_work)),
+      thread_([this](const std::stop_token& stop) { run(stop); }) {}
+
+void PeerWatch::run(const std::stop_token& stop) {
+  std::optional<std::string> reason;
+  while (!reason) {
+    if (!pause(stop)) return;
+    reason = group_->failure_or_death();
+  }
+  on_failure_(*reason);
+  if (pause(stop)) end_work_();
+}
+
+// Returns whether to go on.
+bool PeerWatch::pause(const std::stop_token& stop) {
+  std::unique_lock lock(of_pause_);
+  wake_.wait_for(lock, stop, kBetweenLooks, [] { return false; });
+  return !stop.stop_requested();
+}
+
+}  // namespace normscope::binding
