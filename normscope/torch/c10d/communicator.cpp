@@ -180,7 +180,7 @@ at::Tensor C10dCommunicator::all_reduce_of_host(const at::Tensor& of_host) {
 
 void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   std::vector<at::Tensor> tensors = {sum};
-  run([&] { return group_for(sum)->allreduce(tensors, options_); });
+  run([&] { return backend_for(sum)->allreduce(tensors, options_); });
 }
 
 void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& own) {
@@ -188,7 +188,7 @@ void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& o
   options.timeout = options_.timeout;
   options.asyncOp = options_.asyncOp;
   at::Tensor given = own;
-  run([&] { return group_for(own)->getBackend(carrier_)->_allgather_base(all, given, options); });
+  run([&] { return backend_for(own)->_allgather_base(all, given, options); });
 }
 
 // Shows that a message is in progress, during its own lifetime.
@@ -335,11 +335,12 @@ void C10dCommunicator::throw_lengths_differ(double length) {
   throw MismatchError(describe(text_of_different_lengths(lengths)));
 }
 
-C10dCommunicator::Group C10dCommunicator::group_for(const at::Tensor& sum) const {
+// The group itself would pass the tensors through torch's dispatcher.
+c10::intrusive_ptr<c10d::Backend> C10dCommunicator::backend_for(const at::Tensor& sum) const {
   const bool uses_own = own_ && (sum.is_cpu() || own_->serves_devices());
-  Group group = uses_own ? own_->get() : group_.lock();
+  const Group group = uses_own ? own_->get() : group_.lock();
   if (!group) throw CommunicationError(describe("the process group was destroyed"));
-  return group;
+  return group->getBackend(sum.device().type());
 }
 
 void C10dCommunicator::fail(std::string_view reason) noexcept {

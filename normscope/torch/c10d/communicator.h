@@ -98,7 +98,7 @@ class C10dCommunicator final : public Communicator {
   C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own, const std::vector<int>& members,
                    const C10dCommunicator& whole);
 
-  [[nodiscard]] Group group_for(const at::Tensor& sum) const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::Backend> backend_for(const at::Tensor& sum) const;
   [[nodiscard]] Group part_of(c10d::ProcessGroup& group, const std::vector<int>& members) const;
   [[nodiscard]] c10::intrusive_ptr<c10d::Backend> split_backend(
       c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
