@@ -102,7 +102,7 @@ def part_of_a_rank(
 @pytest.mark.parametrize("sizes", [[3, 2], [2, 0, 1, 4]])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_get_the_bits_of_one_cpu_with_the_joined_batch(
-    ranks: RankPool, sizes: list[int], layout: torch.memory_format
+    device_ranks: RankPool, sizes: list[int], layout: torch.memory_format
 ) -> None:
     alone = normscope.BatchNorm2d(6, scope="local")
     x, dy = joined(sizes, layout)
@@ -110,7 +110,7 @@ def test_ranks_get_the_bits_of_one_cpu_with_the_joined_batch(
     alone.zero_grad()
     expected = step(alone, x, dy)
 
-    parts = ranks.run(len(sizes), part_of_a_rank, sizes, layout)
+    parts = device_ranks.run(len(sizes), part_of_a_rank, sizes, layout)
 
     for name in ("y", "dx"):
         assert torch.equal(torch.cat([part[name] for part in parts]), expected[name])
@@ -131,8 +131,39 @@ def different_layers() -> str:
     return "raised"
 
 
-def test_ranks_in_different_layers_get_nan_and_the_next_call_raises(ranks: RankPool) -> None:
-    assert ranks.run(2, different_layers) == ["raised", "raised"]
+def test_ranks_in_different_layers_get_nan_and_the_next_call_raises(
+    device_ranks: RankPool,
+) -> None:
+    assert device_ranks.run(2, different_layers) == ["raised", "raised"]
+
+
+def mean_of_members(scope: str, members: list[int] | None) -> list[float]:
+    """Return the mean of this rank's norm batch, to which each rank gives its number."""
+    rank = distributed.get_rank()
+    group = None if members is None else distributed.new_group(members)
+    means: list[float] = []
+    if members is None or rank in members:
+        layer = normscope.BatchNorm2d(1, scope=scope, process_group=group, momentum=1.0).to(DEVICE)
+        for _ in range(2):
+            layer(torch.full((2, 1, 2, 2), float(rank), device=DEVICE))
+        assert layer.running_mean is not None
+        means = layer.running_mean.tolist()
+    distributed.barrier()  # none destroys its groups while others make theirs
+    return means
+
+
+@pytest.mark.parametrize(
+    ("scope", "members", "means"),
+    [
+        ("ranks:0,1/2", None, [[0.5], [0.5], [2.0]]),
+        ("group:2", None, [[0.5], [0.5], [2.0]]),
+        ("world", [0, 1], [[0.5], [0.5], []]),
+    ],
+)
+def test_some_ranks_share_statistics(
+    device_ranks: RankPool, scope: str, members: list[int] | None, means: list[list[float]]
+) -> None:
+    assert device_ranks.run(3, mean_of_members, scope, members) == means
 
 
 def test_second_derivatives_have_the_bits_of_the_cpu() -> None:
@@ -362,3 +393,17 @@ def test_a_graph_includes_the_exchange(
     answers = ranks.run(1, replay_over_nccl, samples, momentum, environment=FORCED)
 
     assert answers == ["equal"]
+
+
+def replay_as_rank(momentum: float | None) -> str:
+    replay_as_eager(3 + distributed.get_rank(), momentum, "world")
+    return "equal"
+
+
+@needs_gpu
+@pytest.mark.nccl
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_graph_includes_the_exchange_of_several_ranks(
+    nccl_ranks: RankPool, momentum: float | None
+) -> None:
+    assert nccl_ranks.run(2, replay_as_rank, momentum) == ["equal", "equal"]

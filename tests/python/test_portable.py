@@ -180,11 +180,23 @@ def test_parts_of_a_group_meet_on_a_device(devices: RankPool) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda: no device")
 @pytest.mark.parametrize("kernels", ["", "torch"])  # the library's own if they are built
-@pytest.mark.parametrize(("backend", "sizes"), [("gloo", (1, 0, 5)), ("nccl", (6,))])
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [
+        ("gloo", (1, 0, 5)),
+        ("nccl", (6,)),
+        pytest.param("nccl", (2, 4), marks=pytest.mark.nccl),
+        pytest.param("nccl", (1, 0, 5), marks=pytest.mark.nccl),
+    ],
+)
 def test_all_kernels_train_like_torch_on_a_gpu(
     kernels: str, backend: str, sizes: tuple[int, ...]
 ) -> None:
-    pool = RankPool(environment={"NORMSCOPE_DEVICE_KERNELS": kernels, "NORMSCOPE_FORCE_SYNC": "1"})
+    pool = RankPool(
+        environment={"NORMSCOPE_DEVICE_KERNELS": kernels, "NORMSCOPE_FORCE_SYNC": "1"},
+        # One rank makes its group over NCCL from one over Gloo.
+        backend=backend if len(sizes) > 1 else "gloo",
+    )
     shape = (6, 3, 4, 5)
 
     answers = pool.run(

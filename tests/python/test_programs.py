@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import gpu_ranks
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -305,8 +306,10 @@ def run_network(network: Any, how: str, *inputs: Any) -> Any:  # noqa: ANN401
     return checkpoint(network, *inputs, use_reentrant=how == "reentrant")
 
 
-def train_rank(program: Program, device: str) -> Tensors:
+def train_rank(program: Program, kind: str) -> Tensors:
     rank = distributed.get_rank()
+    # Another thread has another current GPU.
+    device = f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
     student = Network(program).to(device)
     if program.copied:
         student = copy.deepcopy(student)
@@ -329,7 +332,7 @@ def train_rank(program: Program, device: str) -> Tensors:
             x, dy, mask = (tensor.to(device) for tensor in program.inputs(step, rank))
             x = STRIDES[program.strides](x.float() if program.mixed else x).requires_grad_()
             inputs = x, mask if program.masked else None
-            with torch.autocast(device, torch.bfloat16, enabled=program.mixed):
+            with torch.autocast(kind, torch.bfloat16, enabled=program.mixed):
                 y = run_network(callables[0], program.checkpoint, *inputs)
                 for twin in callables[1:]:
                     with torch.no_grad():
@@ -425,11 +428,19 @@ def test_many_programs_have_the_results_of_one_process(ranks: RankPool, program:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda: no device")
 @pytest.mark.parametrize("kernels", ["", "torch"])  # the library's own if they are built
-def test_programs_on_a_gpu_have_the_results_of_one_process(kernels: str) -> None:
-    pool = RankPool(environment={"NORMSCOPE_DEVICE_KERNELS": kernels})
+@pytest.mark.parametrize(
+    ("backend", "examples"), [("gloo", 12), pytest.param("nccl", 8, marks=pytest.mark.nccl)]
+)
+def test_programs_on_gpus_have_the_results_of_one_process(
+    kernels: str, backend: str, examples: int
+) -> None:
+    if backend == "nccl" and (reason := gpu_ranks.reason_here(2)) is not None:
+        pytest.skip(reason)
+    pool = RankPool(environment={"NORMSCOPE_DEVICE_KERNELS": kernels}, backend=backend)
+    most = 3 if backend == "gloo" else gpu_ranks.most_here()
 
-    @settings(SETTINGS, max_examples=12)
-    @given(program=programs())
+    @settings(SETTINGS, max_examples=examples)
+    @given(program=programs().filter(lambda program: program.ranks <= most))
     def check_on_gpu(program: Program) -> None:
         check(pool, program, "cuda")
 

@@ -64,7 +64,7 @@ class NcclOnHost(distributed.ProcessGroupGloo):
 
 
 @contextmanager
-def nccl_on_host(store: Path) -> Iterator[None]:
+def nccl_on_host(store: Path | str) -> Iterator[None]:
     """Make the default group anew, over NcclOnHost.
 
     Args:

@@ -24,6 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import gpu_ranks
+import pytest
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -57,6 +60,7 @@ class Task:
     store: str
     group_seconds: float
     environment: Mapping[str, str]
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,11 @@ class RankPool:
 
     Args:
         environment: Environment variables for every run.
+        backend: Of the process groups; over "nccl", a test is skipped if it has too few GPUs.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
+    backend: str = "gloo"
     _ranks: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
 
     def run(
@@ -87,7 +93,7 @@ class RankPool:
         hang_seconds: float = HANG_SECONDS,
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call ``function(*arguments)`` on ``size`` ranks, with a default process group over Gloo.
+        """Call ``function(*arguments)`` on ``size`` ranks, with a default process group.
 
         Args:
             size: The number of ranks.
@@ -104,6 +110,11 @@ class RankPool:
             RankFailureError: With the traceback of each rank that raised, or the ranks that died or
                 hung. In the latter case, the next run starts new processes.
         """
+        if self.backend == "nccl":
+            if (reason := gpu_ranks.reason_here(size)) is not None:
+                pytest.skip(reason)
+            # `make gpu-check` has less time for all tests.
+            group_seconds, hang_seconds = min(group_seconds, 30.0), min(hang_seconds, 45.0)
         while len(self._ranks) < size:
             self._ranks.append(_start_rank(self.environment))
         with tempfile.TemporaryDirectory(prefix="normscope-ranks-") as folder:
@@ -115,6 +126,7 @@ class RankPool:
                 store=str(Path(folder, "store")),
                 group_seconds=group_seconds,
                 environment=dict(environment or {}),
+                backend=self.backend,
             )
             for rank in range(size):
                 self._ranks[rank][1].send_bytes(pickle.dumps((rank, task)))
@@ -253,7 +265,11 @@ def _process_group(rank: int, task: Task) -> Iterator[None]:
 
     try:
         connect_ranks(task.store, rank, task.size, task.group_seconds)
-        yield
+        if task.backend == "nccl":
+            with gpu_ranks.over_nccl(f"{task.store}-nccl", task.group_seconds):
+                yield
+        else:
+            yield
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
