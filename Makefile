@@ -165,7 +165,7 @@ gpu-check: ## Build, test and measure on the GPU at hand, with $(PYTHON) as it i
 	$(PYTHON) scripts/gpu_check.py $(ARGS)
 
 # Copies what that machine may lack to build/carry. With nvcc, also builds for an H100 or H200 what
-# does not depend on torch.
+# does not depend on torch. Last, what is left of the size is for a newer NCCL.
 carry: $(stamps)/googletest $(stamps)/torch
 	mkdir -p build/carry
 	cp -R /usr/src/googletest build/carry/
@@ -177,6 +177,7 @@ ifneq ($(shell command -v nvcc),)
 	strip -o build/carry/cuda_batch_norm_test build/carried/tests/batch_norm/cuda_batch_norm_test
 	$(python) scripts/gpu_check.py --describe-suites > build/carry/suites.txt
 endif
+	$(python) scripts/carry_nccl.py build/carry
 
 # ---- What is slow ------------------------------------------------------------------------------
 

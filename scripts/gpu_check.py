@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds normscope for the GPU of this machine, tests and measures it, and writes the results.
+"""Builds normscope for the GPUs of this machine, tests and measures it, and writes the results.
 
 Needs a C++20 compiler, CMake, ninja, nvcc, and a Python with a CUDA build of torch and pytest, but
 no network. `make carry` prepares build/carry on another machine, whose contents are used if they
-are there: GoogleTest's sources, in case it is not installed, and the contract suites, if they were
-built from these sources for the GPU's architecture.
+are there: GoogleTest's sources, in case it is not installed, the contract suites, if they were
+built from these sources for the GPU's architecture, and an NCCL that lets ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
 import os
 import re
 import resource
@@ -34,8 +35,11 @@ from count_tests import describe, outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The time limit of each step in seconds, 590 in total. A slow step does not use up the time of the
-# others. An H200 with 16 cores took 388 s.
+# Seconds for all steps.
+TOTAL = 590
+
+# The time limit of each step in seconds, TOTAL together. A slow step does not use up the time of
+# the others. An H200 with 16 cores took 388 s.
 LIMITS = {
     "configure": 20,
     "build": 100,
@@ -53,8 +57,19 @@ LIMITS = {
 }
 BUILDS = ("configure", "build", "install", "build-suites")
 
+# The same of several ranks, which come last and take what the others have left of TOTAL.
+LAST_LIMITS = {"ranks": 90, "programs-of-ranks": 75, "data-parallel": 75}
+
+# No step is started with less.
+LEAST = 5
+
 # Cases to run under compute-sanitizer, which slows down kernels by a factor of a hundred.
 SANITIZED = "*FollowTheSpecification/*_float32_channels_*"
+
+
+def limit_of(name: str, used: float) -> float:
+    """Return the time limit of a step, after the others have used so many seconds."""
+    return LIMITS[name] if name in LIMITS else max(0.0, min(LAST_LIMITS[name], TOTAL - used))
 
 
 @dataclass
@@ -110,9 +125,12 @@ class Check:
         self.steps: list[Step] = []
         self.figures: dict[str, object] = {}
         self._slowness = max(1.0, 16 / cores)
+        self._used = 0.0  # as on a machine that is not slow
         self._machine = machine
         output.mkdir(parents=True, exist_ok=True)
-        name = re.sub(r"\W+", "-", machine["device"]).strip("-").lower()
+        number = machine.get("devices", "1")
+        several = f"{number} " if number not in ("0", "1") else ""
+        name = re.sub(r"\W+", "-", several + machine["device"]).strip("-").lower()
         self.path = output / f"{name}.json"
 
     def run(
@@ -123,17 +141,22 @@ class Check:
         environment: Mapping[str, str] | None = None,
     ) -> bool:
         """Run a command; write its output to a log file and its outcome to the results."""
+        slowness = self._slowness if name in BUILDS else 1.0
+        limit = limit_of(name, self._used) * slowness
+        if limit < LEAST:
+            self.leave_out(name, "left out: the other steps took the time")
+            return False
         parts = [str(part) for part in command]
         step = Step(name, [_without_paths(part) for part in parts])
         self.steps.append(step)
         print(f"{name} ...", end=" ", flush=True)
         start = self._clock.seconds()
         log = self.results / f"{name}.log"
-        limit = LIMITS[name] * (self._slowness if name in BUILDS else 1.0)
         with log.open("w") as output:
             patience = limit * self._clock.patience
             code = _run_within(patience, parts, environment or {}, output)
         step.seconds = round(self._clock.seconds() - start, 1)
+        self._used += step.seconds / slowness / self._clock.slack
         if code == 0 and step.seconds > limit * self._clock.slack:
             code = "too slow"
         step.status = "passed" if code == 0 else f"failed ({code})"
@@ -148,6 +171,12 @@ class Check:
             print(f"    {line}")
         self.write()
         return code == 0
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Write that a step does not run, and why."""
+        print(f"{name} ... {reason}", flush=True)
+        self.steps.append(Step(name, [], status=reason))
+        self.write()
 
     def write(self) -> None:
         """Write the results so far."""
@@ -217,6 +246,7 @@ def describe_machine() -> dict[str, str]:
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "devices": str(torch.cuda.device_count()),
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "nvcc": release.group() if release else "unknown",
         "torch": str(torch.__version__),
@@ -242,6 +272,7 @@ class Way:
     library: str
     suites: tuple[str, str]
     site: str  # folder of the package normscope, in the build's
+    device: str = "cuda"
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -256,6 +287,7 @@ IN_ITS_PLACE = Way(
     library="normscope_torch_on_host",
     suites=("cuda_kernels_stand_in_test", "cuda_batch_norm_stand_in_test"),
     site="tests/torch_on_host/site",
+    device="cpu",
     environment={"NORMSCOPE_TEST_DEVICE": "cpu"},
 )
 
@@ -332,17 +364,111 @@ def test_package(check: Check, way: Way) -> None:
     files = {"python": ("cuda", "portable"), "programs": ("programs",)}
     for name, tests in files.items():
         junit = check.results / f"{name}.xml"
-        check.run(
-            name,
-            [
-                *(sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"),
-                *("-W", "default"),  # torch's own warnings do not matter here
-                *(f"tests/python/test_{test}.py" for test in tests),
-                f"--junitxml={junit}",
-            ],
-            junit,
-            environment,
-        )
+        check.run(name, pytest_command("cuda and not nccl", tests, junit), junit, environment)
+
+
+def pytest_command(marks: str, tests: Sequence[str], junit: Path) -> list[str]:
+    """Run the tests with some marks."""
+    return [
+        *(sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider"),
+        *("-W", "default"),  # torch's own warnings do not matter here
+        *(f"tests/python/test_{test}.py" for test in tests),
+        f"--junitxml={junit}",
+    ]
+
+
+# What lets ranks share a GPU, from this release of NCCL on. Kernels of ranks wait for each other,
+# so all of them must fit on the GPU at once.
+FIRST_TO_SHARE = (2, 30)
+SHARING = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "1",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How several ranks run over NCCL.
+
+    Args:
+        number: The ranks of the benchmark.
+        variables: The environment of the tests.
+        left_out: Why the tests do not run, if they do not.
+    """
+
+    number: int
+    variables: dict[str, str] = field(default_factory=dict)
+    left_out: str = ""
+
+
+def ranks_on(
+    gpus: int, version: tuple[int, ...], library: Path | None, why_no_library: str
+) -> Ranks:
+    """Return how several ranks run.
+
+    Args:
+        gpus: The number of GPUs; with 0, the CPU is in their place.
+        version: That of torch's NCCL.
+        library: Another NCCL that lets ranks share a GPU.
+        why_no_library: Why there is none.
+    """
+    if gpus != 1:  # one rank for each GPU
+        return Ranks(gpus or 2)
+    if version >= FIRST_TO_SHARE:
+        return Ranks(1, SHARING)
+    if library is not None:
+        return Ranks(1, {"LD_PRELOAD": str(library), **SHARING})
+    needed = f"one GPU, and torch's NCCL is older than {'.'.join(map(str, FIRST_TO_SHARE))}"
+    return Ranks(1, left_out=f"left out: {needed}; NCCL in build/carry: {why_no_library}")
+
+
+def carried_nccl(carry: Path, folder: Path) -> tuple[Path | None, str]:
+    """Unpack the NCCL that was carried into a folder; return it, or None and the reason."""
+    packed = carry / f"libnccl-sm_{architecture()}.so.xz"
+    if not packed.exists():
+        described = carry / "nccl.txt"
+        return None, described.read_text().strip() if described.exists() else "none"
+    library = folder / "libnccl.so.2"
+    try:
+        with lzma.open(packed) as source, library.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        return None, f"{packed.name}: {error}"
+    load = f"import ctypes; ctypes.CDLL({str(library)!r}).ncclGetVersion"
+    if not _succeeds(sys.executable, "-c", load):
+        return None, f"{packed.name} cannot be loaded"
+    return library, ""
+
+
+def test_ranks(check: Check, way: Way, ranks: Ranks) -> None:
+    """Run the Python tests of several ranks over NCCL, and compare networks that they train."""
+    environment = {"PYTHONPATH": str(check.build / way.site), **way.environment}
+    files = {"ranks": ("cuda", "portable"), "programs-of-ranks": ("programs",)}
+    for name, tests in files.items():
+        if ranks.left_out:
+            check.leave_out(name, ranks.left_out)
+            continue
+        junit = check.results / f"{name}.xml"
+        variables = [f"{variable}={value}" for variable, value in ranks.variables.items()]
+        command = ["env", *variables, *pytest_command("cuda and nccl", tests, junit)]
+        check.run(name, command, junit, environment)
+    figures = check.results / "gpu_data_parallel.json"
+    figures.unlink(missing_ok=True)
+    check.run(
+        "data-parallel",
+        [
+            *(sys.executable, "benchmarks/gpu_data_parallel.py", "--json", str(figures)),
+            *("--ranks", str(ranks.number), "--device", way.device),
+            # Less than two GPUs only show that it runs.
+            *(["--quick"] if ranks.number < 2 or way is IN_ITS_PLACE else []),
+        ],
+        # The kernels in their place take minutes for a network: the installed package's are faster.
+        environment=environment if way is ON_GPU else None,
+    )
+    if figures.exists() and way is ON_GPU:
+        check.figures["data-parallel"] = json.loads(figures.read_text())
+        check.write()
 
 
 def build_suites(check: Check, way: Way) -> list[Path]:
@@ -363,7 +489,7 @@ def test_suites(check: Check, suites: Sequence[Path]) -> None:
 def sanitize(check: Check, kernels_test: Path) -> None:
     """Run a subset under compute-sanitizer, if it is installed."""
     if shutil.which("compute-sanitizer") is None:
-        check.steps.append(Step("compute-sanitizer", [], status="not installed"))
+        check.leave_out("compute-sanitizer", "not installed")
         return
     for tool in ("memcheck", "racecheck"):
         check.run(
@@ -389,10 +515,11 @@ def measure(check: Check) -> None:
             check.write()
 
 
-def check_all(check: Check, way: Way, carry: Path, *, has_device: bool) -> None:
+def check_all(check: Check, way: Way, carry: Path, ranks: Ranks, *, has_device: bool) -> None:
     """Run every step that the steps before it allow."""
     is_configured = configure(check, way, carry / "googletest")
-    if is_configured and build(check, way):
+    is_built = is_configured and build(check, way)
+    if is_built:
         test_package(check, way)
         if has_device:
             measure(check)
@@ -403,6 +530,8 @@ def check_all(check: Check, way: Way, carry: Path, *, has_device: bool) -> None:
         test_suites(check, suites)
         if has_device:
             sanitize(check, suites[0])
+    if is_built and (has_device or way is IN_ITS_PLACE):
+        test_ranks(check, way, ranks)
 
 
 def main() -> int:
@@ -434,7 +563,12 @@ def main() -> int:
     check = Check(arguments.build.resolve(), arguments.output, machine, os.cpu_count() or 1, clock)
 
     has_device = torch.cuda.is_available() and not arguments.dry_run
-    check_all(check, way, arguments.carry.resolve(), has_device=has_device)
+    carry = arguments.carry.resolve()
+    gpus = torch.cuda.device_count() if has_device else 0
+    version = torch.cuda.nccl.version() if has_device else ()
+    needs_library = gpus == 1 and version < FIRST_TO_SHARE
+    library, why = carried_nccl(carry, check.results) if needs_library else (None, "")
+    check_all(check, way, carry, ranks_on(gpus, version, library, why), has_device=has_device)
     print(f"\nWritten: {check.path}")
     if not torch.cuda.is_available() and not arguments.dry_run:
         print("cuda: no device; this only shows that everything builds")
