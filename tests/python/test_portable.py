@@ -203,6 +203,8 @@ def test_all_kernels_train_like_torch_on_a_gpu(
         len(sizes), train, shape, sizes, "world", torch.float32, 0.1, "cuda", backend
     )
 
+    if len(sizes) == 3:
+        train_in_parts(pool, "cuda", backend)
     pool.close()
     assert_trains_like_torch(answers, shape, sizes, torch.float32, 0.1)
 
