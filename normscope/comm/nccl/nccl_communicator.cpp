@@ -276,7 +276,7 @@ class NcclCommunicator final : public Communicator {
   std::optional<nccl::Watch> watch_;  // last: destroyed before the members that it checks
 };
 
-// Each channel takes memory and processors of the device. Messages are too short for more than a few.
+// Each channel takes memory and processors of the device. Messages are too short for more.
 constexpr int kChannels = 4;
 
 ncclConfig_t config_of_ours() {
