@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a call on a device takes from torch.
-#include "normscope/torch/tensors/call_site.h"
+#include "normscope/torch/ops/call_site.h"
 
 #include <memory>
 #include <string>

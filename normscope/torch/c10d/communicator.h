@@ -13,9 +13,9 @@
 #include "normscope/comm/communicator.h"
 #include "normscope/torch/c10d/expected_lengths.h"
 #include "normscope/torch/c10d/own_group.h"
+#include "normscope/torch/c10d/peer_watch.h"
+#include "normscope/torch/c10d/publisher.h"
 #include "normscope/torch/tensors/device.h"
-#include "normscope/torch/watch/peer_watch.h"
-#include "normscope/torch/watch/publisher.h"
 
 namespace normscope::binding {
 

@@ -19,7 +19,7 @@
 #include "normscope/core/error.h"
 #include "normscope/core/text.h"
 #include "normscope/torch/errors.h"
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/tensors/op.h"
 
 namespace normscope::binding {
 namespace {
@@ -57,6 +57,11 @@ constexpr const char* kStillHere = "still here";
 constexpr const char* kHasRead = "has read";
 
 using Places = std::vector<std::size_t>;
+
+// Ops that Python implements.
+using MakeProcessGroupOp = std::string(std::string_view name, std::string_view parent,
+                                       at::IntArrayRef ranks, double seconds, bool devices);
+using CloseProcessGroupOp = void(std::string_view name);
 
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 

@@ -14,7 +14,6 @@
 #include "normscope/core/resolution.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/groups/registry.h"
-#include "normscope/torch/ops/arguments.h"
 
 namespace normscope::binding {
 namespace {
@@ -53,6 +52,13 @@ bool is_recorded() {
 }
 
 }  // namespace
+
+Scope parsed_scope(std::string_view text) {
+  Scope scope = as_torch([&] { return Scope::parse(text); });
+  TORCH_CHECK_VALUE(scope.kind() != Scope::Kind::kNormBatch,
+                    "scope: expected a scope resolved by the op resolve_scope, got ", text);
+  return scope;
+}
 
 void tell_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
   try {

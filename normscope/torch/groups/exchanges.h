@@ -12,10 +12,13 @@
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/scope.h"
 #include "normscope/torch/groups/group_exchanges.h"
-#include "normscope/torch/ops/operators.h"
 #include "normscope/torch/tensors/device.h"
+#include "normscope/torch/tensors/op.h"
 
 namespace normscope::binding {
+
+// Parses a scope that a call can run with. Throws for norm_batch:M, which must be resolved first.
+[[nodiscard]] Scope parsed_scope(std::string_view text);
 
 // The exchange of a layer's call: among the ranks of a group that share statistics under the call's
 // scope. One thread at a time uses an exchange, for the lifetime of this object.

@@ -13,7 +13,7 @@
 #include "normscope/kernels/kernels.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/errors.h"
-#include "normscope/torch/watch/calls.h"
+#include "normscope/torch/groups/watched_calls.h"
 
 namespace normscope::binding {
 namespace {

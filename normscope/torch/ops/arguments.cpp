@@ -96,13 +96,6 @@ SliceStats parsed_slice_stats(std::string_view text) {
 
 }  // namespace
 
-Scope parsed_scope(std::string_view text) {
-  Scope scope = as_torch([&] { return Scope::parse(text); });
-  TORCH_CHECK_VALUE(scope.kind() != Scope::Kind::kNormBatch,
-                    "scope: expected a scope resolved by the op resolve_scope, got ", text);
-  return scope;
-}
-
 std::string_view name_of(Activation activation) noexcept {
   for (const auto& known : kActivations) {
     if (known.kind == activation) return known.name;

@@ -20,9 +20,6 @@ namespace normscope::binding {
 // mistake while a graph is traced. Errors name the argument. Python sees a ValueError if torch's
 // layers raise one, otherwise a RuntimeError.
 
-// Parses a scope that a call can run with. Throws for norm_batch:M, which must be resolved first.
-[[nodiscard]] Scope parsed_scope(std::string_view text);
-
 // How a forward divides its batch.
 struct Slicing {
   std::int64_t slices_wanted;  // 1 if the ranks of a group share statistics

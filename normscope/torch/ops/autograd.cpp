@@ -19,7 +19,7 @@
 #include "normscope/torch/ops/saved_call.h"
 #include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/batch_norm.h"
-#include "normscope/torch/portable/path.h"
+#include "normscope/torch/tensors/kernels_in_use.h"
 
 namespace normscope::binding::autograd {
 namespace {

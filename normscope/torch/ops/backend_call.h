@@ -5,11 +5,13 @@
 #include <optional>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "normscope/core/error.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/groups/tensor_message.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/tensors/device.h"
 #include "normscope/torch/tensors/tensor_view.h"
@@ -99,6 +101,19 @@ auto run_with_exchange(const at::Tensor& x, Direction direction, const ScopedCal
       throw_one_value_per_channel(x, call.layer);
     }
   });
+}
+
+// run_with_exchange() for a call whose messages torch's kernels compute; x's device is current in
+// it.
+template <class Body>
+auto run_with_message(const at::Tensor& x, Direction direction, const ScopedCall& call,
+                      const Body& body) {
+  const c10::OptionalDeviceGuard guard(x.is_cpu() ? std::nullopt : std::optional(x.device()));
+  return run_with_exchange(x, direction, call, placement_of_messages(call, x),
+                           [&](const ExchangeUse& use) {
+                             TensorMessage message(use);
+                             return body(message);
+                           });
 }
 
 }  // namespace normscope::binding

@@ -9,13 +9,13 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/groups/tensor_message.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/call_site.h"
 #include "normscope/torch/ops/double_backward.h"
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/operators.h"
-#include "normscope/torch/portable/messages.h"
-#include "normscope/torch/tensors/call_site.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 

@@ -11,10 +11,10 @@
 #include "normscope/torch/errors.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/call_site.h"
 #include "normscope/torch/ops/operators.h"
 #include "normscope/torch/portable/parts.h"
-#include "normscope/torch/portable/path.h"
-#include "normscope/torch/tensors/call_site.h"
+#include "normscope/torch/tensors/kernels_in_use.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 

@@ -26,7 +26,7 @@
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/output_noise.h"
-#include "normscope/torch/portable/path.h"
+#include "normscope/torch/tensors/kernels_in_use.h"
 
 namespace normscope::binding {
 namespace {

@@ -13,19 +13,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "normscope/torch/tensors/op.h"
+#include "normscope/torch/tensors/results.h"
+
 namespace normscope::binding {
 
 // The C++ types of the ops that operators.cpp declares, and the arguments of each as one struct.
-using OptionalTensor = std::optional<at::Tensor>;
-using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-inline const OptionalTensor kNoTensor;
-
-// A layer's call: the ranks that share its statistics, and its name in errors.
-struct ScopedCall {
-  std::string_view scope;
-  std::string_view group_name;  // of a process group; "": none
-  std::string_view layer;       // a qualified name; "": none
-};
 
 // Running statistics, which a forward updates.
 struct RunningTensors {
@@ -117,12 +110,6 @@ using BackwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tenso
 using BackwardOp = LayerBackwardOp<BackwardTensors, std::string_view, double, const OptionalTensor&,
                                    const OptionalTensor&>;
 using GradientSumsOp = LayerBackwardOp<GradientTensors>;
-
-struct WantedGradients {
-  bool dx;
-  bool dweight;
-  bool dbias;
-};
 
 // What a backward needs to know of the operations after the layer.
 struct ActivationBackwardCall {
@@ -219,13 +206,6 @@ using ResolveScopeOp = std::string(std::string_view scope, std::string_view grou
 using FailExchangeOp = void(std::string_view scope, std::string_view group_name,
                             std::string_view reason);
 
-using MakeProcessGroupOp = std::string(std::string_view name, std::string_view parent,
-                                       at::IntArrayRef ranks, double seconds, bool devices);
-
-using CloseProcessGroupOp = void(std::string_view name);
-
-using CheckSignalsOp = void();
-
 // Lets a kernel take an op's arguments as one struct: the dispatcher calls `Taken<Op,
 // kernel>::call`.
 template <class Op, auto kernel>
@@ -237,12 +217,6 @@ struct Taken<Result(Arguments...), kernel> {
   }
 };
 
-// The op of this name, as operators.cpp declares it.
-template <class Op>
-[[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
-}
-
 [[nodiscard]] inline const c10::TypedOperatorHandle<WithStatisticsOp>& with_statistics_op() {
   static const auto op = op_named<WithStatisticsOp>("normscope::batch_norm_with_statistics");
   return op;
@@ -251,10 +225,6 @@ template <class Op>
 [[nodiscard]] inline const c10::TypedOperatorHandle<DoubleBackwardOp>& double_backward_op() {
   static const auto op = op_named<DoubleBackwardOp>("normscope::batch_norm_double_backward");
   return op;
-}
-
-[[nodiscard]] inline OptionalTensor defined_or_none(const at::Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
 }  // namespace normscope::binding

@@ -8,13 +8,13 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "normscope/torch/groups/registry.h"
+#include "normscope/torch/groups/tensor_message.h"
 #include "normscope/torch/ops/activation.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/finite.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/saved_call.h"
 #include "normscope/torch/portable/batch_norm.h"
-#include "normscope/torch/portable/messages.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/device.h"
 #include "normscope/torch/tensors/results.h"

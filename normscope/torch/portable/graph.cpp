@@ -12,13 +12,13 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "normscope/torch/groups/tensor_message.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/batch_norm.h"
-#include "normscope/torch/portable/messages.h"
-#include "normscope/torch/portable/path.h"
 #include "normscope/torch/portable/statistics.h"
+#include "normscope/torch/tensors/kernels_in_use.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 

@@ -22,11 +22,11 @@
 
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
+#include "normscope/torch/groups/tensor_message.h"
 #include "normscope/torch/ops/backend_call.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/recomputation.h"
 #include "normscope/torch/ops/scope_changes.h"
-#include "normscope/torch/portable/messages.h"
 #include "normscope/torch/tensors/results.h"
 
 namespace normscope::binding {

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/tensors/op.h"
 
 namespace normscope::binding {
 
@@ -23,6 +24,14 @@ namespace normscope::binding {
 // Coefficients [slices, numbers, C], in the type of x's arithmetic.
 [[nodiscard]] at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
                                             std::int64_t numbers);
+
+using GradientTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+struct WantedGradients {
+  bool dx;
+  bool dweight;
+  bool dbias;
+};
 
 // The results of backward; gradients that are not wanted are empty tensors. Gradients of parameters
 // are float32, or float64 for float64 inputs; autograd rounds them to the parameter's type.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/tensors/call_site.h"
+#include "normscope/torch/ops/call_site.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

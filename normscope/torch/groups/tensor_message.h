@@ -6,13 +6,11 @@
 #include <optional>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceGuard.h>
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/scope.h"
 #include "normscope/torch/groups/exchanges.h"
-#include "normscope/torch/ops/backend_call.h"
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/tensors/op.h"
 
 namespace normscope::binding {
 
@@ -68,18 +66,5 @@ class TensorMessage {
 
   const ExchangeUse& use_;
 };
-
-// run_with_exchange() for a call whose messages torch's kernels compute; x's device is current in
-// it.
-template <class Body>
-auto run_with_message(const at::Tensor& x, Direction direction, const ScopedCall& call,
-                      const Body& body) {
-  const c10::OptionalDeviceGuard guard(x.is_cpu() ? std::nullopt : std::optional(x.device()));
-  return run_with_exchange(x, direction, call, placement_of_messages(call, x),
-                           [&](const ExchangeUse& use) {
-                             TensorMessage message(use);
-                             return body(message);
-                           });
-}
 
 }  // namespace normscope::binding

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/watch/calls.h"
+#include "normscope/torch/groups/watched_calls.h"
 
 #include <atomic>
 #include <chrono>
@@ -15,7 +15,7 @@
 #include "normscope/comm/describe.h"
 #include "normscope/core/environment.h"
 #include "normscope/core/text.h"
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/tensors/op.h"
 
 namespace normscope::binding {
 namespace {
@@ -52,7 +52,7 @@ bool has_python() {
 // torch's, and reach Python again.
 void check_signals() {
   if (syscall(SYS_gettid) != getpid() || !has_python()) return;
-  op_named<CheckSignalsOp>("normscope::check_signals").call();
+  op_named<void()>("normscope::check_signals").call();
 }
 
 class CallWatch final : public CallObserver {

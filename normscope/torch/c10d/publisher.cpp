@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/watch/publisher.h"
+#include "normscope/torch/c10d/publisher.h"
 
 #include <algorithm>
 #include <cstdint>

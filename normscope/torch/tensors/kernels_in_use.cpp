@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/portable/path.h"
+#include "normscope/torch/tensors/kernels_in_use.h"
 
 #include <array>
 #include <atomic>

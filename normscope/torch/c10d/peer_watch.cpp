@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/watch/peer_watch.h"
+#include "normscope/torch/c10d/peer_watch.h"
 
 #include <chrono>
 #include <optional>

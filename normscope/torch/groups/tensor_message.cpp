@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/portable/messages.h"
+#include "normscope/torch/groups/tensor_message.h"
 
 #include <algorithm>
 #include <array>
@@ -21,8 +21,8 @@
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/groups/registry.h"
-#include "normscope/torch/portable/path.h"
 #include "normscope/torch/tensors/device.h"
+#include "normscope/torch/tensors/kernels_in_use.h"
 
 namespace normscope::binding {
 namespace {

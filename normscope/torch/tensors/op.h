@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <optional>
+#include <string_view>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace normscope::binding {
+
+// What all ops have in common.
+using OptionalTensor = std::optional<at::Tensor>;
+inline const OptionalTensor kNoTensor;
+
+[[nodiscard]] inline OptionalTensor defined_or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+// A layer's call: the ranks that share its statistics, and its name in errors.
+struct ScopedCall {
+  std::string_view scope;
+  std::string_view group_name;  // of a process group; "": none
+  std::string_view layer;       // a qualified name; "": none
+};
+
+// The op of this name, as ops/operators.cpp declares it.
+template <class Op>
+[[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
+}
+
+}  // namespace normscope::binding
