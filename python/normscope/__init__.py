@@ -4,8 +4,6 @@
 The names that most programs use are here; the packages have the others.
 """
 
-from typing import TYPE_CHECKING
-
 from normscope import costs as costs
 from normscope import functional as functional
 from normscope import layers as layers
@@ -13,7 +11,6 @@ from normscope import models as models
 from normscope import scopes as scopes
 from normscope import training as training
 from normscope._binding import groups, ops
-from normscope._moved import moved
 from normscope.layers import (
     BatchNorm,
     BatchNorm1d,
@@ -63,13 +60,6 @@ __all__ = [
     "sync_running_stats",
     "to_torch",
 ]
-
-if not TYPE_CHECKING:  # type checkers know the new names only
-
-    def __getattr__(name: str) -> object:
-        """Return the object of a name that has moved."""
-        return moved(name)
-
 
 _kernels = groups.register()
 __version__ = ops.version()

@@ -58,13 +58,6 @@ def test_a_synchronized_layer_evaluates_as_torch_does(*, tracks: bool) -> None:
     assert torch.equal(layers[0](x), layers[1](x))
 
 
-def test_a_converted_layer_of_version_0_2_0_can_be_reverted() -> None:
-    model: Any = normscope.convert(nn.Sequential(nn.SyncBatchNorm(3)))
-    model[0].__class__ = normscope.BatchNorm  # what that version made of torch.nn.SyncBatchNorm
-
-    assert type(normscope.revert(model)[0]) is nn.SyncBatchNorm
-
-
 def train_in_data_parallel(kind: str) -> tuple[torch.Tensor, str]:
     torch.manual_seed(0)
     layer = nn.SyncBatchNorm(4) if kind == "converted" else normscope.SyncBatchNorm(4)

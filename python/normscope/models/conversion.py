@@ -207,8 +207,6 @@ def _original_class(
     conversion = conversion_of(original)
     if layer_class is (conversion.scoped_class if conversion else original):
         return original
-    if original is torch.nn.SyncBatchNorm and layer_class is BatchNorm:  # as version 0.2.0 did
-        return original
     raise TypeError(
         f"{name or 'model'}: expected the class that convert gave it, got "
         f"{named(type(layer))}; undo first what has changed it"
