@@ -134,6 +134,35 @@ def test_torch_is_changed_only_for_layers_that_need_it(made: str) -> None:
     assert printed == [str([True, True, True]), str(MAKING[made])]
 
 
+IMPORT = """
+import sys, torch
+import torch._dynamo, torch.distributed.tensor  # which change classes of torch
+
+def members():
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
+    values = [value for module in modules for value in vars(module).values()]
+    classes = {value for value in values if isinstance(value, type)}
+    return {c: dict(vars(c)) for c in classes if c.__module__.partition(".")[0] == "torch"}
+
+before = members()
+import normscope
+after = members()
+print(len(before), [
+    f"{c.__qualname__}.{name}"
+    for c in before
+    for name in before[c].keys() | after[c].keys()
+    if before[c].get(name) is not after[c].get(name)
+])
+"""
+
+
+def test_an_import_changes_no_class_of_torch() -> None:
+    classes, changed = output_of("-c", IMPORT, seconds=120).split(maxsplit=1)
+
+    assert int(classes) > 1000
+    assert changed.strip() == "[]"
+
+
 def test_private_names_of_torch_are_in_one_file() -> None:
     users = [name for name, tree in TREES.items() if private_names_of_torch(tree)]
 
