@@ -11,7 +11,6 @@ from rank_pool import KERNELS, RankPool, error_of
 from torch import distributed
 
 import normscope
-from normscope._binding import groups, ops
 
 # The time limit of groups in which a rank does not arrive, and the time after which the others must
 # have raised, even on a busy machine.
@@ -211,14 +210,6 @@ def test_another_eps_or_momentum_is_told_to_every_rank(
     for message in pools[kernels].run(2, other_settings, settings, compiled):
         lines = message.split("\n")[1:3]
         assert all(line.endswith(text) for line, text in zip(lines, of_ranks, strict=True))
-
-
-def transport_in_use() -> str:
-    return ops.transport(groups.name_in_use(None))
-
-
-def test_processes_of_one_host_use_shared_memory(ranks: RankPool) -> None:
-    assert ranks.run(3, transport_in_use) == ["shared memory"] * 3
 
 
 def python_runs_while_ops_wait() -> bool:

@@ -219,7 +219,6 @@ TORCH_LIBRARY(normscope, m) {
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
   m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",
         &divide_ranks);
-  m.def("gather_samples(str group_name, int own) -> int[]", &gather_samples_of_group);
   m.def("available_kernels() -> str[]", &names_of_available_kernels);
   m.def("default_kernels() -> str", &name_of_default_kernels);
   m.def("cuda() -> str", &cuda_support);
@@ -248,7 +247,6 @@ TORCH_LIBRARY(normscope, m) {
       "choose_scopes(str[] layers, int[] exchange_bytes, bool[] trained, Tensor[] noise, "
       "Tensor[] sizes, float allowed) -> (int[] chosen, float noise, float standard_error)",
       &choose_scopes_of);
-  m.def("transport(str group_name) -> str", &transport_of);
   m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
   m.def("status_of_process(int process) -> str", &status);
   m.def("fault_of_peers(int process) -> str", &fault);

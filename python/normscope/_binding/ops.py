@@ -66,12 +66,10 @@ resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.defaul
 divide_ranks = cast(
     "Callable[[str, int, list[int]], tuple[str, list[int]]]", _ops.divide_ranks.default
 )
-gather_samples = cast("Callable[[str, int], list[int]]", _ops.gather_samples.default)
 available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
 default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
 cuda = cast("Callable[[], str]", _ops.cuda.default)
 kernels_of_device = cast("Callable[[str], str]", _ops.kernels_of_device.default)
-transport = cast("Callable[[str], str]", _ops.transport.default)
 forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
 note_change_of_scope = cast("Callable[[], int]", _ops.note_change_of_scope.default)
 change_before_forward = cast("Callable[[], int]", _ops.change_before_forward.default)

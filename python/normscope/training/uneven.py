@@ -73,7 +73,8 @@ def joined(
     while True:
         with _peers_told(group):
             batch, samples = next(own)
-        ranks = ops.gather_samples(group, samples)
+        of_ranks = ops.gather_numbers([samples], group, "the next step of joined batches")
+        ranks = [int(number) for (number,) in of_ranks]
         if max(ranks) < 0:
             return
         if _HAS_NO_LIKE in ranks:
