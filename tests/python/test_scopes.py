@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from rank_pool import RankPool, connect_ranks, connected_group, split_of
 from torch import distributed
 
 import normscope
+from normscope import Scope
 
 # Both sides compute in float64 (eps 2e-16), condition number one; sums have at most 500 terms.
 ABSOLUTE = 1e-11
@@ -237,3 +240,23 @@ def test_with_one_rank_every_scope_stays_within_it(ranks: RankPool, scope: str) 
 
 def step_alone(scope: str) -> Tensors:
     return results_of(normscope.BatchNorm2d(3, dtype=torch.float64, scope=scope), *batch(4))
+
+
+def test_constructors_write_what_can_be_parsed() -> None:
+    assert str(Scope.slices(8)) == "slices:8"
+    assert str(Scope.local()) == "local"
+    assert str(Scope.group(4)) == "group:4"
+    assert str(Scope.node()) == "node"
+    assert str(Scope.world()) == "world"
+    assert str(Scope.ranks([[0, 1], [2, 3]])) == "ranks:0,1/2,3"
+    assert str(Scope.norm_batch(32)) == "norm_batch:32"
+
+
+def test_scopes_are_immutable_and_can_be_copied() -> None:
+    scope = Scope("ranks:0,1/2,3")
+
+    with pytest.raises(AttributeError):
+        scope.text = "local"  # type: ignore[misc]
+    for other in (copy.deepcopy(scope), pickle.loads(pickle.dumps(scope)), Scope(scope)):  # type: ignore[arg-type]
+        assert other == scope
+        assert hash(other) == hash(scope)
