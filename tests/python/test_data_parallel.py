@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallelism trains like one process; layers keep their statistics and process group."""
+"""FSDP2 trains like one process; layers keep their process group."""
 
 import copy
 import pickle
 
 import torch
-from data_parallel import data_parallel
 from rank_pool import RankPool, connected_group, error_of, split_of
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -40,24 +39,6 @@ def train(net: nn.Module, part: slice, scale: float) -> dict[str, torch.Tensor]:
         (net(batch(step)[part]).square().sum() * scale).backward()
         optimizer.step()
     return net.state_dict()
-
-
-def statistics_of_rank(buffers: str) -> tuple[float, float]:
-    """Return the running mean at the start, and after two steps with the rank's number as input."""
-    rank = distributed.get_rank()
-    net = normscope.convert(nn.Sequential(nn.BatchNorm1d(1, momentum=0.5)), "local")
-    mean = net[0].get_buffer("running_mean").fill_(rank + 4.0)
-    parallel = data_parallel(net, sends_buffers=buffers == "sent")
-    start = mean.item()
-    for _ in range(2):
-        parallel(torch.full((2, 1), float(rank))).sum().backward()
-    return start, mean.item()
-
-
-def test_a_rank_keeps_its_own_statistics_if_buffers_are_not_sent(ranks: RankPool) -> None:
-    # Rank 0 begins with 4, and all others with what it has.
-    assert ranks.run(2, statistics_of_rank, "own") == [(4.0, 1.0), (4.0, 1.75)]
-    assert ranks.run(2, statistics_of_rank, "sent") == [(4.0, 1.0), (4.0, 1.5)]
 
 
 def train_sharded_rank() -> dict[str, torch.Tensor]:

@@ -108,27 +108,6 @@ def test_ranks_train_like_torch_on_the_joined_batch(
             torch.testing.assert_close(value, wanted, rtol=0, atol=allowed, msg=name)
 
 
-def gradient_of_two_forwards(layer: torch.nn.Module, part: slice) -> torch.Tensor:
-    x = batch((5, 3, 4), 0, last=False)[0][part].requires_grad_()
-    (layer(x).sin().sum() + layer(x * x).cos().sum()).backward()
-    assert x.grad is not None
-    return x.grad
-
-
-def gradient_of_two_forwards_of_rank(sizes: tuple[int, ...]) -> torch.Tensor:
-    layer = normscope.BatchNorm1d(3, dtype=torch.float64)
-    return gradient_of_two_forwards(layer, split_of(sizes, distributed.get_rank()))
-
-
-def test_two_forwards_before_one_backward_match_torch_on_the_joined_batch(ranks: RankPool) -> None:
-    sizes = (2, 3)
-    expected = gradient_of_two_forwards(torch.nn.BatchNorm1d(3, dtype=torch.float64), slice(None))
-
-    for rank, got in enumerate(ranks.run(2, gradient_of_two_forwards_of_rank, sizes)):
-        allowed = RELATIVE * expected.abs().amax().item()
-        torch.testing.assert_close(got, expected[split_of(sizes, rank)], rtol=0, atol=allowed)
-
-
 def step_of_rank(sizes: tuple[int, ...]) -> Tensors:
     layer = normscope.BatchNorm1d(3, dtype=torch.float64)
     part = split_of(sizes, distributed.get_rank())

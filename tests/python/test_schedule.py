@@ -260,22 +260,3 @@ def test_a_compiled_model_never_keeps_the_old_scope() -> None:
 
     # One graph per scope, and no new graph for a step.
     assert seen == [1, 2, 2, 3]
-
-
-def step_under_two_scopes() -> list[float]:
-    layer = BatchNorm1d(1, momentum=1.0, affine=False, scope="local")
-    schedule = ProgressiveScope(layer, ["local", "world"], [0, 1])
-    rank = float(distributed.get_rank())
-    means, inputs = [], []
-    for _ in range(2):
-        inputs.append(torch.tensor([[rank], [rank + 1]], requires_grad=True))
-        y = layer(inputs[-1])
-        schedule.step()
-        assert layer.running_mean is not None
-        means.append(layer.running_mean.item())
-        y.square().sum().backward()  # uses the scope of its forward: no rank waits for another
-    return means
-
-
-def test_statistics_follow_the_schedule_on_two_ranks(ranks: RankPool) -> None:
-    assert ranks.run(2, step_under_two_scopes) == [[0.5, 1.0], [1.5, 1.0]]
