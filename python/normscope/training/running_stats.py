@@ -253,7 +253,7 @@ def length_of(batches: Iterable[Any]) -> int:
 
 def _spans_ranks(module: torch.nn.Module) -> bool:
     if isinstance(module, BatchNorm):
-        return str(module.scope).split(":")[0] not in ("local", "slices")
+        return not module.scope.is_of_one_rank
     return isinstance(module, torch.nn.SyncBatchNorm)
 
 
