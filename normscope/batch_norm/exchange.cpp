@@ -28,7 +28,6 @@ std::string describe(const CallLabel& label) {
   if (label.direction == Direction::kParameters) {
     return layer + " of " + std::to_string(label.channels) + " numbers";
   }
-  if (label.direction == Direction::kStep) return "the next step of joined batches";
   std::string text = std::string(name_of(label.direction)) + " of " + layer;
   text += " (" + std::to_string(label.channels) + " channels, scope " + std::string(label.scope);
   if (label.kernels != kOwnKernels) text += ", kernels of " + std::string(label.kernels);
@@ -147,7 +146,6 @@ std::string_view name_of(Direction direction) noexcept {
     case Direction::kBackward: return "backward";
     case Direction::kDoubleBackward: return "double backward";
     case Direction::kParameters: return "parameters";
-    case Direction::kStep: return "step";
     case Direction::kAgreement: break;
   }
   return "agreement";

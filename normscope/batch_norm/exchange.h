@@ -27,8 +27,7 @@ namespace normscope NORMSCOPE_EXPORT {
 // Why the ranks of a group meet. kAgreement: to find out who shares statistics; CallLabel::layer is
 // then quoted, but not compared. kParameters: to exchange numbers of a whole module;
 // CallLabel::layer then names the operation, and CallLabel::channels is the number of numbers.
-// kStep: to learn how many samples each rank has in the next step.
-enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters, kStep };
+enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters };
 
 // For example "forward".
 [[nodiscard]] std::string_view name_of(Direction direction) noexcept;

@@ -32,14 +32,6 @@ std::optional<Scope> agree_on_norm_batch(Exchange& group, const Scope& scope,
   return resolve_norm_batch(scope, nominal, group.communicator().size());
 }
 
-std::vector<std::int64_t> gather_samples(Exchange& group, std::int64_t own) {
-  // With a fixed name. An unnamed label counts the calls before it, and ranks may differ in that
-  // number.
-  const CallLabel label{.layer = "joined", .scope = "world", .direction = Direction::kStep};
-  const std::vector<double> gathered = group.gather(label, {static_cast<double>(own)});
-  return {gathered.begin(), gathered.end()};
-}
-
 std::unique_ptr<Exchange> make_part_of(Exchange& group, const std::vector<int>& leaders) {
   const int rank = group.communicator().rank();
   const int leader = leaders[static_cast<std::size_t>(rank)];

@@ -28,10 +28,6 @@ namespace normscope NORMSCOPE_EXPORT {
                                                        std::string_view layer,
                                                        std::int64_t samples);
 
-// How many samples each rank has in the next step, in rank order. `own` is this rank's number. The
-// caller may give negative numbers a meaning.
-[[nodiscard]] std::vector<std::int64_t> gather_samples(Exchange& group, std::int64_t own);
-
 // The exchange among the ranks that have this rank's leader; nullptr if this rank is alone.
 [[nodiscard]] std::unique_ptr<Exchange> make_part_of(Exchange& group,
                                                      const std::vector<int>& leaders);

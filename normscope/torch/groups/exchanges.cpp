@@ -4,12 +4,12 @@
 #include <exception>
 #include <new>
 #include <typeinfo>
+#include <vector>
 
 #include <ATen/ops/tensor.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Type.h>
 
-#include "normscope/batch_norm/scope_exchange.h"
 #include "normscope/core/error.h"
 #include "normscope/core/resolution.h"
 #include "normscope/torch/errors.h"
@@ -141,17 +141,6 @@ std::string resolve_scope(std::string_view scope, std::string_view group_name,
   });
 }
 
-std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name, std::int64_t own) {
-  const ScopedCall call{"world", group_name, "joined batches"};
-  return as_torch([&] {
-    return with_exchange(Direction::kStep, call, std::nullopt,
-                         [&](const ExchangeUse& use) -> std::vector<std::int64_t> {
-                           if (use.get() == nullptr) return {own};
-                           return gather_samples(*use.get(), own);
-                         });
-  });
-}
-
 at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::string_view what) {
   TORCH_CHECK_VALUE(own.dim() == 1 && own.scalar_type() == at::kDouble && own.is_cpu(),
                     "own: expected float64 numbers [n] on the CPU");
@@ -170,14 +159,6 @@ at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::strin
     return with_exchange(Direction::kParameters, {"world", group_name, what}, std::nullopt,
                          gather_rows);
   });
-}
-
-std::string transport_of(std::string_view group_name) {
-  const auto group = group_named(group_name);
-  if (!group) return "none";
-  const auto all = as_torch([&] { return group->of_scope(Scope::world(), ""); });
-  const std::lock_guard lock(all->mutex());
-  return std::string(all->communicator().transport());
 }
 
 }  // namespace normscope::binding

@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "normscope/batch_norm/exchange.h"
 #include "normscope/core/scope.h"
@@ -105,14 +104,5 @@ void fail_all_exchanges(std::string_view reason);
 // n]. Collective. Errors call it `what`.
 [[nodiscard]] at::Tensor gather(const at::Tensor& own, std::string_view group_name,
                                 std::string_view what);
-
-// How many samples each rank of the group has in the next step, in rank order. `own` is this rank's
-// number, which may be negative. Collective.
-[[nodiscard]] std::vector<std::int64_t> gather_samples_of_group(std::string_view group_name,
-                                                                std::int64_t own);
-
-// The transport of the process group's messages: "shared memory", "gloo", ...; "none" if the group
-// sends none, because it has one rank. Collective at first use.
-[[nodiscard]] std::string transport_of(std::string_view group_name);
 
 }  // namespace normscope::binding
