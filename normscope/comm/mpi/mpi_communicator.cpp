@@ -88,7 +88,7 @@ class ReturnsErrors {
 struct Traffic {
   std::vector<double> sum;
   MPI_Request request = MPI_REQUEST_NULL;
-  std::list<std::string> letters;  // texts sent to peers
+  std::list<std::string> sent;  // texts sent to single peers
 };
 
 class MpiCommunicator final : public Communicator {
@@ -102,7 +102,7 @@ class MpiCommunicator final : public Communicator {
   }
 
   ~MpiCommunicator() override {
-    // MPI cannot cancel an exchange, and a letter may still be on its way to a peer. In both cases
+    // MPI cannot cancel an exchange, and a text may still be on its way to a peer. In both cases
     // the memory must stay. MPI_Comm_free is collective, but does not wait in practice.
     const bool is_quiet = failure_.empty() && !has_talked_;
     if (!is_quiet) {
@@ -229,7 +229,7 @@ class MpiCommunicator final : public Communicator {
     if (status.MPI_TAG == kHaveCome) {
       arrivals_[static_cast<std::size_t>(status.MPI_SOURCE)] = exchange;
     } else if (exchange <= exchanges_) {
-      tell(status.MPI_SOURCE, kHaveCome, traffic_->letters.emplace_back(text));
+      tell(status.MPI_SOURCE, kHaveCome, traffic_->sent.emplace_back(text));
     }
   }
 
@@ -268,18 +268,18 @@ class MpiCommunicator final : public Communicator {
   }
 
   void tell_peers(Tag tag, std::string text) {
-    const std::string& letter = traffic_->letters.emplace_back(std::move(text));
+    const std::string& kept = traffic_->sent.emplace_back(std::move(text));
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) tell(peer, tag, letter);
+      if (peer != rank_) tell(peer, tag, kept);
     }
   }
 
-  // The request is freed, so MPI does not tell when it is done with the letter: it must be kept.
-  void tell(int peer, Tag tag, const std::string& letter) {
+  // The request is freed, so MPI does not say when it is done with the text: it must be kept.
+  void tell(int peer, Tag tag, const std::string& text) {
     has_talked_ = true;
     MPI_Request request = MPI_REQUEST_NULL;
-    const int code = MPI_Isend(letter.data(), static_cast<int>(letter.size()), MPI_CHAR, peer, tag,
-                               own_, &request);
+    const int code =
+        MPI_Isend(text.data(), static_cast<int>(text.size()), MPI_CHAR, peer, tag, own_, &request);
     if (code == MPI_SUCCESS) MPI_Request_free(&request);
   }
 
