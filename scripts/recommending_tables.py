@@ -170,6 +170,7 @@ OTHER_RULES = {
     "group-norm": "group normalization",
     "local": "`local`",
 }
+LIMITS = {"recommended": "5 %", "recommended=0.1": "10 %", "recommended=0.2": "20 %"}
 SMALL = ("scenes@4x2", "digits@4x2", "sequences@4x2")
 OTHERS = (
     *("land-pyramid@8x2", "land-unet@8x2", "land-demo@8x2", "land-features@4x2"),
@@ -183,6 +184,7 @@ DOCUMENTS: dict[str, dict[str, Callable[[], str]]] = {
         "plans": partial(recommended, (*LAND, *OTHERS), TEST),
         "small": partial(recommended, SMALL, range(5)),
         "measures": partial(measures, LAND, MEASURED),
+        "limits": partial(others, LAND, LIMITS, MEASURED),
         "others": partial(others, LAND, OTHER_RULES, range(3, 6)),
     },
 }
