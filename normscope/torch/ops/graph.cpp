@@ -13,6 +13,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"
 
 namespace normscope::binding {
@@ -51,15 +52,14 @@ class CoefficientsOf {
   at::Tensor of_samples_;  // [1 or N, ., C]
 };
 
-// The formulas of core/formulas.h, with the same operations in the same order.
-
 at::Tensor normalize(const at::Tensor& x, const CoefficientsOf& of) {
-  return (((of.widened(x) - of[0]) - of[1]) * of[2] + of[3]).to(x.scalar_type());
+  const at::Tensor xmu = pointwise::centered(of.widened(x), of[0], of[1]);
+  return pointwise::normalized(xmu, of[2], of[3]).to(x.scalar_type());
 }
 
 at::Tensor input_gradient(const at::Tensor& x, const at::Tensor& dy, const CoefficientsOf& of) {
-  const at::Tensor centered = (of.widened(x) - of[0]) - of[1];
-  return (((of.widened(dy) - of[3]) - centered * of[4]) * of[2]).to(x.scalar_type());
+  const at::Tensor xmu = pointwise::centered(of.widened(x), of[0], of[1]);
+  return pointwise::input_gradient(of.widened(dy), xmu, of[3], of[4], of[2]).to(x.scalar_type());
 }
 
 bool meets_ranks(const Scope& scope, const ScopedCall& call) {

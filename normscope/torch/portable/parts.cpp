@@ -14,6 +14,7 @@
 #include "normscope/torch/ops/activation.h"
 #include "normscope/torch/ops/arguments.h"
 #include "normscope/torch/portable/statistics.h"
+#include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"
 
 namespace normscope::binding {
@@ -21,8 +22,8 @@ namespace {
 
 // x - mean, in the type of the statistics [3, C].
 at::Tensor centered(const at::Tensor& x, const at::Tensor& statistics) {
-  return (x.to(statistics.scalar_type()) - along_channels(x, statistics[0])) -
-         along_channels(x, statistics[1]);
+  return pointwise::centered(x.to(statistics.scalar_type()), along_channels(x, statistics[0]),
+                             along_channels(x, statistics[1]));
 }
 
 }  // namespace

@@ -27,6 +27,7 @@
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/recomputation.h"
 #include "normscope/torch/ops/scope_changes.h"
+#include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"
 
 namespace normscope::binding {
@@ -183,7 +184,7 @@ at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
   const at::Tensor scale = weight ? *weight * inv_std : inv_std;
   const at::Tensor slope = inv_std * inv_std * means.dy_xmu;
   const auto of = [&](const at::Tensor& values) { return along_channels(dy, values); };
-  return (dy - of(means.dy) - centered * of(slope)) * of(scale);
+  return pointwise::input_gradient(dy, centered, of(means.dy), of(slope), of(scale));
 }
 
 // A graph learns this when it runs: see update_in_graph().
