@@ -108,42 +108,39 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: t
         assert compiled_like_eager(layer, x)
 
 
-# Trains through a graph, as the next process does with the same cache of torch.
+# Says whether a graph has the bits of eager mode. The next process finds the graph on disk.
 COMPILES = """
-import torch
-import normscope
+import copy, torch, normscope
 
 torch.manual_seed(0)
 net = normscope.BatchNorm2d(5, scope="local")
+x = torch.randn(4, 5, 6, 6) + 30
+eager = copy.deepcopy(net)(x)
 with normscope.training.exact_graphs():
-    y = torch.compile(net)(torch.randn(4, 5, 6, 6) + 30)
-y.sum().backward()
-torch.save((y.detach(), dict(net.state_dict())), {file!r})
+    y = torch.compile(net)(x)
+    y.sum().backward()  # torch writes the graphs once it has both
+print(torch.equal(y, eager))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.own_kernels
 def test_no_graph_on_disk_is_of_other_kernels(tmp_path: Path) -> None:
-    results = []
-    for kernels, cache in (("torch", "shared"), ("", "shared"), ("", "own")):
-        file = tmp_path / f"{kernels or 'own'}_{cache}.pt"
-        subprocess.run(
-            [sys.executable, "-c", COMPILES.format(file=str(file))],
+    for kernels, has_bits in (("torch", "False\n"), ("", "True\n")):
+        printed = subprocess.run(
+            [sys.executable, "-c", COMPILES],
             env=os.environ
             | {
                 "NORMSCOPE_DEVICE_KERNELS": kernels,
-                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache),
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
                 "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
             },
+            stdout=subprocess.PIPE,
+            text=True,
             check=True,
-        )
-        results.append(torch.load(file))
+        ).stdout
 
-    torch_s, got, expected = results
-    assert not torch.equal(got[0], torch_s[0])
-    assert torch.equal(got[0], expected[0])
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        assert printed == has_bits  # a compiler rounds torch's operations in its own way
 
 
 def ops_of(net: nn.Module, x: torch.Tensor) -> tuple[list[str], list[str]]:
