@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import models
 import normscope
 from gpu_layers import captured  # lets one rank exchange
-from gpu_networks import SETTINGS, Setting
+from gpu_networks import SETTINGS, Setting, columns, names_of_columns
 
 ROUNDS = 8
 STEPS = 3  # of each network in a round
@@ -177,18 +177,6 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def network_row(setting: Setting, seconds: Seconds) -> str:
-    """Return a line of the first table."""
-    text = f"{f'{setting}':24}{1e3 * statistics.median(seconds['torch']):10.2f}"
-    for name in OTHERS:
-        if name in seconds:
-            ratios = [a / b for a, b in zip(seconds["torch"], seconds[name], strict=True)]
-            text += (
-                f"{1e3 * statistics.median(seconds[name]):10.2f}{statistics.median(ratios):7.2f}"
-            )
-    return text
-
-
 def exchange_row(channels: int, how: str, seconds: Seconds) -> str:
     """Return a line of the second table."""
     text = f"{f'{channels} {how}':24}"
@@ -231,8 +219,7 @@ def measure(plan: Plan, rank: int) -> dict[str, object]:
 
     steps, alone = [], []
     say(f"{plan.ranks} ranks\n\n{LEGEND.format(rounds=plan.rounds(), calls=CALLS)}\n")
-    names = "".join(f"{name + ' ms':>10}{'ratio':>7}" for name in OTHERS)
-    say(f"{'batch, layout, dtype':24}{'torch ms':>10}{names}")
+    say(f"{'batch, layout, dtype':24}{names_of_columns(OTHERS)}")
     for setting in plan.settings():
         size = (setting.batch, 3, plan.image(), plan.image())
         layout = torch.channels_last if setting.layout == "NHWC" else torch.contiguous_format
@@ -241,7 +228,7 @@ def measure(plan: Plan, rank: int) -> dict[str, object]:
         calls = {name: step_of(network, x, setting) for name, network in networks.items()}
         seconds = in_turn(calls, plan.rounds(), STEPS)
         steps.append({"setting": asdict(setting), "seconds": seconds})
-        say(network_row(setting, seconds))
+        say(f"{f'{setting}':24}{columns(seconds, OTHERS)}")
     say(f"\n{'channels, us':24}" + "".join(f"{name:>12}" for name in EXCHANGES))
     for channels in CHANNELS:
         for how, seconds in exchanges(plan, channels):

@@ -14,7 +14,7 @@ import copy
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -38,9 +38,6 @@ ratio    time with torch's BatchNorm2d, which synchronizes nothing, divided by t
          same round, median: above 1, the other is faster"""
 
 OTHERS = ("local", "world", "sync")  # the last: torch.nn.SyncBatchNorm
-HEADER = f"{'batch, layout, dtype':34}{'torch ms':>10}" + "".join(
-    f"{name + ' ms':>10}{'ratio':>7}" for name in OTHERS
-)
 
 
 @dataclass(frozen=True)
@@ -132,10 +129,15 @@ def in_turn(steps: dict[str, Step]) -> dict[str, list[float]]:
     return seconds
 
 
-def row(setting: Setting, how: str, seconds: dict[str, list[float]]) -> str:
-    """Return a line of the table."""
-    text = f"{f'{setting}, {how}':34}{1e3 * statistics.median(seconds['torch']):10.2f}"
-    for name in OTHERS:
+def names_of_columns(others: Sequence[str]) -> str:
+    """Return the names of what columns() returns."""
+    return f"{'torch ms':>10}" + "".join(f"{name + ' ms':>10}{'ratio':>7}" for name in others)
+
+
+def columns(seconds: dict[str, list[float]], others: Sequence[str]) -> str:
+    """Return the time of torch's layers, and the times and ratios of the others."""
+    text = f"{1e3 * statistics.median(seconds['torch']):10.2f}"
+    for name in others:
         if name in seconds:
             ratios = [a / b for a, b in zip(seconds["torch"], seconds[name], strict=True)]
             text += (
@@ -153,11 +155,12 @@ def main() -> None:
         sys.exit("gpu_networks.py: cuda: no device")
     results = []
     with world_of_one():
-        print(f"{torch.cuda.get_device_name()}\n\n{LEGEND}\n\n{HEADER}")
+        print(f"{torch.cuda.get_device_name()}\n\n{LEGEND}\n")
+        print(f"{'batch, layout, dtype':34}{names_of_columns(OTHERS)}")
         for setting in SETTINGS:
             for how, seconds in measure(setting):
                 results.append({"setting": asdict(setting), "how": how, "seconds": seconds})
-                print(row(setting, how, seconds), flush=True)
+                print(f"{f'{setting}, {how}':34}{columns(seconds, OTHERS)}", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
