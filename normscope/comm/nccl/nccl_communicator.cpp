@@ -276,13 +276,10 @@ class NcclCommunicator final : public Communicator {
   std::optional<nccl::Watch> watch_;  // last: destroyed before the members that it checks
 };
 
-// Each channel takes memory and processors of the device. Messages are too short for more.
-constexpr int kChannels = 4;
-
 ncclConfig_t config_of_ours() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
-  config.maxCTAs = kChannels;
+  config.maxCTAs = kMostNcclChannels;
   return config;
 }
 

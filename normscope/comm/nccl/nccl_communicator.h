@@ -11,6 +11,10 @@ struct ncclComm;  // declared by NCCL: ncclComm_t is a pointer to it
 
 namespace normscope NORMSCOPE_EXPORT {
 
+// The most channels of a communicator: each takes memory and processors of the device, and messages
+// are too short for more.
+inline constexpr int kMostNcclChannels = 4;
+
 // A communicator over NCCL, of the ranks of `ranks`, with one GPU each. It uses a duplicate
 // (ncclCommSplit): its messages never mix with the caller's. Collective.
 //

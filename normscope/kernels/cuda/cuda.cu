@@ -58,12 +58,6 @@ int attribute_of_current_device(cudaDeviceAttr attribute) {
   });
 }
 
-cudaFuncAttributes attributes_of(const void* kernel) {
-  cudaFuncAttributes attributes = {};
-  check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-  return attributes;
-}
-
 // Lets the calling thread do what is forbidden while a stream is being captured.
 class RelaxedCapture {
  public:
@@ -227,7 +221,9 @@ struct CurrentDevice {
   static bool waits(const void* kernel) {
     static auto& known = *new Known<std::pair<int, const void*>, bool>;
     return known.get({current_device(), kernel}, [&] {
-      return attributes_of(kernel).ptxVersion >= kFirstArchitectureThatWaits;
+      cudaFuncAttributes attributes = {};
+      check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+      return attributes.ptxVersion >= kFirstArchitectureThatWaits;
     });
   }
 };

@@ -33,8 +33,7 @@ Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement
 std::shared_ptr<OwnGroup> own_group_of(c10d::ProcessGroup& group, const std::string& name,
                                        const Placement& placement, Milliseconds time_limit) {
   if (name.starts_with(kRankGroup)) return nullptr;
-  const bool is_host = placement.memory == Memory::kHost ||
-                       carrier_of(group, placement.device) == c10::DeviceType::CPU;
+  const bool is_host = carrier_of(group, placement.device) == c10::DeviceType::CPU;
   const auto use = is_host ? OwnGroup::Use::kHost : OwnGroup::Use::kDevices;
   return std::make_shared<OwnGroup>(group, name, use, time_limit);
 }

@@ -180,8 +180,7 @@ def process_groups() -> list[ProcessGroup]:
     return list(distributed.distributed_c10d._world.pg_names)
 
 
-# A communicator of NCCL takes memory and processors of the device for each channel. Messages of
-# normscope are too short for more than a few.
+# The most channels of a communicator over NCCL, as in normscope/comm/nccl/nccl_communicator.h.
 _CHANNELS = 4
 
 
