@@ -9,11 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -23,19 +20,14 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
-#include <unistd.h>
 
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/c10d/debug_wrapper.h"
-#include "normscope/torch/c10d/own_group.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/store_backend.h"
 
@@ -266,110 +258,6 @@ TEST(C10dCommunicator, AGroupThatServesTheHostOnlyTakesMessagesOfADevice) {
         EXPECT_EQ(calls.splits, 1);
       },
       "of the program");
-}
-
-// What Python makes for a program: here the group that a test wants next.
-Group next_own_group;
-std::string make_own_group(std::string_view name, std::string_view /*parent*/,
-                           at::IntArrayRef /*ranks*/, double /*seconds*/, bool /*devices*/) {
-  c10d::register_process_group(std::string(name), next_own_group);
-  return "";
-}
-
-TORCH_LIBRARY(normscope, library) {
-  library.def(
-      "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) -> str",
-      &make_own_group);
-  library.def("close_process_group(str name) -> ()",
-              [](std::string_view name) { c10d::unregister_process_group(std::string(name)); });
-}
-
-// Rank 0 of two, over a backend that sums on a device and whose peer never comes.
-class WatchedPeer : public ::testing::Test {
- protected:
-  using OwnGroup = binding::OwnGroup;
-
-  struct Backend final : StoreBackend {
-    using StoreBackend::StoreBackend;
-    const std::string getBackendName() const override { return "nccl"; }
-    c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& /*tensors*/,
-                                             const c10d::AllreduceOptions& /*options*/) override {
-      ++queued;
-      return nullptr;
-    }
-    void abort() override { is_aborted = true; }
-
-    int queued = 0;
-    std::atomic<bool> is_aborted = false;
-  };
-
-  static std::shared_ptr<OwnGroup> own_group_of(const c10::intrusive_ptr<c10d::Store>& store,
-                                                int rank) {
-    return std::make_shared<OwnGroup>(binding::PatientStore(store), "own", "parent",
-                                      OwnGroup::Use::kDevices, rank, std::vector<int>{0, 1}, 60s);
-  }
-
-  WatchedPeer() {
-    group_->setBackend(kDevice, c10d::ProcessGroup::BackendType::NCCL, backend_);
-    next_own_group = group_;
-    store_->set("made/1", "1");  // rank 1 has come to the first meeting
-    own_->make();
-  }
-  ~WatchedPeer() override { next_own_group.reset(); }
-
-  // The error of the first exchange that is not queued.
-  std::string first_error(C10dCommunicator& communicator) {
-    std::vector<double> values{1.0};
-    for (;;) {
-      const int queued = backend_->queued;
-      try {
-        communicator.all_reduce_sum(values, {.memory = Memory::kDevice});
-      } catch (const CommunicationError& error) {
-        EXPECT_EQ(backend_->queued, queued);
-        return error.what();
-      }
-      std::this_thread::sleep_for(10ms);
-    }
-  }
-
-  void expect_abort() const {
-    for (int i = 0; i < 500 && !backend_->is_aborted; ++i) std::this_thread::sleep_for(10ms);
-    EXPECT_TRUE(backend_->is_aborted);
-  }
-
-  c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
-  c10::intrusive_ptr<Backend> backend_ = c10::make_intrusive<Backend>(store_, 0, 2);
-  Group group_ = group_of(store_, backend_);
-  std::shared_ptr<OwnGroup> own_ = own_group_of(store_, 0);
-};
-
-TEST_F(WatchedPeer, HasToldItsFailureBeforeTheNextExchange) {
-  C10dCommunicator communicator(group_, {.memory = Memory::kDevice, .device = kDevice},
-                                std::nullopt, own_);
-  communicator.watch_peers();
-  std::vector<double> values{1.0};
-  communicator.all_reduce_sum(values, {.memory = Memory::kDevice});
-  EXPECT_EQ(backend_->queued, 1);
-
-  own_group_of(store_, 1)->tell_failure("it is out of memory");
-
-  EXPECT_EQ(first_error(communicator), "nccl: rank 0 of 2: rank 1 failed: it is out of memory");
-  expect_abort();
-}
-
-TEST_F(WatchedPeer, HasDiedBeforeTheNextExchange) {
-  const pid_t peer = fork();
-  if (peer == 0) _exit(pause());
-  own_->know_processes({getpid(), peer});
-  C10dCommunicator communicator(group_, {.memory = Memory::kDevice, .device = kDevice},
-                                std::nullopt, own_);
-  communicator.watch_peers();
-
-  kill(peer, SIGKILL);
-  waitpid(peer, nullptr, 0);
-
-  EXPECT_EQ(first_error(communicator), "nccl: rank 0 of 2: rank 1 has died");
-  expect_abort();
 }
 
 TEST(C10dCommunicator, ARankOfAWorldOfOneSplitsWithNobody) {

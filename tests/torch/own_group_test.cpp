@@ -15,10 +15,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/wait.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <unistd.h>
+
+#include "tests/torch/idler.h"
 
 namespace normscope::testing {
 namespace {
@@ -73,26 +73,6 @@ TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
   EXPECT_EQ(store->asked(), asked + 1);
   store->hang(false);
 }
-
-// A process that does nothing, until it is killed.
-class Idler {
- public:
-  Idler() : id_(fork()) {
-    if (id_ == 0) _exit(pause());
-  }
-  Idler(const Idler&) = delete;
-  Idler& operator=(const Idler&) = delete;
-  ~Idler() { end(); }
-
-  [[nodiscard]] pid_t id() const { return id_; }
-  void end() const {
-    kill(id_, SIGKILL);
-    waitpid(id_, nullptr, 0);
-  }
-
- private:
-  pid_t id_;
-};
 
 std::string nowhere() { return ""; }
 
