@@ -9,9 +9,9 @@
 #include <c10/util/StringUtil.h>
 #include <torch/nn/functional/batchnorm.h>
 
-#include "normscope/torch/ops/activation.h"
-#include "normscope/torch/ops/arguments.h"
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/calls/arguments.h"
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/tensors/activation.h"
 
 namespace normscope::nn {
 namespace {

@@ -26,10 +26,10 @@
 #include "normscope/core/hash.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
+#include "normscope/torch/calls/arguments.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/nn/layers.h"
 #include "normscope/torch/nn/left_as_it_is.h"
-#include "normscope/torch/ops/operators.h"
 #include "normscope/torch/ops/output_noise.h"
 
 namespace normscope::nn {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cstdint>
+#include "normscope/torch/ops/autograd.h"
+
 #include <functional>
 #include <initializer_list>
-#include <string>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -11,14 +12,17 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "normscope/torch/calls/arguments.h"
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/recording.h"
+#include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/exchanges.h"
-#include "normscope/torch/ops/activation.h"
-#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/groups/registry.h"
 #include "normscope/torch/ops/graph.h"
-#include "normscope/torch/ops/operators.h"
 #include "normscope/torch/ops/saved_call.h"
-#include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/batch_norm.h"
+#include "normscope/torch/portable/statistics.h"
+#include "normscope/torch/tensors/activation.h"
 #include "normscope/torch/tensors/kernels_in_use.h"
 
 namespace normscope::binding::autograd {
@@ -26,6 +30,8 @@ namespace {
 
 using ::torch::autograd::AutogradContext;
 using ::torch::autograd::variable_list;
+
+bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
 
 const c10::TypedOperatorHandle<BackwardOp>& backward_op() {
   static const auto op = op_named<BackwardOp>("normscope::batch_norm_backward");
@@ -53,26 +59,64 @@ bool needs_backward(const at::Tensor& x,
   return at::GradMode::is_enabled() && one_requires_grad;
 }
 
-std::tuple<at::Tensor, at::Tensor> below_autograd(const ForwardOpArguments& op) {
+// y, and the statistics that its backward reads: [slices, 3, C] of this library's kernels, or the
+// mean, the spread and the counts of torch's (portable/batch_norm.h).
+struct Normalized {
+  at::Tensor y;
+  variable_list statistics;
+};
+
+Normalized below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const bool in_graph = op.graph.has_value() && is_recorded_for_a_graph();
-  if (in_graph && !op.activation.activates()) return forward_in_graph(op);
+  if (uses_torch_kernels(op.x)) {
+    static const auto next = op_named<PortableForwardOp>("normscope::portable_forward");
+    const auto [y, mean, spread, counts] =
+        in_graph ? portable_forward_in_graph(op) : op.pass_to(next);
+    return {y, {mean, spread, counts}};
+  }
   static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
-  return op.pass_to(next);
+  const auto [y, statistics] =
+      in_graph && !op.activation.activates() ? forward_in_graph(op) : op.pass_to(next);
+  return {y, {statistics}};
 }
 
+// The gradients of a backward, and the statistics [slices, 3, C].
+struct Differentiable {
+  at::Tensor dx;
+  at::Tensor dweight;
+  at::Tensor dbias;
+  at::Tensor statistics;
+};
+
+// A backward that can be differentiated once more, by the op that all kernels share.
 class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
-                               const OptionalTensor& weight, const BackwardOpArguments& op) {
+                               const OptionalTensor& weight, const ScopedCall& call,
+                               const std::function<Differentiable()>& run) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [dx, dweight, dbias, none] = op.pass_to(backward_op());
-    save_for_double_backward(context, dy, x, weight, op.statistics, op.call);
-    return {dx, dweight, dbias};
+    const Differentiable results = run();
+    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), results.statistics});
+    context->set_materialize_grads(false);
+    SavedCall{.call = call}.save_in(*context);
+    return {results.dx, results.dweight, results.dbias};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    return double_backward_of(*context, gradients);
+    const ScopedCall call = SavedCall::of(*context).call;
+    return or_tell_peers(call, [&]() -> variable_list {
+      const variable_list saved = context->get_saved_variables();
+      const OptionalTensor grad_dx = defined_or_none(gradients[0]);
+      const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
+      const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
+      const OptionalTensor weight = defined_or_none(saved[2]);
+      const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
+                                         saved[1], weight,       saved[3],   call};
+      const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+      const at::Tensor none;
+      return {grad_dy, grad_x, weight ? grad_weight : none, none, none};
+    });
   }
 };
 
@@ -93,6 +137,18 @@ class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoub
   }
 };
 
+// The gradients that are wanted; undefined tensors for the others.
+variable_list wanted_of(const WantedGradients& wanted, const at::Tensor& dx,
+                        const at::Tensor& dweight, const at::Tensor& dbias) {
+  const at::Tensor none;
+  return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none};
+}
+
+WantedGradients wanted_by(const at::Tensor& x, const OptionalTensor& weight,
+                          const OptionalTensor& bias) {
+  return {x.requires_grad(), requires_grad(weight), requires_grad(bias)};
+}
+
 // Recomputes z of a forward, with a graph. Needed if a backward is itself differentiated.
 class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
  public:
@@ -101,23 +157,56 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
                             const at::Tensor& statistics, const ScopedCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
-    save_flags(context, x, weight, bias, 0);
-    save(context, call);
+    SavedCall{.call = call, .wanted = wanted_by(x, weight, bias)}.save_in(*context);
     return WithStatisticsOpArguments{x, weight, bias, statistics}.pass_to(with_statistics_op());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const variable_list saved = context->get_saved_variables();
     const OptionalTensor weight = defined_or_none(saved[1]);
-    const WantedGradients wanted = wanted_by(flags_saved_in(*context));
-    const BackwardOpArguments op{gradients[0], saved[0], weight,
-                                 saved[2],     wanted,   call_saved_in(*context)};
+    const SavedCall of = SavedCall::of(*context);
+    const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], of.wanted, of.call};
     const auto [dx, dweight, dbias, dresidual] = op.pass_to(backward_op());
-    const at::Tensor none;
-    return {wanted.dx ? dx : none, wanted.dweight ? dweight : none, wanted.dbias ? dbias : none,
-            none, none};
+    variable_list results = wanted_of(of.wanted, dx, dweight, dbias);
+    results.resize(5);
+    return results;
   }
 };
+
+// Records a graph, because the result is differentiated once more.
+BackwardTensors by_single_operations(const BackwardOpArguments& op) {
+  const ActivationBackwardCall& after = op.activation;
+  const ActivationFunction activation = parsed_activation(after.activation, after.negative_slope);
+  // The slope of a piecewise linear activation is constant: no gradient flows to z or y.
+  const at::Tensor z =
+      after.y ? after.y->detach()
+              : NormalizedAgain::apply(op.x, op.weight, after.bias, op.statistics, op.call);
+  const at::Tensor dz =
+      activation_gradient(activation, activation.is_piecewise_linear() ? z.detach() : z, op.dy);
+  const BackwardOpArguments of_dz{dz, op.x, op.weight, op.statistics, op.wanted, op.call};
+  const auto [dx, dweight, dbias, none] = of_dz.pass_to(backward_op());
+  return {dx, dweight, dbias, dz};
+}
+
+BackwardTensors backward_of(const BackwardOpArguments& op, bool decomposes) {
+  if (decomposes && is_recorded_for_a_graph()) return backward_in_graph(op);
+  if (op.activation.activates() && at::GradMode::is_enabled()) return by_single_operations(op);
+  return op.pass_to(backward_op());
+}
+
+GradientTensors portable_backward_of(const PortableBackwardArguments& op, bool decomposes) {
+  static const auto next = op_named<PortableBackwardOp>("normscope::portable_backward");
+  if (decomposes && is_recorded_for_a_graph()) return portable_backward_in_graph(op);
+  if (!at::GradMode::is_enabled()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.pass_to(next);
+  }
+  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op.call, [&op] {
+    const auto [dx, dweight, dbias] = op.pass_to(next);
+    return Differentiable{dx, dweight, dbias, stored_statistics(op)};
+  });
+  return {outputs[0], outputs[1], outputs[2]};
+}
 
 // The layer, and the activation that may follow it.
 class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
@@ -127,90 +216,86 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const OptionalTensor& weight, const OptionalTensor& bias,
                                const OptionalTensor& residual, const ForwardOpArguments& op,
-                               at::Tensor* statistics) {
-    at::Tensor y;
-    std::tie(y, *statistics) = below_autograd(op);
-    variable_list saved{x, weight.value_or(at::Tensor()), *statistics};
-    if (op.activation.activates()) {
-      saved.push_back(bias.value_or(at::Tensor()));
-      saved.push_back(residual ? y : at::Tensor());
-      context->saved_data["activation"] = std::string(op.activation.activation);
-      context->saved_data["negative_slope"] = op.activation.negative_slope;
-    }
+                               Normalized* done) {
+    *done = below_autograd(op);
+    const bool activates = op.activation.activates();
+    const at::Tensor none;
+    variable_list saved{x, weight.value_or(none), activates ? bias.value_or(none) : none,
+                        activates && residual ? done->y : none};
+    saved.insert(saved.end(), done->statistics.begin(), done->statistics.end());
     context->save_for_backward(std::move(saved));
-    save_flags(
-        context, x, weight, bias,
-        (requires_grad(residual) ? kWantsDResidual : 0) | (op.decomposes() ? kDecomposes : 0));
-    save(context, op.call);
-    return {y};
+    SavedCall{.call = op.call,
+              .wanted = wanted_by(x, weight, bias),
+              .wants_dresidual = requires_grad(residual),
+              .decomposes = op.decomposes(),
+              .activation = op.activation.activation,
+              .negative_slope = op.activation.negative_slope,
+              .eps = op.eps}
+        .save_in(*context);
+    return {done->y};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const ScopedCall call = call_saved_in(*context);
-    return or_tell_peers(call, [&] { return gradients_of(*context, call, gradients); });
+    const SavedCall of = SavedCall::of(*context);
+    return or_tell_peers(of.call, [&] { return gradients_of(*context, of, gradients[0]); });
   }
 
  private:
-  static variable_list gradients_of(const AutogradContext& context, const ScopedCall& call,
-                                    const variable_list& gradients) {
+  static variable_list gradients_of(const AutogradContext& context, const SavedCall& of,
+                                    const at::Tensor& dy) {
     const variable_list saved = context.get_saved_variables();
-    const std::int64_t flags = flags_saved_in(context);
+    const at::Tensor& x = saved[0];
     const OptionalTensor weight = defined_or_none(saved[1]);
-    const bool activates = saved.size() > 3;
-    const OptionalTensor bias = activates ? defined_or_none(saved[3]) : kNoTensor;
-    const OptionalTensor y = activates ? defined_or_none(saved[4]) : kNoTensor;
-    ActivationBackwardCall activation{.bias = bias, .y = y};
-    if (activates) {
-      activation.activation = context.saved_data.at("activation").toStringView();
-      activation.negative_slope = context.saved_data.at("negative_slope").toDouble();
+    const OptionalTensor bias = defined_or_none(saved[2]);
+    const OptionalTensor y = defined_or_none(saved[3]);
+    const at::ArrayRef<at::Tensor> statistics = at::ArrayRef(saved).slice(4);
+    at::Tensor dx;
+    at::Tensor dweight;
+    at::Tensor dbias;
+    at::Tensor dresidual;
+    if (statistics.size() == 1) {
+      const ActivationBackwardCall activation{of.activation, of.negative_slope, bias, y};
+      std::tie(dx, dweight, dbias, dresidual) = backward_of(
+          {dy, x, weight, statistics[0], of.wanted, of.call, activation}, of.decomposes);
+    } else {
+      std::tie(dx, dweight, dbias) = portable_backward_of(
+          {dy, x, weight, statistics[0], of.wanted, of.call, statistics[1], statistics[2], of.eps},
+          of.decomposes);
     }
-    const BackwardOpArguments op{gradients[0],     saved[0], weight,    saved[2],
-                                 wanted_by(flags), call,     activation};
-    const auto [dx, dweight, dbias, dresidual] = backward_of(op, flags);
-    const at::Tensor none;
-    return {op.wanted.dx ? dx : none,
-            op.wanted.dweight ? dweight : none,
-            op.wanted.dbias ? dbias : none,
-            (flags & kWantsDResidual) != 0 ? dresidual : none,
-            none,
-            none};
-  }
-
-  static BackwardTensors backward_of(const BackwardOpArguments& op, std::int64_t flags) {
-    if ((flags & kDecomposes) != 0 && is_recorded_for_a_graph()) return backward_in_graph(op);
-    if (op.activation.activates() && at::GradMode::is_enabled()) return by_single_operations(op);
-    return op.pass_to(backward_op());
-  }
-
-  // Records a graph, because the result is differentiated once more.
-  static BackwardTensors by_single_operations(const BackwardOpArguments& op) {
-    const ActivationBackwardCall& after = op.activation;
-    const ActivationFunction activation = parsed_activation(after.activation, after.negative_slope);
-    // The slope of a piecewise linear activation is constant: no gradient flows to z or y.
-    const at::Tensor z =
-        after.y ? after.y->detach()
-                : NormalizedAgain::apply(op.x, op.weight, after.bias, op.statistics, op.call);
-    const at::Tensor dz =
-        activation_gradient(activation, activation.is_piecewise_linear() ? z.detach() : z, op.dy);
-    const BackwardOpArguments of_dz{dz, op.x, op.weight, op.statistics, op.wanted, op.call};
-    const auto [dx, dweight, dbias, none] = of_dz.pass_to(backward_op());
-    return {dx, dweight, dbias, dz};
+    variable_list results = wanted_of(of.wanted, dx, dweight, dbias);
+    results.push_back(of.wants_dresidual ? dresidual : at::Tensor());
+    results.resize(6);
+    return results;
   }
 };
+
+// With a node for autograd if one is needed.
+Normalized normalized(const ForwardOpArguments& op) {
+  if (!op.needs_backward.value_or(false)) return below_autograd(op);
+  Normalized done;
+  done.y = BatchNorm::apply(op.x, op.weight, op.bias, op.activation.residual, op, &done)[0];
+  return done;
+}
+
+// What is needed before the exchange is known.
+std::tuple<Scope, ActivationFunction> checked_before(const ForwardOpArguments& op) {
+  try {
+    return {parsed_scope(op.call.scope), checked(op.activation, op.x)};
+  } catch (...) {
+    tell_peers(op.call, nullptr);
+    throw;
+  }
+}
 
 std::tuple<at::Tensor, at::Tensor> forward_with_node(const ForwardOpArguments& given) {
   // Under autocast some operations refuse tensors of several types, and others round them.
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   note_forward();
   ForwardOpArguments op = given;
-  const OptionalTensor& residual = op.activation.residual;
-  op.needs_backward = needs_backward(op.x, {op.weight, op.bias, residual});
-  if (uses_torch_kernels(op.x) || is_left_to_torch(op)) return portable_forward(op);
-  if (!*op.needs_backward) return below_autograd(op);
-  at::Tensor statistics;
-  const variable_list outputs =
-      BatchNorm::apply(op.x, op.weight, op.bias, residual, op, &statistics);
-  return {outputs[0], statistics};
+  op.needs_backward = needs_backward(op.x, {op.weight, op.bias, op.activation.residual});
+  if (uses_torch_kernels(op.x) || is_left_to_torch(op)) return forward_by_torchs_kernels(op);
+  const Normalized done = normalized(op);
+  return {done.y, done.statistics[0]};
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
@@ -224,7 +309,10 @@ BackwardTensors backward(const BackwardOpArguments& op) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.pass_to(backward_op());
   }
-  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op);
+  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op.call, [&op] {
+    const auto [dx, dweight, dbias, none] = op.pass_to(backward_op());
+    return Differentiable{dx, dweight, dbias, op.statistics};
+  });
   return {outputs[0], outputs[1], outputs[2], at::empty({0}, op.x.options())};
 }
 
@@ -273,14 +361,31 @@ StatisticsTensors statistics_without_gradient(const ForwardOpArguments& op) {
   return {results[0], results[1], results[2], results[3], results[4], results[5]};
 }
 
-}  // namespace
-
 TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
   m.impl("keep_order", &keep_order_without_gradient);
   m.impl("batch_norm_statistics", &Taken<StatisticsOp, &statistics_without_gradient>::call);
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
   m.impl("batch_norm_backward", &Taken<BackwardOp, &backward>::call);
   m.impl("batch_norm_double_backward", &Taken<DoubleBackwardOp, &double_backward>::call);
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> forward_by_torchs_kernels(const ForwardOpArguments& op) {
+  const auto [scope, activation] = checked_before(op);
+  const OptionalTensor& residual = op.activation.residual;
+  const at::Tensor no_statistics = at::empty({0}, op.x.options());
+  // What follows the layer may raise: the buffers are written after it.
+  const bool has_ending = residual || op.activation.activates();
+  std::optional<BufferCopies> copies;
+  if (has_ending && BufferCopies::can_be_made(op)) copies.emplace(op);
+  const ForwardOpArguments layer = copies ? copies->in(op.without_ending()) : op.without_ending();
+  const bool is_alone = scope.is_of_one_rank() || !has_peers(op.call.group_name);
+  at::Tensor y = is_alone ? normalize_on_this_rank(layer, scope) : normalized(layer).y;
+  if (residual) y = y + *residual;
+  y = activated(activation, y);
+  if (copies) copies->write_back();
+  return {y, no_statistics};
 }
 
 }  // namespace normscope::binding::autograd

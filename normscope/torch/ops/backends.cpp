@@ -6,16 +6,17 @@
 #include <torch/library.h>
 
 #include "normscope/batch_norm/batch_norm.h"
+#include "normscope/torch/calls/arguments.h"
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/finite.h"
+#include "normscope/torch/calls/recomputation.h"
+#include "normscope/torch/calls/run_with_exchange.h"
+#include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/exchanges.h"
-#include "normscope/torch/ops/arguments.h"
-#include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/all_devices.h"
+#include "normscope/torch/ops/autograd.h"
+#include "normscope/torch/ops/buffers.h"
 #include "normscope/torch/ops/call_site.h"
-#include "normscope/torch/ops/finite.h"
-#include "normscope/torch/ops/graph.h"
-#include "normscope/torch/ops/operators.h"
-#include "normscope/torch/ops/recomputation.h"
-#include "normscope/torch/ops/scope_changes.h"
-#include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/parts.h"
 #include "normscope/torch/tensors/device.h"
 #include "normscope/torch/tensors/huge_pages.h"
@@ -103,7 +104,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
   if (op.graph) note_forward_in_graph(op.call.layer);
-  if (uses_torch_kernels(op.x)) return portable_forward(op);  // not reached through autograd
+  if (uses_torch_kernels(op.x)) return autograd::forward_by_torchs_kernels(op);
   const PreparedForward done = run_forward(op, Answer::kOutput);
   if (!batch_was_counted()) {
     for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);

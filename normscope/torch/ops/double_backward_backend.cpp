@@ -8,14 +8,15 @@
 #include <torch/library.h>
 
 #include "normscope/batch_norm/batch_norm.h"
+#include "normscope/torch/calls/arguments.h"
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/finite.h"
+#include "normscope/torch/calls/run_with_exchange.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/groups/tensor_message.h"
-#include "normscope/torch/ops/arguments.h"
-#include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/all_devices.h"
 #include "normscope/torch/ops/call_site.h"
 #include "normscope/torch/ops/double_backward.h"
-#include "normscope/torch/ops/finite.h"
-#include "normscope/torch/ops/operators.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 

@@ -10,9 +10,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/recording.h"
 #include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"
 
@@ -62,10 +62,6 @@ at::Tensor input_gradient(const at::Tensor& x, const at::Tensor& dy, const Coeff
   return pointwise::input_gradient(of.widened(dy), xmu, of[3], of[4], of[2]).to(x.scalar_type());
 }
 
-bool meets_ranks(const Scope& scope, const ScopedCall& call) {
-  return !scope.is_of_one_rank() && !call.group_name.empty();
-}
-
 // Ones if there is no weight, which gives the same results.
 at::Tensor weight_of(const ForwardOpArguments& op) {
   if (op.weight) return *op.weight;
@@ -74,28 +70,9 @@ at::Tensor weight_of(const ForwardOpArguments& op) {
 
 }  // namespace
 
-bool is_recorded_for_a_graph() {
-  using c10::impl::TorchDispatchModeKey;
-  using c10::impl::TorchDispatchModeTLS;
-  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
-}
-
 const c10::TypedOperatorHandle<StatisticsOp>& statistics_op() {
   static const auto op = op_named<StatisticsOp>("normscope::batch_norm_statistics");
   return op;
-}
-
-std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
-  static const auto op = op_named<KeepOrderOp>("normscope::keep_order");
-  return op.call(values);
-}
-
-bool is_left_to_torch(const ForwardOpArguments& op) {
-  if (op.graph != "exported" || !is_recorded_for_a_graph()) return false;
-  const Scope scope = parsed_scope(op.call.scope);
-  if (meets_ranks(scope, op.call)) return false;
-  // A graph with one call for each slice is only right for one number of samples.
-  return scope.kind() != Scope::Kind::kSlices || !op.x.sym_size(0).is_symbolic();
 }
 
 std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op) {

@@ -6,8 +6,8 @@
 #include <torch/library.h>
 
 #include "normscope/kernels/device_kernels.h"
-#include "normscope/torch/ops/arguments.h"
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/calls/arguments.h"
+#include "normscope/torch/calls/checks.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 

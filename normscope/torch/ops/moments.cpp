@@ -8,11 +8,12 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "normscope/torch/calls/arguments.h"
+#include "normscope/torch/calls/checks.h"
 #include "normscope/torch/errors.h"
-#include "normscope/torch/ops/arguments.h"
-#include "normscope/torch/ops/backend_call.h"
+#include "normscope/torch/ops/all_devices.h"
+#include "normscope/torch/ops/buffers.h"
 #include "normscope/torch/ops/call_site.h"
-#include "normscope/torch/ops/operators.h"
 #include "normscope/torch/portable/parts.h"
 #include "normscope/torch/tensors/kernels_in_use.h"
 #include "normscope/torch/tensors/results.h"

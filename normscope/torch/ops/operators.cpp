@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/ops/operators.h"
-
 #include <chrono>
 #include <cstdint>
 #include <optional>
@@ -20,11 +18,11 @@
 #include "normscope/core/scope.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
+#include "normscope/torch/calls/arguments.h"
+#include "normscope/torch/calls/finite.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/groups/registry.h"
-#include "normscope/torch/ops/finite.h"
-#include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/output_noise.h"
 #include "normscope/torch/tensors/kernels_in_use.h"
 

@@ -13,8 +13,11 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "normscope/torch/ops/backend_call.h"
-#include "normscope/torch/ops/graph.h"
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/finite.h"
+#include "normscope/torch/calls/recording.h"
+#include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/groups/tensor_message.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/results.h"
@@ -118,7 +121,11 @@ at::Tensor normalize(const ForwardOpArguments& op, const Slicing& slicing,
 
 }  // namespace
 
-at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Slicing& slicing) {
+at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Scope& scope) {
+  const ExchangeUse shown(Direction::kForward, op.call,
+                          placement_of_messages(op.call, op.x).value_or(Placement{}));
+  const Slicing slicing = checked(op, scope);
+  check_finite(op.x, nullptr, Direction::kForward, op.call);
   const std::vector<at::Tensor> slices = slices_of(op.x, slicing, op.call.layer);
   // A later slice may raise; in a recomputation torch's kernel would update; that for CPUs
   // allocates memory after it has updated.

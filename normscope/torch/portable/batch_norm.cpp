@@ -20,10 +20,10 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/finite.h"
+#include "normscope/torch/calls/run_with_exchange.h"
 #include "normscope/torch/groups/tensor_message.h"
-#include "normscope/torch/ops/arguments.h"
-#include "normscope/torch/ops/backend_call.h"
-#include "normscope/torch/ops/finite.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/kernels_in_use.h"
 #include "normscope/torch/tensors/results.h"
@@ -241,6 +241,11 @@ GradientTensors backward_meta(const PortableBackwardArguments& op) {
 
 at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps) {
   return has_synchronized_kernels(x) ? spread : (spread + eps).rsqrt();
+}
+
+at::Tensor stored_statistics(const PortableBackwardArguments& op) {
+  const at::Tensor mean = op.mean.to(float64_options(op.x).dtype());
+  return stored_statistics(mean, inv_std_of(op.x, op.spread, op.eps).to(mean.scalar_type()));
 }
 
 GradientSums gradient_sums_of(const PortableBackwardArguments& op) {

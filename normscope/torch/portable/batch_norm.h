@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/calls/checks.h"
 #include "normscope/torch/portable/statistics.h"
 
 namespace normscope::binding {
@@ -16,9 +16,6 @@ namespace normscope::binding {
 // statistics send their means and variances once in forward, and their gradient sums once in
 // backward. These sums are rounded to float32: unlike those of the library's own kernels, the
 // results depend on the number of ranks in the last places (docs/numerics.md, "Torch's kernels").
-
-// With a node for autograd if one is needed. The second tensor is empty.
-[[nodiscard]] std::tuple<at::Tensor, at::Tensor> portable_forward(const ForwardOpArguments& op);
 
 // The ops portable_forward and portable_backward: the calls of ranks that share statistics.
 // Returned: y; mean [C]; spread [C], the inverse standard deviation or, on devices without torch's
@@ -46,8 +43,7 @@ struct PortableBackwardArguments {
 };
 
 // torch.nn's layer, for a rank alone or for each slice; operations of torch, with their gradients.
-[[nodiscard]] at::Tensor normalize_on_this_rank(const ForwardOpArguments& op,
-                                                const Slicing& slicing);
+[[nodiscard]] at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Scope& scope);
 
 // Forward and backward of ranks that share statistics in a recorded graph: operations of torch,
 // which a compiler fuses with those before and after, and one op portable_sum between two calls of
@@ -60,5 +56,8 @@ struct PortableBackwardArguments {
 [[nodiscard]] at::Tensor input_gradient_of(const PortableBackwardArguments& op,
                                            const GradientSums& totals);
 [[nodiscard]] at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps);
+
+// The statistics that other ops take, [1, 3, C].
+[[nodiscard]] at::Tensor stored_statistics(const PortableBackwardArguments& op);
 
 }  // namespace normscope::binding

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/ops/graph.h"
-
+//
+// The layer by torch's kernels in a compiled graph.
 #include <optional>
 #include <string_view>
 
@@ -12,10 +12,11 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/recording.h"
+#include "normscope/torch/calls/run_with_exchange.h"
+#include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/tensor_message.h"
-#include "normscope/torch/ops/arguments.h"
-#include "normscope/torch/ops/backend_call.h"
-#include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/kernels_in_use.h"

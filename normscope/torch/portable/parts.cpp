@@ -11,9 +11,9 @@
 
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
-#include "normscope/torch/ops/activation.h"
-#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/calls/checks.h"
 #include "normscope/torch/portable/statistics.h"
+#include "normscope/torch/tensors/activation.h"
 #include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"
 

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/calls/arguments.h"
 
 namespace normscope::binding {
 

@@ -22,11 +22,10 @@
 
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
+#include "normscope/torch/calls/recomputation.h"
+#include "normscope/torch/calls/recording.h"
+#include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/tensor_message.h"
-#include "normscope/torch/ops/backend_call.h"
-#include "normscope/torch/ops/graph.h"
-#include "normscope/torch/ops/recomputation.h"
-#include "normscope/torch/ops/scope_changes.h"
 #include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"
 

@@ -203,7 +203,7 @@ class Staged:
 
 
 def _recorded_as() -> str:
-    """Return how the graph of a compiler or torch.export records the op; see ops/graph.h."""
+    """Return how the graph of a compiler or torch.export records the op; see calls/recording.h."""
     if is_exporting():
         return "exported"
     recorder: str = _recorder_now()

@@ -79,6 +79,12 @@ struct ForwardOpArguments {
             dims, slice_stats,  call, other_accumulated, needs_backward, activation};
   }
 
+  // The layer without what follows it.
+  [[nodiscard]] ForwardOpArguments without_ending() const {
+    return {x,           weight, bias,        running,        momentum, eps,  dims,
+            slice_stats, call,   accumulated, needs_backward, {},       graph};
+  }
+
   [[nodiscard]] bool decomposes() const { return graph && !graph->starts_with("exact"); }
 
  private:

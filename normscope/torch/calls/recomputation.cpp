@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/ops/recomputation.h"
+#include "normscope/torch/calls/recomputation.h"
 
 #include <utility>
 

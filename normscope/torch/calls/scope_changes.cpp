@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/ops/scope_changes.h"
+#include "normscope/torch/calls/scope_changes.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -18,7 +18,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 
-#include "normscope/torch/ops/recomputation.h"
+#include "normscope/torch/calls/recomputation.h"
 
 namespace normscope::binding {
 namespace {

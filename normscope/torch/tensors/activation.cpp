@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/ops/activation.h"
+#include "normscope/torch/tensors/activation.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/hardswish.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/ops/finite.h"
+#include "normscope/torch/calls/finite.h"
 
 #include <atomic>
 #include <cstdint>

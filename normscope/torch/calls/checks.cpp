@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/ops/arguments.h"
+#include "normscope/torch/calls/checks.h"
 
 #include <algorithm>
 

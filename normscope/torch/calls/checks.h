@@ -12,7 +12,7 @@
 #include "normscope/core/limbs.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/kernels.h"
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/calls/arguments.h"
 
 namespace normscope::binding {
 

@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "normscope/batch_norm/exchange.h"
-#include "normscope/torch/ops/operators.h"
+#include "normscope/torch/calls/arguments.h"
 
 namespace normscope::binding {
 

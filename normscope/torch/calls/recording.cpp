@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/calls/recording.h"
+
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include "normscope/torch/groups/exchanges.h"
+
+namespace normscope::binding {
+
+bool is_recorded_for_a_graph() {
+  using c10::impl::TorchDispatchModeKey;
+  using c10::impl::TorchDispatchModeTLS;
+  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+}
+
+bool meets_ranks(const Scope& scope, const ScopedCall& call) {
+  return !scope.is_of_one_rank() && !call.group_name.empty();
+}
+
+bool is_left_to_torch(const ForwardOpArguments& op) {
+  if (op.graph != "exported" || !is_recorded_for_a_graph()) return false;
+  const Scope scope = parsed_scope(op.call.scope);
+  if (meets_ranks(scope, op.call)) return false;
+  // A graph with one call for each slice is only right for one number of samples.
+  return scope.kind() != Scope::Kind::kSlices || !op.x.sym_size(0).is_symbolic();
+}
+
+std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
+  static const auto op = op_named<KeepOrderOp>("normscope::keep_order");
+  return op.call(values);
+}
+
+}  // namespace normscope::binding
