@@ -119,11 +119,3 @@ struct ActivatedTwoInputs {
                                   rounded<Element>(gradient.value(formula.normalize(), load)));
   }
 };
-
-struct NoFormulas {};
-struct NoFormula {};
-template <class Value>
-NORMSCOPE_INLINE NoFormula formula_at(const NoFormulas& /*formulas*/, std::int64_t /*c*/) {
-  return {};
-}
-NORMSCOPE_INLINE NoFormula broadcast_formula(const NoFormula& formula) { return formula; }

@@ -2,29 +2,6 @@
 //
 // Shared by the sweeps that apply formulas. Included once by each target (vector.h says why).
 
-// The formula whose members are number_of(0), number_of(1), ...
-template <class Formula, class NumberOf, std::size_t... kIndices>
-NORMSCOPE_INLINE Formula formula_of(const NumberOf& number_of, std::index_sequence<kIndices...>) {
-  return {number_of(kIndices)...};
-}
-
-// Loads the coefficients of channel c, or of a vector of channels starting at c.
-template <class Value, template <class> class Formula, class Real>
-NORMSCOPE_INLINE Formula<Value> formula_at(const FormulaArrays<Formula, const Real>& formulas,
-                                           std::int64_t c) {
-  constexpr std::make_index_sequence<FormulaArrays<Formula, const Real>::kCount> kIndices;
-  const auto number_of = [&](std::size_t k) { return load_bytes<Value>(formulas.arrays[k] + c); };
-  return formula_of<Formula<Value>>(number_of, kIndices);
-}
-
-template <template <class> class Formula, class Real>
-NORMSCOPE_INLINE Formula<Vector<Real>> broadcast_formula(const Formula<Real>& one) {
-  constexpr std::size_t kCount = sizeof(one) / sizeof(Real);
-  const auto numbers = std::bit_cast<std::array<Real, kCount>>(one);
-  const auto number_of = [&](std::size_t k) { return broadcast(numbers[k]); };
-  return formula_of<Formula<Vector<Real>>>(number_of, std::make_index_sequence<kCount>());
-}
-
 // The inputs of a formula at one place. value(formula, load) returns the result; load(tensor)
 // returns the tensor's element at that place, or a vector of elements.
 template <class Element>

@@ -2,9 +2,14 @@
 #include "normscope/kernels/cpu/cpu.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
 
+#include "normscope/core/cache_lines.h"
 #include "normscope/kernels/channel_values.h"
-#include "normscope/kernels/cpu/channel_arrays.h"
 #include "normscope/kernels/cpu/parts.h"
 #include "normscope/kernels/cpu/target.h"
 #include "normscope/kernels/finalize.h"
@@ -32,30 +37,75 @@ std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
   return chunk > 8 ? ceil_divide(chunk, 8) * 8 : chunk;
 }
 
+// Replaces any NaN by the one that arithmetic produces, which rounding to 16 bits relies on.
+template <class Real>
+Real with_plain_nan(Real value) {
+  return value == value ? value : std::numeric_limits<Real>::quiet_NaN();
+}
+
+// The coefficients of a formula for every channel of x. formula_of(c) makes those of channel c,
+// which consist of doubles; they are rounded to the type of the arithmetic. Each array starts at a
+// cache line. A full vector can be read from any channel, even past the last one.
+class Coefficients {
+ public:
+  template <class FormulaOf>
+  Coefficients(const TensorView& x, const FormulaOf& formula_of) {
+    if (x.dtype == DType::kFloat64) {
+      fill<double>(x.channels, formula_of);
+    } else {
+      fill<float>(x.channels, formula_of);
+    }
+  }
+
+  // The channels from c on.
+  [[nodiscard]] ChannelArrays from(std::int64_t c) const {
+    return {memory_.data() + c * size_of_number_, stride_};
+  }
+
+ private:
+  template <class Real, class FormulaOf>
+  void fill(std::int64_t channels, const FormulaOf& formula_of) {
+    constexpr std::size_t kCount = sizeof(formula_of(0)) / sizeof(double);
+    size_of_number_ = sizeof(Real);
+    stride_ = whole_lines<Real>(channels);
+    memory_.resize(kCount * static_cast<std::size_t>(stride_) * sizeof(Real) + kCacheLine);
+    auto* numbers = reinterpret_cast<Real*>(memory_.data());
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const auto members = std::bit_cast<std::array<double, kCount>>(formula_of(c));
+      for (std::size_t k = 0; k < kCount; ++k) {
+        numbers[static_cast<std::int64_t>(k) * stride_ + c] =
+            with_plain_nan(static_cast<Real>(members[k]));
+      }
+    }
+  }
+
+  std::int64_t size_of_number_ = 0;
+  std::int64_t stride_ = 0;  // numbers from one array to the next
+  AlignedVector<std::byte> memory_;
+};
+
 template <class View>
 View part_of(const View& tensor, TileRange channels) {
   return tensor.channel_range(channels.begin, channels.end);
 }
 
-void add_moments(const Target& target, const Execution& execution, const TensorView& x,
-                 LimbsView limbs) {
+template <const Target& kTarget>
+void add_moments(const Execution& execution, const TensorView& x, LimbsView limbs) {
   if (x.empty()) return;
-  with_element_type(x.dtype, [&]<class Element>(Element*) {
-    sum_parts(execution, x, target, limbs,
-              [&](TileRange channels, TileRange tiles, LimbsView into) {
-                target.of<Element>().add_moments(part_of(x, channels), tiles, into);
-              });
+  sum_parts(execution, x, kTarget, limbs, [&](TileRange channels, TileRange tiles, LimbsView into) {
+    kTarget.add_moments(part_of(x, channels), tiles, into);
   });
 }
 
-void finalize_moments(const Target& target, const Execution& /*execution*/, LimbsView limbs,
-                      double n, double eps, DType x_dtype, const MomentsResults& results) {
+template <const Target& kTarget>
+void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n, double eps,
+                      DType x_dtype, const MomentsResults& results) {
   const auto& [statistics, running, pooled, count_out] = results;
   if (count_out != nullptr) *count_out = n;
-  if (pooled.data != nullptr) target.add_limbs(limbs, pooled);
+  if (pooled.data != nullptr) kTarget.add_limbs(limbs, pooled);
   if (n > 0.0) {
     running.count();
-    target.moments(limbs, n, statistics);
+    kTarget.moments(limbs, n, statistics);
   }
   for (std::int64_t c = 0; c < limbs.channels; ++c) {
     Moments<double> moments{};
@@ -65,130 +115,94 @@ void finalize_moments(const Target& target, const Execution& /*execution*/, Limb
   }
 }
 
-template <class Real>
-Formulas<Normalize, Real> normalize_formulas(std::int64_t channels, Statistics statistics,
-                                             const AffineActivation& affine) {
-  return {channels, [&](std::int64_t c) {
-            return normalize_coefficients<Real>(statistics, affine.weight, affine.bias, c);
+Coefficients coefficients_of_y(const TensorView& x, Statistics statistics,
+                               const AffineActivation& affine) {
+  return {x, [&](std::int64_t c) {
+            return normalize_coefficients<double>(statistics, affine.weight, affine.bias, c);
           }};
 }
 
-void normalize(const Target& target, const Execution& execution, const TensorView& x,
-               Statistics statistics, const AffineActivation& affine, const TensorView& residual,
+template <const Target& kTarget>
+void normalize(const Execution& execution, const TensorView& x, Statistics statistics,
+               const AffineActivation& affine, const TensorView& residual,
                const MutableTensorView& y) {
   if (x.empty()) return;
-  with_element_type(x.dtype, [&]<class Element>(Element*) {
-    const auto formulas = normalize_formulas<Arithmetic<Element>>(x.channels, statistics, affine);
-    const Stores stores = stores_for(y);
-    for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
-      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
-      target.of<Element>().normalize(part(x), formulas.from(channels.begin), affine.activation,
-                                     part(residual), tiles, stores, part(y));
-    });
+  const Coefficients coefficients = coefficients_of_y(x, statistics, affine);
+  const Stores stores = stores_for(y);
+  for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+    const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+    kTarget.normalize(part(x), coefficients.from(channels.begin), affine.activation, part(residual),
+                      tiles, stores, part(y));
   });
 }
 
-// formulas_from(c): those of the channels from c on.
-template <class Element, class FormulasFrom>
-void sum_gradients(const Target& target, const Execution& execution, const TensorView& x,
-                   const TensorView& dy, const FormulasFrom& formulas_from,
-                   const ActivationFunction& activation, LimbsView limbs) {
-  sum_parts(execution, x, target, limbs, [&](TileRange channels, TileRange tiles, LimbsView into) {
-    target.of<Element>().add_gradient_sums(part_of(x, channels), part_of(dy, channels),
-                                           formulas_from(channels.begin), activation, tiles, into);
-  });
+// Without an activation, only the means are read.
+Coefficients coefficients_of_sums(const TensorView& x, Statistics statistics,
+                                  const AffineActivation& affine) {
+  if (affine.activation.kind != Activation::kNone) {
+    return coefficients_of_y(x, statistics, affine);
+  }
+  return {x, [&](std::int64_t c) { return statistics.mean_hi[c]; }};
 }
 
-template <class Real>
-struct Mean {
-  Real mean_hi;
-};
-
-void add_gradient_sums(const Target& target, const Execution& execution, const TensorView& x,
-                       const TensorView& dy, Statistics statistics, const AffineActivation& affine,
-                       LimbsView limbs) {
+template <const Target& kTarget>
+void add_gradient_sums(const Execution& execution, const TensorView& x, const TensorView& dy,
+                       Statistics statistics, const AffineActivation& affine, LimbsView limbs) {
   if (x.empty()) return;
-  with_element_type(x.dtype, [&]<class Element>(Element*) {
-    using Real = Arithmetic<Element>;
-    if (affine.activation.kind != Activation::kNone) {
-      const auto formulas = normalize_formulas<Real>(x.channels, statistics, affine);
-      sum_gradients<Element>(
-          target, execution, x, dy, [&](std::int64_t c) { return formulas.from(c); },
-          affine.activation, limbs);
-      return;
-    }
-    const Formulas<Mean, Real> means(x.channels, [&](std::int64_t c) {
-      return Mean<Real>{static_cast<Real>(statistics.mean_hi[c])};
-    });
-    // Only the means are read.
-    const auto formulas_from = [&](std::int64_t c) {
-      const Real* const mean_hi = means.from(c).mean_hi();
-      return FormulaArrays<Normalize, const Real>{{mean_hi, mean_hi, mean_hi, mean_hi}};
-    };
-    sum_gradients<Element>(target, execution, x, dy, formulas_from, {}, limbs);
+  const Coefficients coefficients = coefficients_of_sums(x, statistics, affine);
+  sum_parts(execution, x, kTarget, limbs, [&](TileRange channels, TileRange tiles, LimbsView into) {
+    kTarget.add_gradient_sums(part_of(x, channels), part_of(dy, channels),
+                              coefficients.from(channels.begin), affine.activation, tiles, into);
   });
 }
 
-void finalize_gradient_sums(const Target& target, const Execution& /*execution*/, LimbsView limbs,
-                            Statistics statistics, const GradientResults& results) {
-  target.gradient_sums(limbs, statistics, results.sums);
+template <const Target& kTarget>
+void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
+                            const GradientResults& results) {
+  kTarget.gradient_sums(limbs, statistics, results.sums);
   for (std::int64_t c = 0; c < limbs.channels; ++c) use_gradient_sums(results, c);
 }
 
-void input_gradient(const Target& target, const Execution& execution, const TensorView& x,
-                    const TensorView& dy, Statistics statistics, const AffineActivation& affine,
-                    GradientSums sums, double count, const MutableTensorView& dx) {
+template <const Target& kTarget>
+void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
+                    Statistics statistics, const AffineActivation& affine, GradientSums sums,
+                    double count, const MutableTensorView& dx) {
   if (x.empty()) return;
-  with_element_type(x.dtype, [&]<class Element>(Element*) {
-    using Real = Arithmetic<Element>;
-    const Formulas<ActivatedInputGradient, Real> formulas(x.channels, [&](std::int64_t c) {
-      return ActivatedInputGradient<Real>{
-          input_gradient_coefficients<Real>(statistics, affine.weight, sums, count, c),
-          static_cast<Real>(channel_value(affine.bias, c, 0.0))};
-    });
-    const Stores stores = stores_for(dx);
-    for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
-      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
-      target.of<Element>().input_gradient(part(x), part(dy), formulas.from(channels.begin),
-                                          affine.activation, tiles, stores, part(dx));
-    });
+  const Coefficients coefficients(x, [&](std::int64_t c) {
+    return ActivatedInputGradient<double>{
+        input_gradient_coefficients<double>(statistics, affine.weight, sums, count, c),
+        channel_value(affine.bias, c, 0.0)};
+  });
+  const Stores stores = stores_for(dx);
+  for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+    const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+    kTarget.input_gradient(part(x), part(dy), coefficients.from(channels.begin), affine.activation,
+                           tiles, stores, part(dx));
   });
 }
 
-void activation_gradient(const Target& target, const Execution& execution, const TensorView& x,
-                         const TensorView& dy, Statistics statistics,
-                         const AffineActivation& affine, const MutableTensorView& dz) {
+template <const Target& kTarget>
+void activation_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
+                         Statistics statistics, const AffineActivation& affine,
+                         const MutableTensorView& dz) {
   if (x.empty()) return;
-  with_element_type(x.dtype, [&]<class Element>(Element*) {
-    const auto formulas = normalize_formulas<Arithmetic<Element>>(x.channels, statistics, affine);
-    for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
-      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
-      target.of<Element>().activation_gradient(part(x), part(dy), formulas.from(channels.begin),
-                                               affine.activation, tiles, part(dz));
-    });
+  const Coefficients coefficients = coefficients_of_y(x, statistics, affine);
+  for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
+    const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+    kTarget.activation_gradient(part(x), part(dy), coefficients.from(channels.begin),
+                                affine.activation, tiles, part(dz));
   });
 }
 
-void gradient_of_output(const Target& target, const Execution& execution, const TensorView& y,
-                        const TensorView& dy, const ActivationFunction& activation,
-                        const MutableTensorView& dz) {
+template <const Target& kTarget>
+void gradient_of_output(const Execution& execution, const TensorView& y, const TensorView& dy,
+                        const ActivationFunction& activation, const MutableTensorView& dz) {
   if (y.empty()) return;
-  with_element_type(y.dtype, [&]<class Element>(Element*) {
-    for_parts(execution, y, [&](TileRange channels, TileRange tiles) {
-      const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
-      target.of<Element>().gradient_of_output(part(y), part(dy), activation, tiles, part(dz));
-    });
+  for_parts(execution, y, [&](TileRange channels, TileRange tiles) {
+    const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
+    kTarget.gradient_of_output(part(y), part(dy), activation, tiles, part(dz));
   });
 }
-
-// A function of this file for one instruction set.
-template <const Target& kTarget, auto kFunction>
-struct Of;
-template <const Target& kTarget, class... Arguments,
-          void (*kFunction)(const Target& target, Arguments...)>
-struct Of<kTarget, kFunction> {
-  static void call(Arguments... arguments) { kFunction(kTarget, arguments...); }
-};
 
 template <const Target& kTarget>
 constexpr Kernels kernels_of(std::string_view name) {
@@ -196,14 +210,14 @@ constexpr Kernels kernels_of(std::string_view name) {
       .name = name,
       .can_run = [] { return kTarget.can_run(); },
       .channels_per_chunk = channels_per_chunk,
-      .add_moments = Of<kTarget, add_moments>::call,
-      .finalize_moments = Of<kTarget, finalize_moments>::call,
-      .normalize = Of<kTarget, normalize>::call,
-      .add_gradient_sums = Of<kTarget, add_gradient_sums>::call,
-      .finalize_gradient_sums = Of<kTarget, finalize_gradient_sums>::call,
-      .input_gradient = Of<kTarget, input_gradient>::call,
-      .activation_gradient = Of<kTarget, activation_gradient>::call,
-      .gradient_of_output = Of<kTarget, gradient_of_output>::call,
+      .add_moments = add_moments<kTarget>,
+      .finalize_moments = finalize_moments<kTarget>,
+      .normalize = normalize<kTarget>,
+      .add_gradient_sums = add_gradient_sums<kTarget>,
+      .finalize_gradient_sums = finalize_gradient_sums<kTarget>,
+      .input_gradient = input_gradient<kTarget>,
+      .activation_gradient = activation_gradient<kTarget>,
+      .gradient_of_output = gradient_of_output<kTarget>,
   };
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Adds tile sums to limbs, many channels at a time. Included once by each target (vector.h says
-// why).
+// Limbs, many channels at a time: adding tile sums to them, and the totals. Included once by each
+// target (vector.h says why).
 
 // Adds the share of `part` that is a multiple of grid k to limb(sum, k)[c], and returns the
 // remainder. A part has kDoubles channels, or one.
@@ -68,4 +68,52 @@ NORMSCOPE_INLINE void load_canonical(const LimbsView& limbs, int sum, std::int64
                                      Real (&values)[kLimbs]) {
   for (int k = 0; k < kLimbs; ++k) values[k] = load_bytes<Real>(limbs.limb(sum, k) + c);
   canonicalize(values);
+}
+
+void canonicalize_limbs(LimbsView limbs) {
+  for (int sum = 0; sum < kSums; ++sum) {
+    for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
+      Real values[kLimbs];
+      load_canonical(limbs, sum, c, values);
+      for (int k = 0; k < kLimbs; ++k) store_bytes(limbs.limb(sum, k) + c, values[k]);
+    });
+  }
+}
+
+void add_limbs(LimbsView from, LimbsView to) {
+  for (int sum = 0; sum < kSums; ++sum) {
+    for (int k = 0; k < kLimbs; ++k) {
+      for_channels(to.channels, [&]<class Real>(std::int64_t c, Real) {
+        double* limb = to.limb(sum, k) + c;
+        store_bytes(limb, load_bytes<Real>(limb) + load_bytes<Real>(from.limb(sum, k) + c));
+      });
+    }
+  }
+}
+
+void moments_of_limbs(LimbsView limbs, double count, MutableStatistics to) {
+  for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real zero) {
+    Real sum[kLimbs];
+    Real sum_of_squares[kLimbs];
+    load_canonical(limbs, kSumOfValues, c, sum);
+    load_canonical(limbs, kSumOfProducts, c, sum_of_squares);
+    const Moments<Real> result = moments(total(sum), total(sum_of_squares), zero + count);
+    store_bytes(to.mean_hi + c, result.mean.hi);
+    store_bytes(to.mean_lo + c, result.mean.lo);
+    store_bytes(to.inv_std + c, result.population_variance);
+  });
+}
+
+void gradient_sums_of_limbs(LimbsView limbs, Statistics statistics, GradientSums sums) {
+  for_channels(limbs.channels, [&]<class Real>(std::int64_t c, Real) {
+    Real dy[kLimbs];
+    Real dy_centered[kLimbs];
+    load_canonical(limbs, kSumOfValues, c, dy);
+    load_canonical(limbs, kSumOfProducts, c, dy_centered);
+    const DoubleDouble<Real> sum_dy = total(dy);
+    store_bytes(sums.dy + c, sum_dy.hi + sum_dy.lo);
+    store_bytes(sums.dy_xhat + c, gradient_sum_with_xhat(sum_dy, total(dy_centered),
+                                                         load_bytes<Real>(statistics.mean_lo + c),
+                                                         load_bytes<Real>(statistics.inv_std + c)));
+  });
 }

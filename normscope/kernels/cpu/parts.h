@@ -12,7 +12,6 @@
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/core/tiles.h"
-#include "normscope/kernels/cpu/channel_arrays.h"
 #include "normscope/kernels/cpu/target.h"
 
 // How a tensor's work is split among threads, and how its outputs are stored.
@@ -42,6 +41,13 @@ inline std::int64_t cache_per_core() {
 }
 
 inline std::int64_t ceil_divide(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// `count` numbers, rounded up to whole cache lines.
+template <class Number>
+std::int64_t whole_lines(std::int64_t count) {
+  const std::size_t bytes = whole_cache_lines(static_cast<std::size_t>(count) * sizeof(Number));
+  return static_cast<std::int64_t>(bytes / sizeof(Number));
+}
 
 inline std::int64_t tile_count(const TensorView& x) {
   return x.samples * tiles_per_sample(x.layout(), x.positions);

@@ -97,7 +97,7 @@ struct OutputGradient {
 template <class Element, Layout kLayout>
 struct ActivatedOutputGradient {
   using Real = Arithmetic<Element>;
-  FormulaArrays<Normalize, const Real> formulas;  // starting at x's channel
+  FormulaArrays<Normalize, Real> formulas;  // starting at x's channel
   Clip<Real> function;
 
   NORMSCOPE_INLINE ActivatedOutputGradient from(std::int64_t c) const {

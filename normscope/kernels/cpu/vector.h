@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Vectors of one instruction set. Included once by each target_*.cpp, inside that target's
-// namespace: no function compiled for one instruction set can then replace another's. Hence no
-// include guard.
+// Vectors of one instruction set. Only target.cpp includes this file and those that refer to it,
+// inside an unnamed namespace: no function compiled for one instruction set can then replace
+// another's. Hence no include guard.
 //
 // Vectors are those of the compiler (GCC and Clang: vector_size), as wide as the target's flags
 // allow. An operation on a vector applies to each of its elements; the width changes no bit.
