@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Shared by the sweeps that apply formulas. Included once by each target (vector.h says why).
+// Applies formulas to tensors. Included once by each target (vector.h says why).
 
 // The inputs of a formula at one place. value(formula, load) returns the result; load(tensor)
 // returns the tensor's element at that place, or a vector of elements.
@@ -58,4 +58,91 @@ NORMSCOPE_INLINE void for_samples_backwards(Layout layout, std::int64_t position
           smaller((end - first_of_sample) * tile_size, positions));
     end = begin;
   }
+}
+
+// Contiguous positions.
+
+// Applies the formula to n contiguous elements of one channel.
+template <class Element, class Inputs, class Formula, class Store>
+NORMSCOPE_INLINE void apply_to_neighbours(const Inputs inputs, const Formula formula,
+                                          std::int64_t n, const Store& store, Element* output) {
+  if (n < kElementsOf<Element>) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      const auto load_one = [i](const Element* from) { return widen(from[i]); };
+      output[i] = narrow<Element>(inputs.value(formula, load_one));
+    }
+    return;
+  }
+  const auto vector_formula = broadcast_formula(formula);
+  store_vectors(output, n, store, [=](std::int64_t i) {
+    Block<Element> result;
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      const auto load_vector = [=](const Element* from) { return load_block(from + i).vectors[v]; };
+      result.vectors[v] = inputs.value(vector_formula, load_vector);
+    }
+    return narrow_block(result);
+  });
+}
+
+// inputs_at(n, c, p) returns the inputs at that place.
+template <class Element, class InputsAt, class Formulas, class Store>
+NORMSCOPE_INLINE void apply_channels_first(const InputsAt& inputs_at, const Formulas& formulas,
+                                           TileRange tiles, const Store& store,
+                                           const MutableTensorView& y) {
+  for_samples_backwards(
+      Layout::kChannelsFirst, y.positions, tiles,
+      [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
+        for (std::int64_t c = 0; c < y.channels; ++c) {
+          apply_to_neighbours(inputs_at(n, c, begin), formula_at<Arithmetic<Element>>(formulas, c),
+                              end - begin, store, element_at<Element>(y, n, c, begin));
+        }
+      });
+}
+
+// Contiguous channels.
+
+// Applies the formulas to all channels of one position.
+template <class Element, class Inputs, class Formulas, class Store>
+NORMSCOPE_INLINE void apply_to_row(const Inputs inputs, const Formulas& formulas,
+                                   std::int64_t channels, const Store& store, Element* output) {
+  using Real = Arithmetic<Element>;
+  if (channels < kElementsOf<Element>) {
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const auto load_one = [c](const Element* from) { return widen(from[c]); };
+      output[c] = narrow<Element>(inputs.value(formula_at<Real>(formulas, c), load_one));
+    }
+    return;
+  }
+  store_vectors(output, channels, store, [=](std::int64_t c) {
+    Block<Element> result;
+    for (int v = 0; v < kBlockVectors<Element>; ++v) {
+      const std::int64_t begin = c + v * kLanesOf<Real>;
+      const auto load_vector = [begin](const Element* from) { return load(from + begin); };
+      result.vectors[v] = inputs.value(formula_at<Vector<Real>>(formulas, begin), load_vector);
+    }
+    return narrow_in_order<Element>(result);
+  });
+}
+
+// The size of a run of an input in bytes. A run is read forwards, which suits the hardware
+// prefetcher. Half of an L2 cache, where the previous sweep has left the last elements.
+inline constexpr std::int64_t kRun = std::int64_t{1} << 19;
+
+template <class Element, class InputsAt, class Formulas, class Store>
+NORMSCOPE_INLINE void apply_channels_last(const InputsAt& inputs_at, const Formulas& formulas,
+                                          TileRange tiles, const Store& store,
+                                          const MutableTensorView& y) {
+  const std::int64_t row = y.channels * static_cast<std::int64_t>(sizeof(Element));
+  const std::int64_t rows_of_run = larger(1, kRun / row);
+  for_samples_backwards(Layout::kChannelsLast, y.positions, tiles,
+                        [&](std::int64_t n, std::int64_t begin, std::int64_t end) {
+                          while (end > begin) {
+                            const std::int64_t first = larger(begin, end - rows_of_run);
+                            for (std::int64_t p = first; p < end; ++p) {
+                              apply_to_row(inputs_at(n, 0, p), formulas, y.channels, store,
+                                           element_at<Element>(y, n, 0, p));
+                            }
+                            end = first;
+                          }
+                        });
 }

@@ -27,20 +27,15 @@ namespace {
 // clang-format off: each uses what those before it define
 #include "normscope/kernels/cpu/vector.h"
 #include "normscope/kernels/cpu/block.h"
-#include "normscope/kernels/cpu/fold.h"
 #include "normscope/kernels/cpu/formulas.h"
-#include "normscope/kernels/cpu/tile.h"
 #include "normscope/kernels/cpu/activation.h"
 #include "normscope/kernels/cpu/limb_sums.h"
 #include "normscope/kernels/cpu/tile_terms.h"
 #include "normscope/kernels/cpu/tile_sums.h"
-#include "normscope/kernels/cpu/fetch_ahead.h"
 #include "normscope/kernels/cpu/sum_channels_first.h"
 #include "normscope/kernels/cpu/sum_channels_last.h"
 #include "normscope/kernels/cpu/sum_elements.h"
 #include "normscope/kernels/cpu/apply.h"
-#include "normscope/kernels/cpu/apply_channels_first.h"
-#include "normscope/kernels/cpu/apply_channels_last.h"
 // clang-format on
 
 // The instruction sets that kernels/CMakeLists.txt compiles for.
