@@ -9,6 +9,7 @@
 
 #include "normscope/core/cache_lines.h"
 #include "tests/batch_norm/layer_run.h"
+#include "tests/kernels/device_stream.h"
 #include "tests/kernels/kernels_under_test.h"
 
 namespace normscope::testing {
@@ -23,7 +24,8 @@ class HostedCommunicator : public BorrowedCommunicator {
   }
 };
 
-// What a rank needs for calls on its device. The workspace's earlier contents do not matter.
+// What a rank needs for calls on its device, with a stream of its own. The workspace's earlier
+// contents do not matter.
 class DeviceRank {
  public:
   explicit DeviceRank(Exchange* exchange, std::int64_t channels = 5, std::int64_t slices = 1)
@@ -32,6 +34,7 @@ class DeviceRank {
         scratch_(static_cast<std::size_t>(device_scratch_size(channels, slices))),
         exchange_(exchange) {
     device_ = {.kernels = &device_kernels_under_test(),
+               .stream = stream_.get(),
                .workspace = workspace_.data(),
                .scratch = scratch_.data(),
                .report = report_.get()};
@@ -45,10 +48,12 @@ class DeviceRank {
     return context;
   }
   [[nodiscard]] DeviceContext& device() { return device_; }
+  [[nodiscard]] const DeviceStream& stream() const { return stream_; }
 
   [[nodiscard]] const std::vector<double>& scratch() const { return scratch_; }
 
  private:
+  const DeviceStream stream_;
   AlignedVector<double> workspace_;
   std::vector<double> scratch_;
   std::unique_ptr<DeviceReport> report_ = std::make_unique<DeviceReport>();

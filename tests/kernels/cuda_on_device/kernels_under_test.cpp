@@ -12,8 +12,10 @@
 namespace normscope::testing {
 namespace {
 
-void wait_for_device() {
-  const cudaError_t error = cudaDeviceSynchronize();
+// Not for the device: kernels of other streams may wait for what this thread has yet to queue.
+void wait_for(Stream stream) {
+  if (kernels_of_device().is_capturing(stream)) return;
+  const cudaError_t error = cudaStreamSynchronize(static_cast<cudaStream_t>(stream.handle));
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("the device: ") + cudaGetErrorString(error));
   }
@@ -21,11 +23,11 @@ void wait_for_device() {
 
 template <auto kFunction>
 struct Waiting;
-template <class... Arguments, void (*DeviceKernels::*kFunction)(Arguments...)>
+template <class... Arguments, void (*DeviceKernels::*kFunction)(Stream, Arguments...)>
 struct Waiting<kFunction> {
-  static void run(Arguments... arguments) {
-    (kernels_of_device().*kFunction)(arguments...);
-    wait_for_device();
+  static void run(Stream stream, Arguments... arguments) {
+    (kernels_of_device().*kFunction)(stream, arguments...);
+    wait_for(stream);
   }
 };
 

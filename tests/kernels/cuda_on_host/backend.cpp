@@ -2,8 +2,9 @@
 #include "tests/kernels/cuda_on_host/backend.h"
 
 #include <atomic>
-#include <mutex>
 #include <string>
+
+#include "tests/kernels/cuda_on_host/stream.h"
 
 // clang-format off: device.h defines the language that backend.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
@@ -14,9 +15,6 @@ namespace normscope::cuda_on_host {
 namespace {
 
 std::atomic<int> launched = 0;
-
-// The kernels of one stream run one after the other, whichever thread launches them.
-std::mutex stream_mutex;
 
 struct Device {
   // Few: blocks then share channels, and have several warps or, for small tensors, one.
@@ -29,22 +27,24 @@ struct Device {
   // Small: some outputs of the tests are then larger than half of it.
   static std::int64_t l2_bytes() { return 4096; }
 
-  static bool is_capturing(Stream /*stream*/) { return false; }
+  static bool is_capturing(Stream stream) { return cuda_on_host::is_capturing(stream); }
 
   static double* new_zeros(Stream /*stream*/, std::int64_t size) {
     return new double[static_cast<std::size_t>(size)]();
   }
 
   template <class Kernel, class... Arguments>
-  static void launch(Stream /*stream*/, const cuda::Grid& grid, cuda::Order order, Kernel kernel,
+  static void launch(Stream stream, const cuda::Grid& grid, cuda::Order order, Kernel kernel,
                      Arguments... arguments) {
-    const std::lock_guard lock(stream_mutex);
-    run_grid({static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y),
-              static_cast<unsigned>(grid.blocks_z)},
-             {static_cast<unsigned>(grid.threads_x), static_cast<unsigned>(grid.threads_y), 1},
-             order == cuda::Order::kEarly ? Start::kEarly : Start::kAfterOthers,
-             [&] { kernel(arguments...); });
-    ++launched;
+    const Index blocks{static_cast<unsigned>(grid.blocks_x), static_cast<unsigned>(grid.blocks_y),
+                       static_cast<unsigned>(grid.blocks_z)};
+    const Index threads{static_cast<unsigned>(grid.threads_x),
+                        static_cast<unsigned>(grid.threads_y), 1};
+    const Start start = order == cuda::Order::kEarly ? Start::kEarly : Start::kAfterOthers;
+    queue(stream, [=] {
+      run_grid(blocks, threads, start, [=] { kernel(arguments...); });
+      ++launched;
+    });
   }
 };
 

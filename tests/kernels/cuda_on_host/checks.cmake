@@ -62,7 +62,7 @@ set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES FIXTURES_REQUIRED cu
 # The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered.
 add_library(
   cuda_on_host_suites OBJECT bits_test.cpp contract_test.cpp cuda_on_host/device.cpp
-                             cuda_on_host/kernels_under_test.cpp
+                             cuda_on_host/kernels_under_test.cpp cuda_on_host/stream.cpp
 )
 normscope_set_compile_rules(cuda_on_host_suites)
 target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})

@@ -23,5 +23,7 @@ inline cudaError_t cudaMallocManaged(void** memory, std::size_t bytes) {
   return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+using cudaStream_t = void*;
+
+inline cudaError_t cudaStreamSynchronize(cudaStream_t /*stream*/) { return cudaSuccess; }
 // NOLINTEND(readability-identifier-naming)
