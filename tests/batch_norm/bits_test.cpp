@@ -18,18 +18,6 @@ std::vector<const Kernels*> kernels_of_equal_bits() {
   return {all.begin() + 1, all.end()};
 }
 
-// Compares a rank's results with those of one rank that has all samples.
-void expect_equal_bits(const LayerRun& run, const LayerRun& whole) {
-  EXPECT_EQ(run.statistics, whole.statistics);
-  EXPECT_EQ(run.running_mean.values(), whole.running_mean.values());
-  EXPECT_EQ(run.running_var.values(), whole.running_var.values());
-  run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-    const std::int64_t sample = run.samples[static_cast<std::size_t>(n)];
-    ASSERT_PRED2(same_bits, run.y.at(n, c, p), whole.y.at(sample, c, p));
-    ASSERT_PRED2(same_bits, run.dx.at(n, c, p), whole.dx.at(sample, c, p));
-  });
-}
-
 std::vector<Layer> layers() {
   std::vector<Layer> layers;
   for (const DType dtype : kAllDTypes) {

@@ -9,13 +9,14 @@
 
 #include "normscope/core/cache_lines.h"
 #include "tests/batch_norm/layer_run.h"
+#include "tests/comm/worlds.h"
 #include "tests/kernels/device_stream.h"
 #include "tests/kernels/kernels_under_test.h"
 
 namespace normscope::testing {
 
-// In tests, the host can access the device's memory, and communicators add there.
-class HostedCommunicator : public BorrowedCommunicator {
+// In tests, the host can access the device's memory. This adds messages there, on the host.
+class HostedCommunicator final : public BorrowedCommunicator {
  public:
   using BorrowedCommunicator::BorrowedCommunicator;
 
@@ -23,6 +24,16 @@ class HostedCommunicator : public BorrowedCommunicator {
     BorrowedCommunicator::all_reduce_sum(values, {});
   }
 };
+
+// Ranks on a device whose messages are added on the host.
+[[nodiscard]] inline RunRanks hosted(const RunRanks& run) {
+  return [run](int ranks, const ExchangeOptions& options, const CommunicatorBody& body) {
+    run(ranks, options, [&](Communicator& communicator) {
+      HostedCommunicator on_host(communicator);
+      body(on_host);
+    });
+  };
+}
 
 // What a rank needs for calls on its device, with a stream of its own. The workspace's earlier
 // contents do not matter.

@@ -15,6 +15,7 @@
 #include "tests/batch_norm/device_rank.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/batch_norm/parts_run.h"
+#include "tests/comm/on_device/device_communicator.h"
 #include "tests/comm/worlds.h"
 #include "tests/kernels/kernels_under_test.h"
 
@@ -27,10 +28,10 @@ using ::testing::HasSubstr;
 using ::testing::IsNan;
 using ::testing::StartsWith;
 
-// The same over a transport that would crash if ranks had different lengths.
-class FragileCommunicator final : public HostedCommunicator {
+// A transport that would crash if ranks had different lengths.
+class FragileCommunicator final : public BorrowedCommunicator {
  public:
-  using HostedCommunicator::HostedCommunicator;
+  using BorrowedCommunicator::BorrowedCommunicator;
 
   [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
 };
@@ -55,7 +56,7 @@ class OnADevice : public ::testing::TestWithParam<World> {
   template <class Body>
   static void run(const Body& body) {
     GetParam().run(GetParam().ranks, {}, [&](Communicator& communicator) {
-      Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
+      Exchange exchange(std::make_unique<BorrowedCommunicator>(communicator), WhenAlone::kExchange);
       body(exchange);
     });
   }
@@ -212,9 +213,12 @@ TEST_P(RanksOnADevice, ANewLayerIsComparedFirstIfTheTransportIsFragile) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Alone, OnADevice, worlds({1}, run_alone), ranks_of);
-INSTANTIATE_TEST_SUITE_P(Threads, OnADevice, worlds({2, 3}, run_as_threads), ranks_of);
-INSTANTIATE_TEST_SUITE_P(Threads, RanksOnADevice, worlds({2, 3}, run_as_threads), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Alone, OnADevice, worlds({1}, hosted(run_alone)), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Threads, OnADevice, worlds({2, 3}, hosted(run_as_threads)), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Threads, RanksOnADevice, worlds({2, 3}, hosted(run_as_threads)), ranks_of);
+INSTANTIATE_TEST_SUITE_P(OneDevice, OnADevice, worlds({2, 4}, run_as_threads_on_device), ranks_of);
+INSTANTIATE_TEST_SUITE_P(OneDevice, RanksOnADevice, worlds({2, 3, 4}, run_as_threads_on_device),
+                         ranks_of);
 
 TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
   // 7 samples in slices of 3, 3 and 1; of 2, 2, 2 and 1.

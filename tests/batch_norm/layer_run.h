@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/batch_norm/batch_norm.h"
-#include "normscope/comm/communicator.h"
+#include "tests/comm/borrowed_communicator.h"
 #include "tests/support/inputs.h"
 #include "tests/support/tensor.h"
 
@@ -139,30 +139,17 @@ inline void expect_same(const LayerRun& run, const LayerRun& expected) {
   });
 }
 
-// Owns nothing: lets an Exchange use a communicator that somebody else owns.
-class BorrowedCommunicator : public Communicator {
- public:
-  explicit BorrowedCommunicator(Communicator& communicator) : communicator_(communicator) {}
-
-  [[nodiscard]] int rank() const noexcept override { return communicator_.rank(); }
-  [[nodiscard]] int size() const noexcept override { return communicator_.size(); }
-  [[nodiscard]] std::string_view transport() const noexcept override {
-    return communicator_.transport();
-  }
-  [[nodiscard]] bool compares_lengths() const noexcept override {
-    return communicator_.compares_lengths();
-  }
-  void all_reduce_sum(std::span<double> values, Stream stream) override {
-    communicator_.all_reduce_sum(values, stream);
-  }
-  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
-    return communicator_.split(color, key);
-  }
-  void fail(std::string_view reason) noexcept override { communicator_.fail(reason); }
-
- private:
-  Communicator& communicator_;
-};
+// Compares a rank's results with those of one rank that has all samples.
+inline void expect_equal_bits(const LayerRun& run, const LayerRun& whole) {
+  EXPECT_EQ(run.statistics, whole.statistics);
+  EXPECT_EQ(run.running_mean.values(), whole.running_mean.values());
+  EXPECT_EQ(run.running_var.values(), whole.running_var.values());
+  run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    const std::int64_t sample = run.samples[static_cast<std::size_t>(n)];
+    ASSERT_PRED2(same_bits, run.y.at(n, c, p), whole.y.at(sample, c, p));
+    ASSERT_PRED2(same_bits, run.dx.at(n, c, p), whole.dx.at(sample, c, p));
+  });
+}
 
 [[nodiscard]] inline Exchange exchange_over(Communicator& communicator) {
   return Exchange(std::make_unique<BorrowedCommunicator>(communicator));

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "normscope/comm/communicator.h"
+
+namespace normscope::testing {
+
+// Owns nothing: lets an Exchange use a communicator that somebody else owns.
+class BorrowedCommunicator : public Communicator {
+ public:
+  explicit BorrowedCommunicator(Communicator& communicator) : communicator_(communicator) {}
+
+  [[nodiscard]] int rank() const noexcept override { return communicator_.rank(); }
+  [[nodiscard]] int size() const noexcept override { return communicator_.size(); }
+  [[nodiscard]] std::string_view transport() const noexcept override {
+    return communicator_.transport();
+  }
+  [[nodiscard]] bool compares_lengths() const noexcept override {
+    return communicator_.compares_lengths();
+  }
+  void all_reduce_sum(std::span<double> values, Stream stream) override {
+    communicator_.all_reduce_sum(values, stream);
+  }
+  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
+    return communicator_.split(color, key);
+  }
+  void fail(std::string_view reason) noexcept override { communicator_.fail(reason); }
+
+ private:
+  Communicator& communicator_;
+};
+
+}  // namespace normscope::testing
