@@ -239,7 +239,7 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,batches bound_device classes \
   command commands_in_docs compiled conversion costs defaults demo destroyed_groups docs environment \
   first_meeting forked_process gpu_check hosts imports includes kernel_loops measurement names \
-  own_groups portable prediction registry wheel_names)
+  own_groups portable prediction programs registry wheel_names)
 check-portable: $(stamps)/normscope $(stamps)/test
 	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \
 	  $(not_of_kernels) --junitxml=$(results)/check-portable.xml
