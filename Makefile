@@ -236,10 +236,11 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 # The layers by torch's kernels: all tests with native_batch_norm, and those of ops and scopes with the
 # kernels of SyncBatchNorm, which tests/support writes for the CPU. Left out are tests of other things
 # than layers, and those that choose the kernels themselves.
-not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,batches bound_device classes \
-  command commands_in_docs compiled conversion costs defaults demo destroyed_groups docs environment \
-  first_meeting forked_process gpu_check hosts imports includes kernel_loops measurement names \
-  own_groups portable prediction programs registry wheel_names)
+not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,autocast batches bound_device \
+  calls_that_raise classes command commands_in_docs compiled conversion costs defaults demo \
+  destroyed_groups docs environment first_meeting forked_process gpu_check hosts imports includes \
+  kernel_loops measurement names own_groups portable prediction programs registry \
+  small_norm_batches wheel_names)
 check-portable: $(stamps)/normscope $(stamps)/test
 	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \
 	  $(not_of_kernels) --junitxml=$(results)/check-portable.xml
