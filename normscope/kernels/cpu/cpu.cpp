@@ -65,7 +65,8 @@ class Coefficients {
  private:
   template <class Real, class FormulaOf>
   void fill(std::int64_t channels, const FormulaOf& formula_of) {
-    constexpr std::size_t kCount = sizeof(formula_of(0)) / sizeof(double);
+    using Formula = decltype(formula_of(std::int64_t{}));
+    constexpr std::size_t kCount = sizeof(Formula) / sizeof(double);
     size_of_number_ = sizeof(Real);
     stride_ = whole_lines<Real>(channels);
     memory_.resize(kCount * static_cast<std::size_t>(stride_) * sizeof(Real) + kCacheLine);

@@ -63,7 +63,9 @@ bool needs_backward(const at::Tensor& x,
 // mean, the spread and the counts of torch's (portable/batch_norm.h).
 struct Normalized {
   at::Tensor y;
-  variable_list statistics;
+  at::Tensor statistics;  // or the mean
+  at::Tensor spread;
+  at::Tensor counts;
 };
 
 Normalized below_autograd(const ForwardOpArguments& op) {
@@ -73,12 +75,12 @@ Normalized below_autograd(const ForwardOpArguments& op) {
     static const auto next = op_named<PortableForwardOp>("normscope::portable_forward");
     const auto [y, mean, spread, counts] =
         in_graph ? portable_forward_in_graph(op) : op.pass_to(next);
-    return {y, {mean, spread, counts}};
+    return {y, mean, spread, counts};
   }
   static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
   const auto [y, statistics] =
       in_graph && !op.activation.activates() ? forward_in_graph(op) : op.pass_to(next);
-  return {y, {statistics}};
+  return {y, statistics, {}, {}};
 }
 
 // The gradients of a backward, and the statistics [slices, 3, C].
@@ -218,11 +220,14 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
                                const OptionalTensor& residual, const ForwardOpArguments& op,
                                Normalized* done) {
     *done = below_autograd(op);
-    const bool activates = op.activation.activates();
-    const at::Tensor none;
-    variable_list saved{x, weight.value_or(none), activates ? bias.value_or(none) : none,
-                        activates && residual ? done->y : none};
-    saved.insert(saved.end(), done->statistics.begin(), done->statistics.end());
+    variable_list saved{x, weight.value_or(at::Tensor()), done->statistics};
+    if (op.activation.activates()) {
+      saved.push_back(bias.value_or(at::Tensor()));
+      saved.push_back(residual ? done->y : at::Tensor());
+    } else if (done->spread.defined()) {
+      saved.push_back(done->spread);
+      saved.push_back(done->counts);
+    }
     context->save_for_backward(std::move(saved));
     SavedCall{.call = op.call,
               .wanted = wanted_by(x, weight, bias),
@@ -230,7 +235,7 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
               .decomposes = op.decomposes(),
               .activation = op.activation.activation,
               .negative_slope = op.activation.negative_slope,
-              .eps = op.eps}
+              .eps = done->spread.defined() ? op.eps : 0.0}
         .save_in(*context);
     return {done->y};
   }
@@ -246,21 +251,22 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     const variable_list saved = context.get_saved_variables();
     const at::Tensor& x = saved[0];
     const OptionalTensor weight = defined_or_none(saved[1]);
-    const OptionalTensor bias = defined_or_none(saved[2]);
-    const OptionalTensor y = defined_or_none(saved[3]);
-    const at::ArrayRef<at::Tensor> statistics = at::ArrayRef(saved).slice(4);
     at::Tensor dx;
     at::Tensor dweight;
     at::Tensor dbias;
     at::Tensor dresidual;
-    if (statistics.size() == 1) {
-      const ActivationBackwardCall activation{of.activation, of.negative_slope, bias, y};
-      std::tie(dx, dweight, dbias, dresidual) = backward_of(
-          {dy, x, weight, statistics[0], of.wanted, of.call, activation}, of.decomposes);
+    const bool activates = of.activates();
+    const bool is_by_torch = saved.size() > 3 && !activates;
+    if (is_by_torch) {
+      const PortableBackwardArguments op{dy,      x,        weight,   saved[2], of.wanted,
+                                         of.call, saved[3], saved[4], of.eps};
+      std::tie(dx, dweight, dbias) = portable_backward_of(op, of.decomposes);
     } else {
-      std::tie(dx, dweight, dbias) = portable_backward_of(
-          {dy, x, weight, statistics[0], of.wanted, of.call, statistics[1], statistics[2], of.eps},
-          of.decomposes);
+      const OptionalTensor bias = activates ? defined_or_none(saved[3]) : kNoTensor;
+      const OptionalTensor y = activates ? defined_or_none(saved[4]) : kNoTensor;
+      const BackwardOpArguments op{
+          dy, x, weight, saved[2], of.wanted, of.call, {of.activation, of.negative_slope, bias, y}};
+      std::tie(dx, dweight, dbias, dresidual) = backward_of(op, of.decomposes);
     }
     variable_list results = wanted_of(of.wanted, dx, dweight, dbias);
     results.push_back(of.wants_dresidual ? dresidual : at::Tensor());
@@ -295,7 +301,7 @@ std::tuple<at::Tensor, at::Tensor> forward_with_node(const ForwardOpArguments& g
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, op.activation.residual});
   if (uses_torch_kernels(op.x) || is_left_to_torch(op)) return forward_by_torchs_kernels(op);
   const Normalized done = normalized(op);
-  return {done.y, done.statistics[0]};
+  return {done.y, done.statistics};
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {

@@ -1,42 +1,72 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/ops/saved_call.h"
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
 #include <utility>
-
-#include <ATen/core/List.h>
 
 namespace normscope::binding {
 namespace {
 
-constexpr auto kEntry = "call";
+// Neither scopes nor the names of groups and activations contain separators; the layer is last.
+constexpr char kSeparator = '\0';
+
+constexpr std::int64_t kWantsDx = 1;
+constexpr std::int64_t kWantsDWeight = 2;
+constexpr std::int64_t kWantsDBias = 4;
+constexpr std::int64_t kWantsDResidual = 8;
+constexpr std::int64_t kDecomposes = 16;
+
+// Cuts the text before the first separator off.
+std::string_view take(std::string_view& text) {
+  const std::size_t end = text.find(kSeparator);
+  const std::string_view taken = text.substr(0, end);
+  text.remove_prefix(end + 1);
+  return taken;
+}
 
 }  // namespace
 
-// Compiled autograd takes lists, but no object of a class of its own.
+// As one text and one number, because a list of all values takes more time, and because compiled
+// autograd takes no objects of other classes.
 void SavedCall::save_in(::torch::autograd::AutogradContext& context) const {
-  c10::impl::GenericList values(c10::AnyType::get());
-  values.reserve(11);
-  for (const std::string_view text : {call.scope, call.group_name, call.layer, activation}) {
-    values.push_back(std::string(text));
+  std::string text;
+  text.reserve(call.scope.size() + call.group_name.size() + activation.size() + call.layer.size() +
+               3);
+  for (const std::string_view each : {call.scope, call.group_name, activation}) {
+    text.append(each).append(1, kSeparator);
   }
-  for (const bool flag : {wanted.dx, wanted.dweight, wanted.dbias, wants_dresidual, decomposes}) {
-    values.push_back(flag);
-  }
-  values.push_back(negative_slope);
-  values.push_back(eps);
-  context.saved_data[kEntry] = std::move(values);
+  text.append(call.layer);
+  context.saved_data["call"] = std::move(text);
+  context.saved_data["flags"] = (wanted.dx ? kWantsDx : 0) | (wanted.dweight ? kWantsDWeight : 0) |
+                                (wanted.dbias ? kWantsDBias : 0) |
+                                (wants_dresidual ? kWantsDResidual : 0) |
+                                (decomposes ? kDecomposes : 0);
+  if (activates()) context.saved_data["negative_slope"] = negative_slope;
+  if (eps != 0.0) context.saved_data["eps"] = eps;
 }
 
 SavedCall SavedCall::of(const ::torch::autograd::AutogradContext& context) {
-  const at::ArrayRef<c10::IValue> values = context.saved_data.at(kEntry).toListRef();
-  return {.call = {values[0].toStringView(), values[1].toStringView(), values[2].toStringView()},
-          .wanted = {values[4].toBool(), values[5].toBool(), values[6].toBool()},
-          .wants_dresidual = values[7].toBool(),
-          .decomposes = values[8].toBool(),
-          .activation = values[3].toStringView(),
-          .negative_slope = values[9].toDouble(),
-          .eps = values[10].toDouble()};
+  const auto& data = context.saved_data;
+  const auto number = [&](const char* name) {
+    const auto found = data.find(name);
+    return found == data.end() ? 0.0 : found->second.toDouble();
+  };
+  std::string_view text = data.at("call").toStringView();
+  const std::int64_t flags = data.at("flags").toInt();
+  SavedCall saved;
+  saved.call.scope = take(text);
+  saved.call.group_name = take(text);
+  saved.activation = take(text);
+  saved.call.layer = text;
+  saved.wanted = {(flags & kWantsDx) != 0, (flags & kWantsDWeight) != 0,
+                  (flags & kWantsDBias) != 0};
+  saved.wants_dresidual = (flags & kWantsDResidual) != 0;
+  saved.decomposes = (flags & kDecomposes) != 0;
+  saved.negative_slope = number("negative_slope");
+  saved.eps = number("eps");
+  return saved;
 }
 
 }  // namespace normscope::binding

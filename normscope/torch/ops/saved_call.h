@@ -17,9 +17,11 @@ struct SavedCall {
   bool decomposes = false;  // ForwardOpArguments::decomposes()
   std::string_view activation = "none";
   double negative_slope = 0.0;
-  double eps = 0.0;
+  double eps = 0.0;  // only torch's kernels need it
 
-  // Writes a single entry of saved_data, because each one takes time in every forward.
+  [[nodiscard]] bool activates() const { return activation != "none"; }
+
+  // Writes few entries of saved_data, because each one takes time in every forward.
   void save_in(::torch::autograd::AutogradContext& context) const;
 
   // The strings are views of those that the context keeps.
