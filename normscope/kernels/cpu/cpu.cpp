@@ -65,8 +65,8 @@ class Coefficients {
  private:
   template <class Real, class FormulaOf>
   void fill(std::int64_t channels, const FormulaOf& formula_of) {
-    using Formula = decltype(formula_of(std::int64_t{}));
-    constexpr std::size_t kCount = sizeof(Formula) / sizeof(double);
+    constexpr std::size_t kBytes = sizeof(formula_of(std::int64_t{}));
+    constexpr std::size_t kCount = kBytes / sizeof(double);
     size_of_number_ = sizeof(Real);
     stride_ = whole_lines<Real>(channels);
     memory_.resize(kCount * static_cast<std::size_t>(stride_) * sizeof(Real) + kCacheLine);
