@@ -239,7 +239,7 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,autocast batches bound_device \
   calls_that_raise classes command commands_in_docs compiled conversion costs defaults demo \
   destroyed_groups docs environment first_meeting forked_process gpu_check hosts imports includes \
-  kernel_loops measurement names own_groups portable prediction programs registry \
+  kernel_loops measurement names own_groups portable portable_device prediction programs registry \
   small_norm_batches wheel_names)
 check-portable: $(stamps)/normscope $(stamps)/test
 	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \

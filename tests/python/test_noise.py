@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""recommend_scopes: the noise that it measures in the outputs of a model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from masked_network import Masked
+from noisy_network import noise_batches, small_network, trained
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import normscope
+
+RANKS = 4
+
+
+def noise_of(
+    model: nn.Module, batches: list[Any] | Iterator[Any], ranks: int = RANKS
+) -> dict[str, float]:
+    """Return the noise of local statistics, by layer."""
+    plan = normscope.recommend_scopes(trained(model), batches, ranks=ranks)
+    return {layer.layer: layer.candidates[0].noise for layer in plan.layers}
+
+
+class _Linear(nn.Module):
+    """Outputs that are linear in those of a normalization, so that their noise is exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = normscope.BatchNorm2d(6)
+        nn.init.uniform_(self.norm.weight, -2, 2)
+        self.head = nn.Conv2d(6, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
+
+
+def test_noise_is_the_mean_square_of_the_change_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    model = _Linear()
+    # Off-centre channels, and images that differ.
+    batches = [5 + torch.randn(8, 6, 5, 5) + torch.randn(8, 6, 1, 1) for _ in range(200)]
+
+    noise = noise_of(model, batches)["norm"]
+
+    exact = []
+    for batch in batches:
+        outputs = []
+        for scope in ("local", f"slices:{RANKS}"):
+            model.norm.scope = normscope.Scope(scope)
+            outputs.append(model(batch).detach().double())
+        wide, narrow = outputs
+        variance = wide.var((0, 2, 3), correction=0).mean()
+        exact.append(float((narrow - wide).square().mean() / variance))
+    # 800 squares of sums of random signs, each with a relative variance of about 2.
+    assert noise == pytest.approx(sum(exact) / len(exact), rel=4 * math.sqrt(2 / 800))
+
+
+def test_an_activation_in_the_layer_changes_no_measurement() -> None:
+    torch.manual_seed(0)
+    apart = nn.Sequential(normscope.BatchNorm2d(3), nn.SiLU(), nn.Conv2d(3, 2, 3))
+    fused = nn.Sequential(
+        normscope.BatchNormAct2d(3, activation="silu"), nn.Identity(), copy.deepcopy(apart[2])
+    )
+
+    assert noise_of(apart, noise_batches(8)) == pytest.approx(noise_of(fused, noise_batches(8)))
+
+
+def test_an_operation_in_place_changes_no_measurement() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(normscope.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+    in_place = copy.deepcopy(plain)
+    in_place[1] = nn.ReLU(inplace=True)
+    frozen = copy.deepcopy(in_place).requires_grad_(requires_grad=False)
+    frozen[2].weight.requires_grad_()
+
+    expected = noise_of(plain, noise_batches(8))
+
+    assert noise_of(in_place, noise_batches(8)) == expected
+    assert noise_of(frozen, noise_batches(8)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_mixed_precision_measures_about_the_same(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)
+    )
+    expected = noise_of(model, noise_batches(8))
+
+    with torch.autocast("cpu", dtype):
+        measured = noise_of(model, noise_batches(8))
+
+    # Differences of 2^-8 in each factor, and of a hundred signs in the projections.
+    assert measured["1"] == pytest.approx(expected["1"], rel=0.05)
+
+
+def test_checkpointed_layers_are_measured_once() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+            return y
+
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4), nn.ReLU())
+
+    expected = noise_of(block, noise_batches(8))["1"]
+
+    assert noise_of(Checkpointed(block), noise_batches(8)) == {"block.1": expected}
+
+
+class _Twice(nn.Module):
+    """Normalizes two inputs, with one layer or two."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layers[0](x) + self.layers[-1](10 + x[:, :, ::2, ::2]).mean((2, 3), keepdim=True)
+        result: torch.Tensor = y.square()
+        return result
+
+
+def test_the_noise_of_all_calls_of_a_layer_adds_up() -> None:
+    one, two = _Twice(normscope.BatchNorm2d(3)), _Twice(*(normscope.BatchNorm2d(3),) * 1)
+    two.layers.append(normscope.BatchNorm2d(3))
+
+    of_one, of_two = (noise_of(model, noise_batches(8)) for model in (one, two))
+
+    assert of_one["layers.0"] == pytest.approx(of_two["layers.0"] + of_two["layers.1"])
+    # The smaller of the two norm batches: two images of 4 x 4 positions.
+    plan = normscope.recommend_scopes(one, noise_batches(8), ranks=4)
+    assert plan.layers[0].candidates[0].elements == 32
+
+
+class _Routed(nn.Module):
+    """Uses another layer for every second batch; a third layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd, self.never = (normscope.BatchNorm1d(4) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = (self.odd if self.calls % 2 else self.even)(x)
+        return result
+
+
+def test_a_layer_adds_no_noise_to_batches_that_do_not_reach_it() -> None:
+    batches = [torch.randn(32, 4) for _ in range(6)]
+    alone = noise_of(normscope.BatchNorm1d(4), batches)[""]
+
+    noise = noise_of(_Routed(), batches)
+
+    assert set(noise) == {"even", "odd"}
+    assert noise["even"] + noise["odd"] == pytest.approx(alone)
+
+
+@dataclass
+class _Output:
+    logits: torch.Tensor
+    name: str = "output"
+
+
+class _Returns(nn.Module):
+    """Returns its output in something."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.norm, self.make = normscope.BatchNorm2d(3), make
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.make(self.norm(x).square())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda y: {"logits": y, "classes": y.detach().argmax(1)},
+        lambda y: UserDict(logits=y),
+        lambda y: [None, (y,)],
+        _Output,
+    ],
+    ids=["dict", "UserDict", "nested", "dataclass"],
+)
+def test_outputs_may_be_nested(make: Callable[[torch.Tensor], Any]) -> None:
+    expected = noise_of(_Returns(lambda y: y), noise_batches(8))
+
+    assert noise_of(_Returns(make), noise_batches(8)) == expected
+
+
+def test_outputs_weigh_the_same_whatever_their_scale() -> None:
+    batches = noise_batches(8, count=50)
+    one = noise_of(_Returns(lambda y: y), batches)["norm"]
+
+    of_two = noise_of(_Returns(lambda y: (y, 1e4 * y)), batches)["norm"]
+
+    assert of_two == pytest.approx(one, rel=0.3)  # other signs; 200 squares
+
+
+def test_outputs_without_elements_count_nothing() -> None:
+    expected = noise_of(_Returns(lambda y: y), noise_batches(8))["norm"]
+
+    of_two = noise_of(_Returns(lambda y: (y, y[:0])), noise_batches(8))["norm"]
+    of_none = noise_of(_Returns(lambda y: y[:0]), noise_batches(8))["norm"]
+
+    assert of_two == pytest.approx(expected, rel=0.3)  # other signs
+    assert of_none == math.inf  # unknown
+
+
+def test_a_scalar_counts_relative_to_its_value() -> None:
+    batches = noise_batches(8, count=50)
+
+    small = noise_of(_Returns(lambda y: y.square().mean()), batches)["norm"]
+    large = noise_of(_Returns(lambda y: (64 * y.square()).mean()), batches)["norm"]
+
+    assert small == pytest.approx(large)
+    assert small > 0
+
+
+class _WithoutGradients(nn.Module):
+    """A part whose noise reaches the outputs, but not by gradients, as in a momentum encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.online = normscope.BatchNorm2d(3), normscope.BatchNorm2d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.target(x)
+        y: torch.Tensor = self.online(x).square() - target
+        return y
+
+
+def test_noise_that_cannot_be_measured_is_too_much() -> None:
+    plan = normscope.recommend_scopes(trained(_WithoutGradients()), noise_batches(8), 1e9, ranks=4)
+    constant = noise_of(_Returns(lambda y: 0 * y), noise_batches(8))
+
+    assert {name: str(scope) for name, scope in plan.scopes.items()} == {
+        "target": "world",
+        "online": "local",
+    }
+    assert "?" in str(plan)
+    assert constant == {"norm": math.inf}
+
+
+class _TakesKeywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = normscope.BatchNorm2d(3)
+
+    def forward(self, pixels: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y: torch.Tensor = self.norm(scale * pixels).square()
+        return y
+
+
+def test_batches_are_given_as_the_model_takes_them() -> None:
+    images = noise_batches(8)
+    expected = noise_of(_TakesKeywords(), images)
+
+    assert noise_of(_TakesKeywords(), [(x, 1.0) for x in images]) == expected
+    assert noise_of(_TakesKeywords(), [{"pixels": x, "scale": 1.0} for x in images]) == expected
+    assert noise_of(_TakesKeywords(), [UserDict(pixels=x) for x in images]) == expected
+    one_argument = _Batch(lambda batch: batch["x"])
+    assert noise_of(one_argument, [{"x": x, "y": 0} for x in images]) == {
+        "inner.norm": expected["norm"]
+    }
+
+
+class _Batch(nn.Module):
+    def __init__(self, take: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.take = _TakesKeywords(), take
+
+    def forward(self, batch: object) -> torch.Tensor:
+        y: torch.Tensor = self.inner(self.take(batch))
+        return y
+
+
+def test_only_the_unmasked_values_of_a_layer_are_measured() -> None:
+    clean = [(torch.randn(8, 3, 5, 4) + 2, torch.rand(8, 1, 5, 4) > 0.5) for _ in range(3)]
+    batches = [(torch.where(mask, x, torch.tensor(math.nan)), mask) for x, mask in clean]
+    model = trained(Masked(normscope.BatchNorm2d(3, scope="local")))
+
+    by_name, on_clean, by_position = (
+        normscope.recommend_scopes(net, given, ranks=2).layers[0].candidates
+        for net, given in ((model, batches), (model, clean), (model.layer, batches))
+    )
+
+    assert by_name == on_clean
+    assert [each.elements for each in by_name] == [each.elements for each in by_position]
+    fewest = min(int(mask[part].sum()) for _, mask in clean for part in (slice(4), slice(4, 8)))
+    assert by_name[0].elements == fewest
+    assert by_name[0].noise > 0
+
+
+def test_pairs_of_a_loader_are_refused_with_the_line_to_write() -> None:
+    pairs = [[x, torch.zeros(len(x))] for x in noise_batches(8)]
+    line = r"pass the inputs alone: \(x for x, _ in loader\)"
+
+    for measure in (normscope.recommend_scopes, normscope.estimate_running_stats):
+        with pytest.raises(ValueError, match=line):
+            measure(small_network(), pairs)
+    assert noise_of(_Batch(lambda batch: batch[0]), pairs)  # takes the list
