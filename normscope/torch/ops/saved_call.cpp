@@ -17,6 +17,7 @@ constexpr std::int64_t kWantsDWeight = 2;
 constexpr std::int64_t kWantsDBias = 4;
 constexpr std::int64_t kWantsDResidual = 8;
 constexpr std::int64_t kDecomposes = 16;
+constexpr std::int64_t kHasEps = 32;
 
 // Cuts the text before the first separator off.
 std::string_view take(std::string_view& text) {
@@ -42,17 +43,13 @@ void SavedCall::save_in(::torch::autograd::AutogradContext& context) const {
   context.saved_data["flags"] = (wanted.dx ? kWantsDx : 0) | (wanted.dweight ? kWantsDWeight : 0) |
                                 (wanted.dbias ? kWantsDBias : 0) |
                                 (wants_dresidual ? kWantsDResidual : 0) |
-                                (decomposes ? kDecomposes : 0);
+                                (decomposes ? kDecomposes : 0) | (eps != 0.0 ? kHasEps : 0);
   if (activates()) context.saved_data["negative_slope"] = negative_slope;
   if (eps != 0.0) context.saved_data["eps"] = eps;
 }
 
 SavedCall SavedCall::of(const ::torch::autograd::AutogradContext& context) {
   const auto& data = context.saved_data;
-  const auto number = [&](const char* name) {
-    const auto found = data.find(name);
-    return found == data.end() ? 0.0 : found->second.toDouble();
-  };
   std::string_view text = data.at("call").toStringView();
   const std::int64_t flags = data.at("flags").toInt();
   SavedCall saved;
@@ -64,8 +61,8 @@ SavedCall SavedCall::of(const ::torch::autograd::AutogradContext& context) {
                   (flags & kWantsDBias) != 0};
   saved.wants_dresidual = (flags & kWantsDResidual) != 0;
   saved.decomposes = (flags & kDecomposes) != 0;
-  saved.negative_slope = number("negative_slope");
-  saved.eps = number("eps");
+  if (saved.activates()) saved.negative_slope = data.at("negative_slope").toDouble();
+  if ((flags & kHasEps) != 0) saved.eps = data.at("eps").toDouble();
   return saved;
 }
 
