@@ -5,6 +5,7 @@
 #include <limits>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "normscope/core/cache_lines.h"
@@ -12,6 +13,7 @@
 #include "tests/comm/worlds.h"
 #include "tests/kernels/device_stream.h"
 #include "tests/kernels/kernels_under_test.h"
+#include "tests/support/text_of.h"
 
 namespace normscope::testing {
 
@@ -71,5 +73,12 @@ class DeviceRank {
   DeviceContext device_;
   Exchange* exchange_;
 };
+
+// The text of the error, of type Expected, that a call throws after the device has found it.
+template <class Expected>
+[[nodiscard]] std::string error_of_next_call(DeviceRank& device) {
+  LayerRun next(Layer{}, first_samples(2));
+  return text_of<Expected>([&] { next.step(device.context()); });
+}
 
 }  // namespace normscope::testing

@@ -61,10 +61,6 @@ class OnADevice : public ::testing::TestWithParam<World> {
     });
   }
 
-  static bool is_last(const Exchange& exchange) {
-    return exchange.communicator().rank() == exchange.communicator().size() - 1;
-  }
-
   // All outputs of the forward are NaN, and nothing was updated.
   static void expect_nan(const LayerRun& run) {
     EXPECT_THAT(run.statistics, Each(IsNan()));
@@ -76,11 +72,11 @@ class OnADevice : public ::testing::TestWithParam<World> {
     });
   }
 
-  // The next call throws Expected, whose text is returned. The group has failed then.
+  // The error of the next call. The group has failed then.
   template <class Expected>
   static std::string error_of_next_call(DeviceRank& device) {
+    const std::string text = testing::error_of_next_call<Expected>(device);
     LayerRun next(Layer{}, first_samples(2));
-    const std::string text = text_of<Expected>([&] { next.step(device.context()); });
     EXPECT_THROW(next.step(device.context()), CommunicationError);
     return text;
   }

@@ -84,9 +84,6 @@ class Mismatch : public ::testing::TestWithParam<Meeting> {
     return text;
   }
 
-  static bool is_last(const Exchange& exchange) {
-    return exchange.communicator().rank() == exchange.communicator().size() - 1;
-  }
   static std::string rank_line(int rank, const std::string& what) {
     return std::string("\n  rank ") + std::to_string(rank) + ": " + what + "\n";
   }

@@ -11,6 +11,7 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "tests/comm/borrowed_communicator.h"
+#include "tests/comm/worlds.h"
 #include "tests/support/inputs.h"
 #include "tests/support/tensor.h"
 
@@ -149,6 +150,10 @@ inline void expect_equal_bits(const LayerRun& run, const LayerRun& whole) {
     ASSERT_PRED2(same_bits, run.y.at(n, c, p), whole.y.at(sample, c, p));
     ASSERT_PRED2(same_bits, run.dx.at(n, c, p), whole.dx.at(sample, c, p));
   });
+}
+
+[[nodiscard]] inline bool is_last(const Exchange& exchange) {
+  return is_last(exchange.communicator());
 }
 
 [[nodiscard]] inline Exchange exchange_over(Communicator& communicator) {

@@ -87,17 +87,6 @@ class ASharedDevice : public ::testing::Test {
     return Network(
         uneven_and_permuted(kFewSamples, ranks.size())[static_cast<std::size_t>(ranks.rank())]);
   }
-
-  static bool is_last(const Exchange& exchange) {
-    return exchange.communicator().rank() == exchange.communicator().size() - 1;
-  }
-
-  // Of a layer on this rank's device, after an error that the device has found.
-  template <class Expected>
-  static std::string error_of_next_call(DeviceRank& device) {
-    LayerRun next(Layer{}, first_samples(2));
-    return text_of<Expected>([&] { next.step(device.context()); });
-  }
 };
 
 class SharedDevice : public ASharedDevice, public ::testing::WithParamInterface<int> {

@@ -97,4 +97,8 @@ inline double exchanged_sum_of_ranks(Communicator& communicator) {
   return value[0];
 }
 
+[[nodiscard]] inline bool is_last(const Communicator& communicator) {
+  return communicator.rank() == communicator.size() - 1;
+}
+
 }  // namespace normscope::testing

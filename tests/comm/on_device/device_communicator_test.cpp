@@ -98,8 +98,6 @@ TEST_P(SumsOnADevice, OfGraphsMeetThoseOfEagerRanks) {
 INSTANTIATE_TEST_SUITE_P(Ranks, SumsOnADevice, ::testing::Values(1, 2, 3, 4),
                          ::testing::PrintToStringParamName());
 
-bool is_last(const Communicator& ranks) { return ranks.rank() == ranks.size() - 1; }
-
 void expect_nan(Communicator& ranks, const DeviceStream& stream) {
   std::vector<double> values(70, 1.0);
 

@@ -10,8 +10,7 @@ namespace normscope::cuda {
 
 using testing::SharedSlots;
 
-// ---- Words that kernels and the host see while kernels run
-// ---------------------------------------
+// ---- Words that kernels and the host see while kernels run --------------------------------------
 
 // Whoever looks at the word and finds the value sees what this thread has done before, and what the
 // threads of its block had done before they met it at a barrier.
@@ -51,8 +50,7 @@ __device__ inline void pause() {
 #endif
 }
 
-// ---- The kernel
-// ----------------------------------------------------------------------------------
+// ---- The kernel ---------------------------------------------------------------------------------
 
 __device__ inline double* slot_of(const SharedSlots& shared, std::uint64_t epoch, int rank) {
   const auto index = static_cast<std::int64_t>(epoch % SharedSlots::kSlots) * shared.ranks + rank;
