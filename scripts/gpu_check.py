@@ -377,12 +377,11 @@ def pytest_command(marks: str, tests: Sequence[str], junit: Path) -> list[str]:
     ]
 
 
-# NCCL's variable that lets ranks share a GPU, from this release on. Others ignore it, and refuse a
-# second rank on a GPU. Kernels of ranks wait for each other, so all must fit on the GPU at once.
+# What lets ranks share a GPU, from this release of NCCL on. Kernels of ranks wait for each other,
+# so all of them must fit on the GPU at once.
 FIRST_TO_SHARE = (2, 30)
-SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARING = {
-    SHARE_GPUS: "1",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "1",
     "NCCL_NVLS_ENABLE": "0",
 }

@@ -224,6 +224,11 @@ def test_ranks_without_gpus_start_no_process(monkeypatch: pytest.MonkeyPatch) ->
         RankPool(backend="nccl").run(2, print)
 
 
+def test_nccl_is_told_to_share_gpus_by_the_same_rule() -> None:
+    assert gpu_ranks.FIRST_TO_SHARE == gpu_check.FIRST_TO_SHARE
+    assert gpu_check.SHARING[gpu_ranks.SHARE_GPUS] == "1"
+
+
 def entry(kind: int, architecture: int, code: bytes) -> bytes:
     """Return device code as CUDA's libraries contain it."""
     header = struct.pack("<HHIQ", kind, 0x101, 64, len(code)) + bytes(12)

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 
-from gpu_check import FIRST_TO_SHARE, SHARE_GPUS
+# NCCL's own variable. Other releases ignore it, and refuse a second rank on a GPU.
+SHARE_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+FIRST_TO_SHARE = 2, 30
 
 # Ranks on a GPU take turns on it, and each exchange waits for all of them.
 RANKS_ON_A_GPU = 3
