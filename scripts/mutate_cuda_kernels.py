@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write mutated copies of the CUDA kernels' source, each without one of the synchronizations.
 
-For every barrier, shuffle, vote, ticket and atomic operation in ``normscope/kernels/cuda/*.cuh``
-the script makes a folder in which this operation is replaced by one that ignores other threads. The
-other files are copied unchanged. It prints the names of the folders, one per line. If a test suite
-passes with such a copy, it does not test the operation that was removed.
+For every barrier, shuffle, vote, ticket and atomic operation in ``normscope/kernels/cuda/*.cuh``,
+and in the kernel by which ranks on one device exchange messages in tests, the script makes a folder
+in which this operation is replaced by one that ignores other threads. In that kernel, it also
+replaces what keeps the epochs of the ranks apart. The other files are copied unchanged. It prints
+the names of the folders, one per line. If a test suite passes with such a copy, it does not test
+the operation that was removed.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-KERNELS = Path("normscope/kernels/cuda")
+FOLDERS = (Path("normscope/kernels/cuda"), Path("tests/comm/on_device"))
 
 # By the name of a copy: the pattern to replace, and its replacement. Arguments only contain commas
 # within brackets.
@@ -31,6 +33,16 @@ MUTATIONS = {
         r"(*(\1) == (\2) ? (*(\1) = 0, (\2)) : (*(\1))++)",
     ),
     "atomic": (rf"atomicAdd\({ARGUMENT}, {ARGUMENT}\);", r"*(\1) += \2;"),
+    "release": (
+        r"announce\((shared\.announced[^,]*), ([^,]*)\);",
+        r"std::atomic_ref(*(\1)).store(\2, std::memory_order_relaxed);",
+    ),
+    "acquire": (
+        r"look_at\((shared\.announced[^)]*)\)",
+        r"std::atomic_ref(*(\1)).load(std::memory_order_relaxed)",
+    ),
+    "epochs": (r"shared\.announced\[rank\] \+ 1;", "1;"),
+    "turns": (r"epoch % SharedSlots::kSlots\b", "epoch * 0"),
 }
 
 
@@ -45,8 +57,11 @@ def mutants(text: str) -> Iterator[tuple[str, int, str]]:
 
 def calls(text: str) -> int:
     """Return the number of calls to replace."""
-    names = r"__syncthreads|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic\w+|__threadfence\w*"
-    return len(re.findall(rf"(?:\b(?:{names})|(?<== )take_ticket)\(", text))
+    names = (
+        r"__syncthreads|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic[A-Z]\w*|__threadfence\w*"
+    )
+    epochs = r"\bkSlots\b|(?:announce\(|look_at\()?shared\.announced\b"
+    return len(re.findall(rf"(?:\b(?:{names})|(?<== )take_ticket)\(|{epochs}", text))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
 
     shutil.rmtree(options.into, ignore_errors=True)
-    for path in sorted((options.source / KERNELS).glob("*.cuh")):
+    paths = [path for of in FOLDERS for path in sorted((options.source / of).glob("*.cuh"))]
+    for path in paths:
         text = path.read_text()
         found = list(mutants(text))
         if len(found) != calls(text):
@@ -65,8 +81,8 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         for kind, line, mutated in found:
             name = f"{path.stem}_line_{line}_without_{kind}"
-            folder = options.into / name / KERNELS
-            shutil.copytree(options.source / KERNELS, folder)
+            folder = options.into / name / path.parent.relative_to(options.source)
+            shutil.copytree(path.parent, folder)
             (folder / path.name).write_text(mutated)
             print(name)
     return 0

@@ -69,16 +69,29 @@ target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
 target_link_libraries(cuda_on_host_suites PRIVATE normscope::kernels GTest::gmock)
 target_compile_options(cuda_on_host_suites PRIVATE -fsanitize=thread)
 
-# Adds an executable of the suites with the kernels of a copied tree, and a test of some cases.
-function(normscope_cuda_on_host_test test copy cases)
+# The same for kernels of ranks that share a device.
+set(on_device ${normscope_SOURCE_DIR}/tests/comm/on_device)
+add_library(
+  ranks_on_host_suites OBJECT
+  ${on_device}/device_communicator.cpp ${on_device}/device_communicator_test.cpp
+  ${normscope_SOURCE_DIR}/tests/comm/worlds.cpp cuda_on_host/device.cpp cuda_on_host/stream.cpp
+)
+normscope_set_compile_rules(ranks_on_host_suites)
+target_include_directories(ranks_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
+target_link_libraries(ranks_on_host_suites PRIVATE normscope::comm GTest::gmock)
+target_compile_options(ranks_on_host_suites PRIVATE -fsanitize=thread)
+
+# Adds an executable of some suites with the kernels of a copied tree, which a file launches, and a
+# test of some cases.
+function(normscope_cuda_on_host_test test suites launches copy cases)
   string(MAKE_C_IDENTIFIER ${test} target)
-  add_executable(${target} cuda_on_host/backend.cpp)
+  add_executable(${target} ${launches})
   normscope_set_compile_rules(${target})
   target_include_directories(${target} PRIVATE ${copy} ${normscope_SOURCE_DIR})
   target_link_libraries(
-    ${target} PRIVATE cuda_on_host_suites normscope::kernels GTest::gmock GTest::gtest_main
+    ${target} PRIVATE ${suites} normscope::kernels normscope::comm GTest::gmock GTest::gtest_main
   )
-  target_sources(${target} PRIVATE $<TARGET_OBJECTS:cuda_on_host_suites>)
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:${suites}>)
   target_compile_options(${target} PRIVATE -fsanitize=thread -O1)
   target_link_options(${target} PRIVATE -fsanitize=thread)
   add_dependencies(cuda_checks ${target})
@@ -89,7 +102,15 @@ function(normscope_cuda_on_host_test test copy cases)
 endfunction()
 
 set(cases "*FollowTheSpecification/*_float32_channels_")
-normscope_cuda_on_host_test(cuda.ThreadsDoNotRace ${normscope_SOURCE_DIR} ${cases}*)
+set(of_kernels cuda_on_host_suites cuda_on_host/backend.cpp)
+set(of_ranks ranks_on_host_suites ${on_device}/sum_over_ranks_on_host.cpp)
+normscope_cuda_on_host_test(
+  cuda.ThreadsDoNotRace ${of_kernels} ${normscope_SOURCE_DIR} ${cases}*
+)
+# Without the cases that also exchange messages on the host: those are not compiled for the sanitizer.
+normscope_cuda_on_host_test(
+  cuda.RanksDoNotRace ${of_ranks} ${normscope_SOURCE_DIR} -*OfGraphs*
+)
 
 # The suites must fail if a synchronization between threads is removed.
 set(mutants ${CMAKE_CURRENT_BINARY_DIR}/mutants)
@@ -101,13 +122,21 @@ execute_process(
 )
 string(REPLACE "\n" ";" names "${names}")
 foreach(name IN LISTS names)
-  string(REGEX MATCH "^(last_block|sum_channels_last)" is_last ${name})
-  set(layout $<IF:$<BOOL:${is_last}>,last,first>)
-  normscope_cuda_on_host_test(cuda.Misses/${name} ${mutants}/${name} ${cases}${layout})
+  if(name MATCHES "^sum_over_ranks")
+    normscope_cuda_on_host_test(
+      cuda.Misses/${name} ${of_ranks} ${mutants}/${name} "*FollowEachOther*/3"
+    )
+  else()
+    string(REGEX MATCH "^(last_block|sum_channels_last)" is_last ${name})
+    set(layout $<IF:$<BOOL:${is_last}>,last,first>)
+    normscope_cuda_on_host_test(
+      cuda.Misses/${name} ${of_kernels} ${mutants}/${name} ${cases}${layout}
+    )
+  endif()
   set_tests_properties(
     cuda.Misses/${name}
     PROPERTIES PASS_REGULAR_EXPRESSION "ThreadSanitizer: data race;\\[  FAILED  \\]"
   )
 endforeach()
-file(GLOB kernels ${normscope_SOURCE_DIR}/normscope/kernels/cuda/*.cuh)
+file(GLOB kernels ${normscope_SOURCE_DIR}/normscope/kernels/cuda/*.cuh ${on_device}/*.cuh)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${kernels})
