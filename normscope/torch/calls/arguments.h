@@ -12,6 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DispatchKeySet.h>
 
 #include "normscope/torch/tensors/op.h"
 #include "normscope/torch/tensors/results.h"
@@ -19,6 +20,18 @@
 namespace normscope::binding {
 
 // The C++ types of the ops that operators.cpp declares, and the arguments of each as one struct.
+
+// What torch's dispatcher looks at: the keys of all tensors of an op.
+[[nodiscard]] inline c10::DispatchKeySet keys_of(const at::Tensor& tensor) {
+  return tensor.key_set();
+}
+[[nodiscard]] inline c10::DispatchKeySet keys_of(const OptionalTensor& tensor) {
+  return tensor ? tensor->key_set() : c10::DispatchKeySet();
+}
+template <class... Tensors>
+[[nodiscard]] c10::DispatchKeySet keys_of(const Tensors&... tensors) {
+  return (keys_of(tensors) | ...);
+}
 
 // Running statistics, which a forward updates.
 struct RunningTensors {
@@ -87,6 +100,11 @@ struct ForwardOpArguments {
 
   [[nodiscard]] bool decomposes() const { return graph && !graph->starts_with("exact"); }
 
+  [[nodiscard]] c10::DispatchKeySet keys() const {
+    return keys_of(x, weight, bias, running.mean, running.var, running.updates, accumulated,
+                   activation.residual);
+  }
+
  private:
   template <class Op, class... Others>
   auto call_op(const Op& op, const Others&... others) const {
@@ -135,6 +153,10 @@ struct BackwardOpArguments {
   WantedGradients wanted;
   ScopedCall call;
   ActivationBackwardCall activation = {};
+
+  [[nodiscard]] c10::DispatchKeySet keys() const {
+    return keys_of(dy, x, weight, statistics, activation.bias, activation.y);
+  }
 
  private:
   template <class Op, class... Others>

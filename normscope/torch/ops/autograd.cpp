@@ -18,6 +18,7 @@
 #include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/groups/registry.h"
+#include "normscope/torch/ops/backends.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/saved_call.h"
 #include "normscope/torch/portable/batch_norm.h"
@@ -78,8 +79,9 @@ Normalized below_autograd(const ForwardOpArguments& op) {
     return {y, mean, spread, counts};
   }
   static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
-  const auto [y, statistics] =
-      in_graph && !op.activation.activates() ? forward_in_graph(op) : op.pass_to(next);
+  const auto [y, statistics] = in_graph && !op.activation.activates() ? forward_in_graph(op)
+                               : backend::are_reached_by(op.keys())   ? backend::forward(op)
+                                                                      : op.pass_to(next);
   return {y, statistics, {}, {}};
 }
 
@@ -192,8 +194,11 @@ BackwardTensors by_single_operations(const BackwardOpArguments& op) {
 
 BackwardTensors backward_of(const BackwardOpArguments& op, bool decomposes) {
   if (decomposes && is_recorded_for_a_graph()) return backward_in_graph(op);
-  if (op.activation.activates() && at::GradMode::is_enabled()) return by_single_operations(op);
-  return op.pass_to(backward_op());
+  if (at::GradMode::is_enabled()) {
+    return op.activation.activates() ? by_single_operations(op) : op.pass_to(backward_op());
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return backend::are_reached_by(op.keys()) ? backend::backward(op) : op.pass_to(backward_op());
 }
 
 GradientTensors portable_backward_of(const PortableBackwardArguments& op, bool decomposes) {

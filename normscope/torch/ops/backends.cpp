@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/ops/backends.h"
+
 #include <cstdint>
 #include <optional>
 
@@ -102,17 +104,6 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   return run_with_exchange(op.x, Direction::kForward, op.call, site.placement(), run);
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
-  if (op.graph) note_forward_in_graph(op.call.layer);
-  if (uses_torch_kernels(op.x)) return autograd::forward_by_torchs_kernels(op);
-  const PreparedForward done = run_forward(op, Answer::kOutput);
-  if (!batch_was_counted()) {
-    for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
-    bump_version(op.accumulated);
-  }
-  return {done.y, done.statistics};
-}
-
 StatisticsTensors statistics(const ForwardOpArguments& op) {
   note_forward_in_graph(op.call.layer);
   const auto [given_mean, given_var, given_updates] = op.running.all();
@@ -213,12 +204,6 @@ PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
   return run_with_exchange(op.x, Direction::kBackward, op.call, site.placement(), run);
 }
 
-BackwardTensors backward(const BackwardOpArguments& op) {
-  const PreparedBackward done = run_backward(op, Answer::kOutput);
-  const auto [dx, dweight, dbias] = done.gradients.tensors();
-  return {dx, dweight, dbias, op.activation.y ? done.dz : at::empty({0}, op.x.options())};
-}
-
 GradientTensors gradient_sums(const BackwardOpArguments& op) {
   const PreparedBackward done = run_backward(op, Answer::kCoefficients);
   return {done.coefficients, done.gradients.dweight, done.gradients.dbias};
@@ -247,6 +232,27 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
                              site.alone());
   return y;
 }
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+  if (op.graph) note_forward_in_graph(op.call.layer);
+  if (uses_torch_kernels(op.x)) return autograd::forward_by_torchs_kernels(op);
+  const PreparedForward done = run_forward(op, Answer::kOutput);
+  if (!batch_was_counted()) {
+    for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
+    bump_version(op.accumulated);
+  }
+  return {done.y, done.statistics};
+}
+
+BackwardTensors backward(const BackwardOpArguments& op) {
+  const PreparedBackward done = run_backward(op, Answer::kOutput);
+  const auto [dx, dweight, dbias] = done.gradients.tensors();
+  return {dx, dweight, dbias, op.activation.y ? done.dz : at::empty({0}, op.x.options())};
+}
+
+namespace {
 
 void register_ops(::torch::Library& m) {
   m.impl("batch_norm_forward", &Taken<ForwardOp, &forward>::call);
