@@ -166,35 +166,46 @@ at::Tensor TensorMessage::gather_through_host(const CallLabel& label, std::int64
   return at::tensor(rows, at::kDouble).view({ranks(), -1}).to(own.options());
 }
 
-at::Tensor TensorMessage::sum(const CallLabel& label, std::int64_t count, const at::Tensor& own) {
+at::Tensor TensorMessage::sum(const CallLabel& label, std::int64_t count,
+                              std::initializer_list<at::Tensor> own) {
   const bool is_forward = label.direction == Direction::kForward;
+  std::vector<at::Tensor> parts(own);
+  parts.push_back(
+      header_of_row({{static_cast<double>(count)}}, parts.front().options()).narrow(0, 0, 1));
   if (is_alone()) {
     if (is_forward) check_count(static_cast<double>(count));
-    return own;
+    return at::cat(parts);
   }
-  if (is_on_device()) return sum_on_device(label, count, own);
+  if (is_on_device()) return sum_on_device(label, count, std::move(parts));
+  const at::Tensor joined = at::cat(parts);
   const at::Tensor message =
-      at::zeros({own.size(0) + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
-  const at::Tensor sum = message.narrow(0, 0, own.size(0)).copy_(own);
-  message[own.size(0) + kCount].fill_(static_cast<double>(count));
+      at::zeros({joined.size(0) + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
+  const at::Tensor sum = message.narrow(0, 0, joined.size(0)).copy_(joined);
+  message[joined.size(0) + kCount].fill_(static_cast<double>(count));
   use_.get()->all_reduce(
       label, {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())}, {});
-  if (is_forward) check_count(message.const_data_ptr<double>()[own.size(0) + kCount]);
-  return sum.to(own.options());
+  if (is_forward) check_count(message.const_data_ptr<double>()[joined.size(0) + kCount]);
+  return sum.to(joined.options());
 }
 
 at::Tensor TensorMessage::sum_on_device(const CallLabel& label, std::int64_t count,
-                                        const at::Tensor& own) {
+                                        std::vector<at::Tensor> parts) {
+  const at::TensorOptions options = parts.front().options();
   // The sums of a backward may be float32, which is too narrow for the hash.
-  const bool has_header = label.direction == Direction::kForward && own.dtype() == at::kDouble;
-  at::Tensor message = own;
+  const bool has_header =
+      label.direction == Direction::kForward && parts.front().dtype() == at::kDouble;
+  std::int64_t size = 0;
+  for (const at::Tensor& part : parts) size += part.size(0);
+  at::Tensor message;
   const int call = use_.get()->meet_on_device(
-      label, static_cast<double>(count), own.nbytes(), [&](const Header& header) {
-        if (has_header) message = at::cat({own, header_of_sum(header, own.options())});
+      label, static_cast<double>(count),
+      static_cast<std::size_t>(size) * options.dtype().itemsize(), [&](const Header& header) {
+        if (has_header) parts.push_back(header_of_sum(header, options));
+        message = at::cat(parts);
         over_torch(use_)->sum_on_device(message);
       });
   if (!has_header) return message;
-  check_later(*use_.get(), call, message.narrow(0, own.size(0), kHeader),
+  check_later(*use_.get(), call, message.narrow(0, size, kHeader),
               [ranks = ranks()](const at::Tensor& totals, const std::string& own_call) {
                 const auto* const fields = totals.const_data_ptr<double>();
                 if (!ranks_agree(fields, static_cast<double>(ranks))) {
@@ -202,7 +213,7 @@ at::Tensor TensorMessage::sum_on_device(const CallLabel& label, std::int64_t cou
                 }
                 check_earlier_count(fields[kCount], own_call);
               });
-  return message.narrow(0, 0, own.size(0));
+  return message.narrow(0, 0, size);
 }
 
 void TensorMessage::check_rows_later(const at::Tensor& headers, int call, std::int32_t hash) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -52,15 +53,17 @@ class TensorMessage {
   [[nodiscard]] GatheredRows gather(const CallLabel& label, std::int64_t count,
                                     std::initializer_list<at::Tensor> own);
 
-  // The sum over the ranks of a tensor [k], which it may overwrite.
-  [[nodiscard]] at::Tensor sum(const CallLabel& label, std::int64_t count, const at::Tensor& own);
+  // The sums over the ranks of parts [k] of one dtype, which are joined, and of `count` [1], behind
+  // them.
+  [[nodiscard]] at::Tensor sum(const CallLabel& label, std::int64_t count,
+                               std::initializer_list<at::Tensor> own);
 
  private:
   [[nodiscard]] bool is_on_device() const;
   [[nodiscard]] at::Tensor gather_through_host(const CallLabel& label, std::int64_t count,
                                                const at::Tensor& own);
   [[nodiscard]] at::Tensor sum_on_device(const CallLabel& label, std::int64_t count,
-                                         const at::Tensor& own);
+                                         std::vector<at::Tensor> parts);
   // Checks the headers [kHeader, ranks] of all rows in a later call.
   void check_rows_later(const at::Tensor& headers, int call, std::int32_t hash);
 

@@ -69,13 +69,14 @@ struct Normalized {
   at::Tensor counts;
 };
 
+bool is_in_graph(const ForwardOpArguments& op) { return op.graph && is_recorded_for_a_graph(); }
+
 Normalized below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const bool in_graph = op.graph.has_value() && is_recorded_for_a_graph();
-  if (uses_torch_kernels(op.x)) {
+  const bool in_graph = is_in_graph(op);
+  if (uses_torch_kernels(op.x) && !in_graph) {
     static const auto next = op_named<PortableForwardOp>("normscope::portable_forward");
-    const auto [y, mean, spread, counts] =
-        in_graph ? portable_forward_in_graph(op) : op.pass_to(next);
+    const auto [y, mean, spread, counts] = op.pass_to(next);
     return {y, mean, spread, counts};
   }
   static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
@@ -201,9 +202,8 @@ BackwardTensors backward_of(const BackwardOpArguments& op, bool decomposes) {
   return backend::are_reached_by(op.keys()) ? backend::backward(op) : op.pass_to(backward_op());
 }
 
-GradientTensors portable_backward_of(const PortableBackwardArguments& op, bool decomposes) {
+GradientTensors portable_backward_of(const PortableBackwardArguments& op) {
   static const auto next = op_named<PortableBackwardOp>("normscope::portable_backward");
-  if (decomposes && is_recorded_for_a_graph()) return portable_backward_in_graph(op);
   if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.pass_to(next);
@@ -265,7 +265,7 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     if (is_by_torch) {
       const PortableBackwardArguments op{dy,      x,        weight,   saved[2], of.wanted,
                                          of.call, saved[3], saved[4], of.eps};
-      std::tie(dx, dweight, dbias) = portable_backward_of(op, of.decomposes);
+      std::tie(dx, dweight, dbias) = portable_backward_of(op);
     } else {
       const OptionalTensor bias = activates ? defined_or_none(saved[3]) : kNoTensor;
       const OptionalTensor y = activates ? defined_or_none(saved[4]) : kNoTensor;
@@ -304,7 +304,8 @@ std::tuple<at::Tensor, at::Tensor> forward_with_node(const ForwardOpArguments& g
   note_forward();
   ForwardOpArguments op = given;
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, op.activation.residual});
-  if (uses_torch_kernels(op.x) || is_left_to_torch(op)) return forward_by_torchs_kernels(op);
+  const bool by_torch = is_in_graph(op) ? is_left_to_torch(op) : uses_torch_kernels(op.x);
+  if (by_torch) return forward_by_torchs_kernels(op);
   const Normalized done = normalized(op);
   return {done.y, done.statistics};
 }

@@ -19,6 +19,8 @@
 #include "normscope/torch/ops/autograd.h"
 #include "normscope/torch/ops/buffers.h"
 #include "normscope/torch/ops/call_site.h"
+#include "normscope/torch/ops/graph.h"
+#include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/parts.h"
 #include "normscope/torch/tensors/device.h"
 #include "normscope/torch/tensors/huge_pages.h"
@@ -106,6 +108,7 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
 
 StatisticsTensors statistics(const ForwardOpArguments& op) {
   note_forward_in_graph(op.call.layer);
+  if (uses_torch_kernels(op.x)) return portable_statistics(op);
   const auto [given_mean, given_var, given_updates] = op.running.all();
   const OptionalTensor mean = copy_of(*given_mean);
   const OptionalTensor var = copy_of(*given_var);
@@ -205,6 +208,7 @@ PreparedBackward run_backward(const BackwardOpArguments& op, Answer answer) {
 }
 
 GradientTensors gradient_sums(const BackwardOpArguments& op) {
+  if (uses_torch_kernels(op.x)) return portable_gradient_sums(op);
   const PreparedBackward done = run_backward(op, Answer::kCoefficients);
   return {done.coefficients, done.gradients.dweight, done.gradients.dbias};
 }
@@ -247,6 +251,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
 }
 
 BackwardTensors backward(const BackwardOpArguments& op) {
+  if (uses_torch_kernels(op.x)) return backward_by_coefficients(op, portable_gradient_sums(op));
   const PreparedBackward done = run_backward(op, Answer::kOutput);
   const auto [dx, dweight, dbias] = done.gradients.tensors();
   return {dx, dweight, dbias, op.activation.y ? done.dz : at::empty({0}, op.x.options())};

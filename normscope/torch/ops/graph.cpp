@@ -107,9 +107,15 @@ BackwardTensors backward_in_graph(const BackwardOpArguments& op) {
     const std::vector<at::Tensor> kept = keep_order({coefficients, dweight, dbias});
     std::tie(coefficients, dweight, dbias) = std::tie(kept[0], kept[1], kept[2]);
   }
+  return backward_by_coefficients(op, {coefficients, dweight, dbias});
+}
+
+BackwardTensors backward_by_coefficients(const BackwardOpArguments& op,
+                                         const GradientTensors& sums) {
+  const auto& [coefficients, dweight, dbias] = sums;
   const at::Tensor none = at::empty({0}, op.x.options());
   if (!op.wanted.dx) return {none, dweight, dbias, none};
-  const CoefficientsOf of(op.x, coefficients, scope);
+  const CoefficientsOf of(op.x, coefficients, parsed_scope(op.call.scope));
   return {input_gradient(op.x, op.dy, of), dweight, dbias, none};
 }
 

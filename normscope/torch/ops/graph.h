@@ -19,4 +19,8 @@ namespace normscope::binding {
 [[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op);
 [[nodiscard]] BackwardTensors backward_in_graph(const BackwardOpArguments& op);
 
+// The results of a backward, from those of the op batch_norm_gradient_sums.
+[[nodiscard]] BackwardTensors backward_by_coefficients(const BackwardOpArguments& op,
+                                                       const GradientTensors& sums);
+
 }  // namespace normscope::binding

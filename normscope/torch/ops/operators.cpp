@@ -197,17 +197,6 @@ TORCH_LIBRARY(normscope, m) {
       "portable_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, "
       "float eps) -> Tensor y",
       tags);
-  m.def(
-      "portable_update(Tensor mean, Tensor var, Tensor count, Tensor? running_mean, "
-      "Tensor? running_var, Tensor? num_batches_tracked, Tensor? accumulated, float? momentum, "
-      "bool may_be_too_small) -> (Tensor running_mean, Tensor running_var, "
-      "Tensor num_batches_tracked, Tensor accumulated)",
-      tags);
-  m.def(
-      "portable_sum(Tensor own, SymInt count, bool? backward_follows, float eps, float? momentum, "
-      "str scope, str group_name, str layer) -> Tensor total",
-      tags);
-
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
   m.def("version() -> str", &version);

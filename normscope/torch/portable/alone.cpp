@@ -71,15 +71,29 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
   return {std::move(y), Statistics{mean, var * ((n - 1) / n), n}};
 }
 
-void update_by_all(const ForwardOpArguments& op, const std::vector<Statistics>& statistics) {
-  const at::NoGradGuard no_grad;
-  // A program of torch's ops cannot tell that it is recomputed, and updates again, as torch's layer
-  // does.
-  const auto update = is_left_to_torch(op) ? update_now : update_buffers;
-  for (const Statistics& of : statistics) {
-    update(op.running, op.momentum, op.accumulated, of, /*may_be_too_small=*/false);
+at::Tensor normalize(const ForwardOpArguments& op, const Slicing& slicing,
+                     const std::vector<at::Tensor>& slices) {
+  const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
+  Then then = Then::kNothing;
+  if (has_buffers(op.running, op.accumulated)) {
+    const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
+    then = by_torch ? Then::kUpdate : Then::kReturn;
   }
+  std::vector<at::Tensor> outputs;
+  std::vector<Statistics> statistics;
+  for (const at::Tensor& slice : slices) {
+    Normalized done = normalize_alone(op, slice, then);
+    outputs.push_back(std::move(done.y));
+    if (done.statistics) statistics.push_back(std::move(*done.statistics));
+    if (slicing.slice_stats == SliceStats::kFirst) then = Then::kNothing;
+  }
+  const at::Tensor joined = outputs.size() == 1 ? outputs.front() : at::cat(outputs);
+  at::Tensor y = joined.to(op.x.scalar_type());
+  update_by_slices(op, slicing, statistics);
+  return y;
 }
+
+}  // namespace
 
 std::vector<at::Tensor> slices_of(const at::Tensor& x, const Slicing& slicing,
                                   std::string_view layer) {
@@ -96,30 +110,23 @@ std::vector<at::Tensor> slices_of(const at::Tensor& x, const Slicing& slicing,
   return slices;
 }
 
-at::Tensor normalize(const ForwardOpArguments& op, const Slicing& slicing,
-                     const std::vector<at::Tensor>& slices) {
-  const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
-  Then then = Then::kNothing;
-  if (has_buffers(op.running, op.accumulated)) {
-    // A graph must learn at run time whether it is a recomputation: update_buffers().
-    const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
-    then = by_torch ? Then::kUpdate : Then::kReturn;
+void update_by_slices(const ForwardOpArguments& op, const Slicing& slicing,
+                      const std::vector<Statistics>& statistics) {
+  if (statistics.empty()) return;
+  const at::NoGradGuard no_grad;
+  // A program of torch's ops cannot tell that it is recomputed, and updates again, as torch's layer
+  // does.
+  const auto update = is_left_to_torch(op) ? update_now : update_buffers;
+  std::vector<Statistics> values = statistics;
+  if (slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled) {
+    values = {pooled(statistics)};
+  } else if (slicing.slice_stats == SliceStats::kFirst) {
+    values.resize(1);
   }
-  std::vector<at::Tensor> outputs;
-  std::vector<Statistics> statistics;
-  for (const at::Tensor& slice : slices) {
-    Normalized done = normalize_alone(op, slice, then);
-    outputs.push_back(std::move(done.y));
-    if (done.statistics) statistics.push_back(std::move(*done.statistics));
-    if (slicing.slice_stats == SliceStats::kFirst) then = Then::kNothing;
+  for (const Statistics& of : values) {
+    update(op.running, op.momentum, op.accumulated, of, /*may_be_too_small=*/false);
   }
-  const at::Tensor joined = outputs.size() == 1 ? outputs.front() : at::cat(outputs);
-  at::Tensor y = joined.to(op.x.scalar_type());
-  update_by_all(op, pools && !statistics.empty() ? std::vector{pooled(statistics)} : statistics);
-  return y;
 }
-
-}  // namespace
 
 at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Scope& scope) {
   const ExchangeUse shown(Direction::kForward, op.call,

@@ -16,6 +16,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -52,9 +53,10 @@ CallLabel label_of(const ForwardOpArguments& op) {
 // The sums of all ranks in place of their statistics, for many ranks.
 Statistics statistics_by_sums(TensorMessage& message, const CallLabel& label, std::int64_t count,
                               const std::optional<Statistics>& own, const at::Tensor& x) {
-  at::Tensor sums = at::zeros({2 * x.size(1) + 1}, float64_options(x));
-  if (own) sums = sums_of(*own, sums.scalar_type());
-  return statistics_of_sums(message.sum(label, count, sums), arithmetic_options(x));
+  const at::TensorOptions options = float64_options(x);
+  const at::Tensor sums = own ? sums_of(*own, c10::typeMetaToScalarType(options.dtype()))
+                              : at::zeros({2 * x.size(1)}, options);
+  return statistics_of_sums(message.sum(label, count, {sums}), arithmetic_options(x));
 }
 
 // Memory for the results of the kernels that take it, so that nothing is missing after the
@@ -87,9 +89,25 @@ at::Tensor apply_meta(const at::Tensor& x, const OptionalTensor&, const Optional
   return empty_output(x);
 }
 
+// The statistics of a norm batch, and what is left to be done for the buffers of the call.
+struct NormBatch {
+  at::Tensor mean;
+  at::Tensor spread;  // as PortableTensors has it
+  at::Tensor counts;
+  std::optional<Statistics> to_update;  // none: nothing, or torch's kernel has updated the buffers
+  bool has_updated = false;
+};
+
+void update(const ForwardOpArguments& op, const NormBatch& batch, const at::Tensor& x) {
+  if (batch.has_updated) return count_update(op.running);
+  if (!batch.to_update) return;
+  update_buffers(op.running, op.momentum, op.accumulated, *batch.to_update,
+                 /*may_be_too_small=*/elements_per_channel(x) < 2);
+}
+
 // By torch's synchronized kernels, which also update the running statistics.
-PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, const at::Tensor& x,
-                                                at::Tensor y, TensorMessage& message) {
+NormBatch norm_batch_by_synchronized_kernels(const ForwardOpArguments& op, const at::Tensor& x,
+                                             TensorMessage& message) {
   const std::int64_t count = elements_per_channel(x).expect_int();
   const std::int64_t channels = x.size(1);
   const at::TensorOptions options = arithmetic_options(x);
@@ -113,16 +131,12 @@ PortableTensors forward_by_synchronized_kernels(const ForwardOpArguments& op, co
       as_torch ? op.running.mean : defined_or_none(batch_mean),
       as_torch ? op.running.var : defined_or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
       elements);
-  y = apply(x, op.weight, op.bias, mean, inv_std, op.eps, std::move(y));
-  if (as_torch) {
-    count_update(op.running);
-  } else if (updates) {
+  NormBatch batch{mean, inv_std, counts, std::nullopt, as_torch};
+  if (updates && !as_torch) {
     const at::Tensor total = elements.sum();
-    update_buffers(op.running, op.momentum, op.accumulated,
-                   {batch_mean, batch_var * ((total - 1) / total), total},
-                   /*may_be_too_small=*/count < 2);
+    batch.to_update = {batch_mean, batch_var * ((total - 1) / total), total};
   }
-  return {y, mean, inv_std, counts};
+  return batch;
 }
 
 // int32 numbers of elements [ranks] with this sum [1], which alone may exceed int32.
@@ -132,8 +146,8 @@ at::Tensor counts_of(const at::Tensor& total, std::int64_t ranks) {
   return at::cat({rest, each.expand({ranks - 1})}).to(at::kInt);
 }
 
-PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& x, at::Tensor y,
-                                TensorMessage& message) {
+NormBatch norm_batch_by_sums(const ForwardOpArguments& op, const at::Tensor& x,
+                             TensorMessage& message) {
   const std::int64_t count = elements_per_channel(x).expect_int();
   const std::int64_t channels = x.size(1);
   const at::TensorOptions options = arithmetic_options(x);
@@ -150,30 +164,73 @@ PortableTensors forward_by_sums(const ForwardOpArguments& op, const at::Tensor& 
                  rows.narrow(1, 2 * channels, 1));
   }
   const bool by_inv_std = has_synchronized_kernels(x);
-  const at::Tensor spread = by_inv_std ? (all.var + op.eps).rsqrt() : all.var;
   const at::Tensor total = all.count.reshape({1});
-  y = apply(x, op.weight, op.bias, all.mean, spread, op.eps, std::move(y));
-  const at::Tensor counts = by_inv_std ? counts_of(total, message.ranks()) : total;
-  update_buffers(op.running, op.momentum, op.accumulated, all, /*may_be_too_small=*/count < 2);
-  return {y, all.mean, spread, counts};
+  return {all.mean, by_inv_std ? (all.var + op.eps).rsqrt() : all.var,
+          by_inv_std ? counts_of(total, message.ranks()) : total, all};
+}
+
+NormBatch norm_batch_of(const ForwardOpArguments& op, const at::Tensor& x, TensorMessage& message) {
+  return has_synchronized_kernels(x) && message.ranks() <= kMostGathered
+             ? norm_batch_by_synchronized_kernels(op, x, message)
+             : norm_batch_by_sums(op, x, message);
 }
 
 PortableTensors forward(const ForwardOpArguments& op) {
   return run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
     static_cast<void>(checked(op, message.scope()));
     const at::Tensor x = in_torch_layout(op.x);
-    const at::Tensor y = memory_for_result(x);
+    at::Tensor y = memory_for_result(x);
     check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
-    return has_synchronized_kernels(x) && message.ranks() <= kMostGathered
-               ? forward_by_synchronized_kernels(op, x, y, message)
-               : forward_by_sums(op, x, y, message);
+    const NormBatch batch = norm_batch_of(op, x, message);
+    y = apply(x, op.weight, op.bias, batch.mean, batch.spread, op.eps, std::move(y));
+    update(op, batch, x);
+    return PortableTensors{y, batch.mean, batch.spread, batch.counts};
   });
 }
 
-// Replaces this rank's gradient sums by their totals.
-GradientSums total_of(const GradientSums& own, const at::Tensor& x, const ScopedCall& call,
-                      TensorMessage& message) {
-  const std::int64_t count = elements_per_channel(x).expect_int();
+// Of one norm batch, as graphs apply them.
+struct StoredNormBatch {
+  at::Tensor statistics;    // [1, 3, C] float64
+  at::Tensor coefficients;  // [1, 4, C] in the type of the arithmetic
+};
+
+StoredNormBatch stored(const ForwardOpArguments& op, const at::Tensor& mean,
+                       const at::Tensor& inv_std) {
+  const at::Tensor none = at::zeros_like(mean);
+  const at::Tensor scale = op.weight ? inv_std * *in_arithmetic(op.weight, op.x) : inv_std;
+  const at::Tensor shift = op.bias ? *in_arithmetic(op.bias, op.x) : none;
+  const auto wide = float64_options(op.x).dtype();
+  return {stored_statistics(mean.to(wide), inv_std.to(wide)),
+          at::stack({mean, none, scale, shift}).unsqueeze(0)};
+}
+
+// Slices are norm batches of one rank.
+StoredNormBatch stored_slices(const ForwardOpArguments& op, const Slicing& slicing) {
+  const std::vector<at::Tensor> slices = slices_of(op.x, slicing, op.call.layer);
+  std::vector<at::Tensor> statistics;
+  std::vector<at::Tensor> coefficients;
+  std::vector<Statistics> to_update;
+  for (const at::Tensor& slice : slices) {
+    const bool is_empty = slice.numel() == 0;
+    const at::Tensor none = at::zeros({slice.size(1)}, arithmetic_options(slice));
+    const Statistics of = is_empty ? Statistics{none, none, none} : statistics_of(slice);
+    const StoredNormBatch batch = stored(op, of.mean, (of.var + op.eps).rsqrt());
+    statistics.push_back(batch.statistics);
+    coefficients.push_back(batch.coefficients);
+    if (!is_empty) to_update.push_back(of);
+  }
+  update_by_slices(op, slicing, to_update);
+  return {at::cat(statistics), at::cat(coefficients)};
+}
+
+// The totals over the ranks of the gradient sums, and of the elements per channel [1].
+struct Totals {
+  GradientSums sums;
+  at::Tensor count;
+};
+
+Totals total_of(const GradientSums& own, const at::Tensor& x, const ScopedCall& call,
+                TensorMessage& message) {
   const std::int64_t channels = x.size(1);
   const CallLabel label{.layer = call.layer,
                         .scope = call.scope,
@@ -181,49 +238,75 @@ GradientSums total_of(const GradientSums& own, const at::Tensor& x, const Scoped
                         .direction = Direction::kBackward,
                         .channels = channels,
                         .dtype = dtype_name_of(x)};
-  const at::Tensor sums = message.sum(label, count, at::cat({own.dy, own.dy_xmu}));
-  return {sums.narrow(0, 0, channels), sums.narrow(0, channels, channels)};
+  const at::Tensor sums =
+      message.sum(label, elements_per_channel(x).expect_int(), {own.dy, own.dy_xmu});
+  return {{sums.narrow(0, 0, channels), sums.narrow(0, channels, channels)},
+          sums.narrow(0, 2 * channels, 1)};
 }
 
-// `op` has x and dy in a layout of torch.
-GradientTensors gradients(const PortableBackwardArguments& op, TensorMessage& message) {
-  const at::Tensor& x = op.x;
-  const bool by_synchronized_kernels = has_synchronized_kernels(x) && x.numel() > 0;
-  GradientSums own;
+// The gradient sums over this rank's samples, and the gradients of the parameters.
+struct OwnGradients {
+  GradientSums sums;
   at::Tensor dweight;
   at::Tensor dbias;
-  if (by_synchronized_kernels) {
-    std::tie(own.dy, own.dy_xmu, dweight, dbias) =
-        at::batch_norm_backward_reduce(op.dy, x, op.mean, op.spread, op.weight, /*input_g=*/true,
-                                       op.wanted.dweight, op.wanted.dbias);
+};
+
+OwnGradients own_gradients(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
+                           const at::Tensor& mean, const at::Tensor& inv_std,
+                           const WantedGradients& wanted) {
+  OwnGradients own;
+  if (has_synchronized_kernels(x) && x.numel() > 0) {
+    std::tie(own.sums.dy, own.sums.dy_xmu, own.dweight, own.dbias) = at::batch_norm_backward_reduce(
+        dy, x, mean, inv_std, weight, /*input_g=*/true, wanted.dweight, wanted.dbias);
   } else {
-    own = gradient_sums_of(op);
-    if (op.wanted.dweight) dweight = own.dy_xmu * inv_std_of(x, op.spread, op.eps);
-    dbias = own.dy;
+    const at::ScalarType type = mean.scalar_type();
+    own.sums = gradient_sums(dy.to(type), x.to(type) - along_channels(x, mean));
+    if (wanted.dweight) own.dweight = own.sums.dy_xmu * inv_std;
+    own.dbias = own.sums.dy;
   }
-  const GradientSums totals = total_of(own, x, op.call, message);
-  at::Tensor dx = at::empty({0}, x.options());
-  if (op.wanted.dx) {
-    dx = by_synchronized_kernels
-             ? at::batch_norm_backward_elemt(op.dy, x, op.mean, op.spread, op.weight, totals.dy,
-                                             totals.dy_xmu, op.counts)
-             : input_gradient_of(op, totals);
-  }
-  const at::Tensor none = at::empty({0}, arithmetic_options(x));
-  return {dx, op.wanted.dweight ? dweight : none, op.wanted.dbias ? dbias : none};
+  return own;
 }
+
+// x and dy in a layout of torch, and the weight in the type of the arithmetic.
+struct BackwardTensorsOf {
+  BackwardTensorsOf(const at::Tensor& given_dy, const at::Tensor& given_x,
+                    const OptionalTensor& given_weight)
+      : x(in_torch_layout(given_x)), weight(in_arithmetic(given_weight, given_x)) {
+    TORCH_CHECK_NOT_IMPLEMENTED(uses_torch_kernels(given_dy), "dy: expected a dense tensor, got ",
+                                given_dy.layout());
+    dy = given_dy.contiguous(x.suggest_memory_format());
+  }
+
+  at::Tensor x;
+  at::Tensor dy;
+  OptionalTensor weight;
+};
 
 GradientTensors backward(const PortableBackwardArguments& op) {
   return run_with_message(op.x, Direction::kBackward, op.call, [&](TensorMessage& message) {
-    TORCH_CHECK_NOT_IMPLEMENTED(uses_torch_kernels(op.dy), "dy: expected a dense tensor, got ",
-                                op.dy.layout());
-    const at::Tensor x = in_torch_layout(op.x);
-    const at::Tensor dy = op.dy.contiguous(x.suggest_memory_format());
-    const OptionalTensor weight = in_arithmetic(op.weight, x);
-    check_finite(dy, message.exchange().get(), Direction::kBackward, op.call);
-    return gradients({dy, x, weight, op.mean, op.wanted, op.call, op.spread, op.counts, op.eps},
-                     message);
+    const BackwardTensorsOf of(op.dy, op.x, op.weight);
+    check_finite(of.dy, message.exchange().get(), Direction::kBackward, op.call);
+    const at::Tensor inv_std = inv_std_of(of.x, op.spread, op.eps);
+    const OwnGradients own = own_gradients(of.dy, of.x, of.weight, op.mean, inv_std, op.wanted);
+    const GradientSums totals = total_of(own.sums, of.x, op.call, message).sums;
+    at::Tensor dx = at::empty({0}, of.x.options());
+    if (op.wanted.dx && has_synchronized_kernels(of.x) && of.x.numel() > 0) {
+      dx = at::batch_norm_backward_elemt(of.dy, of.x, op.mean, inv_std, of.weight, totals.dy,
+                                         totals.dy_xmu, op.counts);
+    } else if (op.wanted.dx) {
+      const InputGradientValues values(totals, op.counts.sum(), inv_std, of.weight);
+      dx = input_gradient(of.dy, of.x - along_channels(of.x, op.mean), values)
+               .to(of.x.scalar_type());
+    }
+    const at::Tensor none = at::empty({0}, arithmetic_options(of.x));
+    return GradientTensors{dx, op.wanted.dweight ? own.dweight : none,
+                           op.wanted.dbias ? own.dbias : none};
   });
+}
+
+// Adds a slice's gradient to those of the slices before it.
+void add(at::Tensor& total, const at::Tensor& of_slice) {
+  total = total.defined() ? total + of_slice : of_slice;
 }
 
 PortableTensors forward_meta(const ForwardOpArguments& op) {
@@ -239,6 +322,57 @@ GradientTensors backward_meta(const PortableBackwardArguments& op) {
 
 }  // namespace
 
+StatisticsTensors portable_statistics(const ForwardOpArguments& given) {
+  const auto [given_mean, given_var, given_updates] = given.running.all();
+  const OptionalTensor mean = copy_of(*given_mean);
+  const OptionalTensor var = copy_of(*given_var);
+  const OptionalTensor updates = copy_of(*given_updates);
+  const OptionalTensor accumulated = copy_of(given.accumulated);
+  const ForwardOpArguments op = given.with(given.weight, {mean, var, updates}, accumulated);
+  const StoredNormBatch done =
+      run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
+        const Slicing slicing = checked(op, message.scope());
+        check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
+        if (message.scope().kind() == Scope::Kind::kSlices) return stored_slices(op, slicing);
+        const at::Tensor x = in_torch_layout(op.x);
+        const NormBatch batch = norm_batch_of(op, x, message);
+        update(op, batch, x);
+        return stored(op, batch.mean, inv_std_of(x, batch.spread, op.eps));
+      });
+  return {done.statistics,     done.coefficients,       or_empty(mean, op.x),
+          or_empty(var, op.x), or_empty(updates, op.x), or_empty(accumulated, op.x)};
+}
+
+GradientTensors portable_gradient_sums(const BackwardOpArguments& op) {
+  return run_with_message(op.x, Direction::kBackward, op.call, [&](TensorMessage& message) {
+    static_cast<void>(checked(op));
+    check_finite(op.dy, message.exchange().get(), Direction::kBackward, op.call);
+    const std::int64_t slices = op.statistics.size(0);
+    const std::vector<at::Tensor> x = op.x.chunk(slices);
+    const std::vector<at::Tensor> dy = op.dy.chunk(slices);
+    std::vector<at::Tensor> coefficients;
+    OwnGradients sums;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      const BackwardTensorsOf of(dy[i], x[i], op.weight);
+      const at::Tensor statistics =
+          op.statistics[static_cast<std::int64_t>(i)].to(arithmetic_options(of.x).dtype());
+      const at::Tensor mean = statistics[0];
+      const at::Tensor inv_std = statistics[2];
+      const OwnGradients own = own_gradients(of.dy, of.x, of.weight, mean, inv_std,
+                                             {.dx = true, .dweight = true, .dbias = true});
+      const Totals totals = total_of(own.sums, of.x, op.call, message);
+      const InputGradientValues values(totals.sums, totals.count, inv_std, of.weight);
+      coefficients.push_back(
+          at::stack({mean, at::zeros_like(mean), values.scale, values.mean_dy, values.slope}));
+      add(sums.dweight, own.dweight);
+      add(sums.dbias, own.dbias);
+    }
+    const at::Tensor none = at::empty({0}, arithmetic_options(op.x));
+    return GradientTensors{at::stack(coefficients), op.wanted.dweight ? sums.dweight : none,
+                           op.wanted.dbias ? sums.dbias : none};
+  });
+}
+
 at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps) {
   return has_synchronized_kernels(x) ? spread : (spread + eps).rsqrt();
 }
@@ -246,19 +380,6 @@ at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps)
 at::Tensor stored_statistics(const PortableBackwardArguments& op) {
   const at::Tensor mean = op.mean.to(float64_options(op.x).dtype());
   return stored_statistics(mean, inv_std_of(op.x, op.spread, op.eps).to(mean.scalar_type()));
-}
-
-GradientSums gradient_sums_of(const PortableBackwardArguments& op) {
-  const at::ScalarType type = op.mean.scalar_type();
-  return gradient_sums(op.dy.to(type), op.x.to(type) - along_channels(op.x, op.mean));
-}
-
-at::Tensor input_gradient_of(const PortableBackwardArguments& op, const GradientSums& totals) {
-  const at::Tensor count = op.counts.sum();
-  return input_gradient(op.dy, op.x - along_channels(op.x, op.mean),
-                        {totals.dy / count, totals.dy_xmu / count},
-                        inv_std_of(op.x, op.spread, op.eps), op.weight)
-      .to(op.x.scalar_type());
 }
 
 TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) {

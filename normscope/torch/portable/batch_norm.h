@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <string_view>
 #include <tuple>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -45,16 +47,17 @@ struct PortableBackwardArguments {
 // torch.nn's layer, for a rank alone or for each slice; operations of torch, with their gradients.
 [[nodiscard]] at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Scope& scope);
 
-// Forward and backward of ranks that share statistics in a recorded graph: operations of torch,
-// which a compiler fuses with those before and after, and one op portable_sum between two calls of
-// keep_order (ops/graph.h).
-[[nodiscard]] PortableTensors portable_forward_in_graph(const ForwardOpArguments& op);
-[[nodiscard]] GradientTensors portable_backward_in_graph(const PortableBackwardArguments& op);
+// The slices of x, each of which has more than one element per channel or none.
+[[nodiscard]] std::vector<at::Tensor> slices_of(const at::Tensor& x, const Slicing& slicing,
+                                                std::string_view layer);
+// Updates the buffers by the statistics of slices that are not empty, as the call wants it.
+void update_by_slices(const ForwardOpArguments& op, const Slicing& slicing,
+                      const std::vector<Statistics>& statistics);
 
-// The steps of backward that graphs share.
-[[nodiscard]] GradientSums gradient_sums_of(const PortableBackwardArguments& op);
-[[nodiscard]] at::Tensor input_gradient_of(const PortableBackwardArguments& op,
-                                           const GradientSums& totals);
+// The ops batch_norm_statistics and batch_norm_gradient_sums of compiled graphs (ops/graph.h).
+[[nodiscard]] StatisticsTensors portable_statistics(const ForwardOpArguments& op);
+[[nodiscard]] GradientTensors portable_gradient_sums(const BackwardOpArguments& op);
+
 [[nodiscard]] at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps);
 
 // The statistics that other ops take, [1, 3, C].

@@ -59,11 +59,10 @@ at::Tensor portable_part_input_gradient(const at::Tensor& dy, const at::Tensor& 
   const at::Tensor of = statistics[0];
   const at::Tensor totals = sums_in(sums);
   const std::int64_t channels = x.size(1);
-  const at::Tensor means = totals.narrow(0, 0, 2 * channels) / totals.narrow(0, 2 * channels, 1);
-  return input_gradient(dy.to(of.scalar_type()), centered(x, of),
-                        {means.narrow(0, 0, channels), means.narrow(0, channels, channels)}, of[2],
-                        weight)
-      .to(x.scalar_type());
+  const InputGradientValues values(
+      {totals.narrow(0, 0, channels), totals.narrow(0, channels, channels)},
+      totals.narrow(0, 2 * channels, 1), of[2], weight);
+  return input_gradient(dy.to(of.scalar_type()), centered(x, of), values).to(x.scalar_type());
 }
 
 at::Tensor portable_with_statistics(const WithStatisticsOpArguments& op) {

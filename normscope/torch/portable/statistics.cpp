@@ -38,44 +38,6 @@ std::vector<std::int64_t> all_but_channels(const at::Tensor& x) {
   return dims;
 }
 
-using Updated = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-// The new values of the buffers; those that are absent are empty.
-Updated updated(const at::Tensor& mean, const at::Tensor& var, const at::Tensor& count,
-                const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                const OptionalTensor& updates, const OptionalTensor& accumulated,
-                std::optional<double> momentum, bool may_be_too_small) {
-  note_forward_in_graph("");
-  const OptionalTensor copies[] = {copy_of(running_mean), copy_of(running_var), copy_of(updates),
-                                   copy_of(accumulated)};
-  update_buffers({copies[0], copies[1], copies[2]}, momentum, copies[3], {mean, var, count},
-                 may_be_too_small);
-  return {or_empty(copies[0], mean), or_empty(copies[1], mean), or_empty(copies[2], mean),
-          or_empty(copies[3], mean)};
-}
-
-Updated updated_meta(const at::Tensor& mean, const at::Tensor&, const at::Tensor&,
-                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
-                     const OptionalTensor& updates, const OptionalTensor& accumulated,
-                     std::optional<double>, bool) {
-  return {like_or_empty(running_mean, mean), like_or_empty(running_var, mean),
-          like_or_empty(updates, mean), like_or_empty(accumulated, mean)};
-}
-
-// An op, which knows when the graph runs whether this is a recomputation.
-void update_in_graph(const RunningTensors& running, std::optional<double> momentum,
-                     const OptionalTensor& accumulated, const Statistics& statistics,
-                     bool may_be_too_small) {
-  static const auto op = op_named<decltype(updated)>("normscope::portable_update");
-  const auto [mean, var, updates, moments] =
-      op.call(statistics.mean, statistics.var, statistics.count, running.mean, running.var,
-              running.updates, accumulated, momentum, may_be_too_small);
-  set_buffer(running.mean, mean);
-  set_buffer(running.var, var);
-  set_buffer(running.updates, updates);
-  set_buffer(accumulated, moments);
-}
-
 // Hides operations from autograd and from modes of torch.
 struct Unseen {
   at::NoGradGuard autograd;
@@ -99,7 +61,7 @@ void add_moments(const at::Tensor& moments, const Statistics& statistics) {
   const std::int64_t channels = statistics.mean.size(0);
   moments.narrow(0, 0, channels).add_(sums.narrow(0, 0, channels));
   moments.narrow(0, kLimbs * channels, channels).add_(sums.narrow(0, channels, channels));
-  moments.narrow(0, limbs_size(channels) + kCount, 1).add_(sums.narrow(0, 2 * channels, 1));
+  moments.narrow(0, limbs_size(channels) + kCount, 1).add_(statistics.count);
 }
 
 at::Tensor sums_in(const at::Tensor& moments) {
@@ -128,7 +90,7 @@ Statistics statistics_of(const at::Tensor& x) {
 at::Tensor sums_of(const Statistics& statistics, at::ScalarType type) {
   const at::Tensor mean = statistics.mean.to(type);
   const at::Tensor n = statistics.count.to(type).reshape({1});
-  return at::cat({mean * n, (statistics.var.to(type) + mean * mean) * n, n});
+  return at::cat({mean * n, (statistics.var.to(type) + mean * mean) * n});
 }
 
 Statistics statistics_of_sums(const at::Tensor& sums, const at::TensorOptions& options) {
@@ -177,16 +139,19 @@ GradientSums gradient_sums(const at::Tensor& dy, const at::Tensor& centered) {
   return {dy.sum(dims), (dy * centered).sum(dims)};
 }
 
+InputGradientValues::InputGradientValues(const GradientSums& totals, const at::Tensor& count,
+                                         const at::Tensor& inv_std, const OptionalTensor& weight)
+    : scale(weight ? *weight * inv_std : inv_std),
+      mean_dy(totals.dy / count),
+      slope(inv_std * inv_std * (totals.dy_xmu / count)) {}
+
 at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
-                          const GradientSums& means, const at::Tensor& inv_std,
-                          const OptionalTensor& weight) {
-  const at::Tensor scale = weight ? *weight * inv_std : inv_std;
-  const at::Tensor slope = inv_std * inv_std * means.dy_xmu;
-  const auto of = [&](const at::Tensor& values) { return along_channels(dy, values); };
-  return pointwise::input_gradient(dy, centered, of(means.dy), of(slope), of(scale));
+                          const InputGradientValues& values) {
+  const auto of = [&](const at::Tensor& each) { return along_channels(dy, each); };
+  return pointwise::input_gradient(dy, centered, of(values.mean_dy), of(values.slope),
+                                   of(values.scale));
 }
 
-// A graph learns this when it runs: see update_in_graph().
 bool repeats_a_forward() { return batch_was_counted() && !is_recorded_for_a_graph(); }
 
 bool has_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
@@ -242,8 +207,7 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
                     bool may_be_too_small) {
   if (!updates_buffers(running, accumulated)) return;
   if (running.mean && is_left_alone(*running.mean)) return;
-  const auto update = is_recorded_for_a_graph() ? update_in_graph : update_now;
-  update(running, momentum, accumulated, statistics, may_be_too_small);
+  update_now(running, momentum, accumulated, statistics, may_be_too_small);
 }
 
 void update_now(const RunningTensors& running, std::optional<double> momentum,
@@ -280,8 +244,5 @@ void update_now(const RunningTensors& running, std::optional<double> momentum,
   }
   for (const auto& [buffer, value] : writes) buffer.copy_(value);
 }
-
-TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) { m.impl("portable_update", &updated); }
-TORCH_LIBRARY_IMPL(normscope, Meta, m) { m.impl("portable_update", &updated_meta); }
 
 }  // namespace normscope::binding

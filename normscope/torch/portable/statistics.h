@@ -27,11 +27,11 @@ struct Statistics {
 // Of this rank's x, which is not empty.
 [[nodiscard]] Statistics statistics_of(const at::Tensor& x);
 
-// Sums [2 C + 1] of the given type: n * mean, n * (var + mean^2), n.
+// Sums [2 C] of the given type: n * mean, n * (var + mean^2).
 [[nodiscard]] at::Tensor sums_of(const Statistics& statistics, at::ScalarType type);
 
-// Of such sums. The cancellation in the variance costs (mean / std)^2 roundings of float64, less
-// than those of float32 in x.
+// Of such sums with n behind them, [2 C + 1]. The cancellation in the variance costs (mean / std)^2
+// roundings of float64, less than those of float32 in x.
 [[nodiscard]] Statistics statistics_of_sums(const at::Tensor& sums,
                                             const at::TensorOptions& options);
 
@@ -53,10 +53,18 @@ struct GradientSums {
 };
 [[nodiscard]] GradientSums gradient_sums(const at::Tensor& dy, const at::Tensor& centered);
 
-// dx, from the means of the gradient sums over the norm batch.
+// What dx needs per channel [C]: pointwise.h.
+struct InputGradientValues {
+  // Of the norm batch: its gradient sums, and its number of elements per channel [] or [1].
+  InputGradientValues(const GradientSums& totals, const at::Tensor& count,
+                      const at::Tensor& inv_std, const OptionalTensor& weight);
+
+  at::Tensor scale;
+  at::Tensor mean_dy;
+  at::Tensor slope;
+};
 [[nodiscard]] at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
-                                        const GradientSums& means, const at::Tensor& inv_std,
-                                        const OptionalTensor& weight);
+                                        const InputGradientValues& values);
 
 // Whether this call is a recomputation, which must change nothing.
 [[nodiscard]] bool repeats_a_forward();
@@ -107,7 +115,7 @@ void update_now(const RunningTensors& running, std::optional<double> momentum,
                 const OptionalTensor& accumulated, const Statistics& statistics,
                 bool may_be_too_small);
 
-// The same, but not in a recomputation. A graph learns when it runs whether it is one.
+// The same, but not in a recomputation.
 void update_buffers(const RunningTensors& running, std::optional<double> momentum,
                     const OptionalTensor& accumulated, const Statistics& statistics,
                     bool may_be_too_small);
