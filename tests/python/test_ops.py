@@ -41,13 +41,53 @@ def test_opcheck_passes(slices: int, affine: bool) -> None:  # noqa: FBT001
     opcheck(ops.batch_norm_forward, *arguments)
     opcheck(ops.batch_norm_forward, *arguments, accumulated=torch.zeros(34, dtype=torch.float64))
     opcheck(ops.batch_norm_statistics, *arguments)
-    _, statistics = ops.batch_norm_forward(*arguments)
+    _, statistics, *_ = ops.batch_norm_forward(*arguments)
     opcheck(ops.batch_norm_with_statistics, *arguments[:3], statistics)
     x, weight, scope = arguments[0], arguments[1] if affine else None, arguments[10]
     gradients, place = (torch.randn_like(x), x, weight, statistics), (scope, "", "layer")
     for op in (ops.batch_norm_backward, ops.batch_norm_gradient_sums):
         opcheck(op, *gradients, True, affine, affine, *place)  # noqa: FBT003
     opcheck(ops.batch_norm_double_backward, torch.randn(X), weight, None, *gradients, *place)
+
+
+def apply(coefficients: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    """Apply the coefficients of slices: of y to x, or of dx to x and dy."""
+    slices = zip(coefficients, *(t.chunk(len(coefficients)) for t in tensors), strict=True)
+    results = []
+    for values, x, *dy in slices:
+        c = values[:, :, None, None]
+        xmu = (x - c[0]) - c[1]
+        results.append(((dy[0] - c[3]) - xmu * c[4]) * c[2] if dy else xmu * c[2] + c[3])
+    return torch.cat(results)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_coefficients_of_graphs_are_those_of_a_layer(slices: int) -> None:
+    ops = torch.ops.normscope
+    x, weight, bias, *buffers = forward_arguments()[:6]
+    weight, bias = weight * 3, bias + 2
+    scope = "local" if slices == 1 else f"slices:{slices}"
+    constants = (0.1, 1e-5, [4], "pooled", scope, "", "layer")
+    layer = normscope.BatchNorm2d(3, scope=scope)
+    layer.load_state_dict({**layer.state_dict(), "weight": weight, "bias": bias})
+    x.requires_grad_()
+    y = layer(x)
+    dy = torch.randn_like(x)
+    y.backward(dy)
+    given = x.detach()
+
+    statistics, of_y, *new_buffers, _ = ops.batch_norm_statistics(
+        given, weight, bias, *buffers, *constants
+    )
+    wants = (True, True, True)
+    of_dx, *gradients = ops.batch_norm_gradient_sums(
+        dy, given, weight, statistics, *wants, *constants[-3:]
+    )
+
+    got = [apply(of_y, given), apply(of_dx, given, dy), *gradients, *new_buffers]
+    expected = [y, x.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
+    for value, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, wanted.detach())
 
 
 def test_opcheck_passes_for_the_ops_of_parts() -> None:

@@ -238,12 +238,11 @@ def fake_step(scope: str) -> None:
         with torch.no_grad():  # torch without CUDA makes no nodes for such tensors
             y = layer(x)
         assert (y.shape, y.device.type) == (x.shape, "cuda")
-        mean = torch.empty(3, device="cuda")
+        statistics = torch.empty(1, 3, 3, device="cuda", dtype=torch.float64)
         wanted = (True, True, True)
-        dx, *_ = torch.ops.normscope.portable_backward(
-            y, x, None, mean, *wanted, "world", "", "",
-            spread=mean, counts=mean, eps=1e-5,
-        )  # fmt: skip
+        dx, *_ = torch.ops.normscope.batch_norm_backward(
+            y, x, None, statistics, *wanted, "world", "", ""
+        )
         assert (dx.shape, dx.device.type) == (x.shape, "cuda")
 
 

@@ -61,8 +61,12 @@ using LayerForwardOp = Result(const at::Tensor&, const OptionalTensor&, const Op
                               std::string_view, std::string_view, std::string_view,
                               const OptionalTensor&, std::optional<bool>, Others...);
 
-using ForwardOp = LayerForwardOp<std::tuple<at::Tensor, at::Tensor>, std::string_view, double,
-                                 const OptionalTensor&, std::optional<std::string_view>>;
+// y, and the statistics that a backward needs. By this library's kernels: [slices, 3, C] float64,
+// and two undefined tensors. By torch's, of ranks that share statistics: the mean, the spread and
+// the counts (portable/batch_norm.h); of a rank alone: none.
+using ForwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using ForwardOp = LayerForwardOp<ForwardTensors, std::string_view, double, const OptionalTensor&,
+                                 std::optional<std::string_view>>;
 
 // Changes none of its arguments. Returns the statistics, the coefficients, and the new values of
 // the running statistics and of `accumulated`, which are empty tensors if the argument is absent.
@@ -131,8 +135,9 @@ using LayerBackwardOp = Result(const at::Tensor&, const at::Tensor&, const Optio
 
 // The last one is the gradient of the residual; an empty tensor without a residual.
 using BackwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using BackwardOp = LayerBackwardOp<BackwardTensors, std::string_view, double, const OptionalTensor&,
-                                   const OptionalTensor&>;
+using BackwardOp =
+    LayerBackwardOp<BackwardTensors, std::string_view, double, const OptionalTensor&,
+                    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
 using GradientSumsOp = LayerBackwardOp<GradientTensors>;
 
 // What a backward needs to know of the operations after the layer.
@@ -149,13 +154,15 @@ struct BackwardOpArguments {
   const at::Tensor& dy;          // [N, C, *]
   const at::Tensor& x;           // [N, C, *]
   const OptionalTensor& weight;  // [C]
-  const at::Tensor& statistics;  // [slices, 3, C] float64
+  const at::Tensor& statistics;  // this and the last two: ForwardTensors
   WantedGradients wanted;
   ScopedCall call;
   ActivationBackwardCall activation = {};
+  const OptionalTensor& spread = kNoTensor;
+  const OptionalTensor& counts = kNoTensor;
 
   [[nodiscard]] c10::DispatchKeySet keys() const {
-    return keys_of(dy, x, weight, statistics, activation.bias, activation.y);
+    return keys_of(dy, x, weight, statistics, activation.bias, activation.y, spread, counts);
   }
 
  private:
@@ -168,7 +175,7 @@ struct BackwardOpArguments {
  public:
   auto pass_to(const c10::TypedOperatorHandle<BackwardOp>& op) const {
     return call_op(op, activation.activation, activation.negative_slope, activation.bias,
-                   activation.y);
+                   activation.y, spread, counts);
   }
   auto pass_to(const c10::TypedOperatorHandle<GradientSumsOp>& op) const { return call_op(op); }
 };
@@ -178,7 +185,9 @@ using DoubleBackwardOp = GradientTensors(const OptionalTensor& grad_dx,
                                          const OptionalTensor& grad_dbias, const at::Tensor& dy,
                                          const at::Tensor& x, const OptionalTensor& weight,
                                          const at::Tensor& statistics, std::string_view scope,
-                                         std::string_view group_name, std::string_view layer);
+                                         std::string_view group_name, std::string_view layer,
+                                         const OptionalTensor& spread,
+                                         const OptionalTensor& counts);
 
 struct DoubleBackwardOpArguments {
   const OptionalTensor& grad_dx;       // [N, C, *]
@@ -187,30 +196,35 @@ struct DoubleBackwardOpArguments {
   const at::Tensor& dy;                // [N, C, *]
   const at::Tensor& x;                 // [N, C, *]
   const OptionalTensor& weight;        // [C]
-  const at::Tensor& statistics;        // [slices, 3, C] float64
+  const at::Tensor& statistics;        // this and the last two: ForwardTensors
   ScopedCall call;
+  const OptionalTensor& spread = kNoTensor;
+  const OptionalTensor& counts = kNoTensor;
 
   auto pass_to(const c10::TypedOperatorHandle<DoubleBackwardOp>& op) const {
     return op.call(grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics, call.scope,
-                   call.group_name, call.layer);
+                   call.group_name, call.layer, spread, counts);
   }
 };
 
 using WithStatisticsOp = at::Tensor(const at::Tensor& x, const OptionalTensor& weight,
                                     const OptionalTensor& bias, const at::Tensor& statistics,
                                     std::string_view activation, double negative_slope,
-                                    const OptionalTensor& residual);
+                                    const OptionalTensor& residual, const OptionalTensor& spread,
+                                    const OptionalTensor& counts);
 
 struct WithStatisticsOpArguments {
   const at::Tensor& x;           // [N, C, *]
   const OptionalTensor& weight;  // [C]
   const OptionalTensor& bias;    // [C]
-  const at::Tensor& statistics;  // [slices, 3, C] float64
+  const at::Tensor& statistics;  // this and the last two: ForwardTensors
   ActivationCall activation = {};
+  const OptionalTensor& spread = kNoTensor;
+  const OptionalTensor& counts = kNoTensor;
 
   auto pass_to(const c10::TypedOperatorHandle<WithStatisticsOp>& op) const {
     return op.call(x, weight, bias, statistics, activation.activation, activation.negative_slope,
-                   activation.residual);
+                   activation.residual, spread, counts);
   }
 };
 

@@ -5,6 +5,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include "normscope/batch_norm/batch_norm.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
@@ -191,6 +192,13 @@ void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& sta
   check_part(x);
   check_like_x(x, "dy", dy);
   check_statistics(x, statistics);
+}
+
+void check_slices(const at::Tensor& x, const at::Tensor& statistics) {
+  const std::int64_t slices = statistics.size(0);
+  TORCH_CHECK(slice_count(x.size(0), slices) == slices,
+              "statistics: expected those of slices of x, got ", slices, " for ", x.size(0),
+              " samples");
 }
 
 void check_arguments(const WithStatisticsOpArguments& op) {

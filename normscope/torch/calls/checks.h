@@ -46,6 +46,8 @@ void check_weight(const at::Tensor& x, const OptionalTensor& weight);
 // Check one part of a norm batch; in backward also dy and the statistics [1, 3, C].
 void check_part(const at::Tensor& x);
 void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& statistics);
+// Checks that x has as many slices.
+void check_slices(const at::Tensor& x, const at::Tensor& statistics);
 
 void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
 void check_arguments(const WithStatisticsOpArguments& op);

@@ -4,6 +4,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "normscope/torch/groups/exchanges.h"
+#include "normscope/torch/groups/registry.h"
 
 namespace normscope::binding {
 
@@ -11,6 +12,10 @@ bool is_recorded_for_a_graph() {
   using c10::impl::TorchDispatchModeKey;
   using c10::impl::TorchDispatchModeTLS;
   return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+}
+
+bool is_of_one_rank(const Scope& scope, const ScopedCall& call) {
+  return scope.is_of_one_rank() || !has_peers(call.group_name);
 }
 
 bool meets_ranks(const Scope& scope, const ScopedCall& call) {

@@ -23,7 +23,10 @@ namespace normscope::binding {
 // Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.
 [[nodiscard]] bool is_recorded_for_a_graph();
 
-// Whether other ranks may share the statistics.
+// Whether no other rank shares the statistics.
+[[nodiscard]] bool is_of_one_rank(const Scope& scope, const ScopedCall& call);
+
+// Whether other ranks may share the statistics, for a graph that may run in another program.
 [[nodiscard]] bool meets_ranks(const Scope& scope, const ScopedCall& call);
 
 // Whether torch's batch norm replaces the layer.

@@ -13,6 +13,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
@@ -168,29 +169,33 @@ at::Tensor TensorMessage::gather_through_host(const CallLabel& label, std::int64
 
 at::Tensor TensorMessage::sum(const CallLabel& label, std::int64_t count,
                               std::initializer_list<at::Tensor> own) {
+  if (is_on_device()) return sum_on_device(label, count, own);
   const bool is_forward = label.direction == Direction::kForward;
-  std::vector<at::Tensor> parts(own);
-  parts.push_back(
-      header_of_row({{static_cast<double>(count)}}, parts.front().options()).narrow(0, 0, 1));
+  const auto elements = static_cast<double>(count);
   if (is_alone()) {
-    if (is_forward) check_count(static_cast<double>(count));
+    if (is_forward) check_count(elements);
+    std::vector<at::Tensor> parts(own);
+    parts.push_back(at::full({1}, elements, parts.front().options()));
     return at::cat(parts);
   }
-  if (is_on_device()) return sum_on_device(label, count, std::move(parts));
-  const at::Tensor joined = at::cat(parts);
+  const at::Tensor joined = at::cat(std::vector<at::Tensor>(own));
+  const std::int64_t size = joined.size(0) + 1;
   const at::Tensor message =
-      at::zeros({joined.size(0) + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
-  const at::Tensor sum = message.narrow(0, 0, joined.size(0)).copy_(joined);
-  message[joined.size(0) + kCount].fill_(static_cast<double>(count));
+      at::zeros({size + kHeaderSize}, at::TensorOptions().dtype(at::kDouble));
+  message.narrow(0, 0, size - 1).copy_(joined);
+  message[size - 1].fill_(elements);
+  message[size + kCount].fill_(elements);
   use_.get()->all_reduce(
       label, {message.mutable_data_ptr<double>(), static_cast<std::size_t>(message.numel())}, {});
-  if (is_forward) check_count(message.const_data_ptr<double>()[joined.size(0) + kCount]);
-  return sum.to(joined.options());
+  if (is_forward) check_count(message.const_data_ptr<double>()[size + kCount]);
+  return message.narrow(0, 0, size).to(joined.options());
 }
 
 at::Tensor TensorMessage::sum_on_device(const CallLabel& label, std::int64_t count,
-                                        std::vector<at::Tensor> parts) {
+                                        std::initializer_list<at::Tensor> own) {
+  std::vector<at::Tensor> parts(own);
   const at::TensorOptions options = parts.front().options();
+  parts.push_back(header_of_row({{static_cast<double>(count)}}, options).narrow(0, 0, 1));
   // The sums of a backward may be float32, which is too narrow for the hash.
   const bool has_header =
       label.direction == Direction::kForward && parts.front().dtype() == at::kDouble;

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 
@@ -63,7 +62,7 @@ class TensorMessage {
   [[nodiscard]] at::Tensor gather_through_host(const CallLabel& label, std::int64_t count,
                                                const at::Tensor& own);
   [[nodiscard]] at::Tensor sum_on_device(const CallLabel& label, std::int64_t count,
-                                         std::vector<at::Tensor> parts);
+                                         std::initializer_list<at::Tensor> own);
   // Checks the headers [kHeader, ranks] of all rows in a later call.
   void check_rows_later(const at::Tensor& headers, int call, std::int32_t hash);
 

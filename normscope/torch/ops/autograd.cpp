@@ -17,7 +17,6 @@
 #include "normscope/torch/calls/recording.h"
 #include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/exchanges.h"
-#include "normscope/torch/groups/registry.h"
 #include "normscope/torch/ops/backends.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/saved_call.h"
@@ -60,52 +59,33 @@ bool needs_backward(const at::Tensor& x,
   return at::GradMode::is_enabled() && one_requires_grad;
 }
 
-// y, and the statistics that its backward reads: [slices, 3, C] of this library's kernels, or the
-// mean, the spread and the counts of torch's (portable/batch_norm.h).
-struct Normalized {
-  at::Tensor y;
-  at::Tensor statistics;  // or the mean
-  at::Tensor spread;
-  at::Tensor counts;
-};
-
 bool is_in_graph(const ForwardOpArguments& op) { return op.graph && is_recorded_for_a_graph(); }
 
-Normalized below_autograd(const ForwardOpArguments& op) {
+ForwardTensors below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const bool in_graph = is_in_graph(op);
-  if (uses_torch_kernels(op.x) && !in_graph) {
-    static const auto next = op_named<PortableForwardOp>("normscope::portable_forward");
-    const auto [y, mean, spread, counts] = op.pass_to(next);
-    return {y, mean, spread, counts};
-  }
+  if (is_in_graph(op) && !op.activation.activates()) return forward_in_graph(op);
+  if (backend::are_reached_by(op.keys())) return backend::forward(op);
   static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
-  const auto [y, statistics] = in_graph && !op.activation.activates() ? forward_in_graph(op)
-                               : backend::are_reached_by(op.keys())   ? backend::forward(op)
-                                                                      : op.pass_to(next);
-  return {y, statistics, {}, {}};
+  return op.pass_to(next);
 }
 
-// The gradients of a backward, and the statistics [slices, 3, C].
-struct Differentiable {
-  at::Tensor dx;
-  at::Tensor dweight;
-  at::Tensor dbias;
-  at::Tensor statistics;
-};
+BackwardTensors below_autograd(const BackwardOpArguments& op) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return backend::are_reached_by(op.keys()) ? backend::backward(op) : op.pass_to(backward_op());
+}
 
-// A backward that can be differentiated once more, by the op that all kernels share.
+// A backward that can be differentiated once more.
 class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
-                               const OptionalTensor& weight, const ScopedCall& call,
-                               const std::function<Differentiable()>& run) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const Differentiable results = run();
-    context->save_for_backward({dy, x, weight.value_or(at::Tensor()), results.statistics});
+                               const OptionalTensor& weight, const BackwardOpArguments& op) {
+    const auto [dx, dweight, dbias, none] = below_autograd(op);
+    const at::Tensor none_saved;
+    context->save_for_backward({dy, x, weight.value_or(none_saved), op.statistics,
+                                op.spread.value_or(none_saved), op.counts.value_or(none_saved)});
     context->set_materialize_grads(false);
-    SavedCall{.call = call}.save_in(*context);
-    return {results.dx, results.dweight, results.dbias};
+    SavedCall{.call = op.call}.save_in(*context);
+    return {dx, dweight, dbias};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -116,11 +96,13 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
       const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
       const OptionalTensor grad_dbias = defined_or_none(gradients[2]);
       const OptionalTensor weight = defined_or_none(saved[2]);
-      const DoubleBackwardOpArguments op{grad_dx,  grad_dweight, grad_dbias, saved[0],
-                                         saved[1], weight,       saved[3],   call};
+      const OptionalTensor spread = defined_or_none(saved[4]);
+      const OptionalTensor counts = defined_or_none(saved[5]);
+      const DoubleBackwardOpArguments op{grad_dx, grad_dweight, grad_dbias, saved[0], saved[1],
+                                         weight,  saved[3],     call,       spread,   counts};
       const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
       const at::Tensor none;
-      return {grad_dy, grad_x, weight ? grad_weight : none, none, none};
+      return {grad_dy, grad_x, weight ? grad_weight : none, none};
     });
   }
 };
@@ -159,11 +141,11 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const OptionalTensor& weight, const OptionalTensor& bias,
-                            const at::Tensor& statistics, const ScopedCall& call) {
+                            const BackwardOpArguments& op) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    context->save_for_backward({x, weight.value_or(at::Tensor()), statistics});
-    SavedCall{.call = call, .wanted = wanted_by(x, weight, bias)}.save_in(*context);
-    return WithStatisticsOpArguments{x, weight, bias, statistics}.pass_to(with_statistics_op());
+    context->save_for_backward({x, weight.value_or(at::Tensor()), op.statistics});
+    SavedCall{.call = op.call, .wanted = wanted_by(x, weight, bias)}.save_in(*context);
+    return WithStatisticsOpArguments{x, weight, bias, op.statistics}.pass_to(with_statistics_op());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -173,7 +155,7 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
     const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], of.wanted, of.call};
     const auto [dx, dweight, dbias, dresidual] = op.pass_to(backward_op());
     variable_list results = wanted_of(of.wanted, dx, dweight, dbias);
-    results.resize(5);
+    results.resize(4);
     return results;
   }
 };
@@ -184,8 +166,7 @@ BackwardTensors by_single_operations(const BackwardOpArguments& op) {
   const ActivationFunction activation = parsed_activation(after.activation, after.negative_slope);
   // The slope of a piecewise linear activation is constant: no gradient flows to z or y.
   const at::Tensor z =
-      after.y ? after.y->detach()
-              : NormalizedAgain::apply(op.x, op.weight, after.bias, op.statistics, op.call);
+      after.y ? after.y->detach() : NormalizedAgain::apply(op.x, op.weight, after.bias, op);
   const at::Tensor dz =
       activation_gradient(activation, activation.is_piecewise_linear() ? z.detach() : z, op.dy);
   const BackwardOpArguments of_dz{dz, op.x, op.weight, op.statistics, op.wanted, op.call};
@@ -198,21 +179,7 @@ BackwardTensors backward_of(const BackwardOpArguments& op, bool decomposes) {
   if (at::GradMode::is_enabled()) {
     return op.activation.activates() ? by_single_operations(op) : op.pass_to(backward_op());
   }
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return backend::are_reached_by(op.keys()) ? backend::backward(op) : op.pass_to(backward_op());
-}
-
-GradientTensors portable_backward_of(const PortableBackwardArguments& op) {
-  static const auto next = op_named<PortableBackwardOp>("normscope::portable_backward");
-  if (!at::GradMode::is_enabled()) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op.pass_to(next);
-  }
-  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op.call, [&op] {
-    const auto [dx, dweight, dbias] = op.pass_to(next);
-    return Differentiable{dx, dweight, dbias, stored_statistics(op)};
-  });
-  return {outputs[0], outputs[1], outputs[2]};
+  return below_autograd(op);
 }
 
 // The layer, and the activation that may follow it.
@@ -223,15 +190,16 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
   static variable_list forward(AutogradContext* context, const at::Tensor& x,
                                const OptionalTensor& weight, const OptionalTensor& bias,
                                const OptionalTensor& residual, const ForwardOpArguments& op,
-                               Normalized* done) {
+                               ForwardTensors* done) {
     *done = below_autograd(op);
-    variable_list saved{x, weight.value_or(at::Tensor()), done->statistics};
+    const auto& [y, statistics, spread, counts] = *done;
+    variable_list saved{x, weight.value_or(at::Tensor()), statistics};
     if (op.activation.activates()) {
       saved.push_back(bias.value_or(at::Tensor()));
-      saved.push_back(residual ? done->y : at::Tensor());
-    } else if (done->spread.defined()) {
-      saved.push_back(done->spread);
-      saved.push_back(done->counts);
+      saved.push_back(residual ? y : at::Tensor());
+    } else if (spread.defined()) {  // torch's kernels leave activations to torch
+      saved.push_back(spread);
+      saved.push_back(counts);
     }
     context->save_for_backward(std::move(saved));
     SavedCall{.call = op.call,
@@ -239,10 +207,9 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
               .wants_dresidual = requires_grad(residual),
               .decomposes = op.decomposes(),
               .activation = op.activation.activation,
-              .negative_slope = op.activation.negative_slope,
-              .eps = done->spread.defined() ? op.eps : 0.0}
+              .negative_slope = op.activation.negative_slope}
         .save_in(*context);
-    return {done->y};
+    return {y};
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -256,23 +223,19 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     const variable_list saved = context.get_saved_variables();
     const at::Tensor& x = saved[0];
     const OptionalTensor weight = defined_or_none(saved[1]);
-    at::Tensor dx;
-    at::Tensor dweight;
-    at::Tensor dbias;
-    at::Tensor dresidual;
-    const bool activates = of.activates();
-    const bool is_by_torch = saved.size() > 3 && !activates;
-    if (is_by_torch) {
-      const PortableBackwardArguments op{dy,      x,        weight,   saved[2], of.wanted,
-                                         of.call, saved[3], saved[4], of.eps};
-      std::tie(dx, dweight, dbias) = portable_backward_of(op);
-    } else {
-      const OptionalTensor bias = activates ? defined_or_none(saved[3]) : kNoTensor;
-      const OptionalTensor y = activates ? defined_or_none(saved[4]) : kNoTensor;
-      const BackwardOpArguments op{
-          dy, x, weight, saved[2], of.wanted, of.call, {of.activation, of.negative_slope, bias, y}};
-      std::tie(dx, dweight, dbias, dresidual) = backward_of(op, of.decomposes);
-    }
+    const OptionalTensor third = saved.size() > 3 ? defined_or_none(saved[3]) : kNoTensor;
+    const OptionalTensor fourth = saved.size() > 3 ? defined_or_none(saved[4]) : kNoTensor;
+    const BackwardOpArguments op =
+        of.activates()
+            ? BackwardOpArguments{dy,
+                                  x,
+                                  weight,
+                                  saved[2],
+                                  of.wanted,
+                                  of.call,
+                                  {of.activation, of.negative_slope, third, fourth}}
+            : BackwardOpArguments{dy, x, weight, saved[2], of.wanted, of.call, {}, third, fourth};
+    const auto [dx, dweight, dbias, dresidual] = backward_of(op, of.decomposes);
     variable_list results = wanted_of(of.wanted, dx, dweight, dbias);
     results.push_back(of.wants_dresidual ? dresidual : at::Tensor());
     results.resize(6);
@@ -281,10 +244,11 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
 };
 
 // With a node for autograd if one is needed.
-Normalized normalized(const ForwardOpArguments& op) {
+ForwardTensors normalized(const ForwardOpArguments& op) {
   if (!op.needs_backward.value_or(false)) return below_autograd(op);
-  Normalized done;
-  done.y = BatchNorm::apply(op.x, op.weight, op.bias, op.activation.residual, op, &done)[0];
+  ForwardTensors done;
+  std::get<0>(done) =
+      BatchNorm::apply(op.x, op.weight, op.bias, op.activation.residual, op, &done)[0];
   return done;
 }
 
@@ -298,33 +262,32 @@ std::tuple<Scope, ActivationFunction> checked_before(const ForwardOpArguments& o
   }
 }
 
-std::tuple<at::Tensor, at::Tensor> forward_with_node(const ForwardOpArguments& given) {
+// Whether operations of torch take the place of an op. In graphs, those of ranks that share
+// statistics are the same ops for all kernels.
+bool is_for_torchs_kernels(const ForwardOpArguments& op) {
+  if (is_left_to_torch(op)) return true;
+  if (!uses_torch_kernels(op.x)) return false;
+  return !is_in_graph(op) || is_of_one_rank(parsed_scope(op.call.scope), op.call);
+}
+
+ForwardTensors forward_with_node(const ForwardOpArguments& given) {
   // Under autocast some operations refuse tensors of several types, and others round them.
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   note_forward();
   ForwardOpArguments op = given;
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, op.activation.residual});
-  const bool by_torch = is_in_graph(op) ? is_left_to_torch(op) : uses_torch_kernels(op.x);
-  if (by_torch) return forward_by_torchs_kernels(op);
-  const Normalized done = normalized(op);
-  return {done.y, done.statistics};
+  return is_for_torchs_kernels(op) ? forward_by_torchs_kernels(op) : normalized(op);
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+ForwardTensors forward(const ForwardOpArguments& op) {
   return or_tell_peers(op.call, [&] { return forward_with_node(op); });
 }
 
 // With an activation it needs no graph: a backward that is differentiated runs
 // BatchNorm::by_single_operations() instead.
 BackwardTensors backward(const BackwardOpArguments& op) {
-  if (!at::GradMode::is_enabled() || op.activation.activates()) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return op.pass_to(backward_op());
-  }
-  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op.call, [&op] {
-    const auto [dx, dweight, dbias, none] = op.pass_to(backward_op());
-    return Differentiable{dx, dweight, dbias, op.statistics};
-  });
+  if (!at::GradMode::is_enabled() || op.activation.activates()) return below_autograd(op);
+  const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op);
   return {outputs[0], outputs[1], outputs[2], at::empty({0}, op.x.options())};
 }
 
@@ -383,21 +346,25 @@ TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> forward_by_torchs_kernels(const ForwardOpArguments& op) {
+ForwardTensors forward_by_torchs_kernels(const ForwardOpArguments& op) {
   const auto [scope, activation] = checked_before(op);
   const OptionalTensor& residual = op.activation.residual;
-  const at::Tensor no_statistics = at::empty({0}, op.x.options());
   // What follows the layer may raise: the buffers are written after it.
   const bool has_ending = residual || op.activation.activates();
   std::optional<BufferCopies> copies;
   if (has_ending && BufferCopies::can_be_made(op)) copies.emplace(op);
   const ForwardOpArguments layer = copies ? copies->in(op.without_ending()) : op.without_ending();
-  const bool is_alone = scope.is_of_one_rank() || !has_peers(op.call.group_name);
-  at::Tensor y = is_alone ? normalize_on_this_rank(layer, scope) : normalized(layer).y;
+  ForwardTensors done;
+  at::Tensor& y = std::get<0>(done);
+  if (is_of_one_rank(scope, op.call)) {
+    y = normalize_on_this_rank(layer, scope);
+  } else {
+    done = normalized(layer);
+  }
   if (residual) y = y + *residual;
   y = activated(activation, y);
   if (copies) copies->write_back();
-  return {y, no_statistics};
+  return done;
 }
 
 }  // namespace normscope::binding::autograd

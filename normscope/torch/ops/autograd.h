@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <tuple>
-
-#include <ATen/core/Tensor.h>
-
 #include "normscope/torch/calls/arguments.h"
 
 namespace normscope::binding::autograd {
 
 // The forward of tensors that uses_torch_kernels() accepts, with a node for autograd if
-// op.needs_backward is true. The second tensor is empty.
-[[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_by_torchs_kernels(
-    const ForwardOpArguments& op);
+// op.needs_backward is true.
+[[nodiscard]] ForwardTensors forward_by_torchs_kernels(const ForwardOpArguments& op);
 
 }  // namespace normscope::binding::autograd

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -106,16 +107,22 @@ PreparedForward run_forward(const ForwardOpArguments& op, Answer answer) {
   return run_with_exchange(op.x, Direction::kForward, op.call, site.placement(), run);
 }
 
+// Updates the buffers of `op`.
+GraphStatistics graph_statistics(const ForwardOpArguments& op) {
+  if (uses_torch_kernels(op.x)) return portable_statistics(op);
+  PreparedForward done = run_forward(op, Answer::kCoefficients);
+  return {std::move(done.statistics), std::move(done.coefficients)};
+}
+
 StatisticsTensors statistics(const ForwardOpArguments& op) {
   note_forward_in_graph(op.call.layer);
-  if (uses_torch_kernels(op.x)) return portable_statistics(op);
   const auto [given_mean, given_var, given_updates] = op.running.all();
   const OptionalTensor mean = copy_of(*given_mean);
   const OptionalTensor var = copy_of(*given_var);
   const OptionalTensor updates = copy_of(*given_updates);
   const OptionalTensor accumulated = copy_of(op.accumulated);
-  const PreparedForward done =
-      run_forward(op.with(op.weight, {mean, var, updates}, accumulated), Answer::kCoefficients);
+  const GraphStatistics done =
+      graph_statistics(op.with(op.weight, {mean, var, updates}, accumulated));
   return {done.statistics,     done.coefficients,       or_empty(mean, op.x),
           or_empty(var, op.x), or_empty(updates, op.x), or_empty(accumulated, op.x)};
 }
@@ -214,8 +221,8 @@ GradientTensors gradient_sums(const BackwardOpArguments& op) {
 }
 
 at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
-  check_arguments(op);
   if (uses_torch_kernels(op.x)) return portable_with_statistics(op);
+  check_arguments(op);
   CallSite site(op.x);
   site.prepare(op.x, op.statistics.size(0));
   const at::Tensor y = empty_output(op.x);
@@ -239,19 +246,27 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
 
 }  // namespace
 
-std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op) {
+ForwardTensors forward(const ForwardOpArguments& op) {
   if (op.graph) note_forward_in_graph(op.call.layer);
-  if (uses_torch_kernels(op.x)) return autograd::forward_by_torchs_kernels(op);
+  if (uses_torch_kernels(op.x)) {
+    const bool has_ending = op.activation.residual || op.activation.activates();
+    return has_ending || is_of_one_rank(parsed_scope(op.call.scope), op.call)
+               ? autograd::forward_by_torchs_kernels(op)
+               : portable_forward(op);
+  }
   const PreparedForward done = run_forward(op, Answer::kOutput);
   if (!batch_was_counted()) {
     for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
     bump_version(op.accumulated);
   }
-  return {done.y, done.statistics};
+  return {done.y, done.statistics, {}, {}};
 }
 
 BackwardTensors backward(const BackwardOpArguments& op) {
-  if (uses_torch_kernels(op.x)) return backward_by_coefficients(op, portable_gradient_sums(op));
+  if (uses_torch_kernels(op.x)) {
+    return op.spread ? portable_backward(op)
+                     : backward_by_coefficients(op, portable_gradient_sums(op));
+  }
   const PreparedBackward done = run_backward(op, Answer::kOutput);
   const auto [dx, dweight, dbias] = done.gradients.tensors();
   return {dx, dweight, dbias, op.activation.y ? done.dz : at::empty({0}, op.x.options())};

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <tuple>
-
-#include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -12,7 +9,7 @@
 namespace normscope::binding::backend {
 
 // The kernels of the ops batch_norm_forward and batch_norm_backward.
-[[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward(const ForwardOpArguments& op);
+[[nodiscard]] ForwardTensors forward(const ForwardOpArguments& op);
 [[nodiscard]] BackwardTensors backward(const BackwardOpArguments& op);
 
 // Whether torch's dispatcher would call these kernels for tensors with the given keys. Autograd

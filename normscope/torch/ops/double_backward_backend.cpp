@@ -17,6 +17,7 @@
 #include "normscope/torch/ops/all_devices.h"
 #include "normscope/torch/ops/call_site.h"
 #include "normscope/torch/ops/double_backward.h"
+#include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 
@@ -27,9 +28,7 @@ namespace {
 std::vector<DoubleBackward> prepare_double_backward(const DoubleBackwardOpArguments& op) {
   check_arguments(op);
   const std::int64_t slices = op.statistics.size(0);
-  TORCH_CHECK(slice_count(op.x.size(0), slices) == slices,
-              "statistics: expected those of slices of x, got ", slices, " for ", op.x.size(0),
-              " samples");
+  check_slices(op.x, op.statistics);
   const std::vector<at::Tensor> x = op.x.chunk(slices);
   const std::vector<at::Tensor> dy = op.dy.chunk(slices);
   const std::vector<at::Tensor> grad_dx =
@@ -88,7 +87,12 @@ GradientTensors second_gradients(const DoubleBackwardOpArguments& op, Exchange* 
   return {grad_dy, grad_x, grad_weight};
 }
 
-GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
+GradientTensors double_backward(const DoubleBackwardOpArguments& given) {
+  const at::Tensor statistics =
+      given.spread ? portable_statistics_of(given).stored(given.x) : given.statistics;
+  const DoubleBackwardOpArguments op{
+      given.grad_dx, given.grad_dweight, given.grad_dbias, given.dy,
+      given.x,       given.weight,       statistics,       given.call};
   const CallSite site(op.x);
   return run_with_exchange(
       op.x, Direction::kDoubleBackward, op.call, placement_of_messages(op.call, op.x),

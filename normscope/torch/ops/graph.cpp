@@ -75,7 +75,7 @@ const c10::TypedOperatorHandle<StatisticsOp>& statistics_op() {
   return op;
 }
 
-std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op) {
+ForwardTensors forward_in_graph(const ForwardOpArguments& op) {
   const Scope scope = parsed_scope(op.call.scope);
   const bool meets = meets_ranks(scope, op.call);
   const OptionalTensor weight = meets ? keep_order({weight_of(op)})[0] : op.weight;
@@ -90,9 +90,9 @@ std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op
   set_buffer(op.accumulated, results[next]);
   if (!op.decomposes()) {
     const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
-    return {again.pass_to(with_statistics_op()), statistics};
+    return {again.pass_to(with_statistics_op()), statistics, {}, {}};
   }
-  return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics};
+  return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics, {}, {}};
 }
 
 BackwardTensors backward_in_graph(const BackwardOpArguments& op) {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <tuple>
-
 #include <ATen/core/Tensor.h>
 
 #include "normscope/torch/calls/arguments.h"
@@ -16,7 +14,7 @@ namespace normscope::binding {
 // The op batch_norm_statistics.
 [[nodiscard]] const c10::TypedOperatorHandle<StatisticsOp>& statistics_op();
 
-[[nodiscard]] std::tuple<at::Tensor, at::Tensor> forward_in_graph(const ForwardOpArguments& op);
+[[nodiscard]] ForwardTensors forward_in_graph(const ForwardOpArguments& op);
 [[nodiscard]] BackwardTensors backward_in_graph(const BackwardOpArguments& op);
 
 // The results of a backward, from those of the op batch_norm_gradient_sums.

@@ -110,8 +110,9 @@ std::vector<at::Tensor> copies_of(at::TensorList values) {
 }  // namespace
 
 // The ops that Python calls. Tensors: x, y, dy, dx [N, C, *]; weight, bias, running_mean,
-// running_var and their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64.
-// grad_t is the gradient, with respect to t, of a loss that is differentiated a second time.
+// running_var and their gradients [C]; num_batches_tracked []; statistics [slices, 3, C], float64,
+// or, with spread and counts, the mean of torch's kernels (ForwardTensors). grad_t is the gradient,
+// with respect to t, of a loss that is differentiated a second time.
 //
 // batch_norm_statistics and batch_norm_gradient_sums are forward and backward without the
 // elementwise part. They return coefficients [slices, ., C], which other ops of the graph
@@ -134,12 +135,13 @@ TORCH_LIBRARY(normscope, m) {
       "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
       "Tensor(d!)? accumulated=None, bool? needs_backward=None, str activation=\"none\", "
       "float negative_slope=0., Tensor? residual=None, str? graph=None) "
-      "-> (Tensor y, Tensor statistics)",
+      "-> (Tensor y, Tensor statistics, Tensor spread, Tensor counts)",
       tags);
   m.def(
       "batch_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor statistics, "
       "bool wants_dx, bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer, "
-      "*, str activation=\"none\", float negative_slope=0., Tensor? bias=None, Tensor? y=None) "
+      "*, str activation=\"none\", float negative_slope=0., Tensor? bias=None, Tensor? y=None, "
+      "Tensor? spread=None, Tensor? counts=None) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dresidual)",
       tags);
   m.def(
@@ -159,11 +161,13 @@ TORCH_LIBRARY(normscope, m) {
   m.def(
       "batch_norm_double_backward(Tensor? grad_dx, Tensor? grad_dweight, Tensor? grad_dbias, "
       "Tensor dy, Tensor x, Tensor? weight, Tensor statistics, str scope, str group_name, "
-      "str layer) -> (Tensor grad_dy, Tensor grad_x, Tensor grad_weight)",
+      "str layer, *, Tensor? spread=None, Tensor? counts=None) "
+      "-> (Tensor grad_dy, Tensor grad_x, Tensor grad_weight)",
       tags);
   m.def(
       "batch_norm_with_statistics(Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, *, "
-      "str activation=\"none\", float negative_slope=0., Tensor? residual=None) -> Tensor y",
+      "str activation=\"none\", float negative_slope=0., Tensor? residual=None, "
+      "Tensor? spread=None, Tensor? counts=None) -> Tensor y",
       tags);
 
   m.def("batch_norm_moments(Tensor x) -> Tensor moments", tags);
@@ -182,21 +186,12 @@ TORCH_LIBRARY(normscope, m) {
       tags);
 
   m.def(
-      "portable_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
-      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
-      "int[] dims, str slice_stats, str scope, str group_name, str layer, *, "
-      "Tensor(d!)? accumulated=None, bool? needs_backward=None) "
-      "-> (Tensor y, Tensor mean, Tensor spread, Tensor counts)",
+      "portable_update(Tensor mean, Tensor var, Tensor count, Tensor? running_mean, "
+      "Tensor? running_var, Tensor? num_batches_tracked, Tensor? accumulated, float? momentum, "
+      "bool may_be_too_small) -> (Tensor running_mean, Tensor running_var, "
+      "Tensor num_batches_tracked, Tensor accumulated)",
       tags);
-  m.def(
-      "portable_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, bool wants_dx, "
-      "bool wants_dweight, bool wants_dbias, str scope, str group_name, str layer, *, "
-      "Tensor spread, Tensor counts, float eps) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-      tags);
-  m.def(
-      "portable_apply(Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor spread, "
-      "float eps) -> Tensor y",
-      tags);
+
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
   m.def("version() -> str", &version);

@@ -17,7 +17,6 @@ constexpr std::int64_t kWantsDWeight = 2;
 constexpr std::int64_t kWantsDBias = 4;
 constexpr std::int64_t kWantsDResidual = 8;
 constexpr std::int64_t kDecomposes = 16;
-constexpr std::int64_t kHasEps = 32;
 
 // Cuts the text before the first separator off.
 std::string_view take(std::string_view& text) {
@@ -43,9 +42,8 @@ void SavedCall::save_in(::torch::autograd::AutogradContext& context) const {
   context.saved_data["flags"] = (wanted.dx ? kWantsDx : 0) | (wanted.dweight ? kWantsDWeight : 0) |
                                 (wanted.dbias ? kWantsDBias : 0) |
                                 (wants_dresidual ? kWantsDResidual : 0) |
-                                (decomposes ? kDecomposes : 0) | (eps != 0.0 ? kHasEps : 0);
+                                (decomposes ? kDecomposes : 0);
   if (activates()) context.saved_data["negative_slope"] = negative_slope;
-  if (eps != 0.0) context.saved_data["eps"] = eps;
 }
 
 SavedCall SavedCall::of(const ::torch::autograd::AutogradContext& context) {
@@ -62,7 +60,6 @@ SavedCall SavedCall::of(const ::torch::autograd::AutogradContext& context) {
   saved.wants_dresidual = (flags & kWantsDResidual) != 0;
   saved.decomposes = (flags & kDecomposes) != 0;
   if (saved.activates()) saved.negative_slope = data.at("negative_slope").toDouble();
-  if ((flags & kHasEps) != 0) saved.eps = data.at("eps").toDouble();
   return saved;
 }
 

@@ -17,7 +17,6 @@ struct SavedCall {
   bool decomposes = false;  // ForwardOpArguments::decomposes()
   std::string_view activation = "none";
   double negative_slope = 0.0;
-  double eps = 0.0;  // only torch's kernels need it
 
   [[nodiscard]] bool activates() const { return activation != "none"; }
 

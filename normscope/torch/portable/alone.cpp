@@ -76,6 +76,7 @@ at::Tensor normalize(const ForwardOpArguments& op, const Slicing& slicing,
   const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
   Then then = Then::kNothing;
   if (has_buffers(op.running, op.accumulated)) {
+    // A graph must learn at run time whether it is a recomputation: update_buffers().
     const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
     then = by_torch ? Then::kUpdate : Then::kReturn;
   }

@@ -66,34 +66,21 @@ at::Tensor memory_for_result(const at::Tensor& x) {
 }
 
 at::Tensor apply(const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                 const at::Tensor& mean, const at::Tensor& spread, double eps, at::Tensor y) {
+                 const PortableStatistics& of, at::Tensor y) {
   if (x.numel() == 0) return at::empty_like(x);
   const OptionalTensor wide_weight = in_arithmetic(weight, x);
   const OptionalTensor wide_bias = in_arithmetic(bias, x);
   if (y.defined()) {
-    return at::batch_norm_elemt_out(y, x, wide_weight, wide_bias, mean, spread, eps);
+    return at::batch_norm_elemt_out(y, x, wide_weight, wide_bias, of.mean, of.spread,
+                                    /*eps=*/0.0);  // of.spread has it
   }
-  return std::get<0>(at::native_batch_norm(x, wide_weight, wide_bias, mean, spread,
-                                           /*training=*/false, 0.0, eps));
-}
-
-at::Tensor apply_op(const at::Tensor& given, const OptionalTensor& weight,
-                    const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& spread,
-                    double eps) {
-  const at::Tensor x = in_torch_layout(given);
-  return apply(x, weight, bias, mean, spread, eps, memory_for_result(x));
-}
-
-at::Tensor apply_meta(const at::Tensor& x, const OptionalTensor&, const OptionalTensor&,
-                      const at::Tensor&, const at::Tensor&, double) {
-  return empty_output(x);
+  return std::get<0>(at::native_batch_norm(x, wide_weight, wide_bias, of.mean, of.spread,
+                                           /*training=*/false, 0.0, /*eps=*/0.0));
 }
 
 // The statistics of a norm batch, and what is left to be done for the buffers of the call.
 struct NormBatch {
-  at::Tensor mean;
-  at::Tensor spread;  // as PortableTensors has it
-  at::Tensor counts;
+  PortableStatistics statistics;
   std::optional<Statistics> to_update;  // none: nothing, or torch's kernel has updated the buffers
   bool has_updated = false;
 };
@@ -131,7 +118,7 @@ NormBatch norm_batch_by_synchronized_kernels(const ForwardOpArguments& op, const
       as_torch ? op.running.mean : defined_or_none(batch_mean),
       as_torch ? op.running.var : defined_or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
       elements);
-  NormBatch batch{mean, inv_std, counts, std::nullopt, as_torch};
+  NormBatch batch{{mean, inv_std, counts}, std::nullopt, as_torch};
   if (updates && !as_torch) {
     const at::Tensor total = elements.sum();
     batch.to_update = {batch_mean, batch_var * ((total - 1) / total), total};
@@ -165,8 +152,10 @@ NormBatch norm_batch_by_sums(const ForwardOpArguments& op, const at::Tensor& x,
   }
   const bool by_inv_std = has_synchronized_kernels(x);
   const at::Tensor total = all.count.reshape({1});
-  return {all.mean, by_inv_std ? (all.var + op.eps).rsqrt() : all.var,
-          by_inv_std ? counts_of(total, message.ranks()) : total, all};
+  const at::Tensor spread = all.var + op.eps;
+  return {{all.mean, by_inv_std ? spread.rsqrt() : spread,
+           by_inv_std ? counts_of(total, message.ranks()) : total},
+          all};
 }
 
 NormBatch norm_batch_of(const ForwardOpArguments& op, const at::Tensor& x, TensorMessage& message) {
@@ -175,26 +164,7 @@ NormBatch norm_batch_of(const ForwardOpArguments& op, const at::Tensor& x, Tenso
              : norm_batch_by_sums(op, x, message);
 }
 
-PortableTensors forward(const ForwardOpArguments& op) {
-  return run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
-    static_cast<void>(checked(op, message.scope()));
-    const at::Tensor x = in_torch_layout(op.x);
-    at::Tensor y = memory_for_result(x);
-    check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
-    const NormBatch batch = norm_batch_of(op, x, message);
-    y = apply(x, op.weight, op.bias, batch.mean, batch.spread, op.eps, std::move(y));
-    update(op, batch, x);
-    return PortableTensors{y, batch.mean, batch.spread, batch.counts};
-  });
-}
-
-// Of one norm batch, as graphs apply them.
-struct StoredNormBatch {
-  at::Tensor statistics;    // [1, 3, C] float64
-  at::Tensor coefficients;  // [1, 4, C] in the type of the arithmetic
-};
-
-StoredNormBatch stored(const ForwardOpArguments& op, const at::Tensor& mean,
+GraphStatistics stored(const ForwardOpArguments& op, const at::Tensor& mean,
                        const at::Tensor& inv_std) {
   const at::Tensor none = at::zeros_like(mean);
   const at::Tensor scale = op.weight ? inv_std * *in_arithmetic(op.weight, op.x) : inv_std;
@@ -205,7 +175,7 @@ StoredNormBatch stored(const ForwardOpArguments& op, const at::Tensor& mean,
 }
 
 // Slices are norm batches of one rank.
-StoredNormBatch stored_slices(const ForwardOpArguments& op, const Slicing& slicing) {
+GraphStatistics stored_slices(const ForwardOpArguments& op, const Slicing& slicing) {
   const std::vector<at::Tensor> slices = slices_of(op.x, slicing, op.call.layer);
   std::vector<at::Tensor> statistics;
   std::vector<at::Tensor> coefficients;
@@ -214,7 +184,7 @@ StoredNormBatch stored_slices(const ForwardOpArguments& op, const Slicing& slici
     const bool is_empty = slice.numel() == 0;
     const at::Tensor none = at::zeros({slice.size(1)}, arithmetic_options(slice));
     const Statistics of = is_empty ? Statistics{none, none, none} : statistics_of(slice);
-    const StoredNormBatch batch = stored(op, of.mean, (of.var + op.eps).rsqrt());
+    const GraphStatistics batch = stored(op, of.mean, (of.var + op.eps).rsqrt());
     statistics.push_back(batch.statistics);
     coefficients.push_back(batch.coefficients);
     if (!is_empty) to_update.push_back(of);
@@ -282,80 +252,92 @@ struct BackwardTensorsOf {
   OptionalTensor weight;
 };
 
-GradientTensors backward(const PortableBackwardArguments& op) {
-  return run_with_message(op.x, Direction::kBackward, op.call, [&](TensorMessage& message) {
-    const BackwardTensorsOf of(op.dy, op.x, op.weight);
-    check_finite(of.dy, message.exchange().get(), Direction::kBackward, op.call);
-    const at::Tensor inv_std = inv_std_of(of.x, op.spread, op.eps);
-    const OwnGradients own = own_gradients(of.dy, of.x, of.weight, op.mean, inv_std, op.wanted);
-    const GradientSums totals = total_of(own.sums, of.x, op.call, message).sums;
-    at::Tensor dx = at::empty({0}, of.x.options());
-    if (op.wanted.dx && has_synchronized_kernels(of.x) && of.x.numel() > 0) {
-      dx = at::batch_norm_backward_elemt(of.dy, of.x, op.mean, inv_std, of.weight, totals.dy,
-                                         totals.dy_xmu, op.counts);
-    } else if (op.wanted.dx) {
-      const InputGradientValues values(totals, op.counts.sum(), inv_std, of.weight);
-      dx = input_gradient(of.dy, of.x - along_channels(of.x, op.mean), values)
-               .to(of.x.scalar_type());
-    }
-    const at::Tensor none = at::empty({0}, arithmetic_options(of.x));
-    return GradientTensors{dx, op.wanted.dweight ? own.dweight : none,
-                           op.wanted.dbias ? own.dbias : none};
-  });
-}
-
 // Adds a slice's gradient to those of the slices before it.
 void add(at::Tensor& total, const at::Tensor& of_slice) {
   total = total.defined() ? total + of_slice : of_slice;
 }
 
-PortableTensors forward_meta(const ForwardOpArguments& op) {
-  static_cast<void>(checked(op, parsed_scope(op.call.scope)));
-  const at::Tensor mean = at::empty_symint({op.x.sym_size(1)}, arithmetic_options(op.x));
-  // The number of ranks is not known here.
-  return {empty_output(op.x), mean, at::empty_like(mean), at::empty({1}, mean.options())};
-}
-
-GradientTensors backward_meta(const PortableBackwardArguments& op) {
-  return Gradients(op.x, op.wanted).tensors();
-}
-
 }  // namespace
 
-StatisticsTensors portable_statistics(const ForwardOpArguments& given) {
-  const auto [given_mean, given_var, given_updates] = given.running.all();
-  const OptionalTensor mean = copy_of(*given_mean);
-  const OptionalTensor var = copy_of(*given_var);
-  const OptionalTensor updates = copy_of(*given_updates);
-  const OptionalTensor accumulated = copy_of(given.accumulated);
-  const ForwardOpArguments op = given.with(given.weight, {mean, var, updates}, accumulated);
-  const StoredNormBatch done =
-      run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
-        const Slicing slicing = checked(op, message.scope());
-        check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
-        if (message.scope().kind() == Scope::Kind::kSlices) return stored_slices(op, slicing);
-        const at::Tensor x = in_torch_layout(op.x);
-        const NormBatch batch = norm_batch_of(op, x, message);
-        update(op, batch, x);
-        return stored(op, batch.mean, inv_std_of(x, batch.spread, op.eps));
-      });
-  return {done.statistics,     done.coefficients,       or_empty(mean, op.x),
-          or_empty(var, op.x), or_empty(updates, op.x), or_empty(accumulated, op.x)};
+at::Tensor PortableStatistics::inv_std(const at::Tensor& x) const {
+  return has_synchronized_kernels(x) ? spread : spread.rsqrt();
+}
+
+at::Tensor PortableStatistics::stored(const at::Tensor& x) const {
+  const auto wide = float64_options(x).dtype();
+  return stored_statistics(mean.to(wide), inv_std(x).to(wide));
+}
+
+ForwardTensors portable_forward(const ForwardOpArguments& op) {
+  return run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
+    static_cast<void>(checked(op, message.scope()));
+    const at::Tensor x = in_torch_layout(op.x);
+    at::Tensor y = memory_for_result(x);
+    check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
+    const NormBatch batch = norm_batch_of(op, x, message);
+    const PortableStatistics& of = batch.statistics;
+    y = apply(x, op.weight, op.bias, of, std::move(y));
+    update(op, batch, x);
+    return ForwardTensors{y, of.mean, of.spread, of.counts};
+  });
+}
+
+BackwardTensors portable_backward(const BackwardOpArguments& op) {
+  return run_with_message(op.x, Direction::kBackward, op.call, [&](TensorMessage& message) {
+    const PortableStatistics statistics = portable_statistics_of(op);
+    const BackwardTensorsOf of(op.dy, op.x, op.weight);
+    check_finite(of.dy, message.exchange().get(), Direction::kBackward, op.call);
+    const at::Tensor inv_std = statistics.inv_std(of.x);
+    const OwnGradients own =
+        own_gradients(of.dy, of.x, of.weight, statistics.mean, inv_std, op.wanted);
+    const GradientSums totals = total_of(own.sums, of.x, op.call, message).sums;
+    const at::Tensor no_tensor = at::empty({0}, of.x.options());
+    at::Tensor dx = no_tensor;
+    if (op.wanted.dx && has_synchronized_kernels(of.x) && of.x.numel() > 0) {
+      dx = at::batch_norm_backward_elemt(of.dy, of.x, statistics.mean, inv_std, of.weight,
+                                         totals.dy, totals.dy_xmu, statistics.counts);
+    } else if (op.wanted.dx) {
+      const InputGradientValues values(totals, statistics.counts.sum(), inv_std, of.weight);
+      dx = input_gradient(of.dy, of.x - along_channels(of.x, statistics.mean), values)
+               .to(of.x.scalar_type());
+    }
+    const at::Tensor none = at::empty({0}, arithmetic_options(of.x));
+    return BackwardTensors{dx, op.wanted.dweight ? own.dweight : none,
+                           op.wanted.dbias ? own.dbias : none, no_tensor};
+  });
+}
+
+at::Tensor portable_apply(const WithStatisticsOpArguments& op) {
+  const at::Tensor x = in_torch_layout(op.x);
+  return apply(x, op.weight, op.bias, portable_statistics_of(op), memory_for_result(x));
+}
+
+GraphStatistics portable_statistics(const ForwardOpArguments& op) {
+  return run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
+    const Slicing slicing = checked(op, message.scope());
+    check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
+    if (message.scope().kind() == Scope::Kind::kSlices) return stored_slices(op, slicing);
+    const at::Tensor x = in_torch_layout(op.x);
+    const NormBatch batch = norm_batch_of(op, x, message);
+    update(op, batch, x);
+    return stored(op, batch.statistics.mean, batch.statistics.inv_std(x));
+  });
 }
 
 GradientTensors portable_gradient_sums(const BackwardOpArguments& op) {
   return run_with_message(op.x, Direction::kBackward, op.call, [&](TensorMessage& message) {
     static_cast<void>(checked(op));
     check_finite(op.dy, message.exchange().get(), Direction::kBackward, op.call);
-    const std::int64_t slices = op.statistics.size(0);
-    const std::vector<at::Tensor> x = op.x.chunk(slices);
-    const std::vector<at::Tensor> dy = op.dy.chunk(slices);
+    const at::Tensor& all = op.statistics;
+    check_slices(op.x, all);
+    const std::vector<at::Tensor> x = op.x.chunk(all.size(0));
+    const std::vector<at::Tensor> dy = op.dy.chunk(all.size(0));
     std::vector<at::Tensor> coefficients;
     OwnGradients sums;
     for (std::size_t i = 0; i < x.size(); ++i) {
       const BackwardTensorsOf of(dy[i], x[i], op.weight);
       const at::Tensor statistics =
-          op.statistics[static_cast<std::int64_t>(i)].to(arithmetic_options(of.x).dtype());
+          all[static_cast<std::int64_t>(i)].to(arithmetic_options(of.x).dtype());
       const at::Tensor mean = statistics[0];
       const at::Tensor inv_std = statistics[2];
       const OwnGradients own = own_gradients(of.dy, of.x, of.weight, mean, inv_std,
@@ -371,27 +353,6 @@ GradientTensors portable_gradient_sums(const BackwardOpArguments& op) {
     return GradientTensors{at::stack(coefficients), op.wanted.dweight ? sums.dweight : none,
                            op.wanted.dbias ? sums.dbias : none};
   });
-}
-
-at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps) {
-  return has_synchronized_kernels(x) ? spread : (spread + eps).rsqrt();
-}
-
-at::Tensor stored_statistics(const PortableBackwardArguments& op) {
-  const at::Tensor mean = op.mean.to(float64_options(op.x).dtype());
-  return stored_statistics(mean, inv_std_of(op.x, op.spread, op.eps).to(mean.scalar_type()));
-}
-
-TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) {
-  m.impl("portable_forward", &Taken<PortableForwardOp, &forward>::call);
-  m.impl("portable_backward", &Taken<PortableBackwardOp, &backward>::call);
-  m.impl("portable_apply", &apply_op);
-}
-
-TORCH_LIBRARY_IMPL(normscope, Meta, m) {
-  m.impl("portable_forward", &Taken<PortableForwardOp, &forward_meta>::call);
-  m.impl("portable_backward", &Taken<PortableBackwardOp, &backward_meta>::call);
-  m.impl("portable_apply", &apply_meta);
 }
 
 }  // namespace normscope::binding

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <string_view>
-#include <tuple>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -19,30 +18,28 @@ namespace normscope::binding {
 // backward. These sums are rounded to float32: unlike those of the library's own kernels, the
 // results depend on the number of ranks in the last places (docs/numerics.md, "Torch's kernels").
 
-// The ops portable_forward and portable_backward: the calls of ranks that share statistics.
-// Returned: y; mean [C]; spread [C], the inverse standard deviation or, on devices without torch's
-// synchronized kernels, the variance; counts, the elements per channel of each rank or their sum.
-using PortableTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using PortableForwardOp = LayerForwardOp<PortableTensors>;
-using PortableBackwardOp =
-    LayerBackwardOp<GradientTensors, const at::Tensor&, const at::Tensor&, double>;
+// The statistics of a norm batch as torch's kernels take them: the last three of ForwardTensors.
+struct PortableStatistics {
+  [[nodiscard]] at::Tensor inv_std(const at::Tensor& x) const;
+  // As the library's own kernels keep them, [1, 3, C].
+  [[nodiscard]] at::Tensor stored(const at::Tensor& x) const;
 
-struct PortableBackwardArguments {
-  const at::Tensor& dy;          // [N, C, *]
-  const at::Tensor& x;           // [N, C, *]
-  const OptionalTensor& weight;  // [C]
-  const at::Tensor& mean;
-  WantedGradients wanted;
-  ScopedCall call;
-  const at::Tensor& spread;
-  const at::Tensor& counts;
-  double eps;
-
-  auto pass_to(const c10::TypedOperatorHandle<PortableBackwardOp>& op) const {
-    return op.call(dy, x, weight, mean, wanted.dx, wanted.dweight, wanted.dbias, call.scope,
-                   call.group_name, call.layer, spread, counts, eps);
-  }
+  at::Tensor mean;    // [C]
+  at::Tensor spread;  // [C] inv_std; without torch's synchronized kernels, the variance plus eps
+  at::Tensor counts;  // the elements per channel of each rank, or their sum
 };
+
+// Those in the arguments of an op that has a spread.
+template <class Arguments>
+[[nodiscard]] PortableStatistics portable_statistics_of(const Arguments& op) {
+  return {op.statistics, *op.spread, op.counts.value_or(at::Tensor())};
+}
+
+// Forward and backward of ranks that share statistics.
+[[nodiscard]] ForwardTensors portable_forward(const ForwardOpArguments& op);
+[[nodiscard]] BackwardTensors portable_backward(const BackwardOpArguments& op);
+// The same y again. The activation is not applied.
+[[nodiscard]] at::Tensor portable_apply(const WithStatisticsOpArguments& op);
 
 // torch.nn's layer, for a rank alone or for each slice; operations of torch, with their gradients.
 [[nodiscard]] at::Tensor normalize_on_this_rank(const ForwardOpArguments& op, const Scope& scope);
@@ -54,13 +51,13 @@ struct PortableBackwardArguments {
 void update_by_slices(const ForwardOpArguments& op, const Slicing& slicing,
                       const std::vector<Statistics>& statistics);
 
-// The ops batch_norm_statistics and batch_norm_gradient_sums of compiled graphs (ops/graph.h).
-[[nodiscard]] StatisticsTensors portable_statistics(const ForwardOpArguments& op);
+// The ops batch_norm_statistics and batch_norm_gradient_sums of compiled graphs (ops/graph.h). The
+// first one updates the buffers of `op`.
+struct GraphStatistics {
+  at::Tensor statistics;    // [slices, 3, C] float64
+  at::Tensor coefficients;  // [slices, 4, C] in the type of the arithmetic
+};
+[[nodiscard]] GraphStatistics portable_statistics(const ForwardOpArguments& op);
 [[nodiscard]] GradientTensors portable_gradient_sums(const BackwardOpArguments& op);
-
-[[nodiscard]] at::Tensor inv_std_of(const at::Tensor& x, const at::Tensor& spread, double eps);
-
-// The statistics that other ops take, [1, 3, C].
-[[nodiscard]] at::Tensor stored_statistics(const PortableBackwardArguments& op);
 
 }  // namespace normscope::binding

@@ -2,7 +2,6 @@
 #include "normscope/torch/portable/parts.h"
 
 #include <cstdint>
-#include <iterator>
 #include <vector>
 
 #include <ATen/TensorOperators.h>
@@ -12,6 +11,7 @@
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/torch/calls/checks.h"
+#include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/statistics.h"
 #include "normscope/torch/tensors/activation.h"
 #include "normscope/torch/tensors/pointwise.h"
@@ -24,6 +24,21 @@ namespace {
 at::Tensor centered(const at::Tensor& x, const at::Tensor& statistics) {
   return pointwise::centered(x.to(statistics.scalar_type()), along_channels(x, statistics[0]),
                              along_channels(x, statistics[1]));
+}
+
+at::Tensor normalized_by_stored(const WithStatisticsOpArguments& op) {
+  check_arguments(op);
+  const at::Tensor& statistics = op.statistics;
+  check_slices(op.x, statistics);
+  const std::int64_t slices = statistics.size(0);
+  const std::vector<at::Tensor> x = op.x.chunk(slices);
+  std::vector<at::Tensor> outputs;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const at::Tensor of = statistics[static_cast<std::int64_t>(i)];
+    const at::Tensor xhat = centered(x[i], of) * along_channels(x[i], of[2]);
+    outputs.push_back(affine(xhat, op.weight, op.bias).to(op.x.scalar_type()));
+  }
+  return outputs.size() == 1 ? outputs.front() : at::cat(outputs);
 }
 
 }  // namespace
@@ -66,17 +81,7 @@ at::Tensor portable_part_input_gradient(const at::Tensor& dy, const at::Tensor& 
 }
 
 at::Tensor portable_with_statistics(const WithStatisticsOpArguments& op) {
-  const std::int64_t slices = op.statistics.size(0);
-  const std::vector<at::Tensor> x = op.x.chunk(slices);
-  TORCH_CHECK(std::ssize(x) == slices, "statistics: expected those of slices of x, got ", slices,
-              " for ", op.x.size(0), " samples");
-  std::vector<at::Tensor> outputs;
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    const at::Tensor of = op.statistics[static_cast<std::int64_t>(i)];
-    const at::Tensor xhat = centered(x[i], of) * along_channels(x[i], of[2]);
-    outputs.push_back(affine(xhat, op.weight, op.bias).to(op.x.scalar_type()));
-  }
-  at::Tensor y = outputs.size() == 1 ? outputs.front() : at::cat(outputs);
+  at::Tensor y = op.spread ? portable_apply(op) : normalized_by_stored(op);
   if (op.activation.residual) y = y + *op.activation.residual;
   return activated(checked(op.activation, op.x), y);
 }

@@ -38,6 +38,44 @@ std::vector<std::int64_t> all_but_channels(const at::Tensor& x) {
   return dims;
 }
 
+using Updated = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// The new values of the buffers; those that are absent are empty.
+Updated updated(const at::Tensor& mean, const at::Tensor& var, const at::Tensor& count,
+                const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                const OptionalTensor& updates, const OptionalTensor& accumulated,
+                std::optional<double> momentum, bool may_be_too_small) {
+  note_forward_in_graph("");
+  const OptionalTensor copies[] = {copy_of(running_mean), copy_of(running_var), copy_of(updates),
+                                   copy_of(accumulated)};
+  update_buffers({copies[0], copies[1], copies[2]}, momentum, copies[3], {mean, var, count},
+                 may_be_too_small);
+  return {or_empty(copies[0], mean), or_empty(copies[1], mean), or_empty(copies[2], mean),
+          or_empty(copies[3], mean)};
+}
+
+Updated updated_meta(const at::Tensor& mean, const at::Tensor&, const at::Tensor&,
+                     const OptionalTensor& running_mean, const OptionalTensor& running_var,
+                     const OptionalTensor& updates, const OptionalTensor& accumulated,
+                     std::optional<double>, bool) {
+  return {like_or_empty(running_mean, mean), like_or_empty(running_var, mean),
+          like_or_empty(updates, mean), like_or_empty(accumulated, mean)};
+}
+
+// An op, which knows when the graph runs whether this is a recomputation.
+void update_in_graph(const RunningTensors& running, std::optional<double> momentum,
+                     const OptionalTensor& accumulated, const Statistics& statistics,
+                     bool may_be_too_small) {
+  static const auto op = op_named<decltype(updated)>("normscope::portable_update");
+  const auto [mean, var, updates, moments] =
+      op.call(statistics.mean, statistics.var, statistics.count, running.mean, running.var,
+              running.updates, accumulated, momentum, may_be_too_small);
+  set_buffer(running.mean, mean);
+  set_buffer(running.var, var);
+  set_buffer(running.updates, updates);
+  set_buffer(accumulated, moments);
+}
+
 // Hides operations from autograd and from modes of torch.
 struct Unseen {
   at::NoGradGuard autograd;
@@ -152,6 +190,7 @@ at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& centered,
                                    of(values.scale));
 }
 
+// A graph learns this when it runs: see update_in_graph().
 bool repeats_a_forward() { return batch_was_counted() && !is_recorded_for_a_graph(); }
 
 bool has_buffers(const RunningTensors& running, const OptionalTensor& accumulated) {
@@ -207,7 +246,8 @@ void update_buffers(const RunningTensors& running, std::optional<double> momentu
                     bool may_be_too_small) {
   if (!updates_buffers(running, accumulated)) return;
   if (running.mean && is_left_alone(*running.mean)) return;
-  update_now(running, momentum, accumulated, statistics, may_be_too_small);
+  const auto update = is_recorded_for_a_graph() ? update_in_graph : update_now;
+  update(running, momentum, accumulated, statistics, may_be_too_small);
 }
 
 void update_now(const RunningTensors& running, std::optional<double> momentum,
@@ -244,5 +284,8 @@ void update_now(const RunningTensors& running, std::optional<double> momentum,
   }
   for (const auto& [buffer, value] : writes) buffer.copy_(value);
 }
+
+TORCH_LIBRARY_IMPL(normscope, CompositeExplicitAutograd, m) { m.impl("portable_update", &updated); }
+TORCH_LIBRARY_IMPL(normscope, Meta, m) { m.impl("portable_update", &updated_meta); }
 
 }  // namespace normscope::binding

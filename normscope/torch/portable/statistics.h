@@ -115,7 +115,7 @@ void update_now(const RunningTensors& running, std::optional<double> momentum,
                 const OptionalTensor& accumulated, const Statistics& statistics,
                 bool may_be_too_small);
 
-// The same, but not in a recomputation.
+// The same, but not in a recomputation. A graph learns when it runs whether it is one.
 void update_buffers(const RunningTensors& running, std::optional<double> momentum,
                     const OptionalTensor& accumulated, const Statistics& statistics,
                     bool may_be_too_small);

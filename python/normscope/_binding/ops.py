@@ -20,8 +20,6 @@ from normscope._binding.torch_private import (
 _ops = torch.ops.normscope
 
 batch_norm_forward = _ops.batch_norm_forward.default
-portable_forward = _ops.portable_forward.default
-portable_apply = cast("Callable[..., torch.Tensor]", _ops.portable_apply.default)
 batch_was_counted = cast("Callable[[], bool]", _ops.batch_was_counted.default)
 set_updates_in_backward = cast("Callable[[bool], bool]", _ops.set_updates_in_backward.default)
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
@@ -89,7 +87,6 @@ environment = cast("Callable[[], tuple[bool, float | None]]", _ops.environment.d
 for _op in (
     _ops.keep_order,
     _ops.batch_norm_backward,
-    _ops.portable_backward,
     _ops.batch_norm_double_backward,
 ):
     register_effectful_op(_op.default, ORDERED)
@@ -161,7 +158,7 @@ def batch_norm(
     if torch.compiler.is_compiling():
         others["graph"] = _recorded_as()
     try:
-        y, _ = batch_norm_forward(x, *arguments, **others)
+        y, *_ = batch_norm_forward(x, *arguments, **others)
     except (RuntimeError, TypeError, KeyError) as error:
         # The op has told them of its ValueErrors, or all ranks have found them together.
         tell_peers(error, arguments.scope, arguments.group)

@@ -53,11 +53,11 @@ class _Call:
 
     layer: str
     shape: torch.Size
-    statistics: list[torch.Tensor]  # [slices, 3, C]
+    statistics: list[torch.Tensor | None]  # the outputs after y
 
 
-_Run = Callable[[], Any]
-_Again = Callable[[dict[str, Any], list[torch.Tensor]], torch.Tensor]
+_Outputs = tuple[Any, ...]
+_Run = Callable[[], _Outputs]
 
 
 class _OverForwards(TorchDispatchMode):
@@ -74,30 +74,23 @@ class _OverForwards(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        again = _AGAIN.get(func)
-        if again is None:
+        if func is not ops.batch_norm_forward:
             return func(*args, **(kwargs or {}))
         given = {**dict(zip(argument_names(func), args, strict=False)), **(kwargs or {})}
-        return self._forward(given, lambda: func(*args, **(kwargs or {})), again)
+        return self._forward(given, lambda: func(*args, **(kwargs or {})))
 
-    def _forward(self, given: dict[str, Any], run: _Run, again: _Again) -> Any:  # noqa: ANN401
-        """Return the outputs of the op for the arguments ``given``.
-
-        Args:
-            given: By name.
-            run: Runs the op itself.
-            again: Computes the first output from the arguments and the other outputs.
-        """
+    def _forward(self, given: dict[str, Any], run: _Run) -> _Outputs:
+        """Return the outputs of the op, which ``run`` runs, for the arguments ``given`` by name."""
         raise NotImplementedError
 
 
 class _Recording(_OverForwards):
     """Appends every training forward to ``calls``."""
 
-    def _forward(self, given: dict[str, Any], run: _Run, again: _Again) -> Any:  # noqa: ANN401
-        y, *others = run()
-        self._calls.append(_Call(given["layer"], given["x"].shape, others))
-        return y, *others
+    def _forward(self, given: dict[str, Any], run: _Run) -> _Outputs:
+        y, *statistics = run()
+        self._calls.append(_Call(given["layer"], given["x"].shape, statistics))
+        return y, *statistics
 
 
 class _Replay(_OverForwards):
@@ -109,7 +102,7 @@ class _Replay(_OverForwards):
         self._remaining = iter(self._calls)
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def _forward(self, given: dict[str, Any], run: _Run, again: _Again) -> Any:  # noqa: ANN401
+    def _forward(self, given: dict[str, Any], run: _Run) -> _Outputs:
         x, layer = given["x"], given["layer"]
         call = next(self._remaining, None)
         if call is None or (call.layer, call.shape) != (layer, x.shape):
@@ -120,33 +113,19 @@ class _Replay(_OverForwards):
         # Modes that were entered earlier have not seen this op in the forward: torch's selective
         # checkpointing would miss it.
         with without_modes():
-            return again(given, call.statistics), *call.statistics
+            return _with_statistics(given, call.statistics), *call.statistics
 
 
 # The additional arguments of a layer with an activation.
 _ACTIVATION = ("activation", "negative_slope", "residual")
 
 
-def _with_statistics(given: dict[str, Any], statistics: list[torch.Tensor]) -> torch.Tensor:
+def _with_statistics(given: dict[str, Any], statistics: list[torch.Tensor | None]) -> torch.Tensor:
     ending = {name: given[name] for name in _ACTIVATION if name in given}
+    first, spread, counts = statistics
     return ops.batch_norm_with_statistics(
-        given["x"], given["weight"], given["bias"], *statistics, **ending
+        given["x"], given["weight"], given["bias"], first, spread=spread, counts=counts, **ending
     )
-
-
-def _portable_with_statistics(
-    given: dict[str, Any], statistics: list[torch.Tensor]
-) -> torch.Tensor:
-    mean, spread, _ = statistics
-    return ops.portable_apply(
-        given["x"], given["weight"], given["bias"], mean, spread, given["eps"]
-    )
-
-
-_AGAIN: dict[Any, _Again] = {
-    ops.batch_norm_forward: _with_statistics,
-    ops.portable_forward: _portable_with_statistics,
-}
 
 
 def _described(call: _Call | None) -> str:
