@@ -7,10 +7,8 @@
 
 #include "normscope/core/environment.h"
 #include "normscope/core/error.h"
-#include "normscope/kernels/cpu/cpu.h"
-#include "normscope/kernels/cuda/cuda.h"
+#include "normscope/kernels/backends.h"
 #include "normscope/kernels/device_kernels.h"
-#include "normscope/kernels/reference/reference.h"
 
 namespace normscope {
 namespace {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/kernels/cpu/cpu.h"
-
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -9,6 +7,7 @@
 #include <limits>
 
 #include "normscope/core/cache_lines.h"
+#include "normscope/kernels/backends.h"
 #include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/cpu/parts.h"
 #include "normscope/kernels/cpu/target.h"

@@ -11,8 +11,8 @@
 #include <cuda_runtime.h>
 
 #include "normscope/core/error.h"
+#include "normscope/kernels/backends.h"
 #include "normscope/kernels/cuda/backend.h"
-#include "normscope/kernels/cuda/cuda.h"
 #include "normscope/kernels/cuda/refusal.h"
 
 namespace normscope::cuda {

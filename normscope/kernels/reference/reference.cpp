@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/kernels/reference/reference.h"
-
 #include <cstddef>
 #include <utility>
 
@@ -8,6 +6,7 @@
 #include "normscope/core/cache_lines.h"
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
+#include "normscope/kernels/backends.h"
 #include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/finalize.h"
 
