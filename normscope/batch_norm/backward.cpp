@@ -2,12 +2,10 @@
 #include <optional>
 
 #include "normscope/batch_norm/batch_norm.h"
+#include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/checks.h"
 #include "normscope/batch_norm/coefficients.h"
 #include "normscope/batch_norm/context.h"
-#include "normscope/batch_norm/device_step.h"
-#include "normscope/batch_norm/message.h"
-#include "normscope/batch_norm/owned_gradient_sums.h"
 #include "normscope/batch_norm/parts.h"
 
 namespace normscope {

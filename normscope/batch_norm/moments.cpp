@@ -4,10 +4,9 @@
 #include <algorithm>
 #include <string>
 
+#include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/checks.h"
 #include "normscope/batch_norm/context.h"
-#include "normscope/batch_norm/device_step.h"
-#include "normscope/batch_norm/owned_gradient_sums.h"
 #include "normscope/batch_norm/parts.h"
 #include "normscope/core/error.h"
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/context.h"
-#include "normscope/batch_norm/message.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/batch_norm/batch_norm.h"
+#include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/checks.h"
 #include "normscope/batch_norm/context.h"
-#include "normscope/batch_norm/device_step.h"
 #include "normscope/batch_norm/parts.h"
 
 namespace normscope {
