@@ -42,77 +42,56 @@ WantedCoefficients coefficients_of(const BackwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
-// The sweeps of backward over some channels of one norm batch, or of this rank's samples of it.
-// With an activation there are two ways. Either dz is written first and replaces dy in what
-// follows, or each sweep computes dz from dy on the fly and nothing stores it.
-class BackwardSweeps {
- public:
-  // cut(tensor): the part of a whole batch's tensor to work on; begin: its first channel.
-  template <class Cut>
-  BackwardSweeps(const BackwardArguments& arguments, const Kernels& kernels,
-                 const Execution& execution, Statistics statistics, std::int64_t begin,
-                 const Cut& cut)
-      : kernels_(kernels),
-        execution_(execution),
-        x_(cut(arguments.x)),
-        dy_(cut(arguments.dy)),
-        dx_(cut(arguments.dx)),
-        statistics_(statistics),
-        affine_(
-            AffineActivation{arguments.weight, arguments.bias, arguments.activation}.channel_range(
-                begin)) {
-    if (affine_.activation.kind == Activation::kNone || arguments.dz.data == nullptr) return;
-    const MutableTensorView dz = cut(arguments.dz);
-    if (arguments.y.data != nullptr) {
-      kernels.gradient_of_output(execution, cut(arguments.y), dy_, affine_.activation, dz);
-    } else {
-      kernels.activation_gradient(execution, x_, dy_, statistics, affine_, dz);
-    }
-    dy_ = dz.read_only();
-    affine_.activation = {};
-  }
-
-  [[nodiscard]] const TensorView& x() const { return x_; }
-  [[nodiscard]] const ChannelView& weight() const { return affine_.weight; }
-
-  void add_gradient_sums(LimbsView limbs) const {
-    kernels_.add_gradient_sums(execution_, x_, dy_, statistics_, affine_, limbs);
-  }
-
-  // Does nothing if dx is not wanted.
-  void input_gradient(GradientSums sums, double count) const {
-    if (dx_.data == nullptr) return;
-    kernels_.input_gradient(execution_, x_, dy_, statistics_, affine_, sums, count, dx_);
-  }
-
- private:
-  const Kernels& kernels_;
-  const Execution& execution_;
-  TensorView x_;
-  TensorView dy_;
-  MutableTensorView dx_;
-  Statistics statistics_;
-  AffineActivation affine_;  // dy_ is the gradient of its output
+// What the sweeps over a part read: dy, and the function of xhat whose output has this gradient.
+struct OutputGradient {
+  TensorView dy;
+  AffineActivation affine;
 };
 
-// Single-rank path: sums, finalizes and applies some channels of a slice while they are in cache.
+// With an activation there are two ways. Either dz is written here and takes the place of dy, or
+// each sweep computes dz from dy on the fly and nothing stores it.
+OutputGradient output_gradient(const BackwardArguments& arguments, const Kernels& kernels,
+                               const Execution& execution, const SlicePart& part,
+                               Statistics statistics) {
+  const TensorView dy = part.of(arguments.dy);
+  const AffineActivation affine =
+      AffineActivation{arguments.weight, arguments.bias, arguments.activation}.channel_range(
+          part.begin);
+  if (affine.activation.kind == Activation::kNone || arguments.dz.data == nullptr) {
+    return {dy, affine};
+  }
+  const MutableTensorView dz = part.of(arguments.dz);
+  if (arguments.y.data != nullptr) {
+    kernels.gradient_of_output(execution, part.of(arguments.y), dy, affine.activation, dz);
+  } else {
+    kernels.activation_gradient(execution, part.of(arguments.x), dy, statistics, affine, dz);
+  }
+  return {dz.read_only(), {affine.weight, affine.bias}};
+}
+
+// The steps for some channels of a slice: gradient sums, exchange, input gradient. exchange(count)
+// replaces the gradient sums by their totals over the ranks, and returns that of the count.
+template <class ExchangeSums>
 void input_gradient_of_part(const BackwardArguments& arguments, const Kernels& kernels,
-                            const SlicePart& part, const Execution& execution,
-                            const GradientResults& of_slice) {
+                            const Execution& execution, const SlicePart& part,
+                            const GradientResults& of_slice, const ExchangeSums& exchange) {
+  const TensorView x = part.of(arguments.x);
   const Statistics statistics =
       statistics_of_slice(arguments.statistics, part.slice, arguments.x.channels)
           .channel_range(part.begin);
-  const BackwardSweeps sweeps(arguments, kernels, execution, statistics, part.begin,
-                              [&](const auto& tensor) { return part.of(tensor); });
   const GradientResults results = of_slice.channel_range(part.begin);
-  sweeps.add_gradient_sums(part.limbs);
+  const auto [dy, affine] = output_gradient(arguments, kernels, execution, part, statistics);
+  kernels.add_gradient_sums(execution, x, dy, statistics, affine, part.limbs);
   kernels.finalize_gradient_sums(execution, part.limbs, statistics, results);
-  const auto count = static_cast<double>(sweeps.x().elements_per_channel());
-  coefficients_of(arguments).write_input_gradient(part.slice, part.begin, sweeps.x().channels,
-                                                  statistics, sweeps.weight(), results.sums, count);
-  sweeps.input_gradient(results.sums, count);
+  const double count = exchange(static_cast<double>(x.elements_per_channel()));
+  coefficients_of(arguments).write_input_gradient(part.slice, part.begin, x.channels, statistics,
+                                                  affine.weight, results.sums, count);
+  if (arguments.dx.data == nullptr) return;
+  kernels.input_gradient(execution, x, dy, statistics, affine, results.sums, count,
+                         part.of(arguments.dx));
 }
 
+// A rank alone, slice by slice.
 void input_gradient_of_slices(const BackwardArguments& arguments, const ResolvedContext& context) {
   OwnedGradientSums sums(arguments.x.channels);
   std::optional<OwnedGradientSums> all;
@@ -124,32 +103,30 @@ void input_gradient_of_slices(const BackwardArguments& arguments, const Resolved
   const int tensors = arguments.dz.data == nullptr ? 2 : 3;
   for_slice_parts(context, arguments.x, arguments.slices, tensors,
                   [&](const SlicePart& part, const Execution& execution) {
-                    input_gradient_of_part(arguments, context.kernels, part, execution, results);
+                    input_gradient_of_part(arguments, context.kernels, execution, part, results,
+                                           [](double count) { return count; });
                   });
 }
 
-// Several ranks: local sums, one all-reduce, finalize, apply.
+// Several ranks, with one all-reduce.
 void input_gradient_synchronized(const BackwardArguments& arguments, const CallLabel& label,
                                  const ResolvedContext& context) {
-  const Kernels& kernels = context.kernels;
-  const Execution& execution = context.execution;
   const TensorView& x = arguments.x;
-  const auto own_count = static_cast<double>(x.elements_per_channel());
-  const Statistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
   Message message(x.channels);
   OwnedGradientSums sums(x.channels);
-  const BackwardSweeps sweeps(arguments, kernels, execution, statistics, 0,
-                              [](const auto& tensor) { return tensor; });
-  sweeps.add_gradient_sums(message.limbs());
-  kernels.finalize_gradient_sums(
-      execution, message.limbs(), statistics,
-      {.sums = sums.view(), .dweight = arguments.dweight, .dbias = arguments.dbias});
-  const double count = message.all_reduce(label, own_count, *context.exchange);
-  if (arguments.dx.data == nullptr && arguments.coefficients.data == nullptr) return;
-  kernels.finalize_gradient_sums(execution, message.limbs(), statistics, {.sums = sums.view()});
-  coefficients_of(arguments).write_input_gradient(0, 0, x.channels, statistics, arguments.weight,
-                                                  sums.view(), count);
-  sweeps.input_gradient(sums.view(), count);
+  const bool is_wanted = arguments.dx.data != nullptr || arguments.coefficients.data != nullptr;
+  const auto exchange = [&](double own_count) {
+    const double count = message.all_reduce(label, own_count, *context.exchange);
+    if (is_wanted) {
+      context.kernels.finalize_gradient_sums(
+          context.execution, message.limbs(),
+          statistics_of_slice(arguments.statistics, 0, x.channels), {.sums = sums.view()});
+    }
+    return count;
+  };
+  input_gradient_of_part(
+      arguments, context.kernels, context.execution, whole(x, message.limbs()),
+      {.sums = sums.view(), .dweight = arguments.dweight, .dbias = arguments.dbias}, exchange);
 }
 
 // The gradient before the activation: dy without an activation, otherwise dz, which is written

@@ -68,10 +68,12 @@ class RunningUpdates {
   std::int64_t updates_before_;  // before this call
 };
 
-// Single-rank path: sums, finalizes and applies some channels of a slice while they are in cache.
+// The steps for some channels of a slice: moments, exchange, finalize, normalize. exchange(count)
+// replaces the part's limbs by their totals over the ranks, and returns that of the count.
+template <class ExchangeSums>
 void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
-                    const SlicePart& part, const Execution& execution, const RunningUpdate& running,
-                    LimbsView pooled) {
+                    const Execution& execution, const SlicePart& part, const RunningUpdate& running,
+                    LimbsView pooled, const ExchangeSums& exchange) {
   const TensorView x = part.of(arguments.x);
   const MomentsResults of_slice{
       .statistics = statistics_of_slice(arguments.statistics, part.slice, arguments.x.channels),
@@ -80,8 +82,8 @@ void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
       .count = arguments.counts == nullptr ? nullptr : arguments.counts + part.slice};
   const MomentsResults results = of_slice.channel_range(part.begin, part.end);
   kernels.add_moments(execution, x, part.limbs);
-  kernels.finalize_moments(execution, part.limbs, static_cast<double>(x.elements_per_channel()),
-                           arguments.eps, x.dtype, results);
+  const double count = exchange(static_cast<double>(x.elements_per_channel()));
+  kernels.finalize_moments(execution, part.limbs, count, arguments.eps, x.dtype, results);
   const Statistics statistics = results.statistics.read_only();
   const AffineActivation affine = affine_of(arguments).channel_range(part.begin);
   coefficients_of(arguments).write_normalize(part.slice, part.begin, x.channels, statistics,
@@ -111,6 +113,7 @@ void update_running_with_all(const ForwardArguments& arguments, const ResolvedCo
        .pooled = accumulated_limbs(arguments)});
 }
 
+// A rank alone, slice by slice.
 void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
   const TensorView& x = arguments.x;
   const bool pools = arguments.slice_stats == SliceStats::kPooled && arguments.slices > 1;
@@ -127,41 +130,29 @@ void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& 
     return updates_with(slice) ? accumulated_limbs(arguments) : LimbsView{};
   };
   const int inputs = arguments.residual.data == nullptr ? 1 : 2;
-  for_slice_parts(context, x, arguments.slices, inputs,
-                  [&](const SlicePart& part, const Execution& execution) {
-                    normalize_part(arguments, context.kernels, part, execution,
-                                   running_of(part.slice), pooled_of(part.slice));
-                  });
+  for_slice_parts(
+      context, x, arguments.slices, inputs, [&](const SlicePart& part, const Execution& execution) {
+        normalize_part(arguments, context.kernels, execution, part, running_of(part.slice),
+                       pooled_of(part.slice), [](double count) { return count; });
+      });
   if (pools) update_running_with_all(arguments, context, running.after(0), all->limbs());
   const auto [first, last] =
       samples_of_slice(x.samples, only_first ? arguments.slices : 1, /*slice=*/0);
   accumulate_count(arguments, static_cast<double>((last - first) * x.positions));
 }
 
-// Several ranks: local sums, one all-reduce, finalize, apply.
+// Several ranks, with one all-reduce.
 void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& label,
                             const ResolvedContext& context) {
-  const Kernels& kernels = context.kernels;
-  const Execution& execution = context.execution;
-  const TensorView& x = arguments.x;
-  const MutableStatistics statistics = statistics_of_slice(arguments.statistics, 0, x.channels);
-  const RunningUpdates running(arguments);
-  Message message(x.channels);
-  kernels.add_moments(execution, x, message.limbs());
-  const double count =
-      message.all_reduce(label, static_cast<double>(x.elements_per_channel()), *context.exchange);
-  check_count(count);
-  kernels.finalize_moments(execution, message.limbs(), count, arguments.eps, x.dtype,
-                           {.statistics = statistics,
-                            .running = running.after(0),
-                            .pooled = accumulated_limbs(arguments),
-                            .count = arguments.counts});
-  accumulate_count(arguments, count);
-  coefficients_of(arguments).write_normalize(0, 0, x.channels, statistics.read_only(),
-                                             arguments.weight, arguments.bias);
-  if (arguments.y.data == nullptr) return;
-  kernels.normalize(execution, x, statistics.read_only(), affine_of(arguments), arguments.residual,
-                    arguments.y);
+  Message message(arguments.x.channels);
+  normalize_part(arguments, context.kernels, context.execution, whole(arguments.x, message.limbs()),
+                 RunningUpdates(arguments).after(0), accumulated_limbs(arguments),
+                 [&](double own_count) {
+                   const double count = message.all_reduce(label, own_count, *context.exchange);
+                   check_count(count);
+                   accumulate_count(arguments, count);
+                   return count;
+                 });
 }
 
 // Both paths on a device: the kernel that sums also finalizes, or writes a message for the

@@ -60,6 +60,11 @@ struct SlicePart {
   }
 };
 
+// All of x, as one slice.
+[[nodiscard]] inline SlicePart whole(const TensorView& x, LimbsView limbs) noexcept {
+  return {0, {0, x.samples}, 0, x.channels, limbs};
+}
+
 // Calls work(part, execution) for chunks of channels of all slices. The slices of a channel come
 // one after the other. One thread takes all slices of its chunk, which leaves one barrier at the
 // end instead of one per slice.
