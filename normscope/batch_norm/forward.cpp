@@ -47,27 +47,6 @@ WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
-// The successive updates of the running statistics in one call.
-class RunningUpdates {
- public:
-  explicit RunningUpdates(const ForwardArguments& arguments)
-      : update_(arguments.running),
-        is_cumulative_(arguments.running_average == RunningAverage::kCumulative),
-        updates_before_(is_cumulative_ ? *update_.updates : 0) {}
-
-  // The update that follows `earlier` others of this call.
-  [[nodiscard]] RunningUpdate after(std::int64_t earlier) const {
-    RunningUpdate update = update_;
-    if (is_cumulative_) update.momentum = cumulative_momentum(updates_before_ + earlier);
-    return update;
-  }
-
- private:
-  RunningUpdate update_;
-  bool is_cumulative_;
-  std::int64_t updates_before_;  // before this call
-};
-
 // The steps for some channels of a slice: moments, exchange, finalize, normalize. exchange(count)
 // replaces the part's limbs by their totals over the ranks, and returns that of the count.
 template <class ExchangeSums>

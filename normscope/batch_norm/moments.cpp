@@ -98,15 +98,12 @@ void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& 
   }
   const double count = arguments.moments.header()[kCount];
   check_count(count);
-  RunningUpdate running = arguments.running;
-  check_running(running, arguments.running_average);
-  if (arguments.running_average == RunningAverage::kCumulative) {
-    running.momentum = cumulative_momentum(*running.updates);
-  }
+  check_running(arguments.running, arguments.running_average);
   const ResolvedContext resolved = resolve(context);
   resolved.kernels.finalize_moments(
       resolved.execution, arguments.moments.limbs(), count, arguments.eps, x.dtype,
-      {.statistics = statistics_of_slice(arguments.statistics, 0, channels), .running = running});
+      {.statistics = statistics_of_slice(arguments.statistics, 0, channels),
+       .running = RunningUpdates(arguments).after(0)});
 }
 
 void batch_norm_part_gradient_sums(const GradientSumsArguments& arguments,

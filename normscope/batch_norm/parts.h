@@ -7,6 +7,7 @@
 #include "normscope/batch_norm/context.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
+#include "normscope/kernels/statistics.h"
 
 namespace normscope {
 
@@ -64,6 +65,29 @@ struct SlicePart {
 [[nodiscard]] inline SlicePart whole(const TensorView& x, LimbsView limbs) noexcept {
   return {0, {0, x.samples}, 0, x.channels, limbs};
 }
+
+// The successive updates of the running statistics in one call.
+class RunningUpdates {
+ public:
+  // arguments: of forward, or of batch_norm_finalize().
+  template <class Arguments>
+  explicit RunningUpdates(const Arguments& arguments)
+      : update_(arguments.running),
+        is_cumulative_(arguments.running_average == RunningAverage::kCumulative),
+        updates_before_(is_cumulative_ ? *update_.updates : 0) {}
+
+  // The update that follows `earlier` others of this call.
+  [[nodiscard]] RunningUpdate after(std::int64_t earlier) const {
+    RunningUpdate update = update_;
+    if (is_cumulative_) update.momentum = cumulative_momentum(updates_before_ + earlier);
+    return update;
+  }
+
+ private:
+  RunningUpdate update_;
+  bool is_cumulative_;
+  std::int64_t updates_before_;  // before this call
+};
 
 // Calls work(part, execution) for chunks of channels of all slices. The slices of a channel come
 // one after the other. One thread takes all slices of its chunk, which leaves one barrier at the
