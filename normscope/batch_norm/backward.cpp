@@ -3,9 +3,8 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/batch_norm/buffers.h"
-#include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/call.h"
 #include "normscope/batch_norm/coefficients.h"
-#include "normscope/batch_norm/context.h"
 #include "normscope/batch_norm/parts.h"
 
 namespace normscope {

@@ -5,8 +5,7 @@
 #include <string>
 
 #include "normscope/batch_norm/buffers.h"
-#include "normscope/batch_norm/checks.h"
-#include "normscope/batch_norm/context.h"
+#include "normscope/batch_norm/call.h"
 #include "normscope/batch_norm/parts.h"
 #include "normscope/core/error.h"
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "normscope/batch_norm/buffers.h"
-#include "normscope/batch_norm/context.h"
+#include "normscope/batch_norm/call.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/statistics.h"
@@ -37,15 +38,22 @@ void for_channel_chunks(const ResolvedContext& context, const TensorView& x, int
 }
 
 // Sets limbs to zero.
-void clear(LimbsView limbs) noexcept;
+inline void clear(LimbsView limbs) noexcept {
+  for (int sum = 0; sum < kSums; ++sum) {
+    for (int k = 0; k < kLimbs; ++k) std::fill_n(limbs.limb(sum, k), limbs.channels, 0.0);
+  }
+}
 
 // The samples [begin, end) of a slice, cut as by torch.chunk.
 struct SampleRange {
   std::int64_t begin;
   std::int64_t end;
 };
-[[nodiscard]] SampleRange samples_of_slice(std::int64_t samples, std::int64_t slices,
-                                           std::int64_t slice) noexcept;
+[[nodiscard]] inline SampleRange samples_of_slice(std::int64_t samples, std::int64_t slices,
+                                                  std::int64_t slice) noexcept {
+  const std::int64_t size = (samples + slices - 1) / slices;
+  return {std::min(slice * size, samples), std::min((slice + 1) * size, samples)};
+}
 
 // The channels [begin, end) of a slice, and limbs set to zero for their sums.
 struct SlicePart {

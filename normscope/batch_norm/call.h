@@ -8,6 +8,24 @@
 
 namespace normscope {
 
+// Where a call runs on the host, with every default filled in.
+struct ResolvedContext {
+  const Kernels& kernels;
+  const Execution& execution;
+  Exchange* exchange;  // nullptr if nothing is sent
+};
+
+// The exchange to send with; nullptr if nothing is sent.
+[[nodiscard]] inline Exchange* exchange_of(const CallContext& context) {
+  return context.exchange != nullptr && context.exchange->sends() ? context.exchange : nullptr;
+}
+
+[[nodiscard]] inline ResolvedContext resolve(const CallContext& context) {
+  static const Execution kThisThread;
+  return {context.kernels == nullptr ? default_kernels() : *context.kernels,
+          context.execution == nullptr ? kThisThread : *context.execution, exchange_of(context)};
+}
+
 // Checks shared by forward and backward. Their ArgumentError names the argument, the expected value
 // and the given one.
 void check_input(const TensorView& x);

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/batch_norm/checks.h"
+#include "normscope/batch_norm/call.h"
 
 #include <atomic>
 #include <string>
 
-#include "normscope/batch_norm/context.h"
 #include "normscope/core/error.h"
 
 namespace normscope {
@@ -122,6 +121,16 @@ void check_count(double count) {
     throw OneValueError(
         "x: expected more than 1 value per channel in the norm batch when training, got 1");
   }
+}
+
+std::int64_t slice_count(std::int64_t samples, std::int64_t wanted) {
+  if (wanted < 1) {
+    throw ArgumentError("slices: expected at least 1, got " + std::to_string(wanted));
+  }
+  if (samples == 0) return 1;
+  // Rounds up; (samples + wanted - 1) could overflow.
+  const std::int64_t size = (samples - 1) / wanted + 1;
+  return (samples - 1) / size + 1;
 }
 
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context) {
