@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
@@ -16,7 +17,6 @@
 #include <sched.h>
 
 #include "normscope/comm/describe.h"
-#include "normscope/comm/mpi/mpi_state.h"
 #include "normscope/core/error.h"
 #include "normscope/core/text.h"
 
@@ -44,6 +44,46 @@ constexpr std::size_t kReasonBytes = 1024;
 enum Tag { kHaveYouCome, kHaveCome, kFailed };
 constexpr milliseconds kTimeForAnswers{500};
 
+bool is_finalized() noexcept {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  return finalized != 0;
+}
+
+// Why this thread must not call MPI; empty if it may.
+std::string obstacle_of_thread() {
+  int level = MPI_THREAD_SINGLE;
+  MPI_Query_thread(&level);
+  if (level >= MPI_THREAD_SERIALIZED) return "";
+  if (level < MPI_THREAD_FUNNELED) {
+    return "expected MPI to be initialized with MPI_THREAD_FUNNELED or more, got "
+           "MPI_THREAD_SINGLE; call MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &provided) "
+           "in place of MPI_Init";
+  }
+  int is_main = 0;
+  MPI_Is_thread_main(&is_main);
+  return is_main != 0 ? ""
+                      : "expected a call from the thread that initialized MPI, with "
+                        "MPI_THREAD_FUNNELED, got one from another thread; initialize with "
+                        "MPI_THREAD_SERIALIZED to allow it";
+}
+
+// MPI's text for an error code.
+std::string text_of_code(int code) {
+  char text[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  MPI_Error_string(code, text, &length);
+  return {text, static_cast<std::size_t>(length)};
+}
+
+// Keeps `memory` until the process ends, because MPI may still use it.
+void keep_for_mpi(std::shared_ptr<void> memory) {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<std::shared_ptr<void>>;
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(memory));
+}
+
 void check_arguments(MPI_Comm ranks, milliseconds time_limit) {
   const auto refuse = [](const std::string& why) {
     throw ArgumentError("make_mpi_communicator: " + why);
@@ -53,8 +93,8 @@ void check_arguments(MPI_Comm ranks, milliseconds time_limit) {
   if (initialized == 0) {
     refuse("expected MPI to be initialized, by MPI_Init_thread with MPI_THREAD_FUNNELED or more");
   }
-  if (mpi::is_finalized()) refuse("expected MPI to be in use, but it has been finalized");
-  if (const std::string obstacle = mpi::obstacle_of_thread(); !obstacle.empty()) refuse(obstacle);
+  if (is_finalized()) refuse("expected MPI to be in use, but it has been finalized");
+  if (const std::string obstacle = obstacle_of_thread(); !obstacle.empty()) refuse(obstacle);
   if (ranks == MPI_COMM_NULL) refuse("ranks: expected an MPI communicator, got MPI_COMM_NULL");
   int is_inter = 0;
   MPI_Comm_test_inter(ranks, &is_inter);
@@ -106,8 +146,8 @@ class MpiCommunicator final : public Communicator {
     // the memory must stay. MPI_Comm_free is collective, but does not wait in practice.
     const bool is_quiet = failure_.empty() && !has_talked_;
     if (!is_quiet) {
-      mpi::keep_for_mpi(std::move(traffic_));
-    } else if (!mpi::is_finalized() && mpi::obstacle_of_thread().empty()) {
+      keep_for_mpi(std::move(traffic_));
+    } else if (!is_finalized() && obstacle_of_thread().empty()) {
       MPI_Comm_free(&own_);
     }
   }
@@ -247,8 +287,8 @@ class MpiCommunicator final : public Communicator {
 
   void throw_if_unusable() {
     if (!failure_.empty()) throw CommunicationError(describe(failure_));
-    if (mpi::is_finalized()) throw CommunicationError(describe("MPI has been finalized"));
-    if (const std::string obstacle = mpi::obstacle_of_thread(); !obstacle.empty()) {
+    if (is_finalized()) throw CommunicationError(describe("MPI has been finalized"));
+    if (const std::string obstacle = obstacle_of_thread(); !obstacle.empty()) {
       throw ArgumentError(describe(obstacle));
     }
     listen();
@@ -256,7 +296,7 @@ class MpiCommunicator final : public Communicator {
 
   void check(int code, const char* call) {
     if (code == MPI_SUCCESS) return;
-    fail_with(own_name() + " failed: " + call + ": " + mpi::text_of_code(code));
+    fail_with(own_name() + " failed: " + call + ": " + text_of_code(code));
     throw CommunicationError(describe(failure_));
   }
 
@@ -264,7 +304,7 @@ class MpiCommunicator final : public Communicator {
   void fail_with(const std::string& text) {
     if (!failure_.empty()) return;
     failure_ = shortened(text, kReasonBytes);
-    if (!mpi::is_finalized() && mpi::obstacle_of_thread().empty()) tell_peers(kFailed, failure_);
+    if (!is_finalized() && obstacle_of_thread().empty()) tell_peers(kFailed, failure_);
   }
 
   void tell_peers(Tag tag, std::string text) {
@@ -310,7 +350,7 @@ MPI_Comm duplicate(MPI_Comm ranks, milliseconds time_limit) {
   auto own = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
   const auto check = [](int code, const char* call) {
     if (code == MPI_SUCCESS) return;
-    throw CommunicationError(std::string("mpi: ") + call + ": " + mpi::text_of_code(code));
+    throw CommunicationError(std::string("mpi: ") + call + ": " + text_of_code(code));
   };
   const ReturnsErrors returns_errors(ranks);
   MPI_Request request = MPI_REQUEST_NULL;
@@ -322,7 +362,7 @@ MPI_Comm duplicate(MPI_Comm ranks, milliseconds time_limit) {
     if (done != 0) break;
     const Clock::duration waited = Clock::now() - start;
     if (waited >= time_limit) {
-      mpi::keep_for_mpi(std::move(own));
+      keep_for_mpi(std::move(own));
       throw TimeoutError("mpi: this rank waited " + in_seconds(waited) +
                          " for the other ranks to create the group");
     }
