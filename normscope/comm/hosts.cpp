@@ -9,7 +9,6 @@
 
 #include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
-#include "normscope/comm/two_level_communicator.h"
 #include "normscope/core/environment.h"
 #include "normscope/core/hash.h"
 

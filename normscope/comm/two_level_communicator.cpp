@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/comm/two_level_communicator.h"
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "normscope/comm/describe.h"
+#include "normscope/comm/hosts.h"
 #include "normscope/comm/message_length.h"
 #include "normscope/comm/slot_communicator.h"
 #include "normscope/core/error.h"
