@@ -6,7 +6,7 @@
 #include <cstddef>
 
 #include "normscope/core/element.h"
-#include "normscope/kernels/channel_values.h"
+#include "normscope/kernels/finalize.h"
 
 namespace normscope {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "normscope/core/cache_lines.h"
-#include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/device_kernels.h"
+#include "normscope/kernels/finalize.h"
 #include "normscope/kernels/kernels.h"
 
 namespace normscope::testing {

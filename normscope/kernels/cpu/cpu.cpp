@@ -8,7 +8,6 @@
 
 #include "normscope/core/cache_lines.h"
 #include "normscope/kernels/backends.h"
-#include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/cpu/parts.h"
 #include "normscope/kernels/cpu/target.h"
 #include "normscope/kernels/finalize.h"

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "normscope/core/formulas.h"
-#include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/cuda/last_block.cuh"
 #include "normscope/kernels/finalize.h"
 

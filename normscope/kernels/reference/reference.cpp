@@ -7,7 +7,6 @@
 #include "normscope/core/element.h"
 #include "normscope/core/formulas.h"
 #include "normscope/kernels/backends.h"
-#include "normscope/kernels/channel_values.h"
 #include "normscope/kernels/finalize.h"
 
 namespace normscope::reference {
