@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <functional>
 
-#include "normscope/core/stream.h"
-
 namespace normscope {
 
 // One piece of a parallel loop.
@@ -24,7 +22,6 @@ inline void run_serially(std::int64_t tasks, const Task& task) {
 struct Execution {
   int threads = 1;
   ParallelFor parallel_for = run_serially;
-  Stream stream = {};
 };
 
 }  // namespace normscope

@@ -71,17 +71,17 @@ struct DeviceAsHost {
     }
   }
 
-  static void add_moments(const Execution& execution, const TensorView& x, LimbsView limbs) {
+  static void add_moments(const Execution& /*execution*/, const TensorView& x, LimbsView limbs) {
     Memory memory(x.channels);
-    kDevice().send_moments(execution.stream, x, memory.scratch(), memory.sent(), Header{});
+    kDevice().send_moments(Stream{}, x, memory.scratch(), memory.sent(), Header{});
     memory.finish();
     add(memory.sent().limbs(), limbs);
   }
 
   // Calls use(dz): with dy if there is no activation. A device writes dz first.
   template <class Use>
-  static void with_dz(const Execution& execution, const TensorView& x, const TensorView& dy,
-                      Statistics statistics, const AffineActivation& affine, const Use& use) {
+  static void with_dz(const TensorView& x, const TensorView& dy, Statistics statistics,
+                      const AffineActivation& affine, const Use& use) {
     if (affine.activation.kind == Activation::kNone || x.empty()) return use(dy);
     const std::int64_t last = (x.samples - 1) * x.sample_stride +
                               (x.channels - 1) * x.channel_stride +
@@ -89,18 +89,18 @@ struct DeviceAsHost {
     AlignedVector<std::byte> bytes(static_cast<std::size_t>((last + 1) * size_of(x.dtype)));
     const MutableTensorView dz{bytes.data(), x.dtype,         x.samples,        x.channels,
                                x.positions,  x.sample_stride, x.channel_stride, x.position_stride};
-    activation_gradient(execution, x, dy, statistics, affine, dz);
+    activation_gradient({}, x, dy, statistics, affine, dz);
     use(dz.read_only());
   }
 
-  static void add_gradient_sums(const Execution& execution, const TensorView& x,
+  static void add_gradient_sums(const Execution& /*execution*/, const TensorView& x,
                                 const TensorView& dy, Statistics statistics,
                                 const AffineActivation& affine, LimbsView limbs) {
-    with_dz(execution, x, dy, statistics, affine, [&](const TensorView& dz) {
+    with_dz(x, dy, statistics, affine, [&](const TensorView& dz) {
       Memory memory(x.channels);
       memory.copy_statistics(statistics);
       kDevice().send_gradient_sums(
-          execution.stream, x, dz, memory.scratch(),
+          Stream{}, x, dz, memory.scratch(),
           {.batches = norm_batches(x, 1), .statistics = memory.statistics.data()}, memory.sent(),
           Header{});
       memory.finish();
@@ -120,11 +120,11 @@ struct DeviceAsHost {
     return {.slices = 1, .totals = memory.sent().header()};
   }
 
-  static void finalize_moments(const Execution& execution, LimbsView limbs, double count,
+  static void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double count,
                                double eps, DType x_dtype, const MomentsResults& results) {
     Memory memory(limbs.channels);
     std::vector<double> found_count(1);
-    kDevice().use_moments(execution.stream, x_dtype, memory.sent(), memory.scratch(),
+    kDevice().use_moments(Stream{}, x_dtype, memory.sent(), memory.scratch(),
                           {.batches = send(memory, limbs, count),
                            .eps = eps,
                            .running = results.running,
@@ -139,25 +139,25 @@ struct DeviceAsHost {
     if (results.count != nullptr) *results.count = found_count[0];
   }
 
-  static void normalize(const Execution& execution, const TensorView& x, Statistics statistics,
+  static void normalize(const Execution& /*execution*/, const TensorView& x, Statistics statistics,
                         const AffineActivation& affine, const TensorView& residual,
                         const MutableTensorView& y) {
     Memory memory(x.channels);
     memory.copy_statistics(statistics);
-    kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
+    kDevice().use_statistics(Stream{}, x.dtype, x.channels, 1, memory.statistics.data(),
                              affine.weight, affine.bias, memory.rounded());
-    kDevice().normalize(execution.stream, x, norm_batches(x, 1), memory.rounded(),
-                        affine.activation, residual, y);
+    kDevice().normalize(Stream{}, x, norm_batches(x, 1), memory.rounded(), affine.activation,
+                        residual, y);
     memory.finish();
   }
 
-  static void finalize_gradient_sums(const Execution& execution, LimbsView limbs,
+  static void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs,
                                      Statistics statistics, const GradientResults& results) {
     Memory memory(limbs.channels);
     memory.copy_statistics(statistics);
     std::vector<double> dy(static_cast<std::size_t>(limbs.channels));
     std::vector<double> dy_xhat(dy.size());
-    kDevice().use_gradient_sums(execution.stream, DType::kFloat64, memory.sent(), memory.scratch(),
+    kDevice().use_gradient_sums(Stream{}, DType::kFloat64, memory.sent(), memory.scratch(),
                                 {.batches = send(memory, limbs, 0.0),
                                  .statistics = memory.statistics.data(),
                                  .dweight = {dy_xhat.data(), DType::kFloat64},
@@ -168,16 +168,16 @@ struct DeviceAsHost {
     for (std::int64_t c = 0; c < limbs.channels; ++c) use_gradient_sums(results, c);
   }
 
-  static void input_gradient(const Execution& execution, const TensorView& x, const TensorView& dy,
-                             Statistics statistics, const AffineActivation& affine,
-                             GradientSums sums, double count, const MutableTensorView& dx) {
+  static void input_gradient(const Execution& /*execution*/, const TensorView& x,
+                             const TensorView& dy, Statistics statistics,
+                             const AffineActivation& affine, GradientSums sums, double count,
+                             const MutableTensorView& dx) {
     Memory memory(x.channels);
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       using Real = Arithmetic<Element>;
       for (std::int64_t c = 0; c < x.channels; ++c) {
-        const InputGradient<Real> formula = input_gradient_coefficients<Real>(
-            statistics.mean_hi[c], statistics.mean_lo[c], statistics.inv_std[c],
-            channel_value(affine.weight, c, 1.0), sums.dy[c], sums.dy_xhat[c], count);
+        const InputGradient<Real> formula =
+            input_gradient_coefficients<Real>(statistics, affine.weight, sums, count, c);
         Real* at = static_cast<Real*>(memory.rounded().data) + c;
         const Real values[] = {formula.mean_hi, formula.mean_lo, formula.scale, formula.mean_dy,
                                formula.slope};
@@ -186,28 +186,28 @@ struct DeviceAsHost {
         }
       }
     });
-    with_dz(execution, x, dy, statistics, affine, [&](const TensorView& dz) {
-      kDevice().input_gradient(execution.stream, x, dz, norm_batches(x, 1), memory.rounded(), dx);
+    with_dz(x, dy, statistics, affine, [&](const TensorView& dz) {
+      kDevice().input_gradient(Stream{}, x, dz, norm_batches(x, 1), memory.rounded(), dx);
     });
     memory.finish();
   }
 
-  static void activation_gradient(const Execution& execution, const TensorView& x,
+  static void activation_gradient(const Execution& /*execution*/, const TensorView& x,
                                   const TensorView& dy, Statistics statistics,
                                   const AffineActivation& affine, const MutableTensorView& dz) {
     Memory memory(x.channels);
     memory.copy_statistics(statistics);
-    kDevice().use_statistics(execution.stream, x.dtype, x.channels, 1, memory.statistics.data(),
+    kDevice().use_statistics(Stream{}, x.dtype, x.channels, 1, memory.statistics.data(),
                              affine.weight, affine.bias, memory.rounded());
-    kDevice().activation_gradient(execution.stream, x, dy, norm_batches(x, 1), memory.rounded(),
+    kDevice().activation_gradient(Stream{}, x, dy, norm_batches(x, 1), memory.rounded(),
                                   affine.activation, dz);
     memory.finish();
   }
 
-  static void gradient_of_output(const Execution& execution, const TensorView& y,
+  static void gradient_of_output(const Execution& /*execution*/, const TensorView& y,
                                  const TensorView& dy, const ActivationFunction& activation,
                                  const MutableTensorView& dz) {
-    kDevice().gradient_of_output(execution.stream, y, dy, norm_batches(y, 1), activation, dz);
+    kDevice().gradient_of_output(Stream{}, y, dy, norm_batches(y, 1), activation, dz);
   }
 
   static constexpr Kernels kernels(std::string_view name) {

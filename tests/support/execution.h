@@ -16,7 +16,7 @@ namespace normscope::testing {
     for (std::int64_t i = 0; i < tasks; ++i) running.emplace_back([&task, i] { task(i); });
     for (std::thread& thread : running) thread.join();
   };
-  return {.threads = threads, .parallel_for = parallel_for, .stream = {}};
+  return {.threads = threads, .parallel_for = parallel_for};
 }
 
 }  // namespace normscope::testing
