@@ -8,6 +8,9 @@
 #include <string>
 #include <vector>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include "normscope/core/cache_lines.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
@@ -73,6 +76,21 @@ class DeviceRank {
   DeviceContext device_;
   Exchange* exchange_;
 };
+
+inline void expect_nan(const Tensor& tensor) {
+  tensor.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_THAT(tensor.at(n, c, p), ::testing::IsNan());
+  });
+}
+
+// All outputs of the forward are NaN, and nothing was updated.
+inline void expect_nan(const LayerRun& run) {
+  EXPECT_THAT(run.statistics, ::testing::Each(::testing::IsNan()));
+  EXPECT_THAT(run.counts, ::testing::Each(::testing::IsNan()));
+  EXPECT_THAT(run.running_mean.values(), ::testing::Each(0.5));
+  EXPECT_THAT(run.running_var.values(), ::testing::Each(2.0));
+  expect_nan(run.y);
+}
 
 // The text of the error, of type Expected, that a call throws after the device has found it.
 template <class Expected>

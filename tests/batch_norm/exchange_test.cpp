@@ -5,8 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <span>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,22 +24,6 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 using namespace std::chrono_literals;
-
-// A transport that would not survive ranks with different lengths. Here it throws what no test
-// expects.
-class FragileCommunicator final : public BorrowedCommunicator {
- public:
-  using BorrowedCommunicator::BorrowedCommunicator;
-
-  [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
-  void all_reduce_sum(std::span<double> values, Stream stream) override {
-    try {
-      BorrowedCommunicator::all_reduce_sum(values, stream);
-    } catch (const MismatchError& error) {
-      throw std::logic_error(std::string("the transport has crashed: ") + error.what());
-    }
-  }
-};
 
 struct Meeting {
   std::string name;

@@ -3,9 +3,12 @@
 
 #include <memory>
 #include <span>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "normscope/comm/communicator.h"
+#include "normscope/core/error.h"
 
 namespace normscope::testing {
 
@@ -32,6 +35,22 @@ class BorrowedCommunicator : public Communicator {
 
  private:
   Communicator& communicator_;
+};
+
+// A transport that would not survive ranks with different lengths. Here it throws what no test
+// expects.
+class FragileCommunicator final : public BorrowedCommunicator {
+ public:
+  using BorrowedCommunicator::BorrowedCommunicator;
+
+  [[nodiscard]] bool compares_lengths() const noexcept override { return false; }
+  void all_reduce_sum(std::span<double> values, Stream stream) override {
+    try {
+      BorrowedCommunicator::all_reduce_sum(values, stream);
+    } catch (const MismatchError& error) {
+      throw std::logic_error(std::string("the transport has crashed: ") + error.what());
+    }
+  }
 };
 
 }  // namespace normscope::testing
