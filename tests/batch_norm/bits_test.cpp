@@ -8,15 +8,10 @@
 
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
+#include "tests/kernels/kernels_under_test.h"
 
 namespace normscope::testing {
 namespace {
-
-// The reference promises accuracy, not bits.
-std::vector<const Kernels*> kernels_of_equal_bits() {
-  const auto all = available_kernels();
-  return {all.begin() + 1, all.end()};
-}
 
 std::vector<Layer> layers() {
   std::vector<Layer> layers;
@@ -44,7 +39,7 @@ TEST_P(EqualBits, ForAnyAssignmentOfSamplesAndInstructionSet) {
   world.run(world.ranks, {}, [&](Communicator& communicator) {
     Exchange exchange = exchange_over(communicator);
     const auto rank = static_cast<std::size_t>(communicator.rank());
-    for (const Kernels* kernels : kernels_of_equal_bits()) {
+    for (const Kernels* kernels : kernels_with_equal_bits()) {
       for (const Assignment& assignment :
            {in_order(kSamples, world.ranks), uneven_and_permuted(kSamples, world.ranks)}) {
         for (std::size_t i = 0; i < expected.size(); ++i) {

@@ -169,10 +169,7 @@ TEST_P(ActivatedKernels, SumAndApplyAGradientThatIsNeverStored) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ActivatedKernels,
-                         ::testing::Combine(::testing::ValuesIn(kernels_with_equal_bits()),
-                                            ::testing::ValuesIn(kAllDTypes),
-                                            ::testing::ValuesIn(kAllLayouts)),
+INSTANTIATE_TEST_SUITE_P(All, ActivatedKernels, combinations_of(kernels_with_equal_bits()),
                          name_of_combination);
 
 }  // namespace

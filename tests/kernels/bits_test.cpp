@@ -319,10 +319,7 @@ TEST_P(KernelBits, SumsOfSquaresOfSingleElementsAreExact) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Cpu, KernelBits,
-                         ::testing::Combine(::testing::ValuesIn(kernels_with_equal_bits()),
-                                            ::testing::ValuesIn(kAllDTypes),
-                                            ::testing::ValuesIn(kAllLayouts)),
+INSTANTIATE_TEST_SUITE_P(Cpu, KernelBits, combinations_of(kernels_with_equal_bits()),
                          name_of_combination);
 
 // Recorded limbs, which hold machines that never meet to the same bits.

@@ -245,10 +245,7 @@ TEST_P(KernelContract, EmptyTensorsAddNothingAndWriteNothing) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Available, KernelContract,
-                         ::testing::Combine(::testing::ValuesIn(kernels_under_test()),
-                                            ::testing::ValuesIn(kAllDTypes),
-                                            ::testing::ValuesIn(kAllLayouts)),
+INSTANTIATE_TEST_SUITE_P(Available, KernelContract, combinations_of(kernels_under_test()),
                          name_of_combination);
 
 // Small tensors, computed by hand.

@@ -3,6 +3,7 @@
 
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -19,6 +20,12 @@ using KernelCombination = std::tuple<const Kernels*, DType, Layout>;
   const auto& [kernels, dtype, layout] = combination.param;
   return std::string(kernels->name) + "_" + std::string(normscope::name_of(dtype)) + "_" +
          name_of(layout);
+}
+
+// `kernels` with every dtype and layout.
+[[nodiscard]] inline auto combinations_of(const std::vector<const Kernels*>& kernels) {
+  return ::testing::Combine(::testing::ValuesIn(kernels), ::testing::ValuesIn(kAllDTypes),
+                            ::testing::ValuesIn(kAllLayouts));
 }
 
 // A suite that runs for every backend, dtype and layout.
