@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which backends run here, and how one is forced. default_kernels() reads the environment once, so
-// every choice is made in a process of its own.
+// Which backends run here, why those of a device do not, and how one is forced. default_kernels()
+// reads the environment once, so every choice is made in a process of its own.
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -14,6 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/core/error.h"
+#include "normscope/kernels/cuda/refusal.h"
 #include "normscope/kernels/kernels.h"
 #include "tests/support/ranks.h"
 #include "tests/support/text_of.h"
@@ -117,6 +118,27 @@ TEST(ForcedKernels, UnknownNamesAreRefusedWithTheChoices) {
 
 TEST(ForcedKernels, WithoutForceTheFastestIsTaken) {
   with_forced(nullptr, [] { EXPECT_EQ(&default_kernels(), available_kernels().back()); });
+}
+
+TEST(DeviceRefusal, AnOldDriverIsNamedWithItsVersionAndTheRuntimes) {
+  const cuda::Refusal refusal = {.error = "insufficient driver", .driver = 12040, .runtime = 13000};
+
+  EXPECT_EQ(
+      refusal.text(),
+      "the driver is for CUDA 12.4, which is older than 13.0, with which normscope was built");
+}
+
+TEST(DeviceRefusal, AMissingArchitectureIsOneWithAnOlderDriverToo) {
+  const cuda::Refusal refusal = {.has_no_code = true, .driver = 13000, .runtime = 13020};
+
+  EXPECT_THAT(refusal.text(), HasSubstr("NORMSCOPE_CUDA_ARCHITECTURES"));
+}
+
+TEST(DeviceRefusal, OtherErrorsAreTheRuntimes) {
+  EXPECT_EQ((cuda::Refusal{.error = "out of memory", .driver = 13020, .runtime = 13000}).text(),
+            "out of memory");
+  EXPECT_EQ((cuda::Refusal{.error = "insufficient driver", .runtime = 13000}).text(),
+            "there is no driver");
 }
 
 }  // namespace
