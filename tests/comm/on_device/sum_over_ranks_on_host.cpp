@@ -6,7 +6,7 @@
 // clang-format off: device.h defines the language that the kernel is written in
 #include "tests/kernels/cuda_on_host/device.h"
 #include "tests/comm/on_device/sum_over_ranks.cuh"
-#include "tests/kernels/cuda_on_host/stream.h"
+#include "tests/kernels/cuda_on_host/backend.h"
 // clang-format on
 
 namespace normscope::testing {

@@ -4,8 +4,6 @@
 #include <atomic>
 #include <string>
 
-#include "tests/kernels/cuda_on_host/stream.h"
-
 // clang-format off: device.h defines the language that backend.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
 #include "normscope/kernels/cuda/backend.h"

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tests/kernels/cuda_on_host/stream.h"
-
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -9,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/kernels/cuda_on_host/backend.h"
 #include "tests/kernels/device_stream.h"
 
 namespace normscope {
