@@ -202,23 +202,15 @@ TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
            {SliceStats::kPooled, SliceStats::kFirst, SliceStats::kSequential}) {
         for (const RunningAverage average :
              {RunningAverage::kExponential, RunningAverage::kCumulative}) {
-          const Layer layer{
-              .layout = layout,
-          };
-          const auto step = [&](const CallContext& context) {
-            LayerRun run(layer, first_samples(kFewSamples), slices);
-            ForwardArguments arguments = run.forward_arguments();
-            arguments.slice_stats = slice_stats;
-            arguments.running_average = average;
-            batch_norm_forward(arguments, context);
-            batch_norm_backward(run.backward_arguments(), context);
-            return run;
-          };
+          const Layer layer{.layout = layout};
+          LayerRun expected(layer, first_samples(kFewSamples), slices);
+          expected.step({}, slice_stats, average);
           DeviceRank device(nullptr, layer.channels, slices);
+          LayerRun run(layer, first_samples(kFewSamples), slices);
 
-          const LayerRun run = step(device.context());
+          run.step(device.context(), slice_stats, average);
 
-          ASSERT_NO_FATAL_FAILURE(expect_same(run, step({})));
+          ASSERT_NO_FATAL_FAILURE(expect_same(run, expected));
           EXPECT_THAT(device.scratch(), Each(0.0));
         }
       }

@@ -93,8 +93,12 @@ class LayerRun {
     return arguments;
   }
 
-  void step(const CallContext& context) {
-    batch_norm_forward(forward_arguments(), context);
+  void step(const CallContext& context, SliceStats slice_stats = SliceStats::kPooled,
+            RunningAverage running_average = RunningAverage::kExponential) {
+    ForwardArguments forward = forward_arguments();
+    forward.slice_stats = slice_stats;
+    forward.running_average = running_average;
+    batch_norm_forward(forward, context);
     batch_norm_backward(backward_arguments(), context);
   }
 
