@@ -90,17 +90,22 @@ void input_gradient_of_part(const BackwardArguments& arguments, const Kernels& k
                          part.of(arguments.dx));
 }
 
+GradientSums gradient_sums_in(Message& message, std::int64_t channels) {
+  return {message.results(), message.results() + channels};
+}
+
 // A rank alone, slice by slice.
 void input_gradient_of_slices(const BackwardArguments& arguments, const ResolvedContext& context) {
-  OwnedGradientSums sums(arguments.x.channels);
+  const std::int64_t channels = arguments.x.channels;
+  Message message(channels, /*results=*/2 * channels);
   std::optional<OwnedGradientSums> all;
-  if (arguments.slices > 1) all.emplace(arguments.x.channels);
-  const GradientResults results{.sums = sums.view(),
+  if (arguments.slices > 1) all.emplace(channels);
+  const GradientResults results{.sums = gradient_sums_in(message, channels),
                                 .all = all ? all->view() : GradientSums{},
                                 .dweight = arguments.dweight,
                                 .dbias = arguments.dbias};
   const int tensors = arguments.dz.data == nullptr ? 2 : 3;
-  for_slice_parts(context, arguments.x, arguments.slices, tensors,
+  for_slice_parts(context, arguments.x, arguments.slices, tensors, message.limbs(),
                   [&](const SlicePart& part, const Execution& execution) {
                     input_gradient_of_part(arguments, context.kernels, execution, part, results,
                                            [](double count) { return count; });
@@ -111,21 +116,21 @@ void input_gradient_of_slices(const BackwardArguments& arguments, const Resolved
 void input_gradient_synchronized(const BackwardArguments& arguments, const CallLabel& label,
                                  const ResolvedContext& context) {
   const TensorView& x = arguments.x;
-  Message message(x.channels);
-  OwnedGradientSums sums(x.channels);
+  Message message(x.channels, /*results=*/2 * x.channels);
+  const GradientSums sums = gradient_sums_in(message, x.channels);
   const bool is_wanted = arguments.dx.data != nullptr || arguments.coefficients.data != nullptr;
   const auto exchange = [&](double own_count) {
     const double count = message.all_reduce(label, own_count, *context.exchange);
     if (is_wanted) {
       context.kernels.finalize_gradient_sums(
           context.execution, message.limbs(),
-          statistics_of_slice(arguments.statistics, 0, x.channels), {.sums = sums.view()});
+          statistics_of_slice(arguments.statistics, 0, x.channels), {.sums = sums});
     }
     return count;
   };
-  input_gradient_of_part(
-      arguments, context.kernels, context.execution, whole(x, message.limbs()),
-      {.sums = sums.view(), .dweight = arguments.dweight, .dbias = arguments.dbias}, exchange);
+  input_gradient_of_part(arguments, context.kernels, context.execution, whole(x, message.limbs()),
+                         {.sums = sums, .dweight = arguments.dweight, .dbias = arguments.dbias},
+                         exchange);
 }
 
 // The gradient before the activation: dy without an activation, otherwise dz, which is written

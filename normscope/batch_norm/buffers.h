@@ -14,25 +14,31 @@
 namespace normscope {
 
 // The message of one direction, for all channels: the limbs of its sums, then the header of
-// Exchange.
+// Exchange. Before it, in the same allocation: `results` numbers that follow from the sums.
 class Message {
  public:
-  explicit Message(std::int64_t channels)
+  explicit Message(std::int64_t channels, std::int64_t results = 0)
       : channels_(channels),
-        numbers_(static_cast<std::size_t>(limbs_size(channels) + kHeaderSize)) {}
+        results_(static_cast<std::size_t>(results)),
+        numbers_(results_ + static_cast<std::size_t>(limbs_size(channels) + kHeaderSize)) {}
 
-  [[nodiscard]] LimbsView limbs() noexcept { return {numbers_.data(), channels_, channels_}; }
+  [[nodiscard]] LimbsView limbs() noexcept {
+    return {numbers_.data() + results_, channels_, channels_};
+  }
+  [[nodiscard]] double* results() noexcept { return numbers_.data(); }
 
   // Replaces the limbs by their totals over the ranks; returns the total count.
   [[nodiscard]] double all_reduce(const CallLabel& label, double count, Exchange& exchange) {
-    const std::span<double> header = std::span(numbers_).last(kHeaderSize);
+    const std::span<double> message = std::span(numbers_).subspan(results_);
+    const std::span<double> header = message.last(kHeaderSize);
     header[kCount] = count;
-    exchange.all_reduce(label, numbers_, Stream{});
+    exchange.all_reduce(label, message, Stream{});
     return header[kCount];
   }
 
  private:
   std::int64_t channels_;
+  std::size_t results_;
   AlignedVector<double> numbers_;
 };
 

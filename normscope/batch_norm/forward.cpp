@@ -108,11 +108,13 @@ void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& 
     return updates_with(slice) ? accumulated_limbs(arguments) : LimbsView{};
   };
   const int inputs = arguments.residual.data == nullptr ? 1 : 2;
-  for_slice_parts(
-      context, x, arguments.slices, inputs, [&](const SlicePart& part, const Execution& execution) {
-        normalize_part(arguments, context.kernels, execution, part, running_of(part.slice),
-                       pooled_of(part.slice), [](double count) { return count; });
-      });
+  Message message(x.channels);
+  for_slice_parts(context, x, arguments.slices, inputs, message.limbs(),
+                  [&](const SlicePart& part, const Execution& execution) {
+                    normalize_part(arguments, context.kernels, execution, part,
+                                   running_of(part.slice), pooled_of(part.slice),
+                                   [](double count) { return count; });
+                  });
   if (pools) update_running_with_all(arguments, context, running.after(0), all->limbs());
   const auto [first, last] =
       samples_of_slice(x.samples, only_first ? arguments.slices : 1, /*slice=*/0);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/call.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/tensor_view.h"
@@ -97,21 +96,20 @@ class RunningUpdates {
   std::int64_t updates_before_;  // before this call
 };
 
-// Calls work(part, execution) for chunks of channels of all slices. The slices of a channel come
-// one after the other. One thread takes all slices of its chunk, which leaves one barrier at the
-// end instead of one per slice.
+// Calls work(part, execution) for chunks of channels of all slices, with limbs that are zero
+// before. The slices of a channel come one after the other. One thread takes all slices of its
+// chunk, which leaves one barrier at the end instead of one per slice.
 template <class Work>
 void for_slice_parts(const ResolvedContext& context, const TensorView& x, std::int64_t slices,
-                     int tensors, const Work& work) {
+                     int tensors, LimbsView all_limbs, const Work& work) {
   const auto samples_of = [&](std::int64_t slice) {
     return samples_of_slice(x.samples, slices, slice);
   };
   const SampleRange largest = samples_of(0);
   const TensorView one_slice = x.sample_range(largest.begin, largest.end);
-  Message message(x.channels);
   for_channel_chunks(context, one_slice, tensors,
                      [&](std::int64_t begin, std::int64_t end, const Execution& execution) {
-                       const LimbsView limbs = message.limbs().channel_range(begin, end);
+                       const LimbsView limbs = all_limbs.channel_range(begin, end);
                        for (std::int64_t slice = 0; slice < slices; ++slice) {
                          if (slice > 0) clear(limbs);
                          work(SlicePart{slice, samples_of(slice), begin, end, limbs}, execution);
