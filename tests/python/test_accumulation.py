@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, split_of
+from rank_pool import RankPool
 from replicas import replicas_of, run_replicas
 from torch import distributed, nn
-from torch.utils.checkpoint import checkpoint
 
 import normscope
 
@@ -87,36 +86,6 @@ def test_slices_are_pooled(slice_stats: normscope.layers.SliceStats) -> None:
     assert layer.elements_seen == x.numel()
 
 
-RANKS = 3
-STEPS = ((2, 0, 3), (1, 4, 0))
-
-
-def buffers_on_ranks() -> list[dict[str, Any]]:
-    """Return the buffers after micro-batches of unequal sizes, with and without an activation."""
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for layer in (normscope.BatchNorm1d(4), normscope.BatchNormAct1d(4)):
-        with normscope.accumulate(layer):
-            for sizes in STEPS:
-                x = torch.randn(sum(sizes), 4, 6, generator=generator)
-                layer(x[split_of(sizes, distributed.get_rank())].requires_grad_()).sum().backward()
-        found.append({**buffers_of(layer), "elements_seen": None})
-    return found
-
-
-@pytest.mark.own_kernels
-def test_the_norm_batches_of_ranks_are_pooled(ranks: RankPool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    expected = []
-    for _ in range(2):
-        layer = normscope.BatchNorm1d(4)
-        layer(torch.cat([torch.randn(sum(s), 4, 6, generator=generator) for s in STEPS]))
-        expected.append({**buffers_of(layer), "elements_seen": None})
-
-    for found in ranks.run(RANKS, buffers_on_ranks):
-        assert all(map(same, found, expected))
-
-
 def test_an_error_discards_the_accumulated_moments() -> None:
     layer = normscope.BatchNorm1d(3)
     before = buffers_of(layer)
@@ -135,17 +104,6 @@ def test_a_block_without_a_forward_changes_nothing() -> None:
     with normscope.accumulate(layer):
         layer.eval()(torch.randn(4, 3))
     assert same(buffers_of(layer), before)
-
-
-@pytest.mark.own_kernels
-def test_recomputed_forwards_count_once() -> None:
-    x = torch.randn(6, 3, requires_grad=True)
-    layer, joined = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
-    with normscope.accumulate(layer):
-        for part in x.split(3):
-            checkpoint(layer, part, use_reentrant=False).sum().backward()
-    joined(x)
-    assert same(buffers_of(layer), buffers_of(joined))
 
 
 @pytest.mark.own_kernels

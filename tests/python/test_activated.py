@@ -12,7 +12,6 @@ import pytest
 import torch
 from oracle import needs_bias_argument
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import normscope
 
@@ -279,17 +278,3 @@ def test_second_gradients_agree_with_finite_differences(name: str, residual: boo
         return y
 
     assert torch.autograd.gradgradcheck(call, [t.clone().requires_grad_() for t in inputs])
-
-
-@pytest.mark.parametrize("with_context", [True, False])
-@pytest.mark.parametrize("name", ["relu", "silu"])
-@pytest.mark.parametrize("residual", [False, True])
-def test_checkpointing_keeps_the_bits(name: str, residual: bool, with_context: bool) -> None:  # noqa: FBT001
-    step = with_format(normal(torch.bfloat16), last=True, residual=residual)
-    ours, alone = (layers_of(step, ACTIVATIONS[name][0], scope="slices:2")[0] for _ in range(2))
-    options: dict[str, Any] = {"context_fn": normscope.checkpoint_context} if with_context else {}
-
-    got = gradients_of(ours, partial(checkpoint, ours, use_reentrant=False, **options), step)
-
-    assert_same(got, gradients_of(alone, alone, step))
-    assert got["num_batches_tracked"] == 1

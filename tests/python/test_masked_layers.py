@@ -13,7 +13,6 @@ from masked_network import Masked
 from rank_pool import RankPool, split_of
 from torch import distributed, fx, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import normscope
 from normscope.layers import Activation
@@ -168,22 +167,6 @@ def test_the_function_has_the_layer_s_bits(training: bool, scope: str, tracked: 
     got, expected = step(other, function, mask, x), step(layer, layer, mask, x)
 
     assert_equal(got[:6], expected[:6])  # the function counts no batches
-
-
-@pytest.mark.parametrize("scope", ["local", "slices:2"])
-@pytest.mark.parametrize("context", [None, normscope.checkpoint_context])
-def test_checkpointing_updates_once(scope: str, context: Any) -> None:  # noqa: ANN401
-    mask, x = inputs(count=1)
-    layer = normscope.BatchNorm2d(3, scope=scope)
-    alone = copy.deepcopy(layer)
-    options = {} if context is None else {"context_fn": context}
-
-    def call(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(layer, x, mask=mask, use_reentrant=False, **options)
-        return y
-
-    assert_equal(step(layer, call, mask, x), step(alone, alone, mask, x))
-    assert layer.elements_seen == alone.elements_seen
 
 
 def test_autocast_keeps_the_input_s_dtype() -> None:

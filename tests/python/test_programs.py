@@ -71,9 +71,24 @@ TRACED_AGAIN = Program(
     compiled=True,
 )
 
+# The input of the second layer's backward is the recomputed output of the first one.
+RECOMPUTED = Program(
+    sizes=((3, 2), (3, 4)),
+    scopes=("world", "slices:2"),
+    later_scopes=("world", "slices:2"),
+    seed=1,
+    activation="leaky_relu",
+    fused=True,
+    checkpoint="with context",
+    accumulates=True,
+)
+
 
 @SETTINGS
 @example(program=TRACED_AGAIN)
+@example(program=RECOMPUTED)
+@example(program=replace(RECOMPUTED, activation="relu", residual="input"))
+@example(program=replace(RECOMPUTED, masked=True, accumulates=False))
 @given(program=programs())
 def test_programs_have_the_results_of_one_process(
     pools: dict[str, RankPool], program: Program
