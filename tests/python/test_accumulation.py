@@ -402,18 +402,3 @@ def test_misuse_raises() -> None:
     lazy = normscope.convert(nn.Sequential(nn.LazyBatchNorm1d()))
     with pytest.raises(ValueError, match="0: expected a layer that has seen an input"):
         accumulate(lazy)
-
-
-def test_the_op_checks_the_accumulated_tensor() -> None:
-    def call(accumulated: torch.Tensor) -> None:
-        torch.ops.normscope.batch_norm_forward(
-            torch.randn(4, 3), *[None] * 6, 1e-5, [], "pooled", "local", "", "",
-            accumulated=accumulated,
-        )  # fmt: skip
-
-    with pytest.raises(RuntimeError, match=r"accumulated: expected float64, got Float"):
-        call(torch.zeros(34))
-    with pytest.raises(RuntimeError, match=r"accumulated: expected the shape \[34\], got \[33\]"):
-        call(torch.zeros(33, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="accumulated: expected a contiguous tensor"):
-        call(torch.zeros(68, dtype=torch.float64)[::2])

@@ -160,24 +160,6 @@ def test_a_sum_is_broadcast_and_promoted_as_in_torch(
         assert torch.equal(value, want)
 
 
-def test_errors_name_the_argument() -> None:
-    choices = "relu, relu6, leaky_relu, silu, hard_swish, got 'gelu'"
-    with pytest.raises(ValueError, match=f"^activation: expected one of {choices}$"):
-        normscope.BatchNormAct2d(3, activation="gelu")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scope: expected slices:K"):
-        normscope.BatchNormAct2d(3, scope="everyone")
-
-    layer = normscope.BatchNormAct2d(3)
-    x = torch.randn(4, 3, 2, 2)
-    for mode in (True, False):
-        layer.train(mode)
-        with pytest.raises(ValueError, match="x: expected 4 dimensions, got 3"):
-            layer(x[0], x[0])
-    for other in (torch.randn(4, 3, 2, 2, device="meta"), torch.randn(4, 3, 2, 5)):
-        with pytest.raises(RuntimeError):
-            layer(x, other)
-
-
 @pytest.mark.parametrize(("layer_class", "theirs", "shape"), LAYERS)
 def test_repr_is_torch_s_with_scope_and_activation(
     layer_class: type[normscope.BatchNormAct], theirs: type[nn.Module], shape: tuple[int, ...]

@@ -233,33 +233,6 @@ def test_peers_of_a_rank_whose_mask_is_wrong_are_told(ranks: RankPool) -> None:
     assert "ValueError: mask: expected shape" in told
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda mask: mask.float(), "a tensor of torch.bool, got torch.float32"),
-        (lambda mask: mask.tolist(), "a tensor of torch.bool, got list"),
-        (lambda mask: mask[:, 0], r"shape \[4, 1, 5, 4\], as x \[N, 1, \*\], got \[4, 5, 4\]"),
-        (lambda mask: mask[:1], r"shape \[4, 1, 5, 4\], .* got \[1, 1, 5, 4\]"),
-        (lambda mask: mask.to("meta"), "x's device, cpu, got meta"),
-    ],
-)
-def test_a_mask_that_does_not_match_is_refused(
-    training: bool,  # noqa: FBT001
-    change: Any,  # noqa: ANN401
-    message: str,
-) -> None:
-    x, mask = masked_input((4, 3, 5, 4), torch.float32)
-    layer = normscope.BatchNorm2d(3, scope="local").train(training)
-
-    with pytest.raises(ValueError, match=f"^mask: expected {message}$"):
-        layer(x, mask=change(mask))
-    with pytest.raises(ValueError, match=r"^x: expected 4 dimensions, got 3$"):
-        layer(x[0], mask=mask[0])
-    with pytest.raises(RuntimeError):
-        layer(x[:, :2], mask=mask)
-
-
 def test_slices_may_outnumber_the_samples_and_their_rule_is_checked() -> None:
     x, mask = masked_input((4, 3, 5, 4))
 

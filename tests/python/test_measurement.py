@@ -55,11 +55,6 @@ def _measured_on_hosts() -> Costs:
         return measure(sizes=SIZES, rounds=3)
 
 
-def test_without_a_process_group_nothing_is_measured() -> None:
-    with pytest.raises(ValueError, match="measure: expected a default process group"):
-        measure()
-
-
 def test_arguments_out_of_range_are_refused(ranks: RankPool) -> None:
     ranks.run(2, _refuses)
 

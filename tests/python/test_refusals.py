@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,24 @@ def with_weight(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callable[[], torch.Tensor]:
     return lambda: batch_norm(X, mean, var, training=True)
+
+
+def named() -> normscope.BatchNorm2d:
+    """Return a layer with the name "0"."""
+    model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), "local")
+    assert isinstance(model[0], normscope.BatchNorm2d)
+    return model[0]
+
+
+def without_weight(layer: normscope.BatchNorm2d) -> normscope.BatchNorm2d:
+    del layer.weight
+    return layer
+
+
+def accumulated(moments: torch.Tensor) -> None:
+    torch.ops.normscope.batch_norm_forward(
+        torch.randn(4, 3), *[None] * 6, 1e-5, [], "pooled", "local", "", "", accumulated=moments
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,9 +116,58 @@ def with_running(mean: torch.Tensor | None, var: torch.Tensor | None) -> Callabl
             ValueError,
             "scope: expected a scope resolved by the op resolve_scope, got norm_batch:8",
         ),
+        (
+            lambda: normscope.BatchNormAct2d(3, activation="gelu"),  # type: ignore[arg-type]
+            ValueError,
+            "activation: expected one of relu, relu6, leaky_relu, silu, hard_swish, got 'gelu'",
+        ),
+        (lambda: normscope.BatchNormAct2d(3, scope="all"), ValueError, "scope: expected slices:K"),
+        (
+            lambda: accumulated(torch.zeros(34)),
+            RuntimeError,
+            "accumulated: expected float64, got F",
+        ),
+        (
+            lambda: accumulated(torch.zeros(33).double()),
+            RuntimeError,
+            "accumulated: expected the shape [34], got [33]",
+        ),
+        (
+            lambda: accumulated(torch.zeros(68).double()[::2]),
+            RuntimeError,
+            "accumulated: expected a contiguous tensor",
+        ),
+        (
+            lambda: named()(None),
+            TypeError,
+            "0: expected a strided tensor for x in training, got No",
+        ),
+        (
+            lambda: named()([1.0]),
+            TypeError,
+            "0: expected a strided tensor for x in training, got l",
+        ),
+        (
+            lambda: named()(torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)),
+            TypeError,
+            "0: expected a strided tensor for x in training, got a nested one; pad it, and give "
+            "the layer a mask",
+        ),
+        (
+            lambda: named()(X.to_sparse()),
+            TypeError,
+            "0: expected a strided tensor for x in training, got one of torch.sparse_coo",
+        ),
+        (
+            lambda: batch_norm(None, None, None, training=True),  # type: ignore[arg-type]
+            TypeError,
+            "normscope.batch_norm: expected a strided tensor for x in training, got NoneType",
+        ),
+        (lambda: named()(torch.zeros(1, 3, 1, 1)), ValueError, "torch.Size([1, 3, 1, 1]) in 0"),
+        (lambda: without_weight(named())(X), AttributeError, "no attribute 'weight'"),
     ],
 )
-def test_an_error_names_the_argument(
+def test_a_wrong_argument_is_named(
     call: Callable[[], object], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error) as raised:
@@ -157,55 +225,47 @@ def test_the_mode_for_mutations_of_saved_tensors_is_named() -> None:
         layer()(X)
 
 
-def named() -> normscope.BatchNorm2d:
-    """Return a layer with the name "0"."""
-    model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm2d(3)), "local")
-    assert isinstance(model[0], normscope.BatchNorm2d)
-    return model[0]
+MASK = torch.ones(4, 1, 5, 5, dtype=torch.bool)
 
 
-def without_weight(layer: normscope.BatchNorm2d) -> normscope.BatchNorm2d:
-    del layer.weight
-    return layer
-
-
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("inputs", "keywords", "error", "text"),
     [
+        ((X[0],), {}, ValueError, "x: expected 4 dimensions, got 3"),
+        ((X[0], X[0]), {}, ValueError, "x: expected 4 dimensions, got 3"),
+        ((X[0],), {"mask": MASK[0]}, ValueError, "x: expected 4 dimensions, got 3"),
+        ((X[:, :2],), {"mask": MASK}, RuntimeError, ""),
+        ((X, X.to("meta")), {}, RuntimeError, ""),
+        ((X, X[..., :2]), {}, RuntimeError, ""),
         (
-            lambda: named()(None),
-            TypeError,
-            "0: expected a strided tensor for x in training, got No",
+            (X, torch.randn(2, 4, 3, 5, 5)),
+            {"mask": MASK},
+            ValueError,
+            "residual: expected a shape that broadcasts to x's, [4, 3, 5, 5], with a mask, got",
         ),
-        (
-            lambda: named()([1.0]),
-            TypeError,
-            "0: expected a strided tensor for x in training, got l",
+        *(
+            ((X,), {"mask": mask}, ValueError, f"mask: expected {text}")
+            for mask, text in [
+                (MASK.float(), "a tensor of torch.bool, got torch.float32"),
+                (MASK.tolist(), "a tensor of torch.bool, got list"),
+                (MASK[:, 0], "shape [4, 1, 5, 5], as x [N, 1, *], got [4, 5, 5]"),
+                (MASK[:1], "shape [4, 1, 5, 5], as x [N, 1, *], got [1, 1, 5, 5]"),
+                (MASK.to("meta"), "x's device, cpu, got meta"),
+            ]
         ),
-        (
-            lambda: named()(torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)),
-            TypeError,
-            "0: expected a strided tensor for x in training, got a nested one; pad it, and give "
-            "the layer a mask",
-        ),
-        (
-            lambda: named()(X.to_sparse()),
-            TypeError,
-            "0: expected a strided tensor for x in training, got one of torch.sparse_coo",
-        ),
-        (
-            lambda: batch_norm(None, None, None, training=True),  # type: ignore[arg-type]
-            TypeError,
-            "normscope.batch_norm: expected a strided tensor for x in training, got NoneType",
-        ),
-        (lambda: named()(torch.zeros(1, 3, 1, 1)), ValueError, "torch.Size([1, 3, 1, 1]) in 0"),
-        (lambda: without_weight(named())(X), AttributeError, "no attribute 'weight'"),
     ],
 )
-def test_an_error_names_the_layer(
-    call: Callable[[], object], error: type[Exception], text: str
+def test_inputs_that_do_not_match_are_refused_in_any_mode(
+    training: bool,  # noqa: FBT001
+    inputs: tuple[torch.Tensor, ...],
+    keywords: dict[str, Any],
+    error: type[Exception],
+    text: str,
 ) -> None:
+    layer = normscope.BatchNormAct2d(3, scope="local").train(training)
+
     with pytest.raises(error) as raised:
-        call()
+        layer(*inputs, **keywords)
 
     assert text in str(raised.value)
