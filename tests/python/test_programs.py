@@ -83,12 +83,17 @@ RECOMPUTED = Program(
     accumulates=True,
 )
 
+COMPILED = replace(
+    RECOMPUTED, compiled=True, checkpoint="none", kernels="native", residual="first channel"
+)
+
 
 @SETTINGS
 @example(program=TRACED_AGAIN)
 @example(program=RECOMPUTED)
 @example(program=replace(RECOMPUTED, activation="relu", residual="input"))
 @example(program=replace(RECOMPUTED, masked=True, accumulates=False))
+@example(program=COMPILED)
 @given(program=programs())
 def test_programs_have_the_results_of_one_process(
     pools: dict[str, RankPool], program: Program

@@ -216,6 +216,16 @@ def test_a_call_that_raises_updates_nothing(bad: torch.Tensor, momentum: float |
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
+def test_a_slice_of_one_value_raises_and_updates_nothing() -> None:
+    layer = normscope.BatchNorm1d(3, scope="slices:2", slice_stats="sequential")
+    before = copy.deepcopy(layer.state_dict())
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        layer(torch.randn(3, 3))
+
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
 @pytest.mark.own_kernels  # under torch's kernels it works
 def test_the_mode_for_mutations_of_saved_tensors_is_named() -> None:
     with (
