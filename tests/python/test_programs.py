@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, example, given, settings
 from rank_pool import RankPool, split_of
 from training_programs import Program, of_one_process, programs, programs_with_bits, train_rank
 
+PARAMETERS = ("dweight", "dbias")
+OF_RANK = (*PARAMETERS, "elements")  # a part of those of the joined batch
+
 # Of the largest entry. Two layers, each of which may divide by a small standard deviation.
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}
 
@@ -25,7 +28,7 @@ def check(ranks: RankPool, program: Program, device: str = "cpu") -> None:
         assert got.keys() == of_rank.keys()
         for name, value in of_rank.items():
             # In mixed precision, a sum over the samples has the errors of all of them.
-            mixed = 0.5 if name.endswith("dweight") else 0.1
+            mixed = 0.5 if name.endswith(PARAMETERS) else 0.1
             tolerance = mixed if program.mixed else TOLERANCES[program.dtype]
             if value.numel() == 0:
                 assert got[name].shape == value.shape
@@ -43,7 +46,7 @@ def check_bits(ranks: RankPool, program: Program) -> None:
     for rank, got in enumerate(answers):
         assert got.keys() == expected.keys()
         for name, value in expected.items():
-            if name.endswith("dweight"):  # summed over the ranks by Gloo
+            if name.endswith(OF_RANK):
                 continue
             is_of_samples = name[-2] in "xy"  # of a step
             part = split_of(program.sizes[int(name[-1])], rank) if is_of_samples else ...

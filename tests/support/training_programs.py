@@ -28,7 +28,6 @@ import normscope
 from normscope.layers import SliceStats
 
 CHANNELS = 3
-EPS = 1e-5
 SLOPE = 0.3  # of leaky_relu
 
 Tensors = dict[str, torch.Tensor]
@@ -73,6 +72,7 @@ BATCH_NORM_ACTS: dict[int, type[normscope.BatchNormAct]] = {
     4: normscope.BatchNormAct2d,
     5: normscope.BatchNormAct3d,
 }
+PARAMETERS = (("weight", "bias"), ("weight",), ())  # of a layer
 CONVOLUTIONS: dict[int, Any] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
@@ -88,6 +88,9 @@ class Program:
     dtype: str = "float64"  # of x and the parameters
     kernels: str = "own"  # a key of KERNELS
     momentum: float | None = 0.3
+    eps: float = 1e-5
+    tracks: bool = True  # whether the layers have running statistics
+    parameters: tuple[str, ...] = ("weight", "bias")
     slice_stats: SliceStats = "pooled"
     activation: str = "relu"
     residual: str = "none"
@@ -99,7 +102,7 @@ class Program:
     frozen: bool = False  # whether the first layer's parameters need no gradient
     copied: bool = False
     rescoped: bool = False  # whether the scopes change between a forward and its backward
-    twice: bool = False  # whether the gradient is differentiated
+    twice: bool = False  # whether the gradients are differentiated
     compiled: bool = False
     mixed: bool = False  # whether it trains in mixed precision
     twin: bool = False  # whether a copy of the model, with batch statistics too, runs after it
@@ -112,6 +115,11 @@ class Program:
     def ranks(self) -> int:
         """The number of ranks."""
         return 1 if self.joined else len(self.sizes[0])
+
+    @property
+    def counts_elements(self) -> bool:
+        """Whether a layer knows how many elements it has seen."""
+        return self.tracks and not self.compiled
 
     @property
     def dims(self) -> int:
@@ -131,6 +139,10 @@ class Program:
         mask.view(shape[0], 1, math.prod(self.extent))[..., :2] = True
         part = slice(None) if self.joined else split_of(sizes, rank)
         return x[part], dy[part], mask[part]
+
+    def is_frozen(self, index: int) -> bool:
+        """Whether the parameters of a layer need no gradient."""
+        return self.frozen and index == 0
 
     def scopes_at(self, step: int) -> tuple[str, str]:
         """Return the scopes of the layers in a micro-batch."""
@@ -164,6 +176,7 @@ def programs(draw: st.DrawFn) -> Program:
     # A layer with an activation, and what is added before it; or separate modules.
     residual = draw(st.sampled_from(["separate", *RESIDUALS]))
     fused = residual != "separate" and activation != "none"
+    tracks = draw(st.integers(0, 9)) > 0
     return Program(
         sizes=sizes,
         scopes=(scopes[0], scopes[0]) if shared else scopes,
@@ -172,10 +185,13 @@ def programs(draw: st.DrawFn) -> Program:
         dtype=dtype,
         kernels=draw(st.sampled_from(list(KERNELS))),
         momentum=draw(st.sampled_from([0.3, None])),
+        eps=draw(st.sampled_from([1e-5, 0.1])),
+        tracks=tracks,
+        parameters=draw(st.sampled_from([PARAMETERS[0], *PARAMETERS])),
         slice_stats=draw(st.sampled_from(get_args(SliceStats))),
         activation=activation,
         residual=residual if fused else "none",
-        accumulates=draw(st.booleans()),
+        accumulates=draw(st.booleans()) and tracks,
         masked=draw(st.booleans()) and len(extent) > 0,
         checkpoint=checkpoint,
         fused=fused,
@@ -219,10 +235,10 @@ class Layer:
 
     program: Program
     scope: str
-    weight: torch.Tensor
-    bias: torch.Tensor
+    parameters: list[Tensors]  # of each rank
     running: list[list[torch.Tensor]]  # mean, variance and number of updates of each rank
     seen: list[list[torch.Tensor]] = field(default_factory=list)  # rows [n, C] of each rank
+    elements: list[int] = field(default_factory=list)  # of all inputs of each rank
 
     def norm_batches(self, xs: list[torch.Tensor]) -> list[list[tuple[int, slice]]]:
         """Return the samples of each norm batch, as slices of ranks."""
@@ -246,9 +262,9 @@ class Layer:
     def forward(self, xs: list[torch.Tensor], masks: list[torch.Tensor]) -> list[torch.Tensor]:
         """Normalize the inputs of all ranks, and keep what updates the running statistics."""
         shape = (-1, *[1] * len(self.program.extent))
-        weight, bias = self.weight.view(shape), self.bias.view(shape)
+        affine = [[values.view(shape) for values in own.values()] for own in self.parameters]
         # Zeros, with gradients of zero if a norm batch is empty.
-        ys = [0 * (x + weight + bias) for x in xs]
+        ys = [0 * (x + weight + bias) for x, (weight, bias) in zip(xs, affine, strict=True)]
         seen: list[list[torch.Tensor]] = [[] for _ in xs]
         for batch in self.norm_batches(xs):
             values = [xs[r][part].movedim(1, -1)[masks[r][part][:, 0]] for r, part in batch]
@@ -256,8 +272,9 @@ class Layer:
             if len(joined) == 0:
                 continue
             var, mean = torch.var_mean(joined, 0, correction=0)
-            inv_std = (var + EPS).rsqrt()
+            inv_std = (var + self.program.eps).rsqrt()
             for r, part in batch:
+                weight, bias = affine[r]
                 y = (xs[r][part] - mean.view(shape)) * inv_std.view(shape) * weight + bias
                 ys[r] = ys[r].clone()
                 ys[r][part] = torch.where(masks[r][part], y, 0.0)
@@ -265,6 +282,8 @@ class Layer:
                     seen[r].append(joined.detach())
         before = self.seen or [[] for _ in xs]
         self.seen = [old + new for old, new in zip(before, seen, strict=True)]
+        counts = [CHANNELS * int(mask.sum()) for mask in masks]
+        self.elements = [a + b for a, b in zip(self.elements or [0] * len(xs), counts, strict=True)]
         return ys
 
     def update(self) -> None:
@@ -280,20 +299,27 @@ class Layer:
         self.seen = []
 
 
-def parameters_of(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def parameters_of(program: Program, index: int) -> Tensors:
+    """Return the weight and the bias; without gradients those that a layer does not have."""
     weight = torch.linspace(0.5, 1.5, CHANNELS, dtype=torch.float64) + index
-    return weight, torch.linspace(-1, 1, CHANNELS, dtype=torch.float64)
+    bias = torch.linspace(-1, 1, CHANNELS, dtype=torch.float64)
+    given = {"weight": (weight, torch.ones_like(weight)), "bias": (bias, torch.zeros_like(bias))}
+    return {
+        name: value.requires_grad_(not program.is_frozen(index))
+        if name in program.parameters
+        else otherwise
+        for name, (value, otherwise) in given.items()
+    }
 
 
 def layers_of(program: Program) -> list[Layer]:
     """Return the layers of one model, in the order of their use; a shared one stands twice."""
     layers = []
     for index, scope in enumerate(program.scopes):
-        weight, bias = parameters_of(index)
         fresh = torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.zeros(())
         running = [[tensor.double() for tensor in fresh] for _ in range(program.ranks)]
-        parameters = weight.requires_grad_(), bias.requires_grad_()
-        layers.append(Layer(program, scope, *parameters, running))
+        parameters = [parameters_of(program, index) for _ in range(program.ranks)]
+        layers.append(Layer(program, scope, parameters, running))
     return [layers[0], layers[0]] if program.shared else layers
 
 
@@ -304,17 +330,17 @@ def of_one_process(program: Program) -> list[Tensors]:
     for step in range(len(program.sizes)):
         inputs = [program.inputs(step, rank) for rank in range(program.ranks)]
         xs = [x.double().requires_grad_() for x, _, _ in inputs]
+        dys = [dy.requires_grad_() for _, dy, _ in inputs]
         masks = [m if program.masked else torch.ones_like(m) for _, _, m in inputs]
         all_ys = [run_layers(program, layers, step, xs, masks) for layers in models]
-        losses = [(y * dy).sum() for y, (_, dy, _) in zip(all_ys[0], inputs, strict=True)]
-        loss = torch.stack(losses).sum()
+        loss = torch.stack([(y * dy).sum() for y, dy in zip(all_ys[0], dys, strict=True)]).sum()
         if program.twice:
-            gradients = torch.autograd.grad(loss, xs, create_graph=True)
-            loss = loss + torch.cat(gradients).square().sum()
+            loss = loss + squared_gradients(loss, [*xs, *trained_by(models[0])])
         loss.backward()
-        for rank, (result, x) in enumerate(zip(results, xs, strict=True)):
+        for rank, (result, x, dy) in enumerate(zip(results, xs, dys, strict=True)):
             assert x.grad is not None
-            result[f"dx{step}"] = x.grad
+            assert dy.grad is not None
+            result.update({f"dx{step}": x.grad, f"ddy{step}": dy.grad})
             for name, ys in zip(MODELS, all_ys, strict=False):
                 result[f"{name}y{step}"] = ys[rank].detach()
     for name, layers in zip(MODELS, models, strict=False):
@@ -323,12 +349,26 @@ def of_one_process(program: Program) -> list[Tensors]:
                 layer.update()
             for rank, result in enumerate(results):
                 key = f"{name}{index}"
-                running = zip(("mean", "var", "count"), layer.running[rank], strict=True)
-                result.update({f"{key}.{what}": value for what, value in running})
-                # Of all ranks, because each has its own share.
-                if layer.weight.grad is not None and not (program.frozen and index == 0):
-                    result[f"{key}.dweight"] = layer.weight.grad
+                if program.tracks:
+                    running = zip(("mean", "var", "count"), layer.running[rank], strict=True)
+                    result.update({f"{key}.{what}": value for what, value in running})
+                if program.counts_elements:
+                    result[f"{key}.elements"] = torch.tensor(layer.elements[rank])
+                for what, parameter in layer.parameters[rank].items():
+                    if parameter.grad is not None:
+                        result[f"{key}.d{what}"] = parameter.grad
     return results
+
+
+def trained_by(layers: list[Layer]) -> list[torch.Tensor]:
+    """Return the parameters of all ranks that need gradients."""
+    found = [p for layer in layers for own in layer.parameters for p in own.values()]
+    return list(dict.fromkeys(p for p in found if p.requires_grad))
+
+
+def squared_gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
+    gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+    return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
 
 
 def run_layers(
@@ -370,18 +410,21 @@ class Network(torch.nn.Module):
         for index, scope in enumerate(program.scopes):
             layer = kind(
                 CHANNELS,
+                eps=program.eps,
                 momentum=program.momentum,
+                track_running_stats=program.tracks,
                 scope=scope,
                 dtype=dtype,
                 slice_stats=program.slice_stats,
             )
-            weight, bias = parameters_of(index)
-            layer.weight.data.copy_(weight)
-            layer.bias.data.copy_(bias)
+            for name, value in parameters_of(program, index).items():
+                if name in program.parameters:
+                    getattr(layer, name).data.copy_(value)
+                    getattr(layer, name).requires_grad_(not program.is_frozen(index))
+                else:
+                    layer.register_parameter(name, None)
             layers.append(layer)
         self.first, self.second = layers[0], layers[0] if program.shared else layers[1]
-        for parameter in self.first.parameters() if program.frozen else ():
-            parameter.requires_grad_(requires_grad=False)
         self.between = convolution_of(program) if program.mixed else None
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -446,7 +489,7 @@ def train_rank(program: Program, kind: str) -> Tensors:
 
         def step_of(step: int) -> None:
             x, dy, mask = (tensor.to(device) for tensor in program.inputs(step, rank))
-            x = STRIDES[program.strides](x).requires_grad_()
+            x, dy = STRIDES[program.strides](x).requires_grad_(), dy.requires_grad_()
             inputs = x, mask if program.masked else None
             with torch.autocast(kind, torch.bfloat16, enabled=program.mixed):
                 y = run_network(callables[0], program.checkpoint, *inputs)
@@ -457,11 +500,12 @@ def train_rank(program: Program, kind: str) -> Tensors:
                 normscope.set_scope(student, "local")
             loss = (y * dy).sum()
             if program.twice:
-                (g,) = torch.autograd.grad(loss, x, create_graph=True)
-                loss = loss + g.square().sum()
+                parameters = [p for p in student.parameters() if p.requires_grad]
+                loss = loss + squared_gradients(loss, [x, *parameters])
             loss.backward()
             assert x.grad is not None
-            result.update({f"dx{step}": x.grad, f"y{step}": y.detach()})
+            assert dy.grad is not None
+            result.update({f"dx{step}": x.grad, f"ddy{step}": dy.grad, f"y{step}": y.detach()})
 
         for step in range(len(program.sizes)):
             if program.threaded:
@@ -476,11 +520,14 @@ def train_rank(program: Program, kind: str) -> Tensors:
     for name, network in zip(MODELS, networks, strict=False):
         for index, layer in enumerate(dict.fromkeys([network.first, network.second])):
             key = f"{name}{index}"
-            running = zip(("mean", "var", "count"), layer.buffers(), strict=True)
-            result.update({f"{key}.{what}": value for what, value in running})
-            if layer.weight.grad is not None:
-                distributed.all_reduce(layer.weight.grad)
-                result[f"{key}.dweight"] = layer.weight.grad
+            if program.tracks:
+                running = zip(("mean", "var", "count"), layer.buffers(), strict=True)
+                result.update({f"{key}.{what}": value for what, value in running})
+            if program.counts_elements:
+                result[f"{key}.elements"] = torch.tensor(layer.elements_seen)
+            for what, parameter in layer.named_parameters():
+                if parameter.grad is not None:
+                    result[f"{key}.d{what}"] = parameter.grad
     if program.compiled:
         torch.compiler.reset()
     return {name: value.cpu() for name, value in result.items()}
