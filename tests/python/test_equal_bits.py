@@ -112,16 +112,6 @@ def test_ranks_agree_with_one_process_to_the_bit(
             assert_same_bits(parts, expected, order, (CASES[case], sizes, threads, seed))
 
 
-@pytest.mark.own_kernels
-def test_gloo_gives_the_bits_of_shared_memory(ranks: RankPool, whole: list[Tensors]) -> None:
-    order, sizes = [*range(SAMPLES)], (4, 9)
-
-    answers = ranks.run(2, run_rank, order, sizes, 1, environment={"NORMSCOPE_SHARED_MEMORY": "0"})
-
-    for case, expected in enumerate(whole):
-        assert_same_bits([answer[case] for answer in answers], expected, order, CASES[case])
-
-
 def names_of_kernels() -> list[str]:
     return ops.available_kernels()
 

@@ -11,7 +11,6 @@ import torch
 from oracle import OURS, results_of
 from rank_pool import RankPool, split_of
 from torch import distributed, nn
-from torch.nn import functional
 
 import normscope
 from normscope.layers import SliceStats
@@ -92,47 +91,6 @@ def test_y_and_dx_keep_the_memory_format(
     assert got["y"].stride() == got["dx"].stride() == x.stride()
 
 
-def reference_on_slices(
-    layer: nn.BatchNorm1d, parts: list[torch.Tensor], slice_stats: str
-) -> torch.Tensor:
-    counted = {"pooled": [torch.cat(parts)], "first": parts[:1], "sequential": parts}[slice_stats]
-    with torch.no_grad():
-        for rows in counted:
-            if len(rows):
-                layer(rows)
-    return torch.cat(
-        [
-            functional.batch_norm(rows, None, None, layer.weight, layer.bias, training=True)
-            for rows in parts
-        ]
-    )
-
-
-@pytest.mark.parametrize("slice_stats", get_args(SliceStats))
-@pytest.mark.parametrize("momentum", [0.3, None])
-@pytest.mark.parametrize("hidden", [None, 0, 1])
-def test_slices_are_cut_by_samples(
-    slice_stats: SliceStats, momentum: float | None, hidden: int | None
-) -> None:
-    x, mask = masked_input((7, 3, 5, 4))  # slices of 3, 3 and 1 samples
-    if hidden is not None:
-        mask.chunk(3)[hidden].zero_()
-    theirs = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
-    ours = normscope.BatchNorm2d(
-        3, momentum=momentum, dtype=torch.float64, scope="slices:3", slice_stats=slice_stats
-    )
-    cut = zip(x.chunk(3), mask.chunk(3), strict=True)
-    leaves = [rows_of(*part).requires_grad_() for part in cut]
-
-    y = reference_on_slices(theirs, leaves, slice_stats)
-    gradients = torch.autograd.grad(y, [*leaves, *theirs.parameters()], y.detach().sin())
-    got = results_of(ours, with_trash(x, mask), mask=mask)
-
-    rows = {"y": y.detach(), "dx": torch.cat(gradients[:3]), **theirs.state_dict()}
-    rows.update(zip(("dweight", "dbias"), gradients[3:], strict=True))
-    assert_as_on_rows(got, rows, mask, bits=False)
-
-
 @pytest.mark.parametrize("scope", ["local", "slices:2", "norm_batch:2"])
 def test_one_value_raises_and_updates_nothing(scope: str) -> None:
     x, mask = masked_input((4, 3, 5, 4))
@@ -151,19 +109,6 @@ def test_one_value_raises_and_updates_nothing(scope: str) -> None:
 
         assert all(torch.equal(value, before[n]) for n, value in layer.state_dict().items())
         assert layer.elements_seen == 0
-
-
-@pytest.mark.parametrize("scope", ["local", "slices:2"])
-def test_a_mask_of_zeros_updates_nothing(scope: str) -> None:
-    layer = normscope.BatchNorm2d(3, scope=scope)
-    x, mask = masked_input((4, 3, 5, 4), torch.float32)
-    before = copy.deepcopy(layer.state_dict())
-
-    got = results_of(layer, with_trash(x, mask & False), mask=mask & False)
-
-    for name in ("y", "dx", "dweight", "dbias"):
-        assert got[name].count_nonzero() == 0
-    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
 def step_of_rank(

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks with accumulated moments: over slices, in a block of accumulate, over replicas."""
+"""Masks over the replicas of torch.nn.DataParallel."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from replicas import replicas_of, run_replicas
 from torch import nn
 
 import normscope
-from normscope.layers import SliceStats
 
 pytestmark = pytest.mark.on_device
 
@@ -27,53 +25,6 @@ def assert_same_statistics(got: normscope.BatchNorm, expected: normscope.BatchNo
     for name, value in expected.named_buffers():
         assert torch.equal(got.get_buffer(name), value), name
     assert got.elements_seen == expected.elements_seen
-
-
-@pytest.mark.own_kernels
-@pytest.mark.parametrize(
-    ("scope", "slice_stats"),
-    [
-        ("local", "pooled"),
-        ("slices:2", "pooled"),
-        ("slices:2", "sequential"),
-        ("slices:1", "first"),
-    ],
-)
-def test_accumulated_batches_have_the_statistics_of_one_batch(
-    scope: str, slice_stats: SliceStats
-) -> None:
-    x, mask = masked_input()
-    whole = normscope.BatchNorm2d(3, scope="local")
-    layer = normscope.BatchNorm2d(3, scope=scope, slice_stats=slice_stats)
-    alone = copy.deepcopy(layer)
-
-    with normscope.accumulate(layer):
-        outputs = [layer(part, mask=m) for part, m in masked_parts(x, mask)]
-    whole(x, mask=mask)
-
-    assert_same_statistics(layer, whole)
-    for y, (part, m) in zip(outputs, masked_parts(x, mask), strict=True):
-        assert torch.equal(y, alone(part, mask=m))
-
-
-@pytest.mark.own_kernels
-def test_accumulated_first_slices_have_the_statistics_of_one_batch() -> None:
-    x, mask = masked_input()
-    whole = normscope.BatchNorm2d(3, scope="local")
-    layer = normscope.BatchNorm2d(3, scope="slices:2", slice_stats="first")
-
-    with normscope.accumulate(layer):
-        for part, m in masked_parts(x, mask):
-            layer(part, mask=m)
-    firsts = torch.tensor([0, 1, 4, 5])  # the first slices; sizes are 2 and 2, then 2 and 1
-    whole(x[firsts], mask=mask[firsts])
-
-    for name, value in whole.named_buffers():
-        assert torch.equal(layer.get_buffer(name), value), name
-
-
-def masked_parts(x: torch.Tensor, mask: torch.Tensor) -> Any:  # noqa: ANN401
-    return zip(x.split([4, 3]), mask.split([4, 3]), strict=True)
 
 
 @pytest.mark.own_kernels

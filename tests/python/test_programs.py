@@ -10,7 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from rank_pool import RankPool, split_of
-from training_programs import Program, of_one_process, programs, programs_with_bits, train_rank
+from training_programs import (
+    Program,
+    Tensors,
+    of_one_process,
+    programs,
+    programs_with_bits,
+    train_rank,
+)
 
 PARAMETERS = ("dweight", "dbias")
 OF_RANK = (*PARAMETERS, "elements")  # a part of those of the joined batch
@@ -19,10 +26,15 @@ OF_RANK = (*PARAMETERS, "elements")  # a part of those of the joined batch
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}
 
 
+def run_on(ranks: RankPool, program: Program, device: str = "cpu") -> list[Tensors]:
+    environment = program.environment
+    return ranks.run(program.ranks, train_rank, program, device, environment=environment)
+
+
 def check(ranks: RankPool, program: Program, device: str = "cpu") -> None:
     expected = of_one_process(program)
 
-    answers = ranks.run(program.ranks, train_rank, program, device)
+    answers = run_on(ranks, program, device)
 
     for got, of_rank in zip(answers, expected, strict=True):
         assert got.keys() == of_rank.keys()
@@ -39,9 +51,9 @@ def check(ranks: RankPool, program: Program, device: str = "cpu") -> None:
 
 def check_bits(ranks: RankPool, program: Program) -> None:
     together = replace(program, joined=True)
-    [expected] = ranks.run(1, train_rank, together, "cpu")
+    [expected] = run_on(ranks, together)
 
-    answers = ranks.run(program.ranks, train_rank, program, "cpu")
+    answers = run_on(ranks, program)
 
     for rank, got in enumerate(answers):
         assert got.keys() == expected.keys()
@@ -90,6 +102,16 @@ COMPILED = replace(
     RECOMPUTED, compiled=True, checkpoint="none", kernels="native", residual="first channel"
 )
 
+# A norm batch without elements, of several ranks and of one.
+EMPTY = Program(
+    sizes=((0, 0, 4), (2, 2, 0)),
+    scopes=("group:2", "group:2"),
+    later_scopes=("group:2", "group:2"),
+    seed=1,
+    extent=(),
+    compiled=True,
+)
+
 
 @SETTINGS
 @example(program=TRACED_AGAIN)
@@ -97,6 +119,9 @@ COMPILED = replace(
 @example(program=replace(RECOMPUTED, activation="relu", residual="input"))
 @example(program=replace(RECOMPUTED, masked=True, accumulates=False))
 @example(program=COMPILED)
+@example(program=EMPTY)
+@example(program=replace(EMPTY, kernels="native"))
+@example(program=replace(EMPTY, kernels="synchronized"))
 @given(program=programs())
 def test_programs_have_the_results_of_one_process(
     pools: dict[str, RankPool], program: Program
