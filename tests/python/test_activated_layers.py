@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer with an activation as a module: ranks, graphs, memory, errors and copies."""
+"""A layer with an activation as a module: graphs, memory, errors and copies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from rank_pool import RankPool, split_of
-from torch import distributed, nn
+from torch import nn
 from torch.nn import functional
 
 import normscope
@@ -33,38 +32,6 @@ def step(layer: nn.Module, call: Any, *inputs: torch.Tensor) -> list[torch.Tenso
     y = call(*leaves)
     found = torch.autograd.grad(y.float().sin().sum(), [*leaves, *layer.parameters()])
     return [y.detach(), *found, *(buffer.clone() for buffer in layer.buffers())]
-
-
-SIZES = (3, 0, 2)
-
-
-def step_of_rank(activation: Activation, fused: bool) -> tuple[list[torch.Tensor], int]:  # noqa: FBT001
-    rank = distributed.get_rank()
-    generator = torch.Generator().manual_seed(1)
-    joined = (torch.randn(sum(SIZES), 4, 6, generator=generator) for _ in range(2))
-    x, residual = (t[split_of(SIZES, rank)] for t in joined)
-    act = normscope.BatchNormAct1d(4, activation=activation)
-    plain = normscope.BatchNorm1d(4)
-    apply = {"relu": functional.relu, "hard_swish": functional.hardswish}
-    before = normscope.training.communication_counters().calls
-    if fused:
-        found = step(act, act, x, residual)
-    else:
-        found = step(plain, lambda x, r: apply[activation](plain(x) + r), x, residual)
-    return found, normscope.training.communication_counters().calls - before
-
-
-@pytest.mark.parametrize("activation", ["relu", "hard_swish"])
-def test_ranks_have_the_bits_and_exchanges_of_separate_modules(
-    ranks: RankPool, activation: Activation
-) -> None:
-    expected = ranks.run(len(SIZES), step_of_rank, activation, False)  # noqa: FBT003
-
-    got = ranks.run(len(SIZES), step_of_rank, activation, True)  # noqa: FBT003
-
-    for (ours, our_calls), (theirs, their_calls) in zip(got, expected, strict=True):
-        assert our_calls == their_calls == 2
-        assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.usefixtures("quiet_compiler")

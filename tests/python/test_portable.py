@@ -268,27 +268,6 @@ def test_a_recomputation_leaves_infinite_running_statistics(
     assert str(after) == str(before)  # NaN differs from itself
 
 
-def compiled(scope: str, backend: str | None) -> Tensors:
-    torch.manual_seed(0)
-    layer = layer_for((4, 3, 5, 5), scope, 0.1)
-    x, dy = inputs((4, 3, 5, 5), torch.float32)
-    block = torch.nn.Sequential(layer, torch.nn.ReLU())
-    torch.compiler.reset()
-    return step(torch.compile(block, backend="aot_eager", fullgraph=True), x, dy)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("scope", ["local", "slices:2", "world"])
-def test_compiled_layers_train_like_eager_ones(pool: RankPool, scope: str) -> None:
-    answers = pool.run(2, compiled, scope, None)
-
-    layer = torch.nn.Sequential(layer_for((4, 3, 5, 5), scope, 0.1), torch.nn.ReLU())
-    x, dy = inputs((4, 3, 5, 5), torch.float32)
-    expected = step(layer, x, dy)
-    for got in answers:
-        for name in ("y", "dx"):
-            torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
-
-
 def test_the_command_names_the_kernels_of_each_device() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "normscope"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that combine features have the results of one process in float64, and its bits."""
+"""Programs that combine features have the results of one process in float64, and equal bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gpu_ranks
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
-from rank_pool import RankPool, split_of
+from rank_pool import RankPool
 from training_programs import (
     Program,
     Tensors,
@@ -50,19 +50,23 @@ def check(ranks: RankPool, program: Program, device: str = "cpu") -> None:
 
 
 def check_bits(ranks: RankPool, program: Program) -> None:
-    together = replace(program, joined=True)
-    [expected] = run_on(ranks, together)
+    plain = program.plain
+    expected = run_on(ranks, plain)
 
     answers = run_on(ranks, program)
 
     for rank, got in enumerate(answers):
-        assert got.keys() == expected.keys()
-        for name, value in expected.items():
-            if name.endswith(OF_RANK):
+        [of_rank] = expected if plain.joined else expected[rank : rank + 1]
+        # A graph counts no elements.
+        assert got.keys() == {n for n in of_rank if program.counts_elements or "elem" not in n}
+        for name, value in got.items():
+            # A recomputation makes more of them.
+            if name == "exchanges" or (plain.joined and name.endswith(OF_RANK)):
                 continue
-            is_of_samples = name[-2] in "xy"  # of a step
-            part = split_of(program.sizes[int(name[-1])], rank) if is_of_samples else ...
-            assert torch.equal(got[name], value[part]), name
+            want = of_rank[name]
+            if plain.joined and name[-2] in "xy":  # of the samples of a step
+                want = want[program.samples(int(name[-1]), rank)]
+            assert torch.equal(value, want), name
 
 
 SETTINGS = settings(
@@ -113,12 +117,15 @@ EMPTY = Program(
 )
 
 
+@pytest.mark.on_device
+@pytest.mark.own_kernels  # each program chooses its kernels
 @SETTINGS
 @example(program=TRACED_AGAIN)
 @example(program=RECOMPUTED)
 @example(program=replace(RECOMPUTED, activation="relu", residual="input"))
 @example(program=replace(RECOMPUTED, masked=True, accumulates=False))
 @example(program=COMPILED)
+@example(program=replace(COMPILED, kernels="synchronized"))
 @example(program=EMPTY)
 @example(program=replace(EMPTY, kernels="native"))
 @example(program=replace(EMPTY, kernels="synchronized"))
@@ -138,9 +145,11 @@ def test_many_programs_have_the_results_of_one_process(
     check(pools[program.kernels], program)
 
 
+@pytest.mark.on_device
+@pytest.mark.own_kernels
 @settings(SETTINGS, max_examples=60)
 @given(program=programs_with_bits())
-def test_any_split_has_the_bits_of_the_joined_batch(ranks: RankPool, program: Program) -> None:
+def test_programs_have_the_bits_of_their_plain_form(ranks: RankPool, program: Program) -> None:
     check_bits(ranks, program)
 
 

@@ -119,6 +119,26 @@ class Program:
         return 1 if self.joined else len(self.sizes[0])
 
     @property
+    def plain(self) -> Program:
+        """The program without what changes no bits, of one rank if all ranks share norm batches."""
+        return replace(
+            self,
+            joined=set(self.scopes + self.later_scopes) == {"world"},
+            checkpoint="none",
+            fused=False,
+            copied=False,
+            rescoped=False,
+            compiled=False,
+            elsewhere=False,
+            threaded=False,
+            transport="shared memory",
+        )
+
+    def samples(self, step: int, rank: int) -> slice:
+        """Return the samples of a rank, among those of all ranks."""
+        return slice(None) if self.joined else split_of(self.sizes[step], rank)
+
+    @property
     def environment(self) -> dict[str, str]:
         """The environment of the ranks."""
         return {"NORMSCOPE_SHARED_MEMORY": "0" if self.transport == "gloo" else "1"}
@@ -136,8 +156,7 @@ class Program:
     def inputs(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return x, the gradient of y and the mask, for a micro-batch of a rank."""
         generator = torch.Generator("cpu").manual_seed(1000 * self.seed + step)
-        sizes = self.sizes[step]
-        shape = (sum(sizes), CHANNELS, *self.extent)
+        shape = (sum(self.sizes[step]), CHANNELS, *self.extent)
         kind: Any = {"generator": generator, "device": "cpu", "dtype": torch.float64}
         x = (torch.randn(shape, **kind) * 2 + 3).to(getattr(torch, self.dtype))
         dy = torch.randn(shape, **kind)
@@ -145,12 +164,23 @@ class Program:
         # Every other sample keeps two values, if it has as many.
         mask.view(shape[0], 1, math.prod(self.extent))[..., :2] = True
         mask[torch.rand(shape[0], **kind) < self.hidden] = False
-        part = slice(None) if self.joined else split_of(sizes, rank)
+        part = self.samples(step, rank)
         return x[part], dy[part], mask[part]
 
     def is_frozen(self, index: int) -> bool:
         """Whether the parameters of a layer need no gradient."""
         return self.frozen and index == 0
+
+    def exchanges(self, rank: int) -> int:
+        """Return the number of collectives that a rank takes part in, if it is not twice."""
+        of_layer = 2 + self.twin  # forward and backward, and the forward of the twin
+        of_layer += self.checkpoint in ("reentrant", "non-reentrant")
+        scopes = [scope for step in range(len(self.sizes)) for scope in self.scopes_at(step)]
+        # In groups of two, the last rank may be alone.
+        group = rank < self.ranks // 2 * 2
+        peers = {"world": self.ranks > 1, "group:2": group}
+        making_groups = self.ranks > 1 and "group:2" in scopes
+        return of_layer * sum(peers.get(scope, False) for scope in scopes) + making_groups
 
     def scopes_at(self, step: int) -> tuple[str, str]:
         """Return the scopes of the layers in a micro-batch."""
@@ -223,18 +253,22 @@ def programs(draw: st.DrawFn) -> Program:
 
 @st.composite
 def programs_with_bits(draw: st.DrawFn) -> Program:
-    """Draw a program of one norm batch whose bits do not depend on its split among ranks."""
+    """Draw a program with the bits of its plain form."""
     program = draw(programs())
+    world = ("world", "world")
+    is_joined = draw(st.booleans())
     # The second gradients and the convolution of mixed precision are torch's.
     return replace(
         program,
-        scopes=("world", "world"),
-        later_scopes=("world", "world"),
+        scopes=world if is_joined else program.scopes,
+        later_scopes=world if is_joined else program.later_scopes,
         dtype=draw(st.sampled_from(["float64", "float32", "bfloat16", "float16"])),
         kernels="own",
         activation=draw(st.sampled_from(EXACT)),
+        residual=draw(st.sampled_from(list(RESIDUALS))) if program.fused else "none",
+        # The order of a sum depends on the layout, which a graph may change.
+        strides="dense" if program.compiled else program.strides,
         twice=False,
-        compiled=False,
         mixed=False,
     )
 
@@ -353,6 +387,8 @@ def of_one_process(program: Program) -> list[Tensors]:
             result.update({f"dx{step}": x.grad, f"ddy{step}": dy.grad})
             for name, ys in zip(MODELS, all_ys, strict=False):
                 result[f"{name}y{step}"] = ys[rank].detach()
+    for rank, result in enumerate(results if not program.twice else ()):
+        result["exchanges"] = torch.tensor(program.exchanges(rank))
     for name, layers in zip(MODELS, models, strict=False):
         for index, layer in enumerate(layers[: 1 if program.shared else 2]):
             if program.accumulates:
@@ -449,9 +485,13 @@ class Network(torch.nn.Module):
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         residual = self.residual(x)
-        others = () if residual is None else (residual,)
-        y: torch.Tensor = self.after(layer(x, *others, mask=mask))
-        return y
+        if isinstance(layer, normscope.BatchNormAct):
+            y: torch.Tensor = layer(x, residual, mask=mask)
+            return y
+        y = layer(x, mask=mask)
+        if residual is not None:
+            y = y + (residual if mask is None else torch.where(mask, residual, 0.0))
+        return self.after(y)
 
 
 def convolution_of(program: Program) -> torch.nn.Module:
@@ -491,6 +531,7 @@ def train_rank(program: Program, kind: str) -> Tensors:
     ]
     callables = [torch.compile(n, backend="aot_eager") if program.compiled else n for n in networks]
     result: Tensors = {}
+    before = normscope.training.communication_counters().calls
     with ExitStack() as blocks:
         for network in networks if program.accumulates else ():
             blocks.enter_context(normscope.accumulate(network))
@@ -540,6 +581,9 @@ def train_rank(program: Program, kind: str) -> Tensors:
             for what, parameter in layer.named_parameters():
                 if parameter.grad is not None:
                     result[f"{key}.d{what}"] = parameter.grad
+    calls = normscope.training.communication_counters().calls - before
+    if not program.twice:
+        result["exchanges"] = torch.tensor(calls)
     if program.compiled:
         torch.compiler.reset()
     return {name: value.cpu() for name, value in result.items()}
