@@ -36,37 +36,6 @@ def errors_of(outputs: list[Any]) -> list[str]:
     return [f"{type(error).__name__}: {error}" for error in outputs]
 
 
-@pytest.mark.own_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("keywords", [{}, {"affine": False, "momentum": None}])
-def test_replicas_have_the_bits_of_the_joined_batch(
-    dtype: torch.dtype, memory_format: torch.memory_format, keywords: dict[str, Any]
-) -> None:
-    layer = normscope.BatchNorm2d(5, dtype=dtype, **keywords)
-    x = (100 + torch.randn(sum(SIZES), 5, 6, 3)).to(dtype).to(memory_format=memory_format)
-    found = []
-    for call in (joined_output, lambda model, x: model(x)):
-        model, leaf = copy.deepcopy(layer), x.clone().requires_grad_()
-        for _ in range(2):
-            y = call(model, leaf)
-        y.float().sin().sum().backward()
-        found.append((model, y, leaf.grad))
-
-    (model, y, dx), (expected_model, expected_y, expected_dx) = found
-    assert torch.equal(y, expected_y)
-    assert dx is not None
-    assert expected_dx is not None
-    assert torch.equal(dx, expected_dx)
-    assert all(map(torch.equal, model.buffers(), expected_model.buffers()))
-    assert model.num_batches_tracked == 2
-    assert model.elements_seen == expected_model.elements_seen
-    for parameter, expected in zip(model.parameters(), expected_model.parameters(), strict=True):
-        # autograd computes the sums over replicas.
-        rtol = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 5e-2)
-        torch.testing.assert_close(parameter.grad, expected.grad, rtol=rtol, atol=rtol)
-
-
 def network() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 4, 3),
@@ -84,33 +53,6 @@ def test_a_replica_that_is_not_in_the_loss_counts() -> None:
     [found] = torch.autograd.grad(first.sin().sum(), x)
     [expected] = torch.autograd.grad(layer(x)[: SIZES[0]].sin().sum(), x)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.own_kernels
-def test_a_layer_can_be_called_twice() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = normscope.BatchNorm1d(3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.bn(self.bn(x).relu())
-            return y
-
-    model = Twice()
-    expected = copy.deepcopy(model)
-    x = torch.randn(sum(SIZES), 3)
-    assert torch.equal(joined_output(model, x), expected(x))
-    assert all(map(torch.equal, model.buffers(), expected.buffers()))
-    assert model.bn.num_batches_tracked == 2
-
-
-@pytest.mark.own_kernels
-def test_no_gradient_and_no_running_statistics_are_needed() -> None:
-    layer = normscope.BatchNorm1d(3, track_running_stats=False)
-    x = torch.randn(sum(SIZES), 3)
-    with torch.no_grad():
-        assert torch.equal(joined_output(layer, x), layer(x))
 
 
 @pytest.mark.parametrize("scope", ["local", "slices:2", "norm_batch:2"])
@@ -133,19 +75,6 @@ def test_a_narrow_scope_activates_as_without_replicas() -> None:
     outputs = run_replicas(replicas_of(layer, 2), parts)
 
     assert all(map(torch.equal, outputs, expected))
-
-
-@pytest.mark.own_kernels
-def test_micro_batches_accumulate() -> None:
-    layer = normscope.BatchNorm1d(3)
-    expected = copy.deepcopy(layer)
-    x = torch.randn(2 * sum(SIZES), 3)
-    with normscope.accumulate(layer):
-        for part in x.chunk(2):
-            joined_output(layer, part)
-        assert layer.num_batches_tracked == 0
-    expected(x)
-    assert all(map(torch.equal, layer.buffers(), expected.buffers()))
 
 
 def test_a_replica_that_fails_ends_the_forward_of_the_others() -> None:
@@ -225,3 +154,16 @@ def test_dropped_replicas_are_not_waited_for() -> None:
     x = torch.randn(sum(SIZES), 3)
     replicas_of(layer, 2)
     assert torch.equal(joined_output(layer, x), layer(x))
+
+
+def test_a_wrong_mask_of_one_replica_ends_the_wait_of_the_others() -> None:
+    layer = normscope.BatchNorm2d(3)
+    mask = torch.ones(4, 1, 5, 4, dtype=torch.bool)
+    replicas = [
+        lambda x, replica=replica: replica(x, mask=mask) for replica in replicas_of(layer, 2)
+    ]
+
+    waiting, failed = run_replicas(replicas, torch.randn(7, 3, 5, 4).split([4, 3]))
+
+    assert "mask: expected shape [3, 1, 5, 4]" in str(failed)
+    assert "another has failed: ValueError: mask: expected shape" in str(waiting)

@@ -35,9 +35,7 @@ def replicas_of(model: nn.Module, number: int) -> list[nn.Module]:
     return found
 
 
-def run_replicas(
-    replicas: Sequence[Callable[[torch.Tensor], Any]], parts: Sequence[torch.Tensor]
-) -> list[Any]:
+def run_replicas(replicas: Sequence[Callable[[Any], Any]], parts: Sequence[Any]) -> list[Any]:
     """Run each replica on its part in its own thread, and return the results or the errors."""
     results: list[Any] = [None] * len(replicas)
     with_gradients = torch.is_grad_enabled()

@@ -20,6 +20,7 @@ import torch
 from hypothesis import strategies as st
 from oracle import OURS
 from rank_pool import KERNELS, split_of
+from replicas import replicas_of, run_replicas
 from torch import distributed, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -112,6 +113,7 @@ class Program:
     strides: str = "dense"  # of x
     transport: str = "shared memory"
     joined: bool = False  # whether one rank has the samples of all
+    replicas: bool = False  # whether that rank has replicas, of torch.nn.DataParallel, for them
 
     @property
     def ranks(self) -> int:
@@ -124,6 +126,7 @@ class Program:
         return replace(
             self,
             joined=set(self.scopes + self.later_scopes) == {"world"},
+            replicas=False,
             checkpoint="none",
             fused=False,
             copied=False,
@@ -257,6 +260,7 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
     program = draw(programs())
     world = ("world", "world")
     is_joined = draw(st.booleans())
+    has_replicas = is_joined and draw(st.booleans())
     # The second gradients and the convolution of mixed precision are torch's.
     return replace(
         program,
@@ -268,8 +272,12 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
         residual=draw(st.sampled_from(list(RESIDUALS))) if program.fused else "none",
         # The order of a sum depends on the layout, which a graph may change.
         strides="dense" if program.compiled else program.strides,
+        checkpoint="none" if has_replicas else program.checkpoint,
         twice=False,
+        compiled=program.compiled and not has_replicas,
         mixed=False,
+        joined=has_replicas,
+        replicas=has_replicas,
     )
 
 
@@ -515,6 +523,17 @@ def run_network(network: Any, how: str, *inputs: Any) -> Any:  # noqa: ANN401
     return checkpoint(network, *inputs, use_reentrant=how == "reentrant")
 
 
+def run_in_replicas(
+    network: Network, sizes: tuple[int, ...], x: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    masks = [None] * len(sizes) if mask is None else mask.split(sizes)
+    parts = list(zip(x.split(sizes), masks, strict=True))
+    replicas = [lambda part, f=f: f(*part) for f in replicas_of(network, len(sizes))]
+    outputs = run_replicas(replicas, parts)
+    assert all(isinstance(y, torch.Tensor) for y in outputs), outputs
+    return torch.cat(outputs)
+
+
 def train_rank(program: Program, kind: str) -> Tensors:
     rank = distributed.get_rank()
     # Another thread has another current GPU.
@@ -529,7 +548,11 @@ def train_rank(program: Program, kind: str) -> Tensors:
         for layer, *scopes in zip(LAYERS, program.scopes, program.later_scopes, strict=True)
         if not (program.shared and layer == "second")
     ]
-    callables = [torch.compile(n, backend="aot_eager") if program.compiled else n for n in networks]
+    callables: list[Any] = networks
+    if program.compiled:
+        callables = [torch.compile(network, backend="aot_eager") for network in networks]
+    if program.replicas:
+        callables = [partial(run_in_replicas, network) for network in networks]
     result: Tensors = {}
     before = normscope.training.communication_counters().calls
     with ExitStack() as blocks:
@@ -543,7 +566,9 @@ def train_rank(program: Program, kind: str) -> Tensors:
             if program.masked:
                 x = torch.where(mask, x, torch.nan)
             x, dy = STRIDES[program.strides](x).requires_grad_(), dy.requires_grad_()
-            inputs = x, mask if program.masked else None
+            inputs: Any = x, mask if program.masked else None
+            if program.replicas:
+                inputs = program.sizes[step], *inputs
             with torch.autocast(kind, torch.bfloat16, enabled=program.mixed):
                 y = run_network(callables[0], program.checkpoint, *inputs)
                 for twin in callables[1:]:
