@@ -72,20 +72,6 @@ def test_accumulated_batches_have_the_bits_of_one_batch(
     assert same(buffers_of(layer), buffers_of(joined))
 
 
-@pytest.mark.own_kernels
-@pytest.mark.parametrize("slice_stats", ["pooled", "first", "sequential"])
-def test_slices_are_pooled(slice_stats: normscope.layers.SliceStats) -> None:
-    x = torch.randn(8, 3, 5)
-    layer = normscope.BatchNorm1d(3, scope="slices:2", slice_stats=slice_stats)
-    joined = normscope.BatchNorm1d(3, scope="local")
-
-    accumulate(layer, x.split(4))
-    joined(torch.cat([x[:2], x[4:6]]) if slice_stats == "first" else x)
-
-    expect_equal_running_statistics(layer, joined)
-    assert layer.elements_seen == x.numel()
-
-
 def test_an_error_discards_the_accumulated_moments() -> None:
     layer = normscope.BatchNorm1d(3)
     before = buffers_of(layer)

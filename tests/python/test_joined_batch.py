@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks with unequal batches train like torch.nn's layers on the joined batch, in float64."""
 
-from typing import Any
-
 import pytest
 import torch
-from oracle import LAYERS, OURS, needs_bias_argument
+from oracle import LAYERS, OURS
 from rank_pool import RankPool, split_of
 from torch import distributed
 
@@ -35,7 +33,7 @@ def train(
     layer: torch.nn.Module, shape: tuple[int, ...], part: slice, *, last: bool, sums: bool
 ) -> Tensors:
     """Run five optimizer steps on this part of the joined batches."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3) if [*layer.parameters()] else None
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
     seen: Tensors = {}
     for step in range(STEPS):
         x, dy = (t[part] for t in batch(shape, step, last))
@@ -50,52 +48,44 @@ def train(
             if sums:
                 distributed.all_reduce(parameter.grad)
             seen[f"d{name}{step}"] = parameter.grad.clone()
-        if optimizer:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return seen | {f"state.{k}": v.clone() for k, v in layer.state_dict().items()}
 
 
 def train_rank(
     shape: tuple[int, ...],
     sizes: tuple[int, ...],
-    keywords: dict[str, Any],
     last: bool,  # noqa: FBT001
 ) -> Tensors:
-    layer = OURS[len(shape)](shape[1], dtype=torch.float64, **keywords)
+    layer = OURS[len(shape)](shape[1], dtype=torch.float64)
     part = split_of(sizes, distributed.get_rank())
     return train(layer, shape, part, last=last, sums=True)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "extent", "keywords", "last"),
+    ("sizes", "extent", "last"),
     [
-        ((2, 5), (4, 5), {}, False),
-        ((5, 2), (4, 5), {}, True),
-        ((1, 2, 6), (3, 3), {}, True),
-        ((4, 1, 2, 3), (6,), {}, False),
-        ((3, 1, 4), (), {}, False),
-        ((1, 2), (2, 3, 4), {}, False),
-        ((2, 1), (2, 3, 4), {}, True),
-        ((2, 3), (4, 5), {"momentum": None}, False),
-        ((2, 3), (4, 5), {"affine": False}, False),
-        ((2, 3), (4, 5), {"track_running_stats": False}, False),
-        ((2, 3), (4, 5), {"eps": 0.1, "momentum": 0.7}, True),
-        pytest.param((2, 3), (4, 5), {"bias": False}, False, marks=needs_bias_argument),
+        ((2, 5), (4, 5), False),
+        ((5, 2), (4, 5), True),
+        ((1, 2, 6), (3, 3), True),
+        ((4, 1, 2, 3), (6,), False),
+        ((3, 1, 4), (), False),
+        ((1, 2), (2, 3, 4), False),
+        ((2, 1), (2, 3, 4), True),
     ],
 )
 def test_ranks_train_like_torch_on_the_joined_batch(
     ranks: RankPool,
     sizes: tuple[int, ...],
     extent: tuple[int, ...],
-    keywords: dict[str, Any],
     last: bool,  # noqa: FBT001
 ) -> None:
     shape = (sum(sizes), 3, *extent)
-    layer = LAYERS[len(shape)](3, dtype=torch.float64, **keywords)
+    layer = LAYERS[len(shape)](3, dtype=torch.float64)
     expected = train(layer, shape, slice(None), last=last, sums=False)
 
-    answers = ranks.run(len(sizes), train_rank, shape, sizes, keywords, last)
+    answers = ranks.run(len(sizes), train_rank, shape, sizes, last)
 
     for rank, got in enumerate(answers):
         assert got.keys() == expected.keys()
