@@ -145,9 +145,23 @@ def test_many_programs_have_the_results_of_one_process(
     check(pools[program.kernels], program)
 
 
+# Replicas have no running statistics, and some no gradients and no samples.
+REPLICAS = Program(
+    sizes=((3, 0, 4),),
+    scopes=("world", "world"),
+    later_scopes=("world", "world"),
+    seed=1,
+    tracks=False,
+    twin=True,
+    joined=True,
+    replicas=True,
+)
+
+
 @pytest.mark.on_device
 @pytest.mark.own_kernels
 @settings(SETTINGS, max_examples=60)
+@example(program=REPLICAS)
 @given(program=programs_with_bits())
 def test_programs_have_the_bits_of_their_plain_form(ranks: RankPool, program: Program) -> None:
     check_bits(ranks, program)
