@@ -121,6 +121,24 @@ def test_ranks_train_like_torch_on_the_joined_batch(
     assert_trains_like_torch(answers, shape, sizes, dtype, momentum)
 
 
+def train_with_a_compiled_rank(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Tensors:
+    rank = distributed.get_rank()
+    layer = layer_for(shape, "world", 0.1)
+    if rank == 1:
+        torch.compiler.reset()
+        layer.compile(backend="aot_eager", fullgraph=True)
+    x, dy = (t[split_of(sizes, rank)] for t in inputs(shape, torch.float32))
+    return step(layer, x, dy)
+
+
+def test_compiled_and_eager_ranks_share_a_norm_batch(pool: RankPool) -> None:
+    shape, sizes = (5, 3, 4), (2, 3)
+
+    answers = pool.run(2, train_with_a_compiled_rank, shape, sizes)
+
+    assert_trains_like_torch(answers, shape, sizes, torch.float32, 0.1)
+
+
 def without_buffers() -> torch.Tensor:
     layer = normscope.BatchNorm1d(3, track_running_stats=False)
     x, _ = inputs((4, 3), torch.bfloat16)
