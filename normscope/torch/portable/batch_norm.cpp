@@ -17,6 +17,7 @@
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -83,9 +84,29 @@ struct NormBatch {
   PortableStatistics statistics;
   std::optional<Statistics> to_update;  // none: nothing, or torch's kernel has updated the buffers
   bool has_updated = false;
+  // What the kernel has updated in place of the buffers, if the norm batch may be too small.
+  OptionalTensor running_mean = std::nullopt;
+  OptionalTensor running_var = std::nullopt;
 };
 
+// Only the device knows whether a norm batch has the two elements per channel that an update needs.
+void update_if_large_enough(const RunningTensors& running, const NormBatch& batch) {
+  const at::Tensor is_large_enough = batch.statistics.counts.sum() >= 2;
+  const auto value_of = [&](const at::Tensor& updated, const OptionalTensor& buffer) {
+    return at::where(is_large_enough, updated, *buffer);
+  };
+  // All values are computed before the first is written.
+  const at::Tensor mean = value_of(*batch.running_mean, running.mean);
+  const at::Tensor var = value_of(*batch.running_var, running.var);
+  OptionalTensor updates;
+  if (running.updates) updates = value_of(*running.updates + 1, running.updates);
+  running.mean->copy_(mean);
+  running.var->copy_(var);
+  if (updates) running.updates->copy_(*updates);
+}
+
 void update(const ForwardOpArguments& op, const NormBatch& batch, const at::Tensor& x) {
+  if (batch.running_mean) return update_if_large_enough(op.running, batch);
   if (batch.has_updated) return count_update(op.running);
   if (!batch.to_update) return;
   update_buffers(op.running, op.momentum, op.accumulated, *batch.to_update,
@@ -104,24 +125,29 @@ NormBatch norm_batch_by_synchronized_kernels(const ForwardOpArguments& op, const
   const auto [all, counts] = message.gather(label_of(op), count, {own_mean, own_inv_std});
   const at::Tensor elements = all.select(1, 2 * channels);
   const bool updates = updates_buffers(op.running, op.accumulated);
-  const bool as_torch = updates && count > 1 && updates_as_torch(op);
-  at::Tensor batch_mean;
-  at::Tensor batch_var;
-  if (updates && !as_torch) {
-    batch_mean = at::zeros({channels}, options);
-    batch_var = at::zeros({channels}, options);
+  const bool as_torch = updates && updates_as_torch(op);
+  const bool may_be_too_small = count < 2;
+  OptionalTensor running_mean;
+  OptionalTensor running_var;
+  if (as_torch) {
+    running_mean = may_be_too_small ? copy_of(op.running.mean) : op.running.mean;
+    running_var = may_be_too_small ? copy_of(op.running.var) : op.running.var;
+  } else if (updates) {  // with a momentum of 1, they become those of this batch
+    running_mean = at::zeros({channels}, options);
+    running_var = at::zeros({channels}, options);
   }
   // In place of x, whose dtype the counts would need if no buffers are passed.
   const at::Tensor means = all.narrow(1, 0, channels);
   const auto [mean, inv_std] = at::batch_norm_gather_stats_with_counts(
-      means, means, all.narrow(1, channels, channels),
-      as_torch ? op.running.mean : defined_or_none(batch_mean),
-      as_torch ? op.running.var : defined_or_none(batch_var), as_torch ? *op.momentum : 1.0, op.eps,
-      elements);
+      means, means, all.narrow(1, channels, channels), running_mean, running_var,
+      as_torch ? *op.momentum : 1.0, op.eps, elements);
   NormBatch batch{{mean, inv_std, counts}, std::nullopt, as_torch};
-  if (updates && !as_torch) {
+  if (as_torch && may_be_too_small) {
+    batch.running_mean = running_mean;
+    batch.running_var = running_var;
+  } else if (updates && !as_torch) {
     const at::Tensor total = elements.sum();
-    batch.to_update = {batch_mean, batch_var * ((total - 1) / total), total};
+    batch.to_update = {*running_mean, *running_var * ((total - 1) / total), total};
   }
   return batch;
 }
