@@ -263,7 +263,8 @@ ForwardTensors forward(const ForwardOpArguments& op) {
 }
 
 BackwardTensors backward(const BackwardOpArguments& op) {
-  if (uses_torch_kernels(op.x)) {
+  // Torch's kernels leave activations to torch: a backward with one is of another forward.
+  if (uses_torch_kernels(op.x) && !op.activation.activates()) {
     return op.spread ? portable_backward(op)
                      : backward_by_coefficients(op, portable_gradient_sums(op));
   }
