@@ -24,6 +24,10 @@ namespace normscope::binding {
 struct Slicing {
   std::int64_t slices_wanted;  // 1 if the ranks of a group share statistics
   SliceStats slice_stats;
+
+  [[nodiscard]] bool pools() const {
+    return slices_wanted > 1 && slice_stats == SliceStats::kPooled;
+  }
 };
 [[nodiscard]] Slicing checked(const ForwardOpArguments& op, const Scope& scope);
 

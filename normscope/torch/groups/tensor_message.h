@@ -52,8 +52,8 @@ class TensorMessage {
   [[nodiscard]] GatheredRows gather(const CallLabel& label, std::int64_t count,
                                     std::initializer_list<at::Tensor> own);
 
-  // The sums over the ranks of parts [k] of one dtype, which are joined, and of `count` [1], behind
-  // them.
+  // The sums over the ranks of parts [k] of one dtype, which are joined, followed by the sum of
+  // `count` [1].
   [[nodiscard]] at::Tensor sum(const CallLabel& label, std::int64_t count,
                                std::initializer_list<at::Tensor> own);
 

@@ -80,9 +80,9 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
   static variable_list forward(AutogradContext* context, const at::Tensor& dy, const at::Tensor& x,
                                const OptionalTensor& weight, const BackwardOpArguments& op) {
     const auto [dx, dweight, dbias, none] = below_autograd(op);
-    const at::Tensor none_saved;
-    context->save_for_backward({dy, x, weight.value_or(none_saved), op.statistics,
-                                op.spread.value_or(none_saved), op.counts.value_or(none_saved)});
+    const at::Tensor absent;
+    context->save_for_backward({dy, x, weight.value_or(absent), op.statistics,
+                                op.spread.value_or(absent), op.counts.value_or(absent)});
     context->set_materialize_grads(false);
     SavedCall{.call = op.call}.save_in(*context);
     return {dx, dweight, dbias};
@@ -223,18 +223,21 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
     const variable_list saved = context.get_saved_variables();
     const at::Tensor& x = saved[0];
     const OptionalTensor weight = defined_or_none(saved[1]);
-    const OptionalTensor third = saved.size() > 3 ? defined_or_none(saved[3]) : kNoTensor;
-    const OptionalTensor fourth = saved.size() > 3 ? defined_or_none(saved[4]) : kNoTensor;
-    const BackwardOpArguments op =
-        of.activates()
-            ? BackwardOpArguments{dy,
-                                  x,
-                                  weight,
-                                  saved[2],
-                                  of.wanted,
-                                  of.call,
-                                  {of.activation, of.negative_slope, third, fourth}}
-            : BackwardOpArguments{dy, x, weight, saved[2], of.wanted, of.call, {}, third, fourth};
+    const bool activates = of.activates();
+    const bool by_torch = !activates && saved.size() > 3;
+    const OptionalTensor bias = activates ? defined_or_none(saved[3]) : kNoTensor;
+    const OptionalTensor y = activates ? defined_or_none(saved[4]) : kNoTensor;
+    const OptionalTensor spread = by_torch ? defined_or_none(saved[3]) : kNoTensor;
+    const OptionalTensor counts = by_torch ? defined_or_none(saved[4]) : kNoTensor;
+    const BackwardOpArguments op{dy,
+                                 x,
+                                 weight,
+                                 saved[2],
+                                 of.wanted,
+                                 of.call,
+                                 {of.activation, of.negative_slope, bias, y},
+                                 spread,
+                                 counts};
     const auto [dx, dweight, dbias, dresidual] = backward_of(op, of.decomposes);
     variable_list results = wanted_of(of.wanted, dx, dweight, dbias);
     results.push_back(of.wants_dresidual ? dresidual : at::Tensor());

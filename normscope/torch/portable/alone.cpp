@@ -73,11 +73,10 @@ Normalized normalize_alone(const ForwardOpArguments& op, const at::Tensor& x, Th
 
 at::Tensor normalize(const ForwardOpArguments& op, const Slicing& slicing,
                      const std::vector<at::Tensor>& slices) {
-  const bool pools = slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled;
   Then then = Then::kNothing;
   if (has_buffers(op.running, op.accumulated)) {
     // A graph must learn at run time whether it is a recomputation: update_buffers().
-    const bool by_torch = updates_as_torch(op) && !pools && !is_recorded_for_a_graph();
+    const bool by_torch = updates_as_torch(op) && !slicing.pools() && !is_recorded_for_a_graph();
     then = by_torch ? Then::kUpdate : Then::kReturn;
   }
   std::vector<at::Tensor> outputs;
@@ -119,7 +118,7 @@ void update_by_slices(const ForwardOpArguments& op, const Slicing& slicing,
   // does.
   const auto update = is_left_to_torch(op) ? update_now : update_buffers;
   std::vector<Statistics> values = statistics;
-  if (slicing.slices_wanted > 1 && slicing.slice_stats == SliceStats::kPooled) {
+  if (slicing.pools()) {
     values = {pooled(statistics)};
   } else if (slicing.slice_stats == SliceStats::kFirst) {
     values.resize(1);

@@ -195,8 +195,7 @@ GraphStatistics stored(const ForwardOpArguments& op, const at::Tensor& mean,
   const at::Tensor none = at::zeros_like(mean);
   const at::Tensor scale = op.weight ? inv_std * *in_arithmetic(op.weight, op.x) : inv_std;
   const at::Tensor shift = op.bias ? *in_arithmetic(op.bias, op.x) : none;
-  const auto wide = float64_options(op.x).dtype();
-  return {stored_statistics(mean.to(wide), inv_std.to(wide)),
+  return {stored_statistics(op.x, mean, inv_std),
           at::stack({mean, none, scale, shift}).unsqueeze(0)};
 }
 
@@ -290,8 +289,7 @@ at::Tensor PortableStatistics::inv_std(const at::Tensor& x) const {
 }
 
 at::Tensor PortableStatistics::stored(const at::Tensor& x) const {
-  const auto wide = float64_options(x).dtype();
-  return stored_statistics(mean.to(wide), inv_std(x).to(wide));
+  return stored_statistics(x, mean, inv_std(x));
 }
 
 ForwardTensors portable_forward(const ForwardOpArguments& op) {

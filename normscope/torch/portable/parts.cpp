@@ -52,7 +52,7 @@ at::Tensor portable_moments(const at::Tensor& x) {
 at::Tensor portable_finalize(const FinalizeOpArguments& op) {
   const Statistics statistics = statistics_of_sums(sums_in(op.moments), op.moments.options());
   update_buffers(op.running, op.momentum, std::nullopt, statistics, /*may_be_too_small=*/true);
-  return stored_statistics(statistics.mean, (statistics.var + op.eps).rsqrt());
+  return stored_statistics(op.moments, statistics.mean, (statistics.var + op.eps).rsqrt());
 }
 
 GradientTensors portable_part_gradient_sums(const at::Tensor& dy, const at::Tensor& x,

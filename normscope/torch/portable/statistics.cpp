@@ -162,8 +162,11 @@ Statistics pooled(const std::vector<Statistics>& parts) {
   return merged(at::stack(means), at::stack(vars), at::stack(counts));
 }
 
-at::Tensor stored_statistics(const at::Tensor& mean, const at::Tensor& inv_std) {
-  return at::stack({mean, at::zeros_like(mean), inv_std}).unsqueeze(0);
+at::Tensor stored_statistics(const at::Tensor& like, const at::Tensor& mean,
+                             const at::Tensor& inv_std) {
+  const auto type = float64_options(like).dtype();
+  const at::Tensor wide = mean.to(type);
+  return at::stack({wide, at::zeros_like(wide), inv_std.to(type)}).unsqueeze(0);
 }
 
 at::Tensor affine(at::Tensor y, const OptionalTensor& weight, const OptionalTensor& bias) {

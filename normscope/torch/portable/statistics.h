@@ -30,7 +30,7 @@ struct Statistics {
 // Sums [2 C] of the given type: n * mean, n * (var + mean^2).
 [[nodiscard]] at::Tensor sums_of(const Statistics& statistics, at::ScalarType type);
 
-// Of such sums with n behind them, [2 C + 1]. The cancellation in the variance costs (mean / std)^2
+// Of such sums followed by n, [2 C + 1]. The cancellation in the variance costs (mean / std)^2
 // roundings of float64, less than those of float32 in x.
 [[nodiscard]] Statistics statistics_of_sums(const at::Tensor& sums,
                                             const at::TensorOptions& options);
@@ -39,8 +39,10 @@ struct Statistics {
 [[nodiscard]] Statistics merged(const at::Tensor& means, const at::Tensor& vars,
                                 const at::Tensor& counts);
 
-// The statistics that other ops take, [1, 3, C], of a mean and an inverse standard deviation [C].
-[[nodiscard]] at::Tensor stored_statistics(const at::Tensor& mean, const at::Tensor& inv_std);
+// The statistics that other ops take, [1, 3, C], of a mean and an inverse standard deviation [C]:
+// float64, if the device of `like` has it.
+[[nodiscard]] at::Tensor stored_statistics(const at::Tensor& like, const at::Tensor& mean,
+                                           const at::Tensor& inv_std);
 
 // y * weight + bias, where there are such.
 [[nodiscard]] at::Tensor affine(at::Tensor y, const OptionalTensor& weight,
