@@ -9,15 +9,10 @@ import gpu_ranks
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
+from programs_of_one_process import of_one_process
+from programs_of_ranks import train_rank
 from rank_pool import RankPool
-from training_programs import (
-    Program,
-    Tensors,
-    of_one_process,
-    programs,
-    programs_with_bits,
-    train_rank,
-)
+from training_programs import Program, Tensors, programs, programs_with_bits
 
 PARAMETERS = ("dweight", "dbias")
 OF_RANK = (*PARAMETERS, "elements")  # a part of those of the joined batch
