@@ -5,7 +5,7 @@
 #include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/call.h"
 #include "normscope/batch_norm/coefficients.h"
-#include "normscope/batch_norm/parts.h"
+#include "normscope/batch_norm/slices.h"
 
 namespace normscope {
 namespace {
@@ -41,7 +41,7 @@ WantedCoefficients coefficients_of(const BackwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
-// What the sweeps over a part read: dy, and the function of xhat whose output has this gradient.
+// What the sweeps over a slice read: dy, and the function of xhat whose output has this gradient.
 struct OutputGradient {
   TensorView dy;
   AffineActivation affine;
@@ -49,88 +49,63 @@ struct OutputGradient {
 
 // With an activation there are two ways. Either dz is written here and takes the place of dy, or
 // each sweep computes dz from dy on the fly and nothing stores it.
-OutputGradient output_gradient(const BackwardArguments& arguments, const Kernels& kernels,
-                               const Execution& execution, const SlicePart& part,
-                               Statistics statistics) {
-  const TensorView dy = part.of(arguments.dy);
-  const AffineActivation affine =
-      AffineActivation{arguments.weight, arguments.bias, arguments.activation}.channel_range(
-          part.begin);
+OutputGradient output_gradient(const BackwardArguments& arguments, const ResolvedContext& context,
+                               const Slice& slice, Statistics statistics) {
+  const auto& [kernels, execution, exchange] = context;
+  const TensorView dy = slice.of(arguments.dy);
+  const AffineActivation affine{arguments.weight, arguments.bias, arguments.activation};
   if (affine.activation.kind == Activation::kNone || arguments.dz.data == nullptr) {
     return {dy, affine};
   }
-  const MutableTensorView dz = part.of(arguments.dz);
+  const MutableTensorView dz = slice.of(arguments.dz);
   if (arguments.y.data != nullptr) {
-    kernels.gradient_of_output(execution, part.of(arguments.y), dy, affine.activation, dz);
+    kernels.gradient_of_output(execution, slice.of(arguments.y), dy, affine.activation, dz);
   } else {
-    kernels.activation_gradient(execution, part.of(arguments.x), dy, statistics, affine, dz);
+    kernels.activation_gradient(execution, slice.of(arguments.x), dy, statistics, affine, dz);
   }
   return {dz.read_only(), {affine.weight, affine.bias}};
 }
 
-// The steps for some channels of a slice: gradient sums, exchange, input gradient. exchange(count)
-// replaces the gradient sums by their totals over the ranks, and returns that of the count.
-template <class ExchangeSums>
-void input_gradient_of_part(const BackwardArguments& arguments, const Kernels& kernels,
-                            const Execution& execution, const SlicePart& part,
-                            const GradientResults& of_slice, const ExchangeSums& exchange) {
-  const TensorView x = part.of(arguments.x);
-  const Statistics statistics =
-      statistics_of_slice(arguments.statistics, part.slice, arguments.x.channels)
-          .channel_range(part.begin);
-  const GradientResults results = of_slice.channel_range(part.begin);
-  const auto [dy, affine] = output_gradient(arguments, kernels, execution, part, statistics);
-  kernels.add_gradient_sums(execution, x, dy, statistics, affine, part.limbs);
-  kernels.finalize_gradient_sums(execution, part.limbs, statistics, results);
-  const double count = exchange(static_cast<double>(x.elements_per_channel()));
-  coefficients_of(arguments).write_input_gradient(part.slice, part.begin, x.channels, statistics,
-                                                  affine.weight, results.sums, count);
+// The steps for a slice, or for a rank's part of the norm batch: gradient sums, exchange, input
+// gradient.
+void input_gradient_of_slice(const BackwardArguments& arguments, const CallLabel& label,
+                             const ResolvedContext& context, const Slice& slice, Message& message,
+                             const GradientResults& results) {
+  const auto& [kernels, execution, exchange] = context;
+  const TensorView x = slice.of(arguments.x);
+  const Statistics statistics = statistics_of_slice(arguments.statistics, slice.index, x.channels);
+  const auto [dy, affine] = output_gradient(arguments, context, slice, statistics);
+  auto count = static_cast<double>(x.elements_per_channel());
+  kernels.add_gradient_sums(execution, x, dy, statistics, affine, message.limbs());
+  kernels.finalize_gradient_sums(execution, message.limbs(), statistics, results);
+  if (exchange != nullptr) count = message.all_reduce(label, count, *exchange);
+  if (arguments.dx.data == nullptr && arguments.coefficients.data == nullptr) return;
+  if (exchange != nullptr) {
+    kernels.finalize_gradient_sums(execution, message.limbs(), statistics, {.sums = results.sums});
+  }
+  coefficients_of(arguments).write_input_gradient(slice.index, statistics, affine.weight,
+                                                  results.sums, count);
   if (arguments.dx.data == nullptr) return;
   kernels.input_gradient(execution, x, dy, statistics, affine, results.sums, count,
-                         part.of(arguments.dx));
+                         slice.of(arguments.dx));
 }
 
-GradientSums gradient_sums_in(Message& message, std::int64_t channels) {
-  return {message.results(), message.results() + channels};
-}
-
-// A rank alone, slice by slice.
-void input_gradient_of_slices(const BackwardArguments& arguments, const ResolvedContext& context) {
+// Slice by slice; with ranks there is one, which they share.
+void run_on_host(const BackwardArguments& arguments, const CallLabel& label,
+                 const ResolvedContext& context) {
   const std::int64_t channels = arguments.x.channels;
   Message message(channels, /*results=*/2 * channels);
   std::optional<OwnedGradientSums> all;
   if (arguments.slices > 1) all.emplace(channels);
-  const GradientResults results{.sums = gradient_sums_in(message, channels),
+  const GradientResults results{.sums = {message.results(), message.results() + channels},
                                 .all = all ? all->view() : GradientSums{},
                                 .dweight = arguments.dweight,
                                 .dbias = arguments.dbias};
-  const int tensors = arguments.dz.data == nullptr ? 2 : 3;
-  for_slice_parts(context, arguments.x, arguments.slices, tensors, message.limbs(),
-                  [&](const SlicePart& part, const Execution& execution) {
-                    input_gradient_of_part(arguments, context.kernels, execution, part, results,
-                                           [](double count) { return count; });
-                  });
-}
-
-// Several ranks, with one all-reduce.
-void input_gradient_synchronized(const BackwardArguments& arguments, const CallLabel& label,
-                                 const ResolvedContext& context) {
-  const TensorView& x = arguments.x;
-  Message message(x.channels, /*results=*/2 * x.channels);
-  const GradientSums sums = gradient_sums_in(message, x.channels);
-  const bool is_wanted = arguments.dx.data != nullptr || arguments.coefficients.data != nullptr;
-  const auto exchange = [&](double own_count) {
-    const double count = message.all_reduce(label, own_count, *context.exchange);
-    if (is_wanted) {
-      context.kernels.finalize_gradient_sums(
-          context.execution, message.limbs(),
-          statistics_of_slice(arguments.statistics, 0, x.channels), {.sums = sums});
-    }
-    return count;
-  };
-  input_gradient_of_part(arguments, context.kernels, context.execution, whole(x, message.limbs()),
-                         {.sums = sums, .dweight = arguments.dweight, .dbias = arguments.dbias},
-                         exchange);
+  for (std::int64_t i = 0; i < arguments.slices; ++i) {
+    if (i > 0) clear(message.limbs());
+    input_gradient_of_slice(arguments, label, context,
+                            slice_of(arguments.x.samples, arguments.slices, i), message, results);
+  }
 }
 
 // The gradient before the activation: dy without an activation, otherwise dz, which is written
@@ -154,8 +129,8 @@ TensorView gradient_before_activation(const BackwardArguments& arguments, const 
 
 // Both paths on a device: the kernel that sums also finalizes, or writes a message for the
 // exchange.
-void input_gradient_on_device(const BackwardArguments& arguments, const CallLabel& label,
-                              const DeviceContext& device, Exchange* exchange) {
+void run_on_device(const BackwardArguments& arguments, const CallLabel& label,
+                   const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;
   const TensorView& x = arguments.x;
   DeviceStep step(device, x, arguments.slices, arguments.coefficients);
@@ -192,13 +167,10 @@ void run(const BackwardArguments& arguments, const CallContext& context) {
                         .direction = Direction::kBackward,
                         .channels = arguments.x.channels,
                         .dtype = name_of(arguments.x.dtype)};
-  Exchange* exchange = exchange_of(context);
   if (context.device != nullptr) {
-    input_gradient_on_device(arguments, label, *context.device, exchange);
-  } else if (exchange != nullptr) {
-    input_gradient_synchronized(arguments, label, resolve(context));
+    run_on_device(arguments, label, *context.device, exchange_of(context));
   } else {
-    input_gradient_of_slices(arguments, resolve(context));
+    run_on_host(arguments, label, resolve(context));
   }
 }
 

@@ -18,14 +18,11 @@ struct WantedCoefficients {
   DType x_dtype;
   std::int64_t channels;  // C
 
-  // Writes the coefficients of the channels [begin, begin + count). The arguments hold only these
-  // channels.
-  void write_normalize(std::int64_t slice, std::int64_t begin, std::int64_t count,
-                       Statistics statistics, ChannelView weight, ChannelView bias) const;
+  void write_normalize(std::int64_t slice, Statistics statistics, ChannelView weight,
+                       ChannelView bias) const;
   // sums: over the n elements of the norm batch.
-  void write_input_gradient(std::int64_t slice, std::int64_t begin, std::int64_t count,
-                            Statistics statistics, ChannelView weight, GradientSums sums,
-                            double n) const;
+  void write_input_gradient(std::int64_t slice, Statistics statistics, ChannelView weight,
+                            GradientSums sums, double n) const;
 };
 
 }  // namespace normscope

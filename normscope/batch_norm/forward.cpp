@@ -7,7 +7,7 @@
 #include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/call.h"
 #include "normscope/batch_norm/coefficients.h"
-#include "normscope/batch_norm/parts.h"
+#include "normscope/batch_norm/slices.h"
 #include "normscope/batch_norm/staged_buffers.h"
 #include "normscope/core/error.h"
 
@@ -46,37 +46,36 @@ WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
-// The steps for some channels of a slice: moments, exchange, finalize, normalize. exchange(count)
-// replaces the part's limbs by their totals over the ranks, and returns that of the count.
-template <class ExchangeSums>
-void normalize_part(const ForwardArguments& arguments, const Kernels& kernels,
-                    const Execution& execution, const SlicePart& part, const RunningUpdate& running,
-                    LimbsView pooled, const ExchangeSums& exchange) {
-  const TensorView x = part.of(arguments.x);
-  const MomentsResults of_slice{
-      .statistics = statistics_of_slice(arguments.statistics, part.slice, arguments.x.channels),
-      .running = running,
-      .pooled = pooled,
-      .count = arguments.counts == nullptr ? nullptr : arguments.counts + part.slice};
-  const MomentsResults results = of_slice.channel_range(part.begin, part.end);
-  kernels.add_moments(execution, x, part.limbs);
-  const double count = exchange(static_cast<double>(x.elements_per_channel()));
-  kernels.finalize_moments(execution, part.limbs, count, arguments.eps, x.dtype, results);
-  const Statistics statistics = results.statistics.read_only();
-  const AffineActivation affine = affine_of(arguments).channel_range(part.begin);
-  coefficients_of(arguments).write_normalize(part.slice, part.begin, x.channels, statistics,
-                                             affine.weight, affine.bias);
-  if (arguments.y.data == nullptr) return;
-  kernels.normalize(execution, x, statistics, affine, part.of(arguments.residual),
-                    part.of(arguments.y));
+// The steps for a slice, or for a rank's part of the norm batch: moments, exchange, finalize,
+// normalize. Returns the number of elements per channel of the norm batch.
+double normalize_slice(const ForwardArguments& arguments, const CallLabel& label,
+                       const ResolvedContext& context, const Slice& slice, Message& message,
+                       const RunningUpdate& running, LimbsView pooled) {
+  const auto& [kernels, execution, exchange] = context;
+  const TensorView x = slice.of(arguments.x);
+  const MutableStatistics statistics =
+      statistics_of_slice(arguments.statistics, slice.index, x.channels);
+  auto count = static_cast<double>(x.elements_per_channel());
+  kernels.add_moments(execution, x, message.limbs());
+  if (exchange != nullptr) count = message.all_reduce(label, count, *exchange);
+  check_count(count);
+  kernels.finalize_moments(
+      execution, message.limbs(), count, arguments.eps, x.dtype,
+      {.statistics = statistics,
+       .running = running,
+       .pooled = pooled,
+       .count = arguments.counts == nullptr ? nullptr : arguments.counts + slice.index});
+  coefficients_of(arguments).write_normalize(slice.index, statistics.read_only(), arguments.weight,
+                                             arguments.bias);
+  if (arguments.y.data != nullptr) {
+    kernels.normalize(execution, x, statistics.read_only(), affine_of(arguments),
+                      slice.of(arguments.residual), slice.of(arguments.y));
+  }
+  return count;
 }
 
 LimbsView accumulated_limbs(const ForwardArguments& arguments) {
   return arguments.accumulated.data == nullptr ? LimbsView{} : arguments.accumulated.limbs();
-}
-
-void accumulate_count(const ForwardArguments& arguments, double count) {
-  if (arguments.accumulated.data != nullptr) arguments.accumulated.header()[kCount] += count;
 }
 
 // Updates the running statistics with the moments of all slices together.
@@ -91,48 +90,28 @@ void update_running_with_all(const ForwardArguments& arguments, const ResolvedCo
        .pooled = accumulated_limbs(arguments)});
 }
 
-// A rank alone, slice by slice.
-void normalize_slices(const ForwardArguments& arguments, const ResolvedContext& context) {
+// Slice by slice; with ranks there is one, which they share.
+void run_on_host(const ForwardArguments& arguments, const CallLabel& label,
+                 const ResolvedContext& context) {
   const TensorView& x = arguments.x;
   const bool pools = arguments.slice_stats == SliceStats::kPooled && arguments.slices > 1;
+  const bool only_first = arguments.slice_stats == SliceStats::kFirst;
   const RunningUpdates running(arguments);
+  Message message(x.channels);
   std::optional<Message> all;
   if (pools) all.emplace(x.channels);
-  const bool only_first = arguments.slice_stats == SliceStats::kFirst;
-  const auto updates_with = [&](std::int64_t slice) { return !only_first || slice == 0; };
-  const auto running_of = [&](std::int64_t slice) {
-    return !pools && updates_with(slice) ? running.after(slice) : RunningUpdate{};
-  };
-  const auto pooled_of = [&](std::int64_t slice) {
-    if (pools) return all->limbs();
-    return updates_with(slice) ? accumulated_limbs(arguments) : LimbsView{};
-  };
-  const int inputs = arguments.residual.data == nullptr ? 1 : 2;
-  Message message(x.channels);
-  for_slice_parts(context, x, arguments.slices, inputs, message.limbs(),
-                  [&](const SlicePart& part, const Execution& execution) {
-                    normalize_part(arguments, context.kernels, execution, part,
-                                   running_of(part.slice), pooled_of(part.slice),
-                                   [](double count) { return count; });
-                  });
+  double counted = 0.0;  // per channel, in the running statistics
+  for (std::int64_t i = 0; i < arguments.slices; ++i) {
+    if (i > 0) clear(message.limbs());
+    const bool updates = !only_first || i == 0;
+    const LimbsView into = updates ? accumulated_limbs(arguments) : LimbsView{};
+    const double count = normalize_slice(
+        arguments, label, context, slice_of(x.samples, arguments.slices, i), message,
+        updates && !pools ? running.after(i) : RunningUpdate{}, pools ? all->limbs() : into);
+    if (updates) counted += count;
+  }
   if (pools) update_running_with_all(arguments, context, running.after(0), all->limbs());
-  const auto [first, last] =
-      samples_of_slice(x.samples, only_first ? arguments.slices : 1, /*slice=*/0);
-  accumulate_count(arguments, static_cast<double>((last - first) * x.positions));
-}
-
-// Several ranks, with one all-reduce.
-void normalize_synchronized(const ForwardArguments& arguments, const CallLabel& label,
-                            const ResolvedContext& context) {
-  Message message(arguments.x.channels);
-  normalize_part(arguments, context.kernels, context.execution, whole(arguments.x, message.limbs()),
-                 RunningUpdates(arguments).after(0), accumulated_limbs(arguments),
-                 [&](double own_count) {
-                   const double count = message.all_reduce(label, own_count, *context.exchange);
-                   check_count(count);
-                   accumulate_count(arguments, count);
-                   return count;
-                 });
+  if (arguments.accumulated.data != nullptr) arguments.accumulated.header()[kCount] += counted;
 }
 
 // Both paths on a device: the kernel that sums also finalizes, or writes a message for the
@@ -180,20 +159,16 @@ void run(const ForwardArguments& arguments, const CallContext& context) {
                         .momentum = compared_momentum(arguments)};
   Exchange* exchange = exchange_of(context);
   if (exchange == nullptr) {
-    const auto [first, last] =
-        samples_of_slice(arguments.x.samples, arguments.slices, arguments.slices - 1);
-    check_count(static_cast<double>((last - first) * arguments.x.positions));
+    // Before anything is written.
+    const Slice smallest = slice_of(arguments.x.samples, arguments.slices, arguments.slices - 1);
+    check_count(static_cast<double>(smallest.of(arguments.x).elements_per_channel()));
   }
   if (context.device != nullptr) {
     run_on_device(arguments, label, *context.device, exchange);
     return;
   }
   StagedBuffers staged(arguments);
-  if (exchange != nullptr) {
-    normalize_synchronized(staged.arguments(), label, resolve(context));
-  } else {
-    normalize_slices(staged.arguments(), resolve(context));
-  }
+  run_on_host(staged.arguments(), label, resolve(context));
   staged.commit();
 }
 
@@ -231,12 +206,11 @@ void batch_norm_with_statistics(const WithStatisticsArguments& arguments,
     return;
   }
   const ResolvedContext resolved = resolve(context);
-  for (std::int64_t slice = 0; slice < arguments.slices; ++slice) {
-    const auto [first, last] = samples_of_slice(x.samples, arguments.slices, slice);
-    resolved.kernels.normalize(resolved.execution, x.sample_range(first, last),
-                               statistics_of_slice(arguments.statistics, slice, x.channels),
-                               affine_of(forward), arguments.residual.sample_range(first, last),
-                               arguments.y.sample_range(first, last));
+  for (std::int64_t i = 0; i < arguments.slices; ++i) {
+    const Slice slice = slice_of(x.samples, arguments.slices, i);
+    resolved.kernels.normalize(
+        resolved.execution, slice.of(x), statistics_of_slice(arguments.statistics, i, x.channels),
+        affine_of(forward), slice.of(arguments.residual), slice.of(arguments.y));
   }
 }
 

@@ -6,7 +6,7 @@
 
 #include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/call.h"
-#include "normscope/batch_norm/parts.h"
+#include "normscope/batch_norm/slices.h"
 #include "normscope/core/error.h"
 
 namespace normscope {

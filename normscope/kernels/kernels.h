@@ -21,11 +21,6 @@ struct AffineActivation {
   ChannelView weight = {};  // without data: 1
   ChannelView bias = {};    // without data: 0
   ActivationFunction activation = {};
-
-  // The channels from `begin` to the last.
-  [[nodiscard]] AffineActivation channel_range(std::int64_t begin) const noexcept {
-    return {weight.channel_range(begin), bias.channel_range(begin), activation};
-  }
 };
 
 // One backend for host memory. Tensors have a kernel layout (TensorView::has_kernel_layout); dy, y
@@ -38,11 +33,6 @@ struct Kernels {
 
   // Whether this machine can run it.
   bool (*can_run)();
-
-  // How many channels to process at a time, so that these channels of `tensors` tensors stay cached
-  // between the sweep that sums and the sweep that applies. Returns x.channels if chunks gain
-  // nothing.
-  std::int64_t (*channels_per_chunk)(const TensorView& x, int tensors, int threads);
 
   // Adds the sums of x and x^2 to the limbs, which end in canonical form.
   void (*add_moments)(const Execution& execution, const TensorView& x, LimbsView limbs);

@@ -26,12 +26,6 @@ struct MomentsResults {
   RunningUpdate running = {};
   LimbsView pooled = {};    // += the limbs, for norm batches that share one running update
   double* count = nullptr;  // = the norm batch's count
-
-  [[nodiscard]] MomentsResults channel_range(std::int64_t begin, std::int64_t end) const noexcept {
-    return {statistics.channel_range(begin), running.channel_range(begin),
-            pooled.data == nullptr ? pooled : pooled.channel_range(begin, end),
-            begin == 0 ? count : nullptr};
-  }
 };
 
 // Outputs of finalize_gradient_sums, for a norm batch or for one rank's part of it.
@@ -40,11 +34,6 @@ struct GradientResults {
   GradientSums all = {};            // += sums, for a rank with several norm batches
   MutableChannelView dweight = {};  // = all.dy_xhat if `all` is present, else sums.dy_xhat
   MutableChannelView dbias = {};    // = all.dy if `all` is present, else sums.dy
-
-  [[nodiscard]] GradientResults channel_range(std::int64_t begin) const noexcept {
-    return {sums.channel_range(begin), all.dy == nullptr ? all : all.channel_range(begin),
-            dweight.channel_range(begin), dbias.channel_range(begin)};
-  }
 };
 
 }  // namespace normscope

@@ -50,11 +50,6 @@ struct RunningUpdate {
   double momentum = 0.0;
   std::int64_t* updates = nullptr;  // [1] += 1
 
-  [[nodiscard]] RunningUpdate channel_range(std::int64_t begin) const noexcept {
-    return {mean.channel_range(begin), var.channel_range(begin), momentum,
-            begin == 0 ? updates : nullptr};
-  }
-
   NORMSCOPE_INLINE void count() const noexcept {
     if (updates != nullptr) *updates += 1;
   }

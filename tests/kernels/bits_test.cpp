@@ -233,10 +233,10 @@ void expect_outputs_of_parts(const Kernels& kernels, const Tensor& x, Tensor y, 
     for (std::int64_t c = 0; c < channels; c += width) {
       const std::int64_t end = std::min(c + width, channels);
       const TensorView part = x.view().sample_range(n, last).channel_range(c, end);
-      kernels.normalize({}, part, read_only.channel_range(c), {.bias = ones.view()}, {},
+      kernels.normalize({}, part, read_only, {.bias = ones.view()}, {},
                         y_of_parts.view().sample_range(n, last).channel_range(c, end));
-      kernels.input_gradient({}, part, part, read_only.channel_range(c), {}, sums.channel_range(c),
-                             count, dx_of_parts.view().sample_range(n, last).channel_range(c, end));
+      kernels.input_gradient({}, part, part, read_only, {}, sums, count,
+                             dx_of_parts.view().sample_range(n, last).channel_range(c, end));
     }
   }
 

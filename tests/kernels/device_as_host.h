@@ -55,10 +55,6 @@ struct DeviceAsHost {
     std::int64_t channels_;
   };
 
-  static std::int64_t channels_per_chunk(const TensorView& x, int /*tensors*/, int /*threads*/) {
-    return x.channels;
-  }
-
   // Adds the limbs of a message to `limbs`, which end in canonical form.
   static void add(const LimbsView& sent, const LimbsView& limbs) {
     for (int sum = 0; sum < kSums; ++sum) {
@@ -214,7 +210,6 @@ struct DeviceAsHost {
     return {
         .name = name,
         .can_run = [] { return kDevice().why_not().empty(); },
-        .channels_per_chunk = channels_per_chunk,
         .add_moments = add_moments,
         .finalize_moments = finalize_moments,
         .normalize = normalize,

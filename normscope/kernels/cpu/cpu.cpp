@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstddef>
@@ -15,26 +14,6 @@
 namespace normscope::cpu {
 namespace {
 
-// As many channels as fill a core's L2 twice. The L2 or an L3 then still holds most of what
-// the previous sweep has read. Fewer channels would mean shorter runs, which memory serves more
-// slowly (docs/performance.md). If planes are small, chunks are whole vectors of channels, which
-// keeps neighbouring chunks from sharing a cache line.
-std::int64_t channels_per_chunk(const TensorView& x, int tensors, int threads) {
-  if (x.layout() == Layout::kChannelsLast) {
-    const std::int64_t parts = useful_threads(threads, x);
-    return splits_by_channel(x, parts) ? x.channels / parts : x.channels;
-  }
-  const std::int64_t bytes_per_channel =
-      std::max<std::int64_t>(1, tensors * x.elements_per_channel() * size_of(x.dtype));
-  const std::int64_t fitting = 2 * cache_per_core() / bytes_per_channel;
-  const std::int64_t fair_share = ceil_divide(x.channels, threads);
-  const std::int64_t most = std::clamp<std::int64_t>(fitting, 1, fair_share);
-  // The same number of chunks for each thread.
-  const std::int64_t chunks = ceil_divide(ceil_divide(x.channels, most), threads) * threads;
-  const std::int64_t chunk = ceil_divide(x.channels, chunks);
-  return chunk > 8 ? ceil_divide(chunk, 8) * 8 : chunk;
-}
-
 // Replaces any NaN by the one that arithmetic produces, which rounding to 16 bits relies on.
 template <class Real>
 Real with_plain_nan(Real value) {
@@ -47,11 +26,11 @@ Real with_plain_nan(Real value) {
 class Coefficients {
  public:
   template <class FormulaOf>
-  Coefficients(const TensorView& x, const FormulaOf& formula_of) {
+  Coefficients(const Execution& execution, const TensorView& x, const FormulaOf& formula_of) {
     if (x.dtype == DType::kFloat64) {
-      fill<double>(x.channels, formula_of);
+      fill<double>(execution, x.channels, formula_of);
     } else {
-      fill<float>(x.channels, formula_of);
+      fill<float>(execution, x.channels, formula_of);
     }
   }
 
@@ -62,20 +41,22 @@ class Coefficients {
 
  private:
   template <class Real, class FormulaOf>
-  void fill(std::int64_t channels, const FormulaOf& formula_of) {
+  void fill(const Execution& execution, std::int64_t channels, const FormulaOf& formula_of) {
     constexpr std::size_t kBytes = sizeof(formula_of(std::int64_t{}));
     constexpr std::size_t kCount = kBytes / sizeof(double);
     size_of_number_ = sizeof(Real);
     stride_ = whole_lines<Real>(channels);
     memory_.resize(kCount * static_cast<std::size_t>(stride_) * sizeof(Real) + kCacheLine);
     auto* numbers = reinterpret_cast<Real*>(memory_.data());
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const auto members = std::bit_cast<std::array<double, kCount>>(formula_of(c));
-      for (std::size_t k = 0; k < kCount; ++k) {
-        numbers[static_cast<std::int64_t>(k) * stride_ + c] =
-            with_plain_nan(static_cast<Real>(members[k]));
+    for_channels(execution, channels, [&](TileRange range) {
+      for (std::int64_t c = range.begin; c < range.end; ++c) {
+        const auto members = std::bit_cast<std::array<double, kCount>>(formula_of(c));
+        for (std::size_t k = 0; k < kCount; ++k) {
+          numbers[static_cast<std::int64_t>(k) * stride_ + c] =
+              with_plain_nan(static_cast<Real>(members[k]));
+        }
       }
-    }
+    });
   }
 
   std::int64_t size_of_number_ = 0;
@@ -97,26 +78,29 @@ void add_moments(const Execution& execution, const TensorView& x, LimbsView limb
 }
 
 template <const Target& kTarget>
-void finalize_moments(const Execution& /*execution*/, LimbsView limbs, double n, double eps,
+void finalize_moments(const Execution& execution, LimbsView limbs, double n, double eps,
                       DType x_dtype, const MomentsResults& results) {
   const auto& [statistics, running, pooled, count_out] = results;
   if (count_out != nullptr) *count_out = n;
   if (pooled.data != nullptr) kTarget.add_limbs(limbs, pooled);
-  if (n > 0.0) {
-    running.count();
-    kTarget.moments(limbs, n, statistics);
-  }
-  for (std::int64_t c = 0; c < limbs.channels; ++c) {
-    Moments<double> moments{};
-    if (n > 0.0) moments = {{statistics.mean_hi[c], statistics.mean_lo[c]}, statistics.inv_std[c]};
-    set_statistics(statistics, c, statistics_of(moments, eps, x_dtype == DType::kFloat64));
-    update_running(running, c, moments, n);
-  }
+  if (n > 0.0) running.count();
+  for_channels(execution, limbs.channels, [&](TileRange range) {
+    const LimbsView of_range = part_of(limbs, range);
+    if (n > 0.0) kTarget.moments(of_range, n, statistics.channel_range(range.begin));
+    for (std::int64_t c = range.begin; c < range.end; ++c) {
+      Moments<double> moments{};
+      if (n > 0.0) {
+        moments = {{statistics.mean_hi[c], statistics.mean_lo[c]}, statistics.inv_std[c]};
+      }
+      set_statistics(statistics, c, statistics_of(moments, eps, x_dtype == DType::kFloat64));
+      update_running(running, c, moments, n);
+    }
+  });
 }
 
-Coefficients coefficients_of_y(const TensorView& x, Statistics statistics,
-                               const AffineActivation& affine) {
-  return {x, [&](std::int64_t c) {
+Coefficients coefficients_of_y(const Execution& execution, const TensorView& x,
+                               Statistics statistics, const AffineActivation& affine) {
+  return {execution, x, [&](std::int64_t c) {
             return normalize_coefficients<double>(statistics, affine.weight, affine.bias, c);
           }};
 }
@@ -126,7 +110,7 @@ void normalize(const Execution& execution, const TensorView& x, Statistics stati
                const AffineActivation& affine, const TensorView& residual,
                const MutableTensorView& y) {
   if (x.empty()) return;
-  const Coefficients coefficients = coefficients_of_y(x, statistics, affine);
+  const Coefficients coefficients = coefficients_of_y(execution, x, statistics, affine);
   const Stores stores = stores_for(y);
   for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
     const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
@@ -136,19 +120,19 @@ void normalize(const Execution& execution, const TensorView& x, Statistics stati
 }
 
 // Without an activation, only the means are read.
-Coefficients coefficients_of_sums(const TensorView& x, Statistics statistics,
-                                  const AffineActivation& affine) {
+Coefficients coefficients_of_sums(const Execution& execution, const TensorView& x,
+                                  Statistics statistics, const AffineActivation& affine) {
   if (affine.activation.kind != Activation::kNone) {
-    return coefficients_of_y(x, statistics, affine);
+    return coefficients_of_y(execution, x, statistics, affine);
   }
-  return {x, [&](std::int64_t c) { return statistics.mean_hi[c]; }};
+  return {execution, x, [&](std::int64_t c) { return statistics.mean_hi[c]; }};
 }
 
 template <const Target& kTarget>
 void add_gradient_sums(const Execution& execution, const TensorView& x, const TensorView& dy,
                        Statistics statistics, const AffineActivation& affine, LimbsView limbs) {
   if (x.empty()) return;
-  const Coefficients coefficients = coefficients_of_sums(x, statistics, affine);
+  const Coefficients coefficients = coefficients_of_sums(execution, x, statistics, affine);
   sum_parts(execution, x, kTarget, limbs, [&](TileRange channels, TileRange tiles, LimbsView into) {
     kTarget.add_gradient_sums(part_of(x, channels), part_of(dy, channels),
                               coefficients.from(channels.begin), affine.activation, tiles, into);
@@ -156,10 +140,13 @@ void add_gradient_sums(const Execution& execution, const TensorView& x, const Te
 }
 
 template <const Target& kTarget>
-void finalize_gradient_sums(const Execution& /*execution*/, LimbsView limbs, Statistics statistics,
+void finalize_gradient_sums(const Execution& execution, LimbsView limbs, Statistics statistics,
                             const GradientResults& results) {
-  kTarget.gradient_sums(limbs, statistics, results.sums);
-  for (std::int64_t c = 0; c < limbs.channels; ++c) use_gradient_sums(results, c);
+  for_channels(execution, limbs.channels, [&](TileRange range) {
+    kTarget.gradient_sums(part_of(limbs, range), statistics.channel_range(range.begin),
+                          results.sums.channel_range(range.begin));
+    for (std::int64_t c = range.begin; c < range.end; ++c) use_gradient_sums(results, c);
+  });
 }
 
 template <const Target& kTarget>
@@ -167,7 +154,7 @@ void input_gradient(const Execution& execution, const TensorView& x, const Tenso
                     Statistics statistics, const AffineActivation& affine, GradientSums sums,
                     double count, const MutableTensorView& dx) {
   if (x.empty()) return;
-  const Coefficients coefficients(x, [&](std::int64_t c) {
+  const Coefficients coefficients(execution, x, [&](std::int64_t c) {
     return ActivatedInputGradient<double>{
         input_gradient_coefficients<double>(statistics, affine.weight, sums, count, c),
         channel_value(affine.bias, c, 0.0)};
@@ -185,7 +172,7 @@ void activation_gradient(const Execution& execution, const TensorView& x, const 
                          Statistics statistics, const AffineActivation& affine,
                          const MutableTensorView& dz) {
   if (x.empty()) return;
-  const Coefficients coefficients = coefficients_of_y(x, statistics, affine);
+  const Coefficients coefficients = coefficients_of_y(execution, x, statistics, affine);
   for_parts(execution, x, [&](TileRange channels, TileRange tiles) {
     const auto part = [&](const auto& tensor) { return part_of(tensor, channels); };
     kTarget.activation_gradient(part(x), part(dy), coefficients.from(channels.begin),
@@ -208,7 +195,6 @@ constexpr Kernels kernels_of(std::string_view name) {
   return {
       .name = name,
       .can_run = [] { return kTarget.can_run(); },
-      .channels_per_chunk = channels_per_chunk,
       .add_moments = add_moments<kTarget>,
       .finalize_moments = finalize_moments<kTarget>,
       .normalize = normalize<kTarget>,

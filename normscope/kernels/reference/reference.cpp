@@ -59,10 +59,6 @@ void add_limbs(LimbsView from, LimbsView to) {
 
 bool can_run() { return true; }
 
-std::int64_t channels_per_chunk(const TensorView& x, int /*tensors*/, int /*threads*/) {
-  return x.channels;
-}
-
 // Adds the sums of a and of a * b, where factors(n, c, p) = {a, b}.
 template <class Factors>
 void add_sums(const TensorView& x, LimbsView limbs, const Factors& factors) {
@@ -236,7 +232,6 @@ void input_gradient(const Execution& execution, const TensorView& x, const Tenso
 constinit const Kernels kKernels{
     .name = "reference",
     .can_run = can_run,
-    .channels_per_chunk = channels_per_chunk,
     .add_moments = add_moments,
     .finalize_moments = finalize_moments,
     .normalize = normalize,
