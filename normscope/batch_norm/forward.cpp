@@ -57,8 +57,10 @@ double normalize_slice(const ForwardArguments& arguments, const CallLabel& label
       statistics_of_slice(arguments.statistics, slice.index, x.channels);
   auto count = static_cast<double>(x.elements_per_channel());
   kernels.add_moments(execution, x, message.limbs());
-  if (exchange != nullptr) count = message.all_reduce(label, count, *exchange);
-  check_count(count);
+  if (exchange != nullptr) {
+    count = message.all_reduce(label, count, *exchange);
+    check_count(count);
+  }
   kernels.finalize_moments(
       execution, message.limbs(), count, arguments.eps, x.dtype,
       {.statistics = statistics,

@@ -124,14 +124,16 @@ TEST(BackwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
 }
 
 TEST(OneValue, IsRefusedOnARankAloneAndNothingIsUpdated) {
-  LayerRun run({.positions = 1}, first_samples(1));
+  for (const int slices : {1, 2}) {  // of which the last has one sample
+    LayerRun run({.positions = 1}, first_samples(2 * slices - 1), slices);
 
-  const std::string text =
-      text_of<OneValueError>([&] { batch_norm_forward(run.forward_arguments(), {}); });
+    const std::string text =
+        text_of<OneValueError>([&] { batch_norm_forward(run.forward_arguments(), {}); });
 
-  EXPECT_EQ(text,
-            "x: expected more than 1 value per channel in the norm batch when training, got 1");
-  expect_unchanged(run);
+    EXPECT_EQ(text,
+              "x: expected more than 1 value per channel in the norm batch when training, got 1");
+    expect_unchanged(run);
+  }
 }
 
 // Kernels that find no memory when they apply the statistics.
