@@ -126,7 +126,7 @@ def exchange_seconds_of_layer(scope: str, channels: int, rounds: int) -> float:
         calls = after.calls - before.calls
         return (after.seconds - before.seconds) / calls if calls else 0.0
 
-    seconds(STEPS_BEFORE)  # the ranks meet, and agree on the scope
+    seconds(STEPS_BEFORE)  # the group is made, and the ranks agree on the scope
     return statistics.median(seconds(STEPS) for _ in range(rounds))
 
 

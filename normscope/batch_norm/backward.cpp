@@ -151,7 +151,7 @@ void run_on_device(const BackwardArguments& arguments, const CallLabel& label,
     use.batches = step.all_reduce(*exchange, label, [&](const Header& header) {
       kernels.send_gradient_sums(device.stream, x, dy, step.scratch, own, step.message, header);
     });
-    // Even if dx is not wanted: the totals tell whether the ranks disagreed.
+    // Even if dx is not wanted: the totals show whether the ranks disagreed.
     kernels.use_gradient_sums(device.stream, x.dtype, step.message, step.scratch, use);
   }
   if (arguments.dx.data == nullptr) return;
@@ -177,7 +177,7 @@ void run(const BackwardArguments& arguments, const CallContext& context) {
 }  // namespace
 
 void batch_norm_backward(const BackwardArguments& arguments, const CallContext& context) {
-  run_or_tell_peers(context.exchange, [&] { run(arguments, context); });
+  run_or_notify_peers(context.exchange, [&] { run(arguments, context); });
 }
 
 }  // namespace normscope

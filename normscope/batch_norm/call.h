@@ -44,8 +44,8 @@ void check_device(const CallContext& context);
 void check_count(double count);
 void check_slices(std::int64_t slices, const TensorView& x, const CallContext& context);
 
-// Throws the error that an earlier call found on its device, and tells the peers: they find it in
-// the next call of their own, and do not come to that of this rank.
+// Throws the error that an earlier call found on its device, and notifies the peers: they find it
+// in the next call of their own, and do not come to that of this rank.
 void throw_reported(const CallContext& context);
 
 }  // namespace normscope

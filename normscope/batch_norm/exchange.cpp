@@ -160,29 +160,29 @@ Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_al
 
 void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Stream stream) {
   const std::span<double> header = message.last(kHeaderSize);
-  meet(label, header[kCount], message.size_bytes(), communicator_->compares_lengths(),
-       [&](const Header& own) {
-         std::ranges::copy(own.fields, header.begin());
-         communicator_->all_reduce_sum(message, stream);
-         compare(header);
-       });
+  compare_and_send(label, header[kCount], message.size_bytes(), communicator_->compares_lengths(),
+                   [&](const Header& own) {
+                     std::ranges::copy(own.fields, header.begin());
+                     communicator_->all_reduce_sum(message, stream);
+                     compare(header);
+                   });
 }
 
 int Exchange::all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
                                    Stream stream,
                                    const std::function<void(const Header&)>& write_header) {
   stream.memory = Memory::kDevice;
-  return meet(label, count, message.size_bytes(), communicator_->compares_lengths(),
-              [&](const Header& own) {
-                write_header(own);
-                communicator_->all_reduce_sum(message, stream);
-              });
+  return compare_and_send(label, count, message.size_bytes(), communicator_->compares_lengths(),
+                          [&](const Header& own) {
+                            write_header(own);
+                            communicator_->all_reduce_sum(message, stream);
+                          });
 }
 
-int Exchange::meet_on_device(const CallLabel& label, double count, std::size_t bytes,
-                             const std::function<void(const Header&)>& send) {
+int Exchange::exchange_on_device(const CallLabel& label, double count, std::size_t bytes,
+                                 const std::function<void(const Header&)>& send) {
   make_checks();
-  return meet(label, count, bytes, /*compares_lengths=*/false, send);
+  return compare_and_send(label, count, bytes, /*compares_lengths=*/false, send);
 }
 
 void Exchange::make_checks() {
@@ -206,8 +206,8 @@ std::vector<double> Exchange::gather(const CallLabel& label, const std::vector<d
 // Calls send(this rank's header), and compares the headers before that if necessary. Errors say
 // what this rank was doing. Returns the label's number.
 template <class Send>
-int Exchange::meet(const CallLabel& label, double count, std::size_t bytes, bool compares_lengths,
-                   const Send& send) {
+int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t bytes,
+                               bool compares_lengths, const Send& send) {
   // An agreement is about the scope, whichever layer needs it first: other parts of the group may
   // run other layers.
   const bool compares_layers = label.direction != Direction::kAgreement;
@@ -278,7 +278,7 @@ std::string Exchange::describe_here(const CallLabel& label) const {
   return text;
 }
 
-// Every rank now knows that the ranks disagree. They tell each other what each of them was doing.
+// Every rank now knows that the ranks disagree. They send each other what each of them was doing.
 void Exchange::throw_mismatch(const CallLabel& label) {
   std::string own_text(shortened(describe(label), kLongestText));
   ((own_text += kBeforeDtype) += label.dtype);

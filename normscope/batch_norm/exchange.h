@@ -24,9 +24,10 @@
 
 namespace normscope NORMSCOPE_EXPORT {
 
-// Why the ranks of a group meet. kAgreement: to find out who shares statistics; CallLabel::layer is
-// then quoted, but not compared. kParameters: to exchange numbers of a whole module;
-// CallLabel::layer then names the operation, and CallLabel::channels is the number of numbers.
+// Why the ranks of a group exchange. kAgreement: to find out who shares statistics;
+// CallLabel::layer is then quoted, but not compared. kParameters: to exchange numbers of a whole
+// module; CallLabel::layer then names the operation, and CallLabel::channels is the number of
+// numbers.
 enum class Direction { kForward, kBackward, kDoubleBackward, kAgreement, kParameters };
 
 // For example "forward".
@@ -42,7 +43,7 @@ inline constexpr std::string_view kOwnKernels = "normscope";
 // In place of a momentum.
 inline constexpr double kCumulativeAverage = std::numeric_limits<double>::quiet_NaN();
 
-// A rank's call in which it meets its group. Compared across ranks, and quoted in errors.
+// A rank's call that exchanges with its group. Compared across ranks, and quoted in errors.
 struct CallLabel {
   std::string_view layer;  // qualified name; empty: identified by shape and call number only
   std::string_view scope;
@@ -96,8 +97,8 @@ class Exchange {
 
   // The same for a message of `bytes` that the caller sends: calls send(this rank's header), and
   // returns the number of the call. The lengths of a label that is new are compared before.
-  int meet_on_device(const CallLabel& label, double count, std::size_t bytes,
-                     const std::function<void(const Header&)>& send);
+  int exchange_on_device(const CallLabel& label, double count, std::size_t bytes,
+                         const std::function<void(const Header&)>& send);
 
   // Keeps a check of a call whose results are still on their way from a device. It is made at the
   // beginning of later calls, until it returns true or throws.
@@ -118,13 +119,13 @@ class Exchange {
   // Where a device reports errors; made by the first user on a device.
   [[nodiscard]] std::shared_ptr<DeviceReport>& report() noexcept { return report_; }
 
-  // Tells the peers that this rank will not come.
+  // Notifies the peers that this rank will not come.
   void fail(std::string_view reason) noexcept { communicator_->fail(reason); }
 
  private:
   template <class Send>
-  int meet(const CallLabel& label, double count, std::size_t bytes, bool compares_lengths,
-           const Send& send);
+  int compare_and_send(const CallLabel& label, double count, std::size_t bytes,
+                       bool compares_lengths, const Send& send);
   void make_checks();
   void compare(std::span<const double> totals) const;
   [[nodiscard]] std::string describe_here(const CallLabel& label) const;
@@ -134,7 +135,7 @@ class Exchange {
   WhenAlone when_alone_;
   bool checks_every_call_ = false;
   std::vector<int> names_;
-  // Label hash -> number, for the labels that have met this group.
+  // Label hash -> number, for the labels that this group has exchanged.
   std::unordered_map<std::uint64_t, int> seen_;
   std::vector<std::string> labels_;  // [number - 1]
   std::int64_t calls_ = 0;
@@ -143,12 +144,12 @@ class Exchange {
   std::deque<std::function<bool()>> checks_;
 };
 
-// Runs this rank's part of a call with its peers, who are told if it throws anything: they then
-// throw too, instead of waiting for this rank. They are not told of errors that all ranks throw.
-// `exchange` is nullptr if there are no peers.
+// Runs this rank's part of a call with its peers, and notifies them if it throws anything: they
+// then throw too, instead of waiting for this rank. They are not notified of errors that all ranks
+// throw. `exchange` is nullptr if there are no peers.
 template <class Call>
-void run_or_tell_peers(Exchange* exchange, const Call& call) {
-  const auto tell = [&](std::string_view reason) {
+void run_or_notify_peers(Exchange* exchange, const Call& call) {
+  const auto notify = [&](std::string_view reason) {
     if (exchange != nullptr) exchange->fail(reason);
   };
   try {
@@ -158,13 +159,13 @@ void run_or_tell_peers(Exchange* exchange, const Call& call) {
   } catch (const OneValueError&) {
     throw;
   } catch (const std::bad_alloc&) {
-    tell("it is out of memory");
+    notify("it is out of memory");
     throw;
   } catch (const std::exception& error) {
-    tell(error.what());
+    notify(error.what());
     throw;
   } catch (...) {
-    tell("an unknown exception");
+    notify("an unknown exception");
     throw;
   }
 }

@@ -187,7 +187,7 @@ void normalize_on_device(const ForwardArguments& arguments, const double* statis
 }  // namespace
 
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context) {
-  run_or_tell_peers(context.exchange, [&] { run(arguments, context); });
+  run_or_notify_peers(context.exchange, [&] { run(arguments, context); });
 }
 
 void batch_norm_with_statistics(const WithStatisticsArguments& arguments,

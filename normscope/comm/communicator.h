@@ -60,7 +60,7 @@ void check_host_memory(const Communicator& communicator, Stream stream);
 // give equally many. Collective; throws the errors of the sum.
 [[nodiscard]] std::vector<double> gather(Communicator& group, const std::vector<double>& own);
 
-// Throws the errors of check_environment(), which this rank alone may have, and tells the peers.
+// Throws the errors of check_environment(), which this rank alone may have, and notifies the peers.
 void check_environment_of(Communicator& group);
 
 // What a rank adds to a sum that gathers: zeros, except for its own row.

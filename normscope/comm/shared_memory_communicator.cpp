@@ -46,7 +46,7 @@ std::unique_ptr<Communicator> make_shared_memory_communicator(const SharedMemory
 MemoryOfPart make_memory_of_part(Communicator& whole, const std::vector<int>& members,
                                  const ExchangeOptions& options) {
   MemoryOfPart made;
-  // The others must be told of an error before it is thrown.
+  // The others must be notified of an error before it is thrown.
   const auto try_to = [&](const auto& make) {
     try {
       made.segment = make();

@@ -167,7 +167,7 @@ void SlotCommunicator::wait_for(Places awaited) {
     while (!has_come(peer)) {
       throw_if_failed();
       throw_if_any_gone(awaited);
-      tell_observer(start);
+      notify_observer(start);
       sleep_until_come(peer, time_left_or_throw(awaited, start));
     }
   }
@@ -184,7 +184,7 @@ void SlotCommunicator::sleep_until_come(int peer, milliseconds time_left) {
   --awaited.sleepers;
 }
 
-void SlotCommunicator::tell_observer(Clock::time_point start) {
+void SlotCommunicator::notify_observer(Clock::time_point start) {
   CallObserver* const observer = call_observer();
   if (observer == nullptr) return;
   try {

@@ -55,7 +55,7 @@ class ThreadCommunicator final : public SlotCommunicator {
   }
 
  private:
-  // Null if there is no memory: the leader must tell the others before it throws.
+  // Null if there is no memory: the leader must notify the others before it throws.
   [[nodiscard]] std::shared_ptr<ThreadGroup> make_part(int ranks) const {
     try {
       return std::make_shared<ThreadGroup>(ranks, options());

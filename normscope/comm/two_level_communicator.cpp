@@ -60,9 +60,9 @@ class TwoLevelCommunicator final : public SlotCommunicator {
     try {
       SlotCommunicator::all_reduce_sum(values, stream);
     } catch (const MismatchError&) {
-      throw;  // on every rank: no one needs to be told
+      throw;  // on every rank: no one needs to be notified
     } catch (...) {
-      if (is_at_home()) tell_other_hosts();
+      if (is_at_home()) notify_other_hosts();
       throw;
     }
   }
@@ -77,7 +77,7 @@ class TwoLevelCommunicator final : public SlotCommunicator {
   void fail(std::string_view reason) noexcept override {
     if (!is_at_home()) return;
     SlotCommunicator::fail(reason);
-    tell_other_hosts();
+    notify_other_hosts();
   }
 
  private:
@@ -161,7 +161,7 @@ class TwoLevelCommunicator final : public SlotCommunicator {
   }
 
   // Call it after the group has failed.
-  void tell_other_hosts() noexcept {
+  void notify_other_hosts() noexcept {
     try {
       const std::string text = describe(failure());
       if (between_ && leads()) between_->fail(text);

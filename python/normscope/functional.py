@@ -12,7 +12,7 @@ from normscope._binding.ops import FAILURES, ForwardArguments
 from normscope._binding.torch_private import watch_joins
 from normscope.layers import masked_forward
 from normscope.layers.ending import NOTHING
-from normscope.layers.forward import scope_and_group_in_use, tell_peers_of_layer, train
+from normscope.layers.forward import notify_peers_of_layer, scope_and_group_in_use, train
 from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def batch_norm(
     try:
         text, group_name = scope_and_group_in_use(parsed, given, x)
     except FAILURES as error:
-        tell_peers_of_layer(error, x, parsed, given, "")
+        notify_peers_of_layer(error, x, parsed, given, "")
         raise
     arguments = ForwardArguments(
         weight,

@@ -80,7 +80,7 @@ def test_no_rank_hangs_if_the_store_s_process_stops_or_dies_before_the_first_mee
 ) -> None:
     for error in errors_of_peers(happens, LIMIT_SECONDS):
         assert isinstance(error, str)
-        assert error.startswith("the group's first meeting, by stem (scope world): ")
+        assert error.startswith("the group's rendezvous, by stem (scope world): ")
         assert "rank 0" in error
 
 
@@ -106,6 +106,6 @@ def test_a_rank_that_cannot_start_threads_is_named_to_its_peers() -> None:
 
     for errors in zip(*answers, strict=True):
         of_peer, own = errors
-        assert "the group's first meeting, by stem" in of_peer
+        assert "the group's rendezvous, by stem" in of_peer
         assert "rank 1 failed: torch.distributed made no group" in of_peer
         assert "torch.distributed made no group" in own

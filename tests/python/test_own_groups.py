@@ -234,7 +234,7 @@ def test_the_first_meeting_names_layer_scope_and_who_is_missing(ranks: RankPool)
     answers = ranks.run(3, rank_1_comes_late_to_the_first_meeting, environment=LIMITED)
 
     for error, _ in answers:
-        assert "first meeting" in error
+        assert "rendezvous" in error
         assert "0 (scope world)" in error
         assert "rank 1 did not come within 2 s" in error
     assert answers[1][1] < SECONDS

@@ -79,7 +79,7 @@ class WatchedPeer : public ::testing::Test {
   WatchedPeer() {
     group_->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::NCCL, backend_);
     next_own_group = group_;
-    store_->set("made/1", "1");  // rank 1 has come to the first meeting
+    store_->set("made/1", "1");  // rank 1 has come to the rendezvous
     own_->make();
   }
   ~WatchedPeer() override { next_own_group.reset(); }
@@ -117,7 +117,7 @@ TEST_F(WatchedPeer, HasToldItsFailureBeforeTheNextExchange) {
   communicator.all_reduce_sum(values, {.memory = Memory::kDevice});
   EXPECT_EQ(backend_->queued, 1);
 
-  own_group_of(store_, 1)->tell_failure("it is out of memory");
+  own_group_of(store_, 1)->publish_failure("it is out of memory");
 
   EXPECT_EQ(first_error(communicator), "nccl: rank 0 of 2: rank 1 failed: it is out of memory");
   expect_abort();

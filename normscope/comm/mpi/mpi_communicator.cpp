@@ -180,8 +180,8 @@ class MpiCommunicator final : public Communicator {
     return std::make_unique<MpiCommunicator>(part, time_limit_);
   }
 
-  // If another thread waits in an exchange, it tells the peers, because MPI may take calls of one
-  // thread only.
+  // If another thread waits in an exchange, it notifies the peers, because MPI may take calls of
+  // one thread only.
   void fail(std::string_view reason) noexcept override {
     try {
       std::string text = own_name() + " failed: " + std::string(shortened(reason, kReasonBytes));
@@ -223,7 +223,7 @@ class MpiCommunicator final : public Communicator {
       const Clock::duration waited = Clock::now() - start;
       if (waited >= time_limit_) give_up(waited);
       if (!has_asked && waited >= time_limit_ - std::min(kTimeForAnswers, time_limit_ / 2)) {
-        tell_peers(kHaveYouCome, std::to_string(exchanges_));
+        notify_peers(kHaveYouCome, std::to_string(exchanges_));
         has_asked = true;
       }
       if (waited < kYieldTime) {
@@ -269,7 +269,7 @@ class MpiCommunicator final : public Communicator {
     if (status.MPI_TAG == kHaveCome) {
       arrivals_[static_cast<std::size_t>(status.MPI_SOURCE)] = exchange;
     } else if (exchange <= exchanges_) {
-      tell(status.MPI_SOURCE, kHaveCome, traffic_->sent.emplace_back(text));
+      notify(status.MPI_SOURCE, kHaveCome, traffic_->sent.emplace_back(text));
     }
   }
 
@@ -304,18 +304,18 @@ class MpiCommunicator final : public Communicator {
   void fail_with(const std::string& text) {
     if (!failure_.empty()) return;
     failure_ = shortened(text, kReasonBytes);
-    if (!is_finalized() && obstacle_of_thread().empty()) tell_peers(kFailed, failure_);
+    if (!is_finalized() && obstacle_of_thread().empty()) notify_peers(kFailed, failure_);
   }
 
-  void tell_peers(Tag tag, std::string text) {
+  void notify_peers(Tag tag, std::string text) {
     const std::string& kept = traffic_->sent.emplace_back(std::move(text));
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) tell(peer, tag, kept);
+      if (peer != rank_) notify(peer, tag, kept);
     }
   }
 
   // The request is freed, so MPI does not say when it is done with the text: it must be kept.
-  void tell(int peer, Tag tag, const std::string& text) {
+  void notify(int peer, Tag tag, const std::string& text) {
     has_talked_ = true;
     MPI_Request request = MPI_REQUEST_NULL;
     const int code =

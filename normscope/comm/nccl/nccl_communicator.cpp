@@ -284,19 +284,19 @@ ncclConfig_t config_of_ours() {
 }
 
 // Returns rank 0's id on every rank.
-ncclUniqueId agree_on_unique_id(Communicator& meeting) {
+ncclUniqueId agree_on_unique_id(Communicator& bootstrap) {
   ncclUniqueId id = {};
   try {
-    if (meeting.rank() == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    if (bootstrap.rank() == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
   } catch (const CommunicationError& error) {
-    meeting.fail(error.what());
+    bootstrap.fail(error.what());
     throw;
   }
   std::array<double, sizeof(id.internal)> bytes = {};
   std::ranges::transform(id.internal, bytes.begin(), [](char byte) {
     return static_cast<double>(static_cast<unsigned char>(byte));
   });
-  meeting.all_reduce_sum(bytes);
+  bootstrap.all_reduce_sum(bytes);
   std::ranges::transform(bytes, id.internal, [](double byte) {
     return static_cast<char>(static_cast<unsigned char>(byte));
   });
@@ -318,12 +318,12 @@ std::unique_ptr<Communicator> make_nccl_communicator(ncclComm* ranks, millisecon
   return std::make_unique<NcclCommunicator>(duplicate, time_limit);
 }
 
-std::unique_ptr<Communicator> make_nccl_communicator(Communicator& meeting,
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& bootstrap,
                                                      milliseconds time_limit) {
-  const ncclUniqueId id = agree_on_unique_id(meeting);
+  const ncclUniqueId id = agree_on_unique_id(bootstrap);
   ncclComm_t comm = nullptr;
   ncclConfig_t config = config_of_ours();
-  check_nccl(ncclCommInitRankConfig(&comm, meeting.size(), id, meeting.rank(), &config),
+  check_nccl(ncclCommInitRankConfig(&comm, bootstrap.size(), id, bootstrap.rank(), &config),
              "ncclCommInitRankConfig");
   return std::make_unique<NcclCommunicator>(comm, time_limit);
 }

@@ -23,16 +23,17 @@ inline constexpr int kMostNcclChannels = 4;
 // NCCL reports an error. The work that follows on the stream then runs with wrong values, and the
 // next call throws. A sum in host memory is copied to the device and back, and its call waits.
 //
-// NCCL cannot tell peers of fail(): they throw at their time limit. Lengths must agree.
+// NCCL cannot notify peers of fail(): they throw at their time limit. Lengths must agree.
 //
 // Throws ArgumentError if `ranks` is null, CommunicationError if NCCL or CUDA reports an error, and
 // TimeoutError if ranks are missing.
 [[nodiscard]] std::unique_ptr<Communicator> make_nccl_communicator(
     ncclComm* ranks, std::chrono::milliseconds time_limit = std::chrono::minutes(10));
 
-// The same for the ranks of `meeting`, each with the current device of its thread; no two ranks may
-// use the same device. `meeting` only distributes NCCL's unique id and need not outlive the call.
+// The same for the ranks of `bootstrap`, each with the current device of its thread; no two ranks
+// may use the same device. `bootstrap` only distributes NCCL's unique id and need not outlive the
+// call.
 [[nodiscard]] std::unique_ptr<Communicator> make_nccl_communicator(
-    Communicator& meeting, std::chrono::milliseconds time_limit = std::chrono::minutes(10));
+    Communicator& bootstrap, std::chrono::milliseconds time_limit = std::chrono::minutes(10));
 
 }  // namespace normscope

@@ -37,8 +37,8 @@ inline constexpr std::int64_t kRowOfThread = 2048;
 // The size of a core's L2 in bytes; 1 MiB if the system does not report it.
 inline std::int64_t cache_per_core() {
   static const std::int64_t kBytes = [] {
-    const long told = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    return told > 0 ? std::int64_t{told} : std::int64_t{1} << 20;
+    const long reported = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return reported > 0 ? std::int64_t{reported} : std::int64_t{1} << 20;
   }();
   return kBytes;
 }

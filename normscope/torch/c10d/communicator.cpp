@@ -43,7 +43,7 @@ std::size_t frame_for(std::optional<std::size_t> expected) {
 }
 
 // Backends have no exception of their own for a timeout.
-bool tells_of_time_out(std::string_view text) {
+bool is_of_time_out(std::string_view text) {
   return text.find("imed out") != std::string_view::npos ||
          text.find("imeout") != std::string_view::npos;
 }
@@ -226,7 +226,7 @@ void C10dCommunicator::run(const Start& start) {
     const std::string text =
         describe(own_ ? own_->fail_after(what, [this] { return where_ranks_are(); }) : what);
     note_failure(text);
-    if (tells_of_time_out(what)) throw TimeoutError(text);
+    if (is_of_time_out(what)) throw TimeoutError(text);
     throw CommunicationError(text);
   }
 }
@@ -325,7 +325,7 @@ void C10dCommunicator::know_processes() {
   own_->know_processes(std::move(processes));
 }
 
-// All ranks have found that their lengths differ. They tell each other the lengths. They also
+// All ranks have found that their lengths differ. They send each other the lengths. They also
 // forget the earlier ones: after a skipped message, a rank would expect other lengths than its
 // peers.
 void C10dCommunicator::throw_lengths_differ(double length) {
@@ -357,7 +357,7 @@ void C10dCommunicator::fail(std::string_view reason) noexcept {
   }
   if (!own_) return;
   if (is_busy) {
-    own_->tell_failure(reason);  // the thread with the message finds it too
+    own_->publish_failure(reason);  // the thread with the message finds it too
   } else {
     own_->fail(reason);
   }

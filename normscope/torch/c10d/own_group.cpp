@@ -229,8 +229,8 @@ void OwnGroup::refuse(c10d::ProcessGroup& group, const std::string& name,
   }
 }
 
-void OwnGroup::meet_and_make() {
-  meet("begun");
+void OwnGroup::wait_and_make() {
+  wait_for_ranks("begun");
   make();
 }
 
@@ -257,13 +257,13 @@ void OwnGroup::make() {
   }
   if (error.empty()) {
     // A rank may be connected before the others. It must not leave before they are connected.
-    meet("made");
+    wait_for_ranks("made");
     return;
   }
   const std::string text =
       "torch.distributed made no group for normscope's messages alone, next to the group \"" +
       parent_ + "\": " + error;
-  tell_failure(text);
+  publish_failure(text);
   throw CommunicationError(text);
 }
 
@@ -280,20 +280,20 @@ void OwnGroup::close() noexcept {
 }
 
 void OwnGroup::fail(std::string_view reason) noexcept {
-  tell_failure(reason);
+  publish_failure(reason);
   close();
   hand_out(kTimeToReadOfFailure, dead_places(processes_));
 }
 
 void OwnGroup::abandon(std::string_view reason) noexcept {
-  tell_failure(reason);
+  publish_failure(reason);
   static_cast<void>(new (std::nothrow) c10::intrusive_ptr<c10d::ProcessGroup>(group_.lock()));
   close();
 }
 
-void OwnGroup::tell_failure(std::string_view reason) noexcept {
+void OwnGroup::publish_failure(std::string_view reason) noexcept {
   try {
-    tell(text_of(own_rank(), reason));
+    publish(text_of(own_rank(), reason));
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
     // No memory for the text: peers then find out at their time limit.
   }
@@ -317,7 +317,7 @@ std::string OwnGroup::fail_after(const std::string& what,
   std::string text = describe(roll) + " (" + what + ")";
   if (const std::string where = who_is_where(); !where.empty()) text += ": " + where;
   if (!roll) return text;
-  tell(text);
+  publish(text);
   hand_out(kTimeToRead, roll->silent);
   return text;
 }
@@ -341,7 +341,7 @@ Answer OwnGroup::await(std::future<Answer> answer, const std::string& whom, cons
                          kNoAnswer);
     }
     look();
-    tell_observer(wait, [&] { return "this rank waits for " + whom; });
+    notify_observer(wait, [&] { return "this rank waits for " + whom; });
   }
   try {
     return answer.get();
@@ -350,7 +350,7 @@ Answer OwnGroup::await(std::future<Answer> answer, const std::string& whom, cons
   }
 }
 
-void OwnGroup::meet(const std::string& what) {
+void OwnGroup::wait_for_ranks(const std::string& what) {
   const Wait wait(time_limit_);
   await(store_.begin([own = key(what, rank_)](Store& store) {
     store.set(own, bytes_of("1"));
@@ -371,11 +371,11 @@ void OwnGroup::meet(const std::string& what) {
     if (failure) throw CommunicationError(*failure);
     if (are_there) return;
     if (Clock::now() >= wait.deadline) break;
-    tell_observer(wait, [&] {
+    notify_observer(wait, [&] {
       const std::optional<Places> missing = missing_at(what);
       if (!missing) return std::string(kNoAnswer);
       return list(*missing) + (missing->size() == 1 ? " is" : " are") +
-             " not at the group's first meeting";
+             " not at the group's rendezvous";
     });
     std::this_thread::sleep_for(pause);
   }
@@ -383,7 +383,7 @@ void OwnGroup::meet(const std::string& what) {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(time_limit_);
   const std::string text = (missing ? list(*missing) : "ranks") + " did not come within " +
                            std::to_string(seconds.count()) + " s";
-  tell(text);
+  publish(text);
   throw TimeoutError(text);
 }
 
@@ -395,18 +395,18 @@ std::optional<std::vector<std::size_t>> OwnGroup::missing_at(const std::string& 
 }
 
 template <class WhoIsWhere>
-void OwnGroup::tell_observer(const Wait& wait, const WhoIsWhere& who_is_where) {
+void OwnGroup::notify_observer(const Wait& wait, const WhoIsWhere& who_is_where) {
   CallObserver* const observer = call_observer();
   if (observer == nullptr) return;
   try {
     observer->during_wait(Clock::now() - wait.begin, who_is_where);
   } catch (...) {
-    tell(list_of_ranks({own_rank()}) + " was interrupted while it waited");
+    publish(list_of_ranks({own_rank()}) + " was interrupted while it waited");
     throw;
   }
 }
 
-void OwnGroup::tell(const std::string& text) noexcept { write_failure(store_, text); }
+void OwnGroup::publish(const std::string& text) noexcept { write_failure(store_, text); }
 
 std::optional<std::string> OwnGroup::failure() noexcept {
   const auto answer = store_.ask(kStorePatience, reason_in);
@@ -414,7 +414,7 @@ std::optional<std::string> OwnGroup::failure() noexcept {
 }
 
 std::optional<std::string> OwnGroup::failure_or_death() noexcept {
-  if (auto told = failure()) return told;
+  if (auto published = failure()) return published;
   const Places dead = dead_places(processes_);
   return dead.empty() ? std::nullopt : std::optional(text_of_dead(dead));
 }

@@ -26,15 +26,15 @@ namespace normscope::binding {
 // torch.distributed identifies a message only by its place in the order of calls. If a rank ran one
 // step more than its peers, its message on the program's own group would be added to their next
 // messages: silently if the lengths agree. Over Gloo, different lengths end the process, and a
-// timeout breaks the group. Closing a separate group also tells the peers at once.
+// timeout breaks the group. Closing a separate group also notifies the peers at once.
 //
 // Python makes and destroys it, which allows any backend of torch.distributed.
 //
-// What the ranks tell each other besides their messages is in a store, which can be read without
+// What the ranks publish besides their messages is in a store, which can be read without
 // waiting for the rank that wrote. If the store's server has died or hangs, one call waits a few
-// seconds, and the calls of the next minute do not ask it; the first meeting waits for the limit.
+// seconds, and the calls of the next minute do not ask it; the rendezvous waits for the limit.
 //
-// After it is made, any thread may call fail(), tell_failure() and the functions that ask the
+// After it is made, any thread may call fail(), publish_failure() and the functions that ask the
 // store.
 class OwnGroup {
  public:
@@ -45,20 +45,20 @@ class OwnGroup {
   enum class Use { kHost, kDevices };
 
   // A group of all ranks of `group`, which Python knows by `name`. It is still to be made, in the
-  // first meeting of the ranks. Throws TimeoutError or CommunicationError if the store does not
+  // rendezvous of the ranks. Throws TimeoutError or CommunicationError if the store does not
   // answer.
   OwnGroup(c10d::ProcessGroup& group, const std::string& name, Use use, Milliseconds time_limit);
 
-  // Waits until all ranks have come to the first meeting, and makes the group. Throws the errors of
+  // Waits until all ranks have come to the rendezvous, and makes the group. Throws the errors of
   // make().
-  void meet_and_make();
+  void wait_and_make();
 
   // A group that is still to be made. `ranks` are its ranks' numbers in the program's group
   // `parent`, and in errors; `rank` is this rank's place among them.
   OwnGroup(PatientStore store, std::string name, std::string parent, Use use, int rank,
            std::vector<int> ranks, Milliseconds time_limit);
 
-  // For a rank that will not come to the first meeting: tells its peers that it failed, and why.
+  // For a rank that will not come to the rendezvous: notifies its peers that it failed, and why.
   static void refuse(c10d::ProcessGroup& group, const std::string& name,
                      std::string_view reason) noexcept;
 
@@ -91,8 +91,8 @@ class OwnGroup {
   // backend is kept until the process ends. Waiting peers find out when they ask the store.
   void abandon(std::string_view reason) noexcept;
 
-  // Only tells the peers that this rank failed, and why.
-  void tell_failure(std::string_view reason) noexcept;
+  // Only notifies the peers that this rank failed, and why.
+  void publish_failure(std::string_view reason) noexcept;
 
   // Ends the group after an error of its backend. Returns the reason: the text of the rank that
   // failed first. If no rank has failed, returns `what`, the dead or missing ranks, and where the
@@ -118,7 +118,7 @@ class OwnGroup {
   [[nodiscard]] int own_rank() const { return ranks_[rank_]; }
 
   // Waits until every rank has called this once with the same `what`.
-  void meet(const std::string& what);
+  void wait_for_ranks(const std::string& what);
   [[nodiscard]] std::optional<std::vector<std::size_t>> missing_at(const std::string& what) const;
 
   struct Wait;
@@ -127,17 +127,17 @@ class OwnGroup {
       std::future<Answer> answer, const std::string& whom, const Wait& wait,
       const std::function<void()>& look = [] {});
   template <class WhoIsWhere>
-  void tell_observer(const Wait& wait, const WhoIsWhere& who_is_where);
+  void notify_observer(const Wait& wait, const WhoIsWhere& who_is_where);
 
-  // Throws if another rank has told that it failed.
+  // Throws if another rank has published that it failed.
   void throw_if_failed();
 
   // Tells ranks that ask later why they need not wait. Only the first text is kept.
-  void tell(const std::string& text) noexcept;
+  void publish(const std::string& text) noexcept;
 
-  // Why a message to all ranks has failed: what another rank has told, or which ranks are dead or
-  // do not answer; nullopt if the store does not answer. All ranks that are present must call this
-  // at about the same time.
+  // Why a message to all ranks has failed: what another rank has published, or which ranks are dead
+  // or do not answer; nullopt if the store does not answer. All ranks that are present must call
+  // this at about the same time.
   struct RollCall;
   [[nodiscard]] std::optional<RollCall> call_roll() noexcept;
   [[nodiscard]] std::string describe(const std::optional<RollCall>& roll) const;

@@ -18,14 +18,14 @@ bool is_of_one_rank(const Scope& scope, const ScopedCall& call) {
   return scope.is_of_one_rank() || !has_peers(call.group_name);
 }
 
-bool meets_ranks(const Scope& scope, const ScopedCall& call) {
+bool exchanges_with_ranks(const Scope& scope, const ScopedCall& call) {
   return !scope.is_of_one_rank() && !call.group_name.empty();
 }
 
 bool is_left_to_torch(const ForwardOpArguments& op) {
   if (op.graph != "exported" || !is_recorded_for_a_graph()) return false;
   const Scope scope = parsed_scope(op.call.scope);
-  if (meets_ranks(scope, op.call)) return false;
+  if (exchanges_with_ranks(scope, op.call)) return false;
   // A graph with one call for each slice is only right for one number of samples.
   return scope.kind() != Scope::Kind::kSlices || !op.x.sym_size(0).is_symbolic();
 }

@@ -27,16 +27,16 @@ namespace normscope::binding {
 [[nodiscard]] bool is_of_one_rank(const Scope& scope, const ScopedCall& call);
 
 // Whether other ranks may share the statistics, for a graph that may run in another program.
-[[nodiscard]] bool meets_ranks(const Scope& scope, const ScopedCall& call);
+[[nodiscard]] bool exchanges_with_ranks(const Scope& scope, const ScopedCall& call);
 
 // Whether torch's batch norm replaces the layer.
 [[nodiscard]] bool is_left_to_torch(const ForwardOpArguments& op);
 
 // Copies of `values` [...] that compilers compute in program order, among all such calls.
 //
-// Ranks must meet in the same order, however a compiler reorders the graph. Every exchange is
+// Ranks must exchange in the same order, however a compiler reorders the graph. Every exchange is
 // therefore between two calls of keep_order, which compilers keep in order and never repeat
-// (ops.py tells them). That op takes only small tensors, because the arguments of such ops may
+// (ops.py declares them). That op takes only small tensors, because the arguments of such ops may
 // come in any layout.
 [[nodiscard]] std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values);
 

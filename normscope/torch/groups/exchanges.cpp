@@ -27,7 +27,7 @@ bool is_of_one_rank(std::string_view text) {
   }
 }
 
-void tell(const ScopedCall& call, const ExchangeUse* use, std::string_view reason) noexcept {
+void notify(const ScopedCall& call, const ExchangeUse* use, std::string_view reason) noexcept {
   if (use != nullptr) {
     use->fail(reason);
     return;
@@ -60,7 +60,7 @@ Scope parsed_scope(std::string_view text) {
   return scope;
 }
 
-void tell_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
+void notify_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
   try {
     throw;
   } catch (const MismatchError&) {   // NOLINT(bugprone-empty-catch)
@@ -69,23 +69,23 @@ void tell_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
   } catch (const c10::DistError&) {  // NOLINT(bugprone-empty-catch)
     // All ranks throw these.
   } catch (const std::bad_alloc&) {
-    tell(call, use, "it is out of memory");
+    notify(call, use, "it is out of memory");
   } catch (const std::exception& error) {
-    tell(call, use, what_of(error));
+    notify(call, use, what_of(error));
   } catch (...) {
-    tell(call, use, "an unknown exception");
+    notify(call, use, "an unknown exception");
   }
 }
 
-void tell_peers_of_rest(const ScopedCall& call) noexcept {
+void notify_peers_of_rest(const ScopedCall& call) noexcept {
   if (is_recorded()) return;
   try {
     throw;
   } catch (const c10::ValueError&) {  // NOLINT(bugprone-empty-catch)
   } catch (const std::exception& error) {
-    if (!is_of_python(error)) tell_peers(call, nullptr);
+    if (!is_of_python(error)) notify_peers(call, nullptr);
   } catch (...) {
-    tell_peers(call, nullptr);
+    notify_peers(call, nullptr);
   }
 }
 
@@ -123,7 +123,7 @@ void fail_exchange(std::string_view scope, std::string_view group_name, std::str
     has_met = true;
     group->fail(scope, reason);
   }
-  if (!has_met) fail_first_meeting(std::string(group_name), reason);
+  if (!has_met) fail_rendezvous(std::string(group_name), reason);
 }
 
 void fail_all_exchanges(std::string_view reason) {

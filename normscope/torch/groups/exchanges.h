@@ -53,13 +53,13 @@ class ExchangeUse {
   std::unique_lock<std::mutex> lock_;
 };
 
-// For handlers of exceptions: tells the peers of a call that this rank will not come, because of
+// For handlers of exceptions: notifies the peers of a call that this rank will not come, because of
 // the exception at hand, unless all ranks throw it. `use`: the exchange; nullptr if there is none
 // yet.
-void tell_peers(const ScopedCall& call, const ExchangeUse* use) noexcept;
+void notify_peers(const ScopedCall& call, const ExchangeUse* use) noexcept;
 
 // Returns body(use), with the exchange of a call. Every op that exchanges does it here: whatever
-// leaves it as an exception, the peers are told.
+// leaves it as an exception, the peers are notified.
 template <class Body>
 auto with_exchange(Direction direction, const ScopedCall& call,
                    const std::optional<Placement>& placement, const Body& body) {
@@ -68,27 +68,27 @@ auto with_exchange(Direction direction, const ScopedCall& call,
     use.emplace(direction, call, placement);
     return body(*use);
   } catch (...) {
-    tell_peers(call, use ? &*use : nullptr);
+    notify_peers(call, use ? &*use : nullptr);
     throw;
   }
 }
 
 // The same for what a call does before and after its op, while it runs and not while it is recorded
-// for a graph. The op has told the peers of its own ValueErrors, or all ranks throw them.
-void tell_peers_of_rest(const ScopedCall& call) noexcept;
+// for a graph. The op has notified the peers of its own ValueErrors, or all ranks throw them.
+void notify_peers_of_rest(const ScopedCall& call) noexcept;
 
 template <class Body>
-auto or_tell_peers(const ScopedCall& call, const Body& body) {
+auto or_notify_peers(const ScopedCall& call, const Body& body) {
   try {
     return body();
   } catch (...) {
-    tell_peers_of_rest(call);
+    notify_peers_of_rest(call);
     throw;
   }
 }
 
 // fail() for a rank that fails before it has its exchange. Not collective. Peers throw when they
-// wait in the exchange of the scope, or in the group's first meeting, now or later.
+// wait in the exchange of the scope, or in the group's rendezvous, now or later.
 void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason);
 
 // The same for every exchange that this rank has taken part in.

@@ -87,20 +87,20 @@ GroupExchanges::GroupExchanges(std::string name, std::unique_ptr<Communicator> c
       of_all_(shared(std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange))) {}
 
 std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& group) {
-  const FirstMeeting::Open open(meeting_);
+  const Rendezvous::Open open(rendezvous_);
   const Milliseconds time_limit = time_limit_of(*group, placement_);
   watch_calls();
   const std::shared_ptr<OwnGroup> own = own_group_of(*group, name_, placement_, time_limit);
   try {
     if (own) {
-      meeting_.meet_in(own);
-      own->meet_and_make();
+      rendezvous_.begin_in(own);
+      own->wait_and_make();
     }
     return exchange_over(group, placement_, own, time_limit);
   } catch (const CommunicationError&) {
     throw;  // all ranks throw it
   } catch (const std::exception& error) {
-    if (own) own->tell_failure(what_of(error));
+    if (own) own->publish_failure(what_of(error));
     throw;
   }
 }
@@ -113,7 +113,7 @@ GroupExchanges::Shared GroupExchanges::of_all(const Scope& scope, std::string_vi
   try {
     made = shared(make_exchange(group));
   } catch (const CommunicationError& error) {
-    throw CommunicationError("the group's first meeting, by " + text_of_layer(layer) + " (scope " +
+    throw CommunicationError("the group's rendezvous, by " + text_of_layer(layer) + " (scope " +
                              scope.str() + "): " + error.what());
   }
   const std::lock_guard lock(mutex_);
@@ -166,7 +166,7 @@ void GroupExchanges::show_call_alone(const CallName& call) {
 }
 
 void GroupExchanges::fail(std::string_view scope, std::string_view reason) {
-  meeting_.fail(reason);
+  rendezvous_.fail(reason);
   const std::lock_guard lock(mutex_);
   std::string text(scope);
   if (const auto resolved = norm_batches_.find(text); resolved != norm_batches_.end()) {
@@ -179,7 +179,7 @@ void GroupExchanges::fail(std::string_view scope, std::string_view reason) {
 }
 
 void GroupExchanges::fail_all(std::string_view reason) {
-  meeting_.fail(reason);
+  rendezvous_.fail(reason);
   const std::lock_guard lock(mutex_);
   if (of_all_) of_all_->fail(reason);
   for (const auto& [leaders, exchange] : of_leaders_) {

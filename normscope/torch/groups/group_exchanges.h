@@ -15,7 +15,7 @@
 #include "normscope/comm/calls.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/scope.h"
-#include "normscope/torch/groups/first_meeting.h"
+#include "normscope/torch/groups/rendezvous.h"
 #include "normscope/torch/tensors/device.h"
 
 namespace normscope::binding {
@@ -54,11 +54,11 @@ class GroupExchanges {
   [[nodiscard]] std::string scope_of_norm_batch(const Scope& scope, std::int64_t samples);
 
   // Shows a call without messages to peers that wait for this rank. Does nothing before the group's
-  // first meeting.
+  // rendezvous.
   void show_call_alone(const CallName& call);
 
   // Ends the waits of all ranks in the exchange of the scope, which may be norm_batch:M, or, before
-  // its first use, in the exchange of the whole group, or in the group's first meeting. Neither
+  // its first use, in the exchange of the whole group, or in the group's rendezvous. Neither
   // collective nor waiting for threads that use an exchange.
   void fail(std::string_view scope, std::string_view reason);
   void fail_all(std::string_view reason);
@@ -77,7 +77,7 @@ class GroupExchanges {
   Placement placement_;  // of the tensors that are normalized
   HomeProcess home_;
 
-  FirstMeeting meeting_;
+  Rendezvous rendezvous_;
   std::mutex making_;  // held while the ranks make an exchange or agree on a scope
   std::mutex mutex_;   // guards the members below
   Shared of_all_;

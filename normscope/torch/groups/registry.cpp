@@ -85,7 +85,7 @@ Group exchanges_of(const std::string& name, const ProcessGroup& group, const Pla
   const auto found = entries.find({name, placement});
   if (found != entries.end() && found->second->is_of(group)) return found->second;
   destroyed = take_out(entries, is_destroyed);
-  // Before the group is known: peers are then told in the first meeting.
+  // Before the group is known: peers are then notified in the rendezvous.
   as_torch(check_all_variables);
   const HomeProcess home = home_of(name, group);
   return entries[{name, placement}] =
@@ -101,7 +101,7 @@ Group registered_communicator(const std::string& name) {
 
 bool sends(int ranks) { return ranks > 1 || as_torch(forces_exchange); }
 
-// Where a group meets if no tensor takes part: on the host, unless it serves devices only.
+// Where a group exchanges if no tensor takes part: on the host, unless it serves devices only.
 Placement any_placement(const ProcessGroup& group) {
   if (serves(*group, c10::DeviceType::CPU)) return {};
   return {.memory = Memory::kDevice, .device = group->getDeviceTypes().front().type()};
@@ -208,7 +208,7 @@ std::vector<Group> used_groups() {
   return groups;
 }
 
-void fail_first_meeting(const std::string& name, std::string_view reason) {
+void fail_rendezvous(const std::string& name, std::string_view reason) {
   const ProcessGroup group = resolve(name);
   if (!home_of(name, group).is_this_one() || !sends(group->getSize())) return;
   OwnGroup::refuse(*group, name, reason);

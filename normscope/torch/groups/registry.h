@@ -53,8 +53,8 @@ void know_process_group(const std::string& name);
 // The groups that this process has used.
 [[nodiscard]] std::vector<std::shared_ptr<GroupExchanges>> used_groups();
 
-// Ends the first meeting of a process group, because this rank will not come to it. Does nothing if
+// Ends the rendezvous of a process group, because this rank will not come to it. Does nothing if
 // this rank is alone or a fork.
-void fail_first_meeting(const std::string& name, std::string_view reason);
+void fail_rendezvous(const std::string& name, std::string_view reason);
 
 }  // namespace normscope::binding

@@ -133,14 +133,14 @@ GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
   } else if (is_on_device()) {
     std::size_t bytes = kHeader * parts.front().itemsize();
     for (const at::Tensor& part : parts) bytes += part.nbytes();
-    call = use_.get()->meet_on_device(label, static_cast<double>(count), bytes,
-                                      [&](const Header& header) {
-                                        hash = static_cast<std::int32_t>(header.fields[kCallHash]);
-                                        parts.push_back(header_of_row(header, options));
-                                        const at::Tensor row = at::cat(parts);
-                                        rows = at::empty({ranks() * row.size(0)}, options);
-                                        over_torch(use_)->all_gather_on_device(rows, row);
-                                      });
+    call = use_.get()->exchange_on_device(
+        label, static_cast<double>(count), bytes, [&](const Header& header) {
+          hash = static_cast<std::int32_t>(header.fields[kCallHash]);
+          parts.push_back(header_of_row(header, options));
+          const at::Tensor row = at::cat(parts);
+          rows = at::empty({ranks() * row.size(0)}, options);
+          over_torch(use_)->all_gather_on_device(rows, row);
+        });
     rows = rows.view({ranks(), -1});
   } else {
     rows = gather_through_host(label, count, at::cat(parts));
@@ -202,7 +202,7 @@ at::Tensor TensorMessage::sum_on_device(const CallLabel& label, std::int64_t cou
   std::int64_t size = 0;
   for (const at::Tensor& part : parts) size += part.size(0);
   at::Tensor message;
-  const int call = use_.get()->meet_on_device(
+  const int call = use_.get()->exchange_on_device(
       label, static_cast<double>(count),
       static_cast<std::size_t>(size) * options.dtype().itemsize(), [&](const Header& header) {
         if (has_header) parts.push_back(header_of_sum(header, options));

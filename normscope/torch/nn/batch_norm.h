@@ -62,7 +62,7 @@ struct Observed {
 // is torch's own arithmetic. A call that throws updates nothing.
 //
 // Throws c10::Error, as in Python: ValueError for arguments that do not fit, DistError if the ranks
-// meet in different calls, DistBackendError if they cannot exchange.
+// make different calls, DistBackendError if they cannot exchange.
 template <std::size_t D, class Derived, class Theirs>
 // NOLINTNEXTLINE(bugprone-crtp-constructor-accessibility): the modules inherit the constructors
 class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNormOptions>,

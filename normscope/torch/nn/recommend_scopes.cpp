@@ -64,7 +64,7 @@ std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& 
 
 // If this rank alone throws, ends the wait of the others.
 template <class Work>
-auto with_peers_told(const RankGroup& group, const Work& work) {
+auto with_notified_peers(const RankGroup& group, const Work& work) {
   try {
     return work();
   } catch (const c10::DistError&) {
@@ -227,7 +227,7 @@ void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outpu
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     cotangents[i] = (cotangents[i] * factor).to(outputs[i].scalar_type());
   }
-  const std::vector<at::Tensor> gradients = with_peers_told(group, [&] {
+  const std::vector<at::Tensor> gradients = with_notified_peers(group, [&] {
     return ::torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/std::nullopt,
                                    /*create_graph=*/false, /*allow_unused=*/true);
   });
@@ -371,8 +371,8 @@ void run(std::vector<Watched>& watched, std::int64_t batches, const Shares& shar
   }
   for (std::int64_t batch = 0; batch < batches; ++batch) {
     before = communication_counters();
-    const std::vector<at::Tensor> outputs =
-        with_peers_told(group, [&] { return outputs_of(watched, forward, batch, shares.parts); });
+    const std::vector<at::Tensor> outputs = with_notified_peers(
+        group, [&] { return outputs_of(watched, forward, batch, shares.parts); });
     check_calls(watched, group);
     measure(watched, outputs, batch, shares, group);
   }
@@ -423,11 +423,11 @@ LayerNoise noise_of_ranks(Watched& watched, std::int64_t batches, LayerPlan& pla
 ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
                            const Forward& forward, const RankGroup& group,
                            const RecommendOptions& options) {
-  std::vector<Watched> watched = with_peers_told(group, [&] {
+  std::vector<Watched> watched = with_notified_peers(group, [&] {
     check_arguments(batches, group, options);
     return layers_to_watch(module);
   });
-  // Before the ranks meet: ranks that are threads share torch's generator.
+  // Before the ranks exchange: ranks that are threads share torch's generator.
   const LeftAsItIs left_as_it_is(module);
   Shares shares{.first = group.rank(),
                 .parts = options.ranks(),

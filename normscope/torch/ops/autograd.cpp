@@ -90,7 +90,7 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const ScopedCall call = SavedCall::of(*context).call;
-    return or_tell_peers(call, [&]() -> variable_list {
+    return or_notify_peers(call, [&]() -> variable_list {
       const variable_list saved = context->get_saved_variables();
       const OptionalTensor grad_dx = defined_or_none(gradients[0]);
       const OptionalTensor grad_dweight = defined_or_none(gradients[1]);
@@ -214,7 +214,7 @@ class BatchNorm : public ::torch::autograd::Function<BatchNorm> {
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const SavedCall of = SavedCall::of(*context);
-    return or_tell_peers(of.call, [&] { return gradients_of(*context, of, gradients[0]); });
+    return or_notify_peers(of.call, [&] { return gradients_of(*context, of, gradients[0]); });
   }
 
  private:
@@ -260,7 +260,7 @@ std::tuple<Scope, ActivationFunction> checked_before(const ForwardOpArguments& o
   try {
     return {parsed_scope(op.call.scope), checked(op.activation, op.x)};
   } catch (...) {
-    tell_peers(op.call, nullptr);
+    notify_peers(op.call, nullptr);
     throw;
   }
 }
@@ -283,7 +283,7 @@ ForwardTensors forward_with_node(const ForwardOpArguments& given) {
 }
 
 ForwardTensors forward(const ForwardOpArguments& op) {
-  return or_tell_peers(op.call, [&] { return forward_with_node(op); });
+  return or_notify_peers(op.call, [&] { return forward_with_node(op); });
 }
 
 // With an activation it needs no graph: a backward that is differentiated runs

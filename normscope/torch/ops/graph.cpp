@@ -77,12 +77,12 @@ const c10::TypedOperatorHandle<StatisticsOp>& statistics_op() {
 
 ForwardTensors forward_in_graph(const ForwardOpArguments& op) {
   const Scope scope = parsed_scope(op.call.scope);
-  const bool meets = meets_ranks(scope, op.call);
-  const OptionalTensor weight = meets ? keep_order({weight_of(op)})[0] : op.weight;
+  const bool exchanges = exchanges_with_ranks(scope, op.call);
+  const OptionalTensor weight = exchanges ? keep_order({weight_of(op)})[0] : op.weight;
   std::vector<at::Tensor> results =
       std::apply([](const auto&... tensors) { return std::vector<at::Tensor>{tensors...}; },
                  op.with(weight, op.running, op.accumulated).pass_to(statistics_op()));
-  if (meets) results = keep_order(results);
+  if (exchanges) results = keep_order(results);
   const at::Tensor& statistics = results[0];
   const at::Tensor& coefficients = results[1];
   std::size_t next = 2;
@@ -98,12 +98,12 @@ ForwardTensors forward_in_graph(const ForwardOpArguments& op) {
 BackwardTensors backward_in_graph(const BackwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Scope scope = parsed_scope(op.call.scope);
-  const bool meets = meets_ranks(scope, op.call);
-  const at::Tensor statistics = meets ? keep_order({op.statistics})[0] : op.statistics;
+  const bool exchanges = exchanges_with_ranks(scope, op.call);
+  const at::Tensor statistics = exchanges ? keep_order({op.statistics})[0] : op.statistics;
   static const auto sums_op = op_named<GradientSumsOp>("normscope::batch_norm_gradient_sums");
   const BackwardOpArguments with_statistics{op.dy, op.x, op.weight, statistics, op.wanted, op.call};
   auto [coefficients, dweight, dbias] = with_statistics.pass_to(sums_op);
-  if (meets) {
+  if (exchanges) {
     const std::vector<at::Tensor> kept = keep_order({coefficients, dweight, dbias});
     std::tie(coefficients, dweight, dbias) = std::tie(kept[0], kept[1], kept[2]);
   }

@@ -37,7 +37,7 @@ bool torch_kernels_are_forced() {
 }
 
 bool uses_torch_kernels(const at::Tensor& x) {
-  if (!x.defined()) return false;  // the kernels of the CPU tell the peers
+  if (!x.defined()) return false;  // the kernels of the CPU notify the peers
   if (x.is_meta() || x.layout() != at::kStrided || x.is_quantized() || x.is_nested()) return false;
   if (torch_kernels_are_forced()) return true;
   if (x.is_cpu()) return false;

@@ -31,7 +31,8 @@ _unnamed_layers = weakref.WeakKeyDictionary()
 _layers_of_name: dict[str, dict[tuple[str, str], dict[int, str]]] = {}
 _lock = threading.Lock()
 
-# Layers of one name that are told apart. A bound, because a program may train copies without end.
+# Layers of one name that get different names: bounded, because a program may train copies without
+# end.
 _MOST_OF_A_NAME = 8
 
 _watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()

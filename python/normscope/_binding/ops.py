@@ -147,7 +147,7 @@ def batch_norm(
     accumulated: torch.Tensor | None = None,
     **others: Any,  # noqa: ANN401 - the op has types
 ) -> torch.Tensor:
-    """Call the training op; if the arguments do not reach it, tell the other ranks.
+    """Call the training op; if the arguments do not reach it, notify the other ranks.
 
     The moments of the norm batch are added to ``accumulated``. ``others`` are arguments of the op
     for what follows the normalization; graphs give none.
@@ -160,8 +160,8 @@ def batch_norm(
     try:
         y, *_ = batch_norm_forward(x, *arguments, **others)
     except (RuntimeError, TypeError, KeyError) as error:
-        # The op has told them of its ValueErrors, or all ranks have found them together.
-        tell_peers(error, arguments.scope, arguments.group)
+        # The op has notified them of its ValueErrors, or all ranks have found them together.
+        notify_peers(error, arguments.scope, arguments.group)
         name_input(error, x, arguments.layer)
         _name_mutation_of_saved_tensors(error, arguments.layer)
         _name_distributed(error, {"x": x, **arguments._asdict(), **others})
@@ -227,21 +227,21 @@ def gather_numbers(numbers: list[float], group: str, name: str) -> list[list[flo
         group: The name of the process group.
         name: What is gathered, used in errors.
     """
-    with telling_peers("world", group):
+    with notifying_peers("world", group):
         # Whatever the default device and dtype are.
         own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         return cast("list[list[float]]", gather(own, group, name).tolist())
 
 
 def reason_of(error: BaseException) -> str:
-    """Return an error as other ranks are told of it; no op takes lone surrogates."""
+    """Return the text of an error for other ranks; no op takes lone surrogates."""
     text = f"{type(error).__name__}: {error}"
     return text.encode(errors="backslashreplace").decode()
 
 
-def tell_peers(error: Exception, scope: str, group: str) -> None:
-    """Tell the other ranks that the arguments of this rank did not reach the op."""
-    # The library's own errors have already told them.
+def notify_peers(error: Exception, scope: str, group: str) -> None:
+    """Notify the other ranks that the arguments of this rank did not reach the op."""
+    # They have been notified of the library's own errors.
     if group and not isinstance(error, DistError):
         fail_exchange(scope, group, reason_of(error))
 
@@ -260,12 +260,12 @@ def name_input(error: Exception, x: object, layer: str) -> None:
 
 
 @contextmanager
-def telling_peers(scope: str, group: str) -> Iterator[None]:
-    """Tell the other ranks if a block before or after an op raises."""
+def notifying_peers(scope: str, group: str) -> Iterator[None]:
+    """Notify the other ranks if a block before or after an op raises."""
     try:
         yield
     except FAILURES as error:
-        tell_peers(error, scope, group)
+        notify_peers(error, scope, group)
         raise
 
 

@@ -31,7 +31,7 @@ _CALLS_BEFORE = 3
 _BYTES_PER_NUMBER = 8
 _HEADER_NUMBERS = 4
 
-# A group reads these when its ranks first meet.
+# A group reads these at its first exchange.
 _ALONE = {"NORMSCOPE_SHARED_MEMORY": "0", "NORMSCOPE_FORCE_SYNC": "1"}
 _ON_HOST = {"NORMSCOPE_SHARED_MEMORY": "1"}
 _OVER_BACKEND = {"NORMSCOPE_SHARED_MEMORY": "0"}
@@ -184,7 +184,7 @@ def _median_times(group: str, ranks: int, sizes: Sequence[int], rounds: int) -> 
     ]
     calls = []
     for numbers in own:
-        # The ranks meet, and memory is touched for the first time.
+        # The group is made, and memory is touched for the first time.
         _seconds_of_exchange(group, numbers, _CALLS_BEFORE)
         estimate = _seconds_of_exchange(group, numbers, _CALLS_BEFORE)
         slowest = max(ops.gather_numbers([estimate], group, "measure, calls"))[0]

@@ -24,8 +24,8 @@ from normscope.layers.forward import (
     DIRECT,
     Route,
     check_dimensions,
+    notify_peers_of_layer,
     scope_and_group_in_use,
-    tell_peers_of_layer,
 )
 from normscope.layers.fx import call_of_module
 from normscope.layers.late_tracking import UntrackedForwards, updates_in_backward
@@ -239,7 +239,7 @@ class BatchNorm(TorchBatchNorm):
         try:
             arguments = self._forward_arguments(x)
         except FAILURES as error:  # such as a parameter that was deleted
-            tell_peers_of_layer(error, x, self._scope, self.group_name, self.layer_name)
+            notify_peers_of_layer(error, x, self._scope, self.group_name, self.layer_name)
             raise
         if not self.track_running_stats:
             self._note_untracked()

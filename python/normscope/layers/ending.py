@@ -71,10 +71,10 @@ class Activated(Ending):
         if torch.compiler.is_compiling():  # the compiler fuses by itself
             return self.finish(ops.batch_norm(x, arguments, accumulated))
         if not self._is_one_op(x):
-            with ops.telling_peers(arguments.scope, arguments.group):
+            with ops.notifying_peers(arguments.scope, arguments.group):
                 staged = ops.Staged(arguments, accumulated)
             y = ops.batch_norm(x, staged.arguments, staged.accumulated)
-            with ops.telling_peers(arguments.scope, arguments.group):
+            with ops.notifying_peers(arguments.scope, arguments.group):
                 y = self.finish(y)
             staged.write_back()
             return y

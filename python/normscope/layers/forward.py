@@ -37,11 +37,11 @@ def scope_and_group_in_use(scope: Scope, name: str | None, x: torch.Tensor) -> t
     return _scope_of_samples(scope.text, group_name, samples), group_name
 
 
-def tell_peers_of_layer(
+def notify_peers_of_layer(
     error: Exception, x: object, scope: Scope, group: str | None, layer: str
 ) -> None:
-    """Tell the other ranks that a call fails before its op, and name what is wrong with x."""
-    ops.tell_peers(error, scope.text, groups.name_in_use(group))
+    """Notify the other ranks that a call fails before its op, and name what is wrong with x."""
+    ops.notify_peers(error, scope.text, groups.name_in_use(group))
     ops.name_input(error, x, layer)
 
 

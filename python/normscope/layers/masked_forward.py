@@ -53,7 +53,7 @@ def train(
     dims = arguments.dims
     if x.dim() < 2 or (dims and x.dim() not in dims):
         return ops.batch_norm(x, arguments), x  # raises the error
-    with ops.telling_peers(arguments.scope, arguments.group):
+    with ops.notifying_peers(arguments.scope, arguments.group):
         rows = Rows.of(x, mask)
         ending = ending.with_residual(x, rows.take)
         taken = rows.take(x)
@@ -63,7 +63,7 @@ def train(
         y = _train_slices(taken, sizes, staged.arguments, ending, staged.accumulated)
     else:
         y = ending.train(taken, staged.arguments, staged.accumulated)
-    with ops.telling_peers(arguments.scope, arguments.group):
+    with ops.notifying_peers(arguments.scope, arguments.group):
         y = rows.put(y, x)
     staged.write_back()
     return y, taken

@@ -171,7 +171,7 @@ class _Original(Counter, Protocol):
     _route: Route
 
 
-class _Meeting:
+class _ReplicaSet:
     """The replicas of a layer that torch.nn.parallel.replicate() has made for one forward."""
 
     def __init__(self, layer: _Original) -> None:
@@ -214,7 +214,7 @@ class _Meeting:
                 part, ending = rows.take(x), ending.with_residual(x, rows.take)
             moments: torch.Tensor = _Moments.apply(part, weight, call)  # type: ignore[no-untyped-call]
             with self._condition:
-                total = self._meet(replica, _Arrival(moments, part, arguments, call))
+                total = self._wait_for_all(replica, _Arrival(moments, part, arguments, call))
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
             raise
@@ -222,7 +222,7 @@ class _Meeting:
         y = ending.finish(y)
         return y if mask is None else rows.put(y, x)
 
-    def _meet(self, replica: _RouteOfReplica, arrival: _Arrival) -> torch.Tensor:
+    def _wait_for_all(self, replica: _RouteOfReplica, arrival: _Arrival) -> torch.Tensor:
         """Return the moments of all replicas, on the device of this one."""
         self.close()
         index = next(i for i, ref in enumerate(self._replicas) if ref() is replica)
@@ -337,8 +337,8 @@ def _no_thread_works() -> bool:
 class _RouteOfReplica:
     """The route of a replica: to the others if they share statistics, otherwise its route alone."""
 
-    def __init__(self, meeting: _Meeting, alone: Route) -> None:
-        self._meeting = meeting
+    def __init__(self, replicas: _ReplicaSet, alone: Route) -> None:
+        self._replicas = replicas
         self._alone = alone
 
     def train(
@@ -351,9 +351,9 @@ class _RouteOfReplica:
     ) -> torch.Tensor:
         """Normalize the replica's part of the batch."""
         if Scope(arguments.scope).is_of_one_rank:
-            self._meeting.close()
+            self._replicas.close()
             return self._alone.train(counter, x, mask, arguments, ending)
-        return self._meeting.train(self, x, mask, arguments, ending)
+        return self._replicas.train(self, x, mask, arguments, ending)
 
     def add(
         self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments
@@ -362,7 +362,7 @@ class _RouteOfReplica:
         self._alone.add(counter, moments, elements, arguments)
 
 
-_open_meetings: weakref.WeakKeyDictionary[_Original, _Meeting] = weakref.WeakKeyDictionary()
+_open_sets: weakref.WeakKeyDictionary[_Original, _ReplicaSet] = weakref.WeakKeyDictionary()
 
 
 def route_of_replica(layer: _Original) -> Route:
@@ -370,7 +370,7 @@ def route_of_replica(layer: _Original) -> Route:
 
     Only the first replica adds moments to the layer's route: the buffers of the others are lost.
     """
-    meeting = _open_meetings.get(layer)
-    if meeting is None or not meeting.is_open:
-        meeting = _open_meetings[layer] = _Meeting(layer)
-    return meeting.join(layer._route)
+    replicas = _open_sets.get(layer)
+    if replicas is None or not replicas.is_open:
+        replicas = _open_sets[layer] = _ReplicaSet(layer)
+    return replicas.join(layer._route)

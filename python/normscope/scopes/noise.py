@@ -24,7 +24,7 @@ from normscope.layers.forward import train
 from normscope.layers.masks import filled, unmasked_rows
 from normscope.training.counters import communication_counters
 from normscope.training.measuring import Watch
-from normscope.training.running_stats import peers_told
+from normscope.training.running_stats import notifying_peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -216,7 +216,7 @@ def measure_batch(
         (each * factor).to(output.dtype) for each, output in zip(cotangents, outputs, strict=True)
     ]
     edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
-    with peers_told(shares.group):
+    with notifying_peers(shares.group):
         gradients = iter(torch.autograd.grad(outputs, edges, scaled, allow_unused=True))
     for watch in watches:
         watch.add_batch(gradients, factor**-2 if varies else math.inf, shares)

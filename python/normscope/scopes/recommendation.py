@@ -30,7 +30,7 @@ from normscope.scopes.noise import (
 )
 from normscope.scopes.plan import Candidate, LayerPlan, ScopePlan
 from normscope.training.measuring import call_model, measuring
-from normscope.training.running_stats import check_agreement, length_of, peers_told
+from normscope.training.running_stats import check_agreement, length_of, notifying_peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,7 +109,7 @@ def recommend_scopes(
         'local'
     """
     group = groups.in_use(process_group)
-    with peers_told(group):
+    with notifying_peers(group):
         if not noise >= 0:
             raise ValueError(f"noise: expected at least 0, got {noise}")
         if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -181,7 +181,7 @@ def _run(
             watch.layer.scope = Scope.world()
             stack.enter_context(routed(watch.layer, watch))
         for batch in _with_progress(_as_on_all_ranks(batches, shares), batches, shares):
-            with peers_told(shares.group):
+            with notifying_peers(shares.group):
                 outputs = _outputs(model, batch)
                 _check_samples(watches, shares)
             _check_calls(watches, shares)
@@ -246,11 +246,11 @@ _NO_BATCH = object()
 
 def _as_on_all_ranks(batches: Iterable[Any], shares: Shares) -> Iterator[Any]:
     """Yield the batches lazily, as long as every rank has one."""
-    with peers_told(shares.group):
+    with notifying_peers(shares.group):
         left = iter(batches)
     count = 0
     while True:
-        with peers_told(shares.group):
+        with notifying_peers(shares.group):
             batch = next(left, _NO_BATCH)
         have = shares.gather_numbers([float(batch is not _NO_BATCH)], "next batch")
         without = [rank for rank, one in enumerate(have) if one == [0]]

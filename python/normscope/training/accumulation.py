@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.parameter import is_lazy
 
-from normscope._binding.ops import ForwardArguments, batch_norm_finalize, no_moments, tell_peers
+from normscope._binding.ops import ForwardArguments, batch_norm_finalize, no_moments, notify_peers
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, state_of
 from normscope.layers.ending import Ending
@@ -76,7 +76,7 @@ class _Accumulator:
             f"{arguments.layer or 'layer'}: expected {expected} in all calls of a block of "
             f"accumulate, got {got}"
         )
-        tell_peers(error, arguments.scope, arguments.group)
+        notify_peers(error, arguments.scope, arguments.group)
         raise error
 
     def update(self) -> None:

@@ -68,12 +68,12 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     if group is None or group.size() == 1:
         return
     name = "sync_running_stats"
-    with peers_told(group):
+    with notifying_peers(group):
         layers = _with_statistics(named_layers(model, TorchBatchNorm, None, None))
         messages = [_running_moments(layer).message() for _, layer in layers]
     check_agreement(name, layers, group)
     rows = _gather(name, layers, messages, group)
-    with peers_told(group):
+    with notifying_peers(group):
         pooled = [reduce(_Moments.merged, _weighted(ranks)) for ranks in _moments_in(rows)]
         values = [(moments.mean, moments.squares / moments.count) for moments in pooled]
         for (_, layer), (mean, var) in zip(layers, values, strict=True):
@@ -125,7 +125,7 @@ def estimate_running_stats(
     """
     group = groups.in_use(process_group)
     name = "estimate_running_stats"
-    with peers_told(group):
+    with notifying_peers(group):
         layers = _with_statistics(layers_in_training(model, TorchBatchNorm, include, exclude))
         if not layers:
             raise ValueError(
@@ -135,12 +135,12 @@ def estimate_running_stats(
             )
     if group is not None:
         check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
-    with peers_told(group):
+    with notifying_peers(group):
         messages = [own.message() for own in _moments_of_inputs(model, layers, batches)]
     rows = [m.unsqueeze(0) for m in messages]
     if group is not None:
         rows = _gather(name, layers, messages, group)
-    with peers_told(group):
+    with notifying_peers(group):
         pooled = [reduce(_Moments.merged, ranks) for ranks in _moments_in(rows)]
         values = [(moments.mean, moments.squares / (moments.count - 1)) for moments in pooled]
         for (_, layer), moments, (mean, var) in zip(layers, pooled, values, strict=True):
@@ -201,13 +201,13 @@ def _with_statistics(layers: NamedLayers) -> NamedLayers:
 
 
 @contextmanager
-def peers_told(group: ProcessGroup | None) -> Iterator[None]:
-    """Tell the other ranks about an exception on this rank, so that they do not wait for it."""
+def notifying_peers(group: ProcessGroup | None) -> Iterator[None]:
+    """Notify the other ranks of an exception on this rank, so that they do not wait for it."""
     try:
         yield
     except Exception as error:
         if group is not None:
-            ops.tell_peers(error, "world", group.group_name)
+            ops.notify_peers(error, "world", group.group_name)
         raise
 
 

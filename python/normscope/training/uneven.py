@@ -71,7 +71,7 @@ def joined(
     group = groups.name_in_use(groups.name_of(process_group))
     own = _with_empty_ones(batches, like)
     while True:
-        with _peers_told(group):
+        with _notifying_peers(group):
             batch, samples = next(own)
         of_ranks = ops.gather_numbers([samples], group, "the next step of joined batches")
         ranks = [int(number) for (number,) in of_ranks]
@@ -102,8 +102,8 @@ def _with_empty_ones(
 
 
 @contextmanager
-def _peers_told(group: str) -> Iterator[None]:
-    """Tell the other ranks if the batches of this rank raise, so that they do not wait."""
+def _notifying_peers(group: str) -> Iterator[None]:
+    """Notify the other ranks if the batches of this rank raise, so that they do not wait."""
     try:
         yield
     except BaseException as error:

@@ -11,29 +11,31 @@
 
 namespace normscope::binding {
 
-// The first meeting of a group's ranks, which any thread of this rank may end.
-class FirstMeeting {
+// The rendezvous of a group's ranks, which any thread of this rank may end.
+class Rendezvous {
  public:
-  // During its lifetime the ranks meet.
+  // During its lifetime this rank takes part.
   class Open {
    public:
-    explicit Open(FirstMeeting& meeting) : meeting_(meeting) { meeting_.set_open(/*open=*/true); }
+    explicit Open(Rendezvous& rendezvous) : rendezvous_(rendezvous) {
+      rendezvous_.set_open(/*open=*/true);
+    }
     Open(const Open&) = delete;
     Open& operator=(const Open&) = delete;
-    ~Open() { meeting_.set_open(/*open=*/false); }
+    ~Open() { rendezvous_.set_open(/*open=*/false); }
 
    private:
-    FirstMeeting& meeting_;
+    Rendezvous& rendezvous_;
   };
 
-  // The ranks meet in `group`.
-  void meet_in(const std::shared_ptr<OwnGroup>& group) {
+  // The ranks wait for each other in `group`.
+  void begin_in(const std::shared_ptr<OwnGroup>& group) {
     const std::lock_guard lock(mutex_);
     group_ = group;
-    if (!refusal_.empty()) group_->tell_failure(refusal_);
+    if (!refusal_.empty()) group_->publish_failure(refusal_);
   }
 
-  // Tells all ranks that this one fails. Does nothing unless they meet.
+  // Notifies all ranks that this one fails. Does nothing outside of Open.
   void fail(std::string_view reason) {
     std::shared_ptr<OwnGroup> group;
     {
@@ -42,7 +44,7 @@ class FirstMeeting {
       group = group_;
       if (!group) refusal_ = reason;
     }
-    if (group) group->tell_failure(reason);
+    if (group) group->publish_failure(reason);
   }
 
  private:
