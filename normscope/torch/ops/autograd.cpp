@@ -291,7 +291,7 @@ ForwardTensors forward(const ForwardOpArguments& op) {
 BackwardTensors backward(const BackwardOpArguments& op) {
   if (!at::GradMode::is_enabled() || op.activation.activates()) return below_autograd(op);
   const variable_list outputs = BatchNormBackward::apply(op.dy, op.x, op.weight, op);
-  return {outputs[0], outputs[1], outputs[2], at::empty({0}, op.x.options())};
+  return {outputs[0], outputs[1], outputs[2], {}};
 }
 
 GradientTensors double_backward(const DoubleBackwardOpArguments& op) {

@@ -270,7 +270,7 @@ BackwardTensors backward(const BackwardOpArguments& op) {
   }
   const PreparedBackward done = run_backward(op, Answer::kOutput);
   const auto [dx, dweight, dbias] = done.gradients.tensors();
-  return {dx, dweight, dbias, op.activation.y ? done.dz : at::empty({0}, op.x.options())};
+  return {dx, dweight, dbias, op.activation.y ? done.dz : at::Tensor()};
 }
 
 namespace {

@@ -113,10 +113,9 @@ BackwardTensors backward_in_graph(const BackwardOpArguments& op) {
 BackwardTensors backward_by_coefficients(const BackwardOpArguments& op,
                                          const GradientTensors& sums) {
   const auto& [coefficients, dweight, dbias] = sums;
-  const at::Tensor none = at::empty({0}, op.x.options());
-  if (!op.wanted.dx) return {none, dweight, dbias, none};
+  if (!op.wanted.dx) return {at::empty({0}, op.x.options()), dweight, dbias, {}};
   const CoefficientsOf of(op.x, coefficients, parsed_scope(op.call.scope));
-  return {input_gradient(op.x, op.dy, of), dweight, dbias, none};
+  return {input_gradient(op.x, op.dy, of), dweight, dbias, {}};
 }
 
 }  // namespace normscope::binding

@@ -50,8 +50,7 @@ BackwardTensors backward(const BackwardOpArguments& op) {
   static_cast<void>(parsed_scope(op.call.scope));
   static_cast<void>(checked(op));
   const auto [dx, dweight, dbias] = Gradients(op.x, op.wanted).tensors();
-  return {dx, dweight, dbias,
-          op.activation.y ? empty_output(op.x) : at::empty({0}, op.x.options())};
+  return {dx, dweight, dbias, op.activation.y ? empty_output(op.x) : at::Tensor()};
 }
 
 GradientTensors gradient_sums(const BackwardOpArguments& op) {

@@ -315,8 +315,7 @@ BackwardTensors portable_backward(const BackwardOpArguments& op) {
     const OwnGradients own =
         own_gradients(of.dy, of.x, of.weight, statistics.mean, inv_std, op.wanted);
     const GradientSums totals = total_of(own.sums, of.x, op.call, message).sums;
-    const at::Tensor no_tensor = at::empty({0}, of.x.options());
-    at::Tensor dx = no_tensor;
+    at::Tensor dx;
     if (op.wanted.dx && has_synchronized_kernels(of.x) && of.x.numel() > 0) {
       dx = at::batch_norm_backward_elemt(of.dy, of.x, statistics.mean, inv_std, of.weight,
                                          totals.dy, totals.dy_xmu, statistics.counts);
@@ -324,10 +323,12 @@ BackwardTensors portable_backward(const BackwardOpArguments& op) {
       const InputGradientValues values(totals, statistics.counts.sum(), inv_std, of.weight);
       dx = input_gradient(of.dy, of.x - along_channels(of.x, statistics.mean), values)
                .to(of.x.scalar_type());
+    } else {
+      dx = at::empty({0}, of.x.options());
     }
     const at::Tensor none = at::empty({0}, arithmetic_options(of.x));
-    return BackwardTensors{dx, op.wanted.dweight ? own.dweight : none,
-                           op.wanted.dbias ? own.dbias : none, no_tensor};
+    return BackwardTensors{
+        dx, op.wanted.dweight ? own.dweight : none, op.wanted.dbias ? own.dbias : none, {}};
   });
 }
 
