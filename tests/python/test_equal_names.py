@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose layers have equal names never exchange each other's statistics in silence."""
+"""Models whose layers have equal names; test_faults.py has those in different orders."""
 
 from __future__ import annotations
 
 import copy
-import io
 import re
 from collections.abc import Callable
 
-import pytest
 import torch
-from rank_pool import RankPool, error_of
+from rank_pool import RankPool
 from torch import distributed, nn
 
 import normscope
-
-Pair = tuple[nn.Module, nn.Module]
 
 
 def network() -> nn.Module:
@@ -26,69 +22,9 @@ def converted(scope: str = "world") -> nn.Module:
     return normscope.convert(network(), scope)
 
 
-def two_conversions() -> Pair:
-    return converted(), converted()
-
-
-def a_deepcopy() -> Pair:
-    student = converted()
-    return student, copy.deepcopy(student)
-
-
-def unpickled() -> Pair:
-    file = io.BytesIO()
-    torch.save(two_conversions(), file)
-    file.seek(0)
-    pair: Pair = torch.load(file, weights_only=False)
-    return pair
-
-
-def layers_by_hand() -> Pair:
-    pair = normscope.BatchNorm1d(4), normscope.BatchNorm1d(4)
-    for layer in pair:
-        layer.layer_name = "stem"
-    return pair
-
-
-PAIRS: dict[str, Callable[[], Pair]] = {
-    pair.__name__: pair for pair in (two_conversions, a_deepcopy, unpickled, layers_by_hand)
-}
-
-
-def step(models: Pair) -> None:
+def step(models: tuple[nn.Module, ...]) -> None:
     for model in models:
         model(torch.randn(2, 4)).sum().backward()
-
-
-def rank_1_changes_the_order(pair: str, steps_before: int) -> str:
-    first, second = PAIRS[pair]()
-    for _ in range(steps_before):
-        step((first, second))
-    order = (second, first) if distributed.get_rank() == 1 else (first, second)
-    return error_of(lambda: step(order))
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_another_order_of_models_is_told(
-    ranks: RankPool, environment: dict[str, str], pair: str
-) -> None:
-    messages = ranks.run(2, rank_1_changes_the_order, pair, 1, environment=environment)
-
-    name = "stem" if pair == "layers_by_hand" else "0"
-    for message in messages:
-        assert f"rank 0: forward of {name} (4 channels" in message
-        assert f"rank 1: forward of {name} of model 2 (4 channels" in message
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-def test_another_order_in_the_first_step_is_told_at_the_second_model(
-    ranks: RankPool, environment: dict[str, str], pair: str
-) -> None:
-    messages = ranks.run(2, rank_1_changes_the_order, pair, 0, environment=environment)
-
-    for message in messages:
-        assert "of model 2 (4 channels" in message
-        assert "of model 2, made before model 1 (4 channels" in message
 
 
 def statistics(*models: nn.Module) -> list[torch.Tensor]:

@@ -16,8 +16,6 @@ from torch.distributed.algorithms.join import Join
 
 import normscope
 
-LIMIT_SECONDS = 2.0
-
 # The samples of each batch of each rank.
 SIZES = [
     ((3, 2), (4,)),
@@ -136,98 +134,6 @@ def second_loop() -> list[int]:
 
 def test_each_epoch_can_have_its_own_loop(ranks: RankPool) -> None:
     assert ranks.run(3, second_loop) == [[2, 2, 2]] * 3
-
-
-def without_like() -> tuple[str, float]:
-    own = [torch.ones(2, 1)] if distributed.get_rank() == 1 else []
-    with pytest.raises(ValueError, match="like") as caught:
-        list(normscope.joined(own))
-    # Only an argument was wrong: the group still works.
-    y = normscope.BatchNorm1d(1)(torch.full((1, 1), float(distributed.get_rank())))
-    return str(caught.value), y.sum().item()
-
-
-def test_a_rank_without_batches_and_like_is_named_on_all_ranks(
-    ranks: RankPool, environment: dict[str, str]
-) -> None:
-    answers = ranks.run(3, without_like, environment=environment)
-
-    text = "like: expected a batch on ranks without batches, [0, 2], got None"
-    assert [error for error, _ in answers] == [text] * 3
-
-
-def batches_that_break(before: int) -> Iterator[torch.Tensor]:
-    yield from [torch.ones(2, 1)] * before
-    raise OSError("the disk is full of holes")
-
-
-def run_through(layer: nn.Module, batches: Iterator[torch.Tensor]) -> None:
-    for x, weight in normscope.joined(batches):
-        (layer(x).sum() * weight).backward()
-
-
-def train_beside_broken_batches(before: int) -> tuple[str, str, float]:
-    broken = distributed.get_rank() == 1
-    own = batches_that_break(before) if broken else iter([torch.ones(2, 1)] * 3)
-    distributed.barrier()
-    begin = time.monotonic()
-    with pytest.raises((OSError, RuntimeError)) as caught:
-        run_through(normscope.BatchNorm1d(1), own)
-    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
-
-
-@pytest.mark.parametrize("before", [0, 2])
-def test_peers_of_a_rank_whose_batches_raise_are_told_at_once(
-    ranks: RankPool, before: int, environment: dict[str, str]
-) -> None:
-    answers = ranks.run(3, train_beside_broken_batches, before, environment=environment)
-
-    assert answers[1][:2] == ("OSError", "the disk is full of holes")
-    for rank in (0, 2):
-        kind, text, seconds = answers[rank]
-        assert kind == "DistBackendError"
-        assert "rank 1" in text
-        assert "its batches raised OSError: the disk is full of holes" in text
-        # Far below the group's limit of a minute.
-        assert seconds < 10
-
-
-def leave_alone(then: str) -> str:
-    layer = normscope.BatchNorm1d(1)
-    layer(torch.randn(2, 1))
-    try:
-        for step, (x, _) in enumerate(normscope.joined([torch.randn(2, 1)] * 3)):
-            layer(x)
-            if distributed.get_rank() == 1 and step == 1:
-                break
-        if then == "a layer" and distributed.get_rank() == 1:
-            normscope.convert(nn.Sequential(nn.BatchNorm1d(1)))(torch.randn(2, 1))
-        elif distributed.get_rank() == 1:
-            time.sleep(LIMIT_SECONDS + 2)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_rank_that_leaves_the_loop_alone_is_named_after_the_time_limit(
-    ranks: RankPool, environment: dict[str, str]
-) -> None:
-    limit = {"NORMSCOPE_TIMEOUT": str(LIMIT_SECONDS)}
-
-    answers = ranks.run(3, leave_alone, "nothing", environment=environment | limit)
-
-    assert answers[1] == ""
-    for rank in (0, 2):
-        assert "the next step of joined batches" in answers[rank]
-        assert "rank 1" in answers[rank]
-
-
-def test_a_rank_that_leaves_the_loop_for_a_layer_is_named_at_once(
-    ranks: RankPool, environment: dict[str, str]
-) -> None:
-    for error in ranks.run(3, leave_alone, "a layer", environment=environment):
-        assert "rank 0: the next step of joined batches" in error
-        assert "rank 1: forward of 0 (1 channels, scope world" in error
 
 
 def test_without_a_process_group_there_are_only_the_rank_s_own_batches() -> None:

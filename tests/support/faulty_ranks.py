@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in the faults of tests/python/test_faults.py.
+
+A function that takes a rank, as its last argument, lets one of them differ from the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch_device
+from faults import Part
+from torch import distributed, nn
+
+import normscope
+
+X = torch.randn(6, 3, 5)
+
+
+def named(name: str = "stem", channels: int = 3, **settings: Any) -> normscope.BatchNorm1d:  # noqa: ANN401
+    layer = normscope.BatchNorm1d(channels, **settings)
+    layer.layer_name = name
+    return layer
+
+
+def converted() -> nn.Module:
+    return normscope.convert(nn.Sequential(nn.BatchNorm1d(3)))
+
+
+def run(layer: nn.Module) -> Any:  # noqa: ANN401
+    """Return the layer after a step that all ranks make."""
+    layer(X).sum().backward()
+    return layer
+
+
+def forward(layer: nn.Module, x: Any = X, block: Any = None) -> Part:  # noqa: ANN401
+    def call() -> None:
+        with block or nullcontext():
+            layer(x)
+
+    return layer, call
+
+
+def backward(layer: nn.Module, dy: torch.Tensor = X) -> Part:
+    y = layer(X.clone().requires_grad_())
+    return layer, lambda: y.backward(dy)
+
+
+def double_backward(layer: nn.Module, dy: torch.Tensor) -> Part:
+    x = nn.Parameter(X.clone())
+    [dx] = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    return nn.ModuleList([layer, nn.ParameterList([x])]), lambda: dx.backward(dy)
+
+
+def nothing(layer: nn.Module) -> Part:
+    return layer, lambda: None
+
+
+# ---- Other calls than those of the peers ---------------------------------------------------------
+
+
+def another_number_of_channels(name: str, rank: int) -> Part:
+    return forward(named(name, 3 + rank), torch.randn(6, 3 + rank))
+
+
+def another_layer_of_two(rank: int) -> Part:
+    for _ in range(rank):
+        normscope.BatchNorm1d(3)  # construction alone does not number layers
+    layers = [run(layer) for layer in (normscope.BatchNorm1d(3), normscope.BatchNorm1d(3))]
+    return forward(layers[rank])
+
+
+def another_direction(rank: int) -> Part:
+    layer = named()
+    y = layer(X).sum()
+    return layer, (lambda: layer(X)) if rank == 1 else y.backward
+
+
+def another_scope(scopes: list[str], rank: int) -> Part:
+    return forward(named(scope=scopes[rank]))
+
+
+def another_setting(settings: Any, compiled: str, rank: int) -> Part:  # noqa: ANN401
+    return step(named(**settings[rank]), compiled)
+
+
+def another_dtype(dtypes: list[torch.dtype], compiled: str, rank: int) -> Part:
+    return step(named(), compiled, dtypes[rank])
+
+
+def another_dtype_on_a_device(
+    dtypes: list[torch.dtype], earlier: list[torch.dtype], compiled: str, rank: int
+) -> Part:
+    torch_device.load()
+    layer = named(process_group=distributed.new_group(backend=torch_device.BACKENDS))
+    layer.to(torch_device.NAME)
+    for dtype in earlier:
+        layer(X.to(torch_device.NAME, dtype))
+    return step(layer, compiled, dtypes[rank])
+
+
+def step(layer: nn.Module, compiled: str, dtype: torch.dtype = X.dtype) -> Part:
+    call: Any = torch.compile(layer, backend="aot_eager") if compiled else layer
+    x = X.to(next(layer.parameters()).device, dtype).requires_grad_()
+    return layer, lambda: call(x).sum().backward()
+
+
+# ---- Models with equal names ---------------------------------------------------------------------
+
+Pair = tuple[nn.Module, nn.Module]
+
+
+def conversions() -> Pair:
+    return converted(), converted()
+
+
+def a_deepcopy() -> Pair:
+    student = converted()
+    return student, copy.deepcopy(student)
+
+
+def unpickled() -> Pair:
+    file = io.BytesIO()
+    torch.save(conversions(), file)
+    file.seek(0)
+    pair: Pair = torch.load(file, weights_only=False)
+    return pair
+
+
+def layers_by_hand() -> Pair:
+    return named("0"), named("0")
+
+
+def in_order(make: Callable[[], Pair], orders: tuple[tuple[int, ...], ...], rank: int) -> Part:
+    """Run models of a pair in the order of the rank; the call runs the last one."""
+    pair = make()
+    *before, last = orders[rank]
+    for index in before:
+        run(pair[index])
+    return forward(pair[last])
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def with_momentum(layer: nn.Module) -> None:
+    layer.momentum = "much"  # type: ignore[assignment]
+    layer(X)
+
+
+def with_damaged_scope(layer: nn.Module) -> None:
+    object.__setattr__(layer.scope, "text", "wrld")
+    layer(X)
+
+
+def without_weight(layer: nn.Module) -> None:
+    del layer.weight
+    layer(X)
+
+
+def mapped(layer: nn.Module, *, buffers: bool) -> None:
+    """Call an ensemble, as torch's recipe does."""
+    parameters, stacked = torch.func.stack_module_state([layer, copy.deepcopy(layer)])
+    state = (parameters, stacked) if buffers else (parameters,)
+
+    def call(state: Any, x: torch.Tensor) -> Any:  # noqa: ANN401
+        return torch.func.functional_call(layer, state, (x,))
+
+    torch.func.vmap(call, in_dims=(0, None))(state, X)
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)
+
+
+BAD_CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "sparse input": lambda layer: layer(X.to_sparse()),
+    "no input": lambda layer: layer(None),
+    "a list": lambda layer: layer([1.0]),
+    "a damaged scope": with_damaged_scope,
+    "a bad momentum": with_momentum,
+    "no weight": without_weight,
+    "nested input": lambda layer: layer(nested()),
+    "mapped parameters": lambda layer: mapped(layer, buffers=False),
+    "mapped parameters and buffers": lambda layer: mapped(layer, buffers=True),
+    "a residual that is a list": lambda layer: layer(X, [1.0]),
+    "a residual of another shape": lambda layer: layer(X, torch.ones(7)),
+}
+
+
+def bad_call(what: str, met: str, scope: str, rank: int) -> Part:
+    layer = normscope.BatchNormAct1d(3, scope=scope)
+    if met:
+        run(layer)
+    if what == "sparse gradient":
+        return backward(layer, X if rank else X.to_sparse())
+    if rank == 0:
+        return layer, lambda: BAD_CALLS[what](layer)
+    # A residual is added after the exchange: peers find out in the next one.
+    return (nn.Identity(), lambda: run(layer)) if "residual" in what else forward(layer)
+
+
+def bad_call_of_a_local_layer(rank: int) -> Part:
+    layer = run(named())
+    return layer, lambda: named(scope="local")(X if rank else None)
+
+
+def pooled_lazy_layer(pool: Any, *batches_and_rank: Any) -> Part:  # noqa: ANN401
+    *batches, rank = batches_and_rank
+    model = converted() if rank else nn.Sequential(nn.LazyBatchNorm2d())
+    return model if rank else nn.Identity(), lambda: pool(model, *batches)
+
+
+def error_in_own_code(
+    block: Callable[[], AbstractContextManager[None]], met: str, scope: str, rank: int
+) -> Part:
+    """Raise an error on rank 0 while its peers run a layer."""
+    layer = named(scope=scope)
+    if met:
+        run(layer)
+
+    def call() -> None:
+        with block():
+            if rank == 0:
+                raise LookupError("no such file")
+            layer(X)
+
+    return layer, call
+
+
+def interrupted(where: str, rank: int) -> Part:
+    """Send rank 0 a Ctrl-C half a second after it starts to wait."""
+    net = nn.Sequential(named("stem"), named("head"))
+    y = X if where == "the first exchange" else net(X)
+    wait: Callable[[], object] = y.sum().backward if where == "backward" else lambda: net(X)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def call() -> None:
+        # Jobs that a shell starts in the background ignore the signal.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        try:
+            wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    # Over Gloo, the exchange in which rank 0 waited ends: its peer finds out in the next one.
+    return (net, call) if rank == 0 else (net[0 if where == "backward" else 1], wait)
+
+
+# ---- Loops of joined batches ---------------------------------------------------------------------
+
+
+def loop(batches: Iterable[torch.Tensor], steps: int = 0) -> Part:
+    """Take steps of joined batches; the call takes the next one."""
+    layer, joined = named(), normscope.joined(batches)
+    for _ in range(steps):
+        layer(next(joined)[0]).sum().backward()
+    return layer, lambda: next(joined)
+
+
+def broken_batches(before: int, rank: int) -> Part:
+    def batches() -> Iterator[torch.Tensor]:
+        yield from [X] * before
+        raise OSError("the disk is full of holes")
+
+    return loop(batches() if rank == 1 else [X] * 3, before)
+
+
+def left_loop(instead: Callable[[nn.Module], Part], rank: int) -> Part:
+    part = loop([X] * 3, steps=2)
+    return instead(named("head")) if rank == 1 else part
+
+
+# ---- Ranks that do not arrive --------------------------------------------------------------------
+
+
+def after_a_step(scope: str, _rank: int) -> Part:
+    return forward(run(named(scope=scope)))
+
+
+def between_layers(_rank: int) -> Part:
+    named()(X)
+    return forward(named("head"))
+
+
+def one_step_more(rank: int) -> Part:
+    layer = run(named())
+    return forward(layer) if rank == 2 else nothing(layer)
+
+
+def no_need_of_peers(rank: int) -> Part:
+    layer = run(named())
+    if rank == 1:
+        layer.scope = normscope.Scope("local")
+    return forward(layer)
+
+
+def changed_scope(rank: int) -> Part:
+    stem, head = named(scope="group:2"), named("head")
+    head(stem(X))
+    if rank == 0:
+        stem.scope = normscope.Scope("world")
+    # The last two ranks pass the stem.
+    return stem if rank < 2 else head, lambda: head(stem(X))
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+
+def bad_values(part: Any, value: float, scope: str, rank: int) -> Part:  # noqa: ANN401
+    """Give a part x or the gradient of y, in which rank 1 has two bad values of one channel."""
+    x = X.clone()
+    if rank == 1:
+        x[1:3, 0, 0] = value
+    made: Part = part(named(scope=scope), x)
+    return made
