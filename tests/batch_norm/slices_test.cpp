@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstdint>
 #include <limits>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -74,7 +76,43 @@ TEST_P(Slices, AreNormBatchesOfTheirOwn) {
   }
 }
 
-// Enough channels for two threads, each of which takes all slices of its channels.
+// One call of the layer after the other, on the same running statistics.
+LayerRun in_sequence(const Layer& layer, const Assignment& batches, RunningAverage average) {
+  LayerRun last(layer, batches.front());
+  last.step({}, SliceStats::kPooled, average);
+  for (const std::vector<std::int64_t>& batch : std::span(batches).subspan(1)) {
+    LayerRun next(layer, batch);
+    next.running_mean = last.running_mean;
+    next.running_var = last.running_var;
+    next.updates = last.updates;
+    next.step({}, SliceStats::kPooled, average);
+    last = std::move(next);
+  }
+  return last;
+}
+
+TEST_P(Slices, UpdateTheRunningStatisticsTogetherOrByTheFirstOrInSequence) {
+  const Layer layer{.layout = GetParam()};
+  const Assignment slices = slices_of_seven();
+  const std::vector<std::pair<SliceStats, Assignment>> batches{
+      {SliceStats::kPooled, {first_samples(kFewSamples)}},
+      {SliceStats::kFirst, {slices.front()}},
+      {SliceStats::kSequential, slices}};
+  for (const RunningAverage average : {RunningAverage::kExponential, RunningAverage::kCumulative}) {
+    for (const auto& [slice_stats, counted] : batches) {
+      const LayerRun expected = in_sequence(layer, counted, average);
+      LayerRun run(layer, first_samples(kFewSamples), kSlices);
+
+      run.step({}, slice_stats, average);
+
+      EXPECT_EQ(run.running_mean.values(), expected.running_mean.values());
+      EXPECT_EQ(run.running_var.values(), expected.running_var.values());
+      EXPECT_EQ(run.updates, expected.updates);
+    }
+  }
+}
+
+// Enough channels for two threads.
 TEST_P(Slices, AreTheSameWithMoreThreads) {
   const Layer wide{.layout = GetParam(), .channels = 1024, .positions = 11};
   const Execution two_threads = on_threads(2);
