@@ -108,14 +108,11 @@ def test_patterns_select_layers_by_name() -> None:
     assert type(model.head[1]) is nn.BatchNorm1d
 
 
-def test_an_unknown_subclass_is_refused_by_name_and_nothing_is_converted() -> None:
+def test_a_layer_that_cannot_be_converted_can_be_left_out() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(Centred(3)))
 
-    with pytest.raises(TypeError, match=r"1\.0: expected a layer .*got .*\.Centred"):
-        normscope.convert(model)
-
-    assert type(model[0]) is nn.BatchNorm2d
     normscope.convert(model, exclude="1.0")
+
     assert type(model.get_submodule("1.0")) is Centred
     assert type(model[0]) is normscope.BatchNorm2d
 
@@ -204,24 +201,6 @@ def test_an_optimizer_made_before_conversion_still_works() -> None:
     assert all(parameters_after_training(model, optimizer))
 
 
-class Named(nn.BatchNorm2d):
-    """A subclass with additional members that uses torch's forward."""
-
-    label = "named"
-
-
-def test_a_subclass_with_torchs_forward_is_refused_too() -> None:
-    model = nn.Sequential(Named(3))
-
-    with pytest.raises(
-        TypeError,
-        match=r"0: .*\.Named, whose own members would be lost; derive it from "
-        r"normscope\.BatchNorm2d instead of torch\.nn\.BatchNorm2d, say what becomes of it with "
-        r"normscope\.register_conversion, or leave it out with exclude='0'",
-    ):
-        normscope.convert(model)
-
-
 class CentredScoped(normscope.BatchNorm2d):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # no masks
         return super().forward(input) - 0.5
@@ -237,17 +216,6 @@ def test_a_subclass_of_a_scoped_layer_keeps_its_class() -> None:
 
     assert type(model[0]) is CentredScoped
     assert str(model[0].scope) == "local"
-
-
-def test_patterns_that_match_no_layer_are_named_and_nothing_is_converted() -> None:
-    model = Block()
-
-    with pytest.raises(ValueError, match=r"include: .*\('norm', 'head\.0', 'head\.1'\), got 'a'"):
-        normscope.convert(model, include=["norm", "a"])
-    with pytest.raises(ValueError, match=r"exclude: .* got 'conv'"):
-        normscope.convert(model, exclude="conv")
-
-    assert type(model.norm) is nn.BatchNorm2d
 
 
 @pytest.mark.parametrize("exclude", [None, "0"])
@@ -332,16 +300,6 @@ def test_copies_of_a_trained_model_can_be_reverted() -> None:
         assert [type(layer) for layer in other] == [nn.BatchNorm2d, nn.SyncBatchNorm]
         assert [set(layer.__dict__) for layer in other] == before
         assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
-
-
-def test_a_layer_whose_class_has_changed_since_is_not_reverted() -> None:
-    model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
-    model[1].__class__ = CentredScoped
-
-    with pytest.raises(TypeError, match=r"1: expected the class that convert gave it, got .*\.Cen"):
-        normscope.revert(model)
-
-    assert type(model[0]) is normscope.BatchNorm2d
 
 
 def test_an_averaged_model_keeps_its_scope_and_averages() -> None:

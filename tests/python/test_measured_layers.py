@@ -226,17 +226,3 @@ def test_only_layers_in_training_or_by_name_are_estimated(
     if "0" in estimated:
         # Sums of 16 numbers of order one in float64.
         torch.testing.assert_close(model[0].running_mean, x.mean(0), rtol=1e-14, atol=0)
-
-
-def test_a_model_without_layers_in_training_is_told_of() -> None:
-    model = nn.Sequential(normscope.BatchNorm1d(FEATURES)).eval()
-    state = copy.deepcopy(model.state_dict())
-    given = [torch.randn(8, FEATURES)]
-
-    with pytest.raises(ValueError, match=r"expected layers of normscope in training, .* include"):
-        normscope.recommend_scopes(model, given)
-    with pytest.raises(ValueError, match=r"expected layers with running statistics in training"):
-        normscope.estimate_running_stats(model, given)
-    with pytest.raises(ValueError, match=r"include: expected patterns that match .* got 'norm'"):
-        normscope.estimate_running_stats(model, given, include="norm")
-    assert unchanged(model, state)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from masked_network import Masked
-from noisy_network import noise_batches, small_network, trained
+from noisy_network import noise_batches, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -276,6 +276,9 @@ def test_batches_are_given_as_the_model_takes_them() -> None:
     assert noise_of(_TakesKeywords(), [(x, 1.0) for x in images]) == expected
     assert noise_of(_TakesKeywords(), [{"pixels": x, "scale": 1.0} for x in images]) == expected
     assert noise_of(_TakesKeywords(), [UserDict(pixels=x) for x in images]) == expected
+    assert noise_of(_Batch(lambda batch: batch[0]), [[x, 0] for x in images]) == {
+        "inner.norm": expected["norm"]
+    }
     one_argument = _Batch(lambda batch: batch["x"])
     assert noise_of(one_argument, [{"x": x, "y": 0} for x in images]) == {
         "inner.norm": expected["norm"]
@@ -307,13 +310,3 @@ def test_only_the_unmasked_values_of_a_layer_are_measured() -> None:
     fewest = min(int(mask[part].sum()) for _, mask in clean for part in (slice(4), slice(4, 8)))
     assert by_name[0].elements == fewest
     assert by_name[0].noise > 0
-
-
-def test_pairs_of_a_loader_are_refused_with_the_line_to_write() -> None:
-    pairs = [[x, torch.zeros(len(x))] for x in noise_batches(8)]
-    line = r"pass the inputs alone: \(x for x, _ in loader\)"
-
-    for measure in (normscope.recommend_scopes, normscope.estimate_running_stats):
-        with pytest.raises(ValueError, match=line):
-            measure(small_network(), pairs)
-    assert noise_of(_Batch(lambda batch: batch[0]), pairs)  # takes the list

@@ -156,13 +156,6 @@ def test_to_torch_keeps_parametrizations(converted: bool) -> None:  # noqa: FBT0
     assert torch.equal(net(x), y)
 
 
-def test_to_torch_refuses_an_activated_layer_with_parametrizations() -> None:
-    layer = doubled(normscope.BatchNormAct2d(4))
-
-    with pytest.raises(TypeError, match=r"got .*ParametrizedBatchNormAct2d; call to_torch before"):
-        normscope.to_torch(nn.Sequential(layer))
-
-
 def test_a_copy_keeps_its_class() -> None:
     net = model(doubled)
     twin = copy.deepcopy(net)

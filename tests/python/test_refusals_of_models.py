@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong arguments of functions of whole models: errors say what was expected and given."""
+"""Wrong arguments of functions of whole models: errors say what was expected and given.
+
+A refused call changes nothing.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from noisy_network import noise_batches, small_network
-from torch import fx, nn
+from refusals import Refusal, assert_refused
+from torch import nn
 
 import normscope
-from normscope.costs import Costs, measure
-from normscope.costs.model import exchange_seconds
+from normscope.scopes import ScopePlan
+
+X = torch.randn(4, 3)
 
 
 class Detached(nn.Module):
@@ -21,128 +28,242 @@ class Detached(nn.Module):
         return x.detach()
 
 
-def two_layers() -> nn.Sequential:
+def two_layers() -> nn.Module:
     first = nn.Sequential(nn.Linear(3, 3), normscope.BatchNorm1d(3))
     return nn.Sequential(first, nn.BatchNorm1d(3), normscope.BatchNorm1d(3))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: normscope.recommend_scopes(small_network(), []), "batches: expected at least one"),
-        (
-            lambda: normscope.recommend_scopes(nn.ReLU(), noise_batches(2)),
-            "expected layers of normscope",
-        ),
-        (
-            lambda: normscope.recommend_scopes(small_network(), noise_batches(2), -0.1),
-            "noise: expected at least 0, got -0.1",
-        ),
-        (
-            lambda: normscope.recommend_scopes(small_network(), noise_batches(2), math.nan),
-            "noise: expected at least 0, got nan",
-        ),
-        (
-            lambda: normscope.recommend_scopes(small_network(), noise_batches(2), ranks=0),
-            "at least 1, got 0",
-        ),
-        (
-            lambda: normscope.recommend_scopes(small_network(), noise_batches(2), ranks=3),
-            "expected at least 3 samples, one for each rank, got 2 in 1",
-        ),
-        (
-            lambda: normscope.recommend_scopes(small_network(), noise_batches(1)),
-            "more than 1 value per channel",
-        ),
-        (
-            lambda: normscope.recommend_scopes(
-                nn.Sequential(small_network(), Detached()), noise_batches(2)
-            ),
-            "model: expected outputs with a gradient, whose noise can be measured, got none",
-        ),
-        (
-            lambda: normscope.recommend_scopes(small_network(), [x / 0 for x in noise_batches(8)]),
-            "expected finite inputs and gradients of every layer, got NaN or infinity in 1",
-        ),
-        (
-            lambda: normscope.recommend_scopes(nn.DataParallel(small_network()), noise_batches(8)),
-            "model: expected the model in the DataParallel, got the wrapper; pass model.module",
-        ),
-        (
-            lambda: normscope.recommend_scopes(
-                nn.Sequential(nn.LazyLinear(3), normscope.BatchNorm1d(3)), [torch.randn(4, 3)]
-            ),
-            r"expected one that knows its shapes, got 0\.weight",
-        ),
-        (
-            lambda: normscope.set_scope(two_layers(), "local", include=["0.*", "head.*"]),
-            r"include: expected patterns that match a layer's name \('0\.1', '2'\), got 'head\.\*'",
-        ),
-        (
-            lambda: normscope.set_scope(two_layers(), "local", exclude="neck"),
-            "exclude: .* got 'neck'",
-        ),
-        (lambda: normscope.set_scope(two_layers(), "galaxy"), "scope"),
-        (
-            lambda: normscope.set_scope(nn.Sequential(nn.BatchNorm1d(3)), "local"),
-            "model: expected layers of normscope .* got Sequential, which has none",
-        ),
-        (
-            lambda: normscope.ProgressiveScope(two_layers(), ["local", "world"], [0]),
-            r"milestones: expected one for each .* got \[0\] for \['local', 'world'\]",
-        ),
-        (
-            lambda: normscope.ProgressiveScope(two_layers(), [], []),
-            r"at least one scope, got \[\] for \[\]",
-        ),
-        (
-            lambda: normscope.ProgressiveScope(two_layers(), ["local", "world"], [1, 2]),
-            r"milestones: expected 0 and then increasing steps, got \[1, 2\]",
-        ),
-        (
-            lambda: normscope.ProgressiveScope(
-                two_layers(), ["local", "group:2", "world"], [0, 5, 5]
-            ),
-            r"milestones: expected 0 and then increasing steps, got \[0, 5, 5\]",
-        ),
-        (lambda: normscope.ProgressiveScope(two_layers(), ["galaxy"], [0]), "scope"),
-        (
-            lambda: normscope.ProgressiveScope(two_layers(), ["local"], [0], include="neck"),
-            "got 'neck'",
-        ),
-        (
-            lambda: normscope.ProgressiveScope.doubling(two_layers(), total_steps=0),
-            "total_steps: expected at least 1, one for each of local, got 0",
-        ),
-        (
-            lambda: normscope.ProgressiveScope(two_layers(), ["local"], [0]).load_state_dict(
-                {"step": 3}
-            ),
-            r"state_dict: expected last_step, an int of at least 0, got \{'step': 3\}",
-        ),
-        *(
+def evaluated() -> nn.Module:
+    return nn.Sequential(normscope.BatchNorm1d(3)).eval()
+
+
+# Recommendations.
+
+
+def recommends(
+    batches: Iterable[object],
+    *arguments: float,
+    **keywords: Any,  # noqa: ANN401
+) -> Callable[[nn.Module], object]:
+    return lambda model: normscope.recommend_scopes(model, batches, *arguments, **keywords)
+
+
+def pairs() -> list[object]:
+    return [[x, torch.zeros(len(x))] for x in noise_batches(8)]
+
+
+@cache
+def plan() -> ScopePlan:
+    return normscope.recommend_scopes(small_network(), noise_batches(16), ranks=4)
+
+
+def of_other_channels() -> nn.Module:
+    model = small_network()
+    model[7] = normscope.BatchNorm1d(8)
+    return model
+
+
+RECOMMENDATIONS: list[Refusal] = [
+    *(
+        (small_network, call, ValueError, message)
+        for call, message in [
+            (recommends([]), "batches: expected at least one"),
+            (recommends(noise_batches(2), -0.1), "noise: expected at least 0, got -0.1"),
+            (recommends(noise_batches(2), math.nan), "noise: expected at least 0, got nan"),
+            (recommends(noise_batches(2), ranks=0), "at least 1, got 0"),
             (
-                lambda numbers=numbers: Costs(call=numbers),
-                r"^call: expected a latency and .* of at least 0, got \(",
-            )
-            for numbers in [(math.nan, 0), (0, -1), (0, math.nan), (1, 2, 3)]
-        ),
-        (
-            lambda: exchange_seconds(5152, 1, 2, Costs()),
-            "^costs: expected shared_memory, got None; measure with sev",
-        ),
-        (
-            lambda: exchange_seconds(5152, 2, 1, Costs(call=(0, 0))),
-            "^costs: expected message, got None; measure with two",
-        ),
-        (measure, "measure: expected a default process group"),
+                recommends(noise_batches(2), ranks=3),
+                "expected at least 3 samples, one for each rank, got 2 in 1",
+            ),
+            (recommends(noise_batches(1)), "more than 1 value per channel"),
+            (
+                recommends([x / 0 for x in noise_batches(8)]),
+                "expected finite inputs and gradients of every layer, got NaN or infinity in 1",
+            ),
+            (recommends(pairs()), r"pass the inputs alone: \(x for x, _ in loader\)"),
+        ]
+    ),
+    *(
+        (make, recommends(noise_batches(2)), ValueError, message)
+        for make, message in [
+            (nn.ReLU, "expected layers of normscope"),
+            (evaluated, "expected layers of normscope in training, .* include"),
+            (
+                lambda: nn.DataParallel(small_network()),
+                "model: expected the model in the DataParallel, got the wrapper; pass model.module",
+            ),
+            (
+                lambda: nn.Sequential(small_network(), Detached()),
+                "model: expected outputs with a gradient, whose noise can be measured, got none",
+            ),
+            (
+                lambda: nn.Sequential(nn.LazyConv2d(3, 1), normscope.BatchNorm2d(3)),
+                r"expected one that knows its shapes, got 0\.weight",
+            ),
+        ]
+    ),
+    *(
+        (make, lambda model: plan().apply(model), ValueError, message)
+        for make, message in [
+            (lambda: nn.Linear(2, 2), "expected layers of normscope called 1, 7, got none$"),
+            (
+                lambda: nn.ModuleDict({"module": small_network()}),
+                r"called 1, 7, got none; pass model\.module",
+            ),
+            (of_other_channels, "expected 16 channels in 7, .* plan was made, got 8"),
+        ]
+    ),
+]
+
+
+# Scopes and schedules.
+
+
+def sets(scope: str, **patterns: Any) -> Callable[[nn.Module], object]:  # noqa: ANN401
+    return lambda model: normscope.set_scope(model, scope, **patterns)
+
+
+def schedules(
+    scopes: list[str],
+    milestones: list[int],
+    **patterns: Any,  # noqa: ANN401
+) -> Callable[[nn.Module], Any]:
+    return lambda model: normscope.ProgressiveScope(model, scopes, milestones, **patterns)
+
+
+SCOPES: list[Refusal] = [
+    *(
+        (two_layers, call, ValueError, message)
+        for call, message in [
+            (
+                sets("local", include=["0.*", "head.*"]),
+                r"include: .* match a layer's name \('0\.1', '2'\), got 'head\.\*'",
+            ),
+            (sets("local", exclude="neck"), "exclude: .* got 'neck'"),
+            (sets("galaxy"), "scope"),
+            (lambda model: setattr(model[2], "scope", "galaxy"), "scope"),
+            (
+                schedules(["local", "world"], [0]),
+                r"milestones: expected one for each .* got \[0\] for \['local', 'world'\]",
+            ),
+            (schedules([], []), r"at least one scope, got \[\] for \[\]"),
+            (
+                schedules(["local", "world"], [1, 2]),
+                r"milestones: expected 0 and then increasing steps, got \[1, 2\]",
+            ),
+            (
+                schedules(["local", "group:2", "world"], [0, 5, 5]),
+                r"milestones: expected 0 and then increasing steps, got \[0, 5, 5\]",
+            ),
+            (schedules(["galaxy"], [0]), "scope"),
+            (schedules(["local"], [0], include="neck"), "got 'neck'"),
+            (
+                lambda model: normscope.ProgressiveScope.doubling(model, total_steps=0),
+                "total_steps: expected at least 1, one for each of local, got 0",
+            ),
+            (
+                lambda model: schedules(["world"], [0])(model).load_state_dict({"step": 3}),
+                r"state_dict: expected last_step, an int of at least 0, got \{'step': 3\}",
+            ),
+        ]
+    ),
+    (
+        nn.Sequential,
+        sets("local"),
+        ValueError,
+        "model: expected layers of normscope .* got Sequential, which has none",
+    ),
+]
+
+
+# Running statistics.
+
+
+def named_layer() -> nn.Module:
+    return normscope.convert(nn.Sequential(nn.BatchNorm1d(3)))[0]
+
+
+def accumulates(*batches: torch.Tensor) -> Callable[[nn.Module], None]:
+    def call(model: nn.Module) -> None:
+        with normscope.accumulate(model):
+            for batch in batches:
+                model(batch)
+
+    return call
+
+
+def estimates(batches: list[Any], include: str | None = None) -> Callable[[nn.Module], object]:
+    return lambda model: normscope.estimate_running_stats(model, batches, include=include)
+
+
+def accumulates_with_two_momenta(layer: normscope.BatchNorm) -> None:
+    momentum = layer.momentum
+    with normscope.accumulate(layer):
+        layer(X)
+        try:
+            layer.momentum = 0.5
+            layer(X)
+        finally:
+            layer.momentum = momentum
+
+
+def accumulates_in_other_buffers(layer: nn.Module) -> None:
+    others = {name: value.clone() for name, value in layer.named_buffers()}
+    with normscope.accumulate(layer):
+        torch.func.functional_call(layer, others, X)
+
+
+RUNNING_STATISTICS: list[Refusal] = [
+    (named_layer, accumulates(X, X[:, :2]), RuntimeError, "x: expected 3 channels"),
+    *(
+        (make, call, ValueError, message)
+        for make, call, message in [
+            (
+                named_layer,
+                accumulates_with_two_momenta,
+                r"0: expected momentum 0\.1 in all calls .* got 0\.5",
+            ),
+            (named_layer, accumulates_in_other_buffers, "0: expected the buffers .* got others"),
+            (
+                lambda: nn.Sequential(
+                    nn.BatchNorm1d(3), normscope.BatchNorm1d(3, track_running_stats=False)
+                ),
+                accumulates(),
+                "model: expected layers of normscope with running",
+            ),
+            (
+                lambda: normscope.convert(nn.Sequential(nn.LazyBatchNorm1d())),
+                accumulates(),
+                "0: expected a layer that has seen an input",
+            ),
+            (evaluated, estimates([X]), "expected layers with running statistics in training"),
+            (
+                evaluated,
+                estimates([X], include="norm"),
+                "include: expected patterns that match .* got 'norm'",
+            ),
+            (
+                small_network,
+                estimates(pairs()),
+                r"pass the inputs alone: \(x for x, _ in loader\)",
+            ),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "error", "message"),
+    [
+        *RECOMMENDATIONS,
+        *SCOPES,
+        *(pytest.param(*row, marks=pytest.mark.on_device) for row in RUNNING_STATISTICS),
     ],
 )
-def test_a_wrong_argument_is_refused(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_a_layer_alone_cannot_be_traced() -> None:
-    with pytest.raises(TypeError, match="root: expected a model that has the layer, got"):
-        fx.symbolic_trace(normscope.BatchNorm2d(3))
+def test_a_wrong_argument_is_refused_and_changes_nothing(
+    model: Callable[[], nn.Module],
+    call: Callable[[nn.Module], object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    assert_refused(model, call, error, message)

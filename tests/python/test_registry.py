@@ -7,7 +7,6 @@ import copy
 import pickle
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -113,74 +112,3 @@ def test_the_scoped_class_uses_the_attributes() -> None:
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-13)
     normscope.revert(model)
     assert model[0].negative_slope == "of the layer"
-
-
-def test_a_class_that_derives_from_a_registered_one_is_unknown() -> None:
-    class Further(Scaled):
-        pass
-
-    with pytest.raises(TypeError, match=r"0: .*Further, whose own forward would be lost; .*regist"):
-        normscope.convert(nn.Sequential(Further(3, 1.0)))
-
-
-class Layer2d(nn.BatchNorm2d):
-    pass
-
-
-class Scoped2d(Layer2d, normscope.BatchNorm2d):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("layer_class", "scoped_class", "error", "message"),
-    [
-        (nn.Linear, Scoped2d, TypeError, "layer_class: .* torch's batch norm.*, got .*Linear$"),
-        (Layer2d(3), Scoped2d, TypeError, r"layer_class: .*, got Layer2d\(3"),
-        (Scoped2d, Scoped2d, TypeError, "layer_class: .*Scoped2d, whose layers have a scope"),
-        (Layer2d, nn.BatchNorm2d, TypeError, r"scoped_class: .* normscope\.BatchNorm2d for layers"),
-        (Layer2d, normscope.BatchNorm1d, TypeError, r"normscope\.BatchNorm2d .*\.BatchNorm1d$"),
-        (Layer2d, None, TypeError, "scoped_class: .*, got None"),
-        (Scaled, normscope.BatchNorm2d, ValueError, "got .*Scaled, which is registered for .*Scop"),
-        (
-            nn.BatchNorm2d,
-            Scoped2d,
-            ValueError,
-            r"registered for normscope\.layers\.batch_norm\.BatchNorm2d",
-        ),
-    ],
-)
-def test_classes_that_cannot_be_registered_are_refused(
-    layer_class: Any,  # noqa: ANN401 - may be anything
-    scoped_class: Any,  # noqa: ANN401
-    error: type[Exception],
-    message: str,
-) -> None:
-    with pytest.raises(error, match=message):
-        normscope.register_conversion(layer_class, scoped_class)
-
-    with pytest.raises(TypeError, match="Layer2d, whose own members would be lost"):
-        normscope.convert(Layer2d(3))
-
-
-def test_other_attributes_for_a_registered_class_are_refused() -> None:
-    with pytest.raises(ValueError, match="Activated, which is registered with other attributes"):
-        normscope.register_conversion(Activated, normscope.BatchNormAct2d)
-    attributes: Any = {"activation": "relu"}
-    with pytest.raises(TypeError, match="attributes: expected a function of a layer, got dict"):
-        normscope.register_conversion(Layer2d, Scoped2d, attributes=attributes)
-
-
-class WithModule(nn.BatchNorm2d):
-    pass
-
-
-def test_attributes_have_to_be_plain_values() -> None:
-    normscope.register_conversion(
-        WithModule, normscope.BatchNorm2d, attributes=lambda _: {"act": nn.ReLU()}
-    )
-    model = nn.Sequential(nn.BatchNorm2d(3), WithModule(3))
-
-    with pytest.raises(TypeError, match=r"WithModule: expected plain .*, got act, a R"):
-        normscope.convert(model)
-
-    assert [type(layer) for layer in model] == [nn.BatchNorm2d, WithModule]

@@ -25,11 +25,6 @@ ACTIVATIONS = {
 }
 
 
-class Centred(normscope.BatchNorm2d):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(input) - 0.5
-
-
 def batch() -> torch.Tensor:
     return torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
@@ -102,15 +97,6 @@ def test_a_layer_for_any_dimensions_needs_any_dims(layer: nn.Module) -> None:
     assert torch.equal(model(batch()), expected)
 
 
-def test_an_unknown_subclass_is_refused_by_name_and_nothing_is_changed() -> None:
-    model = nn.Sequential(normscope.BatchNorm2d(3), nn.Sequential(Centred(3)))
-
-    with pytest.raises(TypeError, match=r"1\.0: expected a layer of normscope, got .*\.Centred"):
-        normscope.to_torch(model)
-
-    assert type(model[0]) is normscope.BatchNorm2d
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_layer_with_an_activation_becomes_two(activation: str) -> None:
     model = nn.Module()
@@ -138,13 +124,3 @@ def test_a_single_layer_with_an_activation_is_replaced_by_the_result() -> None:
 
     assert torch.equal(replacement(batch(), batch().sin()), expected)
     assert type(layer) is normscope.BatchNormAct2d
-
-
-def test_a_layer_with_an_activation_and_hooks_is_refused() -> None:
-    model = nn.Sequential(normscope.BatchNorm2d(3), normscope.BatchNormAct2d(3))
-    model[1].register_forward_hook(lambda *_: None)
-
-    with pytest.raises(RuntimeError, match="1: expected a layer without forward or backward hooks"):
-        normscope.to_torch(model)
-
-    assert type(model[0]) is normscope.BatchNorm2d
