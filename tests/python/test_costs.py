@@ -62,18 +62,6 @@ def test_costs_are_saved_and_loaded(tmp_path: Path) -> None:
         assert Costs.load(tmp_path / "costs.json") == costs
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}x", '{"speed": 1}', '{"call": [-1, 0]}', '{"call": ["1", 0]}', '{"call": 1}'],
-)
-def test_files_without_costs_are_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "costs.json"
-    path.write_text(text)
-
-    with pytest.raises(ValueError, match=r"costs.json: expected what `python -m normscope measure"):
-        Costs.load(path)
-
-
 def test_the_table_shows_measured_and_missing_costs() -> None:
     lines = str(
         Costs((5e-6, 4e-9), source="here", deviations={"shared_memory": 0.125})
