@@ -178,18 +178,14 @@ def test_peers_of_a_rank_whose_mask_is_wrong_are_told(ranks: RankPool) -> None:
     assert "ValueError: mask: expected shape" in told
 
 
-def test_slices_may_outnumber_the_samples_and_their_rule_is_checked() -> None:
+def test_slices_may_outnumber_the_samples() -> None:
     x, mask = masked_input((4, 3, 5, 4))
 
-    def call(count: int, slice_stats: Any) -> torch.Tensor:  # noqa: ANN401
-        return normscope.functional.batch_norm(
-            x, None, None, training=True, scope=f"slices:{count}", mask=mask,
-            slice_stats=slice_stats,
-        )  # fmt: skip
+    def call(count: int) -> torch.Tensor:
+        scope = f"slices:{count}"
+        return normscope.functional.batch_norm(x, None, None, training=True, scope=scope, mask=mask)
 
-    assert torch.equal(call(2**62, "pooled"), call(4, "pooled"))
-    with pytest.raises(ValueError, match="slice_stats: expected pooled, first or sequential"):
-        call(2, "last")
+    assert torch.equal(call(2**62), call(4))
 
 
 def test_a_lazy_layer_takes_its_channels_from_a_masked_input() -> None:

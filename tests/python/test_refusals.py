@@ -15,6 +15,7 @@ from normscope.functional import batch_norm
 pytestmark = pytest.mark.on_device
 
 X = torch.randn(4, 3, 5, 5)
+MASK = torch.ones(4, 1, 5, 5, dtype=torch.bool)
 
 
 def layer() -> normscope.BatchNorm2d:
@@ -97,10 +98,20 @@ def accumulated(moments: torch.Tensor) -> None:
             "eps must be non-negative, but got -1.0",
             marks=pytest.mark.skipif(IS_TORCH_2_11, reason="torch 2.11: takes any eps"),
         ),
-        (
-            lambda: batch_norm(X, None, None, training=True, slice_stats="last"),  # type: ignore[arg-type]
-            ValueError,
-            'slice_stats: expected pooled, first or sequential, got "last"',
+        *(
+            (
+                lambda mask=mask: batch_norm(
+                    X,
+                    None,
+                    None,
+                    training=True,
+                    mask=mask,
+                    slice_stats="last",  # type: ignore[arg-type]
+                ),
+                ValueError,
+                'slice_stats: expected pooled, first or sequential, got "last"',
+            )
+            for mask in (None, MASK)
         ),
         (
             lambda: normscope.BatchNorm2d(3, slice_stats="last"),  # type: ignore[arg-type]
@@ -233,9 +244,6 @@ def test_the_mode_for_mutations_of_saved_tensors_is_named() -> None:
         pytest.raises(RuntimeError, match=r"expected no .*allow_mutation_on_saved_tensors\(\)"),
     ):
         layer()(X)
-
-
-MASK = torch.ones(4, 1, 5, 5, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("training", [True, False])
