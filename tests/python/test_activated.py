@@ -257,24 +257,3 @@ def assert_near(got: Tensors, expected: Tensors, dtype: torch.dtype) -> None:
             continue
         limit = 48 * torch.finfo(dtype).eps * want.double().abs().amax().item()
         torch.testing.assert_close(got[name], want, rtol=0, atol=limit, msg=name)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("residual", [False, True])
-def test_second_gradients_agree_with_finite_differences(name: str, residual: bool) -> None:  # noqa: FBT001
-    keywords, _ = ACTIVATIONS[name]
-    layer = normscope.BatchNormAct1d(
-        2, **keywords, scope="slices:2", track_running_stats=False, dtype=torch.float64
-    )
-    x = torch.randn(5, 2, 2, dtype=torch.float64)
-    parameters = torch.tensor([[1.5, -2.0], [0.3, 0.1]], dtype=torch.float64)
-    inputs = [x, *parameters, *([torch.randn_like(x)] if residual else [])]
-
-    def call(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *residual: torch.Tensor
-    ) -> torch.Tensor:
-        given = {"weight": weight, "bias": bias}
-        y: torch.Tensor = torch.func.functional_call(layer, given, (x, *residual))
-        return y
-
-    assert torch.autograd.gradgradcheck(call, [t.clone().requires_grad_() for t in inputs])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -140,20 +139,6 @@ def test_selective_checkpoints_can_be_combined(saved: tuple[Any, ...]) -> None:
     [got] = torch.autograd.grad(y.sin().sum(), x)
     assert torch.equal(got, expected)
     assert all(layer.num_batches_tracked == 2 for layer in list(block)[1:])
-
-
-def compiled_block_that_is_checkpointed() -> int:
-    layer = normscope.BatchNorm1d(3, scope="local")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own warnings
-        block = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        y = CHECKPOINTS["non-reentrant"](block, torch.randn(4, 3, requires_grad=True))
-        y.sin().sum().backward()
-    return int(layer.num_batches_tracked or 0)
-
-
-def test_a_compiled_block_makes_one_running_update(ranks: RankPool) -> None:
-    assert ranks.run(1, compiled_block_that_is_checkpointed) == [1]
 
 
 @pytest.mark.own_kernels

@@ -11,7 +11,6 @@ import pytest
 import torch
 from rank_pool import RankPool
 from torch import distributed, nn
-from torch.utils.checkpoint import checkpoint
 
 import normscope
 from normscope.costs import measure
@@ -46,33 +45,9 @@ class Given:
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
 
-def train(given: Given, scope: str) -> Results:
-    normscope.convert(given.model, scope, fuse=True)
+def fused(given: Given) -> Results:
+    normscope.convert(given.model, "norm_batch:8", fuse=True)
     return given.step(given.model)
-
-
-def train_checkpointed(given: Given) -> Results:
-    normscope.convert(given.model, "world")
-    context = normscope.checkpoint_context
-    return given.step(lambda x: checkpoint(given.model, x, use_reentrant=False, context_fn=context))
-
-
-def train_masked(given: Given, scope: str) -> Results:
-    normscope.convert(given.model, scope)
-    layer = given.model[1]
-    return given.step(lambda x: layer(given.model[0](x), mask=given.mask))
-
-
-def train_accumulated(given: Given) -> Results:
-    normscope.convert(given.model, "group:2")
-    with normscope.accumulate(given.model):
-        given.model(given.batches[1])
-        return given.step(given.model) | given.buffers()
-
-
-def train_compiled(given: Given) -> Results:
-    normscope.convert(given.model, "world")
-    return given.step(torch.compile(given.model, backend="aot_eager"))
 
 
 def joined(given: Given) -> Results:
@@ -106,14 +81,6 @@ def scheduled(given: Given) -> Results:
     return given.step(given.model)
 
 
-def double_backward(given: Given) -> Results:
-    normscope.convert(given.model, "world")
-    x = given.batches[0].requires_grad_()
-    (g,) = torch.autograd.grad(given.model(x).square().sum(), x, given.loss, create_graph=True)
-    (gg,) = torch.autograd.grad(g.square().sum(), x, given.loss)
-    return {"g": g.detach(), "gg": gg}
-
-
 def measured(given: Given) -> Results:
     return {"parameters": sorted(measure(sizes=(1 << 10, 1 << 12), rounds=1).deviations)}
 
@@ -125,20 +92,16 @@ def copied(given: Given) -> Results:
     return {"y": given.model(given.batches[0]).detach()}
 
 
-CALLS: dict[str, tuple[Callable[..., Results], tuple[str, ...]]] = {
-    **{f"train, {scope}": (train, (scope,)) for scope in ("world", "slices:2", "norm_batch:8")},
-    **{f"masked, {scope}": (train_masked, (scope,)) for scope in ("world", "slices:2")},
-    "checkpointed": (train_checkpointed, ()),
-    "accumulated": (train_accumulated, ()),
-    "compiled": (train_compiled, ()),
-    "joined": (joined, ()),
-    "synchronized": (synchronized, ()),
-    "estimated": (estimated, ()),
-    "recommended": (recommended, ()),
-    "scheduled": (scheduled, ()),
-    "double backward": (double_backward, ()),
-    "measured": (measured, ()),
-    "copied": (copied, ()),
+# Other steps are among the drawn programs of test_programs.py.
+CALLS: dict[str, Callable[[Given], Results]] = {
+    "fused": fused,
+    "joined": joined,
+    "synchronized": synchronized,
+    "estimated": estimated,
+    "recommended": recommended,
+    "scheduled": scheduled,
+    "measured": measured,
+    "copied": copied,
 }
 
 # Another device and dtype than those of the tensors; meta stands for any device.
@@ -148,15 +111,13 @@ DEFAULTS = [("meta", torch.float64), ("meta", torch.bfloat16)]
 def results_of(name: str, device: str, dtype: torch.dtype) -> Results:
     torch.manual_seed(0)
     given = Given()
-    function, arguments = CALLS[name]
     torch.set_default_device(device)
     torch.set_default_dtype(dtype)
     try:
-        return function(given, *arguments)
+        return CALLS[name](given)
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-        torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:the standard error exceeds")

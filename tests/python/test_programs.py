@@ -101,6 +101,24 @@ COMPILED = replace(
     RECOMPUTED, compiled=True, checkpoint="none", kernels="native", residual="first channel"
 )
 
+# The block that is recomputed is a compiled one.
+RECOMPUTED_GRAPH = replace(
+    COMPILED, kernels="own", residual="none", accumulates=False, checkpoint="non-reentrant"
+)
+
+# The output of an activation that falls and rises does not tell the sign of its input.
+FALLING = Program(
+    sizes=((3, 2),),
+    scopes=("slices:2", "world"),
+    later_scopes=("slices:2", "world"),
+    seed=1,
+    activation="leaky_relu",
+    slope=-0.5,
+    residual="input",
+    fused=True,
+    twice=True,
+)
+
 # A norm batch without elements, of several ranks and of one.
 EMPTY = Program(
     sizes=((0, 0, 4), (2, 2, 0)),
@@ -121,6 +139,8 @@ EMPTY = Program(
 @example(program=replace(RECOMPUTED, masked=True, accumulates=False))
 @example(program=COMPILED)
 @example(program=replace(COMPILED, kernels="synchronized"))
+@example(program=RECOMPUTED_GRAPH)
+@example(program=FALLING)
 @example(program=EMPTY)
 @example(program=replace(EMPTY, kernels="native"))
 @example(program=replace(EMPTY, kernels="synchronized"))
@@ -140,6 +160,20 @@ def test_many_programs_have_the_results_of_one_process(
     check(pools[program.kernels], program)
 
 
+# Graphs of all dtypes, with other arguments, and with an empty batch.
+GRAPH = Program(
+    sizes=((7,), (6,)),
+    scopes=("local", "slices:3"),
+    later_scopes=("local", "slices:3"),
+    seed=1,
+    extent=(3, 2),
+    dtype="float32",
+    compiled=True,
+)
+SEQUENTIAL_GRAPH = replace(
+    GRAPH, slice_stats="sequential", momentum=None, parameters=(), sizes=((0,), (6,))
+)
+
 # Replicas have no running statistics, and some no gradients and no samples.
 REPLICAS = Program(
     sizes=((3, 0, 4),),
@@ -157,6 +191,11 @@ REPLICAS = Program(
 @pytest.mark.own_kernels
 @settings(SETTINGS, max_examples=60)
 @example(program=REPLICAS)
+@example(program=GRAPH)
+@example(program=replace(GRAPH, dtype="float64", strides="channels last"))
+@example(program=replace(GRAPH, dtype="bfloat16", tracks=False, elsewhere=True))
+@example(program=replace(GRAPH, dtype="float16", strides="channels last"))
+@example(program=SEQUENTIAL_GRAPH)
 @given(program=programs_with_bits())
 def test_programs_have_the_bits_of_their_plain_form(ranks: RankPool, program: Program) -> None:
     check_bits(ranks, program)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 from training_programs import (
-    ACTIVATIONS,
     CHANNELS,
     MODELS,
     RESIDUALS,
@@ -164,6 +163,6 @@ def run_layers(
             layer.update()
         others = [RESIDUALS[program.residual](x) for x in given]
         sums = [y if r is None else y + r for y, r in zip(ys, others, strict=True)]
-        ys = [ACTIVATIONS[program.activation](y) for y in sums]
+        ys = [program.activate(y) for y in sums]
         xs = [torch.where(mask, y, 0.0) for mask, y in zip(masks, ys, strict=True)]
     return xs

@@ -19,7 +19,6 @@ from training_programs import (
     CHANNELS,
     MODELS,
     RESIDUALS,
-    SLOPE,
     STRIDES,
     Program,
     Tensors,
@@ -49,9 +48,9 @@ class Network(torch.nn.Module):
         if program.fused:
             activation: Any = program.activation
             kind = partial(
-                BATCH_NORM_ACTS[program.dims], activation=activation, negative_slope=SLOPE
+                BATCH_NORM_ACTS[program.dims], activation=activation, negative_slope=program.slope
             )
-        self.after = ACTIVATIONS["none" if program.fused else program.activation]
+        self.after = ACTIVATIONS["none"] if program.fused else program.activate
         self.residual = RESIDUALS[program.residual]
         dtype = torch.float64 if program.dtype == "float64" else torch.float32
         layers = []
@@ -154,6 +153,8 @@ def train_rank(program: Program, kind: str) -> Tensors:
             blocks.enter_context(normscope.accumulate(network))
         if program.elsewhere:
             blocks.enter_context(torch.device("meta"))
+            blocks.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.bfloat16)
 
         def step_of(step: int) -> None:
             x, dy, mask = (tensor.to(device) for tensor in program.inputs(step, rank))

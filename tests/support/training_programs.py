@@ -17,7 +17,7 @@ from torch.nn import functional
 from normscope.layers import SliceStats
 
 CHANNELS = 3
-SLOPE = 0.3  # of leaky_relu
+SLOPES = (0.3, -0.5)  # of leaky_relu
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,10 +34,10 @@ STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "samples last": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
 }
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "relu": functional.relu,
     "relu6": functional.relu6,
-    "leaky_relu": partial(functional.leaky_relu, negative_slope=SLOPE),
+    "leaky_relu": functional.leaky_relu,
     "silu": functional.silu,
     "hard_swish": functional.hardswish,
     "none": lambda y: y,
@@ -74,6 +74,7 @@ class Program:
     parameters: tuple[str, ...] = ("weight", "bias")
     slice_stats: SliceStats = "pooled"
     activation: str = "relu"
+    slope: float = SLOPES[0]
     residual: str = "none"
     accumulates: bool = False
     masked: bool = False
@@ -88,7 +89,7 @@ class Program:
     compiled: bool = False
     mixed: bool = False  # whether it trains in mixed precision
     twin: bool = False  # whether a copy of the model, with batch statistics too, runs after it
-    elsewhere: bool = False  # whether the default device is another one
+    elsewhere: bool = False  # whether the default device and dtype are others
     threaded: bool = False  # whether every step runs in a thread of its own
     strides: str = "dense"  # of x
     transport: str = "shared memory"
@@ -99,6 +100,12 @@ class Program:
     def ranks(self) -> int:
         """The number of ranks."""
         return 1 if self.joined else len(self.sizes[0])
+
+    @property
+    def activate(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The activation."""
+        slope = {"negative_slope": self.slope} if self.activation == "leaky_relu" else {}
+        return partial(ACTIVATIONS[self.activation], **slope)
 
     @property
     def plain(self) -> Program:
@@ -211,6 +218,7 @@ def programs(draw: st.DrawFn) -> Program:
         parameters=draw(st.sampled_from([PARAMETERS[0], *PARAMETERS])),
         slice_stats=draw(st.sampled_from(get_args(SliceStats))),
         activation=activation,
+        slope=draw(st.sampled_from(SLOPES)),
         residual=residual if fused else "none",
         accumulates=draw(st.booleans()) and tracks,
         masked=draw(st.booleans()) and len(extent) > 0,
@@ -241,6 +249,9 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
     world = ("world", "world")
     is_joined = draw(st.booleans())
     has_replicas = is_joined and draw(st.booleans())
+    # The order of a sum depends on the layout. A graph may change it. Replicas add sequences with
+    # channels last as they are, and a forward copies them first.
+    is_dense = program.compiled or (has_replicas and program.dims == 3)
     # The second gradients and the convolution of mixed precision are torch's.
     return replace(
         program,
@@ -250,8 +261,7 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
         kernels="own",
         activation=draw(st.sampled_from(EXACT)),
         residual=draw(st.sampled_from(list(RESIDUALS))) if program.fused else "none",
-        # The order of a sum depends on the layout, which a graph may change.
-        strides="dense" if program.compiled else program.strides,
+        strides="dense" if is_dense else program.strides,
         checkpoint="none" if has_replicas else program.checkpoint,
         twice=False,
         compiled=program.compiled and not has_replicas,
