@@ -169,10 +169,6 @@ def train_in_parts(pool: RankPool, *where: str) -> None:
             torch.testing.assert_close(got, expected["running_var"], rtol=1e-5, atol=1e-5)
 
 
-def test_ranks_with_other_norm_batches_train_like_torch_on_each(pool: RankPool) -> None:
-    train_in_parts(pool)
-
-
 @pytest.mark.parametrize("backend", [torch_device.BACKENDS, "gloo"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_ranks_on_a_device_train_like_torch(
