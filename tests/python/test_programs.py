@@ -191,6 +191,7 @@ REPLICAS = Program(
 @pytest.mark.own_kernels
 @settings(SETTINGS, max_examples=60)
 @example(program=REPLICAS)
+@example(program=replace(REPLICAS, strides="channels last"))
 @example(program=GRAPH)
 @example(program=replace(GRAPH, dtype="float64", strides="channels last"))
 @example(program=replace(GRAPH, dtype="bfloat16", tracks=False, elsewhere=True))

@@ -249,9 +249,6 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
     world = ("world", "world")
     is_joined = draw(st.booleans())
     has_replicas = is_joined and draw(st.booleans())
-    # The order of a sum depends on the layout. A graph may change it. Replicas add sequences with
-    # channels last as they are, and a forward copies them first.
-    is_dense = program.compiled or (has_replicas and program.dims == 3)
     # The second gradients and the convolution of mixed precision are torch's.
     return replace(
         program,
@@ -261,7 +258,8 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
         kernels="own",
         activation=draw(st.sampled_from(EXACT)),
         residual=draw(st.sampled_from(list(RESIDUALS))) if program.fused else "none",
-        strides="dense" if is_dense else program.strides,
+        # The order of a sum depends on the layout, which a graph may change.
+        strides="dense" if program.compiled else program.strides,
         checkpoint="none" if has_replicas else program.checkpoint,
         twice=False,
         compiled=program.compiled and not has_replicas,

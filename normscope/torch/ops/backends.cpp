@@ -184,10 +184,10 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
     prefer_huge_pages(gradients.dx);
     prepared.x = in_layout_of(gradients.dx, op.x);
     arguments.dx = mutable_view(gradients.dx);
+  } else if (answer == Answer::kOutput) {
+    prepared.x = in_layout_of_output(op.x);
   } else {
     prepared.x = in_kernel_layout(op.x);
-  }
-  if (answer == Answer::kCoefficients) {
     prepared.coefficients = empty_coefficients(op.x, slices, Coefficients::kInputGradient);
     arguments.coefficients = {prepared.coefficients.mutable_data_ptr()};
   }

@@ -44,7 +44,7 @@ at::Tensor moments(const at::Tensor& x) {
   if (uses_torch_kernels(x)) return portable_moments(x);
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
-  const at::Tensor in_layout = in_kernel_layout(x);
+  const at::Tensor in_layout = in_layout_of_output(x);
   at::Tensor result = empty_moments(x);
   as_torch([&] { batch_norm_moments(view(in_layout), message_view(result), site.alone()); });
   return result;
@@ -99,7 +99,7 @@ GradientTensors gradient_sums(const at::Tensor& dy, const at::Tensor& x,
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
   const Gradients gradients(x, {.dx = false, .dweight = true, .dbias = true});
-  const at::Tensor x_in_layout = in_kernel_layout(x);
+  const at::Tensor x_in_layout = in_layout_of_output(x);
   const at::Tensor dy_in_layout = in_layout_of(x_in_layout, dy);
   at::Tensor sums = empty_moments(x);
   as_torch([&] {

@@ -51,6 +51,13 @@ bool is_layout_of_dense(const TensorView& x) {
   return x.channels > 1 || x.position_stride == 1;
 }
 
+// The layout of empty_output(x).
+Layout layout_of_output(const at::Tensor& x, const TensorView& folded) {
+  if (folded.positions == 1) return Layout::kChannelsLast;
+  const bool is_contiguous = x.suggest_memory_format() == at::MemoryFormat::Contiguous;
+  return is_contiguous || folded.channels == 1 ? Layout::kChannelsFirst : Layout::kChannelsLast;
+}
+
 }  // namespace
 
 std::optional<DType> dtype_of(const at::Tensor& tensor) {
@@ -79,6 +86,13 @@ at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor) {
   const auto have = fold(tensor, tensor.const_data_ptr());
   if (have && have->has_kernel_layout() && have->layout() == view(output).layout()) return tensor;
   return at::empty_like(output).copy_(tensor);
+}
+
+at::Tensor in_layout_of_output(const at::Tensor& x) {
+  const auto have = fold(x, x.const_data_ptr());
+  const bool has_it = have && have->has_kernel_layout() &&
+                      (have->empty() || have->layout() == layout_of_output(x, *have));
+  return has_it ? x : empty_output(x).copy_(x);
 }
 
 at::Tensor in_kernel_layout(const at::Tensor& tensor) {

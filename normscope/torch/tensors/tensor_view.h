@@ -24,11 +24,15 @@ namespace normscope::binding {
 // `tensor` itself if its strides fold to the layout of `output`, else a copy in that layout.
 [[nodiscard]] at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor);
 
+// The same for x and its own output, which is not made: sums of x then have the bits of a call that
+// makes one.
+[[nodiscard]] at::Tensor in_layout_of_output(const at::Tensor& x);
+
 // `tensor` itself if its strides fold to a layout of the kernels that other tensors can get by
 // in_layout_of(), else a copy in such a layout.
 [[nodiscard]] at::Tensor in_kernel_layout(const at::Tensor& tensor);
 
-// Views of tensors [N, C, *] that empty_output(), in_layout_of() or in_kernel_layout() returned.
+// Views of tensors [N, C, *] that one of the functions above returned.
 [[nodiscard]] TensorView view(const at::Tensor& tensor);
 [[nodiscard]] MutableTensorView mutable_view(const at::Tensor& tensor);
 
