@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -72,6 +73,16 @@ TEST_P(Slices, AreNormBatchesOfTheirOwn) {
           ASSERT_EQ(run.dx.at(n, c, p), slice.dx.at(n % 3, c, p));
         }
       }
+    }
+    for (std::int64_t c = 0; c < layer.channels; ++c) {
+      double dweight = 0.0;
+      double dbias = 0.0;
+      for (const LayerRun& slice : expected) {
+        dweight += slice.dweight[c];
+        dbias += slice.dbias[c];
+      }
+      EXPECT_NEAR(run.dweight[c], dweight, 1e-5 * std::abs(dweight));
+      EXPECT_NEAR(run.dbias[c], dbias, 1e-5 * std::abs(dbias));
     }
   }
 }
