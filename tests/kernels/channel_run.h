@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -35,8 +36,9 @@ class OwnedLimbs {
 
 class OwnedStatistics {
  public:
-  explicit OwnedStatistics(std::int64_t channels)
-      : channels_(channels), numbers_(static_cast<std::size_t>(3 * channels)) {}
+  // `before`: what is in the memory.
+  explicit OwnedStatistics(std::int64_t channels, double before = 0.0)
+      : channels_(channels), numbers_(static_cast<std::size_t>(3 * channels), before) {}
 
   [[nodiscard]] MutableStatistics view() {
     return {numbers_.data(), numbers_.data() + channels_, numbers_.data() + 2 * channels_};
@@ -55,7 +57,7 @@ struct KernelRun {
         dx(x),
         moments(x.channels()),
         gradient_sums(x.channels()),
-        statistics(x.channels()),
+        statistics(x.channels(), /*before=*/std::numeric_limits<double>::quiet_NaN()),
         running_mean(DType::kFloat64, x.channels(), 0.5),
         running_var(DType::kFloat64, x.channels(), 2.0),
         dy_sum(static_cast<std::size_t>(x.channels())),
