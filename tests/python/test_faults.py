@@ -187,10 +187,11 @@ ERRORS = {
     },
     **{
         f"batches that raise after {before}": Fault(
-            everyone(f"...rank 1...its batches raised {BROKEN}...") | {1: BROKEN},
+            everyone(f"DistBackendError: ...rank 1...its batches raised {BROKEN}...") | {1: BROKEN},
             When.AT_ONCE,
             partial(parts.broken_batches, before),
             ranks=3,
+            names_types=True,
         )
         for before in (0, 2)
     },

@@ -6,7 +6,6 @@ Errors say what was expected and given; a refused call changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -202,11 +201,6 @@ def test_attributes_of_a_registration_are_made_by_a_function() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize(("model", "call", "error", "message"), CONVERSIONS)
-def test_a_wrong_argument_is_refused_and_changes_nothing(
-    model: Callable[[], nn.Module],
-    call: Callable[[nn.Module], object],
-    error: type[Exception],
-    message: str,
-) -> None:
-    assert_refused(model, call, error, message)
+@pytest.mark.parametrize("refusal", CONVERSIONS)
+def test_a_wrong_argument_is_refused_and_changes_nothing(refusal: Refusal) -> None:
+    assert_refused(refusal)

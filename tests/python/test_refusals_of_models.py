@@ -253,17 +253,12 @@ RUNNING_STATISTICS: list[Refusal] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "call", "error", "message"),
+    "refusal",
     [
         *RECOMMENDATIONS,
         *SCOPES,
-        *(pytest.param(*row, marks=pytest.mark.on_device) for row in RUNNING_STATISTICS),
+        *(pytest.param(row, marks=pytest.mark.on_device) for row in RUNNING_STATISTICS),
     ],
 )
-def test_a_wrong_argument_is_refused_and_changes_nothing(
-    model: Callable[[], nn.Module],
-    call: Callable[[nn.Module], object],
-    error: type[Exception],
-    message: str,
-) -> None:
-    assert_refused(model, call, error, message)
+def test_a_wrong_argument_is_refused_and_changes_nothing(refusal: Refusal) -> None:
+    assert_refused(refusal)

@@ -57,6 +57,7 @@ class Fault:
         late: The ranks that make their call after the others have finished theirs.
         is_usable: Whether the group can exchange afterwards; otherwise, a new one can.
         is_own: Whether the texts are those of the library's own kernels.
+        names_types: Whether errors of torch.distributed begin with their types, too.
         worlds: The transports between the ranks, or the kernels, or "device".
         environment: More variables of the environment.
         block: Makes the block in which all this happens.
@@ -69,6 +70,7 @@ class Fault:
     late: Sequence[int] = ()
     is_usable: bool = False
     is_own: bool = False
+    names_types: bool = False
     worlds: Sequence[str] = ("shared memory", "gloo")
     environment: Mapping[str, str] = field(default_factory=dict)
     block: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -105,7 +107,7 @@ def outcome_of(fault: Fault) -> Outcome:
     if rank in fault.late:
         store.wait([f"done{other}" for other in range(fault.ranks) if other not in fault.late])
     begin = time.monotonic()
-    error = text_of_error(call)
+    error = text_of_error(call, names_types=fault.names_types)
     seconds = time.monotonic() - begin
     store.set(f"done{rank}", "")
     after = state_of(model)
@@ -122,12 +124,12 @@ def outcome_of(fault: Fault) -> Outcome:
     return Outcome(error, seconds, has_updated)
 
 
-def text_of_error(call: Callable[[], object]) -> str:
+def text_of_error(call: Callable[[], object], *, names_types: bool) -> str:
     try:
         call()
-    except distributed.DistError as error:
-        return str(error)
     except BaseException as error:
+        if isinstance(error, distributed.DistError) and not names_types:
+            return str(error)
         return f"{type(error).__name__}: {error}"
     return ""
 

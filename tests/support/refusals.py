@@ -18,13 +18,9 @@ Refusal = tuple[Callable[[], Any], Callable[[Any], object], type[Exception], str
 MADE_LATER = {"_count", "_earlier_scopes"}
 
 
-def assert_refused(
-    make: Callable[[], nn.Module],
-    call: Callable[[Any], object],
-    error: type[Exception],
-    message: str,
-) -> None:
+def assert_refused(refusal: Refusal) -> None:
     """Assert that a call raises, and leaves the model as it was."""
+    make, call, error, message = refusal
     model = make()
     state, tensors = state_of(model), copy.deepcopy(tensors_of(model))
 
