@@ -90,8 +90,8 @@ struct ActivationGradient {
   }
 };
 
-// The same from the activation's output y, for activations with output_tells_gradient(). There
-// is no formula.
+// The same from the activation's output y, for activations with output_tells_gradient(). There is
+// no formula.
 template <class Element, class Function>
 struct GradientOfOutput {
   const Element* y;

@@ -22,7 +22,7 @@ namespace normscope::cpu {
 // in which a core sums some ten thousand elements.
 inline constexpr std::int64_t kElementsPerThread = 16384;
 
-// The same for channels whose sums become statistics or coefficients, each in some 20 ns.
+// The same for channels whose sums become statistics or coefficients.
 inline constexpr std::int64_t kChannelsPerThread = 256;
 
 // The size of a run in bytes from which streaming stores pay off, even if the ends of the run share

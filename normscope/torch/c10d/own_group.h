@@ -132,7 +132,7 @@ class OwnGroup {
   // Throws if another rank has published that it failed.
   void throw_if_failed();
 
-  // Tells ranks that ask later why they need not wait. Only the first text is kept.
+  // Publishes why ranks that ask later need not wait. Only the first text is kept.
   void publish(const std::string& text) noexcept;
 
   // Why a message to all ranks has failed: what another rank has published, or which ranks are dead

@@ -117,13 +117,13 @@ DeviceReport* ExchangeUse::report() const {
 
 void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason) {
   if (group_name.empty() || is_of_one_rank(scope)) return;
-  bool has_met = false;
+  bool has_exchange = false;
   for (const auto& group : used_groups()) {
     if (group->name() != group_name) continue;
-    has_met = true;
+    has_exchange = true;
     group->fail(scope, reason);
   }
-  if (!has_met) fail_rendezvous(std::string(group_name), reason);
+  if (!has_exchange) fail_rendezvous(std::string(group_name), reason);
 }
 
 void fail_all_exchanges(std::string_view reason) {

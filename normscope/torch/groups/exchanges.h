@@ -42,7 +42,7 @@ class ExchangeUse {
   // Where a device reports errors of this exchange; nullptr if there is no exchange.
   [[nodiscard]] DeviceReport* report() const;
 
-  // Tells the peers, if there are any, that this rank will not come.
+  // Notifies the peers, if there are any, that this rank will not come.
   void fail(std::string_view reason) const noexcept {
     if (exchange_ != nullptr) exchange_->fail(reason);
   }
