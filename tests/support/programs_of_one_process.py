@@ -78,6 +78,18 @@ class Layer:
         self.elements = [a + b for a, b in zip(self.elements or [0] * len(xs), counts, strict=True)]
         return ys
 
+    def evaluate(self, xs: list[torch.Tensor], masks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Normalize the inputs of all ranks with their running statistics."""
+        shape = (-1, *[1] * len(self.program.extent))
+        ys = []
+        for x, mask, own, (mean, var, _) in zip(
+            xs, masks, self.parameters, self.running, strict=True
+        ):
+            weight, bias = [values.detach().view(shape) for values in own.values()]
+            inv_std = (var + self.program.eps).rsqrt().view(shape)
+            ys.append(torch.where(mask, (x - mean.view(shape)) * inv_std * weight + bias, 0.0))
+        return ys
+
     def update(self) -> None:
         """Update the running statistics of each rank with all that it has seen."""
         by_slice = self.program.slice_stats == "sequential" and not self.program.accumulates
@@ -138,6 +150,10 @@ def of_one_process(program: Program) -> list[Tensors]:
                 for what, parameter in layer.parameters[rank].items():
                     if parameter.grad is not None:
                         result[f"{key}.d{what}"] = parameter.grad
+    if program.tracks:
+        ys = run_layers(program, models[0], step, [x.detach() for x in xs], masks, training=False)
+        for result, y in zip(results, ys, strict=True):
+            result["evaluated"] = y
     return results
 
 
@@ -153,13 +169,15 @@ def run_layers(
     step: int,
     xs: list[torch.Tensor],
     masks: list[torch.Tensor],
+    *,
+    training: bool = True,
 ) -> list[torch.Tensor]:
     """Run a model on the inputs of all ranks."""
     for index, (layer, scope) in enumerate(zip(layers, program.scopes_at(step), strict=True)):
         layer.scope = scope
         given = xs if index == 0 else [h * 2 + 1 for h in xs]
-        ys = layer.forward(given, masks)
-        if not program.accumulates:
+        ys = (layer.forward if training else layer.evaluate)(given, masks)
+        if training and not program.accumulates:
             layer.update()
         others = [RESIDUALS[program.residual](x) for x in given]
         sums = [y if r is None else y + r for y, r in zip(ys, others, strict=True)]

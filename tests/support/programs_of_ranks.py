@@ -127,8 +127,27 @@ def run_in_replicas(
     return torch.cat(outputs)
 
 
-def train_rank(program: Program, kind: str) -> Tensors:
+def inputs_of(
+    program: Program, step: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return x, the gradient of y and the mask, if there is one, for a micro-batch of this rank."""
     rank = distributed.get_rank()
+    x, dy, mask = (tensor.to(device) for tensor in program.inputs(step, rank))
+    if program.masked:
+        x = torch.where(mask, x, torch.nan)
+    return STRIDES[program.strides](x), dy, mask if program.masked else None
+
+
+def evaluated(program: Program, network: Network, run: Any, device: str) -> torch.Tensor:  # noqa: ANN401
+    """Return the output of the last micro-batch in evaluation, when ``run`` calls the network."""
+    x, _, mask = inputs_of(program, len(program.sizes) - 1, device)
+    network.eval()
+    with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=program.mixed):
+        y: torch.Tensor = run(x, mask)
+    return y
+
+
+def train_rank(program: Program, kind: str) -> Tensors:
     # Another thread has another current GPU.
     device = f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
     student = Network(program).to(device)
@@ -157,11 +176,9 @@ def train_rank(program: Program, kind: str) -> Tensors:
             torch.set_default_dtype(torch.bfloat16)
 
         def step_of(step: int) -> None:
-            x, dy, mask = (tensor.to(device) for tensor in program.inputs(step, rank))
-            if program.masked:
-                x = torch.where(mask, x, torch.nan)
-            x, dy = STRIDES[program.strides](x).requires_grad_(), dy.requires_grad_()
-            inputs: Any = x, mask if program.masked else None
+            x, dy, mask = inputs_of(program, step, device)
+            x, dy = x.requires_grad_(), dy.requires_grad_()
+            inputs: Any = x, mask
             if program.replicas:
                 inputs = program.sizes[step], *inputs
             with torch.autocast(kind, torch.bfloat16, enabled=program.mixed):
@@ -190,6 +207,9 @@ def train_rank(program: Program, kind: str) -> Tensors:
                 student.first.scope, student.second.scope = program.scopes_at(step)
             for schedule in schedules:
                 schedule.step()
+    if program.tracks:
+        run = student if program.replicas else callables[0]
+        result["evaluated"] = evaluated(program, student, run, device)
     for name, network in zip(MODELS, networks, strict=False):
         for index, layer in enumerate(dict.fromkeys([network.first, network.second])):
             key = f"{name}{index}"

@@ -13,7 +13,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "normscope/torch/tensors/device_scratch.h"
+#include "normscope/torch/tensors/device_memory.h"
 #include "tests/kernels/cuda_on_host/backend.h"
 
 namespace normscope::binding {
@@ -63,9 +63,9 @@ struct CountingAllocator final : c10::Allocator {
 };
 
 // The host in place of a device, with the properties that a test sets.
-class DeviceScratchTest : public ::testing::Test {
+class DeviceMemoryTest : public ::testing::Test {
  protected:
-  DeviceScratchTest() {
+  DeviceMemoryTest() {
     kernels_.why_not = [] { return why_not; };
     kernels_.is_capturing = [](Stream /*stream*/) { return is_capturing; };
     // A stream of this test's own, also if this object is where that of another test was.
@@ -77,62 +77,106 @@ class DeviceScratchTest : public ::testing::Test {
     is_capturing = false;
   }
 
-  double* scratch(std::int64_t size) const { return device_scratch(x_, size, device_); }
+  // The memory of a call that begins now. It ends with the test, or at end_call().
+  DeviceContext call(std::int64_t channels = 3) {
+    calls_.push_back(std::make_unique<DeviceMemory>(at::empty({2, channels}), 1, device_));
+    return device_;
+  }
+  void end_call() { calls_.pop_back(); }
+
+  DeviceContext finished_call(std::int64_t channels = 3) {
+    const DeviceContext device = call(channels);
+    end_call();
+    return device;
+  }
 
   static inline std::string why_not;
   static inline bool is_capturing = false;
-  const at::Tensor x_ = at::empty({2, 3});
   DeviceKernels kernels_ = cuda_on_host::kKernels;
   DeviceContext device_;
+
+ private:
+  std::vector<std::unique_ptr<DeviceMemory>> calls_;
 };
 
-TEST_F(DeviceScratchTest, CallsOnAStreamShareItAndItGrows) {
-  double* const first = scratch(10);
-  EXPECT_EQ(scratch(7), first);
-  double* const larger = scratch(100);
+TEST_F(DeviceMemoryTest, CallsOnAStreamShareItAndItGrows) {
+  const DeviceContext first = finished_call(10);
+  EXPECT_EQ(finished_call(7).scratch, first.scratch);
+  EXPECT_EQ(finished_call(7).workspace, first.workspace);
+  const DeviceContext larger = finished_call(100);
 
-  EXPECT_NE(larger, first);
-  EXPECT_THAT(std::vector(larger, larger + 100), Each(0.0));
-  EXPECT_EQ(scratch(10), larger);
+  EXPECT_NE(larger.scratch, first.scratch);
+  EXPECT_NE(larger.workspace, first.workspace);
+  EXPECT_THAT(std::vector(larger.scratch, larger.scratch + device_scratch_size(100, 1)), Each(0.0));
+  EXPECT_EQ(finished_call(10).scratch, larger.scratch);
+  EXPECT_EQ(finished_call(10).workspace, larger.workspace);
+}
+
+// Another thread may queue work on the stream between the kernels of a call.
+TEST_F(DeviceMemoryTest, CallsAtTheSameTimeDoNotShareIt) {
+  const DeviceContext one = call();
+  const DeviceContext other = call();
+
+  EXPECT_NE(other.workspace, one.workspace);
+  EXPECT_NE(other.scratch, one.scratch);
+  end_call();
+  EXPECT_EQ(call().workspace, other.workspace);
 }
 
 // With torch.compile(mode="reduce-overhead") and torch.cuda.use_mem_pool, torch allocates from a
 // pool during a call, and may use this memory again after it.
-TEST_F(DeviceScratchTest, IsNotMemoryOfTorchsAllocator) {
+TEST_F(DeviceMemoryTest, IsNotMemoryOfTorchsAllocator) {
   static CountingAllocator allocator;
+  const at::Tensor x = at::empty({2, 3});
   c10::SetCPUAllocator(&allocator, /*priority=*/1);
-  scratch(10);
-  // If it were, the graph would have to clear it in each replay.
+  static_cast<void>(DeviceMemory(x, 1, device_));
+  const int of_call = allocator.count;
+  // If the zeros were, the graph would have to clear them in each replay.
   is_capturing = true;
-  scratch(10);
+  static_cast<void>(DeviceMemory(x, 1, device_));
+  const int of_captured_call = allocator.count - of_call;
   c10::SetCPUAllocator(c10::GetDefaultCPUAllocator(), /*priority=*/1);
 
-  EXPECT_EQ(allocator.count, 0);
+  EXPECT_EQ(of_call, 0);
+  EXPECT_EQ(of_captured_call, 1);  // the workspace
 }
 
-TEST_F(DeviceScratchTest, StreamsDoNotShareIt) {
-  double* const first = scratch(10);
+TEST_F(DeviceMemoryTest, StreamsDoNotShareIt) {
+  const DeviceContext first = finished_call();
   int other = 0;
   device_.stream.handle = &other;
 
-  EXPECT_NE(scratch(10), first);
+  EXPECT_NE(finished_call().scratch, first.scratch);
+  EXPECT_NE(finished_call().workspace, first.workspace);
 }
 
-TEST_F(DeviceScratchTest, ACapturedCallHasItsOwn) {
-  double* const of_stream = scratch(10);
+TEST_F(DeviceMemoryTest, ACapturedCallHasItsOwn) {
+  const DeviceContext of_stream = finished_call();
   is_capturing = true;
-  double* const captured = scratch(10);
-
-  EXPECT_NE(captured, of_stream);
-  EXPECT_NE(scratch(10), captured);
+  const DeviceContext captured = call();
+  const DeviceContext other = call();
   is_capturing = false;
-  EXPECT_EQ(scratch(10), of_stream);
+
+  EXPECT_NE(captured.scratch, of_stream.scratch);
+  EXPECT_NE(captured.workspace, of_stream.workspace);
+  EXPECT_NE(other.scratch, captured.scratch);
+  EXPECT_NE(other.workspace, captured.workspace);
+  EXPECT_EQ(call().scratch, of_stream.scratch);
 }
 
-TEST_F(DeviceScratchTest, ADeviceThatCannotRunTheKernelsIsRefusedWithTheReason) {
+TEST_F(DeviceMemoryTest, ACallThatGetsNoneLosesNone) {
+  const DeviceContext before = finished_call();
+  why_not = "the driver is old";
+  EXPECT_THROW(call(100), c10::Error);
+  why_not = "";
+
+  EXPECT_EQ(finished_call().scratch, before.scratch);
+}
+
+TEST_F(DeviceMemoryTest, ADeviceThatCannotRunTheKernelsIsRefusedWithTheReason) {
   why_not = "the driver is old";
 
-  EXPECT_THAT([&] { static_cast<void>(scratch(10)); },
+  EXPECT_THAT([&] { call(); },
               ThrowsMessage<c10::Error>(
                   HasSubstr("x: expected a tensor on a device that this build of normscope has "
                             "kernels for, got one on cpu: the driver is old")));

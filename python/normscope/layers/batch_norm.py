@@ -195,12 +195,12 @@ class BatchNorm(TorchBatchNorm):
     def elements_seen(self) -> int | None:
         """The number of elements in the running statistics since anything else last set them."""
         buffers = self._running()
-        return elements_in(self._count, buffers, state_of(buffers))
+        return elements_in(self._count, buffers, state_of(buffers, self._count))
 
     @elements_seen.setter
     def elements_seen(self, elements: int | None) -> None:
         buffers = self._running()
-        self._count = elements, buffers, state_of(buffers)
+        self._count = elements, buffers, state_of(buffers, NO_ELEMENTS)
 
     def _running(self) -> Buffers:
         return self.running_mean, self.running_var, self.num_batches_tracked

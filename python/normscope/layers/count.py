@@ -4,23 +4,29 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol
+from operator import is_
+from typing import Any, Protocol
 
 import torch
 
 Buffers = tuple[torch.Tensor | None, ...]
 
-# What differs after a write to buffers: torch's versions of them. Writes through .data, NumPy, a
-# collective or the broadcast of DistributedDataParallel do not change these. On the CPU they are
-# noticed by the first mean.
-State = tuple[int, bytes]
+# Where a first mean is in memory, on the CPU: the mean, its address, and the bytes of its first
+# element. To find them takes longer than to read them.
+Memory = tuple[torch.Tensor | None, int, Any]
+
+# What differs after a write to buffers: torch's versions of them, and on the CPU the first mean.
+# Writes through .data, NumPy, a collective or the broadcast of DistributedDataParallel do not
+# change the versions. Last, where the mean was read.
+State = tuple[int, bytes, Memory]
 
 # The number, which is None if it is unknown; the buffers; and their state at the last element. A
 # plain tuple: each forward makes one.
 Count = tuple[int | None, Buffers, State]
 
-NO_STATE: State = (0, b"")
-AFTER_GRAPH: State = (-1, b"")  # after a compiled graph, which cannot read it
+NO_MEMORY: Memory = (None, 0, None)
+NO_STATE: State = (0, b"", NO_MEMORY)
+AFTER_GRAPH: State = (-1, b"", NO_MEMORY)  # after a compiled graph, which cannot read it
 NO_ELEMENTS: Count = (0, (), NO_STATE)
 
 
@@ -32,25 +38,39 @@ class Counter(Protocol):
 
 def ran_in_graph(counter: Counter) -> bool:
     """Return whether a compiled graph was the last to put elements into the statistics."""
-    return counter._count[2] == AFTER_GRAPH
+    return counter._count[2][0] == AFTER_GRAPH[0]
 
 
-def state_of(buffers: Buffers) -> State:
-    """Return the state of buffers; those made in inference mode or mapped by vmap have none."""
+def state_of(buffers: Buffers, count: Count) -> State:
+    """Return the state of buffers; those made in inference mode or mapped by vmap have none.
+
+    Args:
+        buffers: Running statistics, the mean first.
+        count: The last count, whose memory is read again if it is that of the same mean.
+    """
     version = 0
     try:
         for buffer in buffers:
             if buffer is not None:
                 version += buffer._version
         mean = buffers[0]
-        if type(mean) is torch.Tensor and mean.is_cpu:
-            address = mean.data_ptr()
-            if address:
-                # It takes half a microsecond, and no mode of torch sees it.
-                return version, ctypes.string_at(address, mean.itemsize)
+        if type(mean) is not torch.Tensor:
+            return version, b"", NO_MEMORY
+        address = mean.data_ptr()
     except RuntimeError:
         return NO_STATE
-    return version, b""
+    memory = count[2][2]
+    if memory[0] is not mean or memory[1] != address:
+        memory = _memory_of(mean, address)
+    # No mode of torch sees the read.
+    first = memory[2]
+    return version, b"" if first is None else first.raw, memory
+
+
+def _memory_of(mean: torch.Tensor, address: int) -> Memory:
+    if not address or not mean.is_cpu:
+        return mean, address, None
+    return mean, address, (ctypes.c_char * mean.itemsize).from_address(address)
 
 
 def elements_in(count: Count, buffers: Buffers, state: State) -> int | None:
@@ -60,11 +80,10 @@ def elements_in(count: Count, buffers: Buffers, state: State) -> int | None:
     those of others. DistributedDataParallel writes what rank 0 has counted.
     """
     elements, counted, last = count
-    if elements == 0 or not counted:
-        return elements
-    for buffer, before in zip(buffers, counted, strict=True):
-        if buffer is not before:
-            return 0
+    if elements == 0:
+        return 0
+    if not all(map(is_, buffers, counted)):
+        return 0
     if last[0] == AFTER_GRAPH[0]:
         return None
     if state[0] != last[0]:
@@ -82,10 +101,11 @@ def add_to_count(counter: Counter, elements: int | None, buffers: Buffers, befor
         before: The state of the buffers before the call. The call has written nothing if it is
             still the same: it was a recomputation, or had fake tensors.
     """
-    after = state_of(buffers)
-    if after == before:
+    count = counter._count
+    after = state_of(buffers, count)
+    if after[0] == before[0] and after[1] == before[1]:
         return
-    known = elements_in(counter._count, buffers, before)
+    known = elements_in(count, buffers, before)
     total = None if known is None or elements is None else known + elements
     # The assignment of torch.nn.Module takes microseconds.
-    object.__setattr__(counter, "_count", (total, buffers, after))
+    vars(counter)["_count"] = total, buffers, after

@@ -75,7 +75,7 @@ def train(
             # A count in the graph would cause recompilation each step.
             counter._count = None, buffers, AFTER_GRAPH
         counter = None
-    before = NO_STATE if counter is None else state_of(buffers)
+    before = NO_STATE if counter is None else state_of(buffers, counter._count)
     if mask is None:
         y = ending.train(x, arguments, accumulated)
     else:
@@ -126,7 +126,7 @@ class Direct:
         if arguments.running_mean is None:
             return
         buffers = arguments[2:5]
-        before = state_of(buffers)
+        before = state_of(buffers, counter._count)
         ops.batch_norm_finalize(moments, *arguments[2:7], arguments.running_mean.dtype)
         elements = elements if arguments.updates_running() else 0
         add_to_count(counter, elements, buffers, before)

@@ -53,7 +53,7 @@ class _Accumulator:
     ) -> None:
         """Add moments to those of the block."""
         if self._takes(arguments):
-            before = state_of((self.moments,))
+            before = state_of((self.moments,), self._count)
             self.moments += moments
             add_to_count(self, elements, (self.moments,), before)
 
@@ -85,7 +85,7 @@ class _Accumulator:
             buffers = layers[0].running_mean, layers[0].running_var, layers[0].num_batches_tracked
             if buffers[0] is None:
                 continue
-            before = state_of(buffers)
+            before = state_of(buffers, NO_ELEMENTS)
             moments = self.moments.to(buffers[0].device)
             batch_norm_finalize(moments, *buffers, self.momentum, layers[0].eps, buffers[0].dtype)
             for layer in layers:
