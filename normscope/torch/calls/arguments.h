@@ -133,7 +133,7 @@ using LayerBackwardOp = Result(const at::Tensor&, const at::Tensor&, const Optio
                                const at::Tensor&, bool, bool, bool, std::string_view,
                                std::string_view, std::string_view, Others...);
 
-// The last one is the gradient of the residual; an empty tensor without a residual.
+// The last one is the gradient of the residual; undefined without a residual.
 using BackwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using BackwardOp =
     LayerBackwardOp<BackwardTensors, std::string_view, double, const OptionalTensor&,

@@ -2,10 +2,6 @@
 #include "normscope/torch/ops/call_site.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-
-#include "normscope/torch/tensors/device_scratch.h"
-#include "normscope/torch/tensors/results.h"
 
 namespace normscope::binding {
 namespace {
@@ -29,12 +25,9 @@ void CallSite::prepare(const at::Tensor& x, std::int64_t slices) {
     execution_.parallel_for = run_on_torch_threads;
     return;
   }
-  const std::int64_t channels = x.size(1);
   device_.kernels = &device_kernels_for(x);
   device_.stream = current_stream(x);
-  workspace_ = at::empty({workspace_size(channels, slices)}, float64_options(x));
-  device_.workspace = workspace_.mutable_data_ptr<double>();
-  device_.scratch = device_scratch(x, device_scratch_size(channels, slices), device_);
+  memory_.emplace(x, slices, device_);
 }
 
 CallContext CallSite::alone() const noexcept {

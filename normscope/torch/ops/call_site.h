@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
@@ -10,6 +11,7 @@
 #include "normscope/core/execution.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/tensors/device.h"
+#include "normscope/torch/tensors/device_memory.h"
 
 namespace normscope::binding {
 
@@ -24,7 +26,7 @@ class CallSite {
 
   [[nodiscard]] const Placement& placement() const noexcept { return placement_; }
 
-  // Allocates the memory that kernels work in. Must precede alone() and with(). If there are no
+  // Takes the memory that kernels work in. Must precede alone() and with(). If there are no
   // kernels for the device, throws an error that Python shows as RuntimeError.
   void prepare(const at::Tensor& x, std::int64_t slices);
 
@@ -36,7 +38,7 @@ class CallSite {
   Placement placement_;
   Execution execution_;
   DeviceContext device_;
-  at::Tensor workspace_;
+  std::optional<DeviceMemory> memory_;
 };
 
 }  // namespace normscope::binding
