@@ -46,6 +46,19 @@ WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
   return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
+void normalize(const ForwardArguments& arguments, Statistics statistics,
+               const ResolvedContext& context, const Slice& slice) {
+  context.kernels.normalize(context.execution, slice.of(arguments.x), statistics,
+                            affine_of(arguments), slice.of(arguments.residual),
+                            slice.of(arguments.y));
+}
+
+void normalize(const ForwardArguments& arguments, const DeviceStep& step) {
+  const DeviceContext& device = step.device;
+  device.kernels->normalize(device.stream, arguments.x, step.batches, step.coefficients,
+                            arguments.activation, arguments.residual, arguments.y);
+}
+
 // The steps for a slice, or for a rank's part of the norm batch: moments, exchange, finalize,
 // normalize. Returns the number of elements per channel of the norm batch.
 double normalize_slice(const ForwardArguments& arguments, const CallLabel& label,
@@ -69,10 +82,7 @@ double normalize_slice(const ForwardArguments& arguments, const CallLabel& label
        .count = arguments.counts == nullptr ? nullptr : arguments.counts + slice.index});
   coefficients_of(arguments).write_normalize(slice.index, statistics.read_only(), arguments.weight,
                                              arguments.bias);
-  if (arguments.y.data != nullptr) {
-    kernels.normalize(execution, x, statistics.read_only(), affine_of(arguments),
-                      slice.of(arguments.residual), slice.of(arguments.y));
-  }
+  if (arguments.y.data != nullptr) normalize(arguments, statistics.read_only(), context, slice);
   return count;
 }
 
@@ -142,9 +152,7 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
     });
     kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
   }
-  if (arguments.y.data == nullptr) return;
-  kernels.normalize(device.stream, x, step.batches, step.coefficients, arguments.activation,
-                    arguments.residual, arguments.y);
+  if (arguments.y.data != nullptr) normalize(arguments, step);
 }
 
 void run(const ForwardArguments& arguments, const CallContext& context) {
@@ -174,16 +182,6 @@ void run(const ForwardArguments& arguments, const CallContext& context) {
   staged.commit();
 }
 
-void normalize_on_device(const ForwardArguments& arguments, const double* statistics,
-                         const DeviceContext& device) {
-  const TensorView& x = arguments.x;
-  const DeviceStep step(device, x, arguments.slices);
-  device.kernels->use_statistics(device.stream, x.dtype, x.channels, arguments.slices, statistics,
-                                 arguments.weight, arguments.bias, step.coefficients);
-  device.kernels->normalize(device.stream, x, step.batches, step.coefficients, arguments.activation,
-                            arguments.residual, arguments.y);
-}
-
 }  // namespace
 
 void batch_norm_forward(const ForwardArguments& arguments, const CallContext& context) {
@@ -204,15 +202,17 @@ void batch_norm_with_statistics(const WithStatisticsArguments& arguments,
   check_device(context);
   check(forward, context);
   if (context.device != nullptr) {
-    normalize_on_device(forward, arguments.statistics, *context.device);
+    const DeviceStep step(*context.device, x, arguments.slices);
+    step.device.kernels->use_statistics(step.device.stream, x.dtype, x.channels, arguments.slices,
+                                        arguments.statistics, arguments.weight, arguments.bias,
+                                        step.coefficients);
+    normalize(forward, step);
     return;
   }
   const ResolvedContext resolved = resolve(context);
   for (std::int64_t i = 0; i < arguments.slices; ++i) {
-    const Slice slice = slice_of(x.samples, arguments.slices, i);
-    resolved.kernels.normalize(
-        resolved.execution, slice.of(x), statistics_of_slice(arguments.statistics, i, x.channels),
-        affine_of(forward), slice.of(arguments.residual), slice.of(arguments.y));
+    normalize(forward, statistics_of_slice(arguments.statistics, i, x.channels), resolved,
+              slice_of(x.samples, arguments.slices, i));
   }
 }
 

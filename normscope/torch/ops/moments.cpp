@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The ops for norm batches whose parts are in other calls or threads.
+// The ops for norm batches whose parts are in other calls or threads. On Meta, which has no
+// storage, they return their results without filling them in.
 #include "normscope/batch_norm/moments.h"
 
 #include <cstdint>
@@ -22,37 +23,29 @@
 namespace normscope::binding::parts {
 namespace {
 
-// For a tensor of moments that check_moments() accepts.
-std::int64_t channels_of(const at::Tensor& moments) {
-  return (moments.size(0) - kHeaderSize) / (kSums * kLimbs);
+c10::SymInt channels_of(const at::Tensor& moments) {
+  return (moments.sym_size(0) - kHeaderSize) / (kSums * kLimbs);
 }
 
+// For a tensor of moments that check_moments() accepts.
 MessageView message_view(const at::Tensor& moments) {
-  return {moments.mutable_data_ptr<double>(), channels_of(moments)};
+  return {moments.mutable_data_ptr<double>(), channels_of(moments).expect_int()};
 }
 
 at::Tensor empty_moments(const at::Tensor& x) {
   return at::empty_symint({moments_size(x.sym_size(1))}, float64_options(x));
 }
 
-at::Tensor empty_statistics(const at::Tensor& like, const c10::SymInt& channels) {
-  return at::empty_symint({1, 3, channels}, float64_options(like));
-}
-
 at::Tensor moments(const at::Tensor& x) {
   check_part(x);
   if (uses_torch_kernels(x)) return portable_moments(x);
+  at::Tensor result = empty_moments(x);
+  if (x.is_meta()) return result;
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
   const at::Tensor in_layout = in_layout_of_output(x);
-  at::Tensor result = empty_moments(x);
   as_torch([&] { batch_norm_moments(view(in_layout), message_view(result), site.alone()); });
   return result;
-}
-
-at::Tensor moments_of_meta(const at::Tensor& x) {
-  check_part(x);
-  return empty_moments(x);
 }
 
 // An empty tensor [0, C] with x's dtype on the moments' device, to check the buffers against.
@@ -61,8 +54,8 @@ at::Tensor channels_like(const FinalizeOpArguments& op) {
                   (op.moments.sym_size(0) - kHeaderSize) % (kSums * kLimbs) == 0,
               "moments: expected the shape [", kSums * kLimbs, " * channels + ", kHeaderSize,
               "], got ", op.moments.sym_sizes());
-  const c10::SymInt channels = (op.moments.sym_size(0) - kHeaderSize) / (kSums * kLimbs);
-  const at::Tensor x = at::empty_symint({0, channels}, op.moments.options().dtype(op.dtype));
+  const at::Tensor x =
+      at::empty_symint({0, channels_of(op.moments)}, op.moments.options().dtype(op.dtype));
   check_part(x);
   check_moments(x, "moments", op.moments);
   check_running(x, op.running);
@@ -72,10 +65,11 @@ at::Tensor channels_like(const FinalizeOpArguments& op) {
 at::Tensor finalize(const FinalizeOpArguments& op) {
   const at::Tensor x = channels_like(op);
   if (uses_torch_kernels(x)) return portable_finalize(op);
+  at::Tensor statistics = at::empty_symint({1, 3, x.sym_size(1)}, float64_options(op.moments));
+  if (x.is_meta()) return statistics;
   CallSite site(op.moments);
   site.prepare(x, /*slices=*/1);
   const at::Tensor own = op.moments.clone();
-  at::Tensor statistics = empty_statistics(op.moments, x.size(1));
   FinalizeArguments arguments{.moments = message_view(own),
                               .x_dtype = *dtype_of(x),
                               .eps = op.eps,
@@ -88,20 +82,17 @@ at::Tensor finalize(const FinalizeOpArguments& op) {
   return statistics;
 }
 
-at::Tensor finalize_meta(const FinalizeOpArguments& op) {
-  return empty_statistics(op.moments, channels_like(op).sym_size(1));
-}
-
 GradientTensors gradient_sums(const at::Tensor& dy, const at::Tensor& x,
                               const at::Tensor& statistics) {
   check_part(dy, x, statistics);
   if (uses_torch_kernels(x)) return portable_part_gradient_sums(dy, x, statistics);
+  const Gradients gradients(x, {.dx = false, .dweight = true, .dbias = true});
+  at::Tensor sums = empty_moments(x);
+  if (x.is_meta()) return {sums, gradients.dweight, gradients.dbias};
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
-  const Gradients gradients(x, {.dx = false, .dweight = true, .dbias = true});
   const at::Tensor x_in_layout = in_layout_of_output(x);
   const at::Tensor dy_in_layout = in_layout_of(x_in_layout, dy);
-  at::Tensor sums = empty_moments(x);
   as_torch([&] {
     batch_norm_part_gradient_sums({.x = view(x_in_layout),
                                    .dy = view(dy_in_layout),
@@ -114,29 +105,18 @@ GradientTensors gradient_sums(const at::Tensor& dy, const at::Tensor& x,
   return {sums, gradients.dweight, gradients.dbias};
 }
 
-GradientTensors gradient_sums_meta(const at::Tensor& dy, const at::Tensor& x,
-                                   const at::Tensor& statistics) {
-  check_part(dy, x, statistics);
-  const Gradients gradients(x, {.dx = false, .dweight = true, .dbias = true});
-  return {empty_moments(x), gradients.dweight, gradients.dbias};
-}
-
-void check_input_gradient(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
+at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
                           const at::Tensor& statistics, const at::Tensor& sums) {
   check_part(dy, x, statistics);
   check_weight(x, weight);
   check_moments(x, "sums", sums);
-}
-
-at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& weight,
-                          const at::Tensor& statistics, const at::Tensor& sums) {
-  check_input_gradient(dy, x, weight, statistics, sums);
   if (uses_torch_kernels(x)) {
     return portable_part_input_gradient(dy, x, weight, statistics, sums);
   }
+  at::Tensor dx = empty_output(x);
+  if (x.is_meta()) return dx;
   CallSite site(x);
   site.prepare(x, /*slices=*/1);
-  at::Tensor dx = empty_output(x);
   const at::Tensor x_in_layout = in_layout_of(dx, x);
   const at::Tensor dy_in_layout = in_layout_of(dx, dy);
   const at::Tensor own = sums.clone();
@@ -153,13 +133,6 @@ at::Tensor input_gradient(const at::Tensor& dy, const at::Tensor& x, const Optio
   return dx;
 }
 
-at::Tensor input_gradient_meta(const at::Tensor& dy, const at::Tensor& x,
-                               const OptionalTensor& weight, const at::Tensor& statistics,
-                               const at::Tensor& sums) {
-  check_input_gradient(dy, x, weight, statistics, sums);
-  return empty_output(x);
-}
-
 void register_ops(::torch::Library& m) {
   m.impl("batch_norm_moments", &moments);
   m.impl("batch_norm_finalize", &Taken<FinalizeOp, &finalize>::call);
@@ -171,11 +144,6 @@ void register_ops(::torch::Library& m) {
 
 NORMSCOPE_FOR_ALL_DEVICES(register_ops);
 
-TORCH_LIBRARY_IMPL(normscope, Meta, m) {
-  m.impl("batch_norm_moments", &moments_of_meta);
-  m.impl("batch_norm_finalize", &Taken<FinalizeOp, &finalize_meta>::call);
-  m.impl("batch_norm_part_gradient_sums", &gradient_sums_meta);
-  m.impl("batch_norm_part_input_gradient", &input_gradient_meta);
-}
+TORCH_LIBRARY_IMPL(normscope, Meta, m) { register_ops(m); }
 
 }  // namespace normscope::binding::parts
