@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrizations
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.utils.checkpoint import checkpoint_sequential
 
 import normscope
@@ -217,6 +220,23 @@ def test_copies_work_and_can_be_reverted(
     assert other[2].negative_slope == 0.3
     assert torch.equal(other(x), model(x))
     assert left_out(model, x) == ["2"]
+
+
+def test_torch_lists_the_classes_that_a_file_of_a_whole_model_needs() -> None:
+    model: Any = fused(sequence(nn.LeakyReLU(0.3)), "local")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    names = [name.rpartition(".") for name in get_unsafe_globals_in_checkpoint(file)]
+    classes = [getattr(importlib.import_module(module), name) for module, _, name in names]
+    file.seek(0)
+
+    with safe_globals(classes):
+        loaded = torch.load(file, weights_only=True)
+
+    assert type(loaded) is type(model)
+    x = batch()
+    assert_equal(step(loaded, x), step(model, x))
 
 
 def test_a_part_of_a_sequence_is_one_that_fuses() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -128,17 +129,50 @@ def test_elements_are_counted_once() -> None:
     assert layer.num_batches_tracked == 1
 
 
-def test_a_recomputation_of_a_forward_that_was_tracked_updates_nothing() -> None:
+def run_untracked(layer: nn.Module) -> None:
+    """Run the layer without gradients and statistics, outside of a checkpoint."""
+    layer.track_running_stats = False  # type: ignore[assignment]
+    with torch.no_grad():
+        layer(torch.randn(4, 3))
+    layer.track_running_stats = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("after", ["the block", "another node"])
+def test_a_recomputation_of_a_forward_that_was_tracked_updates_nothing(
+    reentrant: bool,  # noqa: FBT001
+    after: str,
+) -> None:
     layer: Any = normscope.BatchNorm1d(3, scope="local")
     x = torch.randn(4, 3, requires_grad=True)
-    y = run_checkpointed(layer, x) * 2
+    y = checkpoint(nn.Sequential(layer, nn.ReLU()), x, use_reentrant=reentrant)
+    if after == "another node":
+        y = y * 2
 
-    layer.track_running_stats = False
-    with torch.no_grad():
-        layer(x)
-    layer.track_running_stats = True
+    run_untracked(layer)
     before = copy.deepcopy(layer.state_dict())
     y.sum().backward()
 
     assert layer.num_batches_tracked == 1
     assert all(map(torch.equal, layer.state_dict().values(), before.values()))
+
+
+# Each thread numbers the nodes of its autograd graphs anew.
+def test_untracked_forwards_of_another_thread_are_not_recomputed() -> None:
+    layer: Any = normscope.BatchNorm1d(3, scope="local")
+
+    def run_some() -> None:
+        for _ in range(40):
+            torch.ones(1, requires_grad=True) * 2
+            run_untracked(layer)
+
+    def train_some() -> None:
+        for _ in range(8):
+            x = torch.randn(4, 3, requires_grad=True)
+            checkpoint(layer, x, use_reentrant=False).sum().backward()
+
+    for run in (run_some, train_some):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(run).result()
+
+    assert layer.num_batches_tracked == 8

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from programs import output_of
 from rank_pool import RankPool, connected_group, error_of
 from torch import distributed
 
@@ -86,3 +87,30 @@ def test_a_backend_that_cannot_make_a_second_group_is_refused(ranks: RankPool) -
     for error in ranks.run(2, over_a_backend_that_makes_one_group, environment=OVER_GLOO):
         assert "torch.distributed made no group for normscope's messages alone" in error
         assert "RuntimeError: one is enough" in error
+
+
+OVER_FAKE_RANKS = """
+import torch
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import normscope
+
+distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+layer = normscope.BatchNorm1d(3)
+for call in (
+    lambda: layer(torch.ones(2, 3)),
+    lambda: normscope.sync_running_stats(layer),
+    lambda: next(iter(normscope.joined([torch.ones(2)]))),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_backend_without_options_is_refused() -> None:
+    errors = output_of("-c", OVER_FAKE_RANKS, seconds=60).splitlines()
+
+    expected = "process_group: expected a backend whose options tell its time limit, got fake"
+    assert sum(expected in line for line in errors) == 3, errors

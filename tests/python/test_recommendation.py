@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,17 @@ def test_recommending_does_not_change_the_model(call: int) -> None:
     assert not network[1]._forward_pre_hooks
     assert not network[1]._forward_hooks
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_plan_does_not_depend_on_the_mode_around_it(mode: Callable[[], Any]) -> None:
+    model, batches = small_network().train(), noise_batches(8)
+    expected = normscope.recommend_scopes(model, batches)
+
+    with mode():
+        plan = normscope.recommend_scopes(model, batches)
+
+    assert plan == expected
 
 
 def test_batches_are_requested_one_by_one() -> None:

@@ -120,6 +120,10 @@ c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
     c10d::Backend& backend, const c10::intrusive_ptr<c10d::Store>& store,
     const std::vector<int>& members) const {
   const c10::intrusive_ptr<c10d::Backend::Options> options = backend.getBackendOptions();
+  if (!options) {
+    throw CommunicationError("a backend without options cannot be split: " +
+                             backend.getBackendName());
+  }
   const auto copy = copy_of(*options);
   if (!copy && backend.getBackendName() == "nccl") {
     throw CommunicationError(

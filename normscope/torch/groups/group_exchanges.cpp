@@ -23,9 +23,11 @@ using Milliseconds = std::chrono::milliseconds;
 Milliseconds time_limit_of(c10d::ProcessGroup& group, const Placement& placement) {
   if (const auto chosen = chosen_time_limit()) return *chosen;
   const bool has_host = serves(group, c10::DeviceType::CPU);
-  return group.getBackend(has_host ? c10::DeviceType::CPU : placement.device)
-      ->getBackendOptions()
-      ->timeout;
+  const auto backend = group.getBackend(has_host ? c10::DeviceType::CPU : placement.device);
+  const auto options = backend->getBackendOptions();
+  TORCH_CHECK(options, "process_group: expected a backend whose options tell its time limit, got ",
+              backend->getBackendName(), ", which has none; set NORMSCOPE_TIMEOUT to give a limit");
+  return options->timeout;
 }
 
 // A process group of a Python program also carries the program's own messages. Those of normscope

@@ -56,10 +56,10 @@ class FusedSequential(nn.Sequential):
         return input
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
-        """Name the original class, which can be imported."""
+        """Name a class that can be imported: this one, or the original of a derived one."""
         reduced: Any = super().__reduce_ex__(protocol)
         create, arguments, *state = reduced
-        if create is copyreg.__newobj__:  # type: ignore[attr-defined]
+        if create is copyreg.__newobj__ and type(self) is not FusedSequential:  # type: ignore[attr-defined]
             create, arguments = _new, (self.original,)
         return create, arguments, *state
 

@@ -176,6 +176,7 @@ def _run(
     with ExitStack() as stack:
         stack.enter_context(_left_as_it_is(model))
         stack.enter_context(measuring(model, [watch.layer for watch in watches]))
+        stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         for watch in watches:
             watch.layer.scope = Scope.world()
