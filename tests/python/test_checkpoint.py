@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -139,6 +140,21 @@ def test_selective_checkpoints_can_be_combined(saved: tuple[Any, ...]) -> None:
     [got] = torch.autograd.grad(y.sin().sum(), x)
     assert torch.equal(got, expected)
     assert all(layer.num_batches_tracked == 2 for layer in list(block)[1:])
+
+
+@pytest.mark.own_kernels
+@pytest.mark.parametrize("kind", ["non-reentrant", "with context"])
+def test_a_checkpoint_in_a_compiled_model_has_the_results_of_eager_mode(kind: str) -> None:
+    layer = normscope.BatchNorm1d(3)
+    other = copy.deepcopy(layer)
+    x = torch.randn(4, 3, requires_grad=True)
+    [expected] = torch.autograd.grad(other(x).sin().sum(), x)
+
+    y = torch.compile(lambda x: CHECKPOINTS[kind](layer, x), backend="aot_eager")(x)
+
+    [got] = torch.autograd.grad(y.sin().sum(), x)
+    assert torch.equal(got, expected)
+    assert all(map(torch.equal, layer.buffers(), other.buffers()))
 
 
 @pytest.mark.own_kernels
