@@ -70,6 +70,39 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: t
         assert compiled_like_eager(layer, x)
 
 
+@pytest.mark.own_kernels
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("activation", ["relu", "relu6", "leaky_relu", "silu", "hard_swish"])
+def test_exact_graphs_have_the_bits_of_layers_with_activations(
+    activation: Any,  # noqa: ANN401
+    backend: str,
+) -> None:
+    layer = normscope.BatchNormAct2d(5, activation=activation, scope="slices:2")
+    x = torch.randn(4, 5, 6, 6) + 30
+    residuals = [None, torch.randn(4, 5, 6, 6)] if activation == "relu" else [None]
+    for residual in residuals:
+        ours, theirs = copy.deepcopy(layer), copy.deepcopy(layer)
+
+        with normscope.training.exact_graphs():
+            compiled = torch.compile(ours, fullgraph=True, backend=backend)
+            got = step(ours, lambda x, r=residual, c=compiled: c(x, r), x)
+            expected = step(theirs, lambda x, r=residual, c=theirs: c(x, r), x)
+
+        assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.own_kernels
+def test_exact_graphs_have_the_bits_of_fused_sequences() -> None:
+    net = normscope.convert(nn.Sequential(nn.BatchNorm2d(5), nn.SiLU()), "local", fuse=True)
+    ours, theirs = copy.deepcopy(net), copy.deepcopy(net)
+    x = torch.randn(4, 5, 6, 6) + 30
+
+    with normscope.training.exact_graphs():
+        got = step(ours, torch.compile(ours, fullgraph=True, **BIT_TRUE), x)
+
+    assert all(map(torch.equal, got, step(theirs, theirs, x)))
+
+
 # Says whether a graph has the bits of eager mode. The next process finds the graph on disk.
 COMPILES = """
 import copy, torch, normscope

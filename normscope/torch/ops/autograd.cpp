@@ -63,7 +63,8 @@ bool is_in_graph(const ForwardOpArguments& op) { return op.graph && is_recorded_
 
 ForwardTensors below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (is_in_graph(op) && !op.activation.activates()) return forward_in_graph(op);
+  const bool is_left_to_compiler = op.decomposes() && op.activation.activates();
+  if (is_in_graph(op) && !is_left_to_compiler) return forward_in_graph(op);
   if (backend::are_reached_by(op.keys())) return backend::forward(op);
   static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
   return op.pass_to(next);

@@ -89,7 +89,7 @@ ForwardTensors forward_in_graph(const ForwardOpArguments& op) {
   for (const OptionalTensor* buffer : op.running.all()) set_buffer(*buffer, results[next++]);
   set_buffer(op.accumulated, results[next]);
   if (!op.decomposes()) {
-    const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics};
+    const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics, op.activation};
     return {again.pass_to(with_statistics_op()), statistics, {}, {}};
   }
   return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics, {}, {}};

@@ -68,9 +68,11 @@ class Activated(Ending):
         accumulated: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Use the op that does all of it, or else do one after the other."""
-        if torch.compiler.is_compiling():  # the compiler fuses by itself
+        is_one_op = self._is_one_op(x)
+        if torch.compiler.is_compiling() and not (is_one_op and ops.exact_graphs):
+            # The compiler fuses by itself.
             return self.finish(ops.batch_norm(x, arguments, accumulated))
-        if not self._is_one_op(x):
+        if not is_one_op:
             with ops.notifying_peers(arguments.scope, arguments.group):
                 staged = ops.Staged(arguments, accumulated)
             y = ops.batch_norm(x, staged.arguments, staged.accumulated)

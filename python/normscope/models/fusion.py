@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Proxy
 
+from normscope._binding import ops
 from normscope._binding.torch_private import (
     children_of,
     has_any_global_hook,
@@ -37,7 +38,8 @@ class FusedSequential(nn.Sequential):
     def forward(self, input: Any) -> Any:  # noqa: ANN401 - torch's
         """Call the modules in order, without the activations that layers apply."""
         # Compilers fuse by themselves.
-        if torch.compiler.is_compiling() or isinstance(input, Proxy) or has_any_global_hook():
+        is_left_to_compiler = torch.compiler.is_compiling() and not ops.exact_graphs
+        if is_left_to_compiler or isinstance(input, Proxy) or has_any_global_hook():
             return super().forward(input)  # type: ignore[no-untyped-call]
         modules = list(self)
         following: list[nn.Module | None] = [*modules[1:], None]

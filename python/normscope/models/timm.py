@@ -9,6 +9,7 @@ import torch
 from timm import layers as timm_layers
 from torch.fx import Proxy
 
+from normscope._binding import ops
 from normscope._binding.torch_private import TorchBatchNorm, has_any_global_hook, has_hooks
 from normscope.layers.activated import activation_of
 from normscope.layers.batch_norm import BatchNorm2d
@@ -47,7 +48,7 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
 
     def _activation(self) -> tuple[Activation, float] | None:
         """Return the activation that the op can apply; None if drop and act have to be called."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not ops.exact_graphs:
             return None  # the compiler fuses by itself
         drop, act = self._modules.get("drop"), self._modules.get("act")
         if act is None or has_any_global_hook():
