@@ -32,14 +32,15 @@ def _backends() -> list[str]:
 
 
 def _print_installation() -> None:
-    kernels, chosen = ops.available_kernels(), ops.default_kernels()
+    devices = _devices()
+    installed = ops.installation(devices)
     print(f"normscope      {normscope.__version__}")
     print(f"torch          {torch.__version__}")
     print(f"python         {platform.python_version()}")
-    print(f"kernels        {', '.join(kernels)}; in use: {chosen}")
-    print(f"cuda           {ops.cuda()}")
-    for device in _devices():
-        print(f"{device:<14} {ops.kernels_of_device(device)}")
+    print(f"kernels        {', '.join(installed.kernels)}; in use: {installed.in_use}")
+    print(f"cuda           {installed.cuda}")
+    for device, kernels in zip(devices, installed.of_devices, strict=True):
+        print(f"{device:<14} {kernels}")
     print(f"communicators  shared memory (ranks of one host), {', '.join(_backends())}")
 
 

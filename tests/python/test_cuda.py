@@ -23,7 +23,7 @@ import normscope
 from normscope._binding import ops
 
 DEVICE = os.environ.get("NORMSCOPE_TEST_DEVICE", "cuda")
-HAS_GPU = torch.cuda.is_available() and ops.cuda() == "built"
+HAS_GPU = torch.cuda.is_available() and ops.installation([]).cuda == "built"
 
 pytestmark = [
     pytest.mark.cuda,

@@ -4,8 +4,10 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include <ATen/core/List.h>
 #include <torch/library.h>
 
 #include "normscope/batch_norm/exchange.h"
@@ -47,12 +49,6 @@ std::tuple<std::string, std::vector<std::int64_t>> divide_ranks(std::string_view
   });
 }
 
-std::vector<std::string> names_of_available_kernels() {
-  std::vector<std::string> names;
-  for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
-  return names;
-}
-
 std::string version() { return NORMSCOPE_VERSION; }
 
 // What else decides how a graph records a layer: the version, and the kernels at hand.
@@ -75,12 +71,21 @@ std::tuple<bool, std::optional<double>> environment() {
   });
 }
 
-std::string name_of_default_kernels() { return std::string(default_kernels().name); }
-
 std::string cuda_support() {
   if (device_kernels() == nullptr) return "not built";
   const std::string why_not = device_kernels()->why_not();
   return why_not.empty() ? "built" : "built, but the device cannot run it: " + why_not;
+}
+
+// The kernels of the host, those in use, the state of CUDA, and the kernels of each device. Chooses
+// the kernels for good, and may start the driver of a device.
+std::tuple<std::vector<std::string>, std::string, std::string, std::vector<std::string>>
+installation(const c10::List<std::string>& devices) {
+  std::vector<std::string> kernels, of_devices;
+  for (const Kernels* each : available_kernels()) kernels.emplace_back(each->name);
+  for (const std::string& device : devices) of_devices.push_back(kernels_of_device(device));
+  return {std::move(kernels), std::string(default_kernels().name), cuda_support(),
+          std::move(of_devices)};
 }
 
 // How many bytes a rank sends in a forward or a backward of `channels` channels.
@@ -201,10 +206,8 @@ TORCH_LIBRARY(normscope, m) {
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
   m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",
         &divide_ranks);
-  m.def("available_kernels() -> str[]", &names_of_available_kernels);
-  m.def("default_kernels() -> str", &name_of_default_kernels);
-  m.def("cuda() -> str", &cuda_support);
-  m.def("kernels_of_device(str device) -> str", &kernels_of_device);
+  m.def("installation(str[] devices) -> (str[] kernels, str in_use, str cuda, str[] of_devices)",
+        &installation);
   m.def("message_bytes(int channels) -> int", &message_bytes);
   m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);

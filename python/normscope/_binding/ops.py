@@ -64,10 +64,6 @@ resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.defaul
 divide_ranks = cast(
     "Callable[[str, int, list[int]], tuple[str, list[int]]]", _ops.divide_ranks.default
 )
-available_kernels = cast("Callable[[], list[str]]", _ops.available_kernels.default)
-default_kernels = cast("Callable[[], str]", _ops.default_kernels.default)
-cuda = cast("Callable[[], str]", _ops.cuda.default)
-kernels_of_device = cast("Callable[[str], str]", _ops.kernels_of_device.default)
 forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
 note_change_of_scope = cast("Callable[[], int]", _ops.note_change_of_scope.default)
 change_before_forward = cast("Callable[[], int]", _ops.change_before_forward.default)
@@ -98,6 +94,27 @@ exact_graphs = environment()[0]
 
 # What a call that fails may raise. Not Exception: checkpointing ends a recomputation by one.
 FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, MemoryError)
+
+
+class Installation(NamedTuple):
+    """What ``python -m normscope`` shows.
+
+    Args:
+        kernels: The names of the kernels that run on this host.
+        in_use: The name of those that it uses.
+        cuda: Whether the CUDA kernels are built, and can run.
+        of_devices: What normalizes on each of the given devices.
+    """
+
+    kernels: list[str]
+    in_use: str
+    cuda: str
+    of_devices: list[str]
+
+
+def installation(devices: list[str]) -> Installation:
+    """Describe the installation; chooses the kernels for good, and may start CUDA's driver."""
+    return Installation(*_ops.installation.default(devices))
 
 
 class ForwardArguments(NamedTuple):
