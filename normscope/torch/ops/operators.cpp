@@ -93,12 +93,10 @@ std::int64_t message_bytes(std::int64_t channels) {
   return (limbs_size(channels) + kHeaderSize) * static_cast<std::int64_t>(sizeof(double));
 }
 
-std::string status(std::int64_t process) {
-  return as_torch([&] { return status_of_process(process); });
-}
-
-std::string fault(std::int64_t process) {
-  return as_torch([&] { return fault_of_peers(process); });
+// What comm/group_status.h says of a process.
+std::tuple<std::string, std::string> status_and_fault(std::int64_t process) {
+  return as_torch(
+      [&] { return std::tuple(status_of_process(process), fault_of_peers(process)); });
 }
 
 std::tuple<std::int64_t, std::int64_t, double> counters() {
@@ -233,8 +231,7 @@ TORCH_LIBRARY(normscope, m) {
       "Tensor[] sizes, float allowed) -> (int[] chosen, float noise, float standard_error)",
       &choose_scopes_of);
   m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
-  m.def("status_of_process(int process) -> str", &status);
-  m.def("fault_of_peers(int process) -> str", &fault);
+  m.def("status_of_process(int process) -> (str status, str fault_of_peers)", &status_and_fault);
   m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);

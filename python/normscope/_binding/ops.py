@@ -45,8 +45,8 @@ choose_scopes = cast(
 )
 fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
 fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)
-fault_of_peers = cast("Callable[[int], str]", _ops.fault_of_peers.default)
-status_of_process = cast("Callable[[int], str]", _ops.status_of_process.default)
+# The status, and what has happened to another rank of a group.
+status_of_process = cast("Callable[[int], tuple[str, str]]", _ops.status_of_process.default)
 batch_norm_with_statistics = cast(
     "Callable[..., torch.Tensor]", _ops.batch_norm_with_statistics.default
 )

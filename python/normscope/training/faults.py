@@ -41,7 +41,8 @@ def status(process: int | None = None) -> str:
         >>> status()
         ''
     """
-    return ops.status_of_process(os.getpid() if process is None else process)
+    text, _ = ops.status_of_process(os.getpid() if process is None else process)
+    return text
 
 
 @contextmanager
@@ -86,6 +87,8 @@ def _fault_behind(error: BaseException) -> str:
         return ""
     # The system closes the connections of a process before it has ended.
     deadline = time.monotonic() + _SECONDS_OF_AN_END
-    while not (fault := ops.fault_of_peers(os.getpid())) and time.monotonic() < deadline:
+    _, fault = ops.status_of_process(os.getpid())
+    while not fault and time.monotonic() < deadline:
         time.sleep(_SECONDS_OF_AN_END / 50)
+        _, fault = ops.status_of_process(os.getpid())
     return "" if fault in text else fault
