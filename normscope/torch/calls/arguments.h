@@ -245,8 +245,8 @@ using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);
 using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
                                    std::int64_t samples);
 
-using FailExchangeOp = void(std::string_view scope, std::string_view group_name,
-                            std::string_view reason);
+using FailExchangesOp = void(std::string_view reason, std::optional<std::string_view> scope,
+                             std::string_view group_name);
 
 // Lets a kernel take an op's arguments as one struct: the dispatcher calls `Taken<Op,
 // kernel>::call`.

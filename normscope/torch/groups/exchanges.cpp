@@ -33,7 +33,7 @@ void notify(const ScopedCall& call, const ExchangeUse* use, std::string_view rea
     return;
   }
   try {
-    fail_exchange(call.scope, call.group_name, reason);
+    fail_exchanges(reason, call.scope, call.group_name);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // There is no group of this name.
   }
@@ -115,19 +115,20 @@ DeviceReport* ExchangeUse::report() const {
   return report.get();
 }
 
-void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason) {
-  if (group_name.empty() || is_of_one_rank(scope)) return;
+void fail_exchanges(std::string_view reason, std::optional<std::string_view> scope,
+                    std::string_view group_name) {
+  if (scope && (group_name.empty() || is_of_one_rank(*scope))) return;
   bool has_exchange = false;
   for (const auto& group : used_groups()) {
-    if (group->name() != group_name) continue;
-    has_exchange = true;
-    group->fail(scope, reason);
+    const bool is_given = group->name() == group_name;
+    has_exchange = has_exchange || is_given;
+    if (!scope) {
+      group->fail_all(reason);
+    } else if (is_given) {
+      group->fail(*scope, reason);
+    }
   }
-  if (!has_exchange) fail_rendezvous(std::string(group_name), reason);
-}
-
-void fail_all_exchanges(std::string_view reason) {
-  for (const auto& group : used_groups()) group->fail_all(reason);
+  if (!group_name.empty() && !has_exchange) fail_rendezvous(std::string(group_name), reason);
 }
 
 std::string resolve_scope(std::string_view scope, std::string_view group_name,

@@ -88,11 +88,11 @@ auto or_notify_peers(const ScopedCall& call, const Body& body) {
 }
 
 // fail() for a rank that fails before it has its exchange. Not collective. Peers throw when they
-// wait in the exchange of the scope, or in the group's rendezvous, now or later.
-void fail_exchange(std::string_view scope, std::string_view group_name, std::string_view reason);
-
-// The same for every exchange that this rank has taken part in.
-void fail_all_exchanges(std::string_view reason);
+// wait in the exchange of the scope, or in the group's rendezvous, now or later. Without a scope,
+// the same for every exchange that this rank has taken part in, whatever its group, and for the
+// rendezvous of the given group if it has no exchange yet.
+void fail_exchanges(std::string_view reason, std::optional<std::string_view> scope,
+                    std::string_view group_name);
 
 // The scope to run with. norm_batch:M is resolved for the largest batch of any rank when the group
 // first used this scope; that use is collective. A rank alone resolves it for `samples`. Other

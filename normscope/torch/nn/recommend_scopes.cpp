@@ -70,8 +70,9 @@ auto with_notified_peers(const RankGroup& group, const Work& work) {
   } catch (const c10::DistError&) {
     throw;  // from an exchange, so the peers know
   } catch (const std::exception& error) {
-    static const auto fail = binding::op_named<binding::FailExchangeOp>("normscope::fail_exchange");
-    if (group.size() > 1) fail.call("world", group.name(), binding::what_of(error));
+    static const auto fail =
+        binding::op_named<binding::FailExchangesOp>("normscope::fail_exchanges");
+    if (group.size() > 1) fail.call(binding::what_of(error), "world", group.name());
     throw;
   }
 }

@@ -230,9 +230,9 @@ TORCH_LIBRARY(normscope, m) {
       "choose_scopes(str[] layers, int[] exchange_bytes, bool[] trained, Tensor[] noise, "
       "Tensor[] sizes, float allowed) -> (int[] chosen, float noise, float standard_error)",
       &choose_scopes_of);
-  m.def("fail_all_exchanges(str reason) -> ()", &fail_all_exchanges);
   m.def("status_of_process(int process) -> (str status, str fault_of_peers)", &status_and_fault);
-  m.def("fail_exchange(str scope, str group_name, str reason) -> ()", &fail_exchange);
+  m.def("fail_exchanges(str reason, *, str? scope=None, str group_name=\"\") -> ()",
+        &fail_exchanges);
   m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
   m.def("forget_groups() -> ()", &forget_groups);
   m.def("note_change_of_scope() -> int number", &note_change_of_scope);

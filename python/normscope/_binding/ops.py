@@ -43,8 +43,7 @@ choose_scopes = cast(
     "tuple[list[int], float, float]]",
     _ops.choose_scopes.default,
 )
-fail_exchange = cast("Callable[[str, str, str], None]", _ops.fail_exchange.default)
-fail_all_exchanges = cast("Callable[[str], None]", _ops.fail_all_exchanges.default)
+fail_exchanges = cast("Callable[..., None]", _ops.fail_exchanges.default)
 # The status, and what has happened to another rank of a group.
 status_of_process = cast("Callable[[int], tuple[str, str]]", _ops.status_of_process.default)
 batch_norm_with_statistics = cast(
@@ -260,7 +259,7 @@ def notify_peers(error: Exception, scope: str, group: str) -> None:
     """Notify the other ranks that the arguments of this rank did not reach the op."""
     # They have been notified of the library's own errors.
     if group and not isinstance(error, DistError):
-        fail_exchange(scope, group, reason_of(error))
+        fail_exchanges(reason_of(error), scope=scope, group_name=group)
 
 
 def name_input(error: Exception, x: object, layer: str) -> None:

@@ -71,10 +71,8 @@ def fail_fast() -> Iterator[None]:
     except BaseException as error:
         fault = _fault_behind(error)
         reason = fault or ops.reason_of(error)
-        ops.fail_all_exchanges(reason)
         # The default group too, which may not have exchanged anything yet.
-        if group := groups.name_in_use(None):
-            ops.fail_exchange("world", group, reason)
+        ops.fail_exchanges(reason, group_name=groups.name_in_use(None))
         if fault:
             raise DistBackendError(f"{fault}, and then a message of the program failed") from error
         raise

@@ -108,5 +108,6 @@ def _notifying_peers(group: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if group:
-            ops.fail_exchange("world", group, f"its batches raised {ops.reason_of(error)}")
+            reason = f"its batches raised {ops.reason_of(error)}"
+            ops.fail_exchanges(reason, scope="world", group_name=group)
         raise
