@@ -131,18 +131,13 @@ void unregister_communicator(const std::string& name) {
   entries.erase(name);
 }
 
-void forget_destroyed_groups() {
+void forget_groups(bool only_destroyed) {
   auto& [mutex, entries] = process_groups();
-  std::vector<Group> destroyed;
+  std::vector<Group> forgotten;  // released after the lock
   const std::lock_guard lock(mutex);
-  destroyed = take_out(entries, is_destroyed);
-}
-
-void forget_groups() {
-  auto& [mutex, entries] = process_groups();
-  std::vector<Group> all;
-  const std::lock_guard lock(mutex);
-  all = take_out(entries, [](const GroupExchanges&) { return true; });
+  forgotten = take_out(entries, [&](const GroupExchanges& group) {
+    return !only_destroyed || group.is_destroyed();
+  });
 }
 
 void know_process_group(const std::string& name) {

@@ -21,13 +21,11 @@ void unregister_communicator(const std::string& name);
 
 // The registry keeps each process group's exchanges, with their threads and connections, from the
 // first use until the group is forgotten. torch does not tell when it destroys a group. Destroyed
-// groups are therefore forgotten at the first use of another group, or by the first of these
-// functions; the second one forgets all groups. Python calls the first when a group's object is
-// deleted, and the second before the interpreter ends, because a backend may call into the
-// interpreter. Other programs need neither: the static objects of this library end before those of
-// torch and CUDA.
-void forget_destroyed_groups();
-void forget_groups();
+// groups are therefore forgotten at the first use of another group, or by this function. Python
+// calls it with `only_destroyed` when a group's object is deleted, and for all groups before the
+// interpreter ends, because a backend may call into the interpreter. Other programs do not need it:
+// the static objects of this library end before those of torch and CUDA.
+void forget_groups(bool only_destroyed);
 
 // Remembers that this process is a rank of the group. Forks of it then refuse the group, even if it
 // was never used here. Call it before a fork. Groups in use are known without it.

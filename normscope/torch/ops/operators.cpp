@@ -233,8 +233,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("status_of_process(int process) -> (str status, str fault_of_peers)", &status_and_fault);
   m.def("fail_exchanges(str reason, *, str? scope=None, str group_name=\"\") -> ()",
         &fail_exchanges);
-  m.def("forget_destroyed_groups() -> ()", &forget_destroyed_groups);
-  m.def("forget_groups() -> ()", &forget_groups);
+  m.def("forget_groups(*, bool only_destroyed=False) -> ()", &forget_groups);
   m.def("note_change_of_scope() -> int number", &note_change_of_scope);
   m.def("change_before_forward() -> int number", &change_before_forward);
   // Implemented in Python.

@@ -47,7 +47,7 @@ def _watch(group: "distributed.ProcessGroup") -> None:
         return
     _watched.add(group)
     _layers_of_name.pop(group.group_name, None)  # of an earlier group
-    weakref.finalize(group, ops.forget_destroyed_groups).atexit = False
+    weakref.finalize(group, ops.forget_groups, only_destroyed=True).atexit = False
 
 
 def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None:

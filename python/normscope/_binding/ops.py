@@ -63,10 +63,9 @@ resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.defaul
 divide_ranks = cast(
     "Callable[[str, int, list[int]], tuple[str, list[int]]]", _ops.divide_ranks.default
 )
-forget_destroyed_groups = cast("Callable[[], None]", _ops.forget_destroyed_groups.default)
 note_change_of_scope = cast("Callable[[], int]", _ops.note_change_of_scope.default)
 change_before_forward = cast("Callable[[], int]", _ops.change_before_forward.default)
-forget_groups = cast("Callable[[], None]", _ops.forget_groups.default)
+forget_groups = cast("Callable[..., None]", _ops.forget_groups.default)
 know_process_group = cast("Callable[[str], None]", _ops.know_process_group.default)
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
