@@ -43,6 +43,10 @@ auto call_op(const char* name, const Arguments&... arguments) {
   return binding::op_named<Op>(name).call(arguments...);
 }
 
+at::Tensor part_sums(const at::Tensor& x, const binding::OptionalTensor& dz) {
+  return call_op<decltype(binding::part_sums)>("normscope::part_sums", x, dz, std::nullopt);
+}
+
 std::string named_or_module(const std::string& layer) { return layer.empty() ? "module" : layer; }
 
 // The rows of all ranks, in rank order.
@@ -122,8 +126,7 @@ at::Tensor part_rows(const at::Tensor& x, const at::Tensor& dz, std::int64_t par
   std::vector<at::Tensor> rows;
   const std::vector<at::Tensor> gradients = dz.tensor_split(parts);
   for (const at::Tensor& part : x.tensor_split(parts)) {
-    rows.push_back(call_op<decltype(binding::part_sums)>("normscope::part_sums", part,
-                                                         gradients[rows.size()], part.size(0)));
+    rows.push_back(part_sums(part, gradients[rows.size()]));
   }
   return at::stack(rows);
 }
@@ -191,8 +194,9 @@ std::vector<double> scales_of(const std::vector<at::Tensor>& outputs, const Rank
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const bool differ =
         std::ranges::any_of(of_ranks, [&](const Row& row) { return row[i] != channels[i]; });
-    const auto own =
-        call_op<decltype(binding::output_moments)>("normscope::output_moments", outputs[i], differ);
+    // Without channels in common, all elements are of one channel.
+    const at::Tensor own =
+        part_sums(differ ? outputs[i].flatten() : outputs[i], binding::kNoTensor);
     scales.push_back(call_op<decltype(binding::output_scale)>(
         "normscope::output_scale", rows_of_ranks(own, "outputs", group)));
   }

@@ -95,8 +95,7 @@ std::int64_t message_bytes(std::int64_t channels) {
 
 // What comm/group_status.h says of a process.
 std::tuple<std::string, std::string> status_and_fault(std::int64_t process) {
-  return as_torch(
-      [&] { return std::tuple(status_of_process(process), fault_of_peers(process)); });
+  return as_torch([&] { return std::tuple(status_of_process(process), fault_of_peers(process)); });
 }
 
 std::tuple<std::int64_t, std::int64_t, double> counters() {
@@ -212,13 +211,12 @@ TORCH_LIBRARY(normscope, m) {
   m.def("set_updates_in_backward(bool wanted) -> bool before", &set_updates_in_backward);
   m.def("batch_was_counted() -> bool", &batch_was_counted);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
-  m.def("output_moments(Tensor output, bool as_one) -> Tensor moments", &output_moments);
   m.def("output_scale(Tensor moments) -> float", &output_scale);
   m.def(
       "random_cotangents(Tensor[] outputs, float[] scales, int batch, int first, int parts) "
       "-> Tensor[] cotangents",
       &random_cotangents);
-  m.def("part_sums(Tensor x, Tensor dz, int samples) -> Tensor sums", &part_sums);
+  m.def("part_sums(Tensor x, Tensor? dz=None, *, int? samples=None) -> Tensor sums", &part_sums);
   m.def(
       "output_noise(Tensor own, Tensor moments, int first, Tensor? weight, float eps, "
       "int[] host_of_rank) -> Tensor noise",

@@ -39,7 +39,7 @@ void check_rows(const char* name, const at::Tensor& rows, std::int64_t size) {
 
 // [channels, elements] in float64; MPS has no float64.
 at::Tensor by_channel(const at::Tensor& x) {
-  const at::Tensor detached = x.detach();
+  const at::Tensor detached = x.dim() < 2 ? x.detach().reshape({-1, 1}) : x.detach();
   const at::Tensor on_device = detached.is_mps() ? detached.cpu() : detached;
   return on_device.to(at::kDouble).transpose(0, 1).flatten(1);
 }
@@ -54,28 +54,11 @@ at::Tensor signs(const at::Tensor& like, std::int64_t seed) {
   return 2.0 * at::randint(0, 2, like.sizes(), generator, at::kFloat) - 1.0;
 }
 
-// A row: samples, elements per channel, and what was computed of the channels.
-at::Tensor row_of(std::int64_t samples, double count, const at::Tensor& of_channels) {
-  const at::Tensor sizes =
-      at::tensor({static_cast<double>(samples), count}, at::TensorOptions(at::kDouble));
-  return at::cat({sizes, of_channels.cpu()});
-}
-
 PartMoments moments_in(const at::Tensor& rows, std::int64_t i, std::int64_t channels) {
   return PartMoments::of(numbers_of(rows, i), channels);
 }
 
 }  // namespace
-
-at::Tensor output_moments(const at::Tensor& output, bool as_one) {
-  const bool has_channels = output.dim() >= 2 && !as_one && !is_scalar(output);
-  const at::Tensor values = by_channel(has_channels ? output : output.reshape({-1, 1}));
-  const auto count = static_cast<double>(values.size(1));
-  const double divisor = std::max(count, 1.0);
-  const at::Tensor means = values.sum(1) / divisor, centred = values - means.unsqueeze(1);
-  return row_of(has_channels ? output.size(0) : 1, count,
-                at::cat({means, centred.square().sum(1) / divisor}));
-}
 
 double output_scale(const at::Tensor& moments) {
   const std::int64_t channels = (moments.size(1) - 2) / 2;
@@ -128,17 +111,26 @@ std::vector<at::Tensor> random_cotangents(at::TensorList outputs, at::ArrayRef<d
   return cotangents;
 }
 
-at::Tensor part_sums(const at::Tensor& x, const at::Tensor& dz, std::int64_t samples) {
-  TORCH_CHECK_VALUE(x.dim() >= 2 && x.sizes() == dz.sizes(),
-                    "dz: expected the shape of x [N, C, *], got ", dz.sizes(), " for ", x.sizes());
-  const at::Tensor values = by_channel(x), gradients = by_channel(dz);
+at::Tensor part_sums(const at::Tensor& x, const std::optional<at::Tensor>& dz,
+                     std::optional<std::int64_t> samples) {
+  TORCH_CHECK_VALUE(!dz || (x.dim() >= 2 && x.sizes() == dz->sizes()),
+                    "dz: expected the shape of x [N, C, *], got ",
+                    dz ? dz->sizes() : at::IntArrayRef(), " for ", x.sizes());
+  const at::Tensor values = by_channel(x);
   const auto count = static_cast<double>(values.size(1));
   const double divisor = std::max(count, 1.0);
   const at::Tensor means = values.sum(1) / divisor;
   const at::Tensor centred = values - means.unsqueeze(1);
-  return row_of(samples, count,
-                at::cat({means, centred.square().sum(1) / divisor, gradients.sum(1),
-                         (gradients * centred).sum(1)}));
+  const std::int64_t of_x = x.dim() < 2 ? 1 : x.size(0);
+  const at::Tensor sizes = at::tensor({static_cast<double>(samples.value_or(of_x)), count},
+                                      at::TensorOptions(at::kDouble));
+  std::vector<at::Tensor> of_channels = {means, centred.square().sum(1) / divisor};
+  if (dz) {
+    const at::Tensor gradients = by_channel(*dz);
+    of_channels.push_back(gradients.sum(1));
+    of_channels.push_back((gradients * centred).sum(1));
+  }
+  return at::cat({sizes, at::cat(of_channels).cpu()});
 }
 
 at::Tensor output_noise(const at::Tensor& own, const at::Tensor& moments, std::int64_t first,

@@ -14,11 +14,6 @@ namespace normscope::binding {
 
 // Ops of docs/numerics.md, "Output noise". All numbers are float64 in host memory.
 
-// Moments of an output of a network, as a row [2 + 2 C] of samples, elements per channel, means and
-// variances. Channels are dimension 1; with `as_one` all elements are one channel. A scalar, such
-// as a loss, is one element of one channel.
-[[nodiscard]] at::Tensor output_moments(const at::Tensor& output, bool as_one);
-
 // The root of the sum of the squares of an output's elements about the means of their channels,
 // from the rows of all ranks [P, 2 + 2 C]. A scalar counts as a tenth of its value. Infinity for an
 // output without elements, of which nothing changes.
@@ -36,9 +31,13 @@ namespace normscope::binding {
                                                         std::int64_t parts);
 
 // The sums over a part of a batch at a layer: x, and dz for the output of the normalization, both
-// [N, C, *] or rows [n, C] of `samples` samples. Returns [2 + 4 C]: samples, elements per channel,
-// means, variances, sums of dz, and sums of dz * (x - mean).
-[[nodiscard]] at::Tensor part_sums(const at::Tensor& x, const at::Tensor& dz, std::int64_t samples);
+// [N, C, *] or rows [n, C] of `samples` samples (none: N). Returns [2 + 4 C]: samples, elements per
+// channel, means, variances, sums of dz, and sums of dz * (x - mean).
+//
+// Without dz, only the moments [2 + 2 C], also of an output of the network. All elements of a
+// tensor with fewer than two dimensions, such as a loss, are of one sample and one channel.
+[[nodiscard]] at::Tensor part_sums(const at::Tensor& x, const std::optional<at::Tensor>& dz,
+                                   std::optional<std::int64_t> samples);
 
 // The noise of the candidates of candidate_scopes() for one call of a layer: [candidates, 3] with
 // the sum of the squared changes of the projection over the own parts, and samples and elements of

@@ -24,15 +24,12 @@ batch_was_counted = cast("Callable[[], bool]", _ops.batch_was_counted.default)
 set_updates_in_backward = cast("Callable[[bool], bool]", _ops.set_updates_in_backward.default)
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
-output_moments = cast("Callable[[torch.Tensor, bool], torch.Tensor]", _ops.output_moments.default)
 output_scale = cast("Callable[[torch.Tensor], float]", _ops.output_scale.default)
 random_cotangents = cast(
     "Callable[[list[torch.Tensor], list[float], int, int, int], list[torch.Tensor]]",
     _ops.random_cotangents.default,
 )
-part_sums = cast(
-    "Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]", _ops.part_sums.default
-)
+part_sums = cast("Callable[..., torch.Tensor]", _ops.part_sums.default)
 output_noise = cast("Callable[..., torch.Tensor]", _ops.output_noise.default)
 limits_of_scopes = cast("Callable[[], list[float]]", _ops.limits_of_scopes.default)
 candidate_scopes = cast(

@@ -168,10 +168,10 @@ def _part_sums(call: _Call, dz: torch.Tensor, parts: int) -> torch.Tensor:
         call.x.tensor_split(parts), dz.tensor_split(parts), masks, strict=True
     ):
         if mask is None:
-            rows.append(ops.part_sums(x, gradient, len(x)))
+            rows.append(ops.part_sums(x, gradient))
         else:
             counting = unmasked_rows(x, mask), unmasked_rows(gradient, mask)
-            rows.append(ops.part_sums(*counting, len(x)))
+            rows.append(ops.part_sums(*counting, samples=len(x)))
     return torch.stack(rows)
 
 
@@ -228,6 +228,7 @@ def _scales(outputs: list[torch.Tensor], shares: Shares) -> list[float]:
     of_ranks = shares.gather_numbers(channels, "channels of outputs")
     scales = []
     for output, *of_output in zip(outputs, *of_ranks, strict=True):
-        moments = ops.output_moments(output, len(set(of_output)) > 1)
+        # Without channels in common, all elements are of one channel.
+        moments = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
         scales.append(ops.output_scale(shares.gather(moments, "outputs")))
     return scales
