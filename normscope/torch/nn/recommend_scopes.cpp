@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -182,37 +183,35 @@ void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double f
   watched.noise.push_back(std::move(noise));
 }
 
-// What changes of each output are divided by.
-std::vector<double> scales_of(const std::vector<at::Tensor>& outputs, const RankGroup& group) {
+// The moments of each output, as rows of all ranks.
+std::vector<at::Tensor> moments_of_ranks(const std::vector<at::Tensor>& outputs,
+                                         const RankGroup& group) {
   Row channels;
   for (const at::Tensor& output : outputs) {
     channels.push_back(output.dim() > 1 ? static_cast<double>(output.size(1)) : 1.0);
   }
   const std::vector<Row> of_ranks =
       gather(channels, "recommend_scopes, channels of outputs", group);
-  std::vector<double> scales;
+  std::vector<at::Tensor> moments;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const bool differ =
         std::ranges::any_of(of_ranks, [&](const Row& row) { return row[i] != channels[i]; });
     // Without channels in common, all elements are of one channel.
     const at::Tensor own =
         part_sums(differ ? outputs[i].flatten() : outputs[i], binding::kNoTensor);
-    scales.push_back(call_op<decltype(binding::output_scale)>(
-        "normscope::output_scale", rows_of_ranks(own, "outputs", group)));
+    moments.push_back(rows_of_ranks(own, "outputs", group));
   }
-  return scales;
+  return moments;
 }
 
 // Runs a backward from the outputs of a batch, and adds the noise of its calls.
 void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outputs,
              std::int64_t batch, const Shares& shares, const RankGroup& group) {
-  std::vector<double> scales = scales_of(outputs, group);
-  // The smallest is infinite if no output has elements.
-  const double smallest = std::ranges::min(scales);
-  const bool varies = smallest > 0.0 && std::isfinite(smallest);
-  if (!varies) std::ranges::fill(scales, 1.0);
-  auto cotangents = call_op<decltype(binding::random_cotangents)>(
-      "normscope::random_cotangents", outputs, scales, batch, shares.first, shares.parts);
+  std::vector<at::Tensor> cotangents;
+  bool varies = false;
+  std::tie(cotangents, varies) = call_op<decltype(binding::random_cotangents)>(
+      "normscope::random_cotangents", outputs, moments_of_ranks(outputs, group), batch,
+      shares.first, shares.parts);
   Row largest;
   for (const at::Tensor& cotangent : cotangents) {
     largest.push_back(cotangent.numel() > 0 ? cotangent.abs().max().item<double>() : 0.0);

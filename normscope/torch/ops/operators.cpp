@@ -211,10 +211,9 @@ TORCH_LIBRARY(normscope, m) {
   m.def("set_updates_in_backward(bool wanted) -> bool before", &set_updates_in_backward);
   m.def("batch_was_counted() -> bool", &batch_was_counted);
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
-  m.def("output_scale(Tensor moments) -> float", &output_scale);
   m.def(
-      "random_cotangents(Tensor[] outputs, float[] scales, int batch, int first, int parts) "
-      "-> Tensor[] cotangents",
+      "random_cotangents(Tensor[] outputs, Tensor[] moments, int batch, int first, int parts) "
+      "-> (Tensor[] cotangents, bool varies)",
       &random_cotangents);
   m.def("part_sums(Tensor x, Tensor? dz=None, *, int? samples=None) -> Tensor sums", &part_sums);
   m.def(

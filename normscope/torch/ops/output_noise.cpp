@@ -58,8 +58,8 @@ PartMoments moments_in(const at::Tensor& rows, std::int64_t i, std::int64_t chan
   return PartMoments::of(numbers_of(rows, i), channels);
 }
 
-}  // namespace
-
+// What changes of an output are divided by. Infinity for one without elements, of which nothing
+// changes.
 double output_scale(const at::Tensor& moments) {
   const std::int64_t channels = (moments.size(1) - 2) / 2;
   check_rows("moments", moments, 2 + 2 * channels);
@@ -78,11 +78,19 @@ double output_scale(const at::Tensor& moments) {
   return deviation * std::sqrt(elements);
 }
 
-std::vector<at::Tensor> random_cotangents(at::TensorList outputs, at::ArrayRef<double> scales,
-                                          std::int64_t batch, std::int64_t first,
-                                          std::int64_t parts) {
-  TORCH_CHECK_VALUE(outputs.size() == scales.size(), "scales: expected one for each of ",
-                    outputs.size(), " outputs, got ", scales.size());
+}  // namespace
+
+Cotangents random_cotangents(at::TensorList outputs, at::TensorList moments, std::int64_t batch,
+                             std::int64_t first, std::int64_t parts) {
+  TORCH_CHECK_VALUE(!outputs.empty() && outputs.size() == moments.size(),
+                    "moments: expected those of each of ", outputs.size(), " outputs, got ",
+                    moments.size());
+  std::vector<double> scales;
+  for (const at::Tensor& of_output : moments) scales.push_back(output_scale(of_output));
+  // The smallest is infinite if no output has elements.
+  const double smallest = std::ranges::min(scales);
+  const bool varies = smallest > 0.0 && std::isfinite(smallest);
+  if (!varies) std::ranges::fill(scales, 1.0);
   const auto counting = static_cast<double>(
       std::ranges::count_if(scales, [](double scale) { return std::isfinite(scale); }));
   std::vector<at::Tensor> cotangents;
@@ -108,7 +116,7 @@ std::vector<at::Tensor> random_cotangents(at::TensorList outputs, at::ArrayRef<d
     const double scale = scales[i] * std::sqrt(counting / shares);
     cotangents.push_back((sign / scale).to(output.device()));
   }
-  return cotangents;
+  return {std::move(cotangents), varies};
 }
 
 at::Tensor part_sums(const at::Tensor& x, const std::optional<at::Tensor>& dz,

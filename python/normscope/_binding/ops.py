@@ -24,9 +24,9 @@ batch_was_counted = cast("Callable[[], bool]", _ops.batch_was_counted.default)
 set_updates_in_backward = cast("Callable[[bool], bool]", _ops.set_updates_in_backward.default)
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
-output_scale = cast("Callable[[torch.Tensor], float]", _ops.output_scale.default)
 random_cotangents = cast(
-    "Callable[[list[torch.Tensor], list[float], int, int, int], list[torch.Tensor]]",
+    "Callable[[list[torch.Tensor], list[torch.Tensor], int, int, int], "
+    "tuple[list[torch.Tensor], bool]]",
     _ops.random_cotangents.default,
 )
 part_sums = cast("Callable[..., torch.Tensor]", _ops.part_sums.default)

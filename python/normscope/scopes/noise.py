@@ -199,15 +199,8 @@ def measure_batch(
     watches: list[WatchedLayer], outputs: list[torch.Tensor], batch: int, shares: Shares
 ) -> None:
     """Run a backward from the outputs of a batch, and add the noise of its calls; a collective."""
-    scales = _scales(outputs, shares)
-    varies = 0 < min(scales) < math.inf  # infinite if no output has elements
-    cotangents = ops.random_cotangents(
-        outputs,
-        scales if varies else [1.0] * len(outputs),
-        batch,
-        shares.first,
-        shares.parts,
-    )
+    moments = _moments_of_ranks(outputs, shares)
+    cotangents, varies = ops.random_cotangents(outputs, moments, batch, shares.first, shares.parts)
     # Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
     largest = [float(each.abs().max()) if each.numel() > 0 else 0.0 for each in cotangents]
     of_all = max(max(of_rank) for of_rank in shares.gather_numbers(largest, "cotangents"))
@@ -222,13 +215,13 @@ def measure_batch(
         watch.add_batch(gradients, factor**-2 if varies else math.inf, shares)
 
 
-def _scales(outputs: list[torch.Tensor], shares: Shares) -> list[float]:
-    """Return what changes of each output are divided by; a collective."""
+def _moments_of_ranks(outputs: list[torch.Tensor], shares: Shares) -> list[torch.Tensor]:
+    """Return the moments of each output, as rows of all ranks; a collective."""
     channels = [float(each.shape[1]) if each.dim() > 1 else 1.0 for each in outputs]
     of_ranks = shares.gather_numbers(channels, "channels of outputs")
-    scales = []
+    moments = []
     for output, *of_output in zip(outputs, *of_ranks, strict=True):
         # Without channels in common, all elements are of one channel.
-        moments = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
-        scales.append(ops.output_scale(shares.gather(moments, "outputs")))
-    return scales
+        own = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
+        moments.append(shares.gather(own, "outputs"))
+    return moments
