@@ -221,11 +221,10 @@ TORCH_LIBRARY(normscope, m) {
       "int[] host_of_rank) -> Tensor noise",
       &output_noise);
   m.def("limits_of_scopes() -> float[]", &limits_of_scopes);
-  m.def("candidate_scopes(int[] host_of_rank) -> (str[] scopes, int[] ranks)",
-        &candidate_scopes_of);
   m.def(
-      "choose_scopes(str[] layers, int[] exchange_bytes, bool[] trained, Tensor[] noise, "
-      "Tensor[] sizes, float allowed) -> (int[] chosen, float noise, float standard_error)",
+      "choose_scopes(int[] host_of_rank, str[] layers, int[] exchange_bytes, bool[] trained, "
+      "Tensor[] noise, Tensor[] sizes, float allowed) "
+      "-> (str[] scopes, int[] ranks, int[] chosen, float noise, float standard_error)",
       &choose_scopes_of);
   m.def("status_of_process(int process) -> (str status, str fault_of_peers)", &status_and_fault);
   m.def("fail_exchanges(str reason, *, str? scope=None, str group_name=\"\") -> ()",

@@ -189,19 +189,16 @@ std::vector<double> limits_of_scopes() {
   return {kDefaultOutputNoise, kLeastSamples, kLeastElements, static_cast<double>(kTrainedUpdates)};
 }
 
-CandidateFields candidate_scopes_of(at::IntArrayRef host_of_rank) {
+ChoiceFields choose_scopes_of(at::IntArrayRef host_of_rank, const c10::List<std::string>& layers,
+                              at::IntArrayRef exchange_bytes, const c10::List<bool>& trained,
+                              at::TensorList noise, at::TensorList sizes, double allowed) {
   TORCH_CHECK_VALUE(!host_of_rank.empty(), "host_of_rank: expected at least one rank, got none");
-  CandidateFields fields;
+  std::vector<std::string> scopes;
+  std::vector<std::int64_t> ranks;
   for (const ScopeCandidate& candidate : candidate_scopes(span_of(host_of_rank))) {
-    std::get<0>(fields).push_back(candidate.scope.str());
-    std::get<1>(fields).push_back(candidate.ranks);
+    scopes.push_back(candidate.scope.str());
+    ranks.push_back(candidate.ranks);
   }
-  return fields;
-}
-
-ChoiceFields choose_scopes_of(const c10::List<std::string>& layers, at::IntArrayRef exchange_bytes,
-                              const c10::List<bool>& trained, at::TensorList noise,
-                              at::TensorList sizes, double allowed) {
   std::vector<LayerNoise> measured;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const std::int64_t candidates = sizes[i].size(0), batches = noise[i].size(0);
@@ -225,7 +222,8 @@ ChoiceFields choose_scopes_of(const c10::List<std::string>& layers, at::IntArray
   const std::vector<std::size_t> chosen =
       as_torch([&] { return choose_scopes(measured, allowed); });
   const TotalNoise total = total_noise(measured, chosen);
-  return {std::vector<std::int64_t>(chosen.begin(), chosen.end()), total.mean,
+  return {std::move(scopes), std::move(ranks),
+          std::vector<std::int64_t>(chosen.begin(), chosen.end()), total.mean,
           total.standard_error};
 }
 

@@ -39,7 +39,7 @@ using Cotangents = std::tuple<std::vector<at::Tensor>, bool>;
 [[nodiscard]] at::Tensor part_sums(const at::Tensor& x, const std::optional<at::Tensor>& dz,
                                    std::optional<std::int64_t> samples);
 
-// The noise of the candidates of candidate_scopes() for one call of a layer: [candidates, 3] with
+// The noise of the candidates (core/scope_choice.h) for one call of a layer: [candidates, 3] with
 // the sum of the squared changes of the projection over the own parts, and samples and elements of
 // the smallest norm batch. `own` [P, 2 + 4 C] are rows of part_sums(), of the ranks from `first`
 // on; `moments` [R, 2 + 2 C] the beginnings of the rows of all ranks.
@@ -50,15 +50,14 @@ using Cotangents = std::tuple<std::vector<at::Tensor>, bool>;
 // The numbers of core/scope_choice.h: the default noise, samples, elements, and updates.
 [[nodiscard]] std::vector<double> limits_of_scopes();
 
-// The scopes, and how many ranks of each share statistics.
-using CandidateFields = std::tuple<std::vector<std::string>, std::vector<std::int64_t>>;
-[[nodiscard]] CandidateFields candidate_scopes_of(at::IntArrayRef host_of_rank);
-
 // Chooses a candidate for each layer. noise[i] is [batches, candidates], sizes[i] [candidates, 2]
-// samples and elements of the smallest norm batch. Returns the indices of the candidates, and mean
-// and standard error of the total noise.
-using ChoiceFields = std::tuple<std::vector<std::int64_t>, double, double>;
-[[nodiscard]] ChoiceFields choose_scopes_of(const c10::List<std::string>& layers,
+// samples and elements of the smallest norm batch. Returns the candidates' scopes, and how many
+// ranks of each share statistics; the index of each layer's candidate; and mean and standard error
+// of the total noise.
+using ChoiceFields = std::tuple<std::vector<std::string>, std::vector<std::int64_t>,
+                                std::vector<std::int64_t>, double, double>;
+[[nodiscard]] ChoiceFields choose_scopes_of(at::IntArrayRef host_of_rank,
+                                            const c10::List<std::string>& layers,
                                             at::IntArrayRef exchange_bytes,
                                             const c10::List<bool>& trained, at::TensorList noise,
                                             at::TensorList sizes, double allowed);

@@ -32,12 +32,8 @@ random_cotangents = cast(
 part_sums = cast("Callable[..., torch.Tensor]", _ops.part_sums.default)
 output_noise = cast("Callable[..., torch.Tensor]", _ops.output_noise.default)
 limits_of_scopes = cast("Callable[[], list[float]]", _ops.limits_of_scopes.default)
-candidate_scopes = cast(
-    "Callable[[tuple[int, ...]], tuple[list[str], list[int]]]", _ops.candidate_scopes.default
-)
 choose_scopes = cast(
-    "Callable[[list[str], list[int], list[bool], list[torch.Tensor], list[torch.Tensor], float], "
-    "tuple[list[int], float, float]]",
+    "Callable[..., tuple[list[str], list[int], list[int], float, float]]",
     _ops.choose_scopes.default,
 )
 fail_exchanges = cast("Callable[..., None]", _ops.fail_exchanges.default)

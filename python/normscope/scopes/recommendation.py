@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from normscope.layers.scope import Scope
 from normscope.models.selection import Patterns, layers_in_training
 from normscope.scopes.noise import (
     DEFAULT_NOISE,
+    TRAINED_UPDATES,
     Shares,
     WatchedLayer,
     differentiable_outputs,
@@ -299,17 +300,25 @@ def _hosts(group: ProcessGroup, noise: float) -> tuple[int, ...]:
 def _plan(watches: list[WatchedLayer], allowed: float, shares: Shares, count: int) -> ScopePlan:
     """Choose the scopes; a collective."""
     watches = [watch for watch in watches if watch.noise]
-    scopes, ranks = ops.candidate_scopes(shares.hosts)
     measured = [_of_all_ranks(watch, count, shares) for watch in watches]
     exchange_bytes = [ops.message_bytes(watch.layer.num_features) for watch in watches]
-    layers = [
+    scopes, ranks, chosen, noise, standard_error = ops.choose_scopes(
+        shares.hosts,
+        [watch.name for watch in watches],
+        exchange_bytes,
+        [each.updates is None or each.updates >= TRAINED_UPDATES for each in measured],
+        [each.noise for each in measured],
+        [each.sizes for each in measured],
+        allowed,
+    )
+    layers = tuple(
         LayerPlan(
             watch.name,
             watch.layer.num_features,
-            scopes[-1],
+            scopes[i],
             tuple(
-                Candidate(scope, size, noise, int(samples), int(elements))
-                for scope, size, noise, (samples, elements) in zip(
+                Candidate(scope, size, of_scope, int(samples), int(elements))
+                for scope, size, of_scope, (samples, elements) in zip(
                     scopes, ranks, each.noise.mean(0).tolist(), each.sizes.tolist(), strict=True
                 )
             ),
@@ -317,22 +326,9 @@ def _plan(watches: list[WatchedLayer], allowed: float, shares: Shares, count: in
             size,
             each.exchange_seconds,
         )
-        for watch, each, size in zip(watches, measured, exchange_bytes, strict=True)
-    ]
-    chosen, noise, standard_error = ops.choose_scopes(
-        [watch.name for watch in watches],
-        exchange_bytes,
-        [not layer.is_untrained for layer in layers],
-        [each.noise for each in measured],
-        [each.sizes for each in measured],
-        allowed,
+        for watch, each, size, i in zip(watches, measured, exchange_bytes, chosen, strict=True)
     )
-    chosen_layers = [
-        replace(layer, scope=scopes[i]) for layer, i in zip(layers, chosen, strict=True)
-    ]
-    return ScopePlan(
-        tuple(chosen_layers), float(allowed), noise, standard_error, len(shares.hosts), count
-    )
+    return ScopePlan(layers, float(allowed), noise, standard_error, len(shares.hosts), count)
 
 
 @dataclass
