@@ -247,11 +247,18 @@ def reason_of(error: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def notify_peers(error: Exception, scope: str, group: str) -> None:
-    """Notify the other ranks that the arguments of this rank did not reach the op."""
-    # They have been notified of the library's own errors.
-    if group and not isinstance(error, DistError):
-        fail_exchanges(reason_of(error), scope=scope, group_name=group)
+def notify_peers(error: BaseException, scope: str, group: str, prefix: str = "") -> None:
+    """Notify the other ranks that the arguments of this rank did not reach the op.
+
+    Args:
+        error: The reason.
+        scope: The scope of the op.
+        group: The name of its process group; "" for none.
+        prefix: Names other code as the origin of the error; "" if there is none.
+    """
+    # They have been notified of the library's own errors, except of those of other code.
+    if group and (prefix or not isinstance(error, DistError)):
+        fail_exchanges(prefix + reason_of(error), scope=scope, group_name=group)
 
 
 def name_input(error: Exception, x: object, layer: str) -> None:
@@ -268,12 +275,17 @@ def name_input(error: Exception, x: object, layer: str) -> None:
 
 
 @contextmanager
-def notifying_peers(scope: str, group: str) -> Iterator[None]:
-    """Notify the other ranks if a block before or after an op raises."""
+def notifying_peers(
+    scope: str,
+    group: str,
+    errors: type[BaseException] | tuple[type[BaseException], ...] = FAILURES,
+    prefix: str = "",
+) -> Iterator[None]:
+    """Notify the other ranks if a block before or after an op raises one of the errors."""
     try:
         yield
-    except FAILURES as error:
-        notify_peers(error, scope, group)
+    except errors as error:
+        notify_peers(error, scope, group, prefix)
         raise
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from normscope._binding import ops
+from normscope._binding import groups, ops
 from normscope._binding.torch_private import current_graph_task_id
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.ending import NOTHING, Ending
@@ -24,7 +25,6 @@ from normscope.layers.forward import train
 from normscope.layers.masks import filled, unmasked_rows
 from normscope.training.counters import communication_counters
 from normscope.training.measuring import Watch
-from normscope.training.running_stats import notifying_peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,6 +53,11 @@ class Shares:
     parts: int
     hosts: tuple[int, ...]
     group: ProcessGroup | None
+
+    def notifying_peers(self) -> AbstractContextManager[None]:
+        """Notify the other processes if a block raises, so that they do not wait for this one."""
+        name = groups.NONE if self.group is None else self.group.group_name
+        return ops.notifying_peers("world", name, Exception)
 
     def gather_numbers(self, numbers: list[float], what: str) -> list[list[float]]:
         """Return the numbers of all processes: a list for each."""
@@ -209,7 +214,7 @@ def measure_batch(
         (each * factor).to(output.dtype) for each, output in zip(cotangents, outputs, strict=True)
     ]
     edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
-    with notifying_peers(shares.group):
+    with shares.notifying_peers():
         gradients = iter(torch.autograd.grad(outputs, edges, scaled, allow_unused=True))
     for watch in watches:
         watch.add_batch(gradients, factor**-2 if varies else math.inf, shares)

@@ -31,7 +31,7 @@ from normscope.scopes.noise import (
 )
 from normscope.scopes.plan import Candidate, LayerPlan, ScopePlan
 from normscope.training.measuring import call_model, measuring
-from normscope.training.running_stats import check_agreement, length_of, notifying_peers
+from normscope.training.running_stats import check_agreement, length_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,7 +110,8 @@ def recommend_scopes(
         'local'
     """
     group = groups.in_use(process_group)
-    with notifying_peers(group):
+    group_name = groups.NONE if group is None else group.group_name
+    with ops.notifying_peers("world", group_name, Exception):
         if not noise >= 0:
             raise ValueError(f"noise: expected at least 0, got {noise}")
         if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -183,7 +184,7 @@ def _run(
             watch.layer.scope = Scope.world()
             stack.enter_context(routed(watch.layer, watch))
         for batch in _with_progress(_as_on_all_ranks(batches, shares), batches, shares):
-            with notifying_peers(shares.group):
+            with shares.notifying_peers():
                 outputs = _outputs(model, batch)
                 _check_samples(watches, shares)
             _check_calls(watches, shares)
@@ -248,11 +249,11 @@ _NO_BATCH = object()
 
 def _as_on_all_ranks(batches: Iterable[Any], shares: Shares) -> Iterator[Any]:
     """Yield the batches lazily, as long as every rank has one."""
-    with notifying_peers(shares.group):
+    with shares.notifying_peers():
         left = iter(batches)
     count = 0
     while True:
-        with notifying_peers(shares.group):
+        with shares.notifying_peers():
             batch = next(left, _NO_BATCH)
         have = shares.gather_numbers([float(batch is not _NO_BATCH)], "next batch")
         without = [rank for rank, one in enumerate(have) if one == [0]]

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -68,12 +68,12 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     if group is None or group.size() == 1:
         return
     name = "sync_running_stats"
-    with notifying_peers(group):
+    with ops.notifying_peers("world", group.group_name, Exception):
         layers = _with_statistics(named_layers(model, TorchBatchNorm, None, None))
         messages = [_running_moments(layer).message() for _, layer in layers]
     check_agreement(name, layers, group)
     rows = _gather(name, layers, messages, group)
-    with notifying_peers(group):
+    with ops.notifying_peers("world", group.group_name, Exception):
         pooled = [reduce(_Moments.merged, _weighted(ranks)) for ranks in _moments_in(rows)]
         values = [(moments.mean, moments.squares / moments.count) for moments in pooled]
         for (_, layer), (mean, var) in zip(layers, values, strict=True):
@@ -124,8 +124,9 @@ def estimate_running_stats(
         (tensor([3.7500]), tensor([6.9167]))
     """
     group = groups.in_use(process_group)
+    group_name = groups.NONE if group is None else group.group_name
     name = "estimate_running_stats"
-    with notifying_peers(group):
+    with ops.notifying_peers("world", group_name, Exception):
         layers = _with_statistics(layers_in_training(model, TorchBatchNorm, include, exclude))
         if not layers:
             raise ValueError(
@@ -135,12 +136,12 @@ def estimate_running_stats(
             )
     if group is not None:
         check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
-    with notifying_peers(group):
+    with ops.notifying_peers("world", group_name, Exception):
         messages = [own.message() for own in _moments_of_inputs(model, layers, batches)]
     rows = [m.unsqueeze(0) for m in messages]
     if group is not None:
         rows = _gather(name, layers, messages, group)
-    with notifying_peers(group):
+    with ops.notifying_peers("world", group_name, Exception):
         pooled = [reduce(_Moments.merged, ranks) for ranks in _moments_in(rows)]
         values = [(moments.mean, moments.squares / (moments.count - 1)) for moments in pooled]
         for (_, layer), moments, (mean, var) in zip(layers, pooled, values, strict=True):
@@ -198,17 +199,6 @@ def _with_statistics(layers: NamedLayers) -> NamedLayers:
                 f"{type(layer).__name__} without input; run the model once"
             )
     return layers
-
-
-@contextmanager
-def notifying_peers(group: ProcessGroup | None) -> Iterator[None]:
-    """Notify the other ranks of an exception on this rank, so that they do not wait for it."""
-    try:
-        yield
-    except Exception as error:
-        if group is not None:
-            ops.notify_peers(error, "world", group.group_name)
-        raise
 
 
 def check_agreement(

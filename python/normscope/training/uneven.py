@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from normscope._binding import groups, ops
@@ -71,7 +70,7 @@ def joined(
     group = groups.name_in_use(groups.name_of(process_group))
     own = _with_empty_ones(batches, like)
     while True:
-        with _notifying_peers(group):
+        with ops.notifying_peers("world", group, BaseException, "its batches raised "):
             batch, samples = next(own)
         of_ranks = ops.gather_numbers([samples], group, "the next step of joined batches")
         ranks = [int(number) for (number,) in of_ranks]
@@ -99,15 +98,3 @@ def _with_empty_ones(
     while empty is not None:
         yield empty_batch_like(empty), _HAS_NO_MORE  # a program may change what it gets
     yield None, _HAS_NO_LIKE
-
-
-@contextmanager
-def _notifying_peers(group: str) -> Iterator[None]:
-    """Notify the other ranks if the batches of this rank raise, so that they do not wait."""
-    try:
-        yield
-    except BaseException as error:
-        if group:
-            reason = f"its batches raised {ops.reason_of(error)}"
-            ops.fail_exchanges(reason, scope="world", group_name=group)
-        raise
