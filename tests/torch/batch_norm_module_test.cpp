@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <functional>
+#include <latch>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -222,6 +223,73 @@ TEST(Module, WithAnActivationEqualsTorchsActivationAfterIt) {
       }
     }
   }
+}
+
+// Calls whose last steps throw, after the normalization has its results.
+struct LateError {
+  const char* name;
+  ActivationFunction activation;
+  at::Tensor residual;
+  std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> observer = nullptr;
+};
+
+std::vector<LateError> late_errors() {
+  const at::Tensor no_residual;
+  const at::Tensor other_shape = torch::ones({7}, torch::kDouble);
+  const at::Tensor complex = torch::ones({4, 3, 2, 2}, torch::kComplexDouble);
+  const at::Tensor elsewhere = torch::empty({4, 3, 2, 2}, torch::kMeta);
+  const auto throws = [](const at::Tensor&, const at::Tensor&) -> at::Tensor {
+    TORCH_CHECK(false, "the observer is out of disk space");
+  };
+  return {{"another shape", {Activation::kNone}, other_shape},
+          {"another shape before relu", {Activation::kRelu}, other_shape},
+          {"another shape before silu", {Activation::kSilu}, other_shape},
+          {"complex before relu", {Activation::kRelu}, complex},
+          {"complex before hard swish", {Activation::kHardSwish}, complex},
+          {"another device", {Activation::kNone}, elsewhere},
+          {"another device before relu", {Activation::kRelu}, elsewhere},
+          {"an observer that throws", {Activation::kRelu}, no_residual, throws},
+          {"another shape after an observer",
+           {Activation::kRelu},
+           other_shape,
+           [](const at::Tensor&, const at::Tensor& z) { return z; }}};
+}
+
+TEST(Module, ThatThrowsHasUpdatedNothing) {
+  for (const LateError& error : late_errors()) {
+    for (const Scope& scope : {Scope::world(), Scope::slices(2)}) {
+      SCOPED_TRACE(std::string(error.name) + ", " + scope.str());
+      nn::BatchNorm2d layer(nn::BatchNormOptions(3).scope(scope).activation(error.activation));
+      layer->to(torch::kDouble);
+      layer->observer = error.observer;
+      std::vector<at::Tensor> before;
+      for (const at::Tensor& buffer : layer->buffers()) before.push_back(buffer.clone());
+
+      EXPECT_THROW(layer->forward(random({4, 3, 2, 2}, 0), error.residual), c10::Error);
+
+      for (std::size_t i = 0; i < before.size(); ++i) {
+        EXPECT_TRUE(torch::equal(layer->buffers()[i], before[i]))
+            << layer->named_buffers().keys()[i];
+      }
+    }
+  }
+}
+
+TEST(Module, ThatThrowsAfterItsExchangeNotifiesThePeers) {
+  std::latch is_done(2);
+  run_ranks(2, [&](const RankGroup& group) {
+    nn::BatchNorm2d layer(
+        nn::BatchNormOptions(3).group(group.name()).activation({Activation::kRelu}));
+    const at::Tensor x = torch::randn({4, 3, 2, 2});
+    if (group.rank() == 0) {
+      EXPECT_THROW(layer->forward(x, torch::ones({7})), c10::Error);
+    } else {
+      layer->forward(x);
+      EXPECT_THAT(text_of<c10::Error>([&] { layer->forward(x); }),
+                  HasSubstr("must match the size of tensor b"));
+    }
+    is_done.arrive_and_wait();  // a group that ends notifies the peers, too
+  });
 }
 
 TEST(Module, WorksInASequentialWithoutAWrapper) {

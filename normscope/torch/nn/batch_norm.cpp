@@ -2,6 +2,7 @@
 #include "normscope/torch/nn/batch_norm.h"
 
 #include <algorithm>
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -11,6 +12,7 @@
 
 #include "normscope/torch/calls/arguments.h"
 #include "normscope/torch/calls/checks.h"
+#include "normscope/torch/ops/autograd.h"
 #include "normscope/torch/tensors/activation.h"
 
 namespace normscope::nn {
@@ -52,19 +54,22 @@ template <std::size_t D, class Derived, class Theirs>
 at::Tensor BatchNormImplBase<D, Derived, Theirs>::forward(const at::Tensor& x,
                                                           const at::Tensor& residual) {
   const ActivationFunction& activation = this->options.activation();
-  if (this->is_training() && !this->observer && fuses(activation, x, residual)) {
-    return train_step(x, activation, residual);
+  const bool is_observed = this->is_training() && this->observer;
+  if (this->is_training() && !is_observed && fuses(activation, x, residual)) {
+    return train_step(x, activation, residual, /*ending=*/nullptr);
   }
-  at::Tensor y = this->is_training() ? train_step(x, {}, {}) : evaluate(x);
-  if (this->is_training() && this->observer) y = this->observer(x, y);
-  if (residual.defined()) y = y + residual;
-  return activated(activation, y);
+  const auto ending = [&](const at::Tensor& z) {
+    at::Tensor y = is_observed ? this->observer(x, z) : z;
+    if (residual.defined()) y = y + residual;
+    return activated(activation, y);
+  };
+  return this->is_training() ? train_step(x, {}, {}, ending) : ending(evaluate(x));
 }
 
 template <std::size_t D, class Derived, class Theirs>
-at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(const at::Tensor& x,
-                                                             const ActivationFunction& activation,
-                                                             const at::Tensor& residual) {
+at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(
+    const at::Tensor& x, const ActivationFunction& activation, const at::Tensor& residual,
+    const std::function<at::Tensor(const at::Tensor& z)>& ending) {
   static const auto op = op_named<binding::ForwardOp>("normscope::batch_norm_forward");
   const BatchNormOptions& chosen = this->options;
   const std::string scope = scope_in_use(chosen, x);
@@ -91,6 +96,7 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(const at::Tensor& x
       .call = {.scope = scope, .group_name = chosen.group(), .layer = chosen.layer_name()},
       .needs_backward = std::nullopt,
       .activation = {binding::name_of(activation.kind), activation.negative_slope, given.residual}};
+  if (ending) return binding::autograd::forward_then(arguments, ending);
   return std::get<0>(arguments.pass_to(op));
 }
 

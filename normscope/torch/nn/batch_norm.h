@@ -87,8 +87,10 @@ class BatchNormImplBase : public ::torch::nn::NormImplBase<D, Derived, BatchNorm
 
  private:
   at::Tensor evaluate(const at::Tensor& x);
+  // By one op, and then `ending` unless it is empty.
   at::Tensor train_step(const at::Tensor& x, const ActivationFunction& activation,
-                        const at::Tensor& residual);
+                        const at::Tensor& residual,
+                        const std::function<at::Tensor(const at::Tensor& z)>& ending);
 };
 
 class BatchNorm1dImpl : public BatchNormImplBase<1, BatchNorm1dImpl, ::torch::nn::BatchNorm1dImpl> {

@@ -256,6 +256,18 @@ ForwardTensors normalized(const ForwardOpArguments& op) {
   return done;
 }
 
+// A layer without an ending, and then one, which may throw: the buffers are written after both.
+template <class Layer>
+ForwardTensors in_steps(const ForwardOpArguments& op, const Layer& layer, const Ending& ending) {
+  std::optional<BufferCopies> copies;
+  if (BufferCopies::can_be_made(op)) copies.emplace(op);
+  ForwardTensors done = layer(copies ? copies->in(op) : op);
+  at::Tensor& y = std::get<0>(done);
+  y = ending(y);
+  if (copies) copies->write_back();
+  return done;
+}
+
 // What is needed before the exchange is known.
 std::tuple<Scope, ActivationFunction> checked_before(const ForwardOpArguments& op) {
   try {
@@ -352,23 +364,23 @@ TORCH_LIBRARY_IMPL(normscope, Autograd, m) {
 
 ForwardTensors forward_by_torchs_kernels(const ForwardOpArguments& op) {
   const auto [scope, activation] = checked_before(op);
+  const auto layer = [&](const ForwardOpArguments& each) -> ForwardTensors {
+    if (!is_of_one_rank(scope, op.call)) return normalized(each);
+    return {normalize_on_this_rank(each, scope), {}, {}, {}};
+  };
   const OptionalTensor& residual = op.activation.residual;
-  // What follows the layer may raise: the buffers are written after it.
-  const bool has_ending = residual || op.activation.activates();
-  std::optional<BufferCopies> copies;
-  if (has_ending && BufferCopies::can_be_made(op)) copies.emplace(op);
-  const ForwardOpArguments layer = copies ? copies->in(op.without_ending()) : op.without_ending();
-  ForwardTensors done;
-  at::Tensor& y = std::get<0>(done);
-  if (is_of_one_rank(scope, op.call)) {
-    y = normalize_on_this_rank(layer, scope);
-  } else {
-    done = normalized(layer);
-  }
-  if (residual) y = y + *residual;
-  y = activated(activation, y);
-  if (copies) copies->write_back();
-  return done;
+  if (!residual && !op.activation.activates()) return layer(op);
+  return in_steps(op.without_ending(), layer, [&](const at::Tensor& y) {
+    return activated(activation, residual ? y + *residual : y);
+  });
+}
+
+at::Tensor forward_then(const ForwardOpArguments& op, const Ending& ending) {
+  static const auto layer = op_named<ForwardOp>("normscope::batch_norm_forward");
+  return or_notify_peers(op.call, [&] {
+    const auto run = [](const ForwardOpArguments& each) { return each.pass_to(layer); };
+    return std::get<0>(in_steps(op, run, ending));
+  });
 }
 
 }  // namespace normscope::binding::autograd
