@@ -24,7 +24,6 @@
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/parts.h"
 #include "normscope/torch/tensors/device.h"
-#include "normscope/torch/tensors/huge_pages.h"
 #include "normscope/torch/tensors/kernels_in_use.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
@@ -56,7 +55,6 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
   PreparedForward prepared;
   if (answer == Answer::kOutput) {
     prepared.y = empty_output(op.x);
-    prefer_huge_pages(prepared.y);
     prepared.x = in_layout_of(prepared.y, op.x);
     prepared.arguments.y = mutable_view(prepared.y);
     prepared.arguments.activation = function;
@@ -181,7 +179,6 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
   const Gradients& gradients = prepared.gradients;
   BackwardArguments& arguments = prepared.arguments;
   if (wants_dx) {
-    prefer_huge_pages(gradients.dx);
     prepared.x = in_layout_of(gradients.dx, op.x);
     arguments.dx = mutable_view(gradients.dx);
   } else if (answer == Answer::kOutput) {
@@ -226,7 +223,6 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
   CallSite site(op.x);
   site.prepare(op.x, op.statistics.size(0));
   const at::Tensor y = empty_output(op.x);
-  prefer_huge_pages(y);
   const at::Tensor x = in_layout_of(y, op.x);
   const OptionalTensor weight = contiguous(op.weight);
   const OptionalTensor bias = contiguous(op.bias);

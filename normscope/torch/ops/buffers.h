@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include "normscope/core/error.h"
+#include "normscope/torch/tensors/huge_pages.h"
 
 namespace normscope::binding {
 namespace {
@@ -78,8 +79,10 @@ std::string_view dtype_name_of(const at::Tensor& tensor) {
 at::Tensor empty_output(const at::Tensor& x) {
   // Without elements, strides suggest no format. torch then preserves them.
   const bool is_empty = !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.numel() == 0;
-  return at::empty_like(x, x.options(),
-                        is_empty ? at::MemoryFormat::Preserve : x.suggest_memory_format());
+  at::Tensor output = at::empty_like(
+      x, x.options(), is_empty ? at::MemoryFormat::Preserve : x.suggest_memory_format());
+  prefer_huge_pages(output);
+  return output;
 }
 
 at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor) {
