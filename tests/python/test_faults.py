@@ -181,6 +181,7 @@ ERRORS = {
         for met, scope, told in [
             ("", "world", 3),
             ("", "group:2", 3),
+            ("first exchange of a group", "world", 3),
             ("later exchange", "world", 3),
             ("later exchange", "group:2", 2),
         ]

@@ -92,6 +92,29 @@ def test_exact_graphs_have_the_bits_of_layers_with_activations(
 
 
 @pytest.mark.own_kernels
+def test_a_graph_of_an_op_with_an_activation_has_its_gradients() -> None:
+    x = torch.randn(4, 5, 6)
+    gradients = []
+    for graph in ({}, {"graph": "fused test"}):
+
+        def run(x: torch.Tensor, graph: dict[str, str] = graph) -> torch.Tensor:
+            op = torch.ops.normscope.batch_norm_forward
+            none = [None] * 5
+            arguments: tuple[Any, ...] = (*none, 0.1, 1e-5, [], "pooled", "local", "", "")
+            y: torch.Tensor = op(x, *arguments, activation="relu", **graph)[0]
+            return y
+
+        call = torch.compile(run, fullgraph=True, **BIT_TRUE) if graph else run
+        leaf = x.clone().requires_grad_()
+        (call(leaf) + 1).square().sum().backward()
+        gradients.append(leaf.grad)
+
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+@pytest.mark.own_kernels
 def test_exact_graphs_have_the_bits_of_fused_sequences() -> None:
     net = normscope.convert(nn.Sequential(nn.BatchNorm2d(5), nn.SiLU()), "local", fuse=True)
     ours, theirs = copy.deepcopy(net), copy.deepcopy(net)

@@ -64,6 +64,26 @@ def test_what_works_on_the_cpu_works_on_a_device(devices: RankPool, backend: str
             torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def activated_step(device: str, mode: str) -> list[torch.Tensor]:
+    torch_device.load()
+    layer: Any = normscope.BatchNormAct1d(3, activation="silu").to(device)
+    generator = torch.Generator().manual_seed(distributed.get_rank())
+    x = torch.randn(4, 3, generator=generator).to(device).requires_grad_()
+    with normscope.training.exact_graphs():
+        y = torch.compile(layer, backend="aot_eager")(x) if mode == "compiled" else layer(x)
+        torch.autograd.backward(y.square().sum())
+    assert x.grad is not None
+    return [t.detach().cpu() for t in (y, x.grad, layer.weight.grad, *layer.buffers())]
+
+
+def test_exact_graphs_with_activations_have_the_results_of_eager_mode(devices: RankPool) -> None:
+    compiled = devices.run(2, activated_step, torch_device.NAME, "compiled")
+    eager = devices.run(2, activated_step, torch_device.NAME, "eager")
+
+    for got, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def read_memory() -> None:
     torch_device.load()
     ctypes.string_at(torch.zeros(4, device=torch_device.NAME).data_ptr(), 4)

@@ -176,8 +176,8 @@ def mapped(layer: nn.Module, *, buffers: bool) -> None:
     torch.func.vmap(call, in_dims=(0, None))(state, X)
 
 
-def nested() -> torch.Tensor:
-    return torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)
+def nested(layout: torch.layout = torch.jagged) -> torch.Tensor:
+    return torch.nested.nested_tensor([X[0], X[0]], layout=layout)
 
 
 BAD_CALLS: dict[str, Callable[[nn.Module], object]] = {
@@ -192,6 +192,8 @@ BAD_CALLS: dict[str, Callable[[nn.Module], object]] = {
     "mapped parameters and buffers": lambda layer: mapped(layer, buffers=True),
     "a residual that is a list": lambda layer: layer(X, [1.0]),
     "a residual of another shape": lambda layer: layer(X, torch.ones(7)),
+    "a nested residual": lambda layer: layer(X, nested(torch.strided)),
+    "nested input with a residual": lambda layer: layer(nested(torch.strided), X),
 }
 
 
@@ -223,7 +225,9 @@ def error_in_own_code(
 ) -> Part:
     """Raise an error on rank 0 while its peers run a layer."""
     layer = named(scope=scope)
-    if met:
+    if met == "first exchange of a group":
+        layer.process_group = distributed.new_group()
+    elif met:
         run(layer)
 
     def call() -> None:

@@ -292,6 +292,25 @@ TEST(Module, ThatThrowsAfterItsExchangeNotifiesThePeers) {
   });
 }
 
+TEST(Module, WhoseObserverThrowsAValueErrorNotifiesThePeers) {
+  std::latch is_done(2);
+  run_ranks(2, [&](const RankGroup& group) {
+    nn::BatchNorm2d layer(nn::BatchNormOptions(3).group(group.name()));
+    const at::Tensor x = torch::randn({4, 3, 2, 2});
+    if (group.rank() == 0) {
+      layer->observer = [](const at::Tensor&, const at::Tensor& z) {
+        TORCH_CHECK_VALUE(false, "too large");
+        return z;
+      };
+      EXPECT_THROW(layer->forward(x), c10::ValueError);
+    } else {
+      layer->forward(x);
+      EXPECT_THAT(text_of<c10::Error>([&] { layer->forward(x); }), HasSubstr("too large"));
+    }
+    is_done.arrive_and_wait();
+  });
+}
+
 TEST(Module, WorksInASequentialWithoutAWrapper) {
   torch::nn::Sequential net(torch::nn::BatchNorm1d(3), nn::BatchNorm1d(3));
 

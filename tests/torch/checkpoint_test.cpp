@@ -7,9 +7,11 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
@@ -82,9 +84,17 @@ TEST(StateDict, RefusesWhatIsNoCheckpoint) {
   torch::nn::Sequential net(nn::BatchNorm1d(3));
 
   EXPECT_THAT(refusal(net, file.path()), EndsWith(": cannot be read"));
+  EXPECT_THAT(refusal(net, "/tmp"), EndsWith(": cannot be read"));
   std::ofstream(file.path()) << "not a checkpoint";
   EXPECT_THAT(refusal(net, file.path()),
               HasSubstr("expected what torch.save(dict(model.state_dict()), file) writes"));
+  const c10::IValue name("weight"), pair = c10::ivalue::Tuple::create({name});
+  for (const c10::IValue& element : {name, pair}) {
+    const std::vector<char> bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create({element}));
+    std::ofstream(file.path(), std::ios::binary)
+        .write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    EXPECT_THAT(refusal(net, file.path()), EndsWith(": expected tensors under names"));
+  }
   EXPECT_THROW(nn::save_state_dict(*net, "/nowhere/at/all"), ArgumentError);
 }
 

@@ -46,6 +46,44 @@ torch::nn::Sequential convertible_network() {
                                torch::nn::BatchNorm2d(4), Block());
 }
 
+// Registers a child that it does not call in order.
+struct Shortcut : torch::nn::SequentialImpl {
+  Shortcut() {
+    shortcut = register_module("shortcut", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 1)));
+    push_back(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 1)));
+    push_back(torch::nn::BatchNorm2d(4));
+  }
+  torch::nn::Conv2d shortcut{nullptr};
+};
+
+TEST(Convert, ReplacesTheLayerInASequentialWithOtherChildren) {
+  const RankGroup group = alone();
+  const auto net = std::make_shared<Shortcut>();
+
+  nn::convert(*net, Scope::slices(2), group);
+
+  ASSERT_EQ(net->size(), 2U);
+  EXPECT_NE(dynamic_cast<torch::nn::Conv2dImpl*>(net->ptr(0).get()), nullptr);
+  EXPECT_NE(dynamic_cast<nn::BatchNorm2dImpl*>(net->ptr(1).get()), nullptr);
+  EXPECT_EQ(net->ptr(1), net->named_children()["1"]);
+}
+
+struct WithItsOwnForward : torch::nn::BatchNorm2dImpl {
+  using BatchNorm2dImpl::BatchNorm2dImpl;
+  at::Tensor forward(const at::Tensor& x) { return 2 * BatchNorm2dImpl::forward(x); }
+};
+
+TEST(Convert, LeavesClassesThatDeriveFromTorchsAlone) {
+  const RankGroup group = alone();
+  const auto layer = std::make_shared<WithItsOwnForward>(4);
+  torch::nn::Sequential net(torch::nn::BatchNorm2d(3));
+  net->push_back(layer);
+
+  nn::convert(*net, Scope::slices(2), group);
+
+  EXPECT_EQ(net->ptr(1), layer);
+}
+
 TEST(Convert, ReplacesTheLayersOfSequentialsAndKeepsWhatTheyHold) {
   const RankGroup group = alone();
   torch::nn::Sequential net = convertible_network();

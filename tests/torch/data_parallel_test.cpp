@@ -83,6 +83,18 @@ TEST(DataParallel, RanksWithDifferentModulesAllGetAnErrorThatSaysSo) {
   });
 }
 
+TEST(DataParallel, RanksWithMoreMessagesThanOthersAllGetAnErrorBeforeTheFirst) {
+  run_ranks(2, [](const RankGroup& group) {
+    torch::nn::Linear layer(256, 256);  // a message for the weight, and one for the bias
+    torch::nn::Linear without_bias(torch::nn::LinearOptions(256, 256).bias(false));
+    torch::nn::Module& module = group.rank() == 0 ? *layer : *without_bias;
+    const at::Tensor before = module.parameters()[0].clone();
+
+    EXPECT_THROW(nn::broadcast_parameters(module, group), MismatchError);
+    EXPECT_TRUE(torch::equal(module.parameters()[0], before));
+  });
+}
+
 // A few hundred float64 roundings (2e-16) of numbers near one, over five steps.
 constexpr double kRoundingOfTraining = 1e-12;
 

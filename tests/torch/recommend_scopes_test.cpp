@@ -2,6 +2,7 @@
 #include "normscope/torch/nn/recommend_scopes.h"
 
 #include <cmath>
+#include <latch>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -162,6 +163,11 @@ TEST_P(LeavesTheModule, AsItWas) {
   net->forward(noise(4)[0]);
   nn::set_scope(*net, Scope::slices(2));
   net[1]->eval();
+  int observed = 0;
+  net[1]->as<nn::BatchNorm2d>()->observer = [&](const at::Tensor&, const at::Tensor& z) {
+    ++observed;
+    return z;
+  };
   std::vector<at::Tensor> tensors = net->parameters(), before;
   for (const at::Tensor& buffer : net->buffers()) tensors.push_back(buffer);
   for (const at::Tensor& tensor : tensors) before.push_back(tensor.clone());
@@ -185,7 +191,9 @@ TEST_P(LeavesTheModule, AsItWas) {
   EXPECT_FALSE(net[1]->is_training());
   EXPECT_TRUE(net[7]->is_training());
   EXPECT_EQ(net[1]->as<nn::BatchNorm2d>()->options.scope(), Scope::slices(2));
-  EXPECT_FALSE(net[1]->as<nn::BatchNorm2d>()->observer);
+  ASSERT_TRUE(net[1]->as<nn::BatchNorm2d>()->observer);
+  net[1]->as<nn::BatchNorm2d>()->observer({}, {});
+  EXPECT_EQ(observed, 1);
   for (const at::Tensor& parameter : net->parameters()) EXPECT_FALSE(parameter.grad().defined());
 }
 
@@ -284,6 +292,32 @@ TEST(RecommendScopes, EndsTheWaitForARankThatThrows) {
     });
 
     EXPECT_NE(error.find("no such image"), std::string::npos) << error;
+  });
+}
+
+TEST(RecommendScopes, EndsTheWaitForARankThatThrowsWhatIsNoException) {
+  std::latch is_done(2);
+  run_ranks(2, [&](const RankGroup& group) {
+    torch::nn::Sequential net = measured_network();
+    nn::convert(*net, Scope::world(), group);
+    const at::Tensor x = noise(4)[0];
+    const auto recommend = [&] {
+      (void)nn::recommend_scopes(
+          *net, 1,
+          [&](std::int64_t) {
+            if (group.rank() == 0) throw 42;
+            return std::vector{net->forward(x)};
+          },
+          group);
+    };
+
+    if (group.rank() == 0) {
+      EXPECT_THROW(recommend(), int);
+    } else {
+      const std::string error = text_of<std::exception>(recommend);
+      EXPECT_NE(error.find("an unknown exception"), std::string::npos) << error;
+    }
+    is_done.arrive_and_wait();  // a group that ends notifies the peers, too
   });
 }
 

@@ -44,7 +44,8 @@ std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
 // input, so that a later operation may change y in place.
 bool fuses(const ActivationFunction& activation, const at::Tensor& x, const at::Tensor& residual) {
   if (!residual.defined()) return true;
-  return activation.kind == Activation::kRelu && residual.sizes() == x.sizes() &&
+  const bool has_shapes = x.defined() && !x.is_nested() && !residual.is_nested();
+  return has_shapes && activation.kind == Activation::kRelu && residual.sizes() == x.sizes() &&
          residual.dtype() == x.dtype() && residual.device() == x.device();
 }
 

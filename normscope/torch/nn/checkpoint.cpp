@@ -28,7 +28,12 @@ StateDict state_of(const ::torch::nn::Module& module) {
 
 c10::IValue unpickled(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  const std::vector<char> bytes(std::istreambuf_iterator<char>(file), {});
+  std::vector<char> bytes;
+  try {
+    bytes.assign(std::istreambuf_iterator<char>(file), {});
+  } catch (const std::ios_base::failure&) {  // of a directory
+    file.setstate(std::ios::failbit);
+  }
   if (!file) throw ArgumentError("load_state_dict: " + path + ": cannot be read");
   try {
     return ::torch::jit::pickle_load(bytes);
@@ -53,7 +58,9 @@ StateDict state_in(const std::string& path) {
     for (const auto& entry : value.toGenericDict()) add(entry.key(), entry.value());
   } else if (value.isTuple()) {
     for (const c10::IValue& pair : value.toTupleRef().elements()) {
-      add(pair.toTupleRef().elements()[0], pair.toTupleRef().elements()[1]);
+      const bool is_pair = pair.isTuple() && pair.toTupleRef().size() == 2;
+      add(is_pair ? pair.toTupleRef().elements()[0] : c10::IValue(),
+          is_pair ? pair.toTupleRef().elements()[1] : c10::IValue());
     }
   } else {
     throw ArgumentError("load_state_dict: " + path + ": expected a dict, got " + value.tagKind());

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/convert.h"
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -36,18 +38,25 @@ AnyModule converted_to(const Module& module) {
   return AnyModule(ours);
 }
 
-// normscope's layer with the contents of torch's; empty for any other module.
+// normscope's layer with the contents of torch's; empty for any other module. Classes that derive
+// from torch's have a forward of their own.
 AnyModule converted(const Module& module) {
-  if (dynamic_cast<const ::torch::nn::BatchNorm1dImpl*>(&module) != nullptr) {
-    return converted_to<BatchNorm1d>(module);
-  }
-  if (dynamic_cast<const ::torch::nn::BatchNorm2dImpl*>(&module) != nullptr) {
-    return converted_to<BatchNorm2d>(module);
-  }
-  if (dynamic_cast<const ::torch::nn::BatchNorm3dImpl*>(&module) != nullptr) {
-    return converted_to<BatchNorm3d>(module);
-  }
+  const std::type_info& type = typeid(module);
+  if (type == typeid(::torch::nn::BatchNorm1dImpl)) return converted_to<BatchNorm1d>(module);
+  if (type == typeid(::torch::nn::BatchNorm2dImpl)) return converted_to<BatchNorm2d>(module);
+  if (type == typeid(::torch::nn::BatchNorm3dImpl)) return converted_to<BatchNorm3d>(module);
   return {};
+}
+
+// Where a Sequential also holds the child; nullptr if only the registry does. A class that derives
+// from Sequential may have registered other children.
+AnyModule* place_in_sequential(Module& module, const Module& child) {
+  auto* sequential = dynamic_cast<::torch::nn::SequentialImpl*>(&module);
+  if (sequential == nullptr) return nullptr;
+  const auto place =
+      std::find_if(sequential->begin(), sequential->end(),
+                   [&](const AnyModule& each) { return each.ptr().get() == &child; });
+  return place == sequential->end() ? nullptr : &*place;
 }
 
 [[noreturn]] void refuse(const std::string& layer, const std::string& why) {
@@ -58,28 +67,26 @@ AnyModule converted(const Module& module) {
 class Plan {
  public:
   void visit(Module& module, const std::string& prefix) {
-    auto* sequential = dynamic_cast<::torch::nn::SequentialImpl*>(&module);
-    std::size_t index = 0;
     for (const auto& child : module.named_children()) {
       const std::string name = prefix + child.key();
       if (options_of(*child.value()) != nullptr) {
         scoped_.emplace_back(name, child.value());
       } else if (AnyModule layer = converted(*child.value()); !layer.is_empty()) {
-        if (sequential == nullptr && child.value().use_count() > kOwnersOfRegistered) {
+        AnyModule* const place = place_in_sequential(module, *child.value());
+        if (place == nullptr && child.value().use_count() > kOwnersOfRegistered) {
           refuse(name, "expected a layer that only the registry holds, got one that a member of " +
                            module.name() +
                            " also holds and would keep using; declare it as normscope::nn's "
                            "layer there");
         }
         scoped_.emplace_back(name, layer.ptr());
-        replace_.emplace_back([&module, sequential, index, key = child.key(), layer]() mutable {
+        replace_.emplace_back([&module, place, key = child.key(), layer]() mutable {
           module.replace_module(key, layer.ptr());
-          if (sequential != nullptr) *(sequential->begin() + static_cast<long>(index)) = layer;
+          if (place != nullptr) *place = layer;
         });
       } else {
         visit(*child.value(), name + ".");
       }
-      ++index;
     }
   }
 

@@ -12,9 +12,10 @@ namespace nn NORMSCOPE_EXPORT {
 
 // Gives the batch normalization layers below `module` a scope among the ranks of `group`. torch's
 // BatchNorm1d, 2d and 3d are replaced by normscope's layers with the same parameters, and
-// optimizers made before keep working. Layers of normscope get the scope and the group. Each layer
-// learns its qualified name and, if other models of the group have it, the number of its model. A
-// model that is converted again for the same group gets a new number.
+// optimizers made before keep working. Classes that derive from them stay as they are. Layers of
+// normscope get the scope and the group. Each layer learns its qualified name and, if other models
+// of the group have it, the number of its model. A model that is converted again for the same group
+// gets a new number.
 //
 // Layers in a torch::nn::Sequential can always be replaced. A layer that a module of another class
 // has registered can be replaced only if nothing but the registry holds it: a member variable would

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/data_parallel.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -53,7 +55,7 @@ class Message {
     return part;
   }
 
-  void all_reduce(std::string_view what, const RankGroup& group) {
+  void all_reduce(const std::string& what, const RankGroup& group) {
     group.all_reduce(
         {.layer = what, .scope = "world", .direction = Direction::kParameters, .channels = used_},
         numbers_);
@@ -71,20 +73,29 @@ std::int64_t numbers_of(std::span<const at::Tensor> tensors) {
   return numbers;
 }
 
+// The name of a call's messages. If there are several, it tells the number of all numbers: ranks
+// with others notice it in the first message.
+std::string name_of_messages(std::string_view what, const Tensors& tensors, std::size_t messages) {
+  if (messages <= 1) return std::string(what);
+  return std::string(what) + " (" + std::to_string(numbers_of(tensors)) + " numbers in all)";
+}
+
 }  // namespace
 
 void broadcast_parameters(::torch::nn::Module& module, const RankGroup& group) {
   const at::NoGradGuard no_grad;
   Tensors tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
-  for (const std::span<at::Tensor> bucket : buckets_of(tensors)) {
+  const std::vector<std::span<at::Tensor>> buckets = buckets_of(tensors);
+  const std::string name = name_of_messages("broadcast_parameters", tensors, buckets.size());
+  for (const std::span<at::Tensor> bucket : buckets) {
     Message message(numbers_of(bucket));
     // All ranks but one send zeros, so the sum is what that rank sent.
     for (const at::Tensor& tensor : bucket) {
       const at::Tensor part = message.next(tensor);
       if (group.rank() == 0) part.copy_(tensor);
     }
-    message.all_reduce("broadcast_parameters", group);
+    message.all_reduce(name, group);
     for (const at::Tensor& tensor : bucket) tensor.copy_(message.next(tensor));
   }
 }
@@ -95,7 +106,9 @@ void average_gradients(::torch::nn::Module& module, const RankGroup& group) {
   for (const at::Tensor& parameter : module.parameters()) {
     if (parameter.requires_grad()) parameters.push_back(parameter);
   }
-  for (const std::span<at::Tensor> bucket : buckets_of(parameters)) {
+  const std::vector<std::span<at::Tensor>> buckets = buckets_of(parameters);
+  const std::string name = name_of_messages("average_gradients", parameters, buckets.size());
+  for (const std::span<at::Tensor> bucket : buckets) {
     const at::Tensor ranks_with_gradient =
         at::zeros({static_cast<std::int64_t>(bucket.size())}, at::kDouble);
     Message message(numbers_of(bucket) + ranks_with_gradient.numel());
@@ -106,7 +119,7 @@ void average_gradients(::torch::nn::Module& module, const RankGroup& group) {
       ranks_with_gradient[static_cast<std::int64_t>(i)] = 1.0;
     }
     message.next(ranks_with_gradient).copy_(ranks_with_gradient);
-    message.all_reduce("average_gradients", group);
+    message.all_reduce(name, group);
     Tensors means;
     for (const at::Tensor& parameter : bucket) means.push_back(message.next(parameter));
     const at::Tensor present = message.next(ranks_with_gradient);

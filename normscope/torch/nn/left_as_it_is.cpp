@@ -3,6 +3,7 @@
 
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include <ATen/Context.h>
 #include <c10/core/GradMode.h>
@@ -25,7 +26,7 @@ std::vector<at::Generator> generators_of(const ::torch::nn::Module& module) {
 
 LeftAsItIs::LeftAsItIs(::torch::nn::Module& module) {
   for (const NamedLayer& layer : named_layers(module)) {
-    layers_.push_back({layer, layer.options->scope()});
+    layers_.push_back({layer, layer.options->scope(), layer.observed->observer});
   }
   std::vector<at::Generator> generators = generators_of(module);
   const at::NoGradGuard no_grad;
@@ -40,9 +41,9 @@ LeftAsItIs::LeftAsItIs(::torch::nn::Module& module) {
 
 LeftAsItIs::~LeftAsItIs() {
   const at::NoGradGuard no_grad;
-  for (const auto& [layer, scope] : layers_) {
+  for (auto& [layer, scope, observer] : layers_) {
     layer.options->scope(scope);
-    layer.observed->observer = nullptr;
+    layer.observed->observer = std::move(observer);
   }
   for (const auto& [buffer, value] : buffers_) buffer.copy_(value);
   for (auto& [generator, state] : generators_) {

@@ -24,6 +24,7 @@ class LeftAsItIs {
   struct Layer {
     NamedLayer layer;
     Scope scope;
+    decltype(Observed::observer) observer;
   };
 
   std::vector<Layer> layers_;

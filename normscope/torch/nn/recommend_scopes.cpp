@@ -67,6 +67,11 @@ std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& 
   return rows;
 }
 
+void notify_peers(const RankGroup& group, std::string_view reason) {
+  static const auto fail = binding::op_named<binding::FailExchangesOp>("normscope::fail_exchanges");
+  if (group.size() > 1) fail.call(reason, "world", group.name());
+}
+
 // If this rank alone throws, ends the wait of the others.
 template <class Work>
 auto with_notified_peers(const RankGroup& group, const Work& work) {
@@ -75,9 +80,10 @@ auto with_notified_peers(const RankGroup& group, const Work& work) {
   } catch (const c10::DistError&) {
     throw;  // from an exchange, so the peers know
   } catch (const std::exception& error) {
-    static const auto fail =
-        binding::op_named<binding::FailExchangesOp>("normscope::fail_exchanges");
-    if (group.size() > 1) fail.call(binding::what_of(error), "world", group.name());
+    notify_peers(group, binding::what_of(error));
+    throw;
+  } catch (...) {
+    notify_peers(group, "an unknown exception");
     throw;
   }
 }

@@ -176,7 +176,9 @@ BackwardTensors by_single_operations(const BackwardOpArguments& op) {
 }
 
 BackwardTensors backward_of(const BackwardOpArguments& op, bool decomposes) {
-  if (decomposes && is_recorded_for_a_graph()) return backward_in_graph(op);
+  if (decomposes && !op.activation.activates() && is_recorded_for_a_graph()) {
+    return backward_in_graph(op);
+  }
   if (at::GradMode::is_enabled()) {
     return op.activation.activates() ? by_single_operations(op) : op.pass_to(backward_op());
   }
@@ -279,11 +281,12 @@ std::tuple<Scope, ActivationFunction> checked_before(const ForwardOpArguments& o
 }
 
 // Whether operations of torch take the place of an op. In graphs, those of ranks that share
-// statistics are the same ops for all kernels.
+// statistics are the same ops for all kernels, but torch's have no activation.
 bool is_for_torchs_kernels(const ForwardOpArguments& op) {
   if (is_left_to_torch(op)) return true;
   if (!uses_torch_kernels(op.x)) return false;
-  return !is_in_graph(op) || is_of_one_rank(parsed_scope(op.call.scope), op.call);
+  return !is_in_graph(op) || op.activation.activates() ||
+         is_of_one_rank(parsed_scope(op.call.scope), op.call);
 }
 
 ForwardTensors forward_with_node(const ForwardOpArguments& given) {
@@ -379,7 +382,16 @@ at::Tensor forward_then(const ForwardOpArguments& op, const Ending& ending) {
   static const auto layer = op_named<ForwardOp>("normscope::batch_norm_forward");
   return or_notify_peers(op.call, [&] {
     const auto run = [](const ForwardOpArguments& each) { return each.pass_to(layer); };
-    return std::get<0>(in_steps(op, run, ending));
+    // or_notify_peers() leaves ValueErrors to the op.
+    const auto notifying = [&](const at::Tensor& y) {
+      try {
+        return ending(y);
+      } catch (...) {
+        notify_peers(op.call, nullptr);
+        throw;
+      }
+    };
+    return std::get<0>(in_steps(op, run, notifying));
   });
 }
 

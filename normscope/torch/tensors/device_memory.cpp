@@ -19,11 +19,12 @@ std::mutex& mutex() {
   return of_all;
 }
 
-// What no call on the stream uses; nullptr while it is captured. References to it stay valid.
-std::vector<DeviceMemory::Kept>* unused_on(const DeviceContext& device, const at::Tensor& x) {
+// The memory of the stream; nullptr while it is captured. References to it stay valid.
+DeviceMemory::OfStream* stream_of(const DeviceContext& device, const at::Tensor& x) {
   if (device.kernels->is_capturing(device.stream)) return nullptr;
   using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, void*>;  // identifies a stream
-  static std::map<Key, std::vector<DeviceMemory::Kept>> of_stream;
+  // Never destroyed: other threads may be inside a call when the program ends.
+  static auto& of_stream = *new std::map<Key, DeviceMemory::OfStream>;
   const std::lock_guard lock(mutex());
   return &of_stream[{x.device().type(), x.device().index(), device.stream.handle}];
 }
@@ -47,23 +48,26 @@ void grow(DeviceMemory::Block& block, std::int64_t size, const at::Tensor& x,
 
 }  // namespace
 
-DeviceMemory::DeviceMemory(std::vector<Kept>* unused) : unused_(unused) {
-  if (unused_ == nullptr) return;
+DeviceMemory::DeviceMemory(OfStream* stream) : stream_(stream) {
+  if (stream_ == nullptr) return;
   const std::lock_guard lock(mutex());
-  if (unused_->empty()) return;
-  kept_ = unused_->back();
-  unused_->pop_back();
+  auto& [unused, taken] = *stream_;
+  unused.reserve(unused.size() + taken + 1);
+  taken += 1;
+  if (unused.empty()) return;
+  kept_ = unused.back();
+  unused.pop_back();
 }
 
 // If it throws, the destructor gives back what the other constructor took.
 DeviceMemory::DeviceMemory(const at::Tensor& x, std::int64_t slices, DeviceContext& device)
-    : DeviceMemory(unused_on(device, x)) {
+    : DeviceMemory(stream_of(device, x)) {
   const std::int64_t channels = x.size(1);
   const std::int64_t workspace = workspace_size(channels, slices);
   const std::int64_t scratch = device_scratch_size(channels, slices);
   grow(kept_.scratch, scratch, x, device);
   device.scratch = kept_.scratch.data;
-  if (unused_ != nullptr) {
+  if (stream_ != nullptr) {
     grow(kept_.workspace, workspace, x, device);
     device.workspace = kept_.workspace.data;
   } else {
@@ -73,9 +77,10 @@ DeviceMemory::DeviceMemory(const at::Tensor& x, std::int64_t slices, DeviceConte
 }
 
 DeviceMemory::~DeviceMemory() {
-  if (unused_ == nullptr) return;
+  if (stream_ == nullptr) return;
   const std::lock_guard lock(mutex());
-  unused_->push_back(kept_);
+  stream_->unused.push_back(kept_);
+  stream_->taken -= 1;
 }
 
 }  // namespace normscope::binding

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -35,12 +36,16 @@ class DeviceMemory {
     Block workspace;
     Block scratch;
   };
+  struct OfStream {
+    std::vector<Kept> unused;  // has room for those that calls have taken
+    std::size_t taken = 0;
+  };
 
  private:
   // Takes memory that is not in use; nullptr: none.
-  explicit DeviceMemory(std::vector<Kept>* unused);
+  explicit DeviceMemory(OfStream* stream);
 
-  std::vector<Kept>* unused_;  // of the stream; nullptr while it is captured
+  OfStream* stream_;  // nullptr while it is captured
   Kept kept_;
   at::Tensor of_graph_;
 };

@@ -72,6 +72,11 @@ def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None
     return group.group_name
 
 
+def names_of_layers() -> set[str]:
+    """Return the names of the default group, "" if there is none, and of all that layers name."""
+    return {name_in_use(None), *(group.group_name for group in list(_watched))}
+
+
 def named(name: str | None) -> "distributed.ProcessGroup | None":
     """Return the group with the given name; None stands for the default group."""
     if name is None:

@@ -215,6 +215,11 @@ def _recorded_as() -> str:
     return f"exact {recorder}" if exact_graphs else f"fused {recorder}"
 
 
+def activations_are_in_ops() -> bool:
+    """Return whether layers in graphs apply activations; otherwise the compiler fuses both."""
+    return exact_graphs and not is_exporting()
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _recorder_now() -> str:
     return _recorder()

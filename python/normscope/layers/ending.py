@@ -69,8 +69,7 @@ class Activated(Ending):
     ) -> torch.Tensor:
         """Use the op that does all of it, or else do one after the other."""
         is_one_op = self._is_one_op(x)
-        if torch.compiler.is_compiling() and not (is_one_op and ops.exact_graphs):
-            # The compiler fuses by itself.
+        if torch.compiler.is_compiling() and not (is_one_op and ops.activations_are_in_ops()):
             return self.finish(ops.batch_norm(x, arguments, accumulated))
         if not is_one_op:
             with ops.notifying_peers(arguments.scope, arguments.group):
@@ -98,6 +97,7 @@ class Activated(Ending):
         return (
             self.activation == "relu"
             and isinstance(residual, torch.Tensor)
+            and not (residual.is_nested or x.is_nested)  # which have no shape
             and residual.shape == x.shape
             and residual.dtype == x.dtype
             and residual.device == x.device

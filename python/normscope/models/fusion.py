@@ -37,8 +37,7 @@ class FusedSequential(nn.Sequential):
 
     def forward(self, input: Any) -> Any:  # noqa: ANN401 - torch's
         """Call the modules in order, without the activations that layers apply."""
-        # Compilers fuse by themselves.
-        is_left_to_compiler = torch.compiler.is_compiling() and not ops.exact_graphs
+        is_left_to_compiler = torch.compiler.is_compiling() and not ops.activations_are_in_ops()
         if is_left_to_compiler or isinstance(input, Proxy) or has_any_global_hook():
             return super().forward(input)  # type: ignore[no-untyped-call]
         modules = list(self)

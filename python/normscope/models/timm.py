@@ -48,8 +48,8 @@ class BatchNormAct2d(BatchNorm2d, timm_layers.BatchNormAct2d):  # type: ignore[m
 
     def _activation(self) -> tuple[Activation, float] | None:
         """Return the activation that the op can apply; None if drop and act have to be called."""
-        if torch.compiler.is_compiling() and not ops.exact_graphs:
-            return None  # the compiler fuses by itself
+        if torch.compiler.is_compiling() and not ops.activations_are_in_ops():
+            return None
         drop, act = self._modules.get("drop"), self._modules.get("act")
         if act is None or has_any_global_hook():
             return None

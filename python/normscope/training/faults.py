@@ -71,8 +71,9 @@ def fail_fast() -> Iterator[None]:
     except BaseException as error:
         fault = _fault_behind(error)
         reason = fault or ops.reason_of(error)
-        # The default group too, which may not have exchanged anything yet.
-        ops.fail_exchanges(reason, group_name=groups.name_in_use(None))
+        # The groups of layers too, which may not have exchanged anything yet.
+        for name in groups.names_of_layers():
+            ops.fail_exchanges(reason, group_name=name)
         if fault:
             raise DistBackendError(f"{fault}, and then a message of the program failed") from error
         raise
