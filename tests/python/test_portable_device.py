@@ -70,7 +70,8 @@ def activated_step(device: str, mode: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(distributed.get_rank())
     x = torch.randn(4, 3, generator=generator).to(device).requires_grad_()
     with normscope.training.exact_graphs():
-        y = torch.compile(layer, backend="aot_eager")(x) if mode == "compiled" else layer(x)
+        run: Any = torch.compile(layer, backend="aot_eager") if mode == "compiled" else layer
+        y = run(x)
         torch.autograd.backward(y.square().sum())
     assert x.grad is not None
     return [t.detach().cpu() for t in (y, x.grad, layer.weight.grad, *layer.buffers())]
