@@ -156,6 +156,20 @@ def test_dropped_replicas_are_not_waited_for() -> None:
     assert torch.equal(joined_output(layer, x), layer(x))
 
 
+def test_a_wrong_residual_of_one_replica_ends_the_wait_and_updates_nothing() -> None:
+    layer = normscope.BatchNormAct1d(3)
+    before = copy.deepcopy(layer.state_dict())
+    replicas = replicas_of(layer, 2)
+    residuals = [torch.ones(3), torch.ones(7)]
+    calls = [lambda x, f=f, r=r: f(x, r) for f, r in zip(replicas, residuals, strict=True)]
+
+    waiting, failed = errors_of(run_replicas(calls, torch.randn(4, 3).split([2, 2])))
+
+    assert "broadcast" in failed
+    assert "another has failed: RuntimeError" in waiting
+    assert all(map(torch.equal, layer.state_dict().values(), before.values()))
+
+
 def test_a_wrong_mask_of_one_replica_ends_the_wait_of_the_others() -> None:
     layer = normscope.BatchNorm2d(3)
     mask = torch.ones(4, 1, 5, 4, dtype=torch.bool)

@@ -39,6 +39,9 @@ class Ending:
         """Return the ending with the residual expanded to the shape of ``x``, then changed."""
         return self
 
+    def check_shapes(self, x: torch.Tensor) -> None:
+        """Raise an error if what is added does not fit a tensor like ``x``."""
+
     def split(self, sizes: list[int]) -> list[Ending]:
         """Return the ending for each part of the rows."""
         return [self] * len(sizes)
@@ -126,6 +129,11 @@ class Activated(Ending):
             return self
         residual = change(broadcast(self.residual, x))
         return Activated(self.activation, self.negative_slope, residual)
+
+    def check_shapes(self, x: torch.Tensor) -> None:
+        """Raise an error if the residual does not broadcast."""
+        if isinstance(self.residual, torch.Tensor):
+            torch.broadcast_shapes(self.residual.shape, x.shape)
 
     def split(self, sizes: list[int]) -> list[Ending]:
         """Return the same with each part of the residual's rows."""

@@ -212,6 +212,7 @@ class _ReplicaSet:
             if mask is not None:
                 rows = Rows.of(x, mask)
                 part, ending = rows.take(x), ending.with_residual(x, rows.take)
+            ending.check_shapes(part)  # before the buffers are updated
             moments: torch.Tensor = _Moments.apply(part, weight, call)  # type: ignore[no-untyped-call]
             with self._condition:
                 total = self._wait_for_all(replica, _Arrival(moments, part, arguments, call))
