@@ -70,6 +70,7 @@ TEST(Convert, ReplacesTheLayerInASequentialWithOtherChildren) {
 
 struct WithItsOwnForward : torch::nn::BatchNorm2dImpl {
   using BatchNorm2dImpl::BatchNorm2dImpl;
+  // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method): as programs do
   at::Tensor forward(const at::Tensor& x) { return 2 * BatchNorm2dImpl::forward(x); }
 };
 
