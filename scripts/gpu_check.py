@@ -109,7 +109,7 @@ def _processor_seconds() -> float:
 WALL = Clock(time.monotonic)
 
 # A machine without a GPU also runs other programs, which slow down a step.
-PROCESSOR = Clock(_processor_seconds, slack=2.0, patience=6.0)
+PROCESSOR = Clock(_processor_seconds, slack=4.0, patience=8.0)
 
 
 class Check:
