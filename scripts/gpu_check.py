@@ -108,7 +108,7 @@ def _processor_seconds() -> float:
 
 WALL = Clock(time.monotonic)
 
-# A machine without a GPU also runs other programs, which slow down a step.
+# A machine without a GPU also runs other programs, which slow down a step, and processors differ.
 PROCESSOR = Clock(_processor_seconds, slack=4.0, patience=8.0)
 
 

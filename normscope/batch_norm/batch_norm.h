@@ -20,8 +20,8 @@ namespace normscope NORMSCOPE_EXPORT {
 struct DeviceContext {
   const DeviceKernels* kernels = nullptr;
   Stream stream = {};
-  // workspace_size() doubles in device memory, aligned to 64 bytes. Calls on one
-  // stream can share them, if no other thread queues work there during a call.
+  // workspace_size() doubles in device memory, aligned to 64 bytes. Calls on one stream can share
+  // them, if no other thread queues work there during a call.
   double* workspace = nullptr;
   // device_scratch_size() doubles in device memory: zero before a call, and zero again after it.
   // Calls on one stream can share them; a graph needs its own.

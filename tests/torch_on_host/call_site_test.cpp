@@ -82,7 +82,7 @@ class Allocations {
   static inline CountingAllocator allocator_;
 };
 
-// To ask the allocator takes longer than to launch a kernel.
+// docs/decisions/0015: "Memory".
 TEST(AllocationsTest, ACallAllocatesItsResultsAlone) {
   const at::Tensor x = at::randn({2, 3, 4});
   const OptionalTensor weight = at::ones({3});

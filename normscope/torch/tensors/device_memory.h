@@ -13,7 +13,7 @@ namespace normscope::binding {
 
 // DeviceContext's workspace and scratch for one call. Calls that follow on the stream use them
 // again, because their work runs after this call's. Calls that other threads make on the stream
-// meanwhile have others. This is not memory of torch's allocator: to ask it takes a microsecond,
+// meanwhile have others. This is not memory of torch's allocator: each call would have to ask it,
 // and during a call it may take memory from a pool of a graph and use it again afterwards.
 //
 // A graph may run at any time, next to any stream. Each of its calls has zeros that no other call
