@@ -1,58 +1,81 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write mutated copies of the CUDA kernels' source, each without one of the synchronizations.
+"""Write a copy of the CUDA kernels' source in which each synchronization can be left out.
 
 For every barrier, shuffle, vote, ticket and atomic operation in ``normscope/kernels/cuda/*.cuh``,
-and in the kernel by which ranks on one device exchange messages in tests, the script makes a folder
-in which this operation is replaced by one that ignores other threads. In that kernel, it also
-replaces what keeps the epochs of the ranks apart. The other files are copied unchanged. It prints
-the names of the folders, one per line. If a test suite passes with such a copy, it does not test
-the operation that was removed.
+and in the kernel by which ranks on one device exchange messages in tests, the copy has a mutant: an
+operation in its place that ignores other threads. In that kernel, there are also mutants of what
+keeps the epochs of the ranks apart. A program that is compiled from the copy runs the mutant whose
+number the environment variable ``NORMSCOPE_MUTANT`` has, if it has one. The script prints the names
+of the mutants in the order of their numbers, from 1, one per line. If a test suite passes with a
+mutant, it does not test the operation that was left out.
 """
 
 import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 FOLDERS = (Path("normscope/kernels/cuda"), Path("tests/comm/on_device"))
 
-# By the name of a copy: the pattern to replace, and its replacement. Arguments only contain commas
-# within brackets.
+# By the name of a mutant: the pattern of what it replaces, and the mutant. Both are expressions of
+# one type. Arguments only contain commas within brackets.
 ARGUMENT = r"((?:[^(),\[\]]|\[[^\]]*\]|\([^()]*\))+)"
 MUTATIONS = {
-    "barrier": (r"__syncthreads\(\);", ";"),
+    "barrier": (r"__syncthreads\(\)", "void()"),
     "shuffle_down": (rf"__shfl_down_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
-    "shuffle_xor": (rf"__shfl_xor_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
+    "shuffle_xor": (rf"__shfl_xor_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
     "shuffle": (rf"__shfl_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "vote": (rf"__any_sync\({ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
     "ticket": (
         rf"(?<== )take_ticket\({ARGUMENT}, {ARGUMENT}\)",
         r"(*(\1) == (\2) ? (*(\1) = 0, (\2)) : (*(\1))++)",
     ),
-    "atomic": (rf"atomicAdd\({ARGUMENT}, {ARGUMENT}\);", r"*(\1) += \2;"),
+    "atomic": (rf"atomicAdd\({ARGUMENT}, {ARGUMENT}\)(?=;)", r"void(*(\1) += \2)"),
     "release": (
-        r"announce\((shared\.announced[^,]*), ([^,]*)\);",
-        r"std::atomic_ref(*(\1)).store(\2, std::memory_order_relaxed);",
+        r"announce\((shared\.announced[^,]*), ([^,]*)\)(?=;)",
+        r"std::atomic_ref(*(\1)).store(\2, std::memory_order_relaxed)",
     ),
     "acquire": (
         r"look_at\((shared\.announced[^)]*)\)",
         r"std::atomic_ref(*(\1)).load(std::memory_order_relaxed)",
     ),
-    "epochs": (r"shared\.announced\[rank\] \+ 1;", "1;"),
+    "epochs": (r"shared\.announced\[rank\] \+ 1(?=;)", "std::uint64_t{1}"),
     "turns": (r"epoch % SharedSlots::kSlots\b", "epoch * 0"),
 }
 
+MUTANT = """// Written by scripts/mutate_cuda_kernels.py.
+#pragma once
 
-def mutants(text: str) -> Iterator[tuple[str, int, str]]:
-    """Yield the kind, line and text of every mutated copy."""
-    for kind, (pattern, replacement) in MUTATIONS.items():
-        for match in re.finditer(pattern, text):
-            line = text.count("\n", 0, match.start()) + 1
-            mutated = text[: match.start()] + match.expand(replacement) + text[match.end() :]
-            yield kind, line, mutated
+#include <cstdlib>
+
+inline const int kMutant = [] {
+  const char* const number = std::getenv("NORMSCOPE_MUTANT");
+  return number == nullptr ? 0 : std::atoi(number);
+}();
+"""
+
+
+def mutants(text: str) -> list[tuple[re.Match[str], str, str]]:
+    """Return what mutants replace, in the order of the text, with their kinds and texts."""
+    found = [
+        (match, kind, match.expand(mutant))
+        for kind, (pattern, mutant) in MUTATIONS.items()
+        for match in re.finditer(pattern, text)
+    ]
+    return sorted(found, key=lambda each: each[0].start())
+
+
+def with_mutants(text: str, first: int) -> str:
+    """Return the text with all its mutants, whose numbers start at ``first``."""
+    parts = ['#include "mutant.h"\n']
+    end = 0
+    for number, (match, _, mutant) in enumerate(mutants(text), first):
+        parts += [text[end : match.start()], f"(kMutant == {number} ? {mutant} : {match[0]})"]
+        end = match.end()
+    return "".join([*parts, text[end:]])
 
 
 def calls(text: str) -> int:
@@ -65,26 +88,28 @@ def calls(text: str) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the copies and print the names of their folders; return the exit status."""
+    """Write the copy and print the names of its mutants; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="the root of the tree that is copied from")
     parser.add_argument("into", type=Path, help="an empty folder, or one of an earlier run")
     options = parser.parse_args(arguments)
 
     shutil.rmtree(options.into, ignore_errors=True)
-    paths = [path for of in FOLDERS for path in sorted((options.source / of).glob("*.cuh"))]
-    for path in paths:
-        text = path.read_text()
-        found = list(mutants(text))
-        if len(found) != calls(text):
-            print(f"{path}: {calls(text)} calls, but {len(found)} mutations of them")
-            return 1
-        for kind, line, mutated in found:
-            name = f"{path.stem}_line_{line}_without_{kind}"
-            folder = options.into / name / path.parent.relative_to(options.source)
-            shutil.copytree(path.parent, folder)
-            (folder / path.name).write_text(mutated)
-            print(name)
+    names: list[str] = []
+    for folder in FOLDERS:
+        shutil.copytree(options.source / folder, options.into / folder)
+        for path in sorted((options.into / folder).glob("*.cuh")):
+            text = path.read_text()
+            found = mutants(text)
+            if len(found) != calls(text):
+                print(f"{path}: {calls(text)} calls, but {len(found)} mutants of them")
+                return 1
+            path.write_text(with_mutants(text, len(names) + 1))
+            for match, kind, _ in found:
+                line = text.count("\n", 0, match.start()) + 1
+                names.append(f"{path.stem}_line_{line}_without_{kind}")
+    (options.into / "mutant.h").write_text(MUTANT)
+    print("\n".join(names))
     return 0
 
 

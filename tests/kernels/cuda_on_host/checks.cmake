@@ -81,13 +81,11 @@ target_include_directories(ranks_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
 target_link_libraries(ranks_on_host_suites PRIVATE normscope::comm GTest::gmock)
 target_compile_options(ranks_on_host_suites PRIVATE -fsanitize=thread)
 
-# Adds an executable of some suites with the kernels of a copied tree, which a file launches, and a
-# test of some cases.
-function(normscope_cuda_on_host_test test suites launches copy cases)
-  string(MAKE_C_IDENTIFIER ${test} target)
+# Adds an executable of some suites with the kernels of a tree, which a file launches.
+function(normscope_cuda_on_host_executable target suites launches tree)
   add_executable(${target} ${launches})
   normscope_set_compile_rules(${target})
-  target_include_directories(${target} PRIVATE ${copy} ${normscope_SOURCE_DIR})
+  target_include_directories(${target} PRIVATE ${tree} ${normscope_SOURCE_DIR})
   target_link_libraries(
     ${target} PRIVATE ${suites} normscope::kernels normscope::comm GTest::gmock GTest::gtest_main
   )
@@ -95,22 +93,27 @@ function(normscope_cuda_on_host_test test suites launches copy cases)
   target_compile_options(${target} PRIVATE -fsanitize=thread -O1)
   target_link_options(${target} PRIVATE -fsanitize=thread)
   add_dependencies(cuda_checks ${target})
+endfunction()
+
+# Adds a test of some cases of an executable. The arguments after them are environment variables.
+function(normscope_cuda_on_host_test test target cases)
   add_test(NAME ${test} COMMAND ${target} --gtest_fail_fast --gtest_filter=${cases})
   set_tests_properties(
-    ${test} PROPERTIES LABELS cuda ENVIRONMENT TSAN_OPTIONS=halt_on_error=1 TIMEOUT 300
+    ${test} PROPERTIES LABELS cuda TIMEOUT 300 ENVIRONMENT "TSAN_OPTIONS=halt_on_error=1;${ARGN}"
   )
 endfunction()
 
 set(cases "*FollowTheSpecification/*_float32_channels_")
-set(of_kernels cuda_on_host_suites cuda_on_host/backend.cpp)
-set(of_ranks ranks_on_host_suites ${on_device}/sum_over_ranks_on_host.cpp)
-normscope_cuda_on_host_test(
-  cuda.ThreadsDoNotRace ${of_kernels} ${normscope_SOURCE_DIR} ${cases}*
+set(launches_ranks ${on_device}/sum_over_ranks_on_host.cpp)
+normscope_cuda_on_host_executable(
+  cuda_threads cuda_on_host_suites cuda_on_host/backend.cpp ${normscope_SOURCE_DIR}
 )
+normscope_cuda_on_host_executable(
+  cuda_ranks ranks_on_host_suites ${launches_ranks} ${normscope_SOURCE_DIR}
+)
+normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*)
 # Without the cases that also exchange messages on the host: those are not compiled for the sanitizer.
-normscope_cuda_on_host_test(
-  cuda.RanksDoNotRace ${of_ranks} ${normscope_SOURCE_DIR} -*OfGraphs*
-)
+normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_ranks -*OfGraphs*)
 
 # The suites must fail if a synchronization between threads is removed.
 set(mutants ${CMAKE_CURRENT_BINARY_DIR}/mutants)
@@ -121,16 +124,24 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY
 )
 string(REPLACE "\n" ";" names "${names}")
+normscope_cuda_on_host_executable(
+  cuda_mutants cuda_on_host_suites cuda_on_host/backend.cpp ${mutants}
+)
+normscope_cuda_on_host_executable(
+  cuda_mutants_of_ranks ranks_on_host_suites ${launches_ranks} ${mutants}
+)
+set(number 0)
 foreach(name IN LISTS names)
+  math(EXPR number "${number} + 1")
   if(name MATCHES "^sum_over_ranks")
     normscope_cuda_on_host_test(
-      cuda.Misses/${name} ${of_ranks} ${mutants}/${name} "*FollowEachOther*/3"
+      cuda.Misses/${name} cuda_mutants_of_ranks "*FollowEachOther*/3" NORMSCOPE_MUTANT=${number}
     )
   else()
     string(REGEX MATCH "^(last_block|sum_channels_last)" is_last ${name})
     set(layout $<IF:$<BOOL:${is_last}>,last,first>)
     normscope_cuda_on_host_test(
-      cuda.Misses/${name} ${of_kernels} ${mutants}/${name} ${cases}${layout}
+      cuda.Misses/${name} cuda_mutants ${cases}${layout} NORMSCOPE_MUTANT=${number}
     )
   endif()
   set_tests_properties(
