@@ -62,4 +62,4 @@ __all__ = [
 ]
 
 _kernels = groups.register()
-__version__ = ops.version()
+__version__ = ops.version

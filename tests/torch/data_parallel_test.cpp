@@ -73,6 +73,24 @@ TEST(DataParallel, GradientsBecomeTheirMeanAndMissingOnesStayUndefined) {
   });
 }
 
+TEST(DataParallel, ComplexNumbersKeepBothParts) {
+  run_ranks(2, [](const RankGroup& group) {
+    torch::nn::Module module;
+    const c10::complex<double> own(1.0 + group.rank(), 3.0 - group.rank());
+    at::Tensor weight = module.register_parameter("weight", torch::full({2, 3}, own));
+    weight.mutable_grad() = torch::full({2, 3}, own);
+
+    nn::average_gradients(module, group);
+    nn::broadcast_parameters(module, group);
+
+    const auto expected = [](double real, double imaginary) {
+      return torch::full({2, 3}, c10::complex<double>(real, imaginary));
+    };
+    EXPECT_TRUE(torch::equal(weight.grad(), expected(1.5, 2.5)));
+    EXPECT_TRUE(torch::equal(weight.detach(), expected(1.0, 3.0)));
+  });
+}
+
 TEST(DataParallel, RanksWithDifferentModulesAllGetAnErrorThatSaysSo) {
   run_ranks(2, [](const RankGroup& group) {
     torch::nn::Linear layer(2, 2 + group.rank());

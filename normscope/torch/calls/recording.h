@@ -17,8 +17,8 @@ namespace normscope::binding {
 // * "exact": it is one op with the bits of eager mode.
 // * "exported": as "fused". But if no other rank shares the statistics, torch's batch norm replaces
 //   the whole layer, so that the program can be used without this library.
-// What follows "fused" or "exact" is the op recorder(), because torch keeps compiled graphs on disk
-// and finds them by the calls of the layers.
+// What follows "fused" or "exact" is the recorder of the op settings(), because torch keeps
+// compiled graphs on disk and finds them by the calls of the layers.
 
 // Whether ops that are called now are recorded for a functional graph, as by AOTAutograd.
 [[nodiscard]] bool is_recorded_for_a_graph();

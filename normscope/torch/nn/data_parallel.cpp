@@ -21,18 +21,23 @@ using Tensors = std::vector<at::Tensor>;
 // The numbers of a message: 512 KiB, which fit into a core's cache.
 constexpr std::int64_t kBucketNumbers = std::int64_t{1} << 16;
 
+// A complex number is two.
+std::int64_t numbers_in(const at::Tensor& tensor) {
+  return tensor.is_complex() ? 2 * tensor.numel() : tensor.numel();
+}
+
 // Consecutive tensors whose numbers fit into one message. A larger tensor gets its own message.
 std::vector<std::span<at::Tensor>> buckets_of(Tensors& tensors) {
   std::vector<std::span<at::Tensor>> buckets;
   std::size_t begin = 0;
   std::int64_t numbers = 0;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (i > begin && numbers + tensors[i].numel() > kBucketNumbers) {
+    if (i > begin && numbers + numbers_in(tensors[i]) > kBucketNumbers) {
       buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin), i - begin);
       begin = i;
       numbers = 0;
     }
-    numbers += tensors[i].numel();
+    numbers += numbers_in(tensors[i]);
   }
   if (begin < tensors.size()) {
     buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin),
@@ -47,11 +52,12 @@ class Message {
   explicit Message(std::int64_t numbers)
       : numbers_(static_cast<std::size_t>(numbers + kHeaderSize)) {}
 
-  // The next of its numbers, in the shape of `like`.
+  // The next of its numbers, in the shape of `like`, and complex if that is.
   at::Tensor next(const at::Tensor& like) {
+    const at::ScalarType dtype = like.is_complex() ? at::kComplexDouble : at::kDouble;
     const at::Tensor part =
-        at::from_blob(numbers_.data() + used_, like.sizes(), at::TensorOptions(at::kDouble));
-    used_ += like.numel();
+        at::from_blob(numbers_.data() + used_, like.sizes(), at::TensorOptions(dtype));
+    used_ += numbers_in(like);
     return part;
   }
 
@@ -69,7 +75,7 @@ class Message {
 
 std::int64_t numbers_of(std::span<const at::Tensor> tensors) {
   std::int64_t numbers = 0;
-  for (const at::Tensor& tensor : tensors) numbers += tensor.numel();
+  for (const at::Tensor& tensor : tensors) numbers += numbers_in(tensor);
   return numbers;
 }
 

@@ -51,25 +51,20 @@ std::tuple<std::string, std::vector<std::int64_t>> divide_ranks(std::string_view
   });
 }
 
-std::string version() { return NORMSCOPE_VERSION; }
-
-// What else decides how a graph records a layer: the version, and the kernels at hand.
-std::string recorder() {
-  std::string text = NORMSCOPE_VERSION;
-  if (device_kernels() != nullptr) text += " cuda";
-  if (torch_kernels_are_forced()) text += " torch";
-  return text;
-}
-
-// The variables that Python needs; checks all.
-std::tuple<bool, std::optional<double>> environment() {
+// The version; what decides how a graph records a layer: the version, and the kernels at hand; and
+// the variables that Python needs. Checks all variables.
+std::tuple<std::string, std::string, bool, std::optional<double>> settings() {
   return as_torch([] {
     check_all_variables();
+    std::string recorder = NORMSCOPE_VERSION;
+    if (device_kernels() != nullptr) recorder += " cuda";
+    if (torch_kernels_are_forced()) recorder += " torch";
     std::optional<double> seconds;
     if (const auto limit = chosen_time_limit()) {
       seconds = std::chrono::duration<double>(*limit).count();
     }
-    return std::tuple(has_exact_graphs(), seconds);
+    return std::tuple(std::string(NORMSCOPE_VERSION), std::move(recorder), has_exact_graphs(),
+                      seconds);
   });
 }
 
@@ -198,9 +193,8 @@ TORCH_LIBRARY(normscope, m) {
 
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
-  m.def("version() -> str", &version);
-  m.def("recorder() -> str", &recorder);
-  m.def("environment() -> (bool exact_graphs, float? time_limit)", &environment);
+  m.def("settings() -> (str version, str recorder, bool exact_graphs, float? time_limit)",
+        &settings);
   m.def("canonical_scope(str scope) -> str", &canonical_scope);
   m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
   m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",

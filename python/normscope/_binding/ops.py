@@ -65,9 +65,7 @@ communication_counters = cast(
 )
 message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
 host_identity = cast("Callable[[], int]", _ops.host_identity.default)
-version = cast("Callable[[], str]", _ops.version.default)
-_recorder = cast("Callable[[], str]", _ops.recorder.default)
-environment = cast("Callable[[], tuple[bool, float | None]]", _ops.environment.default)
+settings = cast("Callable[[], tuple[str, str, bool, float | None]]", _ops.settings.default)
 
 # Ranks exchange in these ops, or between two calls of keep_order. Compilers must keep the calls in
 # program order and repeat none.
@@ -78,9 +76,9 @@ for _op in (
 ):
     register_effectful_op(_op.default, ORDERED)
 
-# Whether each layer in a compiled graph is a single op; see normscope.training.exact_graphs.
-# The call checks all variables, before any rank waits for another.
-exact_graphs = environment()[0]
+# exact_graphs: whether each layer in a compiled graph is a single op; see
+# normscope.training.exact_graphs. The call checks all variables, before any rank waits for another.
+version, _recorder, exact_graphs, _ = settings()
 
 
 # What a call that fails may raise. Not Exception: checkpointing ends a recomputation by one.
@@ -211,18 +209,12 @@ def _recorded_as() -> str:
     """Return how the graph of a compiler or torch.export records the op; see calls/recording.h."""
     if is_exporting():
         return "exported"
-    recorder: str = _recorder_now()
-    return f"exact {recorder}" if exact_graphs else f"fused {recorder}"
+    return f"exact {_recorder}" if exact_graphs else f"fused {_recorder}"
 
 
 def activations_are_in_ops() -> bool:
     """Return whether layers in graphs apply activations; otherwise the compiler fuses both."""
     return exact_graphs and not is_exporting()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _recorder_now() -> str:
-    return _recorder()
 
 
 def no_moments(channels: int, device: torch.device) -> torch.Tensor:

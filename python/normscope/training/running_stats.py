@@ -149,6 +149,12 @@ def estimate_running_stats(
                 _store(layer, mean, var)
 
 
+def _in_float64(x: torch.Tensor) -> torch.Tensor:
+    """Return x in float64, without its graph; on the host if it is on MPS, which has no float64."""
+    x = x.detach()
+    return (x.cpu() if x.device.type == "mps" else x).double()
+
+
 @dataclass
 class _Moments:
     """Count of elements per channel, mean [C] and sum of squares about the mean [C], in float64."""
@@ -160,7 +166,7 @@ class _Moments:
     @classmethod
     def of(cls, x: torch.Tensor) -> _Moments:
         """Compute the moments of x [N, C, *] in two passes."""
-        channels = x.detach().double().transpose(0, 1).flatten(1)
+        channels = _in_float64(x).transpose(0, 1).flatten(1)
         mean = channels.mean(1)
         return cls(channels.shape[1], mean, (channels - mean[:, None]).square().sum(1))
 
@@ -268,7 +274,9 @@ def _running_moments(layer: TorchBatchNorm) -> _Moments:
     assert layer.running_var is not None
     seen = layer.elements_seen if isinstance(layer, BatchNorm) else None
     return _Moments(
-        _UNKNOWN if seen is None else seen, layer.running_mean.double(), layer.running_var.double()
+        _UNKNOWN if seen is None else seen,
+        _in_float64(layer.running_mean),
+        _in_float64(layer.running_var),
     )
 
 
@@ -294,7 +302,7 @@ class _Inputs(Watch):
 
     def __init__(self, layer: TorchBatchNorm) -> None:
         assert layer.running_mean is not None
-        zeros = torch.zeros_like(layer.running_mean, dtype=torch.float64)
+        zeros = torch.zeros_like(_in_float64(layer.running_mean))
         self.moments = _Moments(0, zeros, zeros)
         self.is_given = False  # to a function of torch, in the current call of the layer
 
