@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
 #include "tests/support/ranks.h"
@@ -30,6 +31,26 @@ struct Meeting {
   World world;
   bool compares_lengths;
 };
+
+struct Forward {
+  std::string layer = "block.bn";
+  std::string scope = "world";
+  std::int64_t channels = 5;
+  BackwardNeeded backward = BackwardNeeded::kYes;
+  DType dtype = DType::kFloat32;
+  double eps = 0.5;
+  double momentum = 0.125;
+  // What is said in addition, where only this differs.
+  const char* details = "";
+};
+
+std::string described(const Forward& forward) {
+  return "forward of " +
+         (forward.layer.empty() ? "a layer without a name" : printable(forward.layer)) + " (" +
+         std::to_string(forward.channels) + " channels, scope " + forward.scope +
+         (forward.backward == BackwardNeeded::kNo ? ", nothing needs a gradient)" : ")") +
+         forward.details;
+}
 
 class Mismatch : public ::testing::TestWithParam<Meeting> {
  protected:
@@ -53,13 +74,13 @@ class Mismatch : public ::testing::TestWithParam<Meeting> {
     EXPECT_EQ(run.counts[0], 70.0 * exchange.communicator().size());
   }
 
-  // The error that this rank gets in forward.
-  static std::string refusal(Exchange& exchange, const Layer& layer, CallContext context,
-                             BackwardNeeded backward = BackwardNeeded::kYes) {
-    context.exchange = &exchange;
-    LayerRun run(layer, first_samples(2));
+  // The error that this rank gets in this forward.
+  static std::string refusal(const Forward& forward, const CallContext& context) {
+    LayerRun run({.dtype = forward.dtype, .channels = forward.channels}, first_samples(2));
     ForwardArguments arguments = run.forward_arguments();
-    arguments.backward = backward;
+    arguments.backward = forward.backward;
+    arguments.eps = forward.eps;
+    arguments.running.momentum = forward.momentum;
     const std::string text =
         text_of<MismatchError>([&] { batch_norm_forward(arguments, context); });
     EXPECT_EQ(run.running_mean[0], 0.5);
@@ -71,28 +92,21 @@ class Mismatch : public ::testing::TestWithParam<Meeting> {
   }
 };
 
-struct Forward {
-  std::string layer = "block.bn";
-  std::string scope = "world";
-  std::int64_t channels = 5;
-  BackwardNeeded backward = BackwardNeeded::kYes;
-};
-
-std::string described(const Forward& forward) {
-  return "forward of " + (forward.layer.empty() ? "a layer without a name" : forward.layer) + " (" +
-         std::to_string(forward.channels) + " channels, scope " + forward.scope +
-         (forward.backward == BackwardNeeded::kNo ? ", nothing needs a gradient)" : ")");
-}
-
 TEST_P(Mismatch, OfForwardsIsNamedToEveryRankInFull) {
   std::string name = "backbone";
   for (int level = 0; level < 40; ++level) name += ".stage" + std::to_string(level);
+  constexpr const char* kNumbers = " with eps 0.5 and momentum 0.125";
   const std::pair<Forward, Forward> of_others_and_the_last[] = {
       {{}, {.layer = name}},
       {{}, {.channels = 6}},
       {{}, {.scope = "group:2"}},
       {{}, {.backward = BackwardNeeded::kNo}},
       {{.layer = ""}, {.layer = "", .channels = 6}},
+      {{.layer = "b\x7f\n"}, {.layer = "a\x1b[2J"}},
+      {{.details = " with float32 input"},
+       {.dtype = DType::kFloat64, .details = " with float64 input"}},
+      {{.details = kNumbers}, {.eps = 0.25, .details = " with eps 0.25 and momentum 0.125"}},
+      {{.details = kNumbers}, {.momentum = 0.75, .details = " with eps 0.5 and momentum 0.75"}},
   };
   for (const auto& [others, last] : of_others_and_the_last) {
     run([&](Exchange& exchange) {
@@ -102,7 +116,7 @@ TEST_P(Mismatch, OfForwardsIsNamedToEveryRankInFull) {
       context.layer = own.layer;
       context.scope = own.scope;
 
-      EXPECT_THAT(refusal(exchange, Layer{.channels = own.channels}, context, own.backward),
+      EXPECT_THAT(refusal(own, context),
                   AllOf(HasSubstr(rank_line(0, described(others))),
                         HasSubstr(rank_line(exchange.communicator().size() - 1, described(last)))));
       context.layer = others.layer;
@@ -110,52 +124,6 @@ TEST_P(Mismatch, OfForwardsIsNamedToEveryRankInFull) {
       expect_usable(exchange, context);
     });
   }
-}
-
-TEST_P(Mismatch, OfDtypesIsNamedToEveryRank) {
-  run([](Exchange& exchange) {
-    const CallContext context = context_of(&exchange);
-    const DType dtype = is_last(exchange) ? DType::kFloat64 : DType::kFloat32;
-
-    const std::string text =
-        refusal(exchange, Layer{.dtype = dtype}, context, BackwardNeeded::kYes);
-
-    EXPECT_THAT(text, HasSubstr(rank_line(0, described({}) + " with float32 input")));
-    EXPECT_THAT(text, HasSubstr(rank_line(exchange.communicator().size() - 1,
-                                          described({}) + " with float64 input")));
-    expect_usable(exchange, context);
-  });
-}
-
-TEST_P(Mismatch, OfEpsOrMomentumIsNamedToEveryRank) {
-  run([](Exchange& exchange) {
-    CallContext context = context_of(&exchange);
-    context.exchange = &exchange;
-    for (const bool is_of_eps : {true, false}) {
-      LayerRun run(Layer{}, first_samples(2));
-      ForwardArguments arguments = run.forward_arguments();
-      arguments.eps = is_of_eps && is_last(exchange) ? 0.25 : 0.5;
-      arguments.running.momentum = !is_of_eps && is_last(exchange) ? 0.75 : 0.125;
-
-      const std::string text =
-          text_of<MismatchError>([&] { batch_norm_forward(arguments, context); });
-
-      EXPECT_THAT(text, HasSubstr("with eps 0.5 and momentum 0.125\n"));
-      EXPECT_THAT(text, HasSubstr(is_of_eps ? "with eps 0.25 and momentum 0.125\n"
-                                            : "with eps 0.5 and momentum 0.75\n"));
-    }
-    expect_usable(exchange, context_of(&exchange));
-  });
-}
-
-TEST_P(Mismatch, ShowsNoControlCharacters) {
-  run([](Exchange& exchange) {
-    CallContext context = context_of(&exchange);
-    context.layer = is_last(exchange) ? "a\x1b[2J" : "b\x7f\n";
-
-    EXPECT_THAT(refusal(exchange, Layer{}, context),
-                AllOf(HasSubstr("forward of a\\x1b[2J ("), HasSubstr("forward of b\\x7f\\x0a (")));
-  });
 }
 
 TEST_P(Mismatch, OfDirectionsIsNamedToEveryRank) {
@@ -186,7 +154,7 @@ TEST_P(Mismatch, LeavesNoRankWithMoreKnownLayersThanItsPeers) {
   run([](Exchange& exchange) {
     CallContext context = context_of(&exchange);
     if (is_last(exchange)) context.layer = "head.bn";
-    (void)refusal(exchange, Layer{}, context);
+    (void)refusal({}, context);
 
     CallContext first = context_of(&exchange);
     CallContext second = first;
