@@ -87,6 +87,15 @@ TEST(ForwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
             "running_var: expected float32 or the dtype of x, float32, got float64");
   EXPECT_EQ(refusal([](auto& a) { a.eps = -1.0; }), "eps: expected at least 0, got -1.000000");
   EXPECT_THAT(refusal([](auto& a) { a.eps = std::nan(""); }), StartsWith("eps: expected at least"));
+  // Outputs are written in vectors that overlap, from inputs that are read twice.
+  EXPECT_THAT(refusal([](auto& a) { a.residual = a.y.read_only(); }),
+              StartsWith("y: expected memory"));
+  // Backward could not find it.
+  EXPECT_THAT(refusal([](auto& a) {
+                a.activation = {Activation::kSilu};
+                a.residual = a.x;
+              }),
+              StartsWith("residual: expected"));
 }
 
 TEST(ForwardErrors, SlicesMustBeThoseOfTheBatch) {
@@ -121,6 +130,21 @@ TEST(BackwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
   EXPECT_EQ(refusal([](auto& a) { a.dbias.dtype = DType::kFloat64; }),
             "dbias: expected float32 or the dtype of x, float32, got float64");
   EXPECT_THAT(refusal([](auto& a) { a.slices = 5; }), StartsWith("slices: expected "));
+  EXPECT_THAT(refusal([](auto& a) { a.activation = {Activation::kHardSwish}; }),
+              StartsWith("dz: expected"));
+  for (const auto memory : {&BackwardArguments::x, &BackwardArguments::dy}) {
+    EXPECT_THAT(refusal([&](auto& a) {
+                  a.activation = {Activation::kSilu};
+                  a.dz = a.dx;
+                  a.dz.data = const_cast<void*>((a.*memory).data);
+                }),
+                HasSubstr("memory of its own"));
+  }
+  EXPECT_THAT(refusal([](auto& a) {
+                a.activation = {Activation::kSilu};
+                a.dz = a.dx;
+              }),
+              HasSubstr("memory of its own"));
 }
 
 TEST(OneValue, IsRefusedOnARankAloneAndNothingIsUpdated) {
