@@ -166,27 +166,27 @@ class SplittingBackend final : public StoreBackend {
   int meetings_ = 0;
 };
 
-c10::intrusive_ptr<c10d::ProcessGroup> group_of(const c10::intrusive_ptr<c10d::Store>& store,
-                                                const c10::intrusive_ptr<c10d::Backend>& backend) {
-  auto group =
-      c10::make_intrusive<c10d::ProcessGroup>(store, backend->getRank(), backend->getSize());
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
-  return group;
-}
-
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Options = c10d::Backend::Options;
-using Body = std::function<void(Group group, Options& options, Calls& calls)>;
+// One rank's group, whose backend behaves like NCCL's.
+struct Member {
+  Group group;
+  Options& options;
+  Calls& calls;
+};
 
-// Runs each rank with a group whose backend behaves like NCCL's.
-template <class OptionsOfBackend = Options, class... Arguments>
-void run_ranks(int ranks, const Body& body, const Arguments&... of_options) {
+template <class OptionsOfBackend = Options>
+void run_ranks(int ranks, const std::function<void(Member& member)>& body,
+               const char* backend = "nccl") {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   spawn_threads(ranks, [&](int rank) {
     Calls calls;
-    const auto options = c10::make_intrusive<OptionsOfBackend>(of_options...);
-    body(group_of(store, c10::make_intrusive<SplittingBackend>(store, rank, ranks, calls, options)),
-         *options, calls);
+    const auto options = c10::make_intrusive<OptionsOfBackend>(backend);
+    Member member{
+        group_over(c10::make_intrusive<SplittingBackend>(store, rank, ranks, calls, options),
+                   store),
+        *options, calls};
+    body(member);
   });
 }
 
@@ -197,19 +197,16 @@ double exchanged_sum(Communicator& communicator, double value) {
 }
 
 TEST(C10dCommunicator, ARankAloneInItsPartTakesPartInTheSplit) {
-  run_ranks(
-      5,
-      [](const Group& group, Options& /*options*/, Calls& calls) {
-        C10dCommunicator communicator(group);
-        const int rank = communicator.rank();
+  run_ranks(5, [](Member& member) {
+    C10dCommunicator communicator(member.group);
+    const int rank = communicator.rank();
 
-        const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+    const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
 
-        EXPECT_EQ(calls.splits, 1);
-        EXPECT_EQ(part->size(), rank == 4 ? 1 : 2);
-        EXPECT_EQ(exchanged_sum(*part, rank), rank == 4 ? 4 : 2 * (rank / 2 * 2) + 1);
-      },
-      "nccl");
+    EXPECT_EQ(member.calls.splits, 1);
+    EXPECT_EQ(part->size(), rank == 4 ? 1 : 2);
+    EXPECT_EQ(exchanged_sum(*part, rank), rank == 4 ? 4 : 2 * (rank / 2 * 2) + 1);
+  });
 }
 
 TEST(C10dCommunicator, ABackendForDevicesIsConnectedBeforeItSplits) {
@@ -223,7 +220,7 @@ TEST(C10dCommunicator, ABackendForDevicesIsConnectedBeforeItSplits) {
           c10::make_intrusive<c10d::PrefixStore>(name, store), rank, 3, calls,
           c10::make_intrusive<Options>("nccl"));
     };
-    const Group group = group_of(store, backend("host", of_host));
+    const Group group = group_over(backend("host", of_host), store);
     group->setBackend(kDevice, c10d::ProcessGroup::BackendType::NCCL, backend("device", of_device));
     C10dCommunicator communicator(group, {.memory = Memory::kDevice, .device = kDevice});
 
@@ -241,8 +238,8 @@ TEST(C10dCommunicator, AGroupThatServesTheHostOnlyTakesMessagesOfADevice) {
   ASSERT_TRUE(kHasHooks);
   run_ranks(
       3,
-      [](const Group& group, Options& /*options*/, Calls& calls) {
-        C10dCommunicator communicator(group, {.memory = Memory::kDevice, .device = kDevice});
+      [](Member& member) {
+        C10dCommunicator communicator(member.group, {.memory = Memory::kDevice, .device = kDevice});
         const int rank = communicator.rank();
         std::vector<double> values{rank + 1.0};
 
@@ -255,82 +252,70 @@ TEST(C10dCommunicator, AGroupThatServesTheHostOnlyTakesMessagesOfADevice) {
         EXPECT_THAT(of_part, ElementsAre(3.0));
         EXPECT_FALSE(communicator.takes_device_tensors());
         EXPECT_TRUE(communicator.compares_lengths());
-        EXPECT_EQ(calls.splits, 1);
+        EXPECT_EQ(member.calls.splits, 1);
       },
       "of the program");
 }
 
 TEST(C10dCommunicator, ARankOfAWorldOfOneSplitsWithNobody) {
-  run_ranks(
-      1,
-      [](const Group& group, Options& /*options*/, Calls& calls) {
-        C10dCommunicator communicator(group);
+  run_ranks(1, [](Member& member) {
+    C10dCommunicator communicator(member.group);
 
-        EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/0)->size(), 1);
-        EXPECT_EQ(calls.splits, 0);
-      },
-      "nccl");
+    EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/0)->size(), 1);
+    EXPECT_EQ(member.calls.splits, 0);
+  });
 }
 
 TEST(C10dCommunicator, APartHasACopyOfTheGroupsOptions) {
-  run_ranks(
-      4,
-      [](const Group& group, Options& options, Calls& /*calls*/) {
-        options.group_desc = "the group";
-        options.global_ranks_in_group = {10, 11, 12, 13};
-        C10dCommunicator communicator(group);
-        const int rank = communicator.rank();
+  run_ranks(4, [](Member& member) {
+    member.options.group_desc = "the group";
+    member.options.global_ranks_in_group = {10, 11, 12, 13};
+    C10dCommunicator communicator(member.group);
+    const int rank = communicator.rank();
 
-        const auto first = communicator.split(/*color=*/rank / 2, /*key=*/rank);
-        const auto second = communicator.split(/*color=*/rank % 2, /*key=*/rank);
+    const auto first = communicator.split(/*color=*/rank / 2, /*key=*/rank);
+    const auto second = communicator.split(/*color=*/rank % 2, /*key=*/rank);
 
-        EXPECT_EQ(options.group_desc, "the group");
-        EXPECT_THAT(options.global_ranks_in_group, ElementsAre(10, 11, 12, 13));
-        EXPECT_EQ(exchanged_sum(*first, rank), rank / 2 == 0 ? 1 : 5);
-        EXPECT_EQ(exchanged_sum(*second, rank), rank % 2 == 0 ? 2 : 4);
-      },
-      "nccl");
+    EXPECT_EQ(member.options.group_desc, "the group");
+    EXPECT_THAT(member.options.global_ranks_in_group, ElementsAre(10, 11, 12, 13));
+    EXPECT_EQ(exchanged_sum(*first, rank), rank / 2 == 0 ? 1 : 5);
+    EXPECT_EQ(exchanged_sum(*second, rank), rank % 2 == 0 ? 2 : 4);
+  });
 }
 
 // The backend looks up ranks there. A default group that is not the process's first has none there.
 TEST(C10dCommunicator, RanksMissingFromTheOptionsAreSetDuringASplit) {
-  run_ranks(
-      2,
-      [](const Group& group, Options& options, Calls& /*calls*/) {
-        C10dCommunicator communicator(group);
+  run_ranks(2, [](Member& member) {
+    C10dCommunicator communicator(member.group);
 
-        EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/0)->size(), 2);
-        EXPECT_TRUE(options.global_ranks_in_group.empty());
-      },
-      "nccl");
+    EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/0)->size(), 2);
+    EXPECT_TRUE(member.options.global_ranks_in_group.empty());
+  });
 }
 
 TEST(C10dCommunicator, OptionsThatItCannotCopyKeepTheirRanks) {
   run_ranks<OptionsOfTheProgram>(
       2,
-      [](const Group& group, Options& options, Calls& /*calls*/) {
-        options.global_ranks_in_group = {6, 7};
-        C10dCommunicator communicator(group);
+      [](Member& member) {
+        member.options.global_ranks_in_group = {6, 7};
+        C10dCommunicator communicator(member.group);
 
         EXPECT_EQ(communicator.split(/*color=*/0, /*key=*/-communicator.rank())->size(), 2);
-        EXPECT_THAT(options.global_ranks_in_group, ElementsAre(6, 7));
+        EXPECT_THAT(member.options.global_ranks_in_group, ElementsAre(6, 7));
       },
       "another backend");
 }
 
 // NCCL's backend writes more than the ranks into them.
 TEST(C10dCommunicator, NcclIsNotSplitWithTheGroupsOwnOptions) {
-  run_ranks<OptionsOfTheProgram>(
-      2,
-      [](const Group& group, Options& options, Calls& calls) {
-        C10dCommunicator communicator(group);
+  run_ranks<OptionsOfTheProgram>(2, [](Member& member) {
+    C10dCommunicator communicator(member.group);
 
-        EXPECT_THAT([&] { (void)communicator.split(/*color=*/0, /*key=*/0); },
-                    ThrowsMessage<CommunicationError>(HasSubstr("ProcessGroupNCCL.hpp")));
-        EXPECT_EQ(calls.splits, 0);
-        EXPECT_TRUE(options.global_ranks_in_group.empty());
-      },
-      "nccl");
+    EXPECT_THAT([&] { (void)communicator.split(/*color=*/0, /*key=*/0); },
+                ThrowsMessage<CommunicationError>(HasSubstr("ProcessGroupNCCL.hpp")));
+    EXPECT_EQ(member.calls.splits, 0);
+    EXPECT_TRUE(member.options.global_ranks_in_group.empty());
+  });
 }
 
 // Agrees to every call, which torch's debug mode compares among the ranks.
@@ -356,7 +341,7 @@ TEST(C10dCommunicator, ABackendIsSplitThatTorchsDebugModeHasWrapped) {
         store, rank, 3, calls, c10::make_intrusive<Options>("nccl"));
     const auto wrapper = c10::make_intrusive<c10d::ProcessGroupWrapper>(
         backend, c10::make_intrusive<Agreeing>(store, rank, 3));
-    const Group group = group_of(store, wrapper);
+    const Group group = group_over(wrapper, store);
     C10dCommunicator communicator(group);
 
     const auto part = communicator.split(/*color=*/rank / 2, /*key=*/rank);
@@ -369,39 +354,33 @@ TEST(C10dCommunicator, ABackendIsSplitThatTorchsDebugModeHasWrapped) {
 TEST(C10dCommunicator, APartIsAbortedUnlessItsGroupHasBeenDestroyedInGoodOrder) {
   for (const bool is_destroyed : {true, false}) {
     for (const bool has_failed : {true, false}) {
-      run_ranks(
-          2,
-          [&](Group group, Options& /*options*/, Calls& calls) {
-            C10dCommunicator communicator(group);
-            auto part = communicator.split(/*color=*/0, /*key=*/0);
+      run_ranks(2, [&](Member& member) {
+        C10dCommunicator communicator(member.group);
+        auto part = communicator.split(/*color=*/0, /*key=*/0);
 
-            if (has_failed) part->fail("the weights are missing");
-            if (is_destroyed) group.reset();
-            part.reset();
+        if (has_failed) part->fail("the weights are missing");
+        if (is_destroyed) member.group.reset();
+        part.reset();
 
-            const bool is_in_order = is_destroyed && !has_failed;
-            EXPECT_EQ(calls.ends_of_parts, is_in_order ? 1 : 0);
-            EXPECT_EQ(calls.aborts_of_parts, is_in_order ? 0 : 1);
-          },
-          "nccl");
+        const bool is_in_order = is_destroyed && !has_failed;
+        EXPECT_EQ(member.calls.ends_of_parts, is_in_order ? 1 : 0);
+        EXPECT_EQ(member.calls.aborts_of_parts, is_in_order ? 0 : 1);
+      });
     }
   }
 }
 
 TEST(C10dCommunicator, SumsOnTheCallersStreamWithoutAWork) {
-  run_ranks(
-      2,
-      [](const Group& group, Options& /*options*/, Calls& calls) {
-        C10dCommunicator communicator(group);
-        std::vector<double> values{communicator.rank() + 1.0};
+  run_ranks(2, [](Member& member) {
+    C10dCommunicator communicator(member.group);
+    std::vector<double> values{communicator.rank() + 1.0};
 
-        communicator.all_reduce_sum(values, {.memory = Memory::kDevice});
+    communicator.all_reduce_sum(values, {.memory = Memory::kDevice});
 
-        EXPECT_EQ(calls.sums, 1);
-        EXPECT_THAT(values, ElementsAre(3.0));
-        EXPECT_EQ(exchanged_sum(communicator, 2.0), 4.0);
-      },
-      "nccl");
+    EXPECT_EQ(member.calls.sums, 1);
+    EXPECT_THAT(values, ElementsAre(3.0));
+    EXPECT_EQ(exchanged_sum(communicator, 2.0), 4.0);
+  });
 }
 
 // Ends after a wait for it has given up, and before anybody can ask whether it has ended.
@@ -430,7 +409,7 @@ class BackendBehindAWait final : public StoreBackend {
 TEST(C10dCommunicator, ASumThatEndsAfterAWaitGaveUpCounts) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   spawn_threads(2, [&](int rank) {
-    const Group group = group_of(store, c10::make_intrusive<BackendBehindAWait>(store, rank, 2));
+    const Group group = group_over(c10::make_intrusive<BackendBehindAWait>(store, rank, 2), store);
     C10dCommunicator communicator(group);
 
     EXPECT_EQ(exchanged_sum(communicator, rank + 1.0), 3.0);
@@ -440,7 +419,7 @@ TEST(C10dCommunicator, ASumThatEndsAfterAWaitGaveUpCounts) {
 TEST(C10dCommunicator, RanksThatAreAllAloneNeedNoBackendThatSplits) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   spawn_threads(3, [&](int rank) {
-    const auto group = group_of(store, c10::make_intrusive<StoreBackend>(store, rank, 3));
+    const auto group = group_over(c10::make_intrusive<StoreBackend>(store, rank, 3), store);
     C10dCommunicator communicator(group);
 
     EXPECT_EQ(communicator.split(/*color=*/rank, /*key=*/0)->size(), 1);

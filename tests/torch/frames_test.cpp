@@ -42,8 +42,7 @@ void run_ranks(const std::function<void(C10dCommunicator&, NotingBackend&)>& bod
   const auto store = c10::make_intrusive<c10d::HashStore>();
   spawn_threads(kRanks, [&](int rank) {
     const auto backend = c10::make_intrusive<NotingBackend>(store, rank, kRanks);
-    const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, kRanks);
-    group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+    const auto group = group_over(backend, store);
     C10dCommunicator communicator(group);
     body(communicator, *backend);
   });

@@ -3,9 +3,6 @@
 // Process groups of torch that were made without Python: a TCPStore, and the program's own backend.
 #include <cstdlib>
 #include <functional>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -13,7 +10,6 @@
 #include <torch/types.h>
 
 #include "normscope/core/error.h"
-#include "normscope/core/header.h"
 #include "normscope/torch/groups/rank_group.h"
 #include "normscope/torch/nn/batch_norm.h"
 #include "tests/support/ranks.h"
@@ -21,14 +17,6 @@
 
 namespace normscope::testing {
 namespace {
-
-c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    c10::make_intrusive<StoreBackend>(store, rank, size));
-  return group;
-}
 
 // Ranks that are threads and meet in a store at a free port of this host.
 void run_over_a_store(int ranks, const std::function<void(const RankGroup& group)>& body) {
@@ -38,8 +26,7 @@ void run_over_a_store(int ranks, const std::function<void(const RankGroup& group
   options.isServer = false;
   spawn_threads(ranks, [&](int rank) {
     const auto store = c10::make_intrusive<c10d::TCPStore>("localhost", options);
-    const auto process_group = make_process_group(store, rank, ranks);
-    body(RankGroup(process_group));
+    body(RankGroup(group_over(c10::make_intrusive<StoreBackend>(store, rank, ranks), store)));
   });
 }
 
@@ -72,18 +59,6 @@ TEST(ProcessGroupOfTorch, LayersShareStatisticsOverABackendOfTheProgramsOwn) {
 
 TEST(ProcessGroupOfTorch, SharedMemoryTakesOverOnOneHost) {
   run_over_a_store(3, expect_shared_statistics);
-}
-
-TEST(ProcessGroupOfTorch, ItsRankGroupKnowsRanksAndSums) {
-  run_over_a_store(2, [](const RankGroup& group) {
-    std::vector<double> message(1 + kHeaderSize);
-    message[0] = group.rank() + 1;
-
-    group.all_reduce({.layer = "ranks", .scope = "world", .channels = 1}, message);
-
-    EXPECT_EQ(group.size(), 2);
-    EXPECT_EQ(message[0], 3.0);
-  });
 }
 
 TEST(ProcessGroupOfTorch, ANullGroupIsRefused) {

@@ -10,6 +10,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace normscope::testing {
@@ -60,5 +61,15 @@ class StoreBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> options_ = c10::make_intrusive<Options>("store");
   int meetings_ = 0;
 };
+
+// A group of the ranks of `backend`, which serves the host.
+inline c10::intrusive_ptr<c10d::ProcessGroup> group_over(
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    const c10::intrusive_ptr<c10d::Store>& store) {
+  auto group =
+      c10::make_intrusive<c10d::ProcessGroup>(store, backend->getRank(), backend->getSize());
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+  return group;
+}
 
 }  // namespace normscope::testing
