@@ -208,9 +208,8 @@ check-mpi:
 	@echo "mpi: mpicxx is missing, nothing is built or tested with MPI"
 endif
 
-# Cross-compiles the library without torch, and runs C++ tests in emulation. Some comparisons with the
-# oracle are left out, because long double is computed in software there: those of the kernels, and
-# those of the ranks that are threads (ranks that are processes do the same). Seven minutes on two cores.
+# Cross-compiles the library without torch, and runs C++ tests in emulation. The kernels are not
+# compared with the oracle, because long double is computed in software there.
 ifneq ($(and $(shell command -v aarch64-linux-gnu-g++),$(shell command -v qemu-aarch64)),)
 check-aarch64: $(stamps)/googletest
 	cmake --preset aarch64 > /dev/null

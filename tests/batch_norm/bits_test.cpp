@@ -20,7 +20,11 @@ std::vector<Layer> layers() {
       for (const Inputs inputs : {Inputs::kMeanOf1e3Deviations, Inputs::kPaddedCorner}) {
         layers.push_back({.dtype = dtype, .layout = layout, .positions = 150, .inputs = inputs});
       }
-      layers.push_back({.dtype = dtype, .layout = layout, .positions = 1});
+      layers.push_back({.dtype = dtype,
+                        .layout = layout,
+                        .positions = 1,
+                        .parameters = Parameters::kLikeInput,
+                        .buffers = dtype});
     }
   }
   return layers;

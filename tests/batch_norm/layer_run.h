@@ -147,6 +147,7 @@ inline void expect_same(const LayerRun& run, const LayerRun& expected) {
 // Compares a rank's results with those of one rank that has all samples.
 inline void expect_equal_bits(const LayerRun& run, const LayerRun& whole) {
   EXPECT_EQ(run.statistics, whole.statistics);
+  EXPECT_EQ(run.counts, whole.counts);
   EXPECT_EQ(run.running_mean.values(), whole.running_mean.values());
   EXPECT_EQ(run.running_var.values(), whole.running_var.values());
   run.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
