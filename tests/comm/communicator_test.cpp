@@ -21,21 +21,21 @@ INSTANTIATE_TEST_SUITE_P(SharedMemoryOfThreads, PeersContract,
 
 // On two levels. With three ranks, one of them is alone on its host.
 INSTANTIATE_TEST_SUITE_P(PairsOfThreads, CommunicatorContract,
-                         worlds_of_pairs({2, 3, 4, 8}, run_as_threads_on(pairs)), ranks_of);
+                         worlds_on(pairs, {2, 3, 4, 8}, run_as_threads_on), ranks_of);
 INSTANTIATE_TEST_SUITE_P(PairsOfThreads, PeersContract,
-                         worlds_of_pairs({3, 4, 8}, run_as_threads_on(pairs)), ranks_of);
+                         worlds_on(pairs, {3, 4, 8}, run_as_threads_on), ranks_of);
 INSTANTIATE_TEST_SUITE_P(TwoHostsOfThreads, CommunicatorContract,
-                         worlds_of_two_hosts({3, 4, 8}, run_as_threads_on(two_hosts)), ranks_of);
+                         worlds_on(two_hosts, {3, 4, 8}, run_as_threads_on), ranks_of);
 INSTANTIATE_TEST_SUITE_P(TwoHostsOfThreads, PeersContract,
-                         worlds_of_two_hosts({3, 4, 8}, run_as_threads_on(two_hosts)), ranks_of);
+                         worlds_on(two_hosts, {3, 4, 8}, run_as_threads_on), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Pairs, CommunicatorContract,
-                         worlds_of_pairs({2, 3, 4, 8}, run_as_processes_on(pairs)), ranks_of);
-INSTANTIATE_TEST_SUITE_P(Pairs, PeersContract,
-                         worlds_of_pairs({3, 4, 8}, run_as_processes_on(pairs)), ranks_of);
+                         worlds_on(pairs, {2, 3, 4, 8}, run_as_processes_on), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Pairs, PeersContract, worlds_on(pairs, {3, 4, 8}, run_as_processes_on),
+                         ranks_of);
 INSTANTIATE_TEST_SUITE_P(TwoHosts, CommunicatorContract,
-                         worlds_of_two_hosts({3, 4, 8}, run_as_processes_on(two_hosts)), ranks_of);
+                         worlds_on(two_hosts, {3, 4, 8}, run_as_processes_on), ranks_of);
 INSTANTIATE_TEST_SUITE_P(TwoHosts, PeersContract,
-                         worlds_of_two_hosts({3, 4, 8}, run_as_processes_on(two_hosts)), ranks_of);
+                         worlds_on(two_hosts, {3, 4, 8}, run_as_processes_on), ranks_of);
 
 }  // namespace
 }  // namespace normscope::testing

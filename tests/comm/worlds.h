@@ -59,19 +59,15 @@ inline auto worlds(const std::vector<int>& sizes, const RunRanks& run) {
   return ::testing::ValuesIn(worlds);
 }
 
-inline auto worlds_of_pairs(const std::vector<int>& sizes, const RunRanks& run) {
+// The same over several hosts. Rank 0 waits for the other ranks of its host.
+inline auto worlds_on(HostOfRank host_of, const std::vector<int>& sizes,
+                      RunRanks (*run_on)(HostOfRank)) {
   std::vector<World> worlds;
   for (const int ranks : sizes) {
-    worlds.push_back({.ranks = ranks, .run = run, .peers_of_rank_0 = {1}});
-  }
-  return ::testing::ValuesIn(worlds);
-}
-
-inline auto worlds_of_two_hosts(const std::vector<int>& sizes, const RunRanks& run) {
-  std::vector<World> worlds;
-  for (const int ranks : sizes) {
-    worlds.push_back({.ranks = ranks, .run = run});
-    for (int rank = 2; rank < ranks; rank += 2) worlds.back().peers_of_rank_0.push_back(rank);
+    worlds.push_back({.ranks = ranks, .run = run_on(host_of)});
+    for (int rank = 1; rank < ranks; ++rank) {
+      if (host_of(rank) == host_of(0)) worlds.back().peers_of_rank_0.push_back(rank);
+    }
   }
   return ::testing::ValuesIn(worlds);
 }
