@@ -3,7 +3,6 @@
 // Sums whose ranks are kernels that wait for each other.
 #include "tests/comm/on_device/device_communicator.h"
 
-#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <string>
@@ -18,12 +17,8 @@
 namespace normscope::testing {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::Each;
-using ::testing::HasSubstr;
 using ::testing::IsNan;
-using ::testing::StartsWith;
-using namespace std::chrono_literals;
 
 // What a rank adds to a sum. Sizes around the number of threads; the order of the ranks matters.
 std::vector<double> values_of(int rank, int sum) {
@@ -125,38 +120,6 @@ TEST_P(FaultsOfSumsOnADevice, DifferentLengthsGiveNaNAndTheNextSumIsRight) {
     stream.wait();
     EXPECT_THAT(values, Each(IsNan()));
     EXPECT_EQ(next, ranks.size());
-  });
-}
-
-// With two ranks: of several that come, one may be late.
-TEST(ARankThatDoesNotCome, GivesNaNAfterTheTimeLimitAndTheNextSumThrows) {
-  PipeGate until_rank_0_ends;
-  run_as_threads_on_device(2, {.time_limit = 100ms}, [&](Communicator& ranks) {
-    if (ranks.rank() == 1) {
-      until_rank_0_ends.wait();
-      return;
-    }
-    const DeviceStream stream;
-    expect_nan(ranks, stream);
-    EXPECT_EQ(failure_of(ranks, stream), "device: waited 0.1 s for rank 1 of 2");
-    until_rank_0_ends.open_for(1);
-  });
-}
-
-// The failure may come before the sum or during it.
-TEST_P(FaultsOfSumsOnADevice, ARankThatFailsGivesNaNOrAnError) {
-  run([](Communicator& ranks, const DeviceStream& stream) {
-    if (is_last(ranks)) {
-      ranks.fail("no more data");
-      return;
-    }
-    try {
-      expect_nan(ranks, stream);
-    } catch (const CommunicationError&) {
-    }
-    EXPECT_THAT(failure_of(ranks, stream),
-                AllOf(StartsWith("device: rank " + std::to_string(ranks.size() - 1)),
-                      HasSubstr(" failed: no more data")));
   });
 }
 
