@@ -19,7 +19,7 @@ class Images(TensorClass):  # type: ignore[misc]
     name: str
 
 
-def batch_of(kind: str, samples: int) -> Any:  # noqa: ANN401
+def batch_of(kind: str, samples: int) -> Any:
     x = torch.ones(samples, 3)
     if kind == "class":
         return Images(x=x, name="name", batch_size=[samples])

@@ -118,9 +118,7 @@ if "NORMSCOPE_TEST_DEVICE" not in os.environ:  # on a device, sums this large ha
 
 
 def layers_of(
-    step: Tensors,
-    keywords: dict[str, Any],
-    **settings: Any,  # noqa: ANN401
+    step: Tensors, keywords: dict[str, Any], **settings: Any
 ) -> tuple[normscope.BatchNormAct2d, normscope.BatchNorm2d]:
     """Return a layer with the activation and one without, with the same parameters and state."""
     dtype = step["x"].dtype if step["x"].dtype == torch.float64 else torch.float32
@@ -188,10 +186,7 @@ def with_format(step: Tensors, *, last: bool, residual: bool) -> Tensors:
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", EXACT)
 def test_a_step_has_the_bits_of_its_parts(
-    name: str,
-    last: bool,  # noqa: FBT001
-    residual: bool,  # noqa: FBT001
-    dtype: torch.dtype,
+    name: str, dtype: torch.dtype, *, last: bool, residual: bool
 ) -> None:
     keywords, activate = ACTIVATIONS[name]
     for data in DATA:
@@ -225,9 +220,7 @@ SETTINGS: list[Any] = [
     ("name", "training"), [("silu", True), *((name, False) for name in ACTIVATIONS)]
 )
 def test_a_step_with_other_arguments_has_the_bits_of_its_parts(
-    name: str,
-    training: bool,  # noqa: FBT001
-    settings: dict[str, Any],
+    name: str, settings: dict[str, Any], *, training: bool
 ) -> None:
     keywords, activate = ACTIVATIONS[name]
     for dtype in (torch.float32, torch.bfloat16):

@@ -26,7 +26,7 @@ LAYERS: list[tuple[type[normscope.BatchNormAct], type[nn.Module], tuple[int, ...
 ]
 
 
-def step(layer: nn.Module, call: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401
+def step(layer: nn.Module, call: Any, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Return all results of a training step."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     y = call(*leaves)
@@ -83,8 +83,7 @@ def place(tensor: torch.Tensor) -> int:
     [(activation, False) for activation in get_args(Activation)] + [("relu", True)],
 )
 def test_only_x_and_with_a_residual_y_are_saved_for_backward(
-    activation: Activation,
-    residual: bool,  # noqa: FBT001
+    activation: Activation, *, residual: bool
 ) -> None:
     layer = normscope.BatchNormAct2d(3, activation=activation, scope="local")
     x, other = (torch.randn(4, 3, 32, 32, requires_grad=True) for _ in range(2))
@@ -111,9 +110,7 @@ def test_only_x_and_with_a_residual_y_are_saved_for_backward(
     ],
 )
 def test_a_sum_is_broadcast_and_promoted_as_in_torch(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    training: bool,  # noqa: FBT001
+    shape: tuple[int, ...], dtype: torch.dtype, *, training: bool
 ) -> None:
     layer = normscope.BatchNormAct2d(3, scope="local").train(training)
     plain = normscope.BatchNorm2d(3, scope="local").train(training)

@@ -51,14 +51,14 @@ class NeverEmpty:
 class Attributes(dict[str, Any]):
     """Raises KeyError for attributes that it lacks, as programs write it."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 class Merging(dict[str, Any]):
     """Writes the items of another mapping into those that it has."""
 
-    def update(self, other: Any) -> None:  # type: ignore[override] # noqa: ANN401
+    def update(self, other: Any) -> None:  # type: ignore[override]
         for key, value in other.items():
             if isinstance(value, dict):
                 self[key].update(value)
@@ -72,10 +72,10 @@ class OwnMapping(MutableMapping[str, Any]):
     def __init__(self, **values: object) -> None:
         self.store = SimpleNamespace(values=values)
 
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401
+    def __getitem__(self, key: str) -> Any:
         return self.store.values[key]
 
-    def __setitem__(self, key: str, value: Any) -> None:  # noqa: ANN401
+    def __setitem__(self, key: str, value: Any) -> None:
         self.store.values[key] = value
 
     def __delitem__(self, key: str) -> None:
@@ -94,7 +94,7 @@ class OwnMapping(MutableMapping[str, Any]):
 class Converting(OwnMapping):
     """Makes its items when they are asked for."""
 
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401
+    def __getitem__(self, key: str) -> Any:
         return super().__getitem__(key).clone()
 
 

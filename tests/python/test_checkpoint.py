@@ -106,7 +106,7 @@ def test_checkpoints_can_be_nested_and_repeated(ranks: RankPool) -> None:
         assert equal
 
 
-def selective(saved: tuple[Any, ...]) -> Any:  # noqa: ANN401 - torch's context_fn
+def selective(saved: tuple[Any, ...]) -> Any:
     """Return a context_fn that saves the results of some ops, with these contexts entered last."""
 
     def policy(_context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
@@ -114,7 +114,7 @@ def selective(saved: tuple[Any, ...]) -> Any:  # noqa: ANN401 - torch's context_
         return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     @contextmanager
-    def both(outer: Any, inner: Any) -> Iterator[None]:  # noqa: ANN401
+    def both(outer: Any, inner: Any) -> Iterator[None]:
         with outer, inner:
             yield
 
@@ -282,7 +282,7 @@ def gradients_in_threads(kind: str, elsewhere: tuple[str, ...]) -> list[torch.Te
     with ExitStack() as stack:
         threads = {work: stack.enter_context(ThreadPoolExecutor(1)) for work in elsewhere}
 
-        def do(work: str, call: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
+        def do(work: str, call: Callable[..., Any], *arguments: Any) -> Any:
             if work not in threads:
                 return call(*arguments)
             return threads[work].submit(call, *arguments).result()

@@ -149,7 +149,7 @@ def copies_of(layer: nn.Module) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("converted", [True, False])
-def test_a_layer_keeps_its_scope_when_copied_pickled_and_saved(converted: bool) -> None:  # noqa: FBT001
+def test_a_layer_keeps_its_scope_when_copied_pickled_and_saved(*, converted: bool) -> None:
     if converted:
         model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3)), "slices:3")
         layer = model.get_submodule("0")

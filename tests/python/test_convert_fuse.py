@@ -56,7 +56,7 @@ class Doubled(nn.Sequential):
 
 
 class Backwards(nn.Sequential):
-    def __iter__(self) -> Any:  # noqa: ANN401
+    def __iter__(self) -> Any:
         return iter(list(self._modules.values())[::-1])
 
 
@@ -81,7 +81,7 @@ def batch() -> torch.Tensor:
     return torch.randn(4, 3, 5, 2) * 3 + 1
 
 
-def fused(model: nn.Module, scope: str = "slices:2", **keywords: Any) -> Any:  # noqa: ANN401
+def fused(model: nn.Module, scope: str = "slices:2", **keywords: Any) -> Any:
     return normscope.convert(model, scope, fuse=True, **keywords)
 
 
@@ -93,7 +93,7 @@ def calls_of_activations() -> Iterator[list[nn.Module]]:
         for kind in {type(make()) for make in ACTIVATIONS.values()} | {nn.GELU}:
             forward = kind.forward
 
-            def recording(module: nn.Module, x: torch.Tensor, forward: Any = forward) -> Any:  # noqa: ANN401
+            def recording(module: nn.Module, x: torch.Tensor, forward: Any = forward) -> Any:
                 called.append(module)
                 return forward(module, x)
 
@@ -422,7 +422,7 @@ def recorded(model: nn.Module, which: int, kind: str) -> list[torch.Tensor]:
     """Return the last arguments of a hook of one of the modules, and the results of a step."""
     seen: list[torch.Tensor] = []
 
-    def hook(_: nn.Module, *values: Any) -> None:  # noqa: ANN401
+    def hook(_: nn.Module, *values: Any) -> None:
         value = values[-1]
         seen.append((value[0] if isinstance(value, tuple) else value).detach().clone())
 

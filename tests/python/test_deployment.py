@@ -77,7 +77,7 @@ def test_a_model_compiled_ahead_of_time_evaluates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_a_model_exported_to_onnx_evaluates_without_layers(tmp_path: Path, dynamo: bool) -> None:  # noqa: FBT001
+def test_a_model_exported_to_onnx_evaluates_without_layers(tmp_path: Path, *, dynamo: bool) -> None:
     import onnx
     import onnxruntime
 

@@ -29,7 +29,7 @@ class Doubled(nn.Module):
         return 2 * x
 
 
-def network() -> Any:  # noqa: ANN401
+def network() -> Any:
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)
     return nn.Sequential(*layers, nn.SyncBatchNorm(4)).double()

@@ -60,7 +60,7 @@ def test_narrow_inputs_are_rounded_once(dtype: torch.dtype) -> None:
         torch.testing.assert_close(value.double(), want, rtol=stored, atol=allowed)
 
 
-def torch_like(batch_norm: Any, step: Tensors) -> list[torch.Tensor]:  # noqa: ANN401
+def torch_like(batch_norm: Any, step: Tensors) -> list[torch.Tensor]:
     x, dy, weight, bias = (
         step[name].clone().requires_grad_() for name in ("x", "dy", "weight", "bias")
     )

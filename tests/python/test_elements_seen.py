@@ -74,7 +74,7 @@ def test_ranks_are_weighted_by_elements_since_the_last_pooling(
     assert ranks.run(2, weights_after, kind) == [expected] * 2
 
 
-def started_anew(model: Any, how: str) -> Any:  # noqa: ANN401 - with attributes of layers
+def started_anew(model: Any, how: str) -> Any:
     """Set the statistics of a layer, as programs and libraries do."""
     layer = model[0]
     fresh = nn.BatchNorm1d(1)

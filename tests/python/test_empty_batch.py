@@ -31,10 +31,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("kind", EMPTY)
 @pytest.mark.parametrize("training", [True, False])
-def test_empty_outputs_have_the_strides_of_torch(
-    kind: str,
-    training: bool,  # noqa: FBT001
-) -> None:
+def test_empty_outputs_have_the_strides_of_torch(kind: str, *, training: bool) -> None:
     strides = []
     # With a weight, torch multiplies, which makes other strides of those that are not dense.
     for layer in (normscope.BatchNorm2d(3, affine=False), torch.nn.BatchNorm2d(3, affine=False)):

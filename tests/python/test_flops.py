@@ -45,10 +45,7 @@ LAYERS = [(normscope.BatchNorm2d, nn.ReLU), (normscope.BatchNormAct2d, nn.Identi
 @pytest.mark.parametrize(("norm", "act"), LAYERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_fvcore_counts_a_layer_like_torch_s(
-    norm: type[nn.Module],
-    act: type[nn.Module],
-    training: bool,  # noqa: FBT001
-    affine: bool,  # noqa: FBT001
+    norm: type[nn.Module], act: type[nn.Module], *, training: bool, affine: bool
 ) -> None:
     model = network(norm, act, affine=affine).train(training)
 

@@ -68,10 +68,7 @@ def forks_and_trains(scope: str, has_met: bool) -> tuple[str, float]:  # noqa: F
 @pytest.mark.parametrize("scope", ["world", "group:2", "norm_batch:4"])
 @pytest.mark.parametrize("has_met", [True, False])
 def test_a_fork_of_a_rank_is_told_and_the_ranks_go_on(
-    ranks: RankPool,
-    environment: dict[str, str],
-    scope: str,
-    has_met: bool,  # noqa: FBT001
+    ranks: RankPool, environment: dict[str, str], scope: str, *, has_met: bool
 ) -> None:
     [(message, of_rank_0), (_, of_rank_1)] = ranks.run(
         2,

@@ -27,7 +27,7 @@ def batch() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_is_a_module_call(training: bool) -> None:  # noqa: FBT001
+def test_a_layer_is_a_module_call(*, training: bool) -> None:
     net = model().train(training)
 
     graph = fx.symbolic_trace(net).graph

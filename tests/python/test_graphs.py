@@ -74,8 +74,7 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: t
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("activation", ["relu", "relu6", "leaky_relu", "silu", "hard_swish"])
 def test_exact_graphs_have_the_bits_of_layers_with_activations(
-    activation: Any,  # noqa: ANN401
-    backend: str,
+    activation: Any, backend: str
 ) -> None:
     layer = normscope.BatchNormAct2d(5, activation=activation, scope="slices:2")
     x = torch.randn(4, 5, 6, 6) + 30

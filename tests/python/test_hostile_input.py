@@ -96,10 +96,7 @@ CASES = [
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("op", "name", "damage"), CASES)
 def test_an_argument_that_does_not_match_is_named(
-    op: Any,  # noqa: ANN401
-    name: str,
-    damage: str,
-    device: str,
+    op: Any, name: str, damage: str, device: str
 ) -> None:
     given = arguments(device)
     op(given)
@@ -113,7 +110,7 @@ def test_an_argument_that_does_not_match_is_named(
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("op", [apply, backward, double_backward])
-def test_statistics_of_another_layout_are_refused(op: Any, device: str) -> None:  # noqa: ANN401
+def test_statistics_of_another_layout_are_refused(op: Any, device: str) -> None:
     given = arguments(device)
     given["statistics"] = given["statistics"].transpose(1, 2).contiguous().transpose(1, 2)
 

@@ -76,10 +76,7 @@ def train_rank(
     ],
 )
 def test_ranks_train_like_torch_on_the_joined_batch(
-    ranks: RankPool,
-    sizes: tuple[int, ...],
-    extent: tuple[int, ...],
-    last: bool,  # noqa: FBT001
+    ranks: RankPool, sizes: tuple[int, ...], extent: tuple[int, ...], *, last: bool
 ) -> None:
     shape = (sum(sizes), 3, *extent)
     layer = LAYERS[len(shape)](3, dtype=torch.float64)

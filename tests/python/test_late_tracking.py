@@ -28,7 +28,7 @@ RELATIVE = 1e-12
 Tensors = dict[str, torch.Tensor]
 
 
-def network() -> Any:  # noqa: ANN401
+def network() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4, momentum=None)
@@ -40,7 +40,7 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(sum(SIZES), 3, 5, dtype=torch.float64, generator=generator) * 2 + 1
 
 
-def train(model: Any, run: Callable[..., torch.Tensor], part: slice) -> Tensors:  # noqa: ANN401
+def train(model: Any, run: Callable[..., torch.Tensor], part: slice) -> Tensors:
     for step in range(STEPS):
         run(model, batch(step)[part].requires_grad_()).square().sum().backward()
     return {n: v.clone() for n, v in model.named_buffers()}
@@ -49,11 +49,11 @@ def train(model: Any, run: Callable[..., torch.Tensor], part: slice) -> Tensors:
 def track_with_gradients_only(model: nn.Module) -> nn.Module:
     """Do what checkpoint_wrapper of fairscale does."""
 
-    def before(layer: Any, _: object) -> None:  # noqa: ANN401
+    def before(layer: Any, _: object) -> None:
         if not torch.is_grad_enabled():
             layer.kept, layer.track_running_stats = layer.track_running_stats, False
 
-    def after(layer: Any, *_: object) -> None:  # noqa: ANN401
+    def after(layer: Any, *_: object) -> None:
         if not torch.is_grad_enabled():
             layer.track_running_stats = layer.kept
 
@@ -64,7 +64,7 @@ def track_with_gradients_only(model: nn.Module) -> nn.Module:
     return model
 
 
-def halve_momentum(model: Any) -> None:  # noqa: ANN401
+def halve_momentum(model: Any) -> None:
     """Do what checkpoint() of pytorch-pfn-extras does: two updates are then like one."""
     for module in model.modules():
         if not hasattr(module, "_bn_momentum_patched"):
@@ -83,7 +83,7 @@ def run_with_momentum(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return run_checkpointed(model, x)
 
 
-def run_pieces(model: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+def run_pieces(model: Any, x: torch.Tensor) -> torch.Tensor:
     return run_checkpointed(model[2:], run_checkpointed(model[:2], x))
 
 
@@ -140,8 +140,7 @@ def run_untracked(layer: nn.Module) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("after", ["the block", "another node"])
 def test_a_recomputation_of_a_forward_that_was_tracked_updates_nothing(
-    reentrant: bool,  # noqa: FBT001
-    after: str,
+    after: str, *, reentrant: bool
 ) -> None:
     layer: Any = normscope.BatchNorm1d(3, scope="local")
     x = torch.randn(4, 3, requires_grad=True)

@@ -32,7 +32,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return rank + torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=generator)
 
 
-def task_and_trainer(folder: str, rate: float, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def task_and_trainer(folder: str, rate: float, **options: Any) -> tuple[Any, Any]:
     """Make a task, which notes the scopes of each step and the statistics in validation."""
     import lightning
 
@@ -69,7 +69,7 @@ def task_and_trainer(folder: str, rate: float, **options: Any) -> tuple[Any, Any
     )
 
 
-def loader_of_rank() -> Any:  # noqa: ANN401
+def loader_of_rank() -> Any:
     batches = [batch(step, distributed.get_rank()) for step in range(STEPS)]
     return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 

@@ -33,7 +33,7 @@ def inputs(dtype: torch.dtype = torch.float32, count: int = 2) -> list[torch.Ten
     return [mask, *(torch.where(mask, x, trash.repeat(10).view(5, 4)) for x in others)]
 
 
-def step(layer: nn.Module, call: Call, mask: torch.Tensor, *given: torch.Tensor) -> Any:  # noqa: ANN401
+def step(layer: nn.Module, call: Call, mask: torch.Tensor, *given: torch.Tensor) -> Any:
     """Return all results of a training step: y, gradients, buffers."""
     leaves = [t.clone().requires_grad_() for t in given]
     y = call(*leaves, mask=mask)
@@ -86,10 +86,7 @@ def test_an_activation_evaluates_as_its_layer_on_rows(activation: Activation, co
     ("shape", "dtype"), [((3, 1, 1), torch.float32), ((), torch.float64), ((6, 3, 5, 4), None)]
 )
 def test_a_residual_broadcasts_and_promotes(
-    training: bool,  # noqa: FBT001
-    scope: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
+    scope: str, shape: tuple[int, ...], dtype: torch.dtype | None, *, training: bool
 ) -> None:
     layer = normscope.BatchNormAct2d(3, scope=scope).train(training)
     plain = normscope.BatchNorm2d(3, scope=scope).train(training)
@@ -136,7 +133,7 @@ def test_evaluation_without_running_statistics_uses_the_unmasked_values() -> Non
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
 @pytest.mark.parametrize("tracked", [True, False])
-def test_the_function_has_the_layer_s_bits(training: bool, scope: str, tracked: bool) -> None:  # noqa: FBT001
+def test_the_function_has_the_layer_s_bits(scope: str, *, training: bool, tracked: bool) -> None:
     layer = normscope.BatchNorm2d(3, scope=scope, track_running_stats=tracked).train(training)
     other = copy.deepcopy(layer)
     mask, x = inputs(count=1)
@@ -167,7 +164,9 @@ def test_autocast_keeps_the_input_s_dtype() -> None:
 @pytest.mark.usefixtures("quiet_compiler")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("scope", ["local", "slices:2"])
-def test_a_compiled_layer_has_equal_bits_and_is_compiled_once(training: bool, scope: str) -> None:  # noqa: FBT001
+def test_a_compiled_layer_has_equal_bits_and_is_compiled_once(
+    scope: str, *, training: bool
+) -> None:
     layer = normscope.BatchNormAct2d(3, scope=scope).train(training)
     alone = copy.deepcopy(layer)
 

@@ -117,8 +117,7 @@ def batches() -> list[torch.Tensor]:
     [*((each, False) for each in CALLS), *((each, True) for each in SCOPED)],
 )
 def test_estimates_are_those_of_the_input_where_the_layer_takes_it(
-    layer_class: type[nn.BatchNorm1d],
-    converts: bool,  # noqa: FBT001
+    layer_class: type[nn.BatchNorm1d], *, converts: bool
 ) -> None:
     model = Network(layer_class(FEATURES), CALLS[layer_class])
     if converts:
@@ -174,7 +173,7 @@ def unchanged(model: nn.Module, state: dict[str, torch.Tensor], prefix: str = ""
 
 
 @pytest.mark.parametrize("converts_frozen", [True, False])
-def test_recommending_leaves_layers_in_evaluation_there(converts_frozen: bool) -> None:  # noqa: FBT001
+def test_recommending_leaves_layers_in_evaluation_there(*, converts_frozen: bool) -> None:
     model = trained(frozen_network(converts_frozen=converts_frozen))
     model(torch.randn(8, FEATURES, dtype=torch.float64))
     state, seen = copy.deepcopy(model.state_dict()), []
@@ -207,9 +206,7 @@ def test_recommending_leaves_layers_in_evaluation_there(converts_frozen: bool) -
     ],
 )
 def test_only_layers_in_training_or_by_name_are_estimated(
-    converts_frozen: bool,  # noqa: FBT001
-    patterns: dict[str, Any],
-    estimated: list[str],
+    patterns: dict[str, Any], estimated: list[str], *, converts_frozen: bool
 ) -> None:
     model = frozen_network(converts_frozen=converts_frozen)
     x = torch.randn(16, FEATURES, dtype=torch.float64) + 3

@@ -28,14 +28,14 @@ def forward_arguments(*, slices: int = 1, differentiable: bool = False) -> tuple
     return (*differentiated, *buffers, 0.1, 1e-5, [4], "pooled", scope, "", "layer")
 
 
-def opcheck(op: Any, *arguments: Any, **keywords: Any) -> None:  # noqa: ANN401
+def opcheck(op: Any, *arguments: Any, **keywords: Any) -> None:
     torch.library.opcheck(op.default, arguments, keywords)
 
 
 @pytest.mark.own_kernels
 @pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize("affine", [True, False])
-def test_opcheck_passes(slices: int, affine: bool) -> None:  # noqa: FBT001
+def test_opcheck_passes(slices: int, *, affine: bool) -> None:
     ops = torch.ops.normscope
     arguments = forward_arguments(slices=slices)
     opcheck(ops.batch_norm_forward, *arguments)
@@ -174,11 +174,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_a_compiled_full_graph_equals_eager_on_all_ranks(
-    ranks: RankPool,
-    net: str,
-    scope: str,
-    size: int,
-    evaluates: bool,  # noqa: FBT001
+    ranks: RankPool, net: str, scope: str, size: int, *, evaluates: bool
 ) -> None:
     answers = ranks.run(size, compiled_and_eager, net, scope, evaluates, hang_seconds=400)
 

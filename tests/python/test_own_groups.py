@@ -69,7 +69,7 @@ def test_consecutive_groups_are_kept_apart_and_leave_nothing_open(ranks: RankPoo
 def over_a_backend_that_makes_one_group() -> str:
     made: list[Any] = []
 
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         if made:
             raise RuntimeError("one is enough")
         made.append(distributed.ProcessGroupGloo(store, rank, size, timeout=timeout))

@@ -94,8 +94,7 @@ def test_a_converted_layer_trains_like_torch_s(change: Parametrize) -> None:
 @pytest.mark.parametrize("change", PARAMETRIZE)
 @pytest.mark.parametrize("trained", [True, False])
 def test_removing_the_parametrizations_leaves_a_plain_layer(
-    change: Parametrize,
-    trained: bool,  # noqa: FBT001
+    change: Parametrize, *, trained: bool
 ) -> None:
     net = normscope.convert(model(change), "local")
     layer: Any = net[1]
@@ -141,7 +140,7 @@ def test_a_layer_parametrized_after_convert_can_be_reverted() -> None:
 
 
 @pytest.mark.parametrize("converted", [True, False])
-def test_to_torch_keeps_parametrizations(converted: bool) -> None:  # noqa: FBT001
+def test_to_torch_keeps_parametrizations(*, converted: bool) -> None:
     layer = nn.BatchNorm2d(4) if converted else normscope.BatchNorm2d(4)
     net = nn.Sequential(doubled(layer))
     normscope.convert(net, "slices:2")

@@ -110,7 +110,7 @@ def test_ranks_share_statistics_in_training_for_quantization(ranks: RankPool) ->
     assert (left, near) == (0, True)
 
 
-def quantize_pt2e(model: nn.Module) -> Any:  # noqa: ANN401 - a GraphModule
+def quantize_pt2e(model: nn.Module) -> Any:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
         X86InductorQuantizer,

@@ -191,9 +191,7 @@ def test_a_wrong_argument_is_named(
 @pytest.mark.parametrize("scope", ["local", "world", "slices:2"])
 @pytest.mark.parametrize("tracks", [True, False])
 def test_one_value_per_channel_is_torch_s_error(
-    shape: tuple[int, ...],
-    scope: str,
-    tracks: bool,  # noqa: FBT001
+    shape: tuple[int, ...], scope: str, *, tracks: bool
 ) -> None:
     ours = normscope.BatchNorm(3, scope=scope, track_running_stats=tracks)
     theirs = (torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d)(3)
@@ -275,11 +273,12 @@ def test_the_mode_for_mutations_of_saved_tensors_is_named() -> None:
     ],
 )
 def test_inputs_that_do_not_match_are_refused_in_any_mode(
-    training: bool,  # noqa: FBT001
     inputs: tuple[torch.Tensor, ...],
     keywords: dict[str, Any],
     error: type[Exception],
     text: str,
+    *,
+    training: bool,
 ) -> None:
     layer = normscope.BatchNormAct2d(3, scope="local").train(training)
 

@@ -79,7 +79,7 @@ def block() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(3))
 
 
-def traced(model: nn.Module) -> Any:  # noqa: ANN401
+def traced(model: nn.Module) -> Any:
     return torch.jit.trace(model, torch.randn(4, 3), check_trace=False)
 
 
@@ -181,10 +181,7 @@ REGISTRATIONS: list[tuple[Any, Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("layer_class", "scoped_class", "error", "message"), REGISTRATIONS)
 def test_a_registration_is_refused_and_changes_nothing(
-    layer_class: Any,  # noqa: ANN401 - may be anything
-    scoped_class: Any,  # noqa: ANN401
-    error: type[Exception],
-    message: str,
+    layer_class: Any, scoped_class: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         normscope.register_conversion(layer_class, scoped_class)

@@ -19,7 +19,7 @@ from normscope.costs.model import exchange_seconds
 from normscope.scopes import ScopePlan
 
 
-def predicts(**changes: Any) -> Callable[[], object]:  # noqa: ANN401
+def predicts(**changes: Any) -> Callable[[], object]:
     arguments: dict[str, Any] = {"plan": [("bn", 3, "world")], "hosts": 2, "ranks_per_host": 2}
     return lambda: predict(**(arguments | {"costs": Costs.ethernet_25g()} | changes))
 

@@ -41,9 +41,7 @@ def evaluated() -> nn.Module:
 
 
 def recommends(
-    batches: Iterable[object],
-    *arguments: float,
-    **keywords: Any,  # noqa: ANN401
+    batches: Iterable[object], *arguments: float, **keywords: Any
 ) -> Callable[[nn.Module], object]:
     return lambda model: normscope.recommend_scopes(model, batches, *arguments, **keywords)
 
@@ -119,14 +117,12 @@ RECOMMENDATIONS: list[Refusal] = [
 # Scopes and schedules.
 
 
-def sets(scope: str, **patterns: Any) -> Callable[[nn.Module], object]:  # noqa: ANN401
+def sets(scope: str, **patterns: Any) -> Callable[[nn.Module], object]:
     return lambda model: normscope.set_scope(model, scope, **patterns)
 
 
 def schedules(
-    scopes: list[str],
-    milestones: list[int],
-    **patterns: Any,  # noqa: ANN401
+    scopes: list[str], milestones: list[int], **patterns: Any
 ) -> Callable[[nn.Module], Any]:
     return lambda model: normscope.ProgressiveScope(model, scopes, milestones, **patterns)
 

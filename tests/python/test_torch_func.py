@@ -26,7 +26,7 @@ def batch(*more: int) -> torch.Tensor:
     return torch.randn(*more, 4, 3, 2, 2, dtype=torch.float64)
 
 
-def pair(**keywords: Any) -> tuple[nn.Module, normscope.BatchNorm2d]:  # noqa: ANN401
+def pair(**keywords: Any) -> tuple[nn.Module, normscope.BatchNorm2d]:
     """Return torch's layer and normscope's with the same, non-initial state."""
     theirs = nn.BatchNorm2d(3, dtype=torch.float64, **keywords)
     theirs(batch() * 2 + 1)
@@ -44,23 +44,23 @@ def loss_of(layer: nn.Module) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def per_sample(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
+def per_sample(layer: nn.Module, x: torch.Tensor) -> Any:
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
     of_one = func.vmap(func.grad(loss_of(layer)), in_dims=(None, 0))
     return of_one(parameters, x[:, None])["weight"]
 
 
-def ensemble(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
+def ensemble(layer: nn.Module, x: torch.Tensor) -> Any:
     """Map over stacked parameters and buffers, as torch's recipe for ensembles does."""
     state = func.stack_module_state([layer, copy.deepcopy(layer)])
 
-    def call(state: Any, x: torch.Tensor) -> Any:  # noqa: ANN401
+    def call(state: Any, x: torch.Tensor) -> Any:
         return func.functional_call(layer, state, (x,))
 
     return func.vmap(call, in_dims=(0, None))(state, x)
 
 
-def tracing(layer: nn.Module, x: torch.Tensor) -> Any:  # noqa: ANN401
+def tracing(layer: nn.Module, x: torch.Tensor) -> Any:
     return func.functionalize(layer)(x)
 
 
@@ -77,7 +77,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
-def test_in_evaluation_transforms_give_torch_s_results(name: str, tracked: bool) -> None:  # noqa: FBT001
+def test_in_evaluation_transforms_give_torch_s_results(name: str, *, tracked: bool) -> None:
     theirs, ours = pair(track_running_stats=tracked)
     x = batch()
 
@@ -91,9 +91,7 @@ def test_in_evaluation_transforms_give_torch_s_results(name: str, tracked: bool)
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("activated", [True, False])
 def test_in_training_the_error_names_the_transform_and_the_remedy(
-    name: str,
-    tracked: bool,  # noqa: FBT001
-    activated: bool,  # noqa: FBT001
+    name: str, *, tracked: bool, activated: bool
 ) -> None:
     layer_class = normscope.BatchNormAct2d if activated else normscope.BatchNorm2d
     layer = layer_class(3, dtype=torch.float64, track_running_stats=tracked, scope="local")
@@ -122,7 +120,7 @@ def test_layers_that_a_transform_does_not_reach_run_in_training() -> None:
 
 @pytest.mark.parametrize("tracked", [True, False])
 @pytest.mark.parametrize("same", [True, False])
-def test_an_ensemble_evaluates_like_torch_s(tracked: bool, same: bool) -> None:  # noqa: FBT001
+def test_an_ensemble_evaluates_like_torch_s(*, tracked: bool, same: bool) -> None:
     pairs = [pair(track_running_stats=tracked) for _ in range(3)]
     x = batch() if same else batch(3)
     outputs = []
@@ -131,7 +129,7 @@ def test_an_ensemble_evaluates_like_torch_s(tracked: bool, same: bool) -> None: 
         parameters, buffers = func.stack_module_state(models)
         skeleton = copy.deepcopy(models[0]).to("meta")
 
-        def of_one(*state: Any, base: nn.Module = skeleton) -> Any:  # noqa: ANN401
+        def of_one(*state: Any, base: nn.Module = skeleton) -> Any:
             *tensors, x = state
             return func.functional_call(base, tuple(tensors), (x,))
 
@@ -198,14 +196,14 @@ def masks(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_mask_under_a_transform(training: bool) -> None:  # noqa: FBT001
+def test_a_mask_under_a_transform(*, training: bool) -> None:
     _, layer = pair()
     _, alone = pair(track_running_stats=False)
     layer.train(training)
     alone.train(training)
     xs, mask = batch(2), masks(batch())
 
-    def call(f: nn.Module = layer) -> Any:  # noqa: ANN401
+    def call(f: nn.Module = layer) -> Any:
         return func.vmap(lambda x: f(x, mask=mask))(xs)
 
     if training:
@@ -227,7 +225,7 @@ def by_dual_numbers(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_the_weight(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    def call(weight: torch.Tensor) -> Any:  # noqa: ANN401
+    def call(weight: torch.Tensor) -> Any:
         return func.functional_call(layer, {"weight": weight}, (x,))
 
     weight = torch.ones(3, dtype=x.dtype)

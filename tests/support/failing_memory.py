@@ -16,7 +16,7 @@ from torch_device import BUILT
 
 
 @cache
-def _ops() -> Any:  # noqa: ANN401
+def _ops() -> Any:
     device = Path(os.environ.get("NORMSCOPE_TEST_DEVICE_LIBRARY", BUILT))
     torch.ops.load_library(str(device.parents[1] / "torch_memory/failing_memory.so"))
     return torch.ops.test_memory

@@ -80,7 +80,7 @@ def everyone(text: str, ranks: int = 3) -> dict[int, str]:
     return dict.fromkeys(range(ranks), text)
 
 
-def disagreement(texts: list[str], prepare: Callable[[int], Part], **settings: Any) -> Fault:  # noqa: ANN401
+def disagreement(texts: list[str], prepare: Callable[[int], Part], **settings: Any) -> Fault:
     """Return a fault in which ranks make different calls. Each is told what every one was doing."""
     lines = "".join(f"  rank {rank}: {text}\n" for rank, text in enumerate(texts))
     told = everyone(f"...\n{lines}...", len(texts))
@@ -157,7 +157,7 @@ def group_and_device_of(model: nn.Module) -> tuple[Any, Any]:
     return layer.process_group, layer.get_buffer("running_mean").device
 
 
-def assert_ranks_can_exchange(group: Any, device: Any) -> None:  # noqa: ANN401
+def assert_ranks_can_exchange(group: Any, device: Any) -> None:
     layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=group).to(device)
     layer.layer_name = "afterwards"
     for dtype in (torch.float32, torch.float64):

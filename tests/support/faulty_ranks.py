@@ -24,7 +24,7 @@ import normscope
 X = torch.randn(6, 3, 5)
 
 
-def named(name: str = "stem", channels: int = 3, **settings: Any) -> normscope.BatchNorm1d:  # noqa: ANN401
+def named(name: str = "stem", channels: int = 3, **settings: Any) -> normscope.BatchNorm1d:
     layer = normscope.BatchNorm1d(channels, **settings)
     layer.layer_name = name
     return layer
@@ -34,13 +34,13 @@ def converted() -> nn.Module:
     return normscope.convert(nn.Sequential(nn.BatchNorm1d(3)))
 
 
-def run(layer: nn.Module) -> Any:  # noqa: ANN401
+def run(layer: nn.Module) -> Any:
     """Return the layer after a step that all ranks make."""
     layer(X).sum().backward()
     return layer
 
 
-def forward(layer: nn.Module, x: Any = X, block: Any = None) -> Part:  # noqa: ANN401
+def forward(layer: nn.Module, x: Any = X, block: Any = None) -> Part:
     def call() -> None:
         with block or nullcontext():
             layer(x)
@@ -87,7 +87,7 @@ def another_scope(scopes: list[str], rank: int) -> Part:
     return forward(named(scope=scopes[rank]))
 
 
-def another_setting(settings: Any, compiled: str, rank: int) -> Part:  # noqa: ANN401
+def another_setting(settings: Any, compiled: str, rank: int) -> Part:
     return step(named(**settings[rank]), compiled)
 
 
@@ -170,7 +170,7 @@ def mapped(layer: nn.Module, *, buffers: bool) -> None:
     parameters, stacked = torch.func.stack_module_state([layer, copy.deepcopy(layer)])
     state = (parameters, stacked) if buffers else (parameters,)
 
-    def call(state: Any, x: torch.Tensor) -> Any:  # noqa: ANN401
+    def call(state: Any, x: torch.Tensor) -> Any:
         return torch.func.functional_call(layer, state, (x,))
 
     torch.func.vmap(call, in_dims=(0, None))(state, X)
@@ -214,7 +214,7 @@ def bad_call_of_a_local_layer(rank: int) -> Part:
     return layer, lambda: named(scope="local")(X if rank else None)
 
 
-def pooled_lazy_layer(pool: Any, *batches_and_rank: Any) -> Part:  # noqa: ANN401
+def pooled_lazy_layer(pool: Any, *batches_and_rank: Any) -> Part:
     *batches, rank = batches_and_rank
     model = converted() if rank else nn.Sequential(nn.LazyBatchNorm2d())
     return model if rank else nn.Identity(), lambda: pool(model, *batches)
@@ -320,7 +320,7 @@ def changed_scope(rank: int) -> Part:
 # ---- Values --------------------------------------------------------------------------------------
 
 
-def bad_values(part: Any, value: float, scope: str, rank: int) -> Part:  # noqa: ANN401
+def bad_values(part: Any, value: float, scope: str, rank: int) -> Part:
     """Give a part x or the gradient of y, in which rank 1 has two bad values of one channel."""
     x = X.clone()
     if rank == 1:

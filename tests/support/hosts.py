@@ -71,7 +71,7 @@ class Hosts:
         self,
         ranks_of_hosts: Sequence[int],
         function: Callable[..., Any],
-        *arguments: Any,  # noqa: ANN401 - the function's own
+        *arguments: Any,
         group_seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
@@ -98,7 +98,7 @@ class Hosts:
         self,
         ranks_of_hosts: Sequence[int],
         function: Callable[..., Any],
-        *arguments: Any,  # noqa: ANN401 - the function's own
+        *arguments: Any,
         group_seconds: float = 30.0,
         hang_seconds: float = HANG_SECONDS,
         environment: Mapping[str, str] | None = None,

@@ -57,10 +57,7 @@ def arithmetic_epsilon(dtype: torch.dtype) -> float:
 
 
 def results_of(
-    layer: torch.nn.Module,
-    x: torch.Tensor,
-    dy: torch.Tensor | None = None,
-    **keywords: Any,  # noqa: ANN401 - the layer's own
+    layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None, **keywords: Any
 ) -> dict[str, torch.Tensor]:
     """Run a forward and a backward; return y, its gradients "dx" and so on, and the layer's state.
 

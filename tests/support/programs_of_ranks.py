@@ -79,12 +79,7 @@ class Network(torch.nn.Module):
         hidden = hidden * 2 + 1 if self.between is None else self.between(hidden)
         return self.normalized(self.second, hidden, mask)
 
-    def normalized(
-        self,
-        layer: Any,  # noqa: ANN401
-        x: torch.Tensor,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def normalized(self, layer: Any, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         residual = self.residual(x)
         if isinstance(layer, normscope.BatchNormAct):
             y: torch.Tensor = layer(x, residual, mask=mask)
@@ -107,7 +102,7 @@ def convolution_of(program: Program) -> torch.nn.Module:
     return module
 
 
-def run_network(network: Any, how: str, *inputs: Any) -> Any:  # noqa: ANN401
+def run_network(network: Any, how: str, *inputs: Any) -> Any:
     if how == "none":
         return network(*inputs)
     if how == "with context":
@@ -138,7 +133,7 @@ def inputs_of(
     return STRIDES[program.strides](x), dy, mask if program.masked else None
 
 
-def evaluated(program: Program, network: Network, run: Any, device: str) -> torch.Tensor:  # noqa: ANN401
+def evaluated(program: Program, network: Network, run: Any, device: str) -> torch.Tensor:
     """Return the output of the last micro-batch in evaluation, when ``run`` calls the network."""
     x, _, mask = inputs_of(program, len(program.sizes) - 1, device)
     network.eval()

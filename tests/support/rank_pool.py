@@ -88,7 +88,7 @@ class RankPool:
         self,
         size: int,
         function: Callable[..., Any],
-        *arguments: Any,  # noqa: ANN401 - the function's own
+        *arguments: Any,
         group_seconds: float = 60.0,
         hang_seconds: float = HANG_SECONDS,
         environment: Mapping[str, str] | None = None,

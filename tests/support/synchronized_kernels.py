@@ -77,7 +77,7 @@ def _elemt(
     return y.to(x.dtype)
 
 
-def _elemt_out(*arguments: Any, out: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+def _elemt_out(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
     return out.copy_(_elemt(*arguments))
 
 

@@ -67,7 +67,7 @@ def _device(device: torch.device | int | str) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
-def _module() -> Any:  # noqa: ANN401 - as the modules of torch's own devices
+def _module() -> Any:
     """Return what becomes torch.testdevice."""
     module: Any = types.ModuleType(f"torch.{NAME}")
     ops = torch.ops.test_device
