@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import printed
 from rank_pool import RankPool
 from torch import distributed
 
@@ -18,18 +19,18 @@ import normscope
 from normscope._binding import ops
 
 
-def run_module(**environment: str) -> subprocess.CompletedProcess[str]:
+def run_module(**environment: str) -> str:
     return subprocess.run(
         [sys.executable, "-m", "normscope"],
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        check=False,
-    )
+        check=True,
+    ).stdout
 
 
 def test_it_prints_versions_kernels_and_communicators() -> None:
-    output = run_module().stdout
+    output = run_module()
 
     assert normscope.__version__ in output
     assert torch.__version__ in output
@@ -42,15 +43,13 @@ def test_it_reports_cuda_as_not_built_if_no_library_contains_a_kernel() -> None:
     libraries = Path(normscope.__file__).parent.glob("*.so*")
     has_kernels = any(b"add_tiles_channels_first" in path.read_bytes() for path in libraries)
 
-    output = run_module().stdout
-
-    assert ("\ncuda           not built\n" in output) == (not has_kernels)
+    assert ("\ncuda           not built\n" in printed()) == (not has_kernels)
 
 
 @pytest.mark.slow
 def test_the_environment_chooses_the_kernels() -> None:
     for name in ops.installation([]).kernels:
-        assert f"in use: {name}\n" in run_module(NORMSCOPE_KERNELS=name).stdout
+        assert f"in use: {name}\n" in run_module(NORMSCOPE_KERNELS=name)
 
 
 def status_of_all() -> str:
@@ -60,8 +59,7 @@ def status_of_all() -> str:
     text = ""
     if distributed.get_rank() == 0:
         time.sleep(0.5)
-        command = [sys.executable, "-m", "normscope", "status"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = printed("status")
     net(torch.randn(4, 2))
     return text
 
@@ -77,13 +75,8 @@ def test_status_lists_each_group_of_this_host_once(ranks: RankPool) -> None:
 
 
 def test_status_of_a_process_that_does_not_exist_is_an_error() -> None:
-    command = [sys.executable, "-m", "normscope", "status", "4194999"]
-
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert result.returncode == 1
-    assert "process 4194999" in result.stderr
-    assert "Traceback" not in result.stderr
+    with pytest.raises(SystemExit, match=r"^status: .*process 4194999"):
+        printed("status", "4194999")
 
 
 def test_a_file_with_the_name_of_a_group_s_memory_is_skipped() -> None:
@@ -95,8 +88,5 @@ def test_a_file_with_the_name_of_a_group_s_memory_is_skipped() -> None:
     skipped = f"process {os.getpid()}: /proc/{os.getpid()}/fd/{file} is skipped: "
 
     for processes in ([], [str(os.getpid())]):
-        command = [sys.executable, "-m", "normscope", "status", *processes]
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-
-        assert skipped in result.stdout
+        assert skipped in printed("status", *processes)
     os.close(file)

@@ -21,11 +21,10 @@ from rank_pool import RankPool
 from torch import distributed
 from torch.testing import assert_close
 
+import run
 from scenes import SIDE, VOID, Batch, DigitScenes, FolderScenes, training_batch
 from settings import Settings
 from trainer import LARGEST_LEARNING_RATE, Trainer
-
-RUN = Path(__file__).parents[2] / "examples" / "segmentation" / "run.py"
 
 SETTINGS = Settings(ranks=4, images_per_rank=2, steps=5)
 
@@ -164,12 +163,9 @@ def test_training_depends_on_the_scope_and_not_on_the_number_of_processes(
     assert_close(together, alone, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _command(output: Path, *arguments: str) -> list[str]:
-    return [sys.executable, str(RUN), "--output", str(output), *arguments]
-
-
 def _run(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(_command(output, *arguments), capture_output=True, text=True, check=False)
+    command = [sys.executable, run.__file__, "--output", str(output), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _scopes(output: Path) -> dict[str, Any]:
@@ -178,16 +174,14 @@ def _scopes(output: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_training_on_a_folder_is_reproducible(
-    folder: Path,
-) -> None:
+def test_training_on_a_folder_is_reproducible(folder: Path) -> None:
     outputs = folder / "one", folder / "two"
 
     runs = [
         _run(output, "--data", str(folder), "--ranks", "2", "--steps", "9") for output in outputs
     ]
 
-    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
+    assert [each.returncode for each in runs] == [0, 0], runs[0].stderr
     one, two = map(_scopes, outputs)
     assert set(one) == {"local", "world", "recommended"}
     for scope in one:
@@ -202,9 +196,9 @@ def test_training_on_a_folder_is_reproducible(
 @pytest.mark.slow
 def test_a_thorough_run_reports_mean_and_spread_of_every_scope(tmp_path: Path) -> None:
     scopes = ("local", "slices", "group:2", "world", "progressive", "recommended")
-    run = _run(tmp_path, "--thorough", "2", "--seed", "5", "--steps", "6", "--scopes", *scopes)
+    done = _run(tmp_path, "--thorough", "2", "--seed", "5", "--steps", "6", "--scopes", *scopes)
 
-    assert run.returncode == 0, run.stderr
+    assert done.returncode == 0, done.stderr
     results = _scopes(tmp_path)
     assert set(results) == {*scopes, "slices:4"} - {"slices"}
     for result in results.values():
@@ -212,7 +206,7 @@ def test_a_thorough_run_reports_mean_and_spread_of_every_scope(tmp_path: Path) -
         last = [training["mean_ious"][-1] for training in result["trainings"]]
         assert result["mean_iou"]["mean"] == statistics.fmean(last)
         assert result["mean_iou"]["deviation"] == statistics.stdev(last)
-    assert "progressive: local from step 0, group:2 from step 2, world from step 4" in run.stdout
+    assert "progressive: local from step 0, group:2 from step 2, world from step 4" in done.stdout
     assert results["world"]["exchanges_per_step"] == 22
     # Six steps are not enough for a plan with other scopes.
     assert results["recommended"]["exchanges_per_step"] == 22
@@ -220,8 +214,13 @@ def test_a_thorough_run_reports_mean_and_spread_of_every_scope(tmp_path: Path) -
     assert (tmp_path / "report.html").read_text().count("<img") == 3
 
 
-def test_a_folder_without_images_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
-    run = _run(tmp_path / "output", "--data", str(tmp_path))
+def test_a_folder_without_images_is_refused_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--data", str(tmp_path)])
 
-    assert run.returncode == 2
-    assert f"{tmp_path / 'images'}: expected at least 2 images, got 0" in run.stderr
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run.main()
+
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'images'}: expected at least 2 images, got 0" in error

@@ -135,20 +135,6 @@ def test_the_tests_named_for_each_rule_exist(document: str, end: str) -> None:
                 assert is_test or any(fault.startswith(name) for fault in faults), name
 
 
-def test_the_environment_variables_are_those_that_the_library_reads() -> None:
-    sources = [
-        path.read_text()
-        for folder in ("normscope", "python/normscope")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".cpp", ".h", ".py")
-    ]
-    rows = re.findall(r"^\| `(NORMSCOPE_\w+)=", (ROOT / "docs/environment.md").read_text(), re.M)
-
-    read = {name for text in sources for name in re.findall(r'"(NORMSCOPE_\w+)"', text)}
-    assert len(rows) == len(set(rows))
-    assert set(rows) == read
-
-
 def anchors(text: str) -> set[str]:
     """Return the link anchors of all headings."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)

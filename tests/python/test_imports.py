@@ -153,7 +153,7 @@ def members():
 before = members()
 import normscope
 after = members()
-print(len(before), [
+print(len(before), "lightning" in sys.modules, [
     f"{c.__qualname__}.{name}"
     for c in before
     for name in before[c].keys() | after[c].keys()
@@ -162,10 +162,12 @@ print(len(before), [
 """
 
 
-def test_an_import_changes_no_class_of_torch() -> None:
-    classes, changed = output_of("-c", IMPORT, seconds=120).split(maxsplit=1)
+def test_an_import_changes_no_class_of_torch_and_does_not_import_lightning() -> None:
+    classes, lightning, changed = output_of("-c", IMPORT, seconds=120).split(maxsplit=2)
 
     assert int(classes) > 1000
+    assert lightning == "False"
+    assert not hasattr(normscope, "ScopeSync")
     assert changed.strip() == "[]"
 
 

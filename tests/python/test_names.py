@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
+from programs import printed
 from rank_pool import RankPool, connected_group, error_of
 from torch import distributed
 
@@ -35,16 +34,6 @@ def batch() -> torch.Tensor:
     return torch.randn(4, 3)
 
 
-def printed_status(*processes: str, encoding: str = "utf-8") -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", "normscope", "status", *processes],
-        env=os.environ | {"PYTHONIOENCODING": encoding},
-        capture_output=True,
-        check=True,
-    )
-    return result.stdout.decode(encoding)
-
-
 def statuses(characters: str) -> list[str]:
     """Return what status() says after each layer, and what rank 0's command says at the end."""
     texts = []
@@ -52,7 +41,7 @@ def statuses(characters: str) -> list[str]:
         layer_named(name)(batch())
         texts.append(normscope.status())
     if distributed.get_rank() == 0:
-        texts.append(printed_status(str(os.getpid())))
+        texts.append(printed("status", str(os.getpid())))
     distributed.barrier()
     return texts
 
@@ -76,7 +65,7 @@ def test_a_status_can_be_printed_in_ascii(ranks: RankPool) -> None:
 def status_in_ascii() -> str:
     layer_named("слой")(batch())
     distributed.barrier()
-    text = printed_status(str(os.getpid()), encoding="ascii")
+    text = printed("status", str(os.getpid()), encoding="ascii")
     distributed.barrier()
     return text
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-from programs import output_of
 from rank_pool import RankPool, connected_group, error_of
 from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import normscope
 
@@ -89,28 +90,20 @@ def test_a_backend_that_cannot_make_a_second_group_is_refused(ranks: RankPool) -
         assert "RuntimeError: one is enough" in error
 
 
-OVER_FAKE_RANKS = """
-import torch
-from torch import distributed
-from torch.testing._internal.distributed.fake_pg import FakeStore
-import normscope
-
-distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-layer = normscope.BatchNorm1d(3)
-for call in (
-    lambda: layer(torch.ones(2, 3)),
-    lambda: normscope.sync_running_stats(layer),
-    lambda: next(iter(normscope.joined([torch.ones(2)]))),
-):
-    try:
-        call()
-    except RuntimeError as error:
-        print(error)
-"""
+def over_fake_ranks() -> list[str]:
+    distributed.destroy_process_group()
+    distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    layer = normscope.BatchNorm2d(3)
+    calls: list[Callable[[], object]] = [
+        lambda: layer(batch()),
+        lambda: normscope.sync_running_stats(layer),
+        lambda: next(iter(normscope.joined([batch()]))),
+    ]
+    return [error_of(call, RuntimeError) for call in calls]
 
 
-def test_a_backend_without_options_is_refused() -> None:
-    errors = output_of("-c", OVER_FAKE_RANKS, seconds=60).splitlines()
+def test_a_backend_without_options_is_refused(ranks: RankPool) -> None:
+    [errors] = ranks.run(1, over_fake_ranks)
 
     expected = "process_group: expected a backend whose options tell its time limit, got fake"
-    assert sum(expected in line for line in errors) == 3, errors
+    assert [expected in error for error in errors] == [True] * 3

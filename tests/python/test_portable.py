@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch_device
 from oracle import OURS, arithmetic_epsilon, oracle_of, results_of
-from rank_pool import KERNELS, RankPool, split_of
+from programs import printed
+from rank_pool import RankPool, split_of
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
@@ -105,9 +103,9 @@ def assert_trains_like_torch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize(
-    ("shape", "sizes"), [((6, 3, 4, 5), (1, 0, 5)), ((8, 2), (3, 5)), ((5, 3, 7), (2, 3))]
+    ("shape", "sizes", "momentum"),
+    [((6, 3, 4, 5), (1, 0, 5), 0.1), ((8, 2), (3, 5), None), ((5, 3, 7), (2, 3), 0.1)],
 )
 def test_ranks_train_like_torch_on_the_joined_batch(
     pool: RankPool,
@@ -169,8 +167,7 @@ def train_in_parts(pool: RankPool, *where: str) -> None:
             torch.testing.assert_close(got, expected["running_var"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", [torch_device.BACKENDS, "gloo"])
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(("backend", "momentum"), [(torch_device.BACKENDS, 0.1), ("gloo", None)])
 def test_ranks_on_a_device_train_like_torch(
     devices: RankPool, backend: str, momentum: float | None
 ) -> None:
@@ -282,12 +279,7 @@ def test_a_recomputation_leaves_infinite_running_statistics(
     assert str(after) == str(before)  # NaN differs from itself
 
 
-def test_the_command_names_the_kernels_of_each_device() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "normscope"],
-        env={**os.environ, **KERNELS["native"]},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "torch's native_batch_norm, because of NORMSCOPE_DEVICE_KERNELS=torch" in run.stdout
+def test_the_command_names_the_kernels_of_each_device(pools: dict[str, RankPool]) -> None:
+    [output] = pools["native"].run(1, printed)
+
+    assert "torch's native_batch_norm, because of NORMSCOPE_DEVICE_KERNELS=torch" in output

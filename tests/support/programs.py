@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -32,3 +34,14 @@ def output_of(*arguments: str, seconds: float, folder: Path | None = None) -> st
     )
     assert run.returncode == 0, run.stderr
     return run.stdout
+
+
+def printed(*arguments: str, encoding: str = "utf-8") -> str:
+    """Return what ``python -m normscope`` prints, run in this process."""
+    from normscope.__main__ import main  # not every program needs torch
+
+    output = io.BytesIO()
+    text = io.TextIOWrapper(output, encoding, write_through=True)
+    with contextlib.redirect_stdout(text):
+        main([*arguments])
+    return output.getvalue().decode(encoding)
