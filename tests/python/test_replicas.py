@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool
+from refusals import unchanged
 from replicas import replicas_of, run_replicas
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -82,14 +84,7 @@ def test_a_replica_that_fails_ends_the_forward_of_the_others() -> None:
     outputs = forward(network(), torch.randn(4, 2, 8, 8).double(), [2, 2])
     assert all("expected input" in error for error in errors_of(outputs))
 
-    layer = normscope.BatchNorm1d(3)
-    parts = [torch.randn(2, 3), torch.ones(2, 3, 1, 1)]
-    first, second = errors_of(run_replicas(replicas_of(layer, 2), parts))
-    assert "x: expected 2 or 3 dimensions, got 4" in second
-    assert "BatchNorm1d: expected all 2 replicas" in first
-    assert "another has failed: ValueError: x: expected 2 or 3 dimensions" in first
-
-    ours, other = replicas_of(layer, 2)
+    ours, other = replicas_of(normscope.BatchNorm1d(3), 2)
     outputs = run_replicas([ours, lambda x: other(nn.Linear(4, 3)(x))], [torch.randn(2, 3)] * 2)
     first, second = errors_of(outputs)
     assert "mat1 and mat2 shapes cannot be multiplied" in second
@@ -97,24 +92,60 @@ def test_a_replica_that_fails_ends_the_forward_of_the_others() -> None:
     assert time.monotonic() - start < 20
 
 
-def test_replicas_with_other_inputs_are_refused() -> None:
-    replicas = replicas_of(normscope.BatchNorm1d(3), 2)
-    errors = errors_of(run_replicas(replicas, [torch.randn(2, 3), torch.randn(2, 3).double()]))
-    expected = "expected 3 channels of torch.float32, as replica 0 has, got 3 of torch.float64"
-    assert all(expected in error for error in errors)
+MASK = torch.ones(4, 1, 5, 4, dtype=torch.bool)
+X = torch.randn(2, 3)
+HAS_FAILED = "expected all 2 replicas of torch.nn.DataParallel in a forward; another has failed: "
+
+# The arguments of each of two replicas, and what each of them raises.
+REFUSED: list[tuple[Callable[[], Any], list[tuple[torch.Tensor, ...]], list[str]]] = [
+    (
+        lambda: normscope.BatchNorm1d(3),
+        [(X,), (X.double(),)],
+        ["expected 3 channels of torch.float32, as replica 0 has, got 3 of torch.float64"] * 2,
+    ),
+    (
+        lambda: normscope.BatchNorm1d(3),
+        [(X,), (torch.ones(2, 3, 1, 1),)],
+        [
+            f"{HAS_FAILED}ValueError: x: expected 2 or 3 dimensions",
+            "x: expected 2 or 3 dimensions, got 4",
+        ],
+    ),
+    (
+        lambda: normscope.BatchNorm1d(3),
+        [(X[:1],), (X[:0],)],
+        ["Expected more than 1 value per channel"] * 2,
+    ),
+    (
+        lambda: normscope.BatchNorm1d(3, scope="group:2"),
+        [(X,), (X,)],
+        ["scope: expected world, node, local or slices under torch.nn.DataParallel"] * 2,
+    ),
+    (
+        lambda: normscope.BatchNormAct1d(3),
+        [(X, torch.ones(3)), (X, torch.ones(7))],
+        [f"{HAS_FAILED}RuntimeError", "broadcast"],
+    ),
+    (
+        lambda: normscope.BatchNorm2d(3),
+        [(torch.randn(4, 3, 5, 4), MASK), (torch.randn(3, 3, 5, 4), MASK)],
+        [f"{HAS_FAILED}ValueError: mask: expected shape", "mask: expected shape [3, 1, 5, 4]"],
+    ),
+]
 
 
-def test_one_value_per_channel_raises() -> None:
-    layer = normscope.BatchNorm1d(3)
-    errors = errors_of(forward(layer, torch.randn(1, 3), [1, 0]))
-    assert all("Expected more than 1 value per channel" in error for error in errors)
-    assert layer.num_batches_tracked == 0
+@pytest.mark.parametrize(("make", "arguments", "texts"), REFUSED)
+def test_refusals_end_the_wait_of_the_others_and_update_nothing(
+    make: Callable[[], Any], arguments: list[tuple[torch.Tensor, ...]], texts: list[str]
+) -> None:
+    layer = make()
+    calls = [lambda given, f=f: f(*given) for f in replicas_of(layer, 2)]
 
+    with unchanged(layer):
+        errors = errors_of(run_replicas(calls, arguments))
 
-def test_scopes_of_ranks_are_refused() -> None:
-    layer = normscope.BatchNorm1d(3, scope="group:2")
-    for error in errors_of(forward(layer, torch.randn(4, 3), [2, 2])):
-        assert "scope: expected world, node, local or slices under torch.nn.DataParallel" in error
+    for text, error in zip(texts, errors, strict=True):
+        assert text in error
 
 
 def refusals_of_rank() -> list[str]:
@@ -154,30 +185,3 @@ def test_dropped_replicas_are_not_waited_for() -> None:
     x = torch.randn(sum(SIZES), 3)
     replicas_of(layer, 2)
     assert torch.equal(joined_output(layer, x), layer(x))
-
-
-def test_a_wrong_residual_of_one_replica_ends_the_wait_and_updates_nothing() -> None:
-    layer = normscope.BatchNormAct1d(3)
-    before = copy.deepcopy(layer.state_dict())
-    replicas = replicas_of(layer, 2)
-    residuals = [torch.ones(3), torch.ones(7)]
-    calls = [lambda x, f=f, r=r: f(x, r) for f, r in zip(replicas, residuals, strict=True)]
-
-    waiting, failed = errors_of(run_replicas(calls, torch.randn(4, 3).split([2, 2])))
-
-    assert "broadcast" in failed
-    assert "another has failed: RuntimeError" in waiting
-    assert all(map(torch.equal, layer.state_dict().values(), before.values()))
-
-
-def test_a_wrong_mask_of_one_replica_ends_the_wait_of_the_others() -> None:
-    layer = normscope.BatchNorm2d(3)
-    mask = torch.ones(4, 1, 5, 4, dtype=torch.bool)
-    replicas = [
-        lambda x, replica=replica: replica(x, mask=mask) for replica in replicas_of(layer, 2)
-    ]
-
-    waiting, failed = run_replicas(replicas, torch.randn(7, 3, 5, 4).split([4, 3]))
-
-    assert "mask: expected shape [3, 1, 5, 4]" in str(failed)
-    assert "another has failed: ValueError: mask: expected shape" in str(waiting)

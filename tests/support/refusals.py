@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,11 +23,16 @@ def assert_refused(refusal: Refusal) -> None:
     """Assert that a call raises, and leaves the model as it was."""
     make, call, error, message = refusal
     model = make()
-    state, tensors = state_of(model), copy.deepcopy(tensors_of(model))
 
-    with pytest.raises(error, match=message):
+    with unchanged(model), pytest.raises(error, match=message):
         call(model)
 
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Assert that a block leaves a model as it was."""
+    state, tensors = state_of(model), copy.deepcopy(tensors_of(model))
+    yield
     assert state_of(model) == state
     assert tensors_of(model).keys() == tensors.keys()
     assert all(torch.equal(value, tensors[name]) for name, value in tensors_of(model).items())
