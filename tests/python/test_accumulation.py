@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
 from replicas import replicas_of, run_replicas
-from torch import distributed, nn
+from torch import nn
 
 import normscope
 
@@ -201,22 +200,6 @@ def test_the_update_has_the_momentum_of_the_calls() -> None:
     assert same(buffers_of(layer), buffers_of(expected))
 
 
-def errors_of_another_momentum() -> str:
-    layer = normscope.BatchNorm1d(3)
-    layer.layer_name = "norm"
-    with normscope.accumulate(layer):
-        layer(torch.randn(4, 3))
-        layer.momentum = 0.1 + 0.1 * distributed.get_rank()
-        with pytest.raises((ValueError, distributed.DistError)) as raised:
-            layer(torch.randn(4, 3))
-    return str(raised.value)
-
-
-def test_peers_are_told_of_another_momentum(ranks: RankPool) -> None:
-    for text in ranks.run(2, errors_of_another_momentum):
-        assert "norm: expected momentum 0.1 in all calls of a block" in text
-
-
 def test_calls_with_other_tensors_of_the_same_memory_accumulate() -> None:
     layer = normscope.BatchNorm1d(3)
     same_memory = {name: value.detach() for name, value in layer.named_buffers()}
@@ -229,8 +212,7 @@ def test_calls_with_other_tensors_of_the_same_memory_accumulate() -> None:
 def test_layers_without_buffers_train_as_in_torch() -> None:
     x = torch.randn(4, 3)
     model = nn.Sequential(normscope.BatchNorm1d(3), normscope.BatchNorm1d(3))
-    model[0].register_buffer("running_mean", None)
-    model[0].register_buffer("running_var", None)
+    without_buffers(model)
 
     with normscope.accumulate(model):
         y = model[0](x)
@@ -268,36 +250,23 @@ def test_layers_that_share_statistics_update_them_once(
     assert layer.num_batches_tracked == 2
 
 
-def changed(model: nn.Sequential, how: str) -> None:
-    if how == "reverted":
-        normscope.revert(model)
-    elif how == "reverted and converted":
-        normscope.convert(normscope.revert(model), "local")
-    elif how == "converted":
-        normscope.convert(model, "slices:1", fuse=True)
-    elif how == "deployed":
-        normscope.to_torch(model)
-    elif how == "of another dtype":
-        model.double()
-    elif how == "without buffers":
-        model[0].register_buffer("running_mean", None)
-        model[0].register_buffer("running_var", None)
-    else:
-        model[0] = nn.Identity()
+def without_buffers(model: nn.Sequential) -> None:
+    model[0].register_buffer("running_mean", None)
+    model[0].register_buffer("running_var", None)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "reverted",
-        "reverted and converted",
-        "converted",
-        "deployed",
-        "of another dtype",
-        "without buffers",
-        "replaced",
-    ],
-)
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "reverted": normscope.revert,
+    "reverted and converted": lambda model: normscope.convert(normscope.revert(model), "local"),
+    "converted": lambda model: normscope.convert(model, "slices:1", fuse=True),
+    "deployed": normscope.to_torch,
+    "of another dtype": lambda model: model.double(),
+    "without buffers": without_buffers,
+    "replaced": lambda model: model.__setitem__(0, nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("layer_class", [nn.BatchNorm1d, normscope.BatchNormAct1d])
 def test_a_layer_that_changes_in_the_block_keeps_what_it_has_seen(
     how: str, layer_class: type[normscope.BatchNorm]
@@ -309,7 +278,7 @@ def test_a_layer_that_changes_in_the_block_keeps_what_it_has_seen(
     with normscope.accumulate(model):
         model(x[:4])
         model(x[4:])
-        changed(model, how)
+        CHANGES[how](model)
 
     if how == "without buffers":
         assert norm.running_mean is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import SUM_ROUNDINGS
-from rank_pool import RankPool, error_of, split_of
+from rank_pool import RankPool, split_of
 from torch import distributed
 
 import normscope
@@ -109,21 +109,6 @@ def test_a_rank_that_needs_some_gradients_takes_part(ranks: RankPool, frozen_ran
         assert calls == 4  # forward, backward, double backward, and y's backward through dy
         allowed = RELATIVE * expected.abs().amax().item()
         torch.testing.assert_close(got, expected, rtol=0, atol=allowed)
-
-
-def meets_a_forward() -> str:
-    rank = distributed.get_rank()
-    layer = normscope.BatchNorm1d(3)
-    layer.layer_name = "head"
-    x = torch.randn(4, 3, requires_grad=True)
-    [dx] = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    return error_of(dx.square().sum().backward if rank == 0 else lambda: layer(x))
-
-
-def test_a_rank_that_does_not_differentiate_twice_is_named(ranks: RankPool) -> None:
-    for message in ranks.run(2, meets_a_forward):
-        assert "rank 0: double backward of head (3 channels, scope world)" in message
-        assert "rank 1: forward of head" in message
 
 
 @pytest.mark.own_kernels

@@ -7,8 +7,10 @@ test_forked_process.py, test_hosts.py; and test_calls_that_raise.py has those of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import faulty_ranks as parts
 import pytest
@@ -17,6 +19,7 @@ from faults import (
     LIMIT_SECONDS,
     Fault,
     Outcome,
+    Part,
     When,
     assert_as_described,
     disagreement,
@@ -55,6 +58,11 @@ DISAGREEMENTS = {
     ),
     "another direction": disagreement(
         ["...backward of stem...", "...forward of stem..."], parts.another_direction
+    ),
+    "another degree": disagreement(
+        ["double backward of stem (3 channels...", "forward of stem (3 channels..."],
+        parts.another_degree,
+        is_own=False,
     ),
     "no gradient": disagreement(
         NO_GRADIENT, lambda rank: forward(named(), block=torch.no_grad() if rank else None)
@@ -159,6 +167,14 @@ ERRORS = {
     },
     "a bad call of a local layer": Fault(
         {0: "TypeError: ..."}, When.AT_ONCE, parts.bad_call_of_a_local_layer, is_usable=True
+    ),
+    "another momentum in a block of accumulate": Fault(
+        {
+            0: "...rank 1...stem: expected momentum 0.1 in all calls of a block...",
+            1: "ValueError: stem: expected momentum 0.1 in all calls of a block...",
+        },
+        When.AT_ONCE,
+        parts.another_momentum_in_a_block,
     ),
     **{
         f"a lazy layer in {pool.__name__}": Fault(
@@ -321,6 +337,24 @@ VALUES = {
         ranks=3,
         is_usable=True,
     ),
+    **{
+        f"one value per channel, of {sizes}{compiled}": Fault(
+            dict.fromkeys(told, "ValueError: ...ore than 1 value per channel..."),
+            When.IN_EXCHANGE,
+            partial(parts.few_samples, sizes, compiled),
+            ranks=3,
+            is_usable=True,
+            is_own=True,
+            worlds=tuple(KERNELS),
+        )
+        for sizes, compiled, told in [
+            ((1, 0, 4), "", [0, 1]),
+            ((0, 1, 4), "", [0, 1]),
+            ((2, 2, 1), "", [2]),
+            ((1, 0, 4), ", compiled", [0, 1]),
+            ((2, 2, 1), ", compiled", [2]),
+        ]
+    },
     "no batches and no like": Fault(
         everyone("ValueError: like: expected a batch on ranks without batches, [0, 2], got None"),
         When.IN_EXCHANGE,
@@ -330,7 +364,78 @@ VALUES = {
     ),
 }
 
-FAULTS = DISAGREEMENTS | ERRORS | ABSENCES | VALUES
+# Functions of whole models, whose exchanges do not depend on the transport.
+OTHER_NUMBERS = "batches: expected the same number on every rank, since layers synchronize, got "
+ROWS: list[tuple[str, Any, Callable[[int], Part], int, dict[str, Any]]] = [
+    (
+        "other layers in sync_running_stats",
+        "ValueError: model: expected the same layers on every rank, got other names or "
+        "channels on ranks [2] than on rank 0",
+        parts.pooled_other_layers,
+        3,
+        {},
+    ),
+    (
+        "other numbers of batches in estimate_running_stats",
+        f"ValueError: {OTHER_NUMBERS}[1, 2]",
+        parts.estimated,
+        2,
+        {},
+    ),
+    *(
+        (
+            f"other numbers of batches in recommend_scopes, {length}",
+            f"ValueError: {OTHER_NUMBERS}{got}",
+            partial(parts.recommended, length),
+            3,
+            {"is_usable": True},
+        )
+        for length, got in [
+            ("known", "[1, 2, 3]"),
+            ("unknown", "1 on ranks [0] and more on the others"),
+            ("wrong", "1 on ranks [0] and more on the others"),
+        ]
+    ),
+    *(
+        (f"{what} in recommend_scopes", told, partial(parts.recommended, what), 2, {})
+        for what, told in [
+            ("failing batches", {0: "OSError: no such image", 1: "...no such image..."}),
+            (
+                "no number",
+                {0: "ValueError: noise: expected at least 0, got nan", 1: "...rank 0..."},
+            ),
+            (
+                "other numbers",
+                "ValueError: noise: expected the same number on every rank, got [0.5, 1.5]",
+            ),
+            (
+                "a NaN in a batch",
+                "ValueError: batches: expected finite inputs and gradients of every layer, got "
+                "NaN or infinity in 1",
+            ),
+        ]
+    ),
+    (
+        "a warning that is an error",
+        "UserWarning: ...",
+        partial(parts.recommended, "too few samples"),
+        2,
+        {"is_usable": True, "block": parts.warnings_as_errors},
+    ),
+]
+MODELS = {
+    what: Fault(
+        told if isinstance(told, dict) else everyone(told, ranks),
+        When.AT_ONCE,
+        prepare,
+        ranks=ranks,
+        worlds=["shared memory"],
+        **settings,
+    )
+    for what, told, prepare, ranks, settings in ROWS
+}
+
+FAULTS = DISAGREEMENTS | ERRORS | ABSENCES | VALUES | MODELS
 
 TRANSPORTS = {"shared memory": "1", "gloo": "0"}
 
@@ -343,7 +448,12 @@ def outcome(name: str) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "world"),
     [
-        pytest.param(name, world, marks=[pytest.mark.own_kernels] if fault.is_own else [])
+        pytest.param(
+            name,
+            world,
+            # Waits do not depend on the kernels.
+            marks=[pytest.mark.own_kernels] if fault.is_own or fault.when is When.AT_LIMIT else [],
+        )
         for name, fault in FAULTS.items()
         for world in fault.worlds
     ],

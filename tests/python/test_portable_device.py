@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_device
 from noisy_network import trained
-from rank_pool import RankFailureError, RankPool
+from rank_pool import RankFailureError, RankPool, error_of
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
@@ -271,3 +271,28 @@ def fake_step(scope: str) -> None:
 @pytest.mark.parametrize("scope", ["world", "group:2"])
 def test_fake_tensors_of_cuda_pass(devices: RankPool, scope: str) -> None:
     devices.run(2, fake_step, scope)
+
+
+def later_refusal(compiled: bool) -> tuple[str, Tensors]:  # noqa: FBT001
+    """Return the error of the call after one of a single value, and the state after both."""
+    torch_device.load()
+    layer = normscope.BatchNorm1d(3, scope="group:2").to(torch_device.NAME)
+    layer.process_group = distributed.new_group(backend=torch_device.BACKENDS)
+    call: Any = torch.compile(layer, backend="aot_eager", dynamic=True) if compiled else layer
+    x = torch.randn((1, 0, 4)[distributed.get_rank()], 3).to(torch_device.NAME)
+    call(x)
+    error = error_of(lambda: call(x), ValueError)
+    torch.compiler.reset()
+    return error, {name: value.cpu() for name, value in layer.state_dict().items()}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_value_per_channel_is_refused_by_the_next_call(
+    devices: RankPool, *, compiled: bool
+) -> None:
+    fresh = normscope.BatchNorm1d(3).state_dict()
+
+    for error, state in devices.run(3, later_refusal, compiled)[:2]:
+        assert "more than 1 value per channel" in error
+        assert "got 1 in an earlier call, forward of" in error
+        assert all(torch.equal(state[name], fresh[name]) for name in fresh if "running" in name)

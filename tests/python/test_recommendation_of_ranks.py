@@ -4,24 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from noisy_network import noise_batches, small_network, trained
-from rank_pool import RankPool
+from rank_pool import RankPool, error_of
 from torch import distributed, nn
 
 import normscope
-
-OTHER_NUMBERS = "ValueError: noise: expected the same number on every rank, got [0.5, 1.5]"
-NOT_FINITE = (
-    "ValueError: batches: expected finite inputs and gradients of every layer, got NaN or infinity "
-    "in 1"
-)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -79,78 +71,6 @@ def _bytes_of_step() -> tuple[int, int]:
     return normscope.training.communication_counters().bytes - before, plan.bytes_per_step
 
 
-def _error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize("length", ["known", "unknown", "wrong"])
-def test_ranks_with_different_numbers_of_batches_raise(ranks: RankPool, length: str) -> None:
-    got = "[1, 2, 3]" if length == "known" else "1 on ranks [0] and more on the others"
-    for error, again in ranks.run(3, _error_with_uneven_batches, length):
-        assert error == (
-            "ValueError: batches: expected the same number on every rank, since layers "
-            f"synchronize, got {got}"
-        )
-        # The group still works.
-        assert again == ["local", "world"]
-
-
-class _OfLength(list[torch.Tensor]):
-    """Batches with a wrong length of two."""
-
-    def __len__(self) -> int:
-        return 2
-
-
-def _error_with_uneven_batches(length: str) -> tuple[str, list[str]]:
-    own = noise_batches(4, count=1 + distributed.get_rank())
-    batches = {"known": own, "unknown": iter(own), "wrong": _OfLength(own)}[length]
-    error = _error_of(lambda: normscope.recommend_scopes(small_network(), batches))
-    plan = _plan_of_rank()
-    return error, [str(scope) for scope in plan.scopes.values()]
-
-
-@pytest.mark.parametrize(
-    ("kind", "of_rank_0", "of_rank_1"),
-    [
-        ("failing batches", "OSError: no such image", "no such image"),
-        ("no number", "ValueError: noise: expected at least 0, got nan", "rank 0"),
-        ("other numbers", OTHER_NUMBERS, OTHER_NUMBERS),
-        ("a NaN in a batch", NOT_FINITE, NOT_FINITE),
-    ],
-)
-def test_an_error_of_one_rank_ends_the_wait_of_the_others(
-    ranks: RankPool, kind: str, of_rank_0: str, of_rank_1: str
-) -> None:
-    one, other = ranks.run(2, _error_of_kind, kind)
-
-    assert one == of_rank_0
-    assert of_rank_1 in other
-
-
-def _error_of_kind(kind: str) -> str:
-    rank, batches, noise = distributed.get_rank(), noise_batches(4), 0.5
-    if kind == "failing batches" and rank == 0:
-        batches = _FailAtTheEnd(batches)
-    elif kind == "no number" and rank == 0:
-        noise = math.nan
-    elif kind == "other numbers":
-        noise += rank
-    elif kind == "a NaN in a batch" and rank == 1:
-        batches[0][0, 0, 0, 0] = math.nan
-    return _error_of(lambda: normscope.recommend_scopes(small_network(), batches, noise))
-
-
-class _FailAtTheEnd(list[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from super().__iter__()
-        raise OSError("no such image")
-
-
 def _empty_on_one_rank() -> list[tuple[float, int]]:
     """Return noise and elements of the layers if the last rank has no samples in its batches."""
     size, rank = distributed.get_world_size(), distributed.get_rank()
@@ -204,7 +124,7 @@ def test_compiled_models_are_measured_and_wrapped_ones_refused(ranks: RankPool) 
     for compiled, plain, error in ranks.run(2, _plans_of_wrapped_models):
         assert compiled == plain
         assert error == (
-            "ValueError: model: expected the model in the DistributedDataParallel, got the "
+            "model: expected the model in the DistributedDataParallel, got the "
             "wrapper; pass model.module"
         )
 
@@ -222,24 +142,8 @@ def _plans_of_wrapped_models() -> tuple[list[Any], list[Any], str]:
         ]
         for model in (cast("nn.Module", compiled), parallel.module)
     )
-    error = _error_of(lambda: normscope.recommend_scopes(parallel, batches, include="*"))
+    error = error_of(lambda: normscope.recommend_scopes(parallel, batches, include="*"), ValueError)
     return of_compiled, of_plain, error
-
-
-def _warning_as_error() -> str:
-    model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning) as raised:
-            normscope.recommend_scopes(model, list(torch.randn(3, 8, 3)))
-    model(torch.randn(8, 3))  # the ranks are still together
-    return str(raised.value)
-
-
-def test_a_warning_that_is_an_error_is_raised_on_all_ranks(ranks: RankPool) -> None:
-    first, second = ranks.run(2, _warning_as_error)
-
-    assert first == second
 
 
 def test_a_plan_for_another_number_of_ranks_causes_a_warning(ranks: RankPool) -> None:

@@ -142,8 +142,8 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of buffers and gradients, and the numbers of elements that layers have seen."""
     gradients = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
     state = {n: t.cpu().clone() for n, t in (dict(model.named_buffers()) | gradients).items()}
-    seen = {f"{n}.seen": torch.tensor(m.elements_seen) for n, m in layers_of(model).items()}
-    return state | seen
+    seen = {f"{n}.seen": m.elements_seen for n, m in layers_of(model).items()}
+    return state | {n: torch.tensor(count) for n, count in seen.items() if count is not None}
 
 
 def assert_messages_of_the_program_arrive() -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch_device
 from faults import Part
+from noisy_network import noise_batches, small_network
 from torch import distributed, nn
 
 import normscope
@@ -85,6 +88,13 @@ def another_direction(rank: int) -> Part:
 
 def another_scope(scopes: list[str], rank: int) -> Part:
     return forward(named(scope=scopes[rank]))
+
+
+def another_degree(rank: int) -> Part:
+    """Differentiate the gradients on rank 0 only."""
+    layer = named()
+    part = double_backward(layer, X)
+    return part if rank == 0 else forward(layer)
 
 
 def another_setting(settings: Any, compiled: str, rank: int) -> Part:
@@ -188,8 +198,10 @@ BAD_CALLS: dict[str, Callable[[nn.Module], object]] = {
     "a bad momentum": with_momentum,
     "no weight": without_weight,
     "nested input": lambda layer: layer(nested()),
+    "mapped input": lambda layer: torch.func.vmap(layer)(torch.stack([X, X])),
     "mapped parameters": lambda layer: mapped(layer, buffers=False),
     "mapped parameters and buffers": lambda layer: mapped(layer, buffers=True),
+    "a wrong mask": lambda layer: layer(X, mask=torch.ones(6, 3, 5, dtype=torch.bool)),
     "a residual that is a list": lambda layer: layer(X, [1.0]),
     "a residual of another shape": lambda layer: layer(X, torch.ones(7)),
     "a nested residual": lambda layer: layer(X, nested(torch.strided)),
@@ -212,6 +224,18 @@ def bad_call(what: str, met: str, scope: str, rank: int) -> Part:
 def bad_call_of_a_local_layer(rank: int) -> Part:
     layer = run(named())
     return layer, lambda: named(scope="local")(X if rank else None)
+
+
+def another_momentum_in_a_block(rank: int) -> Part:
+    layer = named()
+
+    def call() -> None:
+        with normscope.accumulate(layer):
+            layer(X)
+            layer.momentum = 0.1 + 0.1 * rank
+            layer(X)
+
+    return layer, call
 
 
 def pooled_lazy_layer(pool: Any, *batches_and_rank: Any) -> Part:
@@ -317,7 +341,70 @@ def changed_scope(rank: int) -> Part:
     return stem if rank < 2 else head, lambda: head(stem(X))
 
 
+# ---- Functions of whole models -------------------------------------------------------------------
+
+
+def pooled_other_layers(rank: int) -> Part:
+    model = normscope.convert(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3 + rank // 2)))
+    return model, lambda: normscope.sync_running_stats(model)
+
+
+def estimated(rank: int) -> Part:
+    """Estimate from one batch more on each rank."""
+    model = converted()
+    return model, lambda: normscope.estimate_running_stats(model, [X] * (1 + rank))
+
+
+class WrongLength(list[torch.Tensor]):
+    def __len__(self) -> int:
+        return 2
+
+
+LENGTHS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "known": list,
+    "unknown": iter,
+    "wrong": WrongLength,
+}
+
+
+def recommended(what: str, rank: int) -> Part:
+    model, batches, noise = small_network(), noise_batches(4), 0.5
+    if what == "failing batches" and rank == 0:
+        batches = failing(batches)
+    elif what == "no number" and rank == 0:
+        noise = math.nan
+    elif what == "other numbers":
+        noise += rank
+    elif what == "a NaN in a batch" and rank == 1:
+        batches[0][0, 0, 0, 0] = math.nan
+    elif what == "too few samples":
+        model = normscope.convert(nn.Sequential(nn.BatchNorm1d(3)))
+        batches = [X[:, :, 0]] * 3
+    elif what in LENGTHS:
+        batches = LENGTHS[what](batches[: 1 + rank])
+    return model, lambda: normscope.recommend_scopes(model, batches, noise)
+
+
+@contextmanager
+def warnings_as_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def failing(batches: list[torch.Tensor]) -> Any:
+    yield from batches
+    raise OSError("no such image")
+
+
 # ---- Values --------------------------------------------------------------------------------------
+
+
+def few_samples(sizes: tuple[int, ...], compiled: str, rank: int) -> Part:
+    layer: Any = named(scope="group:2")
+    call = torch.compile(layer, backend="aot_eager", dynamic=True) if compiled else layer
+    x = torch.randn(sizes[rank], 3)
+    return layer, lambda: call(x)
 
 
 def bad_values(part: Any, value: float, scope: str, rank: int) -> Part:
