@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import importlib
 import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -169,57 +168,6 @@ def test_the_activation_runs_once_in_a_single_op() -> None:
     y = model(batch())
 
     assert "BatchNorm" in y.grad_fn.name()
-
-
-def test_the_names_and_the_state_stay_the_same() -> None:
-    separate = normscope.convert(sequence(nn.Conv2d(3, 2, 1)), "local")
-    joined = fused(sequence(nn.Conv2d(3, 2, 1)), "local")
-    x = batch()
-    step(separate, x)
-
-    assert [name for name, _ in joined.named_modules()] == [
-        name for name, _ in separate.named_modules()
-    ]
-    joined.load_state_dict(separate.state_dict())
-    assert_equal(step(joined, x), step(separate, x))
-    separate.load_state_dict(joined.state_dict())
-    assert list(joined.state_dict()) == list(separate.state_dict())
-    assert_equal(step(joined, x), step(separate, x))
-
-
-def test_revert_restores_exactly_what_was_there() -> None:
-    model = nn.ModuleList(
-        [sequence(nn.BatchNorm2d(3), nn.LeakyReLU(0.3, inplace=True)), Block(*sequence())]
-    )
-    modules = list(model.modules())
-    before = [(type(module), list(vars(module))) for module in modules]
-
-    normscope.revert(fused(model).eval())
-
-    assert list(model.modules()) == modules
-    assert [(type(module), list(vars(module))) for module in modules] == before
-    assert {module.training for module in modules} == {False}
-
-
-@pytest.mark.parametrize("kind", [nn.Sequential, Block])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_work_and_can_be_reverted(
-    copied: Callable[[nn.Module], Any], kind: type[nn.Sequential]
-) -> None:
-    model: Any = fused(kind(*sequence(act=nn.LeakyReLU(0.3))), "local")
-    other = copied(model)
-    x = batch()
-
-    assert type(other) is type(model)
-    assert left_out(copy.deepcopy(other), x) == ["2"]
-    assert_equal(step(other, x), step(model, x))
-    normscope.revert(other)
-
-    assert type(other) is kind
-    assert type(other[1]) is nn.BatchNorm2d
-    assert other[2].negative_slope == 0.3
-    assert torch.equal(other(x), model(x))
-    assert left_out(model, x) == ["2"]
 
 
 def test_torch_lists_the_classes_that_a_file_of_a_whole_model_needs() -> None:

@@ -169,12 +169,3 @@ def test_a_layer_that_torchscript_has_compiled_can_be_left_out_or_in_evaluation(
     assert type(normscope.revert(model)[0]) is nn.BatchNorm1d
     jitted.eval()
     assert type(normscope.convert(model, "local")[0]) is normscope.BatchNorm1d
-
-
-def test_a_factory_of_layers_can_be_partial() -> None:
-    make = partial(normscope.BatchNorm2d, eps=1e-3, scope="slices:2")
-
-    layer = normscope.revert(normscope.convert(make(3), "local"))
-
-    assert type(layer) is normscope.BatchNorm2d
-    assert (str(layer.scope), layer.eps) == ("slices:2", 1e-3)

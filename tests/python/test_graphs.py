@@ -71,26 +71,6 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: t
 
 
 @pytest.mark.own_kernels
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("activation", ["relu", "relu6", "leaky_relu", "silu", "hard_swish"])
-def test_exact_graphs_have_the_bits_of_layers_with_activations(
-    activation: Any, backend: str
-) -> None:
-    layer = normscope.BatchNormAct2d(5, activation=activation, scope="slices:2")
-    x = torch.randn(4, 5, 6, 6) + 30
-    residuals = [None, torch.randn(4, 5, 6, 6)] if activation == "relu" else [None]
-    for residual in residuals:
-        ours, theirs = copy.deepcopy(layer), copy.deepcopy(layer)
-
-        with normscope.training.exact_graphs():
-            compiled = torch.compile(ours, fullgraph=True, backend=backend)
-            got = step(ours, lambda x, r=residual, c=compiled: c(x, r), x)
-            expected = step(theirs, lambda x, r=residual, c=theirs: c(x, r), x)
-
-        assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.own_kernels
 def test_a_graph_of_an_op_with_an_activation_has_its_gradients() -> None:
     x = torch.randn(4, 5, 6)
     gradients = []
