@@ -48,5 +48,5 @@ export NORMSCOPE_TEST_WHEEL
 "$fresh" -m pytest -q -m "not slow" --doctest-modules --junitxml="$results" \
   --ignore-glob "*/scopes/transformers.py" --pyargs normscope \
   tests/python/test_command.py tests/python/test_compiled.py tests/python/test_conversion.py \
-  tests/python/test_graphs.py tests/python/test_joined_batch.py tests/python/test_own_groups.py \
+  tests/python/test_graphs.py tests/python/test_scopes.py tests/python/test_own_groups.py \
   tests/wheel

@@ -166,32 +166,6 @@ def test_some_ranks_share_statistics(
     assert device_ranks.run(3, mean_of_members, scope, members) == means
 
 
-def test_second_derivatives_have_the_bits_of_the_cpu() -> None:
-    def penalty(device: str) -> torch.Tensor:
-        torch.manual_seed(0)
-        layer = normscope.BatchNorm2d(3, scope="local", dtype=torch.float64).to(device)
-        x = torch.randn(4, 3, 5, 5, dtype=torch.float64).to(device).requires_grad_()
-        (dx,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
-        dx.square().sum().backward()
-        assert x.grad is not None
-        return x.grad.cpu()
-
-    torch.testing.assert_close(penalty(DEVICE), penalty("cpu"))
-
-
-def test_autocast_does_not_change_the_dtype() -> None:
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), normscope.BatchNorm2d(8, scope="local")).to(
-        DEVICE
-    )
-
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        y = net(torch.randn(4, 3, 9, 9, device=DEVICE))
-
-    assert y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
-
-
 def step_of_replicas(layer: torch.nn.Module, x: torch.Tensor) -> Tensors:
     """Run the first step of two replicas on one device, in threads."""
     leaf = x.detach().requires_grad_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks without samples: the strides of their tensors, and joined batches."""
+"""Ranks without samples, and the strides of their tensors."""
 
 import pytest
 import torch
@@ -62,19 +62,3 @@ def test_an_empty_rank_takes_part_whatever_its_strides(ranks: RankPool, kind: st
     assert answers[0]["dx"].isfinite().all()
     for name in normscope.BatchNorm2d(3).state_dict():
         assert torch.equal(answers[0][name], answers[1][name])
-
-
-def join_cropped() -> list[tuple[int, ...]]:
-    """Return the shapes of joined batches of cropped images, of which rank 1 has fewer."""
-    layer = normscope.BatchNorm2d(3)
-    batches = [torch.randn(2, 3, 9, 9)[:, :, 2:8, 1:7] for _ in range(2 - distributed.get_rank())]
-    shapes = []
-    for batch, weight in normscope.joined(batches):
-        (layer(batch).square().sum() * weight).backward()
-        shapes.append(tuple(batch.shape))
-    return shapes
-
-
-def test_joined_batches_of_cropped_images_train(ranks: RankPool) -> None:
-    full, empty = (2, 3, 6, 6), (0, 3, 6, 6)
-    assert ranks.run(2, join_cropped) == [[full, full], [full, empty]]

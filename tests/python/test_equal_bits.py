@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal bits for any number of ranks, assignment of samples, number of threads, instruction set."""
-
-from contextlib import closing
+"""Equal bits for any number of ranks, assignment of samples, number of threads."""
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from rank_pool import RankPool, split_of
 from torch import distributed
 
 import normscope
-from normscope._binding import ops
 
 pytestmark = pytest.mark.on_device
 
@@ -88,15 +85,8 @@ def whole() -> list[Tensors]:
 @pytest.mark.own_kernels
 @pytest.mark.parametrize(
     ("sizes", "threads"),
-    [
-        ((13,), 1),
-        ((13,), 2),
-        ((6, 7), 1),
-        ((1, 12), 2),
-        ((5, 1, 7), 1),
-        ((2, 6, 1, 4), 2),
-        ((1, 3, 0, 2, 1, 4, 1, 1), 1),
-    ],
+    # Tests in C++ have more ranks.
+    [((13,), 2), ((1, 12), 2), ((5, 1, 7), 1), ((2, 0, 7, 4), 2)],
 )
 def test_ranks_agree_with_one_process_to_the_bit(
     ranks: RankPool, whole: list[Tensors], sizes: tuple[int, ...], threads: int
@@ -110,22 +100,3 @@ def test_ranks_agree_with_one_process_to_the_bit(
         for case, expected in enumerate(whole):
             parts = [answer[case] for answer in answers]
             assert_same_bits(parts, expected, order, (CASES[case], sizes, threads, seed))
-
-
-def name_of_kernels_in_use() -> str:
-    return ops.installation([]).in_use
-
-
-@pytest.mark.own_kernels
-def test_every_instruction_set_gives_the_same_bits(whole: list[Tensors]) -> None:
-    order = [*range(SAMPLES)]
-
-    # The reference kernels are plain loops over doubles; the others only have to be close to them.
-    for name in set(ops.installation([]).kernels) - {"reference"}:
-        # A process chooses its backend once.
-        with closing(RankPool(environment={"NORMSCOPE_KERNELS": name})) as pool:
-            assert pool.run(1, name_of_kernels_in_use) == [name]
-            for threads in (1, 2):
-                [answers] = pool.run(1, run_rank, order, (SAMPLES,), threads)
-                for case, expected in enumerate(whole):
-                    assert_same_bits([answers[case]], expected, order, (CASES[case], name, threads))

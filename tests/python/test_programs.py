@@ -74,8 +74,8 @@ SETTINGS = settings(
 )
 
 
-# A mask breaks the graph, and batches of another size make a rank trace the layer again.
-# Each trace used to number it anew.
+# A mask breaks the graph, and batches of another size make a rank trace the layer again, which
+# keeps its number.
 TRACED_AGAIN = Program(
     sizes=((3, 2), (3, 4)),
     scopes=("slices:2", "slices:2"),
