@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,83 +75,75 @@ def test_ranks_are_weighted_by_elements_since_the_last_pooling(
     assert ranks.run(2, weights_after, kind) == [expected] * 2
 
 
-def started_anew(model: Any, how: str) -> Any:
-    """Set the statistics of a layer, as programs and libraries do."""
-    layer = model[0]
-    fresh = nn.BatchNorm1d(1)
-    buffers = dict(fresh.named_buffers())
-    if how == "reset":
-        layer.reset_running_stats()
-    elif how == "load_state_dict":
-        layer.load_state_dict(fresh.state_dict())
-    elif how == "load_state_dict, assign":
-        layer.load_state_dict(fresh.state_dict(), assign=True)
-    elif how in buffers:
-        layer.load_state_dict({how: buffers[how]}, strict=False)
-    elif how == "copied":
-        layer.get_buffer("running_var").copy_(buffers["running_var"])
-    elif how == "copied in inference mode":
-        with torch.inference_mode():
-            layer.get_buffer("running_mean").copy_(buffers["running_mean"])
-    elif how == "averaged":
-        torch._foreach_lerp_([*layer.buffers()][:2], [*buffers.values()][:2], 0.5)
-    elif how == "replaced, cumulative":  # stochastic weight averaging of Lightning
-        layer.running_mean = torch.zeros_like(layer.running_mean)
-        layer.running_var = torch.ones_like(layer.running_var)
-        layer.momentum = None
-        layer.num_batches_tracked *= 0
-    elif how == "precise":  # fvcore.nn.precise_bn
-        layer.running_var = buffers["running_var"]
-    elif how == "cumulative":
-        layer.momentum = None
-        layer.num_batches_tracked *= 0
-    elif how == "moved":
-        model.double()
-    elif how == "through .data":
-        layer.get_buffer("running_mean").data.copy_(buffers["running_mean"])
-    elif how == "new .data":
-        layer.get_buffer("running_mean").data = buffers["running_mean"].data
-    elif how == "NumPy":
-        layer.get_buffer("running_mean").numpy()[:] = 0
-    else:
-        assert how == "update_bn"
-        averaged: Any = AveragedModel(model)
-        update_bn([torch.zeros(2, 1)], averaged)
-        return averaged.module
-    return model
+FRESH = nn.BatchNorm1d(1)
+MEAN, VAR, _ = FRESH.buffers()
 
 
+def cumulative(layer: Any) -> None:
+    layer.momentum = None
+    layer.num_batches_tracked *= 0
+
+
+def replaced_and_cumulative(layer: Any) -> None:
+    """Do what stochastic weight averaging of Lightning does."""
+    layer.running_mean, layer.running_var = MEAN.clone(), VAR.clone()
+    cumulative(layer)
+
+
+# What sets the statistics of a layer, as programs and libraries do.
+Change = Callable[[Any], object]
+REPLACING: list[Change] = [
+    lambda layer: layer.reset_running_stats(),
+    lambda layer: layer.load_state_dict(FRESH.state_dict()),
+    lambda layer: layer.load_state_dict(copy.deepcopy(FRESH).state_dict(), assign=True),
+    *(
+        lambda layer, name=name, value=value: layer.load_state_dict({name: value}, strict=False)
+        for name, value in FRESH.named_buffers()
+    ),
+    replaced_and_cumulative,
+    lambda layer: setattr(layer, "running_var", VAR.clone()),  # fvcore.nn.precise_bn
+    lambda layer: layer.double(),
+]
+# A graph writes into the buffers as these do.
+IN_PLACE: list[Change] = [
+    lambda layer: layer.running_var.copy_(VAR),
+    torch.inference_mode()(lambda layer: layer.running_mean.copy_(MEAN)),
+    lambda layer: torch._foreach_lerp_([layer.running_mean, layer.running_var], [MEAN, VAR], 0.5),
+    cumulative,
+]
 # torch's versions of tensors do not tell these.
-HIDDEN = ["through .data", "new .data", "NumPy"]
-CHANGES = [
-    "reset",
-    "load_state_dict",
-    "load_state_dict, assign",
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-    "copied",
-    "copied in inference mode",
-    "averaged",
-    "replaced, cumulative",
-    "precise",
-    "cumulative",
-    "moved",
-    "update_bn",
+HIDDEN: list[Change] = [
+    lambda layer: layer.running_mean.data.copy_(MEAN),
+    lambda layer: setattr(layer.running_mean, "data", MEAN.clone()),
+    lambda layer: layer.running_mean.numpy().fill(0),
 ]
 
 
-@pytest.mark.parametrize("how", CHANGES)
-def test_the_count_starts_anew_if_others_set_the_statistics(how: str) -> None:
+@pytest.mark.parametrize("change", REPLACING + IN_PLACE)
+def test_the_count_starts_anew_if_others_set_the_statistics(change: Change) -> None:
+    layer: Any = normscope.BatchNorm1d(1, scope="local")
+    layer(torch.randn(5, 1))
+    assert layer.elements_seen == 5
+
+    change(layer)
+    assert layer.elements_seen == 0
+    for calls in (1, 2):
+        layer(torch.randn(3, 1).type_as(layer.running_mean))
+        assert layer.elements_seen == 3 * calls
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_update_bn_counts_anew(*, compiles: bool) -> None:
     model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
     model(torch.randn(5, 1))
-    assert model[0].elements_seen == 5
+    if compiles:
+        compiled_and_run(model)
+    updated: Any = AveragedModel(model)
 
-    model = started_anew(model, how)
-    assert model[0].elements_seen == (2 if how == "update_bn" else 0)
-    for calls in (1, 2):
-        model(torch.randn(3, 1).type_as(model[0].running_mean))
-        assert model[0].elements_seen == 3 * calls + (2 if how == "update_bn" else 0)
+    update_bn([torch.zeros(2, 1)], updated)
+    updated(torch.randn(3, 1))
+
+    assert updated.module[0].elements_seen == 2 + 3
 
 
 def compiled_and_run(layer: nn.Module) -> None:
@@ -159,32 +152,28 @@ def compiled_and_run(layer: nn.Module) -> None:
         compiled(torch.randn(4, 1))
 
 
-# A graph writes into the buffers as these do.
-IN_PLACE = ["copied", "copied in inference mode", "averaged", "cumulative"]
+@pytest.mark.parametrize("change", REPLACING)
+def test_the_count_starts_anew_after_a_compiled_graph_too(change: Change) -> None:
+    layer: Any = normscope.BatchNorm1d(1, scope="local")
+    layer(torch.randn(5, 1))
+    compiled_and_run(layer)
+    assert layer.elements_seen is None
+
+    change(layer)
+    layer(torch.randn(3, 1).type_as(layer.running_mean))
+
+    assert layer.elements_seen == 3
 
 
-@pytest.mark.parametrize("how", [how for how in CHANGES if how not in IN_PLACE])
-def test_the_count_starts_anew_after_a_compiled_graph_too(how: str) -> None:
-    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
-    model(torch.randn(5, 1))
-    compiled_and_run(model)
-    assert model[0].elements_seen is None
-
-    model = started_anew(model, how)
-    model(torch.randn(3, 1).type_as(model[0].running_mean))
-
-    assert model[0].elements_seen == 3 + (2 if how == "update_bn" else 0)
-
-
-@pytest.mark.parametrize("how", IN_PLACE)
-def test_writes_count_again_once_a_layer_has_run_without_a_graph(how: str) -> None:
-    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
-    compiled_and_run(model)
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_writes_count_again_once_a_layer_has_run_without_a_graph(change: Change) -> None:
+    layer: Any = normscope.BatchNorm1d(1, scope="local")
+    compiled_and_run(layer)
 
     for expected in (None, 3):
-        started_anew(model, how)
-        model(torch.randn(3, 1))
-        assert model[0].elements_seen == expected
+        change(layer)
+        layer(torch.randn(3, 1))
+        assert layer.elements_seen == expected
 
 
 def test_an_export_keeps_the_count() -> None:
@@ -196,18 +185,18 @@ def test_an_export_keeps_the_count() -> None:
     assert model[0].elements_seen == 5
 
 
-@pytest.mark.parametrize("how", HIDDEN)
-def test_the_count_is_unknown_after_a_hidden_write(how: str) -> None:
-    model: Any = nn.Sequential(normscope.BatchNorm1d(1, scope="local"))
-    model(torch.randn(5, 1))
+@pytest.mark.parametrize("change", HIDDEN)
+def test_the_count_is_unknown_after_a_hidden_write(change: Change) -> None:
+    layer: Any = normscope.BatchNorm1d(1, scope="local")
+    layer(torch.randn(5, 1))
 
-    model = started_anew(model, how)
-    assert model[0].elements_seen is None
-    model(torch.randn(3, 1))
-    assert model[0].elements_seen is None
-    model[0].reset_running_stats()
-    model(torch.randn(3, 1))
-    assert model[0].elements_seen == 3
+    change(layer)
+    for _ in range(2):
+        assert layer.elements_seen is None
+        layer(torch.randn(3, 1))
+    layer.reset_running_stats()
+    layer(torch.randn(3, 1))
+    assert layer.elements_seen == 3
 
 
 @pytest.mark.own_kernels

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -65,30 +64,6 @@ def test_noise_is_the_mean_square_of_the_change_of_the_outputs() -> None:
     assert noise == pytest.approx(sum(exact) / len(exact), rel=4 * math.sqrt(2 / 800))
 
 
-def test_an_activation_in_the_layer_changes_no_measurement() -> None:
-    torch.manual_seed(0)
-    apart = nn.Sequential(normscope.BatchNorm2d(3), nn.SiLU(), nn.Conv2d(3, 2, 3))
-    fused = nn.Sequential(
-        normscope.BatchNormAct2d(3, activation="silu"), nn.Identity(), copy.deepcopy(apart[2])
-    )
-
-    assert noise_of(apart, noise_batches(8)) == pytest.approx(noise_of(fused, noise_batches(8)))
-
-
-def test_an_operation_in_place_changes_no_measurement() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(normscope.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3))
-    in_place = copy.deepcopy(plain)
-    in_place[1] = nn.ReLU(inplace=True)
-    frozen = copy.deepcopy(in_place).requires_grad_(requires_grad=False)
-    frozen[2].weight.requires_grad_()
-
-    expected = noise_of(plain, noise_batches(8))
-
-    assert noise_of(in_place, noise_batches(8)) == expected
-    assert noise_of(frozen, noise_batches(8)) == expected
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_mixed_precision_measures_about_the_same(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -102,24 +77,6 @@ def test_mixed_precision_measures_about_the_same(dtype: torch.dtype) -> None:
 
     # Differences of 2^-8 in each factor, and of a hundred signs in the projections.
     assert measured["1"] == pytest.approx(expected["1"], rel=0.05)
-
-
-def test_checkpointed_layers_are_measured_once() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self, block: nn.Module) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
-            return y
-
-    torch.manual_seed(0)
-    block = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4), nn.ReLU())
-
-    expected = noise_of(block, noise_batches(8))["1"]
-
-    assert noise_of(Checkpointed(block), noise_batches(8)) == {"block.1": expected}
 
 
 class _Twice(nn.Module):
@@ -188,22 +145,6 @@ class _Returns(nn.Module):
         return self.make(self.norm(x).square())
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda y: {"logits": y, "classes": y.detach().argmax(1)},
-        lambda y: UserDict(logits=y),
-        lambda y: [None, (y,)],
-        _Output,
-    ],
-    ids=["dict", "UserDict", "nested", "dataclass"],
-)
-def test_outputs_may_be_nested(make: Callable[[torch.Tensor], Any]) -> None:
-    expected = noise_of(_Returns(lambda y: y), noise_batches(8))
-
-    assert noise_of(_Returns(make), noise_batches(8)) == expected
-
-
 def test_outputs_weigh_the_same_whatever_their_scale() -> None:
     batches = noise_batches(8, count=50)
     one = noise_of(_Returns(lambda y: y), batches)["norm"]
@@ -259,42 +200,6 @@ def test_noise_that_cannot_be_measured_is_too_much() -> None:
     assert constant == {"norm": math.inf}
 
 
-class _TakesKeywords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = normscope.BatchNorm2d(3)
-
-    def forward(self, pixels: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        y: torch.Tensor = self.norm(scale * pixels).square()
-        return y
-
-
-def test_batches_are_given_as_the_model_takes_them() -> None:
-    images = noise_batches(8)
-    expected = noise_of(_TakesKeywords(), images)
-
-    assert noise_of(_TakesKeywords(), [(x, 1.0) for x in images]) == expected
-    assert noise_of(_TakesKeywords(), [{"pixels": x, "scale": 1.0} for x in images]) == expected
-    assert noise_of(_TakesKeywords(), [UserDict(pixels=x) for x in images]) == expected
-    assert noise_of(_Batch(lambda batch: batch[0]), [[x, 0] for x in images]) == {
-        "inner.norm": expected["norm"]
-    }
-    one_argument = _Batch(lambda batch: batch["x"])
-    assert noise_of(one_argument, [{"x": x, "y": 0} for x in images]) == {
-        "inner.norm": expected["norm"]
-    }
-
-
-class _Batch(nn.Module):
-    def __init__(self, take: Callable[[Any], torch.Tensor]) -> None:
-        super().__init__()
-        self.inner, self.take = _TakesKeywords(), take
-
-    def forward(self, batch: object) -> torch.Tensor:
-        y: torch.Tensor = self.inner(self.take(batch))
-        return y
-
-
 def test_only_the_unmasked_values_of_a_layer_are_measured() -> None:
     clean = [(torch.randn(8, 3, 5, 4) + 2, torch.rand(8, 1, 5, 4) > 0.5) for _ in range(3)]
     batches = [(torch.where(mask, x, torch.tensor(math.nan)), mask) for x, mask in clean]
@@ -310,3 +215,86 @@ def test_only_the_unmasked_values_of_a_layer_are_measured() -> None:
     fewest = min(int(mask[part].sum()) for _, mask in clean for part in (slice(4), slice(4, 8)))
     assert by_name[0].elements == fewest
     assert by_name[0].noise > 0
+
+
+class _Takes(nn.Module):
+    """Normalizes what it takes from a batch, and from keywords."""
+
+    def __init__(self, take: Callable[[Any], torch.Tensor] = lambda pixels: pixels) -> None:
+        super().__init__()
+        self.norm, self.take = normscope.BatchNorm2d(3), take
+
+    def forward(self, pixels: Any, scale: float = 1.0) -> torch.Tensor:
+        y: torch.Tensor = self.norm(scale * self.take(pixels)).square()
+        return y
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return y
+
+
+def network(
+    norm: nn.Module, act: nn.Module, differentiated: Callable[[str], bool] = lambda _: True
+) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(norm, act, nn.Conv2d(3, 2, 3))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(differentiated(name))
+    return model
+
+
+def plain(act: nn.Module) -> nn.Module:
+    return network(normscope.BatchNorm2d(3), act)
+
+
+IMAGES = noise_batches(8)
+
+# Models of one layer, their batches, and a model of the images with the same noise.
+EQUAL: dict[str, tuple[nn.Module, list[Any], nn.Module]] = {
+    "an activation in the layer": (
+        network(normscope.BatchNormAct2d(3, activation="silu"), nn.Identity()),
+        IMAGES,
+        plain(nn.SiLU()),
+    ),
+    "an operation in place": (plain(nn.ReLU(inplace=True)), IMAGES, plain(nn.ReLU())),
+    "an operation in place after a frozen layer": (
+        network(normscope.BatchNorm2d(3), nn.ReLU(inplace=True), lambda name: name == "2.weight"),
+        IMAGES,
+        plain(nn.ReLU()),
+    ),
+    "checkpoints": (_Checkpointed(plain(nn.ReLU())), IMAGES, plain(nn.ReLU())),
+    **{
+        f"outputs in a {type(make(IMAGES[0])).__name__}": (
+            _Returns(make),
+            IMAGES,
+            _Returns(lambda y: y),
+        )
+        for make in (
+            lambda y: {"logits": y, "classes": y.detach().argmax(1)},
+            lambda y: UserDict(logits=y),
+            lambda y: [None, (y,)],
+            _Output,
+        )
+    },
+    "arguments": (_Takes(), [(x, 1.0) for x in IMAGES], _Takes()),
+    "keywords": (_Takes(), [{"pixels": x, "scale": 1.0} for x in IMAGES], _Takes()),
+    "keywords in a UserDict": (_Takes(), [UserDict(pixels=x) for x in IMAGES], _Takes()),
+    "a list": (_Takes(lambda batch: batch[0]), [[x, 0] for x in IMAGES], _Takes()),
+    "a dict": (_Takes(lambda batch: batch["x"]), [{"x": x, "y": 0} for x in IMAGES], _Takes()),
+}
+
+
+@pytest.mark.parametrize("what", EQUAL)
+def test_the_noise_is_that_of_an_equal_model(what: str) -> None:
+    model, batches, equal = EQUAL[what]
+
+    [noise] = noise_of(model, batches).values()
+
+    assert [noise] == pytest.approx(list(noise_of(equal, IMAGES).values()))
+    assert noise > 0
