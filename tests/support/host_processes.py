@@ -74,18 +74,17 @@ def tell(value: object) -> None:
     _to_host[0].send_bytes(pickle.dumps(Note(value)))
 
 
-def be_switch(commands: Connection, of_hosts: list[Connection], *, namespaces: bool) -> None:
+def be_switch(commands: Connection, of_hosts: list[Connection]) -> None:
     """Make the hosts, then run commands on their links until the test has ended.
 
     Args:
         commands: Connection to the test. Each command is answered with "" or an error. The first
             message to the test says why the hosts are not isolated; it is "" if they are.
         of_hosts: Connections over which the hosts get their runs.
-        namespaces: Whether to isolate the hosts.
     """
     # Ctrl-C in a terminal is meant for the test, which then ends its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    reason = why_not() if namespaces else "namespaces were not requested"
+    reason = why_not()
     switch = None
     if not reason:
         try:

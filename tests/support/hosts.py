@@ -36,8 +36,6 @@ class Hosts:
 
     Args:
         number: Number of hosts.
-        namespaces: Whether to isolate the hosts by namespaces; otherwise the processes only have
-            different values of NORMSCOPE_NODE.
 
     Example::
 
@@ -48,7 +46,6 @@ class Hosts:
     """
 
     number: int
-    namespaces: bool = True
     why_not_isolated: str = field(default="", init=False)
     _switch: multiprocessing.process.BaseProcess | None = field(default=None, init=False)
     _to_switch: Connection | None = field(default=None, init=False)
@@ -187,12 +184,7 @@ class Hosts:
         (self._to_switch, of_switch), *rest = pipes
         self._to_hosts = [ours for ours, _ in rest]
         of_hosts = [theirs for _, theirs in rest]
-        self._switch = context.Process(
-            target=be_switch,
-            args=(of_switch, of_hosts),
-            kwargs={"namespaces": self.namespaces},
-            daemon=True,
-        )
+        self._switch = context.Process(target=be_switch, args=(of_switch, of_hosts), daemon=True)
         self._switch.start()
         for _, theirs in pipes:
             theirs.close()
