@@ -42,7 +42,7 @@ CALLS: dict[str, tuple[Callable[..., normscope.BatchNorm], Settings, Settings]] 
 def layer_of(name: str) -> normscope.BatchNorm:
     kind, settings, _ = CALLS[name]
     layer = kind(3, **settings)
-    layer(X)  # the buffers are no longer those of a new layer
+    layer(X)  # whose buffers are then not those of a new layer
     return layer
 
 
@@ -135,7 +135,9 @@ def failures_of_rank_1(name: str) -> list[tuple[str, str, float]]:
     return results
 
 
-@pytest.mark.parametrize("kernels", ["own", "native"])
+@pytest.mark.parametrize(
+    ("kernels", "transport"), [("own", "shared memory"), ("own", "gloo"), ("native", "gloo")]
+)
 @pytest.mark.parametrize("name", STEPS)
 def test_peers_of_a_rank_without_memory_are_told_at_once(
     pools: dict[str, RankPool], kernels: str, name: str, environment: dict[str, str]

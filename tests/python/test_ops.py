@@ -125,8 +125,7 @@ def layer(scope: str) -> torch.nn.Module:
 NETS = {"network": network, "layer": layer}
 
 
-def results_of(net: torch.nn.Module, *, compiled: bool, evaluates: bool) -> list[torch.Tensor]:
-    call = torch.compile(net, fullgraph=True) if compiled else net
+def results_of(net: torch.nn.Module, call: Any, *, evaluates: bool) -> list[torch.Tensor]:
     seen = []
     for step in range(2):
         torch.manual_seed(10 * step + distributed.get_rank())
@@ -142,44 +141,41 @@ def results_of(net: torch.nn.Module, *, compiled: bool, evaluates: bool) -> list
 
 
 def compiled_and_eager(
-    net: str,
-    scope: str,
-    evaluates: bool,  # noqa: FBT001
+    net: str, scope: str, backend: str
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     torch.compiler.reset()  # torch limits the number of graphs for the same code
+    ours, theirs = NETS[net](scope), NETS[net](scope)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own warnings
+        compiled = torch.compile(ours, fullgraph=True, backend=backend)
         return (
-            results_of(NETS[net](scope), compiled=True, evaluates=evaluates),
-            results_of(NETS[net](scope), compiled=False, evaluates=evaluates),
+            results_of(ours, compiled, evaluates=net == "network"),
+            results_of(theirs, theirs, evaluates=net == "network"),
         )
 
 
 SLOW = pytest.mark.slow
+SCOPES = ["norm_batch:8", "norm_batch:2", "group:2", "ranks:0,2", "node", "slices:3", "local"]
 
 
 @pytest.mark.own_kernels
 @pytest.mark.parametrize(
-    ("net", "scope", "size", "evaluates"),
+    ("net", "scope", "backend"),
     [
-        ("layer", "world", 2, False),
-        ("layer", "norm_batch:8", 3, False),
-        pytest.param("layer", "norm_batch:2", 2, False, marks=SLOW),
-        pytest.param("layer", "group:2", 3, False, marks=SLOW),
-        pytest.param("layer", "ranks:0,2", 3, False, marks=SLOW),
-        pytest.param("layer", "node", 2, False, marks=SLOW),
-        pytest.param("layer", "slices:3", 2, False, marks=SLOW),
-        pytest.param("layer", "local", 2, False, marks=SLOW),
-        pytest.param("network", "world", 2, True, marks=SLOW),
+        *(("layer", scope, "aot_eager") for scope in SCOPES),
+        ("layer", "world", "inductor"),
+        pytest.param("layer", "slices:3", "inductor", marks=SLOW),
+        pytest.param("network", "world", "inductor", marks=SLOW),
     ],
 )
 def test_a_compiled_full_graph_equals_eager_on_all_ranks(
-    ranks: RankPool, net: str, scope: str, size: int, *, evaluates: bool
+    ranks: RankPool, net: str, scope: str, backend: str
 ) -> None:
-    answers = ranks.run(size, compiled_and_eager, net, scope, evaluates, hang_seconds=400)
+    size = 3 if backend == "aot_eager" else 2
 
-    for compiled, eager in answers:
-        assert len(compiled) == len(eager)
+    for compiled, eager in ranks.run(
+        size, compiled_and_eager, net, scope, backend, hang_seconds=400
+    ):
         for got, expected in zip(compiled, eager, strict=True):
             # Convolutions and means of at most 4 * 49 * 8 products in a different order: in the
             # worst case 1600 roundings of 1.2e-7, relative to the largest entry.
