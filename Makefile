@@ -241,9 +241,11 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 # than layers, and those that choose the kernels themselves.
 not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,autocast batches bound_device \
   calls_that_raise classes command commands_in_docs compiled conversion costs defaults demo \
-  destroyed_groups docs environment first_meeting forked_process gpu_check hosts imports includes \
-  kernel_loops measurement names own_groups portable portable_device prediction programs registry \
-  small_norm_batches wheel_names)
+  destroyed_groups docs environment equal_names first_meeting flops forked_process fx gpu_check \
+  hosts imports includes joined_batches kernel_loops kills lightning measured_layers measurement \
+  names noise own_groups portable portable_device prediction programs quantization \
+  recommendation recommendation_of_ranks refusals_of_conversions refusals_of_costs registry \
+  schedule threads to_torch train waiting wheel_names)
 check-portable: $(stamps)/normscope $(stamps)/test
 	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \
 	  $(not_of_kernels) --junitxml=$(results)/check-portable.xml

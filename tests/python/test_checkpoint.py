@@ -23,8 +23,6 @@ from torch.utils.checkpoint import (
 
 import normscope
 
-pytestmark = pytest.mark.on_device
-
 Checkpoint = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
 # Relative to the largest entry, in float64 (eps 2e-16), condition number one.
@@ -58,6 +56,19 @@ NESTED: dict[str, Checkpoint] = {
     f"{inner} in {outer}": partial(nested, CHECKPOINTS[inner], CHECKPOINTS[outer])
     for inner, outer in product(("reentrant", "non-reentrant"), repeat=2)
 }
+
+
+KINDS = [kind for kind in CHECKPOINTS | NESTED if kind != "none"]
+# The drawn programs do this with other kernels.
+every_checkpoint = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.own_kernels) for kind in KINDS]
+)
+
+
+def assert_near(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for value, wanted in zip(got, expected, strict=True):
+        allowed = RELATIVE * wanted.abs().amax().item()
+        torch.testing.assert_close(value, wanted, rtol=0, atol=allowed)
 
 
 def block_of(scope: str) -> torch.nn.Module:
@@ -99,6 +110,7 @@ def nested_and_repeated() -> tuple[int, list[int], bool]:
     return calls, updates, torch.equal(first, second)
 
 
+@pytest.mark.on_device
 def test_checkpoints_can_be_nested_and_repeated(ranks: RankPool) -> None:
     for calls, updates, equal in ranks.run(2, nested_and_repeated):
         assert calls == 3 + 2 * 3  # three forwards, and three more in each of the two backwards
@@ -126,6 +138,7 @@ def selective(saved: tuple[Any, ...]) -> Any:
     return contexts
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(
     "saved",
     [(), (torch.ops.aten.addmm.default,), (torch.ops.normscope.batch_norm_forward.default,)],
@@ -142,6 +155,7 @@ def test_selective_checkpoints_can_be_combined(saved: tuple[Any, ...]) -> None:
     assert all(layer.num_batches_tracked == 2 for layer in list(block)[1:])
 
 
+@pytest.mark.on_device
 @pytest.mark.own_kernels
 @pytest.mark.parametrize("kind", ["non-reentrant", "with context"])
 def test_a_checkpoint_in_a_compiled_model_has_the_results_of_eager_mode(kind: str) -> None:
@@ -253,7 +267,7 @@ def gradients_with_changes(kind: str, order: str, before: str, after: str) -> li
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in CHECKPOINTS if kind != "none"), *NESTED])
+@every_checkpoint
 @pytest.mark.parametrize("order", ["a b", "b a", "ab"])
 @pytest.mark.parametrize(("before", "after"), [("local", "slices:2"), ("world", "local")])
 def test_a_recomputation_has_the_scope_of_its_forward(
@@ -264,10 +278,7 @@ def test_a_recomputation_has_the_scope_of_its_forward(
     answers = ranks.run(2, gradients_with_changes, kind, order, before, after)
 
     for got, want in zip(answers, expected, strict=True):
-        assert len(got) == len(want)
-        for value, wanted in zip(got, want, strict=True):
-            allowed = RELATIVE * wanted.abs().amax().item()
-            torch.testing.assert_close(value, wanted, rtol=0, atol=allowed)
+        assert_near(got, want)
 
 
 WORK = ("change", "forward", "backward")
@@ -299,18 +310,12 @@ def gradients_in_threads(kind: str, elsewhere: tuple[str, ...]) -> list[torch.Te
     return gradients
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in CHECKPOINTS if kind != "none"), *NESTED])
+@every_checkpoint
 @pytest.mark.parametrize("elsewhere", [c for n in (1, 2, 3) for c in combinations(WORK, n)])
 def test_a_recomputation_has_the_scope_of_its_forward_in_any_thread(
     kind: str, elsewhere: tuple[str, ...]
 ) -> None:
-    expected = gradients_in_threads("none", ())
-
-    got = gradients_in_threads(kind, elsewhere)
-
-    for value, wanted in zip(got, expected, strict=True):
-        allowed = RELATIVE * wanted.abs().amax().item()
-        torch.testing.assert_close(value, wanted, rtol=0, atol=allowed)
+    assert_near(gradients_in_threads(kind, elsewhere), gradients_in_threads("none", ()))
 
 
 class Refused(Exception):  # noqa: N818
@@ -321,7 +326,7 @@ def refuse(_: torch.Tensor) -> None:
     raise Refused
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in CHECKPOINTS if kind != "none"), *NESTED])
+@every_checkpoint
 @pytest.mark.parametrize("first", ["local", "slices:2"])
 def test_a_backward_that_raised_changes_no_later_recomputation(kind: str, first: str) -> None:
     gradients = []
