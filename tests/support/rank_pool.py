@@ -136,7 +136,10 @@ class RankPool:
                 backend=self.backend,
             )
             for rank in range(size):
-                self._ranks[rank][1].send_bytes(pickle.dumps((rank, task)))
+                try:
+                    self._ranks[rank][1].send_bytes(pickle.dumps((rank, task)))
+                except ConnectionError:
+                    raise self._death_of(rank, size) from None
             answers = self._gather(size, hang_seconds)
         failures = [f"rank {r}: {a.failure}" for r, a in enumerate(answers) if a.failure]
         if failures:
@@ -168,13 +171,15 @@ class RankPool:
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
-                    process = self._ranks[rank][0]
-                    process.join()
-                    self.close()
-                    raise RankFailureError(
-                        f"rank {rank} of {size} died with exit code {process.exitcode}"
-                    ) from None
+                    raise self._death_of(rank, size) from None
         return [answers[rank] for rank in range(size)]
+
+    def _death_of(self, rank: int, size: int) -> RankFailureError:
+        """End the other ranks too; the next run starts new ones."""
+        process = self._ranks[rank][0]
+        process.join()
+        self.close()
+        return RankFailureError(f"rank {rank} of {size} died with exit code {process.exitcode}")
 
 
 def connected_group(ranks: Sequence[int]) -> ProcessGroup:
