@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -82,8 +83,18 @@ def train(
         y, x = masked_forward.train(x, mask, arguments, ending, accumulated)
     if counter is not None:
         counts = accumulated is not None or arguments.updates_running()
-        add_to_count(counter, x.numel() if counts else 0, buffers, before)
+        elements = x.numel()
+        if mask is None and elements > 0 and arguments.slice_stats == "first":
+            elements = elements // len(x) * _samples_of_first_slice(len(x), arguments.scope)
+        add_to_count(counter, elements if counts else 0, buffers, before)
     return y
+
+
+def _samples_of_first_slice(samples: int, scope: str) -> int:
+    """Return the number of samples in the first slice of a batch, as torch.chunk cuts it."""
+    if not scope.startswith("slices:"):
+        return samples
+    return math.ceil(samples / int(scope.removeprefix("slices:")))
 
 
 def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:

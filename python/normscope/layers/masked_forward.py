@@ -49,7 +49,11 @@ def train(
     ending: Ending,
     accumulated: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalize with the statistics of the norm batch; return y, and the rows that counted."""
+    """Normalize with the statistics of the norm batch.
+
+    Returns:
+        y, and the rows that running statistics get.
+    """
     dims = arguments.dims
     if x.dim() < 2 or (dims and x.dim() not in dims):
         return ops.batch_norm(x, arguments), x  # raises the error
@@ -58,15 +62,18 @@ def train(
         ending = ending.with_residual(x, rows.take)
         taken = rows.take(x)
         staged = ops.Staged(arguments._replace(dims=()), accumulated)
+    tracked = taken
     if arguments.scope.startswith("slices:"):
         sizes = _sizes_of_slices(mask, int(arguments.scope.removeprefix("slices:")))
         y = _train_slices(taken, sizes, staged.arguments, ending, staged.accumulated)
+        if arguments.slice_stats == "first":
+            tracked = taken[: sizes[0]]
     else:
         y = ending.train(taken, staged.arguments, staged.accumulated)
     with ops.notifying_peers(arguments.scope, arguments.group):
         y = rows.put(y, x)
     staged.write_back()
-    return y, taken
+    return y, tracked
 
 
 def _train_slices(
