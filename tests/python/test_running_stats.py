@@ -208,6 +208,21 @@ def test_tuples_are_arguments_and_each_call_of_a_shared_layer_counts() -> None:
     assert model.unused.get_buffer("running_var") == 1  # without any elements
 
 
+@pytest.mark.parametrize("layer_class", [nn.BatchNorm1d, normscope.BatchNorm1d])
+def test_layers_that_share_statistics_get_those_of_all_their_inputs(
+    layer_class: type[nn.BatchNorm1d],
+) -> None:
+    first, second = layer_class(1, affine=False), layer_class(1)
+    second.running_mean, second.running_var = first.running_mean, first.running_var
+    x = torch.tensor([[5.0], [7.0]])
+
+    normscope.estimate_running_stats(nn.Sequential(first, second), [x])
+
+    inputs = torch.cat([x, (x - 6) / (1 + 1e-5) ** 0.5])
+    torch.testing.assert_close(first.get_buffer("running_mean")[0], inputs.mean())
+    torch.testing.assert_close(first.get_buffer("running_var")[0], inputs.var())
+
+
 def test_no_batches_keep_the_statistics() -> None:
     layer = normscope.BatchNorm1d(2)
     layer(torch.randn(4, 2))

@@ -348,7 +348,11 @@ def _moments_of_inputs(
     model: torch.nn.Module, layers: NamedLayers, batches: Iterable[Any]
 ) -> list[_Moments]:
     """Run the model over the batches, and return the moments of each layer's inputs."""
-    seen = {layer: _Inputs(layer) for _, layer in layers}
+    # Layers with the same running statistics share them.
+    of_mean: dict[int, _Inputs] = {}
+    seen = {
+        layer: of_mean.setdefault(id(layer.running_mean), _Inputs(layer)) for _, layer in layers
+    }
     of_torch = {}
     with ExitStack() as stack:
         stack.enter_context(measuring(model, seen))
