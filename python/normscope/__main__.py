@@ -91,6 +91,15 @@ def _print_status(processes: list[int]) -> None:
         print(text.rstrip() or f"process {process}: no rank of a group that has exchanged")
 
 
+def _check_output(output: Path | None) -> None:
+    """Raise an error, before anything is measured, if rank 0 cannot write this file."""
+    names = measurement.launcher()
+    if output is None or (names is not None and os.environ[names[0]] != "0"):
+        return
+    if output.is_dir() or not output.parent.is_dir():
+        raise ValueError(f"--output: expected a file in a folder that exists, got {output}")
+
+
 def _measure(backend: str, rounds: int, output: Path | None) -> None:
     """Measure costs on the ranks of a launch. The first rank prints them and writes the file."""
     with measurement.joined_launch(backend):
@@ -144,6 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif chosen.command == "measure":
         options = (chosen.backend, chosen.rounds, chosen.output)
         try:
+            _check_output(chosen.output)
             if measurement.launcher() is None:
                 _measure_here(chosen.ranks, *options)
             elif chosen.ranks is not None:

@@ -11,6 +11,7 @@ import pytest
 from rank_pool import RankPool
 from torch import distributed
 
+from normscope.__main__ import main
 from normscope.costs import Costs, measure, predict
 from normscope.costs.measurement import beginnings
 
@@ -84,6 +85,12 @@ def test_without_a_launcher_the_command_starts_its_own_ranks(tmp_path: Path) -> 
     costs = Costs.load(path)
     assert set(costs.deviations) == {"call", "shared_memory"}
     assert result.stdout == f"{costs}\n"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "costs.json"):
+        with pytest.raises(SystemExit, match="measure: --output: expected a file in a folder that"):
+            main(["measure", "--ranks", "2", "--output", str(path)])
 
 
 @pytest.mark.slow
