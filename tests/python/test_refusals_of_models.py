@@ -108,6 +108,10 @@ RECOMMENDATIONS: list[Refusal] = [
                 lambda: nn.ModuleDict({"module": small_network()}),
                 r"called 1, 7, got none; pass model\.module",
             ),
+            (
+                lambda: torch.compile(small_network(), backend="eager"),
+                r"called 1, 7, got none; pass model\._orig_mod",
+            ),
             (of_other_channels, "expected 16 channels in 7, .* plan was made, got 8"),
         ]
     ),

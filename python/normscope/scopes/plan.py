@@ -181,8 +181,14 @@ class ScopePlan:
         layers = dict(named_layers(model, BatchNorm, None, None))
         missing = [plan.layer for plan in self.layers if plan.layer not in layers]
         if missing:
-            wrapped = all(f"module.{name}" in layers for name in missing)
-            hint = "; pass model.module, the model in the wrapper" if wrapped else ""
+            hint = next(
+                (
+                    f"; pass model.{wrapped}, the model in the wrapper"
+                    for wrapped in ("module", "_orig_mod")
+                    if all(f"{wrapped}.{name}" in layers for name in missing)
+                ),
+                "",
+            )
             raise ValueError(
                 f"model: expected layers of normscope called {', '.join(missing)}, got none{hint}"
             )
