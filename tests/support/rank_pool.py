@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks to run tests on: processes that live for the whole session."""
+"""Ranks to run tests on: processes that live for the whole session, as importing torch is slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -41,10 +40,6 @@ KERNELS = {
         "NORMSCOPE_TEST_KERNELS": "synchronized",
     },
 }
-
-# Ranks are forked from a process that has imported these, which takes seconds.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "normscope", "pytest"])
 
 # Far longer than any task takes, even on a busy machine.
 HANG_SECONDS = 120.0
@@ -121,9 +116,7 @@ class RankPool:
             # `make gpu-check` has less time for all tests.
             group_seconds, hang_seconds = min(group_seconds, 30.0), min(hang_seconds, 45.0)
         while len(self._ranks) < size:
-            # Forks iterate over sets of texts in the same order; rank 0 has an order of its own.
-            context = CONTEXT if self._ranks else multiprocessing.get_context("spawn")
-            self._ranks.append(_start_rank(context, self.environment))
+            self._ranks.append(_start_rank(self.environment))
         with tempfile.TemporaryDirectory(prefix="normscope-ranks-") as folder:
             task = Task(
                 file=inspect.getfile(function),
@@ -225,9 +218,8 @@ def connect_ranks(store: str, rank: int, size: int, seconds: float = 60.0) -> No
     distributed.barrier()
 
 
-def _start_rank(
-    context: SpawnContext | ForkServerContext, environment: Mapping[str, str]
-) -> tuple[BaseProcess, Connection]:
+def _start_rank(environment: Mapping[str, str]) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, dict(environment)), daemon=True)
     process.start()
