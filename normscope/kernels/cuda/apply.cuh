@@ -76,43 +76,44 @@ struct LoadedFormulas {
   }
 };
 
-// A thread's way through all tensors of a formula.
+// A thread's way through all tensors of a formula. It leads backwards: the kernel that sums has
+// walked forwards, and has left the end in L2.
 template <class Apply>
 class Walk {
  public:
   using Element = typename Apply::ElementType;
   using Real = typename Apply::Real;
 
-  // Visits the packs first, first + step, ... of those that start at (n, c, 0) and are
-  // stride_of(tensor) elements apart.
+  // Visits the packs first, first - step, ... down to 0, of those that start at (n, c, 0) and are
+  // stride_of(tensor) elements apart. None if `first` is negative.
   template <class StrideOf>
   __device__ Walk(const Apply& apply, const Elements<Element>& y, std::int64_t n, std::int64_t c,
                   std::int64_t first, std::int64_t step, const StrideOf& stride_of)
       : apply_(apply), next_(first), step_(step) {
-    y_.start(y.at(n, c, 0) + first * stride_of(y), step * stride_of(y));
+    y_.start(y.at(n, c, 0) + first * stride_of(y), -step * stride_of(y));
     NORMSCOPE_UNROLL
     for (int k = 0; k < Apply::kInputs; ++k) {
       const auto& input = apply.inputs[k];
-      inputs_[k].start(input.at(n, c, 0) + first * stride_of(input), step * stride_of(input));
+      inputs_[k].start(input.at(n, c, 0) + first * stride_of(input), -step * stride_of(input));
     }
   }
 
-  // Writes those below `end`, several at once as long as there are so many.
+  // Writes them, several at once as long as there are so many.
   template <int kPack, class Formulas>
-  __device__ void write(std::int64_t end, bool streams, const Formulas& formulas) {
+  __device__ void write(bool streams, const Formulas& formulas) {
     constexpr int kAtOnce = Apply::kAtOnce;
-    const std::int64_t last = in_register(end - (kAtOnce - 1) * step_);
+    const std::int64_t last = in_register((kAtOnce - 1) * step_);
     const std::int64_t steps = in_register(kAtOnce * step_);
     if (streams) {
-      for (; next_ < last; next_ += steps) write_packs<kPack, kAtOnce, Store::kStreamed>(formulas);
+      for (; next_ >= last; next_ -= steps) write_packs<kPack, kAtOnce, Store::kStreamed>(formulas);
     } else {
-      for (; next_ < last; next_ += steps) write_packs<kPack, kAtOnce, Store::kKept>(formulas);
+      for (; next_ >= last; next_ -= steps) write_packs<kPack, kAtOnce, Store::kKept>(formulas);
     }
-    write_one_by_one<kPack>(end, formulas);
+    write_one_by_one<kPack>(formulas);
   }
   template <int kPack, class Formulas>
-  __device__ void write_one_by_one(std::int64_t end, const Formulas& formulas) {
-    for (; next_ < end; next_ += step_) write_packs<kPack, 1, Store::kKept>(formulas);
+  __device__ void write_one_by_one(const Formulas& formulas) {
+    for (; next_ >= 0; next_ -= step_) write_packs<kPack, 1, Store::kKept>(formulas);
   }
 
  private:
@@ -199,7 +200,16 @@ inline constexpr int kBlocksOf = Apply::kInputs > 1 || Apply::kIsLong ||
                                      ? 2
                                      : 3;
 
-// One warp per plane. gridDim.y warps share a plane's positions, gridDim.z blocks the slices.
+// The last of `packs` packs that a lane visits, if gridDim.y warps share them, a warp's neighbours
+// together; negative if there is none.
+__device__ inline std::int64_t last_of_lane(std::int64_t packs) {
+  const std::int64_t of_warp = (packs + kWarp - 1) / kWarp - 1 - std::int64_t{blockIdx.y};
+  const std::int64_t pack = of_warp * kWarp + threadIdx.x % kWarp;
+  return pack < packs ? pack : pack - std::int64_t{gridDim.y} * kWarp;
+}
+
+// One warp per plane, the last one first. gridDim.y warps share a plane's positions, gridDim.z
+// blocks the slices.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
@@ -207,30 +217,33 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
                          bool streams) {
   constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
   wait_for_earlier_kernel();
+  const std::int64_t planes = std::int64_t{gridDim.x} * (kBlockThreads / kWarp);
   const std::int64_t plane =
-      std::int64_t{blockIdx.x} * (kBlockThreads / kWarp) + threadIdx.x / kWarp;
+      planes - 1 - (std::int64_t{blockIdx.x} * (kBlockThreads / kWarp) + threadIdx.x / kWarp);
   const std::int64_t c = plane % y.channels;
-  const std::int64_t first = std::int64_t{blockIdx.y} * kWarp + threadIdx.x % kWarp;
   const std::int64_t step = std::int64_t{gridDim.y} * kWarp;
   const std::int64_t packs = y.positions / kPack;
-  for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
+  for (std::int64_t i = blockIdx.z; i < batches.slices; i += gridDim.z) {
+    const std::int64_t slice = batches.slices - 1 - i;
     if (plane >= batches.samples_of(slice) * y.channels) continue;
     const std::int64_t n = batches.first_sample(slice) + plane / y.channels;
     const LoadedFormulas<1, Apply> formula(apply, slice, c);
-    Walk<Apply> walk(apply, y, n, c, first, step, [&](const auto& /*tensor*/) { return kPack; });
-    walk.template write<kPack>(packs, streams, formula);
+    const auto size_of_pack = [&](const auto& /*tensor*/) { return kPack; };
+    Walk<Apply> walk(apply, y, n, c, last_of_lane(packs), step, size_of_pack);
+    walk.template write<kPack>(streams, formula);
     if constexpr (kPack > 1) {
-      const std::int64_t rest = packs * kPack + first;
-      Walk<Apply> walk_of_rest(apply, y, n, c, rest, step,
-                               [](const auto& /*tensor*/) { return 1; });
-      walk_of_rest.template write_one_by_one<1>(y.positions, formula);
+      const auto one = [](const auto& /*tensor*/) { return 1; };
+      const std::int64_t own = packs * kPack + threadIdx.x % kWarp;
+      const bool is_owner = blockIdx.y == 0 && own < y.positions;
+      Walk<Apply> rest(apply, y, n, c, is_owner ? own : -1, own + 1, one);
+      rest.template write_one_by_one<1>(formula);
     }
   }
 }
 
 // threadIdx.x selects a pack of channels. threadIdx.y and gridDim.y share the rows of a run, of
 // equal distance in each tensor: those of a slice if they are `joined`, otherwise those of a
-// sample. gridDim.z blocks share the runs.
+// sample. gridDim.z blocks share the runs, the last one first.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
 template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
@@ -240,16 +253,18 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
   wait_for_earlier_kernel();
   const std::int64_t c = (std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kPack;
   if (c >= y.channels) return;
-  const std::int64_t first = std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
+  const std::int64_t from_last = std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
   const std::int64_t step = std::int64_t{gridDim.y} * blockDim.y;
   const std::int64_t runs = joined ? batches.slices : batches.samples;
-  for (std::int64_t run = blockIdx.z; run < runs; run += gridDim.z) {
+  for (std::int64_t i = blockIdx.z; i < runs; i += gridDim.z) {
+    const std::int64_t run = runs - 1 - i;
     const std::int64_t slice = joined ? run : run / batches.slice_size;
     const std::int64_t n = joined ? batches.first_sample(run) : run;
     const std::int64_t rows = joined ? batches.samples_of(run) * y.positions : y.positions;
     const LoadedFormulas<kPack, Apply> formulas(apply, slice, c);
-    Walk<Apply> walk(apply, y, n, c, first, step, [](const auto& x) { return x.row_stride(); });
-    walk.template write<kPack>(rows, streams, formulas);
+    const auto row = [](const auto& tensor) { return tensor.row_stride(); };
+    Walk<Apply> walk(apply, y, n, c, rows - 1 - from_last, step, row);
+    walk.template write<kPack>(streams, formulas);
   }
 }
 
