@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the loops in the machine code of CUDA kernels, and compare them with limits in the source.
 
-A limit is a line above a kernel, or above a template argument of kernels:
+A limit is a sentence above a kernel, or above a template argument of kernels:
 
     // Loop: at most 60 instructions per store; at least 4 loads.
     // Loop: at most 150 instructions per store, 550 with Silu; at most 160 float64 instructions.
+    // Loop: at most 80 instructions per store; at least 8 loads; at least 8 before the wait.
 
 Of each instance for packs of bfloat16 it describes the loop in which the instance spends its time.
-Loads are those that are in flight when the first loaded number is needed.
+Loads are those that are in flight when the first loaded number is needed. Those before the wait are
+executed before the kernel waits for the previous one.
 """
 
 import re
@@ -37,6 +39,7 @@ class LoopLimits(NamedTuple):
     with_name: Mapping[str, int]  # instead of `instructions`, for template arguments with a name
     float64: int | None
     loads: int | None
+    early_loads: int | None
 
 
 def is_in(name: str, symbol: str) -> bool:
@@ -47,7 +50,7 @@ def is_in(name: str, symbol: str) -> bool:
 def read_loop_limits(folder: Path) -> list[LoopLimits]:
     """Return the limits of loops in the .cuh files of the folder."""
     pattern = re.compile(
-        r"// Loop: (.*)\.\n(?:// .*\n)*(?:template <.*>\n)"
+        r"// Loop: ((?:.|\n// )*?)\.\n(?:// .*\n)*(?:template <.*>\n)"
         r"(?:struct|__global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?) ?(\w+)"
     )
 
@@ -57,7 +60,9 @@ def read_loop_limits(folder: Path) -> list[LoopLimits]:
 
     limits = []
     for path in sorted(folder.glob("*.cuh")):
-        found = pattern.findall(path.read_text())
+        found = [
+            (text.replace("\n// ", " "), name) for text, name in pattern.findall(path.read_text())
+        ]
         if len(found) != path.read_text().count("// Loop: "):
             raise SystemExit(f"{path}: expected a kernel or struct below each line of loop limits")
         limits += [
@@ -67,6 +72,7 @@ def read_loop_limits(folder: Path) -> list[LoopLimits]:
                 with_name={b: int(a) for a, b in re.findall(r"(\d+) with (\w+)", text)},
                 float64=number(r"at most (\d+) float64 instructions", text),
                 loads=number(r"at least (\d+) loads", text),
+                early_loads=number(r"at least (\d+) before the wait", text),
             )
             for text, name in found
         ]
@@ -88,6 +94,12 @@ def loads_in_flight(body: list[str]) -> int:
             words = {".64": 2, ".128": 4}.get(load[1], 1)
             pending.update(range(registers[0], registers[0] + words))
     return loads
+
+
+def loads_before_wait(code: str) -> int:
+    """Return the number of loads in front of the first wait for the previous kernel."""
+    before, wait, _ = code.partition("ACQBULK")
+    return len(re.findall(r"\bLDG", before)) if wait else 0
 
 
 def loops_of(code: str) -> Iterator[Loop]:
@@ -158,6 +170,9 @@ def loop_complaints(symbol: str, code: str, limits: LoopLimits) -> Iterator[str]
             yield f"expected at most {limits.float64} float64 in the loop, got {loop.float64}"
         if limits.loads is not None and loop.loads < limits.loads:
             yield f"expected at least {limits.loads} loads in flight, got {loop.loads}"
+    early_loads = loads_before_wait(code)
+    if limits.early_loads is not None and early_loads < limits.early_loads:
+        yield f"expected at least {limits.early_loads} loads before the wait, got {early_loads}"
 
 
 def check_loops(cubins: list[Path], folder: Path, nvdisasm: str) -> int:

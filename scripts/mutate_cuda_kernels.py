@@ -4,11 +4,13 @@
 
 For every barrier, shuffle, vote, ticket and atomic operation in ``normscope/kernels/cuda/*.cuh``,
 and in the kernel by which ranks on one device exchange messages in tests, the copy has a mutant: an
-operation in its place that ignores other threads. In that kernel, there are also mutants of what
-keeps the epochs of the ranks apart. A program that is compiled from the copy runs the mutant whose
-number the environment variable ``NORMSCOPE_MUTANT`` has, if it has one. The script prints the names
-of the mutants in the order of their numbers, from 1, one per line. If a test suite passes with a
-mutant, it does not test the operation that was left out.
+operation in its place that ignores other threads. Mutants of a wait for the earlier kernel leave it
+out, or wait behind the next statement; those of what lets the next kernel start leave it out. In
+the kernel of the ranks, there are also mutants of what keeps their epochs apart. A program that is
+compiled from the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT``
+has, if it has one. The script prints the names of the mutants in the order of their numbers, from
+1, one per line. If a test suite passes with a mutant, it does not test the operation that was left
+out.
 """
 
 import argparse
@@ -21,7 +23,8 @@ from pathlib import Path
 FOLDERS = (Path("normscope/kernels/cuda"), Path("tests/comm/on_device"))
 
 # By the name of a mutant: the pattern of what it replaces, and the mutant. Both are expressions of
-# one type. Arguments only contain commas within brackets.
+# one type, or the mutant is what takes the place of the statements, with its NUMBER. Arguments only
+# contain commas within brackets.
 ARGUMENT = r"((?:[^(),\[\]]|\[[^\]]*\]|\([^()]*\))+)"
 MUTATIONS = {
     "barrier": (r"__syncthreads\(\)", "void()"),
@@ -42,6 +45,14 @@ MUTATIONS = {
         r"look_at\((shared\.announced[^)]*)\)",
         r"std::atomic_ref(*(\1)).load(std::memory_order_relaxed)",
     ),
+    "wait": (r"(?<=\) )wait_for_earlier_kernel\(\)(?=;)", "void()"),
+    "order": (
+        r"(?m)^( *)wait_for_earlier_kernel\(\);\n(.*;)$",
+        r"\1if (kMutant != NUMBER) wait_for_earlier_kernel();\n"
+        r"\2\n"
+        r"\1if (kMutant == NUMBER) wait_for_earlier_kernel();",
+    ),
+    "start": (r"(?<!::)\blet_next_kernel_start\(\)(?=;)", "void()"),
     "epochs": (r"shared\.announced\[rank\] \+ 1(?=;)", "std::uint64_t{1}"),
     "turns": (r"epoch % SharedSlots::kSlots\b", "epoch * 0"),
 }
@@ -73,7 +84,10 @@ def with_mutants(text: str, first: int) -> str:
     parts = ['#include "mutant.h"\n']
     end = 0
     for number, (match, _, mutant) in enumerate(mutants(text), first):
-        parts += [text[end : match.start()], f"(kMutant == {number} ? {mutant} : {match[0]})"]
+        choice = f"(kMutant == {number} ? {mutant} : {match[0]})"
+        if "NUMBER" in mutant:
+            choice = mutant.replace("NUMBER", str(number))
+        parts += [text[end : match.start()], choice]
         end = match.end()
     return "".join([*parts, text[end:]])
 
@@ -83,8 +97,9 @@ def calls(text: str) -> int:
     names = (
         r"__syncthreads|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic[A-Z]\w*|__threadfence\w*"
     )
+    early = r"(?<!::)\b(?:wait_for_earlier_kernel|let_next_kernel_start)\(\);"
     epochs = r"\bkSlots\b|(?:announce\(|look_at\()?shared\.announced\b"
-    return len(re.findall(rf"(?:\b(?:{names})|(?<== )take_ticket)\(|{epochs}", text))
+    return len(re.findall(rf"(?:\b(?:{names})|(?<== )take_ticket)\(|{epochs}|{early}", text))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -30,7 +30,8 @@ template <class Real>
 inline constexpr bool kDivides<HardSwish<Real>> = true;
 
 // activation(normalized x + residual)
-// Loop: at most 150 instructions per store, 290 with HardSwish, 580 with Silu; at least 4 loads.
+// Loop: at most 150 instructions per store, 290 with HardSwish, 580 with Silu; at least 4 loads; at
+// least 4 before the wait.
 template <class Element, class Function, bool kHasResidual>
 struct ActivatedElements {
   using ElementType = Element;
@@ -53,7 +54,8 @@ struct ActivatedElements {
 };
 
 // dy * activation'(normalized x)
-// Loop: at most 150 instructions per store, 290 with HardSwish, 510 with Silu; at least 4 loads.
+// Loop: at most 150 instructions per store, 290 with HardSwish, 510 with Silu; at least 4 loads; at
+// least 4 before the wait.
 template <class Element, class Function>
 struct ActivationGradientElements {
   using ElementType = Element;

@@ -13,8 +13,14 @@ namespace normscope::cuda {
 
 // How elements are computed, with coefficients that were rounded once per channel. output() gets
 // an element of each input; kIsLong if its code is too long to be there for each of kAtOnce packs.
+//
+// The coefficients are written by the previous kernel of the same call, which starts after all
+// others have ended (Order::kAfter). So the inputs of formulas with coefficients are complete when
+// an apply kernel starts, even if it starts before that kernel has ended, and whoever wrote them:
+// the program, or a kernel of the call, as for dz. A formula without coefficients begins its call,
+// and waits for the inputs too.
 
-// Loop: at most 60 instructions per store; at least 4 loads.
+// Loop: at most 60 instructions per store; at least 4 loads; at least 4 before the wait.
 template <class Element>
 struct NormalizeElements {
   using ElementType = Element;
@@ -33,7 +39,7 @@ struct NormalizeElements {
   }
 };
 
-// Loop: at most 80 instructions per store; at least 4 loads.
+// Loop: at most 80 instructions per store; at least 8 loads; at least 8 before the wait.
 template <class Element>
 struct InputGradientElements {
   using ElementType = Element;
@@ -76,9 +82,9 @@ struct LoadedFormulas {
   }
 };
 
-// A thread's way through all tensors of a formula. It leads backwards: the kernel that sums has
-// walked forwards, and has left the end in L2.
-template <class Apply>
+// A thread's way through all tensors of a formula, kAtOnce packs at a time. It leads backwards: the
+// kernel that sums has walked forwards, and has left the end in L2.
+template <class Apply, int kPack, int kAtOnce = Apply::kAtOnce>
 class Walk {
  public:
   using Element = typename Apply::ElementType;
@@ -98,22 +104,20 @@ class Walk {
     }
   }
 
-  // Writes them, several at once as long as there are so many.
-  template <int kPack, class Formulas>
-  __device__ void write(bool streams, const Formulas& formulas) {
-    constexpr int kAtOnce = Apply::kAtOnce;
-    const std::int64_t last = in_register((kAtOnce - 1) * step_);
-    const std::int64_t steps = in_register(kAtOnce * step_);
-    if (streams) {
-      for (; next_ >= last; next_ -= steps) write_packs<kPack, kAtOnce, Store::kStreamed>(formulas);
-    } else {
-      for (; next_ >= last; next_ -= steps) write_packs<kPack, kAtOnce, Store::kKept>(formulas);
-    }
-    write_one_by_one<kPack>(formulas);
+  // Loads the first packs. Must be called before write().
+  __device__ void start() {
+    if (next_ >= 0) load_what_is_left();
   }
-  template <int kPack, class Formulas>
-  __device__ void write_one_by_one(const Formulas& formulas) {
-    for (; next_ >= 0; next_ -= step_) write_packs<kPack, 1, Store::kKept>(formulas);
+
+  // Writes all packs.
+  template <class Formulas>
+  __device__ void write(bool streams, const Formulas& formulas) {
+    if (streams) {
+      write_turns<Store::kStreamed>(formulas);
+    } else {
+      write_turns<Store::kKept>(formulas);
+    }
+    write_down_to<Store::kKept>(0, formulas);
   }
 
  private:
@@ -131,7 +135,7 @@ class Walk {
       at = reinterpret_cast<char*>(const_cast<Element*>(first));
       one_pack = in_register(bytes);
       two_packs = in_register(2 * bytes);
-      at_once = in_register(Apply::kAtOnce * bytes);
+      at_once = in_register(kAtOnce * bytes);
     }
     // The i-th from here, for i below 4.
     NORMSCOPE_INLINE Pointed* pack(int i) const {
@@ -141,40 +145,94 @@ class Walk {
     NORMSCOPE_INLINE void skip(int packs) { at += packs == 1 ? one_pack : at_once; }
   };
 
-  // Loads all inputs of kAtOnce packs before it stores the first. The compiler must keep this
-  // order, since a store could change what is loaded after it.
-  template <int kPack, int kAtOnce, Store kStore, class Formulas>
-  __device__ void write_packs(const Formulas& formulas) {
-    Pack<Element, kPack> loaded[kAtOnce][Apply::kInputs];
+  // The bits of a pack. The compiler would carry its elements from loop to loop one by one.
+  using Bits =
+      std::conditional_t<(kPack * sizeof(Element) < sizeof(std::uint32_t)), Pack<std::uint16_t, 1>,
+                         Pack<std::uint32_t, kPack * sizeof(Element) / 4>>;
+
+  static NORMSCOPE_INLINE Bits load(const Element* from) {
+    return std::bit_cast<Bits>(load_pack<kPack>(from));
+  }
+
+  // Loads kAtOnce packs of all inputs.
+  __device__ void load_turn() {
     NORMSCOPE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      for (int k = 0; k < Apply::kInputs; ++k) loaded[i][k] = load_pack<kPack>(inputs_[k].pack(i));
+      for (int k = 0; k < Apply::kInputs; ++k) {
+        loaded_[i][k] = load(inputs_[k].pack(i));
+      }
     }
+    skip_loaded();
+  }
+
+  // The same if there may be fewer. The next one then takes the places of those that there are not,
+  // because loads that wait for a condition are not in flight together.
+  __device__ void load_what_is_left() {
+    NORMSCOPE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      const bool exists = next_ >= i * step_;
+      for (int k = 0; k < Apply::kInputs; ++k) {
+        loaded_[i][k] = load(exists ? inputs_[k].pack(i) : inputs_[k].pack(0));
+      }
+    }
+    skip_loaded();
+  }
+
+  __device__ void skip_loaded() {
     NORMSCOPE_UNROLL
     for (auto& input : inputs_) input.skip(kAtOnce);
+  }
+
+  // Writes kAtOnce packs as long as there are so many, and loads those that are left. All loads of
+  // a turn come before the first store. The compiler must keep this order, since a store could
+  // change what is loaded after it.
+  template <Store kStore, class Formulas>
+  __device__ void write_turns(const Formulas& formulas) {
+    const std::int64_t last = in_register((kAtOnce - 1) * step_);
+    const std::int64_t steps = in_register(kAtOnce * step_);
+    if (next_ < last) return;
+    while (true) {
+      write_turn<kStore>(last, steps, formulas);
+      if (next_ < last) break;
+      load_turn();
+    }
+    if (next_ >= 0) load_what_is_left();
+  }
+
+  template <Store kStore, class Formulas>
+  __device__ void write_turn(std::int64_t last, std::int64_t steps, const Formulas& formulas) {
     if constexpr (Apply::kIsLong) {
-      // A loop, so that the code is there once. Packs move up instead of being counted: packs with
-      // an index that varies would be in memory.
-      NORMSCOPE_DO_NOT_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        write_pack<kStore>(y_.pack(0), loaded[0], formulas);
-        y_.skip(1);
-        for (int next = 1; next < kAtOnce; ++next) {
-          for (int k = 0; k < Apply::kInputs; ++k) loaded[next - 1][k] = loaded[next][k];
-        }
-      }
+      write_down_to<kStore>(next_ - last, formulas);
     } else {
       NORMSCOPE_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) write_pack<kStore>(y_.pack(i), loaded[i], formulas);
+      for (int i = 0; i < kAtOnce; ++i) write_pack<kStore>(y_.pack(i), loaded_[i], formulas);
       y_.skip(kAtOnce);
+      next_ -= steps;
     }
   }
 
-  template <Store kStore, int kPack, class Formulas>
-  __device__ void write_pack(Element* to, const Pack<Element, kPack> (&loaded)[Apply::kInputs],
+  // Writes the loaded packs down to `last` in a loop, so that the code is there once. Packs move up
+  // instead of being counted: packs with an index that varies would be in memory.
+  template <Store kStore, class Formulas>
+  __device__ void write_down_to(std::int64_t last, const Formulas& formulas) {
+    NORMSCOPE_DO_NOT_UNROLL
+    for (; next_ >= last; next_ -= step_) {
+      write_pack<kStore>(y_.pack(0), loaded_[0], formulas);
+      y_.skip(1);
+      NORMSCOPE_UNROLL
+      for (int i = 1; i < kAtOnce; ++i) {
+        for (int k = 0; k < Apply::kInputs; ++k) loaded_[i - 1][k] = loaded_[i][k];
+      }
+    }
+  }
+
+  template <Store kStore, class Formulas>
+  __device__ void write_pack(Element* to, const Bits (&loaded)[Apply::kInputs],
                              const Formulas& formulas) {
     Real wide[Apply::kInputs][kPack];
-    for (int k = 0; k < Apply::kInputs; ++k) widen_pack(loaded[k], wide[k]);
+    for (int k = 0; k < Apply::kInputs; ++k) {
+      widen_pack(std::bit_cast<Pack<Element, kPack>>(loaded[k]), wide[k]);
+    }
     Real outputs[kPack];
     NORMSCOPE_UNROLL
     for (int j = 0; j < kPack; ++j) {
@@ -186,10 +244,11 @@ class Walk {
   }
 
   const Apply& apply_;
-  std::int64_t next_;  // pack
+  std::int64_t next_;  // pack that is written next
   std::int64_t step_;
   Place<Element> y_;
-  Place<const Element> inputs_[Apply::kInputs];
+  Place<const Element> inputs_[Apply::kInputs];  // of the pack that is loaded next
+  Bits loaded_[kAtOnce][Apply::kInputs] = {};
 };
 
 // How many blocks of a kernel a multiprocessor must have registers for. With fewer registers the
@@ -208,6 +267,10 @@ __device__ inline std::int64_t last_of_lane(std::int64_t packs) {
   return pack < packs ? pack : pack - std::int64_t{gridDim.y} * kWarp;
 }
 
+// Whether what wrote the inputs may still run when the kernel starts.
+template <class Apply>
+inline constexpr bool kWaitsForInputs = Apply::kCount == 0;
+
 // One warp per plane, the last one first. gridDim.y warps share a plane's positions, gridDim.z
 // blocks the slices.
 // Limits: 24 to 128 registers; bytes: 0 stack, 0 spilled, 0 shared; no float64.
@@ -216,27 +279,31 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     apply_channels_first(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
                          bool streams) {
   constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
-  wait_for_earlier_kernel();
+  if (kWaitsForInputs<Apply>) wait_for_earlier_kernel();
   const std::int64_t planes = std::int64_t{gridDim.x} * (kBlockThreads / kWarp);
   const std::int64_t plane =
       planes - 1 - (std::int64_t{blockIdx.x} * (kBlockThreads / kWarp) + threadIdx.x / kWarp);
   const std::int64_t c = plane % y.channels;
   const std::int64_t step = std::int64_t{gridDim.y} * kWarp;
-  const std::int64_t packs = y.positions / kPack;
   for (std::int64_t i = blockIdx.z; i < batches.slices; i += gridDim.z) {
     const std::int64_t slice = batches.slices - 1 - i;
-    if (plane >= batches.samples_of(slice) * y.channels) continue;
+    const bool has_plane = plane < batches.samples_of(slice) * y.channels;
+    const std::int64_t positions = has_plane ? y.positions : 0;
+    const std::int64_t packs = positions / kPack;
     const std::int64_t n = batches.first_sample(slice) + plane / y.channels;
-    const LoadedFormulas<1, Apply> formula(apply, slice, c);
     const auto size_of_pack = [&](const auto& /*tensor*/) { return kPack; };
-    Walk<Apply> walk(apply, y, n, c, last_of_lane(packs), step, size_of_pack);
-    walk.template write<kPack>(streams, formula);
+    Walk<Apply, kPack> walk(apply, y, n, c, last_of_lane(packs), step, size_of_pack);
+    walk.start();
+    wait_for_earlier_kernel();
+    const LoadedFormulas<1, Apply> formula(apply, slice, c);
+    walk.write(streams, formula);
     if constexpr (kPack > 1) {
       const auto one = [](const auto& /*tensor*/) { return 1; };
       const std::int64_t own = packs * kPack + threadIdx.x % kWarp;
-      const bool is_owner = blockIdx.y == 0 && own < y.positions;
-      Walk<Apply> rest(apply, y, n, c, is_owner ? own : -1, own + 1, one);
-      rest.template write_one_by_one<1>(formula);
+      const bool is_owner = blockIdx.y == 0 && own < positions;
+      Walk<Apply, 1, 1> rest(apply, y, n, c, is_owner ? own : -1, own + 1, one);
+      rest.start();
+      rest.write(false, formula);
     }
   }
 }
@@ -250,9 +317,10 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     apply_channels_last(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
                         bool joined, bool streams) {
   constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
-  wait_for_earlier_kernel();
-  const std::int64_t c = (std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kPack;
-  if (c >= y.channels) return;
+  if (kWaitsForInputs<Apply>) wait_for_earlier_kernel();
+  const std::int64_t channel = (std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kPack;
+  const bool has_channels = channel < y.channels;
+  const std::int64_t c = has_channels ? channel : 0;
   const std::int64_t from_last = std::int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
   const std::int64_t step = std::int64_t{gridDim.y} * blockDim.y;
   const std::int64_t runs = joined ? batches.slices : batches.samples;
@@ -260,11 +328,14 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     const std::int64_t run = runs - 1 - i;
     const std::int64_t slice = joined ? run : run / batches.slice_size;
     const std::int64_t n = joined ? batches.first_sample(run) : run;
-    const std::int64_t rows = joined ? batches.samples_of(run) * y.positions : y.positions;
-    const LoadedFormulas<kPack, Apply> formulas(apply, slice, c);
+    const std::int64_t samples = joined ? batches.samples_of(run) : 1;
+    const std::int64_t rows = has_channels ? samples * y.positions : 0;
     const auto row = [](const auto& tensor) { return tensor.row_stride(); };
-    Walk<Apply> walk(apply, y, n, c, rows - 1 - from_last, step, row);
-    walk.template write<kPack>(streams, formulas);
+    Walk<Apply, kPack> walk(apply, y, n, c, rows - 1 - from_last, step, row);
+    walk.start();
+    wait_for_earlier_kernel();
+    const LoadedFormulas<kPack, Apply> formulas(apply, slice, c);
+    walk.write(streams, formulas);
   }
 }
 

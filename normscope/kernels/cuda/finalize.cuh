@@ -264,6 +264,7 @@ struct AfterSums {
 // Limits: 24 to 96 registers; bytes: 0 stack, 0 spilled, 16 shared.
 template <class User>
 __global__ void use_message(MessageView message, unsigned* ticket, User user) {
+  let_next_kernel_start();
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (c < message.channels) {
     typename User::Channel channel;
@@ -280,6 +281,7 @@ template <class Real>
 __global__ void write_coefficients_of_statistics(std::int64_t channels, std::int64_t slices,
                                                  const double* statistics, ChannelView weight,
                                                  ChannelView bias, Coefficients coefficients) {
+  let_next_kernel_start();
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (c >= channels) return;
   for (std::int64_t slice = blockIdx.y; slice < slices; slice += gridDim.y) {

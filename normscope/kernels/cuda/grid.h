@@ -11,8 +11,10 @@
 
 namespace normscope::cuda {
 
-// kEarly: the kernel may be launched while the previous one on the stream still runs, which hides
-// the time of the launch. Such a kernel must begin with wait_for_earlier_kernel().
+// kAfter: the kernel starts when all previous ones on the stream have ended.
+// kEarly: it may start while the previous one still runs, which hides the time of the launch.
+// Before it calls wait_for_earlier_kernel(), it may read what was there before the last kernel of
+// kAfter was launched, and must not write.
 enum class Order { kAfter, kEarly };
 
 // The kernels' grids. Device launches them: a GPU, or its stand-in on the host for tests.

@@ -27,17 +27,29 @@ inline constexpr int kWarp = 32;
 inline constexpr unsigned kWholeWarp = 0xFFFFFFFFU;
 inline constexpr int kBlockThreads = 256;
 
-// The first virtual architecture, compute_90, that has an instruction for the next function.
+// The first virtual architecture, compute_90, that has instructions for the next two functions.
 #define NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS 90
 inline constexpr int kFirstArchitectureThatWaits = NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS;
 
-// Waits until the previous kernels have ended. A kernel that is launched while the previous one
-// still runs (Order::kEarly) must call this first, in every thread.
+// Waits until the previous kernels have ended, if they have not: another call takes no time. A
+// kernel that is launched while the previous one still runs (Order::kEarly) must call this in every
+// thread, before it writes to memory or reads what may not have been there yet.
 __device__ inline void wait_for_earlier_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 10 * NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #elif !defined(__CUDACC__)
   cuda_on_host::ThisThread::wait_for_earlier_kernel();
+#endif
+}
+
+// The next kernel, if it is one of Order::kEarly, may start when all blocks have called this or
+// ended. It waits for their results in any case. Kernels that sum call it after their last load of
+// a tensor: the loads of the next kernel would share the memory's bandwidth with theirs.
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 10 * NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS
+  asm volatile("griddepcontrol.launch_dependents;");
+#elif !defined(__CUDACC__)
+  cuda_on_host::ThisThread::let_next_kernel_start();
 #endif
 }
 

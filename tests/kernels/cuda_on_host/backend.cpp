@@ -13,6 +13,8 @@ namespace normscope::cuda_on_host {
 namespace {
 
 std::atomic<int> launched = 0;
+std::atomic<int> started_early = 0;
+thread_local bool last_lets_next_start = false;
 
 struct Device {
   // Few: blocks then share channels, and have several warps or, for small tensors, one.
@@ -40,7 +42,8 @@ struct Device {
                         static_cast<unsigned>(grid.threads_y), 1};
     const Start start = order == cuda::Order::kEarly ? Start::kEarly : Start::kAfterOthers;
     queue(stream, [=] {
-      run_grid(blocks, threads, start, [=] { kernel(arguments...); });
+      if (start == Start::kEarly && last_lets_next_start) ++started_early;
+      last_lets_next_start = run_grid(blocks, threads, start, [=] { kernel(arguments...); });
       ++launched;
     });
   }
@@ -52,5 +55,6 @@ constinit const DeviceKernels kKernels =
     cuda::Backend<Device>::kernels("cuda_on_host", [] { return std::string(); });
 
 int launches() noexcept { return launched; }
+int early_starts() noexcept { return started_early; }
 
 }  // namespace normscope::cuda_on_host

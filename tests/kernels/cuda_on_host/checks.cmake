@@ -61,8 +61,9 @@ set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES FIXTURES_REQUIRED cu
 
 # The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered.
 add_library(
-  cuda_on_host_suites OBJECT bits_test.cpp contract_test.cpp cuda_on_host/device.cpp
-                             cuda_on_host/kernels_under_test.cpp cuda_on_host/stream.cpp
+  cuda_on_host_suites OBJECT
+  bits_test.cpp contract_test.cpp cuda_on_host/device.cpp cuda_on_host/early_start_test.cpp
+  cuda_on_host/kernels_under_test.cpp cuda_on_host/stream.cpp
 )
 normscope_set_compile_rules(cuda_on_host_suites)
 target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
@@ -104,6 +105,7 @@ function(normscope_cuda_on_host_test test target cases)
 endfunction()
 
 set(cases "*FollowTheSpecification/*_float32_channels_")
+set(early_cases "*EarlyKernels*")
 set(launches_ranks ${on_device}/sum_over_ranks_on_host.cpp)
 normscope_cuda_on_host_executable(
   cuda_threads cuda_on_host_suites cuda_on_host/backend.cpp ${normscope_SOURCE_DIR}
@@ -111,7 +113,7 @@ normscope_cuda_on_host_executable(
 normscope_cuda_on_host_executable(
   cuda_ranks ranks_on_host_suites ${launches_ranks} ${normscope_SOURCE_DIR}
 )
-normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*)
+normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*:${early_cases})
 # Without the cases that also exchange messages on the host: those are not compiled for the sanitizer.
 normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_ranks -*OfGraphs*)
 
@@ -136,6 +138,10 @@ foreach(name IN LISTS names)
   if(name MATCHES "^sum_over_ranks")
     normscope_cuda_on_host_test(
       cuda.Misses/${name} cuda_mutants_of_ranks "*FollowEachOther*/3" NORMSCOPE_MUTANT=${number}
+    )
+  elseif(name MATCHES "_without_(wait|order|start)$")
+    normscope_cuda_on_host_test(
+      cuda.Misses/${name} cuda_mutants ${early_cases} NORMSCOPE_MUTANT=${number}
     )
   else()
     string(REGEX MATCH "^(last_block|sum_channels_last)" is_last ${name})

@@ -7,13 +7,17 @@
 #include <exception>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include <ucontext.h>
+
+#include "tests/kernels/cuda_on_host/backend.h"
 
 // ThreadSanitizer's own interface, if it is linked in.
 // NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming)
@@ -70,7 +74,34 @@ struct Place {
   void* registers[5];
 };
 
-enum class State { kReady, kAtBarrier, kInWarp, kEnded };
+enum class State { kReady, kAtBarrier, kInWarp, kBehindEarlierKernel, kEnded };
+
+// The contents of the spans of an EarlierMemory.
+class Contents {
+ public:
+  explicit Contents(const std::vector<std::span<std::byte>>& spans) : spans_(spans) { save(); }
+
+  void save() {
+    bytes_.clear();
+    for (const auto& span : spans_) bytes_.insert(bytes_.end(), span.begin(), span.end());
+  }
+  void restore() const {
+    auto from = bytes_.begin();
+    for (const auto& span : spans_) {
+      std::copy_n(from, span.size(), span.begin());
+      from += static_cast<std::ptrdiff_t>(span.size());
+    }
+  }
+  [[nodiscard]] bool are_those_of(const Contents& other) const { return bytes_ == other.bytes_; }
+
+ private:
+  std::vector<std::span<std::byte>> spans_;
+  std::vector<std::byte> bytes_;
+};
+
+// The spans of the calling thread's EarlierMemory, and what they contained when the last kernel
+// that does not start early began.
+thread_local std::optional<Contents> earlier;
 
 struct Fiber {
   Place place;
@@ -92,8 +123,9 @@ struct Warp {
 // outlive their block, because making one takes long.
 class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
  public:
-  void run(Index of_grid, Index of_block, Index place, Start start, unsigned seed,
-           const std::function<void()>& body) {
+  // seen_early: what an early kernel sees until it has waited; nullptr: what there is.
+  void run(Index of_grid, Index of_block, Index place, Start start, const Contents* seen_early,
+           unsigned seed, const std::function<void()>& body) {
     here = this;
     grid = of_grid;
     size = of_block;
@@ -110,17 +142,21 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
       fibers_[i]->exchanges = 0;
       fibers_[i]->has_waited_for_earlier_kernel = false;
     }
+    lets_next_kernel_start = false;
     scheduler_ = Watched::scheduler();
+    std::optional<Contents> now;
+    if (start == Start::kEarly && seen_early != nullptr) {
+      now = *seen_early;
+      now->save();
+      seen_early->restore();
+    }
     Watched::arrive(&begin_);
+    if (start == Start::kEarly) run_until_all_wait(seen_early, now);
     while (advance()) {
     }
     Watched::depart(&end_);
     if (!all_are(State::kEnded, 0, threads_)) {
       throw std::logic_error("threads of a block wait for threads that wait elsewhere or ended");
-    }
-    for (std::size_t i = 0; i < threads_ && start == Start::kEarly; ++i) {
-      if (fibers_[i]->has_waited_for_earlier_kernel) continue;
-      throw std::logic_error("a kernel that starts early does not wait for the one before it");
     }
   }
 
@@ -142,8 +178,32 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
   Index index = {};
   std::size_t current = 0;
   char barrier = 0;
+  char earlier_kernel = 0;
+  bool lets_next_kernel_start = false;
 
  private:
+  // Runs an early kernel until all threads wait for the one before it, and lets them see what there
+  // is from then on.
+  void run_until_all_wait(const Contents* seen_early, const std::optional<Contents>& now) {
+    while (advance()) {
+    }
+    Watched::depart(&earlier_kernel);
+    for (std::size_t i = 0; i < threads_; ++i) {
+      if (fibers_[i]->has_waited_for_earlier_kernel) continue;
+      throw std::logic_error("a kernel that starts early does not wait for the one before it");
+    }
+    if (now) {
+      Contents left = *seen_early;
+      left.save();
+      now->restore();
+      if (!left.are_those_of(*seen_early)) {
+        throw std::logic_error("a kernel writes before it has waited for the one before it");
+      }
+    }
+    Watched::arrive(&earlier_kernel);
+    release(State::kBehindEarlierKernel, 0, threads_);
+  }
+
   // The body of a fiber: its part of one block after the other. It must not read `here` after a
   // wait, because the next block may run on another thread of the operating system.
   static void live() {
@@ -264,27 +324,43 @@ unsigned ThisThread::take_ticket(unsigned* ticket, unsigned last) {
 }
 
 void ThisThread::wait_for_earlier_kernel() {
-  BlockRunner::here->fiber().has_waited_for_earlier_kernel = true;
+  BlockRunner& runner = *BlockRunner::here;
+  if (std::exchange(runner.fiber().has_waited_for_earlier_kernel, true)) return;
+  runner.wait(State::kBehindEarlierKernel, &runner.earlier_kernel);
 }
 
-void run_grid(Index grid, Index block, Start start, const std::function<void()>& body) {
+void ThisThread::let_next_kernel_start() { BlockRunner::here->lets_next_kernel_start = true; }
+
+EarlierMemory::EarlierMemory(const std::vector<std::span<std::byte>>& spans) {
+  earlier.emplace(spans);
+}
+EarlierMemory::~EarlierMemory() { earlier.reset(); }
+
+bool run_grid(Index grid, Index block, Start start, const std::function<void()>& body) {
   static std::atomic<unsigned> launches = 0;
   static thread_local std::unique_ptr<BlockRunner> runners[kBlocksAtOnce];
   const unsigned launch = launches++;
   const std::size_t blocks = std::size_t{grid.x} * grid.y * grid.z;
   std::exception_ptr errors[kBlocksAtOnce];
+  std::atomic<std::size_t> letting = 0;
+  const Contents* const seen_early = earlier ? &*earlier : nullptr;
+  if (earlier && start == Start::kAfterOthers) earlier->save();
+  // One block after the other if all of them change what memory there is.
+  const std::size_t at_once = start == Start::kEarly && earlier ? 1 : kBlocksAtOnce;
   {
     // Blocks are assigned beforehand: nothing orders what two of them do.
     std::vector<std::jthread> threads;
-    for (std::size_t w = 0; w < std::min(kBlocksAtOnce, blocks); ++w) {
+    for (std::size_t w = 0; w < std::min(at_once, blocks); ++w) {
       if (runners[w] == nullptr) runners[w] = std::make_unique<BlockRunner>();
       threads.emplace_back([&, runner = runners[w].get(), w] {
         try {
-          for (std::size_t i = w; i < blocks; i += kBlocksAtOnce) {
+          for (std::size_t i = w; i < blocks; i += at_once) {
             const Index index{static_cast<unsigned>(i % grid.x),
                               static_cast<unsigned>(i / grid.x % grid.y),
                               static_cast<unsigned>(i / grid.x / grid.y)};
-            runner->run(grid, block, index, start, launch * 7919U + static_cast<unsigned>(i), body);
+            runner->run(grid, block, index, start, seen_early,
+                        launch * 7919U + static_cast<unsigned>(i), body);
+            if (runner->lets_next_kernel_start) ++letting;
           }
         } catch (...) {
           errors[w] = std::current_exception();
@@ -297,6 +373,7 @@ void run_grid(Index grid, Index block, Start start, const std::function<void()>&
     for (std::unique_ptr<BlockRunner>& runner : runners) runner.reset();  // fibers wait in there
     std::rethrow_exception(error);
   }
+  return letting == blocks;
 }
 
 }  // namespace normscope::cuda_on_host

@@ -50,14 +50,16 @@ class ThisThread {
   static unsigned take_ticket(unsigned* ticket, unsigned last);
 
   static void wait_for_earlier_kernel();
+  static void let_next_kernel_start();
 };
 
 inline constexpr int kWarpThreads = 32;
 
-// Runs body() as every thread of the grid, and returns when all have ended. Threads of a block take
-// turns in an order that differs between launches. Throws std::logic_error if threads wait for
-// others that have ended or wait elsewhere, or if an early kernel does not wait for the one before.
-void run_grid(Index grid, Index block, Start start, const std::function<void()>& body);
+// Runs body() as every thread of the grid, and returns when all have ended: whether all blocks have
+// let the next kernel start. Threads of a block take turns in an order that differs between
+// launches. Throws std::logic_error if threads wait for others that have ended or wait elsewhere,
+// or if an early kernel does not wait for the one before.
+bool run_grid(Index grid, Index block, Start start, const std::function<void()>& body);
 
 }  // namespace normscope::cuda_on_host
 
