@@ -7,9 +7,9 @@ A limit is a sentence above a kernel, or above a template argument of kernels:
     // Loop: at most 150 instructions per store, 550 with Silu; at most 160 float64 instructions.
     // Loop: at most 80 instructions per store; at least 8 loads; at least 8 before the wait.
 
-Of each instance for packs of bfloat16 it describes the loop in which the instance spends its time.
-Loads are those that are in flight when the first loaded number is needed. Those before the wait are
-executed before the kernel waits for the previous one.
+Of each instance for packs of bfloat16, and of sums of float32 too, it describes the loop in which
+the instance spends its time. Loads are those that are in flight when the first loaded number is
+needed. Those before the wait are executed before the kernel waits for the previous one.
 """
 
 import re
@@ -18,8 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# In the names of instances for packs of bfloat16.
-DESCRIBED = ("6AccessE0E", "8BFloat16")
+# In the names of instances for packs; then those of bfloat16, and of sums of float32.
+PACKS = "6AccessE0E"
+DESCRIBED = ("8BFloat16", "TermsIfE")
 
 
 class Loop(NamedTuple):
@@ -184,7 +185,8 @@ def check_loops(cubins: list[Path], folder: Path, nvdisasm: str) -> int:
     for limits in read_loop_limits(folder):
         found: list[Loop] = []
         for symbol, code in codes.items():
-            if not is_in(limits.name, symbol) or not all(part in symbol for part in DESCRIBED):
+            is_described = PACKS in symbol and any(part in symbol for part in DESCRIBED)
+            if not is_in(limits.name, symbol) or not is_described:
                 continue
             for complaint in loop_complaints(symbol, code, limits):
                 print(f"{symbol}: {complaint}")

@@ -12,8 +12,12 @@ inline constexpr int kTileLanes = static_cast<int>(kChannelsLastTile.lanes);
 inline constexpr int kTileChain = static_cast<int>(kChannelsLastTile.chain);
 inline constexpr int kMostColumns = kWarp / kTileLanes;
 
-// The packs in flight take registers, which leave room for three blocks.
 inline constexpr int kTileThreads = 128;
+
+// How many blocks a multiprocessor must have registers for, beside the packs in flight. Packs of
+// narrow elements have more channels, whose sums take more registers.
+template <class Element>
+inline constexpr int kTileBlocks = sizeof(Element) < sizeof(float) ? 3 : 4;
 
 // A thread's place in its warp, which has 2^column_bits columns: a division by a number of columns
 // would take as long as to load a pack.
@@ -180,7 +184,7 @@ struct ChainSums {
 // Limits: 56 to 168 registers; bytes: 0 stack, 0 spilled, 10256 shared.
 // Loop: at least 8 loads.
 template <Access kAccess, class AnyTerms, class After>
-__global__ void __launch_bounds__(kTileThreads, 3)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<typename AnyTerms::ElementType>)
     add_tiles_channels_last(AnyTerms terms, int column_bits, NormBatches batches,
                             DeviceScratch scratch, After after) {
   using Real = Arithmetic<typename AnyTerms::ElementType>;

@@ -25,15 +25,30 @@ struct Shape {
   std::int64_t positions;
 };
 
-// The grid of add_tiles_channels_last for bfloat16. The device runs as many blocks as there are.
-Grid grid_of_sums(const Shape& shape) {
+// The work of add_tiles_channels_last, in packs.
+template <class Element>
+Work work_of_sums(const Shape& shape) {
   const std::int64_t tiles =
       shape.samples * tiles_per_sample(Layout::kChannelsLast, shape.positions);
-  constexpr int kPack = kPackSize<BFloat16, Access::kPacks>;
-  return grid_for(work_of_tiles(shape.channels / kPack, kPack, tiles, 1, kMostColumns, kTileThreads,
-                                kMultiprocessors)
-                      .work,
-                  kMultiprocessors * 32);
+  constexpr int kPack = kPackSize<Element, Access::kPacks>;
+  return work_of_tiles(shape.channels / kPack, kPack, tiles, 1, kMostColumns, kTileThreads,
+                       kMultiprocessors)
+      .work;
+}
+
+// The grid for bfloat16. The device runs as many blocks as there are.
+Grid grid_of_sums(const Shape& shape) {
+  return grid_for(work_of_sums<BFloat16>(shape), kMultiprocessors * 32);
+}
+
+// How many tiles a warp sums one after the other, if the device runs as many blocks as the
+// registers leave room for.
+template <class Element>
+std::int64_t turns_of_sums(const Shape& shape) {
+  const Work work = work_of_sums<Element>(shape);
+  const std::int64_t warps = kTileBlocks<Element> * (kTileThreads / kWarp);
+  const Grid grid = grid_for(work, kMultiprocessors * (warps / work.threads_y));
+  return ceil_divide(work.per_column, grid.blocks_y);
 }
 
 std::int64_t blocks(const Grid& grid) { return grid.blocks_x * grid.blocks_y * grid.blocks_z; }
@@ -44,6 +59,19 @@ TEST(GridOfSums, HasBlocksOfFourWarpsForAllMultiprocessors) {
     const Grid grid = grid_of_sums(shape);
     EXPECT_EQ(grid.threads_x * grid.threads_y, 4 * kWarp);
     EXPECT_GE(blocks(grid), kMultiprocessors);
+  }
+}
+
+// A fourth block on a multiprocessor saves a turn of all large ones: with three there would be 2,
+// 3, 5 and 2.
+TEST(GridOfSums, HasFewTurnsOfFloat32) {
+  EXPECT_EQ(turns_of_sums<float>({32, 64, 56 * 56}), 1);
+  EXPECT_EQ(turns_of_sums<float>({32, 512, 28 * 28}), 2);
+  EXPECT_EQ(turns_of_sums<float>({32, 256, 56 * 56}), 4);
+  EXPECT_EQ(turns_of_sums<float>({2, 256, 129 * 129}), 1);
+  for (const Shape& shape : {Shape{2, 64, 56 * 56}, Shape{8, 64, 56 * 56}, Shape{8, 2048, 7 * 7},
+                             Shape{2, 2048, 33 * 33}}) {
+    EXPECT_EQ(turns_of_sums<float>(shape), 1);
   }
 }
 
