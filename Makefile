@@ -60,10 +60,10 @@ sources := CMakeLists.txt pyproject.toml $(shell find cmake normscope python -ty
 .DELETE_ON_ERROR:
 # Two pips must not write to the same environment; compilers and tests use JOBS.
 .NOTPARALLEL:
-.PHONY: help setup demo test test-cpp test-python bench bench-networks bench-scopes wheel sdist gpu-check carry \
+.PHONY: help setup demo test test-cpp test-python bench bench-host bench-networks bench-scopes wheel sdist \
+  gpu-check carry \
   check check-asan check-tsan check-cuda check-device check-portable check-mpi check-aarch64 check-slow \
-  check-clients \
-  check-without-torch install-tree check-install check-examples docs check-docs check-wheel lint \
+  check-clients check-without-torch install-tree check-install check-examples docs check-docs check-wheel lint \
   lint-formats lint-types lint-names format clean
 
 help: ## List the targets
@@ -138,6 +138,11 @@ bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print spe
 	$(build)/benchmarks/all_reduce
 	$(python) benchmarks/layers.py --kernels $(build)/benchmarks/kernels.so \
 	  --json $(results)/bench.json --plot $(results)/bench.png $(ARGS)
+
+bench-host: needs-valgrind $(stamps)/googletest $(stamps)/normscope ## Print the host's instructions of a call
+	$(configure)
+	cmake --build $(build) --target torch_device
+	$(python) benchmarks/host_instructions.py --build $(build) --json $(results)/host-instructions.json $(ARGS)
 
 bench-networks: $(stamps)/normscope ## Print how fast networks train, as ratios to torch
 	$(python) benchmarks/networks.py --json $(results)/networks.json $(ARGS)

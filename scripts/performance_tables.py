@@ -215,6 +215,16 @@ def gpu_layers(time: str) -> str:
     return table(["", *pairs], rows)
 
 
+def host_instructions() -> str:
+    """Return the instructions of a call."""
+    rows = [
+        [device, layer, *(f"{counts[way]:,}".replace(",", " ") for way in DIRECTIONS)]
+        for device, layers in load("host-instructions")["results"].items()
+        for layer, counts in layers.items()
+    ]
+    return table(["device", "layer", *DIRECTIONS], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "networks": networks,
     "layers": layers,
@@ -230,6 +240,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-networks-eager": lambda: gpu_networks("eager"),
     "gpu-layers-graph": lambda: gpu_layers("graph"),
     "gpu-layers-eager": lambda: gpu_layers("eager"),
+    "host-instructions": host_instructions,
 }
 
 

@@ -169,6 +169,10 @@ void C10dCommunicator::all_reduce(std::span<double> values) {
 // The sum of a tensor in host memory, in host memory. If the group serves devices only, the message
 // goes through the device that the group is bound to, otherwise through the current one.
 at::Tensor C10dCommunicator::all_reduce_of_host(const at::Tensor& of_host) {
+  if (host_device_ == c10::DeviceType::CPU) {
+    all_reduce(of_host);
+    return of_host;
+  }
   const Group group = whole_.lock();
   const auto bound = group ? group->getBoundDeviceId() : std::nullopt;
   const c10::OptionalDeviceGuard guard(bound && bound->type() == host_device_ ? bound

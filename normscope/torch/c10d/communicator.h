@@ -83,7 +83,7 @@ class C10dCommunicator final : public Communicator {
   }
   // For tensors of any type on that device. Queued on its current stream; nothing waits for them.
   void sum_on_device(const at::Tensor& sum) { all_reduce(sum); }
-  // `own` [k] of every rank, in rank order: all [ranks * k].
+  // `own` [k] of every rank, in rank order: all [ranks, k].
   void all_gather_on_device(at::Tensor& all, const at::Tensor& own);
 
   // Closes the separate group, and the peers throw at once. Without one they find out at their time

@@ -138,10 +138,9 @@ GatheredRows TensorMessage::gather(const CallLabel& label, std::int64_t count,
           hash = static_cast<std::int32_t>(header.fields[kCallHash]);
           parts.push_back(header_of_row(header, options));
           const at::Tensor row = at::cat(parts);
-          rows = at::empty({ranks() * row.size(0)}, options);
+          rows = at::empty({ranks(), row.size(0)}, options);
           over_torch(use_)->all_gather_on_device(rows, row);
         });
-    rows = rows.view({ranks(), -1});
   } else {
     rows = gather_through_host(label, count, at::cat(parts));
   }

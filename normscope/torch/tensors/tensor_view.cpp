@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include "normscope/core/error.h"
@@ -79,8 +80,9 @@ std::string_view dtype_name_of(const at::Tensor& tensor) {
 at::Tensor empty_output(const at::Tensor& x) {
   // Without elements, strides suggest no format. torch then preserves them.
   const bool is_empty = !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.numel() == 0;
-  at::Tensor output = at::empty_like(
-      x, x.options(), is_empty ? at::MemoryFormat::Preserve : x.suggest_memory_format());
+  if (is_empty) return at::empty_like(x, at::MemoryFormat::Preserve);
+  // What empty_like() calls, too.
+  at::Tensor output = at::empty_symint(x.sym_sizes(), x.options(), x.suggest_memory_format());
   prefer_huge_pages(output);
   return output;
 }

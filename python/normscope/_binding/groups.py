@@ -5,6 +5,7 @@ import atexit
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,6 +22,9 @@ from normscope._binding.torch_private import (
 
 NONE = ""
 
+# torch may have been built without torch.distributed.
+_HAS_GROUPS = distributed.is_available()
+
 Value = TypeVar("Value")
 
 # The numbers of layers without a name, by what made each of them different.
@@ -36,6 +40,10 @@ _lock = threading.Lock()
 _MOST_OF_A_NAME = 8
 
 _watched: "weakref.WeakSet[distributed.ProcessGroup]" = weakref.WeakSet()
+
+# The default group of the last call, and its name: layers ask in each forward, and torch makes the
+# name anew.
+_last_default: "tuple[Callable[[], distributed.ProcessGroup | None], str]" = (lambda: None, NONE)
 
 # Backends written in Python cannot be shut down any later.
 atexit.register(ops.forget_groups)
@@ -86,9 +94,7 @@ def named(name: str | None) -> "distributed.ProcessGroup | None":
 
 def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGroup | None":
     """Return the given group, or else the default group if it is initialized."""
-    if group is None and distributed.is_available() and distributed.is_initialized():
-        return distributed.group.WORLD
-    return group
+    return distributed.group.WORLD if group is None and _HAS_GROUPS else group
 
 
 def _know_all() -> None:
@@ -111,13 +117,18 @@ def size_of(group: "distributed.ProcessGroup | None") -> int:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def name_in_use(name: str | None) -> str:
     """Return the name of the group to use now: the given one, or the default group's, or ""."""
+    global _last_default
     if name is not None:
         return name
     default = in_use(None)
     if default is None:
         return NONE
-    _watch(default)
-    return default.group_name
+    last, its_name = _last_default
+    if last() is not default:
+        _watch(default)
+        its_name = default.group_name
+        _last_default = weakref.ref(default), its_name
+    return its_name
 
 
 # Runs outside the graph; the result becomes a constant of the graph.
@@ -156,9 +167,16 @@ def name_in_exchange(group_name: str, scope: str, name: str, made: int) -> str:
         name: The name of the layer.
         made: Smaller for a layer that this process made earlier.
     """
+    try:
+        return _layers_of_name[group_name][scope, name][made]
+    except KeyError:
+        return _new_name_in_exchange(group_name, scope, name, made)
+
+
+def _new_name_in_exchange(group_name: str, scope: str, name: str, made: int) -> str:
     with _lock:
         names = _layers_of_name.setdefault(group_name, {}).setdefault((scope, name), {})
-        if made in names:
+        if made in names:  # another thread was faster
             return names[made]
         if len(names) == _MOST_OF_A_NAME:
             return f"{name} of a further model"

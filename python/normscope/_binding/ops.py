@@ -164,7 +164,7 @@ def batch_norm(
     if torch.compiler.is_compiling():
         others["graph"] = _recorded_as()
     try:
-        y, *_ = batch_norm_forward(x, *arguments, **others)
+        y = batch_norm_forward(x, *arguments, **others)[0]
     except (RuntimeError, TypeError, KeyError) as error:
         # The op has notified them of its ValueErrors, or all ranks have found them together.
         notify_peers(error, arguments.scope, arguments.group)

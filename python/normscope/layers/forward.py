@@ -85,7 +85,8 @@ def train(
         counts = accumulated is not None or arguments.updates_running()
         elements = x.numel()
         if mask is None and elements > 0 and arguments.slice_stats == "first":
-            elements = elements // len(x) * _samples_of_first_slice(len(x), arguments.scope)
+            samples = x.shape[0]
+            elements = elements // samples * _samples_of_first_slice(samples, arguments.scope)
         add_to_count(counter, elements if counts else 0, buffers, before)
     return y
 
