@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <ranges>
 #include <string>
 #include <vector>
 
@@ -44,8 +45,8 @@ class Network {
     for (LayerRun& layer : layers_) {
       batch_norm_forward(layer.forward_arguments(), context);
     }
-    for (auto layer = layers_.rbegin(); layer != layers_.rend(); ++layer) {
-      batch_norm_backward(layer->backward_arguments(), context);
+    for (LayerRun& layer : std::views::reverse(layers_)) {
+      batch_norm_backward(layer.backward_arguments(), context);
     }
   }
 
@@ -184,7 +185,7 @@ TEST_P(FaultsOnASharedDevice, ARankThatFailsGivesNaNOrAnError) {
       batch_norm_forward(run.forward_arguments(), device.context());
       expect_nan(run);
       (void)error_of_next_call<MismatchError>(device);
-    } catch (const CommunicationError&) {
+    } catch (const CommunicationError&) {  // NOLINT(bugprone-empty-catch)
     }
     EXPECT_THAT(error_of_next_call<CommunicationError>(device),
                 HasSubstr(" failed: cuda: out of memory"));

@@ -13,6 +13,7 @@ from kernel_loops import Loop, LoopLimits, loop_complaints, loops_of
 # Two packs are loaded before the first is needed, and a third after it.
 CODE = """
         /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0008*/                   ACQBULK ;
 .L_x_1:
         /*0010*/                   LDG.E.128 R8, desc[UR4][R2.64] ;
         /*0020*/                   IADD3 R2, P0, R2, UR6, RZ ;
@@ -27,7 +28,9 @@ CODE = """
 SYMBOL = "_Z19apply_channels_lastIL6AccessE0E17NormalizeElementsI8BFloat16E4SiluE"
 
 
-KEPT = LoopLimits("NormalizeElements", instructions=8, with_name={}, float64=1, loads=2)
+KEPT = LoopLimits(
+    "NormalizeElements", instructions=8, with_name={}, float64=1, loads=2, early_loads=1
+)
 
 
 def test_a_loop_is_counted_up_to_its_branch() -> None:
@@ -51,6 +54,7 @@ def test_loops_around_a_loop_that_loads_are_left_out() -> None:
         (KEPT._replace(instructions=7, with_name={"Silu": 8}), []),  # the symbol's own limit
         (KEPT._replace(float64=0), ["expected at most 0 float64 in the loop, got 1"]),
         (KEPT._replace(loads=3), ["expected at least 3 loads in flight, got 2"]),
+        (KEPT._replace(early_loads=2), ["expected at least 2 loads before the wait, got 1"]),
     ],
 )
 def test_each_limit_that_is_exceeded_causes_a_complaint(
@@ -61,7 +65,8 @@ def test_each_limit_that_is_exceeded_causes_a_complaint(
 
 def test_limits_are_read_from_the_source(tmp_path: Path) -> None:
     (tmp_path / "one.cuh").write_text(
-        "// Loop: at most 150 instructions per store, 550 with Silu; at least 4 loads.\n"
+        "// Loop: at most 150 instructions per store, 550 with Silu; at least 4 loads; at\n"
+        "// least 3 before the wait.\n"
         "template <class Element>\n"
         "struct Elements {};\n"
         "// Limits: 24 to 112 registers; bytes: 0 stack, 0 spilled, 0 shared.\n"
@@ -72,6 +77,6 @@ def test_limits_are_read_from_the_source(tmp_path: Path) -> None:
     )
 
     assert kernel_loops.read_loop_limits(tmp_path) == [
-        LoopLimits("Elements", 150, {"Silu": 550}, None, 4),
-        LoopLimits("add_elements", None, {}, 160, None),
+        LoopLimits("Elements", 150, {"Silu": 550}, None, 4, 3),
+        LoopLimits("add_elements", None, {}, 160, None, None),
     ]

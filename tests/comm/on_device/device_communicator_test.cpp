@@ -128,7 +128,7 @@ TEST_P(FaultsOfSumsOnADevice, ARankThatLeavesGivesNaNOrAnError) {
     if (ranks.rank() == 0) return;
     try {
       expect_nan(ranks, stream);
-    } catch (const CommunicationError&) {
+    } catch (const CommunicationError&) {  // NOLINT(bugprone-empty-catch)
     }
     EXPECT_EQ(failure_of(ranks, stream),
               "device: rank 0 of " + std::to_string(ranks.size()) + " has left");
