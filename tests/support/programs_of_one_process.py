@@ -30,7 +30,7 @@ class Layer:
     parameters: list[Tensors]  # of each rank
     running: list[list[torch.Tensor]]  # mean, variance and number of updates of each rank
     seen: list[list[torch.Tensor]] = field(default_factory=list)  # rows [n, C] of each rank
-    elements: list[int] = field(default_factory=list)  # of all inputs of each rank
+    elements: list[int] = field(default_factory=list)  # of each rank, in running statistics
 
     def norm_batches(self, xs: list[torch.Tensor]) -> list[list[tuple[int, slice]]]:
         """Return the samples of each norm batch, as slices of ranks."""
@@ -58,6 +58,7 @@ class Layer:
         # Zeros, with gradients of zero if a norm batch is empty.
         ys = [0 * (x + weight + bias) for x, (weight, bias) in zip(xs, affine, strict=True)]
         seen: list[list[torch.Tensor]] = [[] for _ in xs]
+        counts = [0 for _ in xs]
         for batch in self.norm_batches(xs):
             values = [xs[r][part].movedim(1, -1)[masks[r][part][:, 0]] for r, part in batch]
             joined = torch.cat(values)
@@ -65,16 +66,16 @@ class Layer:
                 continue
             var, mean = torch.var_mean(joined, 0, correction=0)
             inv_std = (var + self.program.eps).rsqrt()
-            for r, part in batch:
+            for (r, part), own in zip(batch, values, strict=True):
                 weight, bias = affine[r]
                 y = (xs[r][part] - mean.view(shape)) * inv_std.view(shape) * weight + bias
                 ys[r] = ys[r].clone()
                 ys[r][part] = torch.where(masks[r][part], y, 0.0)
                 if self.program.slice_stats != "first" or not part.start:
                     seen[r].append(joined.detach())
+                    counts[r] += own.numel()
         before = self.seen or [[] for _ in xs]
         self.seen = [old + new for old, new in zip(before, seen, strict=True)]
-        counts = [CHANNELS * int(mask.sum()) for mask in masks]
         self.elements = [a + b for a, b in zip(self.elements or [0] * len(xs), counts, strict=True)]
         return ys
 
