@@ -56,7 +56,9 @@ def test_a_graph_has_the_bits_of_eager_mode(
     inputs = [torch.randn(4, 3, 5, 2).to(dtype) for _ in range(2)]
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
 
-    for number in (1, 2):
+    # After a residual, these two are operations of torch, whose bits inductor may change.
+    is_of_torch = activation in ("silu", "hard_swish") and backend == "inductor"
+    for number in (1,) if is_of_torch else (1, 2):
         with normscope.training.exact_graphs() if exact else nullcontext():
             got = step(layer, compiled, *inputs[:number])
         expected = step(alone, alone, *inputs[:number])
