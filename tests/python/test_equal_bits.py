@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal bits for any number of ranks, assignment of samples, number of threads."""
+"""Equal bits for any number of ranks, assignment of samples, number of threads, instruction set."""
+
+from contextlib import closing
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from rank_pool import RankPool, split_of
 from torch import distributed
 
 import normscope
+from normscope._binding import ops
 
 pytestmark = pytest.mark.on_device
 
@@ -100,3 +103,22 @@ def test_ranks_agree_with_one_process_to_the_bit(
         for case, expected in enumerate(whole):
             parts = [answer[case] for answer in answers]
             assert_same_bits(parts, expected, order, (CASES[case], sizes, threads, seed))
+
+
+def name_of_kernels_in_use() -> str:
+    return ops.installation([]).in_use
+
+
+@pytest.mark.own_kernels
+def test_every_instruction_set_gives_the_same_bits(whole: list[Tensors]) -> None:
+    order = [*range(SAMPLES)]
+
+    # The reference kernels are plain loops over doubles; the others only have to be close to them.
+    for name in set(ops.installation([]).kernels) - {"reference"}:
+        # A process chooses its backend once.
+        with closing(RankPool(environment={"NORMSCOPE_KERNELS": name})) as pool:
+            assert pool.run(1, name_of_kernels_in_use) == [name]
+            for threads in (1, 2):
+                [answers] = pool.run(1, run_rank, order, (SAMPLES,), threads)
+                for case, expected in enumerate(whole):
+                    assert_same_bits([answers[case]], expected, order, (CASES[case], name, threads))

@@ -154,7 +154,10 @@ ERRORS = {
     ),
     **{
         f"{what}, {met or 'first exchange'}, {scope}": Fault(
-            {0: "...Error: ...", 1: "...rank 0...failed: ..."},
+            {
+                0: parts.TEXTS.get(what, "...Error: ..."),
+                1: f"...rank 0...failed: {parts.TEXTS.get(what, '')}...",
+            },
             When.AT_ONCE,
             partial(parts.bad_call, what, met, scope),
             # Next to torch's kernels, torch's activation refuses it before the layer gets it.

@@ -295,6 +295,8 @@ def test_the_noise_is_that_of_an_equal_model(what: str) -> None:
     model, batches, equal = EQUAL[what]
 
     [noise] = noise_of(model, batches).values()
+    [expected] = noise_of(equal, IMAGES).values()
 
-    assert [noise] == pytest.approx(list(noise_of(equal, IMAGES).values()))
+    is_near = what == "an activation in the layer"  # has other bits than torch's
+    assert noise == (pytest.approx(expected) if is_near else expected)
     assert noise > 0

@@ -221,6 +221,12 @@ def bad_call(what: str, met: str, scope: str, rank: int) -> Part:
     return (nn.Identity(), lambda: run(layer)) if "residual" in what else forward(layer)
 
 
+# What such a call tells, where another error of the same call would not do.
+TEXTS = {
+    "a wrong mask": "ValueError: mask: expected shape [6, 1, 5], as x [N, 1, *], got [6, 3, 5]"
+}
+
+
 def bad_call_of_a_local_layer(rank: int) -> Part:
     layer = run(named())
     return layer, lambda: named(scope="local")(X if rank else None)
