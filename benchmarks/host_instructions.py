@@ -46,7 +46,11 @@ OF_DEVICES = {
 
 
 def synchronized_kernels() -> Any:  # noqa: ANN401 - kept by the caller
-    """Give the device type the kernels of torch.nn.SyncBatchNorm, without their arithmetic."""
+    """Give the device type the kernels of torch.nn.SyncBatchNorm, without their arithmetic.
+
+    Those of tests/support compute with operations of the device. callgrind would count these,
+    because it toggles at each function of OF_DEVICES, also inside of another one.
+    """
     import torch
 
     of_channels: list[Any] = [torch.ones(8).to("testdevice") for _ in range(4)]
@@ -92,12 +96,9 @@ def layers_on(device: str) -> Iterator[tuple[str, Layer]]:
 
     yield "torch.nn.BatchNorm2d", torch.nn.BatchNorm2d(8).to(device)
     if device == "testdevice":
-        kept = synchronized_kernels()
         yield "torch.nn.SyncBatchNorm", Synchronized(8).to(device)
     yield "normscope, local", normscope.BatchNorm2d(8, scope="local").to(device)
     yield "normscope, world", normscope.BatchNorm2d(8, scope="world").to(device)
-    if device == "testdevice":
-        del kept
 
 
 def run(device: str) -> None:
@@ -105,13 +106,13 @@ def run(device: str) -> None:
     import torch
     from torch import distributed
 
-    backends = "gloo"
+    backends, kernels = "gloo", None
     if device == "testdevice":
         sys.path.insert(0, str(ROOT / "tests/support"))
         import torch_device
 
         torch_device.load()
-        backends = torch_device.BACKENDS
+        backends, kernels = torch_device.BACKENDS, synchronized_kernels()
     requests = ctypes.CDLL(os.environ["CALLGRIND_REQUESTS"])
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +125,7 @@ def run(device: str) -> None:
         for name, layer in layers_on(device):
             count(requests, name, layer, x, dy)
         distributed.destroy_process_group()
+    del kernels  # registered until here
 
 
 def count(requests: Any, name: str, layer: Any, x: Any, dy: Any) -> None:  # noqa: ANN401
@@ -168,6 +170,7 @@ def counts_on(device: str, keep: Path | None) -> Counts:
         subprocess.run(
             [
                 "valgrind",
+                "--quiet",
                 "--tool=callgrind",
                 "--instr-atstart=no",
                 f"--callgrind-out-file={folder}/{device}",
@@ -178,7 +181,6 @@ def counts_on(device: str, keep: Path | None) -> Counts:
                 f"--run={device}",
             ],
             env=environment,
-            stderr=subprocess.PIPE,
             check=True,
         )
         counts: Counts = {}

@@ -81,7 +81,7 @@ at::Tensor empty_output(const at::Tensor& x) {
   // Without elements, strides suggest no format. torch then preserves them.
   const bool is_empty = !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && x.numel() == 0;
   if (is_empty) return at::empty_like(x, at::MemoryFormat::Preserve);
-  // What empty_like() calls, too.
+  // empty_like() would pass through the dispatcher once more, and call this.
   at::Tensor output = at::empty_symint(x.sym_sizes(), x.options(), x.suggest_memory_format());
   prefer_huge_pages(output);
   return output;

@@ -99,7 +99,7 @@ def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGrou
 
 def _know_all() -> None:
     """Tell the library the groups of this process; a forked process only has copies of them."""
-    if distributed.is_available() and distributed.is_initialized():
+    if in_use(None) is not None:
         for group in process_groups():
             ops.know_process_group(group.group_name)
 

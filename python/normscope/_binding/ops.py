@@ -142,6 +142,11 @@ class ForwardArguments(NamedTuple):
         # After a graph break, the compiler of torch 2.11 does not restore what _replace() returns.
         return ForwardArguments(self.weight, self.bias, None, None, None, *self[5:])
 
+    def slices(self) -> int | None:
+        """Return K of the scope ``slices:K``; None for other scopes."""
+        kind, _, count = self.scope.partition(":")
+        return int(count) if kind == "slices" else None
+
     def updates_running(self) -> bool:
         """Return whether the forward changes running statistics, if the norm batch has elements."""
         return self.running_mean is not None and self.momentum != 0

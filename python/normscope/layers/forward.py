@@ -86,16 +86,10 @@ def train(
         elements = x.numel()
         if mask is None and elements > 0 and arguments.slice_stats == "first":
             samples = x.shape[0]
-            elements = elements // samples * _samples_of_first_slice(samples, arguments.scope)
+            # Slices are those of torch.chunk.
+            elements = elements // samples * math.ceil(samples / (arguments.slices() or 1))
         add_to_count(counter, elements if counts else 0, buffers, before)
     return y
-
-
-def _samples_of_first_slice(samples: int, scope: str) -> int:
-    """Return the number of samples in the first slice of a batch, as torch.chunk cuts it."""
-    if not scope.startswith("slices:"):
-        return samples
-    return math.ceil(samples / int(scope.removeprefix("slices:")))
 
 
 def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:

@@ -63,8 +63,9 @@ def train(
         taken = rows.take(x)
         staged = ops.Staged(arguments._replace(dims=()), accumulated)
     tracked = taken
-    if arguments.scope.startswith("slices:"):
-        sizes = _sizes_of_slices(mask, int(arguments.scope.removeprefix("slices:")))
+    slices = arguments.slices()
+    if slices is not None:
+        sizes = _sizes_of_slices(mask, slices)
         y = _train_slices(taken, sizes, staged.arguments, ending, staged.accumulated)
         if arguments.slice_stats == "first":
             tracked = taken[: sizes[0]]

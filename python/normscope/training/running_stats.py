@@ -349,9 +349,10 @@ def _moments_of_inputs(
 ) -> list[_Moments]:
     """Run the model over the batches, and return the moments of each layer's inputs."""
     # Layers with the same running statistics share them.
-    of_mean: dict[int, _Inputs] = {}
+    of_mean: dict[torch.Tensor, _Inputs] = {}
     seen = {
-        layer: of_mean.setdefault(id(layer.running_mean), _Inputs(layer)) for _, layer in layers
+        layer: of_mean.setdefault(layer.get_buffer("running_mean"), _Inputs(layer))
+        for _, layer in layers
     }
     of_torch = {}
     with ExitStack() as stack:
