@@ -167,10 +167,9 @@ def counts_on(device: str, keep: Path | None) -> Counts:
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",
         }
-        subprocess.run(
+        counted = subprocess.run(
             [
                 "valgrind",
-                "--quiet",
                 "--tool=callgrind",
                 "--instr-atstart=no",
                 f"--callgrind-out-file={folder}/{device}",
@@ -181,8 +180,12 @@ def counts_on(device: str, keep: Path | None) -> Counts:
                 f"--run={device}",
             ],
             env=environment,
-            check=True,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
+        if counted.returncode != 0:
+            raise SystemExit(counted.stderr)
         counts: Counts = {}
         for file in sorted(folder.glob(f"{device}.*")):
             text = file.read_text()
