@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import inspect
 import io
@@ -22,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import gpu_ranks
 import pytest
@@ -43,6 +44,9 @@ KERNELS = {
 
 # Far longer than any task takes, even on a busy machine.
 HANG_SECONDS = 120.0
+
+# Of a dead rank's standard error.
+MOST_CHARACTERS = 4000
 
 
 class RankFailureError(AssertionError):
@@ -71,6 +75,22 @@ class Answer:
     failure: str | None
 
 
+@dataclass(frozen=True)
+class Rank:
+    """A process of a pool."""
+
+    process: BaseProcess
+    connection: Connection
+    errors: IO[bytes]  # what the process writes to its standard error
+
+    def close(self) -> None:
+        """Kill the process."""
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        self.errors.close()
+
+
 @dataclass
 class RankPool:
     """A pool of processes. Each run uses the first few as the ranks of a new process group.
@@ -82,7 +102,7 @@ class RankPool:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     backend: str = "gloo"
-    _ranks: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+    _ranks: list[Rank] = field(default_factory=list)
 
     def run(
         self,
@@ -130,7 +150,7 @@ class RankPool:
             )
             for rank in range(size):
                 try:
-                    self._ranks[rank][1].send_bytes(pickle.dumps((rank, task)))
+                    self._ranks[rank].connection.send_bytes(pickle.dumps((rank, task)))
                 except ConnectionError:
                     raise self._death_of(rank, size) from None
             answers = self._gather(size, hang_seconds)
@@ -141,17 +161,15 @@ class RankPool:
 
     def close(self) -> None:
         """Kill all ranks."""
-        for process, connection in self._ranks:
-            connection.close()
-            process.kill()
-            process.join()
+        for rank in self._ranks:
+            rank.close()
         self._ranks.clear()
 
     def _gather(self, size: int, hang_seconds: float) -> list[Answer]:
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + hang_seconds
         while len(answers) < size:
-            waiting = {self._ranks[r][1]: r for r in range(size) if r not in answers}
+            waiting = {self._ranks[r].connection: r for r in range(size) if r not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.close()
@@ -169,10 +187,14 @@ class RankPool:
 
     def _death_of(self, rank: int, size: int) -> RankFailureError:
         """End the other ranks too; the next run starts new ones."""
-        process = self._ranks[rank][0]
+        process, errors = self._ranks[rank].process, self._ranks[rank].errors
         process.join()
+        errors.seek(0)
+        text = errors.read().decode(errors="replace")[-MOST_CHARACTERS:]
         self.close()
-        return RankFailureError(f"rank {rank} of {size} died with exit code {process.exitcode}")
+        return RankFailureError(
+            f"rank {rank} of {size} died with exit code {process.exitcode}\n{text}"
+        )
 
 
 def connected_group(ranks: Sequence[int]) -> ProcessGroup:
@@ -218,17 +240,24 @@ def connect_ranks(store: str, rank: int, size: int, seconds: float = 60.0) -> No
     distributed.barrier()
 
 
-def _start_rank(environment: Mapping[str, str]) -> tuple[BaseProcess, Connection]:
+def _start_rank(environment: Mapping[str, str]) -> Rank:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, dict(environment)), daemon=True)
+    errors = tempfile.NamedTemporaryFile(prefix="normscope-rank-")  # noqa: SIM115 - close() does
+    process = context.Process(
+        target=_serve, args=(theirs, errors.name, dict(environment)), daemon=True
+    )
     process.start()
     theirs.close()
-    return process, ours
+    return Rank(process, ours, errors)
 
 
-def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
+def _serve(connection: Connection, errors: str, environment: Mapping[str, str]) -> None:
     """Run tasks until the connection is closed."""
+    # pytest would keep what a process that dies has written.
+    with open(errors, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)
     os.environ.update(environment)
     import synchronized_kernels  # noqa: F401 - registers them if they are wanted
     import torch
