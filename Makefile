@@ -241,19 +241,11 @@ check-device: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	  $(pytest_in_parallel) -m "on_device and not slow" --junitxml=$(results)/check-device.xml
 	$(python) scripts/gpu_check.py --dry-run --build $(build) --output $(results)
 
-# The layers by torch's kernels: all tests with native_batch_norm, and those of ops and scopes with the
-# kernels of SyncBatchNorm, which tests/support writes for the CPU. Left out are tests of other things
-# than layers, and those that choose the kernels themselves.
-not_of_kernels := $(patsubst %,--ignore tests/python/test_%.py,autocast batches bound_device \
-  calls_that_raise classes command commands_in_docs compiled conversion costs defaults demo \
-  destroyed_groups docs environment equal_names first_meeting flops forked_process fx gpu_check \
-  hosts imports includes joined_batches kernel_loops kills lightning measured_layers measurement \
-  names noise own_groups portable portable_device prediction programs quantization \
-  recommendation recommendation_of_ranks refusals_of_conversions refusals_of_costs registry \
-  schedule threads to_torch train waiting wheel_names)
+# The layers by torch's kernels: with native_batch_norm, and some of them with the kernels of
+# SyncBatchNorm, which tests/support writes for the CPU.
 check-portable: $(stamps)/normscope $(stamps)/test
-	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) -m "not slow and not own_kernels" \
-	  $(not_of_kernels) --junitxml=$(results)/check-portable.xml
+	NORMSCOPE_DEVICE_KERNELS=torch $(pytest_in_parallel) \
+	  -m "(on_device or portable) and not slow and not own_kernels" --junitxml=$(results)/check-portable.xml
 	NORMSCOPE_DEVICE_KERNELS=torch NORMSCOPE_TEST_KERNELS=synchronized $(pytest_in_parallel) \
 	  -m "on_device and not slow and not own_kernels" --junitxml=$(results)/check-portable-sync.xml
 

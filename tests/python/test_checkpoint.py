@@ -23,6 +23,8 @@ from torch.utils.checkpoint import (
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 Checkpoint = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
 # Relative to the largest entry, in float64 (eps 2e-16), condition number one.

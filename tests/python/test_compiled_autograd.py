@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from rank_pool import RankPool
 from torch import distributed, nn
 from torch._dynamo import compiled_autograd
 
 import normscope
+
+pytestmark = pytest.mark.portable
 
 CHANNELS = 4
 

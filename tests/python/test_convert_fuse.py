@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu in place": lambda: nn.ReLU(inplace=True),

@@ -4,6 +4,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from rank_pool import RankPool, connected_group, error_of, split_of
 from torch import distributed, nn
@@ -12,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import normscope
+
+pytestmark = pytest.mark.portable
 
 SIZES = (3, 5)
 STEPS = 5

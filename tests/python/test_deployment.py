@@ -19,6 +19,7 @@ import normscope
 
 # Warnings of the tools about themselves and their dependencies; none is caused by normscope.
 pytestmark = [
+    pytest.mark.portable,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

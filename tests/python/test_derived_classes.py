@@ -20,6 +20,8 @@ from torch.nn.utils import parametrize
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 # Numbers of order one in float64 (eps 2e-16), through two layers: some hundred roundings.
 ROUNDING = 1e-12
 

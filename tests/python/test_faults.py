@@ -31,6 +31,8 @@ from rank_pool import KERNELS, RankPool
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 DTYPES = [torch.float32, torch.float64]
 OF_DTYPES = ["... with float32 input", "... with float64 input"]
 

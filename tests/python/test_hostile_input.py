@@ -11,6 +11,8 @@ import torch
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 OPS = torch.ops.normscope
 N, C = 4, 3
 LARGEST = 2**63 - 1

@@ -12,6 +12,8 @@ from torch import distributed
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 SHAPES = {2: (6, 3), 3: (4, 3, 7), 4: (4, 3, 5, 6), 5: (2, 3, 4, 5, 6)}
 SCOPES = ("world", "local", "slices:2", "group:2", "node", "ranks:0,1", "norm_batch:2")
 

@@ -9,6 +9,8 @@ from refusals import unchanged
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 
 def network(scope: str) -> torch.nn.Sequential:
     return normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(2)), scope)

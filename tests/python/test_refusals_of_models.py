@@ -20,6 +20,8 @@ from torch import nn
 import normscope
 from normscope.scopes import ScopePlan
 
+pytestmark = pytest.mark.portable
+
 X = torch.randn(4, 3)
 
 

@@ -18,6 +18,8 @@ from torch import distributed
 import normscope
 from normscope import Scope
 
+pytestmark = pytest.mark.portable
+
 # Both sides compute in float64 (eps 2e-16), condition number one; sums have at most 500 terms.
 ABSOLUTE = 1e-11
 

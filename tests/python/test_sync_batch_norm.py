@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 
 def batch(rank: int) -> torch.Tensor:
     return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(rank)).double()

@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import (
 
 import normscope
 
+pytestmark = pytest.mark.portable
+
 PLACEMENTS = {"batch": Shard(0), "channels": Shard(1), "whole": Replicate()}
 
 # A few dozen roundings of 1e-7, of numbers of order one.

@@ -17,7 +17,10 @@ from torch.autograd import forward_ad
 import normscope
 
 # A warning of torch, caused by its imports for transforms.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.portable,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
 
 # For a few dozen entries of order one in float64: eps 2e-16 times some hundred roundings.
 ROUNDING = 1e-12
