@@ -243,7 +243,7 @@ struct FinalizeOpArguments {
 using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);
 
 using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
-                                   std::int64_t samples);
+                                   std::optional<std::int64_t> samples);
 
 using FailExchangesOp = void(std::string_view reason, std::optional<std::string_view> scope,
                              std::string_view group_name);

@@ -132,13 +132,13 @@ void fail_exchanges(std::string_view reason, std::optional<std::string_view> sco
 }
 
 std::string resolve_scope(std::string_view scope, std::string_view group_name,
-                          std::int64_t samples) {
+                          std::optional<std::int64_t> samples) {
   return as_torch([&] {
     const Scope parsed = Scope::parse(scope);
-    if (parsed.kind() != Scope::Kind::kNormBatch) return parsed.str();
+    if (parsed.kind() != Scope::Kind::kNormBatch || !samples) return parsed.str();
     const auto group = group_named(group_name);
-    if (!group) return resolve_norm_batch(parsed, samples, 1).str();
-    return group->scope_of_norm_batch(parsed, samples);
+    if (!group) return resolve_norm_batch(parsed, *samples, 1).str();
+    return group->scope_of_norm_batch(parsed, *samples);
   });
 }
 

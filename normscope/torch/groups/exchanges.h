@@ -94,11 +94,11 @@ auto or_notify_peers(const ScopedCall& call, const Body& body) {
 void fail_exchanges(std::string_view reason, std::optional<std::string_view> scope,
                     std::string_view group_name);
 
-// The scope to run with. norm_batch:M is resolved for the largest batch of any rank when the group
-// first used this scope; that use is collective. A rank alone resolves it for `samples`. Other
-// scopes stay as they are.
+// The scope to run with, in the form in which scopes are compared. norm_batch:M is resolved for the
+// largest batch of any rank when the group first used this scope; that use is collective. A rank
+// alone resolves it for `samples`. Without `samples` nothing is resolved, and it is not collective.
 [[nodiscard]] std::string resolve_scope(std::string_view scope, std::string_view group_name,
-                                        std::int64_t samples);
+                                        std::optional<std::int64_t> samples);
 
 // The vectors of all ranks of a group, in rank order: own [n], float64, on the host; result [ranks,
 // n]. Collective. Errors call it `what`.

@@ -14,8 +14,6 @@
 #include "normscope/comm/group_status.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/environment.h"
-#include "normscope/core/header.h"
-#include "normscope/core/limbs.h"
 #include "normscope/core/resolution.h"
 #include "normscope/core/scope.h"
 #include "normscope/kernels/device_kernels.h"
@@ -32,10 +30,6 @@
 
 namespace normscope::binding {
 namespace {
-
-std::string canonical_scope(std::string_view text) {
-  return as_torch([&] { return Scope::parse(text).str(); });
-}
 
 // Divides ranks of imagined hosts, with `samples` samples each. Returns the resolved scope, and the
 // leader of each rank (core/resolution.h).
@@ -83,11 +77,6 @@ installation(const c10::List<std::string>& devices) {
   for (const std::string& device : devices) of_devices.push_back(kernels_of_device(device));
   return {std::move(kernels), std::string(default_kernels().name), cuda_support(),
           std::move(of_devices)};
-}
-
-// How many bytes a rank sends in a forward or a backward of `channels` channels.
-std::int64_t message_bytes(std::int64_t channels) {
-  return (limbs_size(channels) + kHeaderSize) * static_cast<std::int64_t>(sizeof(double));
 }
 
 // What comm/group_status.h says of a process.
@@ -195,13 +184,11 @@ TORCH_LIBRARY(normscope, m) {
 
   m.def("settings() -> (str version, str recorder, bool exact_graphs, float? time_limit)",
         &settings);
-  m.def("canonical_scope(str scope) -> str", &canonical_scope);
-  m.def("resolve_scope(str scope, str group_name, int samples) -> str", &resolve_scope);
+  m.def("resolve_scope(str scope, str group_name, int? samples) -> str", &resolve_scope);
   m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",
         &divide_ranks);
   m.def("installation(str[] devices) -> (str[] kernels, str in_use, str cuda, str[] of_devices)",
         &installation);
-  m.def("message_bytes(int channels) -> int", &message_bytes);
   m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("set_updates_in_backward(bool wanted) -> bool before", &set_updates_in_backward);

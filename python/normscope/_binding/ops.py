@@ -51,8 +51,7 @@ batch_norm_part_gradient_sums = cast(
 batch_norm_part_input_gradient = cast(
     "Callable[..., torch.Tensor]", _ops.batch_norm_part_input_gradient.default
 )
-canonical_scope = cast("Callable[[str], str]", _ops.canonical_scope.default)
-resolve_scope = cast("Callable[[str, str, int], str]", _ops.resolve_scope.default)
+resolve_scope = cast("Callable[[str, str, int | None], str]", _ops.resolve_scope.default)
 divide_ranks = cast(
     "Callable[[str, int, list[int]], tuple[str, list[int]]]", _ops.divide_ranks.default
 )
@@ -63,7 +62,6 @@ know_process_group = cast("Callable[[str], None]", _ops.know_process_group.defau
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )
-message_bytes = cast("Callable[[int], int]", _ops.message_bytes.default)
 host_identity = cast("Callable[[], int]", _ops.host_identity.default)
 settings = cast("Callable[[], tuple[str, str, bool, float | None]]", _ops.settings.default)
 
@@ -222,11 +220,14 @@ def activations_are_in_ops() -> bool:
     return exact_graphs and not is_exporting()
 
 
+def message_bytes(channels: int) -> int:
+    """Return how many bytes a rank sends in a forward or a backward."""
+    return batch_norm_moments(torch.empty(0, channels, device="meta")).nbytes
+
+
 def no_moments(channels: int, device: torch.device) -> torch.Tensor:
     """Return the moments of no elements, to which others can be added."""
-    size = message_bytes(channels) // torch.float64.itemsize
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    return torch.zeros(size, dtype=dtype, device=device)
+    return batch_norm_moments(torch.empty(0, channels, device=device))
 
 
 def gather_numbers(numbers: list[float], group: str, name: str) -> list[list[float]]:

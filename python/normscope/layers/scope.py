@@ -55,7 +55,7 @@ class Scope:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(f"scope: expected text that can be encoded, got {text!a}") from None
-        object.__setattr__(self, "text", ops.canonical_scope(text))
+        object.__setattr__(self, "text", ops.resolve_scope(text, "", None))
 
     def __str__(self) -> str:
         return self.text
