@@ -28,12 +28,3 @@ class TORCH_API ProcessGroupWrapper : public Backend {
 };
 
 }  // namespace c10d
-
-namespace normscope::binding {
-
-// The backend itself, or the one that is wrapped. The wrapper of torch 2.11 says that it can split,
-// and does not.
-[[nodiscard]] c10::intrusive_ptr<c10d::Backend> without_wrapper(
-    const c10::intrusive_ptr<c10d::Backend>& backend);
-
-}  // namespace normscope::binding

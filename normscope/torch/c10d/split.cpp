@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <exception>
 #include <numeric>
+#include <string_view>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -39,6 +41,16 @@ class RanksOfOptions {
   c10d::Backend::Options& options_;
   std::vector<std::uint64_t> before_;
 };
+
+// The backend itself, or the one that is wrapped. The wrapper of torch 2.11 says that it can split,
+// and does not.
+c10::intrusive_ptr<c10d::Backend> without_wrapper(
+    const c10::intrusive_ptr<c10d::Backend>& backend) {
+  const c10d::Backend& found = *backend;
+  // By name: a torch without Gloo does not define the type.
+  if (std::string_view(typeid(found).name()) != "N4c10d19ProcessGroupWrapperE") return backend;
+  return static_cast<const c10d::ProcessGroupWrapper&>(found).getWrappedPg();
+}
 
 }  // namespace
 

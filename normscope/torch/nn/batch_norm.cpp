@@ -13,7 +13,7 @@
 #include "normscope/torch/calls/arguments.h"
 #include "normscope/torch/calls/checks.h"
 #include "normscope/torch/ops/autograd.h"
-#include "normscope/torch/tensors/activation.h"
+#include "normscope/torch/tensors/pointwise.h"
 
 namespace normscope::nn {
 namespace {

@@ -14,16 +14,16 @@
 
 #include "normscope/torch/calls/arguments.h"
 #include "normscope/torch/calls/checks.h"
+#include "normscope/torch/calls/recomputation.h"
 #include "normscope/torch/calls/recording.h"
-#include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/ops/backends.h"
 #include "normscope/torch/ops/graph.h"
 #include "normscope/torch/ops/saved_call.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/statistics.h"
-#include "normscope/torch/tensors/activation.h"
 #include "normscope/torch/tensors/kernels_in_use.h"
+#include "normscope/torch/tensors/pointwise.h"
 
 namespace normscope::binding::autograd {
 namespace {

@@ -15,7 +15,7 @@
 #include "normscope/torch/ops/all_devices.h"
 #include "normscope/torch/ops/buffers.h"
 #include "normscope/torch/ops/call_site.h"
-#include "normscope/torch/portable/parts.h"
+#include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/tensors/kernels_in_use.h"
 #include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"

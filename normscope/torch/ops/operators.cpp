@@ -21,7 +21,6 @@
 #include "normscope/torch/calls/arguments.h"
 #include "normscope/torch/calls/finite.h"
 #include "normscope/torch/calls/recomputation.h"
-#include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/errors.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/groups/registry.h"

@@ -60,4 +60,17 @@ struct GraphStatistics {
 [[nodiscard]] GraphStatistics portable_statistics(const ForwardOpArguments& op);
 [[nodiscard]] GradientTensors portable_gradient_sums(const BackwardOpArguments& op);
 
+// The ops of batch_norm/moments.h, and a forward from its statistics, by operations of torch.
+// Arguments are checked already.
+
+[[nodiscard]] at::Tensor portable_moments(const at::Tensor& x);
+[[nodiscard]] at::Tensor portable_finalize(const FinalizeOpArguments& op);
+[[nodiscard]] GradientTensors portable_part_gradient_sums(const at::Tensor& dy, const at::Tensor& x,
+                                                          const at::Tensor& statistics);
+[[nodiscard]] at::Tensor portable_part_input_gradient(const at::Tensor& dy, const at::Tensor& x,
+                                                      const OptionalTensor& weight,
+                                                      const at::Tensor& statistics,
+                                                      const at::Tensor& sums);
+[[nodiscard]] at::Tensor portable_with_statistics(const WithStatisticsOpArguments& op);
+
 }  // namespace normscope::binding

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/portable/parts.h"
-
 #include <cstdint>
 #include <vector>
 
@@ -13,7 +11,6 @@
 #include "normscope/torch/calls/checks.h"
 #include "normscope/torch/portable/batch_norm.h"
 #include "normscope/torch/portable/statistics.h"
-#include "normscope/torch/tensors/activation.h"
 #include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"
 

@@ -24,7 +24,6 @@
 #include "normscope/core/limbs.h"
 #include "normscope/torch/calls/recomputation.h"
 #include "normscope/torch/calls/recording.h"
-#include "normscope/torch/calls/scope_changes.h"
 #include "normscope/torch/groups/tensor_message.h"
 #include "normscope/torch/tensors/pointwise.h"
 #include "normscope/torch/tensors/results.h"

@@ -4,6 +4,9 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 
+#include "normscope/core/activation.h"
+#include "normscope/core/attributes.h"
+
 // The formulas of core/formulas.h as operations of torch, the same ones in the same order: for
 // graphs, whose compiler fuses them with those before and after, and for torch's kernels. x and dy
 // are in the type of the arithmetic, and all other values have a shape that broadcasts over them.
@@ -29,3 +32,15 @@ namespace normscope::binding::pointwise {
 }
 
 }  // namespace normscope::binding::pointwise
+
+namespace normscope::binding {
+
+// The activation of y, as an operation of torch.
+[[nodiscard]] NORMSCOPE_EXPORT at::Tensor activated(const ActivationFunction& activation,
+                                                    const at::Tensor& y);
+
+// dy times the activation's derivative at z, as operations of torch.
+[[nodiscard]] at::Tensor activation_gradient(const ActivationFunction& activation,
+                                             const at::Tensor& z, const at::Tensor& dy);
+
+}  // namespace normscope::binding

@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/tensors/tensor_view.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include "normscope/core/error.h"
-#include "normscope/torch/tensors/huge_pages.h"
 
 namespace normscope::binding {
 namespace {
@@ -58,6 +63,24 @@ Layout layout_of_output(const at::Tensor& x, const TensorView& folded) {
   if (folded.positions == 1) return Layout::kChannelsLast;
   const bool is_contiguous = x.suggest_memory_format() == at::MemoryFormat::Contiguous;
   return is_contiguous || folded.channels == 1 ? Layout::kChannelsFirst : Layout::kChannelsLast;
+}
+
+// The size on x86-64 and most other machines. If it is another, the advice covers less or more than
+// whole pages, and the system uses what it can.
+constexpr std::size_t kHugePage = std::size_t{1} << 21;
+
+// Asks the system to back a new tensor's memory with huge pages, if it has any. The first write to
+// a page causes a fault; for a large output, the faults take several times as long as writing the
+// numbers (docs/performance.md, "Fresh outputs"). This is only advice: nothing depends on whether
+// it is taken. Memory already in use is not affected, and none beyond the tensor's own is taken.
+void prefer_huge_pages(const at::Tensor& output) {
+#if defined(__linux__)
+  if (!output.is_cpu() || output.nbytes() < kHugePage) return;
+  char* const begin = static_cast<char*>(output.mutable_data_ptr());
+  const std::size_t before = -reinterpret_cast<std::uintptr_t>(begin) % kHugePage;
+  const std::size_t whole = (output.nbytes() - std::min(before, output.nbytes())) / kHugePage;
+  if (whole > 0) madvise(begin + before, whole * kHugePage, MADV_HUGEPAGE);
+#endif
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/tensors/activation.h"
+#include "normscope/torch/tensors/pointwise.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/hardswish.h>
 #include <ATen/ops/hardswish_backward.h>
 #include <ATen/ops/hardtanh.h>
