@@ -4,11 +4,10 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,18 +18,40 @@
 
 namespace normscope::binding {
 
-// The C++ types of the ops that operators.cpp declares, and the arguments of each as one struct.
+// The arguments of the ops that operators.cpp declares, each as one struct. all() returns them in
+// the order of the schema, from which the C++ types of the ops follow.
 
-// What torch's dispatcher looks at: the keys of all tensors of an op.
-[[nodiscard]] inline c10::DispatchKeySet keys_of(const at::Tensor& tensor) {
-  return tensor.key_set();
+// What torch's dispatcher looks at: the keys of all tensors among the arguments.
+template <class Argument>
+[[nodiscard]] c10::DispatchKeySet key_set_of(const Argument& argument) {
+  if constexpr (std::is_same_v<Argument, at::Tensor>) return argument.key_set();
+  if constexpr (std::is_same_v<Argument, OptionalTensor>) {
+    if (argument) return argument->key_set();
+  }
+  return {};
 }
-[[nodiscard]] inline c10::DispatchKeySet keys_of(const OptionalTensor& tensor) {
-  return tensor ? tensor->key_set() : c10::DispatchKeySet();
+template <class... Arguments>
+[[nodiscard]] c10::DispatchKeySet keys_of(const std::tuple<const Arguments&...>& arguments) {
+  return std::apply([](const Arguments&... each) { return (key_set_of(each) | ...); }, arguments);
 }
-template <class... Tensors>
-[[nodiscard]] c10::DispatchKeySet keys_of(const Tensors&... tensors) {
-  return (keys_of(tensors) | ...);
+
+// The type of an op, from the function that returns its arguments: it takes tensors by reference,
+// and everything else by value.
+template <class Argument>
+using Passed = std::conditional_t<std::is_same_v<Argument, at::Tensor> ||
+                                      std::is_same_v<Argument, OptionalTensor>,
+                                  const Argument&, Argument>;
+template <class Result, class Function>
+struct OpWith;
+template <class Result, class Struct, class... Arguments>
+struct OpWith<Result, std::tuple<const Arguments&...> (Struct::*)() const> {
+  using Type = Result(Passed<Arguments>...);
+};
+
+template <class Op, class... Arguments>
+auto call_op(const c10::TypedOperatorHandle<Op>& op,
+             const std::tuple<const Arguments&...>& arguments) {
+  return std::apply([&](const Arguments&... each) { return op.call(each...); }, arguments);
 }
 
 // Running statistics, which a forward updates.
@@ -52,27 +73,6 @@ struct ActivationCall {
 
   [[nodiscard]] bool activates() const { return activation != "none"; }
 };
-
-// The arguments that every op of a layer's forward begins with, in the order of the struct below.
-template <class Result, class... Others>
-using LayerForwardOp = Result(const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                              std::optional<double>, double, at::IntArrayRef, std::string_view,
-                              std::string_view, std::string_view, std::string_view,
-                              const OptionalTensor&, std::optional<bool>, Others...);
-
-// y, and the statistics that a backward needs. By this library's kernels: [slices, 3, C] float64,
-// and two undefined tensors. By torch's, of ranks that share statistics: the mean, the spread and
-// the counts (portable/batch_norm.h); of a rank alone: none.
-using ForwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using ForwardOp = LayerForwardOp<ForwardTensors, std::string_view, double, const OptionalTensor&,
-                                 std::optional<std::string_view>>;
-
-// Changes none of its arguments. Returns the statistics, the coefficients, and the new values of
-// the running statistics and of `accumulated`, which are empty tensors if the argument is absent.
-using StatisticsTensors =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using StatisticsOp = LayerForwardOp<StatisticsTensors>;
 
 struct ForwardOpArguments {
   const at::Tensor& x;           // [N, C, *]
@@ -104,41 +104,29 @@ struct ForwardOpArguments {
 
   [[nodiscard]] bool decomposes() const { return graph && !graph->starts_with("exact"); }
 
-  [[nodiscard]] c10::DispatchKeySet keys() const {
-    return keys_of(x, weight, bias, running.mean, running.var, running.updates, accumulated,
-                   activation.residual);
+  // Those that every op of a layer's forward begins with.
+  [[nodiscard]] auto of_layer() const {
+    return std::tie(x, weight, bias, running.mean, running.var, running.updates, momentum, eps,
+                    dims, slice_stats, call.scope, call.group_name, call.layer, accumulated,
+                    needs_backward);
   }
-
- private:
-  template <class Op, class... Others>
-  auto call_op(const Op& op, const Others&... others) const {
-    return op.call(x, weight, bias, running.mean, running.var, running.updates, momentum, eps, dims,
-                   slice_stats, call.scope, call.group_name, call.layer, accumulated,
-                   needs_backward, others...);
-  }
-
- public:
-  auto pass_to(const c10::TypedOperatorHandle<ForwardOp>& op) const {
-    return call_op(op, activation.activation, activation.negative_slope, activation.residual,
-                   graph);
-  }
-  template <class Result>
-  Result pass_to(const c10::TypedOperatorHandle<LayerForwardOp<Result>>& op) const {
-    return call_op(op);
+  [[nodiscard]] auto all() const {
+    return std::tuple_cat(of_layer(), std::tie(activation.activation, activation.negative_slope,
+                                               activation.residual, graph));
   }
 };
 
-template <class Result, class... Others>
-using LayerBackwardOp = Result(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                               const at::Tensor&, bool, bool, bool, std::string_view,
-                               std::string_view, std::string_view, Others...);
+// y, and the statistics that a backward needs. By this library's kernels: [slices, 3, C] float64,
+// and two undefined tensors. By torch's, of ranks that share statistics: the mean, the spread and
+// the counts (portable/batch_norm.h); of a rank alone: none.
+using ForwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using ForwardOp = OpWith<ForwardTensors, decltype(&ForwardOpArguments::all)>::Type;
 
-// The last one is the gradient of the residual; undefined without a residual.
-using BackwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using BackwardOp =
-    LayerBackwardOp<BackwardTensors, std::string_view, double, const OptionalTensor&,
-                    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
-using GradientSumsOp = LayerBackwardOp<GradientTensors>;
+// Changes none of its arguments. Returns the statistics, the coefficients, and the new values of
+// the running statistics and of `accumulated`, which are empty tensors if the argument is absent.
+using StatisticsTensors =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using StatisticsOp = OpWith<StatisticsTensors, decltype(&ForwardOpArguments::of_layer)>::Type;
 
 // What a backward needs to know of the operations after the layer.
 struct ActivationBackwardCall {
@@ -161,33 +149,21 @@ struct BackwardOpArguments {
   const OptionalTensor& spread = kNoTensor;
   const OptionalTensor& counts = kNoTensor;
 
-  [[nodiscard]] c10::DispatchKeySet keys() const {
-    return keys_of(dy, x, weight, statistics, activation.bias, activation.y, spread, counts);
+  // Those that every op of a layer's backward begins with.
+  [[nodiscard]] auto of_layer() const {
+    return std::tie(dy, x, weight, statistics, wanted.dx, wanted.dweight, wanted.dbias, call.scope,
+                    call.group_name, call.layer);
   }
-
- private:
-  template <class Op, class... Others>
-  auto call_op(const Op& op, const Others&... others) const {
-    return op.call(dy, x, weight, statistics, wanted.dx, wanted.dweight, wanted.dbias, call.scope,
-                   call.group_name, call.layer, others...);
+  [[nodiscard]] auto all() const {
+    return std::tuple_cat(of_layer(), std::tie(activation.activation, activation.negative_slope,
+                                               activation.bias, activation.y, spread, counts));
   }
-
- public:
-  auto pass_to(const c10::TypedOperatorHandle<BackwardOp>& op) const {
-    return call_op(op, activation.activation, activation.negative_slope, activation.bias,
-                   activation.y, spread, counts);
-  }
-  auto pass_to(const c10::TypedOperatorHandle<GradientSumsOp>& op) const { return call_op(op); }
 };
 
-using DoubleBackwardOp = GradientTensors(const OptionalTensor& grad_dx,
-                                         const OptionalTensor& grad_dweight,
-                                         const OptionalTensor& grad_dbias, const at::Tensor& dy,
-                                         const at::Tensor& x, const OptionalTensor& weight,
-                                         const at::Tensor& statistics, std::string_view scope,
-                                         std::string_view group_name, std::string_view layer,
-                                         const OptionalTensor& spread,
-                                         const OptionalTensor& counts);
+// The last one is the gradient of the residual; undefined without a residual.
+using BackwardTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardOp = OpWith<BackwardTensors, decltype(&BackwardOpArguments::all)>::Type;
+using GradientSumsOp = OpWith<GradientTensors, decltype(&BackwardOpArguments::of_layer)>::Type;
 
 struct DoubleBackwardOpArguments {
   const OptionalTensor& grad_dx;       // [N, C, *]
@@ -201,17 +177,12 @@ struct DoubleBackwardOpArguments {
   const OptionalTensor& spread = kNoTensor;
   const OptionalTensor& counts = kNoTensor;
 
-  auto pass_to(const c10::TypedOperatorHandle<DoubleBackwardOp>& op) const {
-    return op.call(grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics, call.scope,
-                   call.group_name, call.layer, spread, counts);
+  [[nodiscard]] auto all() const {
+    return std::tie(grad_dx, grad_dweight, grad_dbias, dy, x, weight, statistics, call.scope,
+                    call.group_name, call.layer, spread, counts);
   }
 };
-
-using WithStatisticsOp = at::Tensor(const at::Tensor& x, const OptionalTensor& weight,
-                                    const OptionalTensor& bias, const at::Tensor& statistics,
-                                    std::string_view activation, double negative_slope,
-                                    const OptionalTensor& residual, const OptionalTensor& spread,
-                                    const OptionalTensor& counts);
+using DoubleBackwardOp = OpWith<GradientTensors, decltype(&DoubleBackwardOpArguments::all)>::Type;
 
 struct WithStatisticsOpArguments {
   const at::Tensor& x;           // [N, C, *]
@@ -222,31 +193,26 @@ struct WithStatisticsOpArguments {
   const OptionalTensor& spread = kNoTensor;
   const OptionalTensor& counts = kNoTensor;
 
-  auto pass_to(const c10::TypedOperatorHandle<WithStatisticsOp>& op) const {
-    return op.call(x, weight, bias, statistics, activation.activation, activation.negative_slope,
-                   activation.residual, spread, counts);
+  [[nodiscard]] auto all() const {
+    return std::tie(x, weight, bias, statistics, activation.activation, activation.negative_slope,
+                    activation.residual, spread, counts);
   }
 };
+using WithStatisticsOp = OpWith<at::Tensor, decltype(&WithStatisticsOpArguments::all)>::Type;
 
 // Finalizes the moments of a norm batch, which may be a sum of several tensors of moments.
-using FinalizeOp = at::Tensor(const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
-                              const OptionalTensor&, std::optional<double>, double, at::ScalarType);
-
 struct FinalizeOpArguments {
   const at::Tensor& moments;  // [moments_size(C)] float64
   RunningTensors running;
   std::optional<double> momentum;  // none: cumulative average
   double eps;
   at::ScalarType dtype;  // of x
+
+  [[nodiscard]] auto all() const {
+    return std::tie(moments, running.mean, running.var, running.updates, momentum, eps, dtype);
+  }
 };
-
-using KeepOrderOp = std::vector<at::Tensor>(at::TensorList values);
-
-using ResolveScopeOp = std::string(std::string_view scope, std::string_view group_name,
-                                   std::optional<std::int64_t> samples);
-
-using FailExchangesOp = void(std::string_view reason, std::optional<std::string_view> scope,
-                             std::string_view group_name);
+using FinalizeOp = OpWith<at::Tensor, decltype(&FinalizeOpArguments::all)>::Type;
 
 // Lets a kernel take an op's arguments as one struct: the dispatcher calls `Taken<Op,
 // kernel>::call`.

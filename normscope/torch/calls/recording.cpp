@@ -31,7 +31,7 @@ bool is_left_to_torch(const ForwardOpArguments& op) {
 }
 
 std::vector<at::Tensor> keep_order(const std::vector<at::Tensor>& values) {
-  static const auto op = op_named<KeepOrderOp>("normscope::keep_order");
+  static const auto op = op_named<std::vector<at::Tensor>(at::TensorList)>("normscope::keep_order");
   return op.call(values);
 }
 

@@ -12,6 +12,7 @@
 
 #include "normscope/torch/calls/arguments.h"
 #include "normscope/torch/calls/checks.h"
+#include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/ops/autograd.h"
 #include "normscope/torch/tensors/pointwise.h"
 
@@ -33,7 +34,7 @@ std::string_view name_of(SliceStats slice_stats) {
 
 // The scope to normalize a batch with. The ranks agree on it at first use.
 std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
-  static const auto op = op_named<binding::ResolveScopeOp>("normscope::resolve_scope");
+  static const auto op = op_named<decltype(binding::resolve_scope)>("normscope::resolve_scope");
   std::string scope = options.scope().str();
   if (options.scope().kind() != Scope::Kind::kNormBatch || x.dim() == 0) return scope;
   return op.call(scope, options.group(), x.size(0));
@@ -98,7 +99,7 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(
       .needs_backward = std::nullopt,
       .activation = {binding::name_of(activation.kind), activation.negative_slope, given.residual}};
   if (ending) return binding::autograd::forward_then(arguments, ending);
-  return std::get<0>(arguments.pass_to(op));
+  return std::get<0>(binding::call_op(op, arguments.all()));
 }
 
 template <std::size_t D, class Derived, class Theirs>

@@ -29,6 +29,7 @@
 #include "normscope/core/limbs.h"
 #include "normscope/torch/calls/arguments.h"
 #include "normscope/torch/errors.h"
+#include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/nn/layers.h"
 #include "normscope/torch/nn/left_as_it_is.h"
 #include "normscope/torch/ops/output_noise.h"
@@ -68,8 +69,9 @@ std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& 
 }
 
 void notify_peers(const RankGroup& group, std::string_view reason) {
-  static const auto fail = binding::op_named<binding::FailExchangesOp>("normscope::fail_exchanges");
-  if (group.size() > 1) fail.call(reason, "world", group.name());
+  if (group.size() == 1) return;
+  call_op<decltype(binding::fail_exchanges)>("normscope::fail_exchanges", reason, "world",
+                                             group.name());
 }
 
 // If this rank alone throws, ends the wait of the others.

@@ -65,14 +65,15 @@ ForwardTensors below_autograd(const ForwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const bool is_left_to_compiler = op.decomposes() && op.activation.activates();
   if (is_in_graph(op) && !is_left_to_compiler) return forward_in_graph(op);
-  if (backend::are_reached_by(op.keys())) return backend::forward(op);
+  if (backend::are_reached_by(keys_of(op.all()))) return backend::forward(op);
   static const auto next = op_named<ForwardOp>("normscope::batch_norm_forward");
-  return op.pass_to(next);
+  return call_op(next, op.all());
 }
 
 BackwardTensors below_autograd(const BackwardOpArguments& op) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return backend::are_reached_by(op.keys()) ? backend::backward(op) : op.pass_to(backward_op());
+  return backend::are_reached_by(keys_of(op.all())) ? backend::backward(op)
+                                                    : call_op(backward_op(), op.all());
 }
 
 // A backward that can be differentiated once more.
@@ -101,7 +102,7 @@ class BatchNormBackward : public ::torch::autograd::Function<BatchNormBackward> 
       const OptionalTensor counts = defined_or_none(saved[5]);
       const DoubleBackwardOpArguments op{grad_dx, grad_dweight, grad_dbias, saved[0], saved[1],
                                          weight,  saved[3],     call,       spread,   counts};
-      const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+      const auto [grad_dy, grad_x, grad_weight] = call_op(double_backward_op(), op.all());
       const at::Tensor none;
       return {grad_dy, grad_x, weight ? grad_weight : none, none};
     });
@@ -115,7 +116,7 @@ class BatchNormDoubleBackward : public ::torch::autograd::Function<BatchNormDoub
                                const OptionalTensor&, const at::Tensor&, const at::Tensor&,
                                const OptionalTensor&, const DoubleBackwardOpArguments& op) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    const auto [grad_dy, grad_x, grad_weight] = op.pass_to(double_backward_op());
+    const auto [grad_dy, grad_x, grad_weight] = call_op(double_backward_op(), op.all());
     return {grad_dy, grad_x, grad_weight};
   }
 
@@ -146,7 +147,8 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     context->save_for_backward({x, weight.value_or(at::Tensor()), op.statistics});
     SavedCall{.call = op.call, .wanted = wanted_by(x, weight, bias)}.save_in(*context);
-    return WithStatisticsOpArguments{x, weight, bias, op.statistics}.pass_to(with_statistics_op());
+    return call_op(with_statistics_op(),
+                   WithStatisticsOpArguments{x, weight, bias, op.statistics}.all());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -154,7 +156,7 @@ class NormalizedAgain : public ::torch::autograd::Function<NormalizedAgain> {
     const OptionalTensor weight = defined_or_none(saved[1]);
     const SavedCall of = SavedCall::of(*context);
     const BackwardOpArguments op{gradients[0], saved[0], weight, saved[2], of.wanted, of.call};
-    const auto [dx, dweight, dbias, dresidual] = op.pass_to(backward_op());
+    const auto [dx, dweight, dbias, dresidual] = call_op(backward_op(), op.all());
     variable_list results = wanted_of(of.wanted, dx, dweight, dbias);
     results.resize(4);
     return results;
@@ -171,7 +173,7 @@ BackwardTensors by_single_operations(const BackwardOpArguments& op) {
   const at::Tensor dz =
       activation_gradient(activation, activation.is_piecewise_linear() ? z.detach() : z, op.dy);
   const BackwardOpArguments of_dz{dz, op.x, op.weight, op.statistics, op.wanted, op.call};
-  const auto [dx, dweight, dbias, none] = of_dz.pass_to(backward_op());
+  const auto [dx, dweight, dbias, none] = call_op(backward_op(), of_dz.all());
   return {dx, dweight, dbias, dz};
 }
 
@@ -180,7 +182,7 @@ BackwardTensors backward_of(const BackwardOpArguments& op, bool decomposes) {
     return backward_in_graph(op);
   }
   if (at::GradMode::is_enabled()) {
-    return op.activation.activates() ? by_single_operations(op) : op.pass_to(backward_op());
+    return op.activation.activates() ? by_single_operations(op) : call_op(backward_op(), op.all());
   }
   return below_autograd(op);
 }
@@ -313,7 +315,7 @@ BackwardTensors backward(const BackwardOpArguments& op) {
 GradientTensors double_backward(const DoubleBackwardOpArguments& op) {
   if (!at::GradMode::is_enabled()) {
     const at::AutoDispatchBelowADInplaceOrView guard;
-    return op.pass_to(double_backward_op());
+    return call_op(double_backward_op(), op.all());
   }
   const variable_list outputs = BatchNormDoubleBackward::apply(
       op.grad_dx, op.grad_dweight, op.grad_dbias, op.dy, op.x, op.weight, op);
@@ -350,7 +352,7 @@ StatisticsTensors statistics_without_gradient(const ForwardOpArguments& op) {
   }
   const variable_list results = WithoutGradient::apply(at::TensorList(differentiable), [&] {
     return std::apply([](const auto&... tensors) { return variable_list{tensors...}; },
-                      op.pass_to(statistics_op()));
+                      call_op(statistics_op(), op.of_layer()));
   });
   return {results[0], results[1], results[2], results[3], results[4], results[5]};
 }
@@ -381,7 +383,7 @@ ForwardTensors forward_by_torchs_kernels(const ForwardOpArguments& op) {
 at::Tensor forward_then(const ForwardOpArguments& op, const Ending& ending) {
   static const auto layer = op_named<ForwardOp>("normscope::batch_norm_forward");
   return or_notify_peers(op.call, [&] {
-    const auto run = [](const ForwardOpArguments& each) { return each.pass_to(layer); };
+    const auto run = [](const ForwardOpArguments& each) { return call_op(layer, each.all()); };
     // or_notify_peers() leaves ValueErrors to the op.
     const auto notifying = [&](const at::Tensor& y) {
       try {

@@ -81,7 +81,7 @@ ForwardTensors forward_in_graph(const ForwardOpArguments& op) {
   const OptionalTensor weight = exchanges ? keep_order({weight_of(op)})[0] : op.weight;
   std::vector<at::Tensor> results =
       std::apply([](const auto&... tensors) { return std::vector<at::Tensor>{tensors...}; },
-                 op.with(weight, op.running, op.accumulated).pass_to(statistics_op()));
+                 call_op(statistics_op(), op.with(weight, op.running, op.accumulated).of_layer()));
   if (exchanges) results = keep_order(results);
   const at::Tensor& statistics = results[0];
   const at::Tensor& coefficients = results[1];
@@ -90,7 +90,7 @@ ForwardTensors forward_in_graph(const ForwardOpArguments& op) {
   set_buffer(op.accumulated, results[next]);
   if (!op.decomposes()) {
     const WithStatisticsOpArguments again{op.x, op.weight, op.bias, statistics, op.activation};
-    return {again.pass_to(with_statistics_op()), statistics, {}, {}};
+    return {call_op(with_statistics_op(), again.all()), statistics, {}, {}};
   }
   return {normalize(op.x, CoefficientsOf(op.x, coefficients, scope)), statistics, {}, {}};
 }
@@ -102,7 +102,7 @@ BackwardTensors backward_in_graph(const BackwardOpArguments& op) {
   const at::Tensor statistics = exchanges ? keep_order({op.statistics})[0] : op.statistics;
   static const auto sums_op = op_named<GradientSumsOp>("normscope::batch_norm_gradient_sums");
   const BackwardOpArguments with_statistics{op.dy, op.x, op.weight, statistics, op.wanted, op.call};
-  auto [coefficients, dweight, dbias] = with_statistics.pass_to(sums_op);
+  auto [coefficients, dweight, dbias] = call_op(sums_op, with_statistics.of_layer());
   if (exchanges) {
     const std::vector<at::Tensor> kept = keep_order({coefficients, dweight, dbias});
     std::tie(coefficients, dweight, dbias) = std::tie(kept[0], kept[1], kept[2]);
