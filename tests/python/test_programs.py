@@ -176,6 +176,15 @@ SEQUENTIAL_GRAPH = replace(
     GRAPH, slice_stats="sequential", momentum=None, parameters=(), sizes=((0,), (6,))
 )
 
+# Ranks, one of them without samples, that share all norm batches.
+RANKS = Program(
+    sizes=((5, 1, 7), (2, 0, 4)),
+    scopes=("world", "world"),
+    later_scopes=("world", "world"),
+    seed=1,
+    extent=(9, 7),
+)
+
 # Replicas have no running statistics, and some no gradients and no samples.
 REPLICAS = Program(
     sizes=((3, 0, 4),),
@@ -192,6 +201,9 @@ REPLICAS = Program(
 @pytest.mark.on_device
 @pytest.mark.own_kernels
 @settings(SETTINGS, max_examples=60)
+@example(program=RANKS)
+@example(program=replace(RANKS, dtype="float32", strides="channels last"))
+@example(program=replace(RANKS, dtype="bfloat16"))
 @example(program=REPLICAS)
 @example(program=replace(REPLICAS, strides="channels last"))
 @example(program=GRAPH)

@@ -80,6 +80,11 @@ def accumulated(moments: torch.Tensor) -> None:
             RuntimeError,
             "x: expected float32, float64, bfloat16 or float16, got Long",
         ),
+        (
+            lambda: layer()(X.to("meta")),
+            RuntimeError,
+            "weight: expected the device of x (meta), got cpu",
+        ),
         (with_weight(torch.ones(3, 1)), RuntimeError, "weight: expected 1 dimension, got 2"),
         (
             with_weight(torch.ones(3).double()),
