@@ -150,6 +150,30 @@ TEST(Module, EvaluatesAsTorchToTheBit) {
   EXPECT_TRUE(torch::equal(ours->forward(x), theirs->forward(x)));
 }
 
+TEST(Module, StopsAndResumesToTrackRunningStatistics) {
+  nn::BatchNorm2d layer(nn::BatchNormOptions(3).scope(Scope::local()));
+  torch::nn::BatchNorm2d theirs(3);
+  const at::Tensor x = random({4, 3, 5, 5}, 1).to(torch::kFloat);
+
+  layer->options.track_running_stats(false);
+  layer->forward(x);
+  EXPECT_TRUE(torch::equal(layer->running_mean, torch::zeros({3})));
+  EXPECT_EQ(layer->num_batches_tracked.item<std::int64_t>(), 0);
+
+  // As in torch, evaluation then uses the statistics of the batch.
+  layer->eval();
+  theirs->eval();
+  theirs->options.track_running_stats(false);
+  EXPECT_TRUE(torch::equal(layer->forward(x), theirs->forward(x)));
+  EXPECT_TRUE(torch::equal(layer->running_mean, torch::zeros({3})));
+
+  layer->train();
+  layer->options.track_running_stats(true);
+  layer->forward(x);
+  EXPECT_FALSE(torch::equal(layer->running_mean, torch::zeros({3})));
+  EXPECT_EQ(layer->num_batches_tracked.item<std::int64_t>(), 1);
+}
+
 TEST(Module, SavesClonesAndMovesBetweenTypes) {
   nn::BatchNorm3d layer(nn::BatchNormOptions(2).momentum(std::nullopt));
   layer->forward(torch::randn({4, 2, 2, 2, 2}));

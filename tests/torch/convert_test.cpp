@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/convert.h"
 
+#include <cstdint>
 #include <memory>
 #include <sstream>
 #include <string>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/moduledict.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
@@ -147,6 +150,53 @@ TEST(Convert, RefusesALayerThatAMemberHoldsBeforeAnythingHasChanged) {
                               "holds"),
                     HasSubstr("HoldsALayer also holds")));
   EXPECT_NO_THROW(layer_at<torch::nn::BatchNorm2dImpl>(net, 0));
+}
+
+TEST(Convert, ReplacesTheLayersOfModuleListsAndModuleDicts) {
+  const RankGroup group = alone();
+  torch::nn::ModuleDict dict;
+  dict->update({{"norm", torch::nn::BatchNorm2d(4).ptr()}});
+  torch::nn::ModuleList list;
+  list->push_back(torch::nn::BatchNorm2d(4));
+  list->push_back(dict.ptr());
+
+  nn::convert(*list, Scope::local(), group);
+
+  EXPECT_NE(list[0]->as<nn::BatchNorm2dImpl>(), nullptr);
+  EXPECT_NE(dict["norm"]->as<nn::BatchNorm2dImpl>(), nullptr);
+  EXPECT_EQ(list[0], list->named_children()["0"]);
+  EXPECT_EQ(dict["norm"], dict->named_children()["norm"]);
+}
+
+TEST(Convert, KeepsOneLayerThatIsInSeveralPlaces) {
+  const RankGroup group = alone();
+  const torch::nn::BatchNorm2d layer(3);
+  torch::nn::Sequential one(layer, torch::nn::ReLU(), layer), other(layer);
+  torch::nn::ModuleList whole;
+  whole->push_back(one.ptr());
+  whole->push_back(other.ptr());
+
+  nn::convert(*whole, Scope::local(), group);
+
+  auto& converted = layer_at<nn::BatchNorm2dImpl>(one, 0);
+  EXPECT_EQ(converted.options.layer_name(), "0.0");
+  EXPECT_EQ(one->ptr(2), one->ptr(0));
+  EXPECT_EQ(other->ptr(0), one->ptr(0));
+  one->forward(torch::randn({4, 3, 5, 5}));
+  EXPECT_EQ(converted.num_batches_tracked.item<std::int64_t>(), 2);
+}
+
+TEST(Convert, KeepsBuffersThatAreNotTracked) {
+  const RankGroup group = alone();
+  torch::nn::BatchNorm2d layer(3);
+  layer->options.track_running_stats(false);
+  torch::nn::Sequential net(layer);
+
+  nn::convert(*net, Scope::local(), group);
+
+  const auto& converted = layer_at<nn::BatchNorm2dImpl>(net, 0);
+  EXPECT_FALSE(converted.options.track_running_stats());
+  EXPECT_EQ(converted.running_mean.data_ptr(), layer->running_mean.data_ptr());
 }
 
 TEST(Convert, ReplacesALayerThatOnlyTheRegistryHolds) {

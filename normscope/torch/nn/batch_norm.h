@@ -35,7 +35,8 @@ struct BatchNormOptions {
   TORCH_ARG(std::optional<double>, momentum) = 0.1;
   // Whether there are a weight and a bias.
   TORCH_ARG(bool, affine) = true;
-  // Whether there are running statistics.
+  // Whether there are running statistics. If it becomes false later, training leaves them as they
+  // are, and evaluation uses the statistics of the batch.
   TORCH_ARG(bool, track_running_stats) = true;
   // Which ranks share statistics. It may change between any two steps.
   TORCH_ARG(Scope, scope) = Scope::world();

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/convert.h"
 
-#include <algorithm>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
 #include <typeinfo>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <c10/util/Exception.h>
 #include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/container/sequential.h>
 
 #include "normscope/core/error.h"
@@ -32,9 +35,11 @@ AnyModule converted_to(const Module& module) {
   Ours ours(BatchNormOptions(layer.options.num_features())
                 .eps(layer.options.eps())
                 .momentum(layer.options.momentum())
-                .affine(layer.options.affine())
-                .track_running_stats(layer.options.track_running_stats()));
+                .affine(layer.weight.defined())
+                .track_running_stats(layer.running_mean.defined()));
   ours->adopt(layer);
+  // Which may have changed since the layer was made.
+  ours->options.track_running_stats(layer.options.track_running_stats());
   return AnyModule(ours);
 }
 
@@ -48,15 +53,33 @@ AnyModule converted(const Module& module) {
   return {};
 }
 
-// Where a Sequential also holds the child; nullptr if only the registry does. A class that derives
-// from Sequential may have registered other children.
-AnyModule* place_in_sequential(Module& module, const Module& child) {
-  auto* sequential = dynamic_cast<::torch::nn::SequentialImpl*>(&module);
-  if (sequential == nullptr) return nullptr;
-  const auto place =
-      std::find_if(sequential->begin(), sequential->end(),
-                   [&](const AnyModule& each) { return each.ptr().get() == &child; });
-  return place == sequential->end() ? nullptr : &*place;
+using Place = std::function<void(const AnyModule& layer)>;
+
+// The places where a container of torch holds the child besides the registry, each as a function
+// that puts a layer there. A class that derives from a container may have registered other
+// children.
+std::vector<Place> places_in_container(Module& module, const Module& child) {
+  std::vector<Place> places;
+  if (auto* sequential = dynamic_cast<::torch::nn::SequentialImpl*>(&module)) {
+    for (AnyModule& each : *sequential) {
+      if (each.ptr().get() == &child) {
+        places.emplace_back([&each](const AnyModule& layer) { each = layer; });
+      }
+    }
+  } else if (auto* list = dynamic_cast<::torch::nn::ModuleListImpl*>(&module)) {
+    for (std::shared_ptr<Module>& each : *list) {
+      if (each.get() == &child) {
+        places.emplace_back([&each](const AnyModule& layer) { each = layer.ptr(); });
+      }
+    }
+  } else if (auto* dict = dynamic_cast<::torch::nn::ModuleDictImpl*>(&module)) {
+    for (auto& each : *dict) {
+      if (each.value().get() == &child) {
+        places.emplace_back([&each](const AnyModule& layer) { each.value() = layer.ptr(); });
+      }
+    }
+  }
+  return places;
 }
 
 [[noreturn]] void refuse(const std::string& layer, const std::string& why) {
@@ -69,22 +92,15 @@ class Plan {
   void visit(Module& module, const std::string& prefix) {
     for (const auto& child : module.named_children()) {
       const std::string name = prefix + child.key();
-      if (options_of(*child.value()) != nullptr) {
+      const auto [seen, is_new] = seen_.try_emplace(child.value().get());
+      AnyModule& layer = seen->second;
+      if (is_new) layer = converted(*child.value());
+      if (!layer.is_empty()) {
+        if (is_new) scoped_.emplace_back(name, layer.ptr());
+        replace(module, child.key(), child.value(), layer, name);
+      } else if (is_new && options_of(*child.value()) != nullptr) {
         scoped_.emplace_back(name, child.value());
-      } else if (AnyModule layer = converted(*child.value()); !layer.is_empty()) {
-        AnyModule* const place = place_in_sequential(module, *child.value());
-        if (place == nullptr && child.value().use_count() > kOwnersOfRegistered) {
-          refuse(name, "expected a layer that only the registry holds, got one that a member of " +
-                           module.name() +
-                           " also holds and would keep using; declare it as normscope::nn's "
-                           "layer there");
-        }
-        scoped_.emplace_back(name, layer.ptr());
-        replace_.emplace_back([&module, place, key = child.key(), layer]() mutable {
-          module.replace_module(key, layer.ptr());
-          if (place != nullptr) *place = layer;
-        });
-      } else {
+      } else if (is_new) {
         visit(*child.value(), name + ".");
       }
     }
@@ -103,6 +119,24 @@ class Plan {
   }
 
  private:
+  void replace(Module& module, const std::string& key, const std::shared_ptr<Module>& child,
+               const AnyModule& layer, const std::string& name) {
+    std::vector<Place> places = places_in_container(module, *child);
+    if (places.empty() && child.use_count() > kOwnersOfRegistered) {
+      refuse(name, "expected a layer that only the registry holds, got one that a member of " +
+                       module.name() +
+                       " also holds and would keep using; declare it as normscope::nn's "
+                       "layer there");
+    }
+    replace_.emplace_back([&module, key, layer, places = std::move(places)] {
+      module.replace_module(key, layer.ptr());
+      for (const Place& put : places) put(layer);
+    });
+  }
+
+  // Every module below the first one, with the layer in its place or an empty one. A module may be
+  // in several places.
+  std::unordered_map<const Module*, AnyModule> seen_;
   std::vector<std::function<void()>> replace_;
   std::vector<std::pair<std::string, std::shared_ptr<Module>>> scoped_;
 };

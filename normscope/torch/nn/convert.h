@@ -17,9 +17,9 @@ namespace nn NORMSCOPE_EXPORT {
 // of the group have it, the number of its model. A model that is converted again for the same group
 // gets a new number.
 //
-// Layers in a torch::nn::Sequential can always be replaced. A layer that a module of another class
-// has registered can be replaced only if nothing but the registry holds it: a member variable would
-// keep using the old layer.
+// Layers in a torch::nn::Sequential, ModuleList or ModuleDict can always be replaced. A layer that
+// a module of another class has registered can be replaced only if nothing but the registry holds
+// it: a member variable would keep using the old layer. A layer in several places stays one layer.
 //
 // Throws ArgumentError, which names the layer and says what to do, if a layer cannot be replaced,
 // or if `module` itself is torch's layer. Nothing is changed then. Warns if there is no such layer.
