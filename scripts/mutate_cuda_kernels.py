@@ -6,8 +6,10 @@ For every barrier, shuffle, vote, ticket and atomic operation in ``normscope/ker
 and in the kernel by which ranks on one device exchange messages in tests, the copy has a mutant: an
 operation in its place that ignores other threads. Mutants of a wait for the earlier kernel leave it
 out, or wait behind the next statement; those of what lets the next kernel start leave it out. In
-the kernel of the ranks, there are also mutants of what keeps their epochs apart. A program that is
-compiled from the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT``
+the kernel of the ranks, there are also mutants of what keeps their epochs apart. Other mutants are
+wrong about the elements beside the packs of a plane: they leave them out, give them to other lanes,
+or take packs from tensors in which those start at other elements. A program that is compiled from
+the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT``
 has, if it has one. The script prints the names of the mutants in the order of their numbers, from
 1, one per line. If a test suite passes with a mutant, it does not test the operation that was left
 out.
@@ -57,6 +59,17 @@ MUTATIONS = {
     "turns": (r"epoch % SharedSlots::kSlots\b", "epoch * 0"),
 }
 
+# The same for elements beside packs, in kernels and in what the host decides. There is one at least
+# of each.
+PLACES = {
+    "head": (r"lane < head \? lane : (packs \* kPack \+ lane)", r"\1"),
+    "tail": (r"(?<=&& )own < positions\b", "own < head"),
+    "part": (r"\badd_part\((?:[^()]|\([^()]*\))*\)(?=;)", "void()"),
+    "rotation": (r"row - kLanes \+ lane\b", "row - G::kLanes - lane"),
+    "address": (r"distance % static_cast<std::uintptr_t>\(bytes\) == 0", "true"),
+    "stride": (r"\(x\.(?:sample|channel)_stride - other\.\w+\) % pack == 0", "true"),
+}
+
 MUTANT = """// Written by scripts/mutate_cuda_kernels.py.
 #pragma once
 
@@ -73,7 +86,7 @@ def mutants(text: str) -> list[tuple[re.Match[str], str, str]]:
     """Return what mutants replace, in the order of the text, with their kinds and texts."""
     found = [
         (match, kind, match.expand(mutant))
-        for kind, (pattern, mutant) in MUTATIONS.items()
+        for kind, (pattern, mutant) in (MUTATIONS | PLACES).items()
         for match in re.finditer(pattern, text)
     ]
     return sorted(found, key=lambda each: each[0].start())
@@ -111,18 +124,26 @@ def main(arguments: Sequence[str]) -> int:
 
     shutil.rmtree(options.into, ignore_errors=True)
     names: list[str] = []
+    missing = set(PLACES)
     for folder in FOLDERS:
         shutil.copytree(options.source / folder, options.into / folder)
-        for path in sorted((options.into / folder).glob("*.cuh")):
+        for path in sorted((options.into / folder).glob("*.*h")):
             text = path.read_text()
             found = mutants(text)
-            if len(found) != calls(text):
-                print(f"{path}: {calls(text)} calls, but {len(found)} mutants of them")
+            of_calls = sum(kind in MUTATIONS for _, kind, _ in found)
+            if path.suffix == ".cuh" and of_calls != calls(text):
+                print(f"{path}: {calls(text)} calls, but {of_calls} mutants of them")
                 return 1
+            if not found:
+                continue
+            missing -= {kind for _, kind, _ in found}
             path.write_text(with_mutants(text, len(names) + 1))
             for match, kind, _ in found:
                 line = text.count("\n", 0, match.start()) + 1
                 names.append(f"{path.stem}_line_{line}_without_{kind}")
+    if missing:
+        print(f"expected what these mutants replace: {', '.join(sorted(missing))}")
+        return 1
     (options.into / "mutant.h").write_text(MUTANT)
     print("\n".join(names))
     return 0

@@ -2,12 +2,16 @@
 //
 // What every backend promises, the reference included: results within the stated tolerance of the
 // oracle, and nothing written but the outputs. A backend joins by being available.
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
+#include <sanitizer/asan_interface.h>
 
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
@@ -20,8 +24,12 @@
 namespace normscope::testing {
 namespace {
 
+class TightTensor;
+
 class KernelContract : public KernelSuite {
  protected:
+  static void expect_nothing_else_is_read(const TightTensor& x, const TightTensor& dy,
+                                          const TightTensor& y);
   static void expect_strides_and_parts_change_nothing(const Shape& shape);
 };
 
@@ -173,6 +181,87 @@ TEST_P(KernelContract, StridesAndPartsOfTensorsChangeNothingAndNothingElseIsWrit
   // Rows of whole vectors are written in another way if they are aligned.
   for (const Shape& shape : {Shape{3, 13, 70}, {3, 96, 70}}) {
     ASSERT_NO_FATAL_FAILURE(expect_strides_and_parts_change_nothing(shape));
+  }
+}
+
+// A tensor of ones without guard bands. The address sanitizer reports an access behind it, in the
+// `before` bytes in front of it (a multiple of 8), or in the `gap` elements behind each row (a
+// multiple of 16 bytes).
+class TightTensor {
+ public:
+  TightTensor(DType dtype, Layout layout, const Shape& shape, std::size_t before,
+              std::int64_t gap) {
+    const bool is_first = layout == Layout::kChannelsFirst;
+    const std::int64_t size = size_of(dtype);
+    const std::int64_t row = is_first ? shape.positions : shape.channels;
+    const std::int64_t rows = shape.samples * (is_first ? shape.channels : shape.positions);
+    bytes_.resize(before + static_cast<std::size_t>((rows * (row + gap) - gap) * size));
+    std::byte* const data = bytes_.data() + before;
+    view_ = is_first ? channels_first(static_cast<void*>(data), dtype, shape.samples,
+                                      shape.channels, shape.positions)
+                     : channels_last(static_cast<void*>(data), dtype, shape.samples, shape.channels,
+                                     shape.positions);
+    (is_first ? view_.channel_stride : view_.position_stride) = row + gap;
+    view_.sample_stride = rows / shape.samples * (row + gap);
+    ASAN_POISON_MEMORY_REGION(bytes_.data(), before);
+    for (std::int64_t i = 0; i < rows; ++i) {
+      std::byte* const begin = data + i * (row + gap) * size;
+      with_element_type(dtype, [&]<class Element>(Element*) {
+        std::fill_n(reinterpret_cast<Element*>(begin), row, round_once<Element>(1.0));
+      });
+      if (i + 1 < rows) {
+        ASAN_POISON_MEMORY_REGION(begin + row * size, static_cast<std::size_t>(gap * size));
+      }
+    }
+  }
+  TightTensor(const TightTensor&) = delete;
+  TightTensor& operator=(const TightTensor&) = delete;
+  ~TightTensor() { ASAN_UNPOISON_MEMORY_REGION(bytes_.data(), bytes_.size()); }
+
+  [[nodiscard]] MutableTensorView view() const { return view_; }
+
+ private:
+  std::vector<std::byte> bytes_;
+  MutableTensorView view_;
+};
+
+void KernelContract::expect_nothing_else_is_read(const TightTensor& x, const TightTensor& dy,
+                                                 const TightTensor& y) {
+  const TensorView of_x = x.view().read_only();
+  const TensorView of_dy = dy.view().read_only();
+  const ChannelArray ones(DType::kFloat32, of_x.channels, 1.0);
+  OwnedStatistics statistics(of_x.channels);
+  OwnedLimbs moments(of_x.channels);
+  OwnedLimbs gradient_sums(of_x.channels);
+  std::vector<double> zeros(static_cast<std::size_t>(of_x.channels));
+  const Statistics read_only = statistics.view().read_only();
+  const AffineActivation affine{ones.view(), ones.view()};
+
+  kernels().add_moments({}, of_x, moments.view());
+  kernels().normalize({}, of_x, read_only, affine, {}, y.view());
+  kernels().add_gradient_sums({}, of_x, of_dy, read_only, affine, gradient_sums.view());
+  kernels().input_gradient({}, of_x, of_dy, read_only, affine, {zeros.data(), zeros.data()}, 1.0,
+                           y.view());
+
+  EXPECT_EQ(moments.numbers(), gradient_sums.numbers());
+}
+
+TEST_P(KernelContract, NothingOutsideTensorsIsRead) {
+  const std::int64_t gap = 16 / size_of(dtype());
+  for (const std::int64_t positions : {2, 3, 7, 15, 17, 49, 65, 196, 1089}) {
+    const Shape shape{2, 3, positions};
+    SCOPED_TRACE(positions);
+    for (const std::size_t before : {0, 8}) {
+      const TightTensor packed(dtype(), layout(), shape, before, 0);
+      const TightTensor packed_elsewhere(dtype(), layout(), shape, 8 - before, 0);
+      const TightTensor with_gaps(dtype(), layout(), shape, before, gap);
+      TightTensor y(dtype(), layout(), shape, before, gap);
+
+      expect_nothing_else_is_read(packed, packed, y);
+      expect_nothing_else_is_read(packed, packed_elsewhere, y);
+      expect_nothing_else_is_read(packed, with_gaps, y);
+      expect_nothing_else_is_read(with_gaps, with_gaps, y);
+    }
   }
 }
 

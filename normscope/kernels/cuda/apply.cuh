@@ -90,17 +90,19 @@ class Walk {
   using Element = typename Apply::ElementType;
   using Real = typename Apply::Real;
 
-  // Visits the packs first, first - step, ... down to 0, of those that start at (n, c, 0) and are
-  // stride_of(tensor) elements apart. None if `first` is negative.
+  // Visits the packs first, first - step, ... down to 0, of those that start `begin` elements
+  // behind (n, c, 0) and are stride_of(tensor) elements apart. None if `first` is negative.
   template <class StrideOf>
   __device__ Walk(const Apply& apply, const Elements<Element>& y, std::int64_t n, std::int64_t c,
-                  std::int64_t first, std::int64_t step, const StrideOf& stride_of)
+                  std::int64_t begin, std::int64_t first, std::int64_t step,
+                  const StrideOf& stride_of)
       : apply_(apply), next_(first), step_(step) {
-    y_.start(y.at(n, c, 0) + first * stride_of(y), -step * stride_of(y));
+    y_.start(y.at(n, c, 0) + begin + first * stride_of(y), -step * stride_of(y));
     NORMSCOPE_UNROLL
     for (int k = 0; k < Apply::kInputs; ++k) {
       const auto& input = apply.inputs[k];
-      inputs_[k].start(input.at(n, c, 0) + first * stride_of(input), -step * stride_of(input));
+      inputs_[k].start(input.at(n, c, 0) + begin + first * stride_of(input),
+                       -step * stride_of(input));
     }
   }
 
@@ -117,6 +119,12 @@ class Walk {
     } else {
       write_turns<Store::kKept>(formulas);
     }
+    write_loaded(formulas);
+  }
+
+  // The same if there are at most kAtOnce.
+  template <class Formulas>
+  __device__ void write_loaded(const Formulas& formulas) {
     write_down_to<Store::kKept>(0, formulas);
   }
 
@@ -289,22 +297,23 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     const std::int64_t slice = batches.slices - 1 - i;
     const bool has_plane = plane < batches.samples_of(slice) * y.channels;
     const std::int64_t positions = has_plane ? y.positions : 0;
-    const std::int64_t packs = positions / kPack;
     const std::int64_t n = batches.first_sample(slice) + plane / y.channels;
+    const std::int64_t head = smaller(size_before_pack<kPack>(y.at(n, c, 0)), positions);
+    const std::int64_t packs = (positions - head) / kPack;
     const auto size_of_pack = [&](const auto& /*tensor*/) { return kPack; };
-    Walk<Apply, kPack> walk(apply, y, n, c, last_of_lane(packs), step, size_of_pack);
+    Walk<Apply, kPack> walk(apply, y, n, c, head, last_of_lane(packs), step, size_of_pack);
     walk.start();
+    // What is in front of the packs and behind them: fewer elements than a warp has lanes.
+    const std::int64_t lane = threadIdx.x % kWarp;
+    const std::int64_t own = lane < head ? lane : packs * kPack + lane;
+    const bool is_owner = kPack > 1 && blockIdx.y == 0 && own < positions;
+    const auto one = [](const auto& /*tensor*/) { return 1; };
+    Walk<Apply, 1, 1> rest(apply, y, n, c, own, is_owner ? 0 : -1, 1, one);
+    rest.start();
     wait_for_earlier_kernel();
     const LoadedFormulas<1, Apply> formula(apply, slice, c);
+    rest.write_loaded(formula);
     walk.write(streams, formula);
-    if constexpr (kPack > 1) {
-      const auto one = [](const auto& /*tensor*/) { return 1; };
-      const std::int64_t own = packs * kPack + threadIdx.x % kWarp;
-      const bool is_owner = blockIdx.y == 0 && own < positions;
-      Walk<Apply, 1, 1> rest(apply, y, n, c, is_owner ? own : -1, own + 1, one);
-      rest.start();
-      rest.write(false, formula);
-    }
   }
 }
 
@@ -331,7 +340,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     const std::int64_t samples = joined ? batches.samples_of(run) : 1;
     const std::int64_t rows = has_channels ? samples * y.positions : 0;
     const auto row = [](const auto& tensor) { return tensor.row_stride(); };
-    Walk<Apply, kPack> walk(apply, y, n, c, rows - 1 - from_last, step, row);
+    Walk<Apply, kPack> walk(apply, y, n, c, 0, rows - 1 - from_last, step, row);
     walk.start();
     wait_for_earlier_kernel();
     const LoadedFormulas<kPack, Apply> formulas(apply, slice, c);

@@ -30,9 +30,14 @@ struct Backend {
   using AccessConstant = std::integral_constant<Access, kAccess>;
 
   // Calls function with a constant: kPacks if all tensors allow packs of `bytes`, else kElements.
-  template <class Function, class... Views>
-  static void with_access(std::int64_t bytes, const Function& function, const Views&... views) {
-    if ((has_packs(views, bytes) && ...)) {
+  template <class Function, class First, class... Others>
+  static void with_access(Layout layout, std::int64_t bytes, const Function& function,
+                          const First& first, const Others&... others) {
+    const bool have_packs =
+        layout == Layout::kChannelsFirst
+            ? (have_equal_packs_of_planes(first, others, bytes) && ...)
+            : has_packs_of_channels(first, bytes) && (has_packs_of_channels(others, bytes) && ...);
+    if (have_packs) {
       function(AccessConstant<Access::kPacks>{});
     } else {
       function(AccessConstant<Access::kElements>{});
@@ -48,11 +53,13 @@ struct Backend {
     using Element = typename AnyTerms::ElementType;
     const std::int64_t tiles = batches.slice_size * tiles_per_sample(layout, batches.positions);
     if (layout == Layout::kChannelsFirst) {
-      const auto kernel = add_tiles_channels_first<kAccess, AnyTerms, After>;
+      // Where there is one tensor, its planes have packs.
+      constexpr Access kOfPlanes = AnyTerms::kInputs == 1 ? Access::kPacks : kAccess;
+      const auto kernel = add_tiles_channels_first<kOfPlanes, AnyTerms, After>;
       const std::int64_t at_once = Device::blocks_at_once(kernel, kBlockThreads);
       const auto [groups, work] =
           work_of_groups(scratch.channels, tiles, batches.slices,
-                         Group<Element, kAccess>::kPerBlock, kBlockThreads, at_once);
+                         Group<Element, kOfPlanes>::kPerBlock, kBlockThreads, at_once);
       Device::launch(stream, grid_for(work, at_once), Order::kAfter, kernel, terms, groups, batches,
                      scratch, after);
     } else {
@@ -85,7 +92,7 @@ struct Backend {
     const NormBatches& batches = use.batches;
     if (batches.positions == 1 && layout == Layout::kChannelsLast) {
       with_access(
-          kElementWidth<Access::kPacks> * static_cast<std::int64_t>(sizeof(Element)),
+          layout, kElementWidth<Access::kPacks> * static_cast<std::int64_t>(sizeof(Element)),
           [&](auto access) {
             add_single_elements<access.value>(stream, terms, batches, scratch, after);
           },
@@ -94,7 +101,7 @@ struct Backend {
       add_single_elements<Access::kElements>(stream, terms, batches, scratch, after);
     } else {
       with_access(
-          kPackBytes,
+          layout, kPackBytes,
           [&](auto access) {
             add_tiles<access.value>(stream, layout, terms, batches, scratch, after);
           },
@@ -219,10 +226,11 @@ struct Backend {
   template <class Formula, class... Views>
   static void apply_to(Stream stream, const Formula& formula, const NormBatches& batches,
                        const MutableTensorView& y, const Views&... others) {
+    const Layout layout = y.layout();
     with_access(
-        kPackBytes,
+        layout, kPackBytes,
         [&](auto access) {
-          apply<access.value>(stream, y.layout(), formula, batches,
+          apply<access.value>(stream, layout, formula, batches,
                               elements_of<typename Formula::ElementType>(y));
         },
         y, others...);

@@ -136,19 +136,27 @@ template <class Element, class Pointer>
                            x.position_stride};
 }
 
-// Whether the tensor can be read in packs of `bytes`: every contiguous run starts at a multiple of
-// `bytes`, and a run of channels ends at one. Strides of extents of 1 do not matter.
+// Whether packs of `bytes` can be taken from rows of channels: each row starts and ends at a
+// multiple of `bytes`. Strides of extents of 1 do not matter.
 template <class Pointer>
-[[nodiscard]] bool has_packs(const BasicTensorView<Pointer>& x, std::int64_t bytes) {
+[[nodiscard]] bool has_packs_of_channels(const BasicTensorView<Pointer>& x, std::int64_t bytes) {
   const std::int64_t pack = bytes / size_of(x.dtype);
-  const bool is_first = x.layout() == Layout::kChannelsFirst;
-  const std::int64_t rows = is_first ? x.channels : x.positions;
-  const std::int64_t row_stride = is_first ? x.channel_stride : x.position_stride;
-  // A partial last pack of channels would be read past its end. Positions are handled separately.
-  const bool fills = is_first || x.channels % pack == 0;
   return reinterpret_cast<std::uintptr_t>(x.data) % static_cast<std::uintptr_t>(bytes) == 0 &&
-         fills && (x.samples <= 1 || x.sample_stride % pack == 0) &&
-         (rows <= 1 || row_stride % pack == 0);
+         x.channels % pack == 0 && (x.samples <= 1 || x.sample_stride % pack == 0) &&
+         (x.positions <= 1 || x.position_stride % pack == 0);
+}
+
+// Whether packs of `bytes` begin at the same elements of each plane of two tensors.
+template <class Pointer, class OtherPointer>
+[[nodiscard]] bool have_equal_packs_of_planes(const BasicTensorView<Pointer>& x,
+                                              const BasicTensorView<OtherPointer>& other,
+                                              std::int64_t bytes) {
+  const std::int64_t pack = bytes / size_of(x.dtype);
+  const std::uintptr_t distance =
+      reinterpret_cast<std::uintptr_t>(x.data) - reinterpret_cast<std::uintptr_t>(other.data);
+  return distance % static_cast<std::uintptr_t>(bytes) == 0 &&
+         (x.samples <= 1 || (x.sample_stride - other.sample_stride) % pack == 0) &&
+         (x.channels <= 1 || (x.channel_stride - other.channel_stride) % pack == 0);
 }
 
 }  // namespace normscope::cuda

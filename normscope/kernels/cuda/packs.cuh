@@ -65,8 +65,9 @@ __device__ inline std::int64_t in_register(std::int64_t value) {
 // The widest memory transaction of a thread is 16 bytes.
 inline constexpr int kPackBytes = 16;
 
-// How many elements a thread takes at a time: a full pack if every contiguous run starts at a
-// multiple of 16 bytes, otherwise one.
+// How many elements a thread takes at a time: a pack, which starts at a multiple of 16 bytes, or
+// one. Packs of channels fill their rows. Packs of a plane leave fewer elements than a pack at each
+// of its ends, the same in all tensors.
 enum class Access { kPacks, kElements };
 
 template <class Element, Access kAccess>
@@ -102,7 +103,39 @@ struct WordOf<16> {
 
 template <int kSize, class Element>
 NORMSCOPE_INLINE Pack<Element, kSize> load_pack(const Element* from) {
+#if !defined(__CUDACC__)
+  cuda_on_host::ThisThread::load(from, sizeof(Pack<Element, kSize>));
+#endif
   return *reinterpret_cast<const Pack<Element, kSize>*>(from);
+}
+
+// The places from begin to end - 1, by their distance from another one.
+struct Range {
+  int begin;
+  int end;
+
+  // All or some of `count` places from `first` on.
+  NORMSCOPE_INLINE bool contains(int first, int count = 1) const {
+    return first >= begin && first + count <= end;
+  }
+  NORMSCOPE_INLINE bool touches(int first, int count) const {
+    return first + count > begin && first < end;
+  }
+};
+
+// The elements of the pack at `begin` that are in `wanted`, with anything else in place of the
+// others. Elements outside of `readable` are not loaded.
+template <int kSize, class Element>
+NORMSCOPE_INLINE Pack<Element, kSize> load_part_of_pack(const Element* from, int begin,
+                                                        const Range& wanted,
+                                                        const Range& readable) {
+  Pack<Element, kSize> pack = {};
+  if (!wanted.touches(begin, kSize)) return pack;
+  if (readable.contains(begin, kSize)) return load_pack<kSize>(from + begin);
+  for (int j = 0; j < kSize; ++j) {
+    if (wanted.contains(begin + j)) pack.elements[j] = load_pack<1>(from + begin + j).elements[0];
+  }
+  return pack;
 }
 
 // kStreamed: what is stored leaves L2 before anything else does.
@@ -116,6 +149,8 @@ NORMSCOPE_INLINE void store_pack(Element* to, const Pack<Element, kSize>& pack) 
     __stcs(reinterpret_cast<Word*>(to), std::bit_cast<Word>(pack));
     return;
   }
+#elif !defined(__CUDACC__)
+  cuda_on_host::ThisThread::store(to, sizeof(pack));
 #endif
   *reinterpret_cast<Pack<Element, kSize>*>(to) = pack;
 }
@@ -158,6 +193,15 @@ NORMSCOPE_INLINE Pack<Element, kSize> narrow_pack(const Arithmetic<Element> (&va
   }
 }
 
+NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+// How many elements from here on are in front of the next pack.
+template <int kSize, class Element>
+NORMSCOPE_INLINE int size_before_pack(const Element* from) {
+  const std::uintptr_t place = reinterpret_cast<std::uintptr_t>(from) / sizeof(Element);
+  return static_cast<int>(-place % kSize);
+}
+
 // A typed tensor view for kernels.
 template <class Element>
 struct Elements {
@@ -171,6 +215,16 @@ struct Elements {
 
   NORMSCOPE_INLINE Element* at(std::int64_t n, std::int64_t c, std::int64_t p) const {
     return data + n * sample_stride + c * channel_stride + p * position_stride;
+  }
+
+  // What may be read around (n, c, p), as far as `reach` elements: all of the tensor if its planes
+  // follow each other without gaps, otherwise this plane.
+  NORMSCOPE_INLINE Range around(std::int64_t n, std::int64_t c, std::int64_t p, int reach) const {
+    const bool is_dense = channel_stride == positions && sample_stride == channels * positions;
+    const std::int64_t before = is_dense ? (n * channels + c) * positions + p : p;
+    const std::int64_t all = is_dense ? samples * channels * positions : positions;
+    return {-static_cast<int>(smaller(before, reach)),
+            static_cast<int>(smaller(all - before, reach))};
   }
 
   // Whether the rows of channels of all samples are row_stride() apart.

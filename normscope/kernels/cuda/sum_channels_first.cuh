@@ -13,6 +13,11 @@ inline constexpr int kPacksAtOnce = 8;
 // The threads that sum one tile together. They hold its 64 lanes, each thread as many as a pack has
 // elements. With packs, a thread has neighbouring lanes. Otherwise its lanes are kThreads apart,
 // and neighbouring threads read neighbouring elements.
+//
+// If a tile does not start with a pack, the lanes are rotated: the first whole pack belongs to the
+// first thread, and what is in front of it to the last lanes of the last thread. The bits are the
+// same. fold() adds lanes whose distance is half their number, in either order, and leaves half as
+// many, which are rotated likewise.
 template <class Element, Access kAccess>
 struct Group {
   static constexpr int kLanes = kPackBytes / static_cast<int>(sizeof(Element));  // per thread
@@ -67,13 +72,32 @@ __device__ Real pivot_of_tile(const Element* x, std::int64_t size, int thread) {
   return sum / static_cast<Real>(samples.count);
 }
 
-// Both sums of a tile, computed in Real. The group's first thread gets the result.
-template <class AnyTerms, class Real, Access kAccess>
-__device__ Terms<Real> sums_of_tile(const typename AnyTerms::Run& run, std::int64_t size,
-                                    Real center, int thread) {
+// Both sums of a tile, computed in Real, around center_of_tile(). The group's first thread gets the
+// result.
+template <class AnyTerms, class Real, Access kAccess, class CenterOfTile>
+__device__ Terms<Real> sums_of_tile(const typename AnyTerms::Run& run, int size,
+                                    const Range& readable, const CenterOfTile& center_of_tile,
+                                    int thread) {
   using G = Group<typename AnyTerms::ElementType, kAccess>;
-  constexpr std::int64_t kLanes = kChannelsFirstTile.lanes;
+  constexpr int kLanes = static_cast<int>(kChannelsFirstTile.lanes);
+  // Sums take twice the registers if they are made again in float64, and leave room for half.
+  constexpr int kRowsOfTile = kPacksAtOnce / AnyTerms::kInputs *
+                              static_cast<int>(sizeof(Arithmetic<typename AnyTerms::ElementType>)) /
+                              static_cast<int>(sizeof(Real));
+  const int lane = G::lane(thread, 0);
+  const Range tile{0, size};
+
+  // The pack in front of the first row may be partly in the tile. It is loaded while the center is
+  // computed.
+  int row = kAccess == Access::kPacks ? size_before_pack<G::kLanes>(run.x) : 0;
+  const int before = row - kLanes + lane;
+  typename AnyTerms::template Row<G::kLanes> head;
+  if constexpr (kAccess == Access::kPacks) {
+    head = run.template load_part<G::kLanes>(before, tile, readable);
+  }
+
   Real centers[G::kLanes];
+  const Real center = center_of_tile();
   for (Real& each : centers) each = center;
   Real first[G::kLanes] = {};
   Real second[G::kLanes] = {};
@@ -81,13 +105,21 @@ __device__ Terms<Real> sums_of_tile(const typename AnyTerms::Run& run, std::int6
     first[j] += term.first;
     second[j] += term.second;
   };
-  std::int64_t row = 0;
+  const auto add_part = [&](const auto& part, int begin) {
+    if (!tile.touches(begin, G::kLanes)) return;
+    Terms<Real> terms[G::kLanes];
+    AnyTerms::of_row(part, centers, terms);
+    for (int j = 0; j < G::kLanes; ++j) {
+      if (tile.contains(begin + j)) add(j, terms[j]);
+    }
+  };
   const auto add_rows = [&]<int kRows>(std::integral_constant<int, kRows>) {
     for (; row + kRows * kLanes <= size; row += kRows * kLanes) {
       typename AnyTerms::template Row<G::kLanes> loaded[kRows];
+      const std::int64_t begin = row + lane;
       NORMSCOPE_UNROLL
       for (int i = 0; i < kRows; ++i) {
-        loaded[i] = run.template load<G::kLanes>(row + i * kLanes + G::lane(thread, 0));
+        loaded[i] = run.template load<G::kLanes>(begin + i * kLanes);
       }
       NORMSCOPE_UNROLL
       for (int i = 0; i < kRows; ++i) {
@@ -98,16 +130,19 @@ __device__ Terms<Real> sums_of_tile(const typename AnyTerms::Run& run, std::int6
     }
   };
   if constexpr (kAccess == Access::kPacks) {
-    add_rows(std::integral_constant<int, kPacksAtOnce / AnyTerms::kInputs>{});
+    add_part(head, before);
+    add_rows(std::integral_constant<int, kRowsOfTile>{});
     add_rows(std::integral_constant<int, 1>{});
-  }
-  for (; row < size; row += kLanes) {
-    for (int j = 0; j < G::kLanes; ++j) {
-      const std::int64_t i = row + G::lane(thread, j);
-      if (i >= size) continue;
-      Terms<Real> term[1];
-      AnyTerms::of_row(run.template load<1>(i), centers, term);
-      add(j, term[0]);
+    add_part(run.template load_part<G::kLanes>(row + lane, tile, readable), row + lane);
+  } else {
+    for (; row < size; row += kLanes) {
+      for (int j = 0; j < G::kLanes; ++j) {
+        const int i = row + G::lane(thread, j);
+        if (i >= size) continue;
+        Terms<Real> term[1];
+        AnyTerms::of_row(run.template load<1>(i), centers, term);
+        add(j, term[0]);
+      }
     }
   }
   const Real first_sum = G::fold(first);
@@ -126,15 +161,19 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice,
   using Arithmetic = normscope::Arithmetic<typename AnyTerms::ElementType>;
   const auto run = terms.run(tile.sample, c, tile.begin);
   double center = 0.0;
-  if constexpr (AnyTerms::kHasPivot) {
-    // Even in float64, the pivot is rounded to the type of the arithmetic.
-    center = static_cast<double>(
-        static_cast<Arithmetic>(pivot_of_tile<Real, kAccess>(run.x, tile.size, thread)));
-  } else if (tile.size > 0) {  // otherwise the channel may not exist
-    center = static_cast<double>(static_cast<Arithmetic>(terms.mean(slice, c)));
-  }
-  const Terms<Real> sums =
-      sums_of_tile<AnyTerms, Real, kAccess>(run, tile.size, static_cast<Real>(center), thread);
+  const auto find_center = [&] {
+    if constexpr (AnyTerms::kHasPivot) {
+      // Even in float64, the pivot is rounded to the type of the arithmetic.
+      center = static_cast<double>(
+          static_cast<Arithmetic>(pivot_of_tile<Real, kAccess>(run.x, tile.size, thread)));
+    } else if (tile.size > 0) {  // otherwise the channel may not exist
+      center = static_cast<double>(static_cast<Arithmetic>(terms.mean(slice, c)));
+    }
+    return static_cast<Real>(center);
+  };
+  const Range readable = terms.around(tile.sample, c, tile.begin);
+  const Terms<Real> sums = sums_of_tile<AnyTerms, Real, kAccess>(run, static_cast<int>(tile.size),
+                                                                 readable, find_center, thread);
   return {center, {static_cast<double>(sums.first), static_cast<double>(sums.second)}};
 }
 
@@ -153,16 +192,17 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   const int channels_per_block = G::kPerBlock / groups;
   const std::int64_t first_channel = std::int64_t{blockIdx.x} * channels_per_block;
   const std::int64_t c = first_channel + group / groups;
+  const bool has_channel = c < scratch.channels;
   const std::int64_t positions = terms.x.positions;
   for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
     const std::int64_t all_tiles =
         batches.samples_of(slice) * tiles_per_sample(Layout::kChannelsFirst, positions);
-    const std::int64_t tiles = c < scratch.channels ? all_tiles : 0;
     ThreadLimbs own;
     // All threads of a warp must run every iteration, because they fold together.
     for (std::int64_t turn = std::int64_t{blockIdx.y} * groups; turn < all_tiles;
          turn += std::int64_t{gridDim.y} * groups) {
-      Tile tile = tile_at<Layout::kChannelsFirst>(turn + group % groups, tiles, positions);
+      Tile tile = tile_at<Layout::kChannelsFirst>(turn + group % groups,
+                                                  has_channel ? all_tiles : 0, positions);
       tile.sample += batches.first_sample(slice);
       CenteredSums result = centered_sums<Real, kAccess>(terms, slice, tile, c, thread);
       if constexpr (sizeof(Real) < sizeof(double)) {
@@ -179,7 +219,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
       }
     }
     let_next_kernel_start();
-    if (thread == 0 && tiles > 0) own.add_to(limbs_of_block(scratch, slice), c);
+    if (thread == 0 && has_channel && all_tiles > 0) own.add_to(limbs_of_block(scratch, slice), c);
   }
   finish_channels(scratch, first_channel, first_channel + channels_per_block, after);
 }

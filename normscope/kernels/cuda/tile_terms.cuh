@@ -21,6 +21,9 @@ NORMSCOPE_INLINE bool is_finite(Real value) {
   return value - value == 0;
 }
 
+// A tile, and its first and last packs, which may be partly outside of it.
+inline constexpr int kReachOfTile = static_cast<int>(kChannelsFirstTile.positions) + kPackBytes;
+
 // x - a and (x - a)^2
 template <class Element>
 struct MomentTerms {
@@ -43,10 +46,20 @@ struct MomentTerms {
     NORMSCOPE_INLINE Row<kSize> load(std::int64_t i) const {
       return load_pack<kSize>(x + i);
     }
+    // See load_part_of_pack().
+    template <int kSize>
+    NORMSCOPE_INLINE Row<kSize> load_part(int begin, const Range& wanted,
+                                          const Range& readable) const {
+      return load_part_of_pack<kSize>(x, begin, wanted, readable);
+    }
   };
 
   NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
     return {x.at(n, c, p)};
+  }
+  // What may be read around this position, as far as a tile's packs reach.
+  NORMSCOPE_INLINE Range around(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    return x.around(n, c, p, kReachOfTile);
   }
   NORMSCOPE_INLINE void next_position(Run& run) const { run.x += x.position_stride; }
 
@@ -134,10 +147,22 @@ struct GradientTerms {
     NORMSCOPE_INLINE Row<kSize> load(std::int64_t i) const {
       return {load_pack<kSize>(x + i), load_pack<kSize>(dy + i)};
     }
+    template <int kSize>
+    NORMSCOPE_INLINE Row<kSize> load_part(int begin, const Range& wanted,
+                                          const Range& readable) const {
+      return {load_part_of_pack<kSize>(x, begin, wanted, readable),
+              load_part_of_pack<kSize>(dy, begin, wanted, readable)};
+    }
   };
 
   NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
     return {x.at(n, c, p), dy.at(n, c, p)};
+  }
+  NORMSCOPE_INLINE Range around(std::int64_t n, std::int64_t c, std::int64_t p) const {
+    const Range of_x = x.around(n, c, p, kReachOfTile);
+    const Range of_dy = dy.around(n, c, p, kReachOfTile);
+    return {of_x.begin > of_dy.begin ? of_x.begin : of_dy.begin,
+            of_x.end < of_dy.end ? of_x.end : of_dy.end};
   }
   NORMSCOPE_INLINE void next_position(Run& run) const {
     run.x += x.position_stride;
@@ -209,8 +234,6 @@ struct GradientTerms {
     FewLimbs<1, 3> products_;
   };
 };
-
-NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
 // The place of a tile.
 struct Tile {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <span>
 #include <vector>
@@ -20,6 +21,14 @@ extern const DeviceKernels kKernels;
 // The number of those that were launched early, by the thread that launched a kernel before which
 // has let the next one start.
 [[nodiscard]] int early_starts() noexcept;
+
+// How often warps execute an instruction that loads or stores a pack, an element or a coefficient,
+// in work that no other thread launches kernels beside.
+struct MemoryInstructions {
+  std::int64_t loads;
+  std::int64_t stores;
+};
+[[nodiscard]] MemoryInstructions memory_instructions(const std::function<void()>& work);
 
 // Runs work of a stream in the calling thread, and returns when it has ended. One stream's work
 // runs one after the other, whichever thread queues it; that of several streams runs concurrently.

@@ -117,7 +117,8 @@ normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*:${early
 # Without the cases that also exchange messages on the host: those are not compiled for the sanitizer.
 normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_ranks -*OfGraphs*)
 
-# The suites must fail if a synchronization between threads is removed.
+# The suites must fail if a synchronization between threads is removed, or if kernels are wrong about
+# the elements beside packs.
 set(mutants ${CMAKE_CURRENT_BINARY_DIR}/mutants)
 execute_process(
   COMMAND ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/mutate_cuda_kernels.py
@@ -138,6 +139,10 @@ foreach(name IN LISTS names)
   if(name MATCHES "^sum_over_ranks")
     normscope_cuda_on_host_test(
       cuda.Misses/${name} cuda_mutants_of_ranks "*FollowEachOther*/3" NORMSCOPE_MUTANT=${number}
+    )
+  elseif(name MATCHES "_without_(head|tail|part|rotation|address|stride)$")
+    normscope_cuda_on_host_test(
+      cuda.Misses/${name} cuda_mutants "*Addresses.${cases}first" NORMSCOPE_MUTANT=${number}
     )
   elseif(name MATCHES "_without_(wait|order|start)$")
     normscope_cuda_on_host_test(

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -74,6 +76,12 @@ struct Place {
   void* registers[5];
 };
 
+enum Access { kLoad, kStore };
+
+// Whether accesses are counted, and the instructions of all warps since then.
+std::atomic<bool> are_counted = false;
+std::atomic<std::int64_t> counted[2];
+
 enum class State { kReady, kAtBarrier, kInWarp, kBehindEarlierKernel, kEnded };
 
 // The contents of the spans of an EarlierMemory.
@@ -111,6 +119,7 @@ struct Fiber {
   bool is_started = false;
   int exchanges = 0;  // made in its warp
   bool has_waited_for_earlier_kernel = false;
+  std::map<std::pair<Access, const void*>, std::int64_t> accesses;  // by their place in the code
 };
 
 struct Warp {
@@ -141,8 +150,10 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
       fibers_[i]->state = State::kReady;
       fibers_[i]->exchanges = 0;
       fibers_[i]->has_waited_for_earlier_kernel = false;
+      fibers_[i]->accesses.clear();
     }
     lets_next_kernel_start = false;
+    is_aligned_ = true;
     scheduler_ = Watched::scheduler();
     std::optional<Contents> now;
     if (start == Start::kEarly && seen_early != nullptr) {
@@ -158,6 +169,8 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     if (!all_are(State::kEnded, 0, threads_)) {
       throw std::logic_error("threads of a block wait for threads that wait elsewhere or ended");
     }
+    if (!is_aligned_) throw std::logic_error("an access is not aligned");
+    count_instructions();
   }
 
   void wait(State state, char* meeting) {
@@ -166,6 +179,11 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     Watched::arrive(meeting);
     leave(fiber);
     Watched::depart(meeting);
+  }
+
+  void access(Access kind, const void* place, const void* address, std::size_t bytes) {
+    if (are_counted) ++fiber().accesses[{kind, place}];
+    is_aligned_ = is_aligned_ && reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
   }
 
   [[nodiscard]] Warp& warp() { return warps_[current / kWarpThreads]; }
@@ -274,6 +292,19 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
     for (std::size_t i = begin; i < end; ++i) fibers_[i]->state = State::kReady;
   }
 
+  // A warp executes an instruction as often as the thread that needs it most often.
+  void count_instructions() const {
+    for (std::size_t begin = 0; begin < threads_; begin += kWarpThreads) {
+      std::map<std::pair<Access, const void*>, std::int64_t> of_warp;
+      for (std::size_t i = begin; i < std::min(begin + kWarpThreads, threads_); ++i) {
+        for (const auto& [instruction, times] : fibers_[i]->accesses) {
+          of_warp[instruction] = std::max(of_warp[instruction], times);
+        }
+      }
+      for (const auto& [instruction, times] : of_warp) counted[instruction.first] += times;
+    }
+  }
+
   const std::function<void()>* body_ = nullptr;
   std::minstd_rand random_;
   std::size_t threads_ = 0;
@@ -284,6 +315,7 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
   void* scheduler_ = nullptr;
   char begin_ = 0;
   char end_ = 0;
+  bool is_aligned_ = true;  // all accesses of the block
 };
 
 thread_local BlockRunner* BlockRunner::here = nullptr;
@@ -331,10 +363,25 @@ void ThisThread::wait_for_earlier_kernel() {
 
 void ThisThread::let_next_kernel_start() { BlockRunner::here->lets_next_kernel_start = true; }
 
+void ThisThread::load(const void* address, std::size_t bytes) {
+  BlockRunner::here->access(kLoad, __builtin_return_address(0), address, bytes);
+}
+void ThisThread::store(const void* address, std::size_t bytes) {
+  BlockRunner::here->access(kStore, __builtin_return_address(0), address, bytes);
+}
+
 EarlierMemory::EarlierMemory(const std::vector<std::span<std::byte>>& spans) {
   earlier.emplace(spans);
 }
 EarlierMemory::~EarlierMemory() { earlier.reset(); }
+
+MemoryInstructions memory_instructions(const std::function<void()>& work) {
+  for (std::atomic<std::int64_t>& count : counted) count = 0;
+  are_counted = true;
+  work();
+  are_counted = false;
+  return {counted[kLoad], counted[kStore]};
+}
 
 bool run_grid(Index grid, Index block, Start start, const std::function<void()>& body) {
   static std::atomic<unsigned> launches = 0;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -51,6 +52,10 @@ class ThisThread {
 
   static void wait_for_earlier_kernel();
   static void let_next_kernel_start();
+
+  // Count an access, and check it: a device traps if the address is no multiple of the bytes.
+  static void load(const void* address, std::size_t bytes);
+  static void store(const void* address, std::size_t bytes);
 };
 
 inline constexpr int kWarpThreads = 32;
@@ -58,7 +63,7 @@ inline constexpr int kWarpThreads = 32;
 // Runs body() as every thread of the grid, and returns when all have ended: whether all blocks have
 // let the next kernel start. Threads of a block take turns in an order that differs between
 // launches. Throws std::logic_error if threads wait for others that have ended or wait elsewhere,
-// or if an early kernel does not wait for the one before.
+// or if an early kernel does not wait for the one before, or for an access that is not aligned.
 bool run_grid(Index grid, Index block, Start start, const std::function<void()>& body);
 
 }  // namespace normscope::cuda_on_host
