@@ -11,7 +11,9 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
+#endif
 
 #include "normscope/kernels/kernels.h"
 #include "tests/kernels/channel_run.h"
@@ -184,6 +186,18 @@ TEST_P(KernelContract, StridesAndPartsOfTensorsChangeNothingAndNothingElseIsWrit
   }
 }
 
+// Under the address sanitizer, makes each access to this memory an error, or allows it again.
+void forbid([[maybe_unused]] const void* begin, [[maybe_unused]] std::size_t size) {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_POISON_MEMORY_REGION(begin, size);
+#endif
+}
+void allow([[maybe_unused]] const void* begin, [[maybe_unused]] std::size_t size) {
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(begin, size);
+#endif
+}
+
 // A tensor of ones without guard bands. The address sanitizer reports an access behind it, in the
 // `before` bytes in front of it (a multiple of 8), or in the `gap` elements behind each row (a
 // multiple of 16 bytes).
@@ -203,20 +217,20 @@ class TightTensor {
                                      shape.positions);
     (is_first ? view_.channel_stride : view_.position_stride) = row + gap;
     view_.sample_stride = rows / shape.samples * (row + gap);
-    ASAN_POISON_MEMORY_REGION(bytes_.data(), before);
+    forbid(bytes_.data(), before);
     for (std::int64_t i = 0; i < rows; ++i) {
       std::byte* const begin = data + i * (row + gap) * size;
       with_element_type(dtype, [&]<class Element>(Element*) {
         std::fill_n(reinterpret_cast<Element*>(begin), row, round_once<Element>(1.0));
       });
       if (i + 1 < rows) {
-        ASAN_POISON_MEMORY_REGION(begin + row * size, static_cast<std::size_t>(gap * size));
+        forbid(begin + row * size, static_cast<std::size_t>(gap * size));
       }
     }
   }
   TightTensor(const TightTensor&) = delete;
   TightTensor& operator=(const TightTensor&) = delete;
-  ~TightTensor() { ASAN_UNPOISON_MEMORY_REGION(bytes_.data(), bytes_.size()); }
+  ~TightTensor() { allow(bytes_.data(), bytes_.size()); }
 
   [[nodiscard]] MutableTensorView view() const { return view_; }
 
