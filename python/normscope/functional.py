@@ -67,8 +67,8 @@ def batch_norm(
         - mask: bool [N, 1, *]
 
     Raises:
-        ValueError: If scope, slice_stats, eps or mask is malformed, or a norm batch has one value
-            per channel.
+        ValueError: If scope or mask is malformed; in training also if slice_stats or eps is, or a
+            norm batch has one value per channel.
         RuntimeError: If shapes or dtypes do not fit, or the ranks cannot exchange.
 
     Example:

@@ -39,13 +39,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks of the program")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="program, with its launcher")
     given = parser.parse_args()
-    steps = f"--steps={STEPS}"
     batch = (f"--ranks={given.ranks}", f"--images-per-rank={IMAGES_PER_RANK}")
     with tempfile.TemporaryDirectory() as folder:
         scenes = str(Path(folder) / "scenes")
-        write = (sys.executable, str(DEMO / "write_scenes.py"), scenes, steps, *batch)
+        write = (sys.executable, str(DEMO / "write_scenes.py"), scenes, f"--steps={STEPS}", *batch)
         of_python = run(*write, f"--first-step={given.scope}")
-        of_program = run(*given.program, f"--scenes={scenes}", steps, f"--scope={given.scope}")
+        of_program = run(*given.program, f"--scenes={scenes}", f"--scope={given.scope}")
     same = statistics(of_program) == statistics(of_python)
     if not same:
         print(of_program, of_python, sep="\n", file=sys.stderr)

@@ -111,7 +111,8 @@ def targets() -> set[str]:
 
 def recipe(target: str) -> str:
     """The lines of a target, of all its rules if it has several."""
-    found = re.findall(rf"^{target}:.*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
+    rule = rf"^(?:[\w-]+ )*{target}(?: [\w-]+)*:.*\n((?:\t.*\n)*)"
+    found = re.findall(rule, MAKEFILE, re.MULTILINE)
     assert found, target
     return "".join(found)
 

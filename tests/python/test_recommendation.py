@@ -86,6 +86,14 @@ def test_the_plan_says_where_nearly_every_layer_needs_world() -> None:
     assert "Measured after 100 steps" in all_world
 
 
+@pytest.mark.filterwarnings("ignore:.*fewer than 50 training steps")
+def test_a_plan_of_untrained_layers_does_not_say_that_they_need_world() -> None:
+    plan = normscope.recommend_scopes(normscope.BatchNorm2d(3), noise_batches(8), 1.0, ranks=4)
+
+    assert plan.noise_of_local < plan.allowed
+    assert "Nearly every layer needs world" not in str(plan)
+
+
 def test_norm_batches_that_are_small_even_in_world_cause_a_warning() -> None:
     model = trained(normscope.BatchNorm1d(4))
 

@@ -42,6 +42,13 @@ def without_weight(layer: normscope.BatchNorm2d) -> normscope.BatchNorm2d:
     return layer
 
 
+def with_activation(activation: str) -> Callable[[], torch.Tensor]:
+    """Evaluate a layer whose activation has been changed."""
+    layer = normscope.BatchNormAct2d(3).eval()
+    layer.activation = activation  # type: ignore[assignment]
+    return lambda: layer(X)
+
+
 def accumulated(moments: torch.Tensor) -> None:
     torch.ops.normscope.batch_norm_forward(
         torch.randn(4, 3), *[None] * 6, 1e-5, [], "pooled", "local", "", "", accumulated=moments
@@ -134,6 +141,11 @@ def accumulated(moments: torch.Tensor) -> None:
         ),
         (
             lambda: normscope.BatchNormAct2d(3, activation="gelu"),  # type: ignore[arg-type]
+            ValueError,
+            "activation: expected one of relu, relu6, leaky_relu, silu, hard_swish, got 'gelu'",
+        ),
+        (
+            with_activation("gelu"),
             ValueError,
             "activation: expected one of relu, relu6, leaky_relu, silu, hard_swish, got 'gelu'",
         ),

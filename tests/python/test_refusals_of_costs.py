@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ def predicts(**changes: Any) -> Callable[[], object]:
         *(
             (
                 lambda numbers=numbers: Costs(call=numbers),
-                r"^call: expected a latency and .* of at least 0, got \(",
+                rf"^call: expected a latency and .* of at least 0, got {re.escape(str(numbers))}",
             )
-            for numbers in [(math.nan, 0), (0, -1), (0, math.nan), (1, 2, 3)]
+            for numbers in [(math.nan, 0), (0, -1), (0, math.nan), (1, 2, 3), 3, ("a", "b")]
         ),
         (
             lambda: exchange_seconds(5152, 1, 2, Costs()),

@@ -25,7 +25,7 @@ constexpr std::string_view kOptions =
     "slices:K,\n"
     "                 norm_batch:M, or progressive: local, group:2, group:4, ..., world, each for\n"
     "                 an equal part of the steps (default: world)\n"
-    "  --steps N      optimizer steps, at most as many as the file has scenes for (default: 700)\n"
+    "  --steps N      optimizer steps, at most as many as the file has scenes for (default: all)\n"
     "  --seed N       of the first weights (default: 0)\n"
     "  --help         this text\n";
 
@@ -121,9 +121,9 @@ void train(const Command& command, const normscope::RankGroup& group) {
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   at::set_num_threads(std::max(1, cores / group.size()));
   Trainer trainer(command.scenes, command.scope, command.seed, command.steps, group);
-  Progress progress(command.steps, trainer.global_batch());
+  Progress progress(trainer.steps(), trainer.global_batch());
   std::string hash_of_first;
-  for (std::int64_t step = 0; step < command.steps; ++step) {
+  for (std::int64_t step = 0; step < trainer.steps(); ++step) {
     const std::string scope = trainer.scope();
     const double loss = trainer.step(step);
     if (step == 0) hash_of_first = trainer.hash_of_statistics();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -11,7 +12,7 @@
 struct Command {
   std::string scenes;
   std::string scope = "world";
-  std::int64_t steps = 700;
+  std::optional<std::int64_t> steps;  // none: as many as the file has scenes for
   std::uint64_t seed = 0;
   int ranks = 4;  // of threads alone; mpirun decides for MPI
 };

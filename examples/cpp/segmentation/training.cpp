@@ -69,21 +69,21 @@ at::Tensor make_class_weights(std::int64_t class_count) {
 }  // namespace
 
 Trainer::Trainer(const std::string& scenes, const std::string& scope, std::uint64_t seed,
-                 std::int64_t steps, const normscope::RankGroup& group)
+                 std::optional<std::int64_t> steps, const normscope::RankGroup& group)
     : scenes_(scenes),
       group_(group),
-      steps_(steps),
+      steps_(steps.value_or(scenes_.steps())),
       share_begin_(group.rank() * scenes_.global_batch() / group.size()),
       share_end_((group.rank() + 1) * scenes_.global_batch() / group.size()),
       class_weights_(make_class_weights(scenes_.class_count())),
       network_(make_network(scenes_.class_count(), seed)),
-      scopes_(make_scopes(network_, scope, steps, group)),
+      scopes_(make_scopes(network_, scope, steps_, group)),
       optimizer_(network_->parameters(),
                  torch::optim::AdamWOptions(kLargestLearningRate).weight_decay(kWeightDecay)) {
-  if (scenes_.global_batch() % group.size() != 0 || steps > scenes_.steps()) {
+  if (scenes_.global_batch() % group.size() != 0 || steps_ > scenes_.steps()) {
     throw std::runtime_error(
         scenes + ": expected a global batch that " + std::to_string(group.size()) +
-        " ranks divide and " + std::to_string(steps) + " steps, got one of " +
+        " ranks divide and " + std::to_string(steps_) + " steps, got one of " +
         std::to_string(scenes_.global_batch()) + " and " + std::to_string(scenes_.steps()));
   }
   normscope::nn::broadcast_parameters(*network_, group_);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include <normscope/torch/groups/rank_group.h>
@@ -16,10 +17,10 @@
 class Trainer {
  public:
   // `scope` is spelled as a normscope::Scope, or "progressive". All ranks get the parameters that
-  // rank 0 draws from `seed`. Throws std::runtime_error if the ranks do not divide the global batch
-  // of the file.
+  // rank 0 draws from `seed`. Without `steps` there are as many as the file has scenes for. Throws
+  // std::runtime_error if it has too few, or if the ranks do not divide its global batch.
   Trainer(const std::string& scenes, const std::string& scope, std::uint64_t seed,
-          std::int64_t steps, const normscope::RankGroup& group);
+          std::optional<std::int64_t> steps, const normscope::RankGroup& group);
 
   // Takes optimizer step number `step`. Returns the loss of this share; the mean over all shares is
   // the global batch's.
@@ -31,6 +32,7 @@ class Trainer {
   // A hash of the bits of all running statistics, in hexadecimal digits.
   [[nodiscard]] std::string hash_of_statistics() const;
 
+  [[nodiscard]] std::int64_t steps() const { return steps_; }
   [[nodiscard]] std::int64_t global_batch() const { return scenes_.global_batch(); }
 
   // The scope that the next step trains with.

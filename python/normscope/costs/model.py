@@ -34,6 +34,13 @@ _LEVELS = {
 }
 
 
+def _are_terms(numbers: Terms) -> bool:
+    try:
+        return len(numbers) == 2 and all(number >= 0 for number in numbers)
+    except TypeError:
+        return False
+
+
 @dataclass(frozen=True)
 class Costs:
     """Parameters of the cost model in docs/scaling.md, for one kind of machine and network.
@@ -69,7 +76,7 @@ class Costs:
     def __post_init__(self) -> None:
         for level in _LEVELS:
             numbers = getattr(self, level)
-            if numbers is not None and not (len(numbers) == 2 and all(n >= 0 for n in numbers)):
+            if numbers is not None and not _are_terms(numbers):
                 raise ValueError(
                     f"{level}: expected a latency and seconds per byte of at least 0, got {numbers}"
                 )

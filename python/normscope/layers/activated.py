@@ -10,7 +10,7 @@ from torch.fx import Proxy
 
 from normscope._binding.torch_private import has_hooks
 from normscope.layers.batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, SliceStats
-from normscope.layers.ending import Activated, Activation
+from normscope.layers.ending import Activated, Activation, unknown_activation
 from normscope.layers.fx import call_of_module
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class BatchNormAct(BatchNorm):
         - Input: [N, C, *]
         - Residual: same as the input, or broadcastable with it
         - Mask: as for :class:`BatchNorm`; the output is 0 where it is False
-        - Output: same as the input
+        - Output: same as the input, or larger if the residual is
 
     Raises:
         ValueError: If activation is none of those, or there is a mask and the residual is larger
@@ -137,9 +137,7 @@ class BatchNormAct(BatchNorm):
             **keywords,
         )
         if activation not in get_args(Activation):
-            raise ValueError(
-                f"activation: expected one of {', '.join(get_args(Activation))}, got {activation!r}"
-            )
+            raise unknown_activation(activation)
         self.activation = activation
         self.negative_slope = negative_slope
 

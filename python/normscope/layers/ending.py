@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
@@ -15,6 +15,13 @@ from normscope._binding.ops import ForwardArguments
 from normscope.layers.masks import Residual, broadcast
 
 Activation = Literal["relu", "relu6", "leaky_relu", "silu", "hard_swish"]
+
+
+def unknown_activation(activation: str) -> ValueError:
+    """Return the error for a name that is not one of Activation."""
+    return ValueError(
+        f"activation: expected one of {', '.join(get_args(Activation))}, got {activation!r}"
+    )
 
 
 class Ending:
@@ -118,8 +125,9 @@ class Activated(Ending):
             return functional.leaky_relu(y, self.negative_slope)
         if self.activation == "silu":
             return functional.silu(y)
-        assert self.activation == "hard_swish"
-        return functional.hardswish(y)
+        if self.activation == "hard_swish":
+            return functional.hardswish(y)
+        raise unknown_activation(self.activation)
 
     def with_residual(
         self, x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of models: give the layers a scope, undo it, and replace them by torch's for tools.
 
-``normscope.models.lightning`` has a plugin for Lightning. Only that module imports Lightning.
+``normscope.models.lightning`` has a plugin for Lightning, and imports it.
 """
 
 from normscope.models.conversion import convert, revert

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin for Lightning's Trainer that converts models. Only this module imports Lightning."""
+"""A plugin for Lightning's Trainer that converts models. This module imports Lightning."""
 
 from __future__ import annotations
 

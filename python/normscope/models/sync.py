@@ -79,7 +79,7 @@ class SyncBatchNorm(BatchNorm, torch.nn.SyncBatchNorm):
         """Call :func:`normscope.convert` with scope ``world``; has the signature of torch's method.
 
         Unlike torch's method, it changes the module in place. Layers get the class that ``convert``
-        gives them, which still derives from torch.nn.BatchNorm1d, 2d or 3d.
+        gives them.
 
         Args:
             module: The model, or a single layer.

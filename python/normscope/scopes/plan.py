@@ -269,7 +269,8 @@ class ScopePlan:
                 f"Measured after {self.updates:,} steps; noise moves while a model trains: measure "
                 f"again after {_MEASURE_AGAIN * self.updates:,}."
             )
-        if self.ranks > 1 and self.bytes_per_step > _NEARLY_ALL * self.bytes_of_world:
+        takes_nearly_all = self.bytes_per_step > _NEARLY_ALL * self.bytes_of_world
+        if self.ranks > 1 and takes_nearly_all and self.noise_of_local > self.allowed:
             noisiest = sorted(self.layers, key=lambda plan: -plan.candidates[0].noise)[:_NAMED]
             names = ", ".join(
                 f"{plan.layer or 'model'} ({_percent(plan.candidates[0].noise)} %)"

@@ -12,7 +12,8 @@ class CommunicationCounters(NamedTuple):
     Attributes:
         calls: Exchanges: one for each synchronized forward, backward and double backward, one each
             time the ranks of a process group agree on a scope or a batch size at first use, and one
-            for each step of :func:`normscope.joined`.
+            for each message of a function, such as :func:`normscope.joined` in each step,
+            :func:`normscope.sync_running_stats` or :func:`normscope.recommend_scopes`.
         bytes: Payload of this rank's messages, over any transport.
         seconds: Time spent in exchanges, including the wait for other ranks.
     """

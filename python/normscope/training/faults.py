@@ -23,8 +23,9 @@ def status(process: int | None = None) -> str:
 
     The process need not respond: its state is read from memory that it shares. Over shared memory
     the report covers all ranks. Over other transports it covers the process itself, and those other
-    ranks that have published their state: a rank does so if a call takes longer than
-    ``NORMSCOPE_WARN_AFTER`` seconds (default 30). Exchanges on a device are not reported.
+    ranks that have published their state: a rank does so if a call takes longer than half of
+    ``NORMSCOPE_WARN_AFTER`` (default 30 seconds), or of the time limit if that is shorter.
+    Exchanges on a device are not reported.
 
     Args:
         process: The process id; None for this process.
