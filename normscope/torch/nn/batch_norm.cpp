@@ -40,6 +40,11 @@ std::string scope_in_use(const BatchNormOptions& options, const at::Tensor& x) {
   return op.call(scope, options.group(), x.size(0));
 }
 
+// A buffer of running statistics, or none if the option has changed since the construction.
+at::Tensor if_tracked(const BatchNormOptions& options, const at::Tensor& buffer) {
+  return options.track_running_stats() ? buffer : at::Tensor();
+}
+
 // Whether one op computes this activation and residual. torch's `+` takes more than the op does.
 // After a residual the op keeps y, as torch's relu does. torch's other activations keep their
 // input, so that a later operation may change y in place.
@@ -78,15 +83,14 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(
   // torch::nn::Module::to(dtype) has cast the counter as well.
   at::Tensor& updates = this->num_batches_tracked;
   if (updates.defined() && updates.dtype() != at::kLong) updates.set_data(updates.to(at::kLong));
-  // The option may change after the construction.
-  const auto if_tracked = [&](const at::Tensor& buffer) {
-    return chosen.track_running_stats() ? defined_or_none(buffer) : std::nullopt;
-  };
   const struct {
     binding::OptionalTensor weight, bias, running_mean, running_var, updates, residual;
-  } given{
-      defined_or_none(this->weight), defined_or_none(this->bias), if_tracked(this->running_mean),
-      if_tracked(this->running_var), if_tracked(updates),         defined_or_none(residual)};
+  } given{defined_or_none(this->weight),
+          defined_or_none(this->bias),
+          defined_or_none(if_tracked(chosen, this->running_mean)),
+          defined_or_none(if_tracked(chosen, this->running_var)),
+          defined_or_none(if_tracked(chosen, updates)),
+          defined_or_none(residual)};
   const binding::ForwardOpArguments arguments{
       .x = x,
       .weight = given.weight,
@@ -106,14 +110,14 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(
 template <std::size_t D, class Derived, class Theirs>
 at::Tensor BatchNormImplBase<D, Derived, Theirs>::evaluate(const at::Tensor& x) {
   this->_check_input_dim(x);
-  const bool tracks = this->options.track_running_stats() && this->running_mean.defined();
+  const at::Tensor mean = if_tracked(this->options, this->running_mean);
   const auto chosen = ::torch::nn::functional::BatchNormFuncOptions()
                           .weight(this->weight)
                           .bias(this->bias)
                           .eps(this->options.eps())
-                          .training(!tracks);
-  return ::torch::nn::functional::batch_norm(x, tracks ? this->running_mean : at::Tensor(),
-                                             tracks ? this->running_var : at::Tensor(), chosen);
+                          .training(!mean.defined());
+  return ::torch::nn::functional::batch_norm(x, mean, if_tracked(this->options, this->running_var),
+                                             chosen);
 }
 
 template <std::size_t D, class Derived, class Theirs>

@@ -55,28 +55,25 @@ AnyModule converted(const Module& module) {
 
 using Place = std::function<void(const AnyModule& layer)>;
 
-// The places where a container of torch holds the child besides the registry, each as a function
+// The places in which a container of torch holds the child besides its registry, each as a function
 // that puts a layer there. A class that derives from a container may have registered other
 // children.
 std::vector<Place> places_in_container(Module& module, const Module& child) {
   std::vector<Place> places;
+  const auto add_if_held = [&](const std::shared_ptr<Module>& held, Place place) {
+    if (held.get() == &child) places.push_back(std::move(place));
+  };
   if (auto* sequential = dynamic_cast<::torch::nn::SequentialImpl*>(&module)) {
     for (AnyModule& each : *sequential) {
-      if (each.ptr().get() == &child) {
-        places.emplace_back([&each](const AnyModule& layer) { each = layer; });
-      }
+      add_if_held(each.ptr(), [&each](const AnyModule& layer) { each = layer; });
     }
   } else if (auto* list = dynamic_cast<::torch::nn::ModuleListImpl*>(&module)) {
     for (std::shared_ptr<Module>& each : *list) {
-      if (each.get() == &child) {
-        places.emplace_back([&each](const AnyModule& layer) { each = layer.ptr(); });
-      }
+      add_if_held(each, [&each](const AnyModule& layer) { each = layer.ptr(); });
     }
   } else if (auto* dict = dynamic_cast<::torch::nn::ModuleDictImpl*>(&module)) {
     for (auto& each : *dict) {
-      if (each.value().get() == &child) {
-        places.emplace_back([&each](const AnyModule& layer) { each.value() = layer.ptr(); });
-      }
+      add_if_held(each.value(), [&each](const AnyModule& layer) { each.value() = layer.ptr(); });
     }
   }
   return places;
