@@ -7,9 +7,9 @@ and in the kernel by which ranks on one device exchange messages in tests, the c
 operation in its place that ignores other threads. Mutants of a wait for the earlier kernel leave it
 out, or wait behind the next statement; those of what lets the next kernel start leave it out. In
 the kernel of the ranks, there are also mutants of what keeps their epochs apart. Other mutants are
-wrong about the elements beside the packs of a plane: they leave them out, give them to other lanes,
-or take packs from tensors in which those start at other elements. A program that is compiled from
-the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT``
+wrong about the elements before and after the packs of a plane: they leave them out, give them to
+other lanes, or take packs from tensors in which those start at other elements. A program that is
+compiled from the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT``
 has, if it has one. The script prints the names of the mutants in the order of their numbers, from
 1, one per line. If a test suite passes with a mutant, it does not test the operation that was left
 out.
@@ -59,8 +59,8 @@ MUTATIONS = {
     "turns": (r"epoch % SharedSlots::kSlots\b", "epoch * 0"),
 }
 
-# The same for elements beside packs, in kernels and in what the host decides. There is one at least
-# of each.
+# The same for elements before and after packs, in kernels and in what the host decides. There is at
+# least one of each.
 PLACES = {
     "head": (r"lane < head \? lane : (packs \* kPack \+ lane)", r"\1"),
     "tail": (r"(?<=&& )own < positions\b", "own < head"),

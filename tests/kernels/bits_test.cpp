@@ -15,6 +15,7 @@
 #include "tests/kernels/channel_run.h"
 #include "tests/kernels/kernel_suite.h"
 #include "tests/kernels/kernels_under_test.h"
+#include "tests/kernels/specified_run.h"
 #include "tests/kernels/tile_specification.h"
 #include "tests/support/exact_sum.h"
 #include "tests/support/execution.h"
@@ -23,36 +24,6 @@ namespace normscope::testing {
 namespace {
 
 class KernelBits : public KernelSuite {};
-
-void expect_limbs(const OwnedLimbs& got, std::int64_t c, const ChannelLimbs& expected) {
-  for (int sum = 0; sum < kSums; ++sum) {
-    for (int k = 0; k < kLimbs; ++k) {
-      ASSERT_PRED2(same_bits, got.limb(sum, k, c), expected.sums[sum][k])
-          << "sum " << sum << " limb " << k;
-    }
-  }
-}
-
-template <class Element>
-void expect_as_specified(const Tensor& x, const Tensor& dy, KernelRun& run,
-                         const ChannelArray& weight, const ChannelArray& bias, std::int64_t c) {
-  const Statistics statistics = run.statistics.view().read_only();
-  expect_limbs(run.moments, c, specified_moments<Element>(x.view(), c));
-  expect_limbs(run.gradient_sums, c,
-               specified_gradient_sums<Element>(x.view(), dy.view(), c, statistics.mean_hi[c]));
-  const SpecifiedChannel channel{statistics.mean_hi[c], statistics.mean_lo[c],
-                                 statistics.inv_std[c], weight[c], bias[c]};
-  const auto i = static_cast<std::size_t>(c);
-  const auto count = static_cast<double>(x.view().elements_per_channel());
-  for (std::int64_t n = 0; n < x.samples(); ++n) {
-    for (std::int64_t p = 0; p < x.positions(); ++p) {
-      ASSERT_PRED2(same_bits, run.y.at(n, c, p), specified_y<Element>(channel, x.at(n, c, p)));
-      ASSERT_PRED2(same_bits, run.dx.at(n, c, p),
-                   specified_dx<Element>(channel, run.dy_sum[i], run.dy_xhat_sum[i], count,
-                                         x.at(n, c, p), dy.at(n, c, p)));
-    }
-  }
-}
 
 TEST_P(KernelBits, FollowTheSpecification) {
   for (const Shape& shape : shapes_under_test()) {
@@ -152,138 +123,6 @@ void expect_equal_runs(KernelRun& got, KernelRun& expected) {
     ASSERT_EQ(got.dx.at(n, c, p), expected.dx.at(n, c, p));
   });
 }
-
-class KernelBitsAtAddresses : public KernelSuite {
- protected:
-  // Packed tensors, and what the kernels make of them, as specified.
-  struct Packed {
-    const Tensor x;
-    const Tensor dy;
-    const ChannelArray weight;
-    const ChannelArray bias;
-    KernelRun run;
-    Tensor activated;  // ReLU(normalized x + dy)
-  };
-
-  static Packed packed(const Shape& shape) {
-    const Tensor x = filled(shape, Inputs::kMeanOf1e3Deviations, Role::kX);
-    const Tensor dy = filled(shape, Inputs::kCentred, Role::kDy);
-    const ChannelArray weight = parameters(DType::kFloat32, shape.channels, 1.5);
-    const ChannelArray bias = parameters(DType::kFloat32, shape.channels, 0.0);
-    KernelRun run = run_kernels(kernels(), Execution{}, x, dy, weight, bias);
-    for (std::int64_t c = 0; c < shape.channels; ++c) {
-      with_element_type(dtype(), [&]<class Element>(Element*) {
-        ASSERT_NO_FATAL_FAILURE(expect_as_specified<Element>(x, dy, run, weight, bias, c)) << c;
-      });
-    }
-    Tensor activated = tensor(shape);
-    kernels().normalize({}, x.view(), run.statistics.view().read_only(),
-                        {weight.view(), bias.view(), kRelu}, dy.view(), activated.view());
-    return {x, dy, weight, bias, run, activated};
-  }
-
-  // The same from, and into, tensors at other addresses, each with its gaps behind rows and
-  // samples.
-  static void expect_same_bits(Packed& packed, const Gaps& of_x, const Gaps& of_dy,
-                               const Gaps& of_y) {
-    const Shape shape{packed.x.samples(), packed.x.channels(), packed.x.positions()};
-    Tensor x = tensor(shape, of_x);
-    Tensor dy = tensor(shape, of_dy);
-    fill(x, Inputs::kMeanOf1e3Deviations, Role::kX);
-    fill(dy, Inputs::kCentred, Role::kDy);
-    const Statistics statistics = packed.run.statistics.view().read_only();
-    const AffineActivation affine{packed.weight.view(), packed.bias.view()};
-    const GradientSums sums{packed.run.dy_sum.data(), packed.run.dy_xhat_sum.data()};
-    const auto count = static_cast<double>(shape.samples * shape.positions);
-    OwnedLimbs moments(shape.channels);
-    OwnedLimbs gradient_sums(shape.channels);
-    Tensor y = tensor(shape, of_y);
-    Tensor dx = tensor(shape, of_y);
-    Tensor activated = tensor(shape, of_y);
-
-    kernels().add_moments({}, x.view().read_only(), moments.view());
-    kernels().normalize({}, x.view().read_only(), statistics, affine, {}, y.view());
-    kernels().add_gradient_sums({}, x.view().read_only(), dy.view().read_only(), statistics, affine,
-                                gradient_sums.view());
-    kernels().input_gradient({}, x.view().read_only(), dy.view().read_only(), statistics, affine,
-                             sums, count, dx.view());
-    kernels().normalize({}, x.view().read_only(), statistics, {affine.weight, affine.bias, kRelu},
-                        dy.view().read_only(), activated.view());
-
-    EXPECT_EQ(moments.numbers(), packed.run.moments.numbers());
-    EXPECT_EQ(gradient_sums.numbers(), packed.run.gradient_sums.numbers());
-    y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
-      ASSERT_EQ(y.at(n, c, p), packed.run.y.at(n, c, p));
-      ASSERT_EQ(dx.at(n, c, p), packed.run.dx.at(n, c, p));
-      ASSERT_EQ(activated.at(n, c, p), packed.activated.at(n, c, p));
-    });
-    for (const Tensor* written : {&y, &dx, &activated}) {
-      EXPECT_TRUE(written->untouched_outside(written->view()));
-    }
-  }
-
-  // The same if all tensors start `offset` elements later, or one of them, or if one has gaps.
-  static void expect_same_bits_of_moved_tensors(Packed& packed, std::int64_t offset) {
-    SCOPED_TRACE(::testing::Message() << "offset " << offset);
-    const Gaps moved{.before = offset};
-    const Gaps moved_elsewhere{.before = offset * 7 % 16};
-    expect_same_bits(packed, moved, moved, moved);
-    expect_same_bits(packed, moved, {}, {});
-    expect_same_bits(packed, {}, moved, {});
-    expect_same_bits(packed, {}, {}, moved);
-    // Planes move, except the first ones of samples: those move by multiples of 16 elements.
-    const std::int64_t rest = (16 - packed.x.channels()) * offset;
-    expect_same_bits(packed, {.row = offset, .sample = rest}, {}, {});
-    expect_same_bits(packed, {}, {.sample = offset}, {});
-    expect_same_bits(packed, moved, moved_elsewhere, {.row = 1});
-  }
-
- private:
-  static constexpr ActivationFunction kRelu{.kind = Activation::kRelu};
-};
-
-// Device kernels read planes in packs of 16 bytes, and elements beside them one by one.
-TEST_P(KernelBitsAtAddresses, OfFewOffsetsFollowTheSpecification) {
-  Packed expected = packed({2, 3, 7 * 7});
-  for (const std::int64_t offset : {1, 6}) {
-    ASSERT_NO_FATAL_FAILURE(expect_same_bits_of_moved_tensors(expected, offset));
-  }
-}
-
-TEST_P(KernelBitsAtAddresses, OfAllOffsetsAreTheSame) {
-  for (const std::int64_t size : {7 * 7, 130}) {
-    SCOPED_TRACE(size);
-    Packed expected = packed({2, 3, size});
-    for (std::int64_t offset = 1; offset < 16; ++offset) {
-      ASSERT_NO_FATAL_FAILURE(expect_same_bits_of_moved_tensors(expected, offset));
-    }
-  }
-}
-
-TEST_P(KernelBitsAtAddresses, OfAllSizesAreTheSame) {
-  std::vector<std::int64_t> sizes{33 * 33, 2048, 2049};
-  for (std::int64_t size = 2; size <= 200; ++size) sizes.push_back(size);
-  for (const std::int64_t size : sizes) {
-    SCOPED_TRACE(size);
-    Packed expected = packed({2, 3, size});
-    const Gaps gaps{.before = size % 16, .row = size % 5, .sample = size % 3};
-
-    ASSERT_NO_FATAL_FAILURE(expect_same_bits(expected, gaps, gaps, gaps));
-  }
-}
-
-TEST_P(KernelBitsAtAddresses, OfSeveralTilesAreTheSame) {
-  Packed expected = packed({2, 1, 129 * 129});
-  for (const std::int64_t offset : {0, 1, 4, 7}) {
-    SCOPED_TRACE(offset);
-    const Gaps moved{.before = offset};
-
-    ASSERT_NO_FATAL_FAILURE(expect_same_bits(expected, moved, moved, moved));
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Cpu, KernelBitsAtAddresses, combinations_of(kernels_with_equal_bits()),
-                         name_of_combination);
 
 TEST_P(KernelBits, DoNotDependOnThreads) {
   // Enough elements for three threads; more and fewer channels than threads; rows of channels that

@@ -221,7 +221,7 @@ def bad_call(what: str, met: str, scope: str, rank: int) -> Part:
     return (nn.Identity(), lambda: run(layer)) if "residual" in what else forward(layer)
 
 
-# What such a call tells, where another error of the same call would not do.
+# The text of the error, for calls that could also fail with another one.
 TEXTS = {
     "a wrong mask": "ValueError: mask: expected shape [6, 1, 5], as x [N, 1, *], got [6, 3, 5]"
 }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,9 @@ class Tensor {
     view.data = bytes_.data() + first_ * size_of(view_.dtype);
     return view;
   }
+
+  // All of the memory, with gaps and guard bands.
+  [[nodiscard]] std::span<const std::byte> bytes() const { return bytes_; }
 
   [[nodiscard]] DType dtype() const { return view_.dtype; }
   [[nodiscard]] std::int64_t samples() const { return view_.samples; }

@@ -91,7 +91,7 @@ class Walk {
   using Real = typename Apply::Real;
 
   // Visits the packs first, first - step, ... down to 0, of those that start `begin` elements
-  // behind (n, c, 0) and are stride_of(tensor) elements apart. None if `first` is negative.
+  // after (n, c, 0) and are stride_of(tensor) elements apart. None if `first` is negative.
   template <class StrideOf>
   __device__ Walk(const Apply& apply, const Elements<Element>& y, std::int64_t n, std::int64_t c,
                   std::int64_t begin, std::int64_t first, std::int64_t step,
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     const auto size_of_pack = [&](const auto& /*tensor*/) { return kPack; };
     Walk<Apply, kPack> walk(apply, y, n, c, head, last_of_lane(packs), step, size_of_pack);
     walk.start();
-    // What is in front of the packs and behind them: fewer elements than a warp has lanes.
+    // The elements before the first pack and after the last one. A warp has more lanes than that.
     const std::int64_t lane = threadIdx.x % kWarp;
     const std::int64_t own = lane < head ? lane : packs * kPack + lane;
     const bool is_owner = kPack > 1 && blockIdx.y == 0 && own < positions;

@@ -195,7 +195,7 @@ NORMSCOPE_INLINE Pack<Element, kSize> narrow_pack(const Arithmetic<Element> (&va
 
 NORMSCOPE_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// How many elements from here on are in front of the next pack.
+// How many elements there are from here to the next pack.
 template <int kSize, class Element>
 NORMSCOPE_INLINE int size_before_pack(const Element* from) {
   const std::uintptr_t place = reinterpret_cast<std::uintptr_t>(from) / sizeof(Element);

@@ -15,7 +15,7 @@ inline constexpr int kPacksAtOnce = 8;
 // and neighbouring threads read neighbouring elements.
 //
 // If a tile does not start with a pack, the lanes are rotated: the first whole pack belongs to the
-// first thread, and what is in front of it to the last lanes of the last thread. The bits are the
+// first thread, and the elements before it to the last lanes of the last thread. The bits are the
 // same. fold() adds lanes whose distance is half their number, in either order, and leaves half as
 // many, which are rotated likewise.
 template <class Element, Access kAccess>
@@ -58,9 +58,9 @@ struct Group {
 };
 
 // The pivot of a tile (the mean of some of its elements), computed in Real, for the whole group.
-template <class Real, Access kAccess, class Element>
+template <class Real, class Element>
 __device__ Real pivot_of_tile(const Element* x, std::int64_t size, int thread) {
-  using G = Group<Element, kAccess>;
+  using G = Group<Element, Access::kPacks>;
   const PivotSamples samples =
       size > 0 ? pivot_samples(Layout::kChannelsFirst, size) : PivotSamples{0, 0};
   Real lanes[G::kLanes];
@@ -87,7 +87,7 @@ __device__ Terms<Real> sums_of_tile(const typename AnyTerms::Run& run, int size,
   const int lane = G::lane(thread, 0);
   const Range tile{0, size};
 
-  // The pack in front of the first row may be partly in the tile. It is loaded while the center is
+  // The pack before the first row may be partly in the tile. It is loaded while the center is
   // computed.
   int row = kAccess == Access::kPacks ? size_before_pack<G::kLanes>(run.x) : 0;
   const int before = row - kLanes + lane;
@@ -163,9 +163,10 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice,
   double center = 0.0;
   const auto find_center = [&] {
     if constexpr (AnyTerms::kHasPivot) {
+      static_assert(kAccess == Access::kPacks);
       // Even in float64, the pivot is rounded to the type of the arithmetic.
       center = static_cast<double>(
-          static_cast<Arithmetic>(pivot_of_tile<Real, kAccess>(run.x, tile.size, thread)));
+          static_cast<Arithmetic>(pivot_of_tile<Real>(run.x, tile.size, thread)));
     } else if (tile.size > 0) {  // otherwise the channel may not exist
       center = static_cast<double>(static_cast<Arithmetic>(terms.mean(slice, c)));
     }

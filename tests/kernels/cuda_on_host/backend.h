@@ -23,7 +23,7 @@ extern const DeviceKernels kKernels;
 [[nodiscard]] int early_starts() noexcept;
 
 // How often warps execute an instruction that loads or stores a pack, an element or a coefficient,
-// in work that no other thread launches kernels beside.
+// in `work`. No other thread may launch kernels meanwhile.
 struct MemoryInstructions {
   std::int64_t loads;
   std::int64_t stores;

@@ -62,8 +62,8 @@ set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES FIXTURES_REQUIRED cu
 # The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered.
 add_library(
   cuda_on_host_suites OBJECT
-  bits_test.cpp contract_test.cpp cuda_on_host/device.cpp cuda_on_host/early_start_test.cpp
-  cuda_on_host/kernels_under_test.cpp cuda_on_host/stream.cpp
+  addresses_test.cpp bits_test.cpp contract_test.cpp cuda_on_host/device.cpp
+  cuda_on_host/early_start_test.cpp cuda_on_host/kernels_under_test.cpp cuda_on_host/stream.cpp
 )
 normscope_set_compile_rules(cuda_on_host_suites)
 target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
@@ -118,7 +118,7 @@ normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*:${early
 normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_ranks -*OfGraphs*)
 
 # The suites must fail if a synchronization between threads is removed, or if kernels are wrong about
-# the elements beside packs.
+# the elements before and after packs.
 set(mutants ${CMAKE_CURRENT_BINARY_DIR}/mutants)
 execute_process(
   COMMAND ${Python3_EXECUTABLE} ${normscope_SOURCE_DIR}/scripts/mutate_cuda_kernels.py

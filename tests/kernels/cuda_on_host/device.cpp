@@ -170,7 +170,7 @@ class BlockRunner {  // NOLINT(bugprone-random-generator-seed): run() seeds it
       throw std::logic_error("threads of a block wait for threads that wait elsewhere or ended");
     }
     if (!is_aligned_) throw std::logic_error("an access is not aligned");
-    count_instructions();
+    if (are_counted) count_instructions();
   }
 
   void wait(State state, char* meeting) {
