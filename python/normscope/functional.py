@@ -10,9 +10,13 @@ import torch
 from normscope._binding import groups
 from normscope._binding.ops import FAILURES, ForwardArguments
 from normscope._binding.torch_private import watch_joins
-from normscope.layers import masked_forward
 from normscope.layers.ending import NOTHING
-from normscope.layers.forward import notify_peers_of_layer, scope_and_group_in_use, train
+from normscope.layers.forward import (
+    evaluate_masked,
+    notify_peers_of_layer,
+    scope_and_group_in_use,
+    train,
+)
 from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
@@ -82,7 +86,7 @@ def batch_norm(
     if not training:
         running = running_mean, running_var
         if mask is not None:
-            return masked_forward.evaluate(x, mask, *running, weight, bias, eps, NOTHING)
+            return evaluate_masked(x, mask, *running, weight, bias, eps, NOTHING)
         has_none = running_mean is None and running_var is None
         return torch.nn.functional.batch_norm(x, *running, weight, bias, has_none, eps=eps)
     if not parsed.is_of_one_rank and not torch.compiler.is_compiling():

@@ -171,6 +171,24 @@ def test_an_import_changes_no_class_of_torch_and_does_not_import_lightning() -> 
     assert changed.strip() == "[]"
 
 
+TRAINING = """
+import sys, torch, torch.distributed
+before = "torch._dynamo" in sys.modules
+import normscope
+model = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.ReLU()), fuse=True)
+x = torch.ones(2, 3)
+model(x).sum().backward()
+normscope.BatchNorm1d(3).eval()(x, mask=torch.ones(2, 1, dtype=torch.bool))
+print(before, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_layers_do_not_import_the_compiler_which_takes_a_second_and_100_mb() -> None:
+    before, after = output_of("-c", TRAINING, seconds=120).split()
+
+    assert before == after
+
+
 def test_private_names_of_torch_are_in_one_file() -> None:
     users = [name for name, tree in TREES.items() if private_names_of_torch(tree)]
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from normscope._binding import ops
 from normscope._binding.torch_private import (
+    constant_in_graphs,
     new_process_group,
     process_group_named,
     process_groups,
@@ -114,7 +115,7 @@ def size_of(group: "distributed.ProcessGroup | None") -> int:
 
 
 # A graph of torch.compile contains the name, not the lookup.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def name_in_use(name: str | None) -> str:
     """Return the name of the group to use now: the given one, or the default group's, or ""."""
     global _last_default
@@ -132,7 +133,7 @@ def name_in_use(name: str | None) -> str:
 
 
 # Runs outside the graph; the result becomes a constant of the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def name_of_layer(group_name: str, made: int) -> str:
     """Return a name for a layer without one, at its first exchange in a group.
 
@@ -153,7 +154,7 @@ def name_of_layer(group_name: str, made: int) -> str:
 
 
 # As above.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def name_in_exchange(group_name: str, scope: str, name: str, made: int) -> str:
     """Return a name that layers with equal names do not share, equal on all ranks of the scope.
 

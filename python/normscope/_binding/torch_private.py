@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed
@@ -165,6 +165,19 @@ def is_exporting() -> bool:
     ``torch.compiler.is_exporting`` is true whenever Dynamo of torch 2.11 records.
     """
     return torch.compiler._is_exporting_flag
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Let graphs of torch.compile contain the result of a function, which runs outside of them.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler, for which every
+    process that imports normscope would pay: more than a second and 100 MB.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 # Process groups. torch.distributed may be missing, hence functions.

@@ -16,7 +16,7 @@ from normscope._binding.torch_private import (
     let_data_parallel_take,
     watch_joins,
 )
-from normscope.layers import masked_forward, replicas
+from normscope.layers import replicas
 from normscope.layers.count import NO_ELEMENTS, Buffers, elements_in, state_of
 from normscope.layers.earlier_scopes import EarlierScopes
 from normscope.layers.ending import NOTHING, Ending
@@ -24,6 +24,7 @@ from normscope.layers.forward import (
     DIRECT,
     Route,
     check_dimensions,
+    evaluate_masked,
     notify_peers_of_layer,
     scope_and_group_in_use,
 )
@@ -233,7 +234,7 @@ class BatchNorm(TorchBatchNorm):
     def _evaluate(self, x: torch.Tensor, mask: torch.Tensor, ending: Ending) -> torch.Tensor:
         self._check_input_dim(x)
         running = self.running_mean, self.running_var
-        return masked_forward.evaluate(x, mask, *running, self.weight, self.bias, self.eps, ending)
+        return evaluate_masked(x, mask, *running, self.weight, self.bias, self.eps, ending)
 
     def _train(self, x: torch.Tensor, mask: torch.Tensor | None, ending: Ending) -> torch.Tensor:
         try:

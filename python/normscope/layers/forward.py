@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from normscope._binding import groups, ops
 from normscope._binding.ops import ForwardArguments
-from normscope._binding.torch_private import is_exporting, open_joins
-from normscope.layers import masked_forward
+from normscope._binding.torch_private import constant_in_graphs, is_exporting, open_joins
 from normscope.layers.count import AFTER_GRAPH, NO_STATE, Counter, add_to_count, state_of
 from normscope.layers.ending import NOTHING, Ending
+from normscope.layers.masks import Rows, checked, filled
 from normscope.layers.scope import Scope
 
 
@@ -56,7 +57,7 @@ def _refuse_join(scope: Scope) -> None:
 
 
 # Runs outside the graph too: the number of slices is a constant of the graph.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _scope_of_samples(text: str, group_name: str, samples: int) -> str:
     return ops.resolve_scope(text, group_name, samples)
 
@@ -80,7 +81,9 @@ def train(
     if mask is None:
         y = ending.train(x, arguments, accumulated)
     else:
-        y, x = masked_forward.train(x, mask, arguments, ending, accumulated)
+        from normscope.layers import masked_training  # which imports the compiler
+
+        y, x = masked_training.train(x, mask, arguments, ending, accumulated)
     if counter is not None:
         counts = accumulated is not None or arguments.updates_running()
         elements = x.numel()
@@ -90,6 +93,32 @@ def train(
             elements = elements // samples * math.ceil(samples / (arguments.slices() or 1))
         add_to_count(counter, elements if counts else 0, buffers, before)
     return y
+
+
+def evaluate_masked(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    ending: Ending,
+) -> torch.Tensor:
+    """Normalize with running statistics, or with those of the rows if there are none.
+
+    With running statistics, the masked positions are set to 0 before and after. If only y were set
+    to 0, a NaN in the input would reach the gradients, because 0 * NaN is NaN.
+    """
+    if running_mean is None and running_var is None:
+        rows = Rows.of(x, mask)
+        taken, ending = rows.take(x), ending.with_residual(x, rows.take)
+        y = functional.batch_norm(taken, None, None, weight, bias, training=True, eps=eps)
+        return rows.put(ending.finish(y), x)
+    checked(x, mask)
+    ending = ending.with_residual(x, lambda residual: filled(residual, mask))
+    y = functional.batch_norm(filled(x, mask), running_mean, running_var, weight, bias, eps=eps)
+    return filled(ending.finish(y), mask)
 
 
 def check_dimensions(x: torch.Tensor, dims: tuple[int, ...]) -> None:

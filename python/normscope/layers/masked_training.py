@@ -1,41 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward with a mask: the same ops, applied to the rows that the mask selects."""
+"""A training forward with a mask: the same ops, applied to the rows that the mask selects.
+
+A module of its own, because torch.compiler.disable imports the compiler: more than a second and 100
+MB, for which every process that imports normscope would pay.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from normscope._binding import ops
 from normscope._binding.ops import ForwardArguments
 from normscope.layers.ending import Ending
-from normscope.layers.masks import Rows, checked, filled
-
-
-def evaluate(
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    ending: Ending,
-) -> torch.Tensor:
-    """Normalize with running statistics, or with those of the rows if there are none.
-
-    With running statistics, the masked positions are set to 0 before and after. If only y were set
-    to 0, a NaN in the input would reach the gradients, because 0 * NaN is NaN.
-    """
-    if running_mean is None and running_var is None:
-        rows = Rows.of(x, mask)
-        taken, ending = rows.take(x), ending.with_residual(x, rows.take)
-        y = functional.batch_norm(taken, None, None, weight, bias, training=True, eps=eps)
-        return rows.put(ending.finish(y), x)
-    checked(x, mask)
-    ending = ending.with_residual(x, lambda residual: filled(residual, mask))
-    y = functional.batch_norm(filled(x, mask), running_mean, running_var, weight, bias, eps=eps)
-    return filled(ending.finish(y), mask)
+from normscope.layers.masks import Rows
 
 
 # A graph needs its sizes when it is compiled, and the number of rows depends on the data.
