@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import random
 import socket
 import time
@@ -12,9 +11,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-# Ranks are forked from a process that has imported torch: starting Python takes seconds.
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "normscope"])
+from rank_pool import CONTEXT
 
 
 def free_port() -> int:

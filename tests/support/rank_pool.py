@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks to run tests on: processes that live for the whole session, as importing torch is slow."""
+"""Ranks to run tests on: processes that live for the whole session."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ KERNELS = {
         "NORMSCOPE_TEST_KERNELS": "synchronized",
     },
 }
+
+# Ranks are forked from a process that has imported what takes seconds, and share its memory. It has
+# not imported normscope, which reads environment variables then.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
 
 # Far longer than any task takes, even on a busy machine.
 HANG_SECONDS = 120.0
@@ -241,10 +246,9 @@ def connect_ranks(store: str, rank: int, size: int, seconds: float = 60.0) -> No
 
 
 def _start_rank(environment: Mapping[str, str]) -> Rank:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, theirs = CONTEXT.Pipe()
     errors = tempfile.NamedTemporaryFile(prefix="normscope-rank-")  # noqa: SIM115 - close() does
-    process = context.Process(
+    process = CONTEXT.Process(
         target=_serve, args=(theirs, errors.name, dict(environment)), daemon=True
     )
     process.start()
