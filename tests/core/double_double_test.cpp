@@ -82,45 +82,19 @@ TEST(DoubleDoubleTest, TheErrorOfAProductIsThatOfAFusedMultiplyAdd) {
 
 // The bounds are those of Joldes, Muller and Popescu (2017) for the same algorithms; cancellation
 // is allowed, as in sums of both signs.
-TEST(DoubleDoubleTest, SumsAreWithinThreeUnits) {
+TEST(DoubleDoubleTest, OperationsAreWithinTheirBounds) {
   Random random(3);
   for (int i = 0; i < kPairs; ++i) {
     const Pair a = random_pair(random);
     const Pair b = random_pair(random);
+    const Pair nearly_opposite{-a.hi, a.lo * 0.5};
 
     expect_near(add(a, b), exact(a) + exact(b), 3);
     expect_near(add(a, b.hi), exact(a) + Quad{b.hi}, 2);
-  }
-}
-
-TEST(DoubleDoubleTest, CancellationLosesNoMoreThanTheOperandsHad) {
-  Random random(4);
-  for (int i = 0; i < kPairs; ++i) {
-    const Pair a = random_pair(random);
-    const Pair nearly_opposite{-a.hi, a.lo * 0.5};
-
     expect_near(add(a, nearly_opposite), exact(a) + exact(nearly_opposite), 3);
-  }
-}
-
-TEST(DoubleDoubleTest, ProductsAreWithinSevenUnits) {
-  Random random(5);
-  for (int i = 0; i < kPairs; ++i) {
-    const Pair a = random_pair(random);
-    const Pair b = random_pair(random);
-
     expect_near(multiply(a, b), exact(a) * exact(b), 7);
     expect_near(multiply(a, b.hi), exact(a) * Quad{b.hi}, 3);
-  }
-}
-
-TEST(DoubleDoubleTest, QuotientsAreWithinThreeAndAHalfUnits) {
-  Random random(6);
-  for (int i = 0; i < kPairs; ++i) {
-    const Pair a = random_pair(random);
-    const double b = random.of_any_size(-20, 20);
-
-    expect_near(divide(a, b), exact(a) / Quad{b}, 3.5);
+    expect_near(divide(a, b.hi), exact(a) / Quad{b.hi}, 3.5);
   }
 }
 

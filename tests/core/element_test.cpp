@@ -91,47 +91,41 @@ TYPED_TEST(SixteenBits, EveryValueNarrowsToItself) {
   }
 }
 
-// The halfway points between all neighbours, from the least denormal to the one before infinity.
-TYPED_TEST(SixteenBits, HalfwayGoesToEvenAndAllElseToTheNearest) {
-  for (std::uint32_t below = 0; below < kInfinityBits<TypeParam>; ++below) {
+// Checks the halfway points between all neighbours, from the least denormal to infinity, and the
+// numbers of a wider type that are next to these points.
+template <class Element, class Wide, class Round>
+void expect_nearest(const Round& round) {
+  constexpr Wide kInfinityOfWide = std::numeric_limits<Wide>::infinity();
+  for (std::uint32_t below = 0; below < kInfinityBits<Element>; ++below) {
     const std::uint32_t above = below + 1;
-    const double low = value_of<TypeParam>(below);
+    const double low = value_of<Element>(below);
     // Infinity takes the place of the next number.
-    const double high = above == kInfinityBits<TypeParam>
-                            ? low + (low - value_of<TypeParam>(below - 1))
-                            : value_of<TypeParam>(above);
-    const auto halfway = static_cast<float>((low + high) / 2.0);
+    const double high = above == kInfinityBits<Element> ? low + (low - value_of<Element>(below - 1))
+                                                        : value_of<Element>(above);
+    const auto halfway = static_cast<Wide>((low + high) / 2.0);
     ASSERT_EQ(static_cast<double>(halfway), (low + high) / 2.0);
     const std::uint32_t even = below % 2 == 0 ? below : above;
 
     for (const std::uint32_t sign : {0U, 0x8000U}) {
-      const float signed_halfway = sign == 0 ? halfway : -halfway;
-      const float outwards = std::nextafter(signed_halfway, sign == 0 ? INFINITY : -INFINITY);
-      const float inwards = std::nextafter(signed_halfway, 0.0F);
+      const Wide signed_halfway = sign == 0 ? halfway : -halfway;
+      const Wide outwards =
+          std::nextafter(signed_halfway, sign == 0 ? kInfinityOfWide : -kInfinityOfWide);
+      const Wide inwards = std::nextafter(signed_halfway, Wide{0});
 
-      ASSERT_EQ(bits_of(narrow<TypeParam>(signed_halfway)), sign | even);
-      ASSERT_EQ(bits_of(narrow<TypeParam>(outwards)), sign | above);
-      ASSERT_EQ(bits_of(narrow<TypeParam>(inwards)), sign | below);
+      ASSERT_EQ(bits_of(round(signed_halfway)), sign | even);
+      ASSERT_EQ(bits_of(round(outwards)), sign | above);
+      ASSERT_EQ(bits_of(round(inwards)), sign | below);
     }
   }
 }
 
+TYPED_TEST(SixteenBits, HalfwayGoesToEvenAndAllElseToTheNearest) {
+  expect_nearest<TypeParam, float>([](float x) { return narrow<TypeParam>(x); });
+}
+
 // A float64 so close to a halfway point that a float32 in between would be rounded onto that point.
 TYPED_TEST(SixteenBits, RoundOnceDoesNotRoundTwice) {
-  for (std::uint32_t below = 0; below + 1 < kInfinityBits<TypeParam>; ++below) {
-    const double halfway = (value_of<TypeParam>(below) + value_of<TypeParam>(below + 1)) / 2.0;
-    const std::uint32_t even = below % 2 == 0 ? below : below + 1;
-
-    for (const std::uint32_t sign : {0U, 0x8000U}) {
-      const double signed_halfway = sign == 0 ? halfway : -halfway;
-      const double outwards = std::nextafter(signed_halfway, sign == 0 ? kInfinity : -kInfinity);
-      const double inwards = std::nextafter(signed_halfway, 0.0);
-
-      ASSERT_EQ(bits_of(round_once<TypeParam>(signed_halfway)), sign | even);
-      ASSERT_EQ(bits_of(round_once<TypeParam>(outwards)), sign | (below + 1));
-      ASSERT_EQ(bits_of(round_once<TypeParam>(inwards)), sign | below);
-    }
-  }
+  expect_nearest<TypeParam, double>([](double x) { return round_once<TypeParam>(x); });
 }
 
 TYPED_TEST(SixteenBits, TooLargeBecomesInfinityAndTooSmallZero) {
