@@ -14,20 +14,9 @@ namespace normscope::testing {
 namespace {
 
 std::vector<Layer> layers() {
-  std::vector<Layer> layers;
-  for (const DType dtype : kAllDTypes) {
-    for (const Layout layout : kAllLayouts) {
-      for (const Inputs inputs : {Inputs::kMeanOf1e3Deviations, Inputs::kPaddedCorner}) {
-        layers.push_back({.dtype = dtype, .layout = layout, .positions = 150, .inputs = inputs});
-      }
-      layers.push_back({.dtype = dtype,
-                        .layout = layout,
-                        .positions = 1,
-                        .parameters = Parameters::kLikeInput,
-                        .buffers = dtype});
-    }
-  }
-  return layers;
+  return with_every_type({{.positions = 150},
+                          {.positions = 150, .inputs = Inputs::kPaddedCorner},
+                          {.positions = 1, .parameters = Parameters::kLikeInput}});
 }
 
 class EqualBits : public ::testing::TestWithParam<World> {};
@@ -55,6 +44,7 @@ TEST_P(EqualBits, ForAnyAssignmentOfSamplesAndInstructionSet) {
 
           ASSERT_NO_FATAL_FAILURE(expect_equal_bits(run, expected[i]))
               << kernels->name << " layer " << i;
+          expect_own_gradients(run, layers()[i], expected[i].statistics);
         }
       }
     }

@@ -32,6 +32,22 @@ struct Layer {
   double momentum = 0.1;
 };
 
+// Each of these layers with every dtype and layout. Buffers have the type of the parameters.
+[[nodiscard]] inline std::vector<Layer> with_every_type(const std::vector<Layer>& layers) {
+  std::vector<Layer> all;
+  for (const DType dtype : kAllDTypes) {
+    for (const Layout layout : kAllLayouts) {
+      for (Layer layer : layers) {
+        layer.dtype = dtype;
+        layer.layout = layout;
+        if (layer.parameters == Parameters::kLikeInput) layer.buffers = dtype;
+        all.push_back(layer);
+      }
+    }
+  }
+  return all;
+}
+
 // Numbers of samples in a batch. The first is not a multiple of 5, as uneven_and_permuted requires.
 inline constexpr std::int64_t kSamples = 24;
 inline constexpr std::int64_t kFewSamples = 7;
@@ -155,6 +171,18 @@ inline void expect_equal_bits(const LayerRun& run, const LayerRun& whole) {
     ASSERT_PRED2(same_bits, run.y.at(n, c, p), whole.y.at(sample, c, p));
     ASSERT_PRED2(same_bits, run.dx.at(n, c, p), whole.dx.at(sample, c, p));
   });
+}
+
+// Compares the gradients of parameters with those of a call alone, with these statistics. They are
+// sums over the run's own samples, whoever shares its statistics.
+inline void expect_own_gradients(const LayerRun& run, const Layer& layer,
+                                 const std::vector<double>& statistics) {
+  LayerRun alone(layer, run.samples);
+  BackwardArguments arguments = alone.backward_arguments();
+  arguments.statistics = statistics.data();
+  batch_norm_backward(arguments, {});
+  EXPECT_EQ(run.dweight.values(), alone.dweight.values());
+  EXPECT_EQ(run.dbias.values(), alone.dbias.values());
 }
 
 [[nodiscard]] inline bool is_last(const Exchange& exchange) {

@@ -20,7 +20,6 @@
 #include "tests/kernels/kernel_suite.h"
 #include "tests/kernels/kernels_under_test.h"
 #include "tests/support/execution.h"
-#include "tests/support/oracle.h"
 #include "tests/support/tolerance.h"
 
 namespace normscope::testing {
@@ -32,17 +31,12 @@ class KernelContract : public KernelSuite {
   static void expect_strides_and_parts_change_nothing(const Shape& shape);
 };
 
-void expect_near(double got, long double expected, long double tolerance) {
-  ASSERT_LE(std::abs(static_cast<long double>(got) - expected), tolerance)
-      << "got " << got << ", expected " << static_cast<double>(expected);
-}
-
 // Checks channel c of a run against the oracle.
 void check_channel(const Tensor& x, const Tensor& dy, KernelRun& run, std::int64_t c,
                    Affine affine) {
   const auto i = static_cast<std::size_t>(c);
-  const DType dtype = x.dtype();
-  const ChannelMoments moments = moments_of({&x}, c);
+  const ChannelOracle oracle = oracle_of(x, dy, c, kEps);
+  const ChannelMoments& moments = oracle.moments;
   const Statistics statistics = run.statistics.view().read_only();
   if (!std::isfinite(static_cast<double>(moments.mean))) {
     ASSERT_TRUE(std::isnan(statistics.mean_hi[c]));
@@ -52,33 +46,19 @@ void check_channel(const Tensor& x, const Tensor& dy, KernelRun& run, std::int64
     }
     return;
   }
-  const StatisticsError error = statistics_error(dtype, moments, kEps);
+  const StatisticsError& error = oracle.error;
   // Both means are pairs, which are subtracted part by part.
   expect_near(statistics.mean_lo[c], moments.mean_rest - (statistics.mean_hi[c] - moments.mean),
               error.mean + moments.mean_error());
-  const long double inv_std = moments.inv_std(kEps);
-  expect_near(statistics.inv_std[c], inv_std, error.relative_inv_std * inv_std);
+  expect_near(statistics.inv_std[c], oracle.inv_std, error.relative_inv_std * oracle.inv_std);
   expect_near(run.running_mean[c], 0.5L + 0.1L * (moments.mean - 0.5L),
               error.mean + 4 * 0x1p-53L * (0.5L + moments.largest));
   expect_near(run.running_var[c], 2.0L + 0.1L * (moments.sample_variance() - 2.0L),
               2 * error.variance + 6 * 0x1p-53L * (2.0L + moments.sample_variance()));
 
-  const ChannelGradients gradients = gradients_of({&x}, {&dy}, c, moments, inv_std);
-  const GradientError sums = gradient_error(dtype, gradients, inv_std, error);
-  expect_near(run.dy_sum[i], gradients.dy, sums.dy);
-  expect_near(run.dy_xhat_sum[i], gradients.dy_xhat, sums.dy_xhat);
-  for (std::int64_t n = 0; n < x.samples(); ++n) {
-    for (std::int64_t p = 0; p < x.positions(); ++p) {
-      const double one_x = x.at(n, c, p);
-      const double one_dy = dy.at(n, c, p);
-      const long double xhat = moments.deviation(one_x) * inv_std;
-      expect_near(run.y.at(n, c, p), normalized(moments, kEps, affine, one_x),
-                  y_error(dtype, moments, kEps, affine, error, one_x));
-      expect_near(run.dx.at(n, c, p),
-                  input_gradient(gradients, affine.weight, inv_std, xhat, one_dy),
-                  dx_error(dtype, gradients, affine.weight, inv_std, xhat, one_dy, error, sums));
-    }
-  }
+  expect_near(run.dy_sum[i], oracle.gradients.dy, oracle.sums_error.dy);
+  expect_near(run.dy_xhat_sum[i], oracle.gradients.dy_xhat, oracle.sums_error.dy_xhat);
+  oracle.expect_outputs(x, dy, affine, run.y, run.dx);
 }
 
 TEST_P(KernelContract, AgreesWithTheOracle) {

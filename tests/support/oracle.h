@@ -4,17 +4,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <span>
-#include <utility>
-#include <vector>
 
 #include "tests/support/tensor.h"
 
 namespace normscope::testing {
 
-// Two-pass batch normalization in long double, by definition: the correct results. A norm batch is
-// a list of tensors, such as those of several ranks.
-using NormBatch = std::vector<const Tensor*>;
+// Two-pass batch normalization in long double, by definition: the correct results. A tensor is a
+// norm batch.
 
 struct ChannelMoments {
   std::int64_t count = 0;
@@ -39,22 +35,23 @@ struct ChannelMoments {
   }
 };
 
-// Calls function(x) for the elements of channel c.
+// Calls function(n, p) for the elements of a channel.
 template <class Function>
-void for_channel(const NormBatch& batch, std::int64_t c, const Function& function) {
-  for (const Tensor* tensor : batch) {
-    for (std::int64_t n = 0; n < tensor->samples(); ++n) {
-      for (std::int64_t p = 0; p < tensor->positions(); ++p) {
-        function(static_cast<long double>(tensor->at(n, c, p)));
-      }
-    }
+void for_channel(const Tensor& tensor, const Function& function) {
+  for (std::int64_t n = 0; n < tensor.samples(); ++n) {
+    for (std::int64_t p = 0; p < tensor.positions(); ++p) function(n, p);
   }
 }
 
-[[nodiscard]] inline ChannelMoments moments_of(const NormBatch& batch, std::int64_t c) {
+[[nodiscard]] inline ChannelMoments moments_of(const Tensor& tensor, std::int64_t c) {
+  const auto for_elements = [&](const auto& function) {
+    for_channel(tensor, [&](std::int64_t n, std::int64_t p) {
+      function(static_cast<long double>(tensor.at(n, c, p)));
+    });
+  };
   ChannelMoments moments;
   long double sum = 0.0L;
-  for_channel(batch, c, [&](long double x) {
+  for_elements([&](long double x) {
     moments.count += 1;
     sum += x;
     moments.largest = std::max(moments.largest, std::abs(x));
@@ -63,10 +60,10 @@ void for_channel(const NormBatch& batch, std::int64_t c, const Function& functio
   const auto n = static_cast<long double>(moments.count);
   moments.mean = sum / n;
   long double rest = 0.0L;
-  for_channel(batch, c, [&](long double x) { rest += x - moments.mean; });
+  for_elements([&](long double x) { rest += x - moments.mean; });
   moments.mean_rest = rest / n;
   long double squares = 0.0L;
-  for_channel(batch, c, [&](long double x) {
+  for_elements([&](long double x) {
     const long double deviation = moments.deviation(x);
     squares += deviation * deviation;
     moments.largest_deviation = std::max(moments.largest_deviation, std::abs(deviation));
@@ -94,17 +91,13 @@ struct ChannelGradients {
   long double magnitude_of_dy_xhat = 0.0L;  // sum(|dy * xhat|)
 };
 
-// `moments` and `inv_std` are those of the norm batch; x and dy may be a rank's part of it.
-[[nodiscard]] inline ChannelGradients gradients_of(const NormBatch& x, const NormBatch& dy,
+[[nodiscard]] inline ChannelGradients gradients_of(const Tensor& x, const Tensor& dy,
                                                    std::int64_t c, const ChannelMoments& moments,
                                                    long double inv_std) {
   ChannelGradients gradients;
-  std::vector<long double> all_dy;
-  for_channel(dy, c, [&](long double value) { all_dy.push_back(value); });
-  std::size_t i = 0;
-  for_channel(x, c, [&](long double value) {
-    const long double gradient = all_dy[i++];
-    const long double with_xhat = gradient * moments.deviation(value) * inv_std;
+  for_channel(x, [&](std::int64_t n, std::int64_t p) {
+    const auto gradient = static_cast<long double>(dy.at(n, c, p));
+    const long double with_xhat = gradient * moments.deviation(x.at(n, c, p)) * inv_std;
     gradients.count += 1;
     gradients.dy += gradient;
     gradients.dy_xhat += with_xhat;

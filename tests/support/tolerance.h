@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include <gtest/gtest.h>
+
 #include "normscope/core/limbs.h"
 #include "normscope/core/tiles.h"
 #include "tests/support/oracle.h"
@@ -139,6 +141,52 @@ struct GradientError {
                   error.relative_inv_std * (projected + terms) +
                   inv_std * error.mean * std::abs(gradients.dy_xhat / n)) +
          output_rounding(dtype, dx);
+}
+
+inline void expect_near(double got, long double expected, long double tolerance) {
+  ASSERT_LE(std::abs(static_cast<long double>(got) - expected), tolerance)
+      << "got " << got << ", expected " << static_cast<double>(expected);
+}
+
+// What channel c of a norm batch has to give, and how far from it results may be.
+struct ChannelOracle {
+  std::int64_t c;
+  double eps;
+  ChannelMoments moments;
+  long double inv_std;
+  ChannelGradients gradients;
+  StatisticsError error;
+  GradientError sums_error;
+
+  void expect_outputs(const Tensor& x, const Tensor& dy, Affine affine, const Tensor& y,
+                      const Tensor& dx) const {
+    const DType dtype = x.dtype();
+    for_channel(x, [&](std::int64_t n, std::int64_t p) {
+      const double one_x = x.at(n, c, p);
+      const double one_dy = dy.at(n, c, p);
+      const long double xhat = moments.deviation(one_x) * inv_std;
+      expect_near(y.at(n, c, p), normalized(moments, eps, affine, one_x),
+                  y_error(dtype, moments, eps, affine, error, one_x));
+      expect_near(
+          dx.at(n, c, p), input_gradient(gradients, affine.weight, inv_std, xhat, one_dy),
+          dx_error(dtype, gradients, affine.weight, inv_std, xhat, one_dy, error, sums_error));
+    });
+  }
+};
+
+[[nodiscard]] inline ChannelOracle oracle_of(const Tensor& x, const Tensor& dy, std::int64_t c,
+                                             double eps) {
+  const ChannelMoments moments = moments_of(x, c);
+  const long double inv_std = moments.inv_std(eps);
+  const ChannelGradients gradients = gradients_of(x, dy, c, moments, inv_std);
+  const StatisticsError error = statistics_error(x.dtype(), moments, eps);
+  return {.c = c,
+          .eps = eps,
+          .moments = moments,
+          .inv_std = inv_std,
+          .gradients = gradients,
+          .error = error,
+          .sums_error = gradient_error(x.dtype(), gradients, inv_std, error)};
 }
 
 }  // namespace normscope::testing
