@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/core/cache_lines.h"
+#include "normscope/core/error.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
 #include "tests/kernels/device_stream.h"
@@ -76,6 +77,14 @@ class DeviceRank {
   DeviceContext device_;
   Exchange* exchange_;
 };
+
+// Kernels of a device that refuses to launch the first one of a forward.
+[[nodiscard]] inline DeviceKernels kernels_without_memory() {
+  DeviceKernels kernels = device_kernels_under_test();
+  kernels.send_moments = [](Stream, const TensorView&, DeviceScratch, const MessageView&,
+                            const Header&) { throw DeviceError("cuda: out of memory"); };
+  return kernels;
+}
 
 inline void expect_nan(const Tensor& tensor) {
   tensor.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {

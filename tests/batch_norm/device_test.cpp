@@ -11,13 +11,13 @@
 #include <gtest/gtest.h>
 
 #include "normscope/core/error.h"
-#include "tests/batch_norm/activated_run.h"
 #include "tests/batch_norm/device_rank.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/batch_norm/parts_run.h"
 #include "tests/comm/on_device/device_communicator.h"
 #include "tests/comm/worlds.h"
 #include "tests/kernels/kernels_under_test.h"
+#include "tests/support/activation.h"
 
 namespace normscope::testing {
 namespace {
@@ -28,18 +28,68 @@ using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
 std::vector<Layer> layers() {
-  std::vector<Layer> layers;
-  for (const DType dtype : kAllDTypes) {
-    for (const Layout layout : kAllLayouts) {
-      layers.push_back({.dtype = dtype, .layout = layout, .positions = 130});
-      layers.push_back({.dtype = dtype,
-                        .layout = layout,
-                        .positions = 1,
-                        .parameters = Parameters::kLikeInput,
-                        .buffers = dtype});
-    }
+  return with_every_type(
+      {{.positions = 130}, {.positions = 1, .parameters = Parameters::kLikeInput}});
+}
+
+// A layer followed by an activation, perhaps after the sum with a residual.
+struct Activated {
+  ActivationFunction activation;
+  bool adds;
+};
+
+// All combinations that may follow a layer.
+std::vector<Activated> activated_layers() {
+  std::vector<Activated> layers;
+  for (const ActivationFunction& activation : kAllActivations) {
+    layers.push_back({.activation = activation, .adds = false});
+    if (!activation.output_tells_gradient()) continue;
+    layers.push_back({.activation = activation, .adds = true});
   }
   return layers;
+}
+
+// Compares a rank's step with the same step in single operations (the layer, the sum, the
+// activation), each of which stores its output. The bits are the same.
+void expect_single_operations(const Layer& layer, const Activated& activated_layer,
+                              const std::vector<std::int64_t>& samples,
+                              const CallContext& context) {
+  const auto& [activation, adds] = activated_layer;
+  LayerRun single(layer, samples);
+  LayerRun run(layer, samples);
+  Tensor residual = run.x;
+  fill(residual, Inputs::kCentred, Role::kParameters, samples);
+  Tensor dz = run.x;
+
+  ForwardArguments forward = run.forward_arguments();
+  forward.activation = activation;
+  if (adds) forward.residual = residual.view().read_only();
+  batch_norm_forward(forward, context);
+  BackwardArguments backward = run.backward_arguments();
+  backward.activation = activation;
+  backward.bias = forward.bias;
+  if (adds) backward.y = run.y.view().read_only();
+  backward.dz = dz.view();
+  batch_norm_backward(backward, context);
+
+  batch_norm_forward(single.forward_arguments(), context);
+  single.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    const double z = single.y.at(n, c, p);
+    const double sum = adds ? element_sum(layer.dtype, z, residual.at(n, c, p)) : z;
+    ASSERT_PRED2(same_bits, run.y.at(n, c, p), activated(layer.dtype, activation, sum));
+    single.dy.set(n, c, p,
+                  activation_gradient(layer.dtype, activation, sum, single.dy.at(n, c, p)));
+    ASSERT_PRED2(same_bits, dz.at(n, c, p), single.dy.at(n, c, p));
+  });
+  batch_norm_backward(single.backward_arguments(), context);
+  run.dx.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_PRED2(same_bits, run.dx.at(n, c, p), single.dx.at(n, c, p));
+  });
+  EXPECT_EQ(run.statistics, single.statistics);
+  EXPECT_EQ(run.dweight.values(), single.dweight.values());
+  EXPECT_EQ(run.dbias.values(), single.dbias.values());
+  EXPECT_EQ(run.running_mean.values(), single.running_mean.values());
+  EXPECT_EQ(run.running_var.values(), single.running_var.values());
 }
 
 class OnADevice : public ::testing::TestWithParam<World> {
@@ -88,9 +138,9 @@ TEST_P(OnADevice, WithAnActivationItIsASequenceOfSingleOperations) {
     const auto rank = static_cast<std::size_t>(exchange.communicator().rank());
     const Assignment assignment = in_order(kFewSamples, exchange.communicator().size());
     for (const Layer& layer : layers()) {
-      for (const Activated& activated : activated_layers(true)) {
+      for (const Activated& activated : activated_layers()) {
         ASSERT_NO_FATAL_FAILURE(
-            expect_single_operations(layer, activated, assignment[rank], 1, device.context()));
+            expect_single_operations(layer, activated, assignment[rank], device.context()));
       }
     }
   });
@@ -132,48 +182,12 @@ TEST(PartsOnADevice, HaveTheBitsOfOneBatch) {
   DeviceRank device(nullptr);
   for (const Layer& layer : layers()) {
     ASSERT_NO_FATAL_FAILURE(expect_parts_are_one_batch(layer, device.context()));
-    ASSERT_NO_FATAL_FAILURE(expect_gradients_of_parts(layer, device.context()));
     ASSERT_NO_FATAL_FAILURE(expect_accumulated_is_one_update(layer, device.context()));
   }
 }
 
-class RanksOnADevice : public OnADevice {};
-
-TEST_P(RanksOnADevice, DifferentCallsGiveNaNAndTheNextCallThrows) {
-  run([](Exchange& exchange) {
-    DeviceRank device(&exchange);
-    CallContext context = device.context();
-    if (is_last(exchange)) context.layer = "head.bn";
-    LayerRun run(Layer{}, first_samples(2));
-
-    batch_norm_forward(run.forward_arguments(), context);
-
-    expect_nan(run);
-    EXPECT_THAT(error_of_next_call<MismatchError>(device),
-                AllOf(StartsWith("the ranks of a scope met in different calls: this rank's "
-                                 "forward of " +
-                                 std::string(context.layer) + " (5 channels, scope world)"),
-                      HasSubstr("NORMSCOPE_CHECK=1")));
-  });
-}
-
-TEST_P(RanksOnADevice, DifferentBackwardsGiveNaNAndTheNextCallThrows) {
-  run([](Exchange& exchange) {
-    DeviceRank device(&exchange);
-    LayerRun run(Layer{}, first_samples(2));
-    batch_norm_forward(run.forward_arguments(), device.context());
-    CallContext context = device.context();
-    if (is_last(exchange)) context.layer = "head.bn";
-
-    batch_norm_backward(run.backward_arguments(), context);
-
-    expect_nan(run.dx);
-    EXPECT_THAT(error_of_next_call<MismatchError>(device), HasSubstr("backward of "));
-  });
-}
-
-TEST_P(RanksOnADevice, ANewLayerIsComparedFirstIfTheTransportIsFragile) {
-  GetParam().run(GetParam().ranks, {}, [](Communicator& communicator) {
+TEST(RanksOnADevice, CompareANewLayerFirstIfTheTransportIsFragile) {
+  run_as_threads_on_device(3, {}, [](Communicator& communicator) {
     Exchange exchange(std::make_unique<FragileCommunicator>(communicator));
     const Layer layer{.channels = is_last(exchange) ? 6 : 5};
     DeviceRank device(&exchange, layer.channels);
@@ -189,10 +203,20 @@ TEST_P(RanksOnADevice, ANewLayerIsComparedFirstIfTheTransportIsFragile) {
 
 INSTANTIATE_TEST_SUITE_P(Alone, OnADevice, worlds({1}, hosted(run_alone)), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Threads, OnADevice, worlds({2, 3}, hosted(run_as_threads)), ranks_of);
-INSTANTIATE_TEST_SUITE_P(Threads, RanksOnADevice, worlds({2, 3}, hosted(run_as_threads)), ranks_of);
 INSTANTIATE_TEST_SUITE_P(OneDevice, OnADevice, worlds({2, 4}, run_as_threads_on_device), ranks_of);
-INSTANTIATE_TEST_SUITE_P(OneDevice, RanksOnADevice, worlds({2, 3, 4}, run_as_threads_on_device),
-                         ranks_of);
+
+void expect_bits_of_the_host(DeviceRank& device, const Layer& layer, std::int64_t samples,
+                             std::int64_t slices, SliceStats slice_stats = SliceStats::kPooled,
+                             RunningAverage average = RunningAverage::kExponential) {
+  LayerRun expected(layer, first_samples(samples), slices);
+  expected.step({}, slice_stats, average);
+  LayerRun run(layer, first_samples(samples), slices);
+
+  run.step(device.context(), slice_stats, average);
+
+  expect_same(run, expected);
+  EXPECT_THAT(device.scratch(), Each(0.0));
+}
 
 TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
   // 7 samples in slices of 3, 3 and 1; of 2, 2, 2 and 1.
@@ -202,16 +226,9 @@ TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
            {SliceStats::kPooled, SliceStats::kFirst, SliceStats::kSequential}) {
         for (const RunningAverage average :
              {RunningAverage::kExponential, RunningAverage::kCumulative}) {
-          const Layer layer{.layout = layout};
-          LayerRun expected(layer, first_samples(kFewSamples), slices);
-          expected.step({}, slice_stats, average);
-          DeviceRank device(nullptr, layer.channels, slices);
-          LayerRun run(layer, first_samples(kFewSamples), slices);
-
-          run.step(device.context(), slice_stats, average);
-
-          ASSERT_NO_FATAL_FAILURE(expect_same(run, expected));
-          EXPECT_THAT(device.scratch(), Each(0.0));
+          DeviceRank device(nullptr, 5, slices);
+          ASSERT_NO_FATAL_FAILURE(expect_bits_of_the_host(device, {.layout = layout}, kFewSamples,
+                                                          slices, slice_stats, average));
         }
       }
     }
@@ -220,15 +237,9 @@ TEST(AloneOnADevice, TheBitsAreThoseOfTheHostForEveryRuleOfSlices) {
 
 TEST(AloneOnADevice, SlicesOfSingleElementsHaveTheBitsOfTheHost) {
   for (const std::int64_t channels : {5, 64}) {
-    const Layer layer{.layout = Layout::kChannelsLast, .channels = channels, .positions = 1};
-    LayerRun expected(layer, first_samples(40), /*slices=*/10);
-    expected.step({});
     DeviceRank device(nullptr, channels, 10);
-    LayerRun run(layer, first_samples(40), 10);
-
-    run.step(device.context());
-
-    expect_same(run, expected);
+    expect_bits_of_the_host(
+        device, {.layout = Layout::kChannelsLast, .channels = channels, .positions = 1}, 40, 10);
   }
 }
 
@@ -236,13 +247,7 @@ TEST(AloneOnADevice, AScratchMemoryServesLayersOfAnySize) {
   DeviceRank device(nullptr, 64, 4);
   for (const std::int64_t channels : {64, 5, 33}) {
     for (const std::int64_t slices : {4, 1}) {
-      LayerRun expected({.channels = channels}, first_samples(8), slices);
-      expected.step({});
-      LayerRun run({.channels = channels}, first_samples(8), slices);
-
-      run.step(device.context());
-
-      expect_same(run, expected);
+      expect_bits_of_the_host(device, {.channels = channels}, 8, slices);
     }
   }
 }
@@ -274,9 +279,7 @@ TEST(AloneOnADevice, ADevicesErrorIsThrownAndFailsTheGroup) {
   run_alone(1, {}, [](Communicator& communicator) {
     Exchange exchange(std::make_unique<HostedCommunicator>(communicator), WhenAlone::kExchange);
     DeviceRank device(&exchange);
-    DeviceKernels broken = device_kernels_under_test();
-    broken.send_moments = [](Stream, const TensorView&, DeviceScratch, const MessageView&,
-                             const Header&) { throw DeviceError("cuda: out of memory"); };
+    const DeviceKernels broken = kernels_without_memory();
     device.device().kernels = &broken;
     LayerRun run(Layer{}, first_samples(2));
 

@@ -92,6 +92,7 @@ inline void expect_parts_are_one_batch(const Layer& layer, const CallContext& co
                                    .dbias = backward.dbias},
                                   context);
     sums += own;
+    expect_own_gradients(part, layer, statistics);
   }
   for (LayerRun& part : parts) {
     BackwardArguments backward = part.backward_arguments();
@@ -109,29 +110,6 @@ inline void expect_parts_are_one_batch(const Layer& layer, const CallContext& co
   }
 }
 
-// dweight and dbias of a part are those of a backward with its samples and these statistics.
-inline void expect_gradients_of_parts(const Layer& layer, const CallContext& context) {
-  LayerRun run(layer, first_samples(7));
-  batch_norm_forward(run.forward_arguments(), {});
-  BackwardArguments wanted = run.backward_arguments();
-  wanted.dweight = run.dweight.view();
-  wanted.dbias = run.dbias.view();
-  batch_norm_backward(wanted, {});
-  const std::vector<double> dweight = run.dweight.values();
-  const std::vector<double> dbias = run.dbias.values();
-  BackwardArguments backward = run.backward_arguments();
-  OwnedMessage sums(layer.channels);
-  batch_norm_part_gradient_sums({.x = backward.x,
-                                 .dy = backward.dy,
-                                 .statistics = run.statistics.data(),
-                                 .sums = sums.view(),
-                                 .dweight = run.dweight.view(),
-                                 .dbias = run.dbias.view()},
-                                context);
-  EXPECT_EQ(run.dweight.values(), dweight);
-  EXPECT_EQ(run.dbias.values(), dbias);
-}
-
 // Forwards that accumulate one after the other update running statistics as one forward does.
 inline void expect_accumulated_is_one_update(const Layer& layer, const CallContext& context) {
   LayerRun whole(layer, first_samples(7));
@@ -139,15 +117,14 @@ inline void expect_accumulated_is_one_update(const Layer& layer, const CallConte
   OwnedMessage moments(layer.channels);
   LayerRun updated(layer, {});
   for (const std::vector<std::int64_t>& samples : parts_of_seven()) {
+    LayerRun part(layer, samples);
     if (static_cast<std::int64_t>(samples.size()) * layer.positions == 1) {
       // One value has no variance, but its moments can be accumulated.
-      LayerRun part(layer, samples);
       OwnedMessage own(layer.channels);
       batch_norm_moments(part.x.view().read_only(), own.view(), context);
       moments += own;
       continue;
     }
-    LayerRun part(layer, samples);
     ForwardArguments arguments = part.forward_arguments();
     arguments.running = {};
     arguments.accumulated = moments.view();
