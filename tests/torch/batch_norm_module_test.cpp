@@ -9,7 +9,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 
@@ -324,12 +323,6 @@ TEST(Module, ThatThrowsAfterItsExchangeNotifiesThePeers) {
       is_done.arrive_and_wait();  // a group that ends notifies the peers, too
     });
   }
-}
-
-TEST(Module, WorksInASequentialWithoutAWrapper) {
-  torch::nn::Sequential net(torch::nn::BatchNorm1d(3), nn::BatchNorm1d(3));
-
-  EXPECT_EQ(net->forward(torch::randn({4, 3})).sizes(), (std::vector<std::int64_t>{4, 3}));
 }
 
 TEST(Module, RefusesAnInputOfOtherDimensionsAndAGroupThatIsGone) {

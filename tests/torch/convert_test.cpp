@@ -152,13 +152,14 @@ TEST(Convert, RefusesALayerThatAMemberHoldsBeforeAnythingHasChanged) {
   EXPECT_NO_THROW(layer_at<torch::nn::BatchNorm2dImpl>(net, 0));
 }
 
-TEST(Convert, ReplacesTheLayersOfModuleListsAndModuleDicts) {
+TEST(Convert, ReplacesTheLayersOfListsAndDictsAndThoseThatOnlyTheRegistryHolds) {
   const RankGroup group = alone();
   torch::nn::ModuleDict dict;
   dict->update({{"norm", torch::nn::BatchNorm2d(4).ptr()}});
   torch::nn::ModuleList list;
   list->push_back(torch::nn::BatchNorm2d(4));
   list->push_back(dict.ptr());
+  list->push_back(std::make_shared<LooksALayerUp>());
 
   nn::convert(*list, Scope::local(), group);
 
@@ -166,6 +167,7 @@ TEST(Convert, ReplacesTheLayersOfModuleListsAndModuleDicts) {
   EXPECT_NE(dict["norm"]->as<nn::BatchNorm2dImpl>(), nullptr);
   EXPECT_EQ(list[0], list->named_children()["0"]);
   EXPECT_EQ(dict["norm"], dict->named_children()["norm"]);
+  EXPECT_NE(list[2]->named_children()["norm"]->as<nn::BatchNorm2dImpl>(), nullptr);
 }
 
 TEST(Convert, KeepsOneLayerThatIsInSeveralPlaces) {
@@ -197,15 +199,6 @@ TEST(Convert, KeepsBuffersThatAreNotTracked) {
   const auto& converted = layer_at<nn::BatchNorm2dImpl>(net, 0);
   EXPECT_FALSE(converted.options.track_running_stats());
   EXPECT_EQ(converted.running_mean.data_ptr(), layer->running_mean.data_ptr());
-}
-
-TEST(Convert, ReplacesALayerThatOnlyTheRegistryHolds) {
-  const RankGroup group = alone();
-  LooksALayerUp module;
-
-  nn::convert(module, Scope::local(), group);
-
-  EXPECT_NE(module.named_children()["norm"]->as<nn::BatchNorm2dImpl>(), nullptr);
 }
 
 TEST(Convert, RefusesALayerItselfAndWarnsWhereThereIsNone) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -13,6 +14,7 @@
 
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
+#include "normscope/torch/c10d/expected_lengths.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/store_backend.h"
 
@@ -62,16 +64,18 @@ void expect_sums(C10dCommunicator& communicator, const std::vector<std::size_t>&
 
 TEST(Frames, AreLongEnoughForTheMessagesOfEarlierSteps) {
   run_ranks([](C10dCommunicator& communicator, NotingBackend& backend) {
-    const std::vector<std::size_t> step = {12, 5000, 60, 0, 126, 127};
+    // Several lengths before a message tell its place.
+    const std::vector<std::size_t> step = {12, 12, 5000, 12, 12, 60, 0, 126, 127};
 
     expect_sums(communicator, step);
-    EXPECT_THAT(backend.lengths, ElementsAre(4096, 4096, 5000 - 4094, 4096, 4096, 4096, 4096));
+    EXPECT_THAT(backend.lengths,
+                ElementsAre(4096, 4096, 4096, 5000 - 4094, 4096, 4096, 4096, 4096, 4096, 4096));
     expect_sums(communicator, step);
     expect_sums(communicator, step);
     backend.lengths.clear();
     expect_sums(communicator, step);
 
-    EXPECT_THAT(backend.lengths, ElementsAre(128, 5120, 128, 128, 128, 256));
+    EXPECT_THAT(backend.lengths, ElementsAre(128, 128, 5120, 128, 128, 128, 128, 128, 256));
   });
 }
 
@@ -110,6 +114,18 @@ TEST(Frames, AreThoseOfUnexpectedMessagesAfterRanksCameWithDifferentLengths) {
 
     EXPECT_THAT(backend.lengths, ElementsAre(4096));
   });
+}
+
+TEST(ExpectedLengths, OfMessagesThatNeverRepeatDoNotFillTheMemory) {
+  constexpr std::size_t kMany = (1 << 20) + 100;
+  binding::ExpectedLengths lengths;
+  for (std::size_t length = 0; length < kMany; ++length) lengths.add(length);
+
+  // The first lengths have been forgotten, the last ones have not.
+  for (std::size_t length = 0; length < 9; ++length) lengths.add(length);
+  EXPECT_EQ(lengths.next(), std::nullopt);
+  for (std::size_t length = kMany - 9; length < kMany - 1; ++length) lengths.add(length);
+  EXPECT_EQ(lengths.next(), kMany - 1);
 }
 
 }  // namespace
