@@ -109,37 +109,31 @@ Tensor specified_dz(const Kernels& kernels, const ActivationFunction& activation
   return dz;
 }
 
-TEST_P(ActivatedKernels, HaveTheGradientOfSingleOperations) {
+TEST_P(ActivatedKernels, FindTheGradientOfSingleOperationsFromInputsAndOutputs) {
   for_activations([](const ActivationFunction& activation, const Shape& shape, const Tensor& x,
                      const Tensor& dy) {
-    Layer layer(kernels(), x);
-    const Tensor expected = specified_dz(kernels(), activation, x, dy, layer);
-    Tensor dz = tensor(shape, {3, 2, 5});
-
-    kernels().activation_gradient(on_threads(2), x.view(), dy.view(),
-                                  layer.statistics.view().read_only(), layer.with(activation),
-                                  dz.view());
-
-    ASSERT_NO_FATAL_FAILURE(expect_same(dz, expected));
-    ASSERT_TRUE(dz.untouched_outside(dz.view().read_only()));
-  });
-}
-
-TEST_P(ActivatedKernels, FindTheGradientFromTheOutput) {
-  for_activations([](const ActivationFunction& activation, const Shape& shape, const Tensor& x,
-                     const Tensor& dy) {
-    if (!activation.output_tells_gradient()) return;
     Layer layer(kernels(), x);
     const Statistics statistics = layer.statistics.view().read_only();
     const Tensor expected = specified_dz(kernels(), activation, x, dy, layer);
+    const auto expect_specified = [&](const Tensor& dz) {
+      ASSERT_NO_FATAL_FAILURE(expect_same(dz, expected));
+      ASSERT_TRUE(dz.untouched_outside(dz.view()));
+    };
+    Tensor of_input = tensor(shape, {3, 2, 5});
+    Tensor of_output = of_input;
+
+    kernels().activation_gradient(on_threads(2), x.view(), dy.view(), statistics,
+                                  layer.with(activation), of_input.view());
+
+    ASSERT_NO_FATAL_FAILURE(expect_specified(of_input));
+    if (!activation.output_tells_gradient()) return;
     Tensor y = tensor(shape);
     kernels().normalize({}, x.view(), statistics, layer.with(activation), {}, y.view());
-    Tensor dz = tensor(shape);
 
     kernels().gradient_of_output(on_threads(2), y.view().read_only(), dy.view(), activation,
-                                 dz.view());
+                                 of_output.view());
 
-    ASSERT_NO_FATAL_FAILURE(expect_same(dz, expected));
+    ASSERT_NO_FATAL_FAILURE(expect_specified(of_output));
   });
 }
 

@@ -52,9 +52,10 @@ class OwnedStatistics {
 
 // Runs every kernel of a backend once, in the order of a training step of one rank.
 struct KernelRun {
-  explicit KernelRun(const Tensor& x)
-      : y(x),
-        dx(x),
+  // `output` has the shape and the strides of y and dx.
+  KernelRun(const Tensor& x, const Tensor& output)
+      : y(output),
+        dx(output),
         moments(x.channels()),
         gradient_sums(x.channels()),
         statistics(x.channels(), /*before=*/std::numeric_limits<double>::quiet_NaN()),
@@ -76,8 +77,9 @@ struct KernelRun {
 
 [[nodiscard]] inline KernelRun run_kernels(const Kernels& kernels, const Execution& execution,
                                            const Tensor& x, const Tensor& dy,
-                                           const ChannelArray& weight, const ChannelArray& bias) {
-  KernelRun run(x);
+                                           const ChannelArray& weight, const ChannelArray& bias,
+                                           const Tensor& output) {
+  KernelRun run(x, output);
   const TensorView view = x.view();
   const auto count = static_cast<double>(view.elements_per_channel());
   const RunningUpdate running{run.running_mean.view(), run.running_var.view(), kMomentum};
@@ -94,6 +96,27 @@ struct KernelRun {
   kernels.input_gradient(execution, view, dy.view(), statistics, affine, sums, count,
                          run.dx.view());
   return run;
+}
+
+// The same with outputs like x.
+[[nodiscard]] inline KernelRun run_kernels(const Kernels& kernels, const Execution& execution,
+                                           const Tensor& x, const Tensor& dy,
+                                           const ChannelArray& weight, const ChannelArray& bias) {
+  return run_kernels(kernels, execution, x, dy, weight, bias, x);
+}
+
+inline void expect_equal_runs(KernelRun& got, KernelRun& expected) {
+  EXPECT_EQ(got.moments.numbers(), expected.moments.numbers());
+  EXPECT_EQ(got.statistics.numbers(), expected.statistics.numbers());
+  EXPECT_EQ(got.running_mean.values(), expected.running_mean.values());
+  EXPECT_EQ(got.running_var.values(), expected.running_var.values());
+  EXPECT_EQ(got.gradient_sums.numbers(), expected.gradient_sums.numbers());
+  EXPECT_EQ(got.dy_sum, expected.dy_sum);
+  EXPECT_EQ(got.dy_xhat_sum, expected.dy_xhat_sum);
+  got.y.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+    ASSERT_EQ(got.y.at(n, c, p), expected.y.at(n, c, p));
+    ASSERT_EQ(got.dx.at(n, c, p), expected.dx.at(n, c, p));
+  });
 }
 
 // Weights or biases that differ between all channels.
