@@ -114,8 +114,7 @@ normscope_cuda_on_host_executable(
   cuda_ranks ranks_on_host_suites ${launches_ranks} ${normscope_SOURCE_DIR}
 )
 normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*:${early_cases})
-# Without the cases that also exchange messages on the host: those are not compiled for the sanitizer.
-normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_ranks -*OfGraphs*)
+normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_ranks "*")
 
 # The suites must fail if a synchronization between threads is removed, or if kernels are wrong about
 # the elements before and after packs.
