@@ -132,12 +132,19 @@ TEST_P(OnADevice, TheBitsAreThoseOfTheHost) {
   });
 }
 
+// In two types and layouts: kernels are tested in all of them.
 TEST_P(OnADevice, WithAnActivationItIsASequenceOfSingleOperations) {
-  run([](Exchange& exchange) {
+  constexpr Layer kFloat32{.positions = 130};
+  constexpr Layer kBFloat16{.dtype = DType::kBFloat16,
+                            .layout = Layout::kChannelsLast,
+                            .positions = 130,
+                            .parameters = Parameters::kLikeInput,
+                            .buffers = DType::kBFloat16};
+  run([&](Exchange& exchange) {
     DeviceRank device(&exchange);
     const auto rank = static_cast<std::size_t>(exchange.communicator().rank());
     const Assignment assignment = in_order(kFewSamples, exchange.communicator().size());
-    for (const Layer& layer : layers()) {
+    for (const Layer& layer : {kFloat32, kBFloat16}) {
       for (const Activated& activated : activated_layers()) {
         ASSERT_NO_FATAL_FAILURE(
             expect_single_operations(layer, activated, assignment[rank], device.context()));
