@@ -289,7 +289,7 @@ TEST_P(ErrorsOfRanks, SlicesAndPeersExcludeEachOther) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Threads, ErrorsOfRanks, worlds({2, 4}, run_as_threads), ranks_of);
-INSTANTIATE_TEST_SUITE_P(Processes, ErrorsOfRanks, worlds({2, 4}, run_as_processes), ranks_of);
+INSTANTIATE_TEST_SUITE_P(Processes, ErrorsOfRanks, worlds({2}, run_as_processes), ranks_of);
 
 }  // namespace
 }  // namespace normscope::testing

@@ -32,10 +32,6 @@ INSTANTIATE_TEST_SUITE_P(Pairs, CommunicatorContract,
                          worlds_on(pairs, {2, 3, 8}, run_as_processes_on), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Pairs, PeersContract, worlds_on(pairs, {3, 8}, run_as_processes_on),
                          ranks_of);
-INSTANTIATE_TEST_SUITE_P(TwoHosts, CommunicatorContract,
-                         worlds_on(two_hosts, {3, 8}, run_as_processes_on), ranks_of);
-INSTANTIATE_TEST_SUITE_P(TwoHosts, PeersContract, worlds_on(two_hosts, {3, 8}, run_as_processes_on),
-                         ranks_of);
 
 }  // namespace
 }  // namespace normscope::testing
