@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from oracle import Answers, assert_within, bounds, oracle_of, step
 from rank_pool import RankPool
@@ -19,7 +19,6 @@ from torch import distributed
 import normscope
 
 CHANNELS = 3
-RANKS_PER_HOST = 2
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,12 @@ class Case:
 
     scope: str
     shapes: tuple[tuple[int, ...], ...]  # of each rank's input, [N, C, *]
-    dtype: torch.dtype
-    channels_last: bool
-    offset: float
-    seed: int
+    hosts: str  # a letter for the host of each rank
+    transport: str = "shared memory"
+    dtype: torch.dtype = torch.float64
+    channels_last: bool = False
+    offset: float = 3.0
+    seed: int = 0
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a rank's input, and the gradient of its output."""
@@ -52,7 +53,7 @@ def sharing(case: Case) -> list[list[int]]:
     if kind == "group":
         return consecutive(size, int(argument))
     if kind == "node":
-        return consecutive(size, RANKS_PER_HOST)
+        return [[r for r in range(size) if case.hosts[r] == host] for host in set(case.hosts)]
     if kind == "ranks":
         sets = [[int(rank) for rank in text.split(",")] for text in argument.split("/")]
         return sets + [[rank] for rank in range(size) if not any(rank in s for s in sets)]
@@ -112,7 +113,7 @@ def layer_of(scope: str) -> normscope.BatchNorm:
 
 def step_of_rank(case: Case) -> Answers:
     rank = distributed.get_rank()
-    os.environ["NORMSCOPE_NODE"] = str(rank // RANKS_PER_HOST)
+    os.environ["NORMSCOPE_NODE"] = case.hosts[rank]
     return step(layer_of(case.scope), *case.inputs(rank))
 
 
@@ -177,6 +178,8 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         scope=draw(scopes(size)),
         shapes=shapes,
+        hosts="".join(draw(st.sampled_from("abc")) for _ in range(size)),
+        transport=draw(st.sampled_from(["shared memory", "gloo"])),
         dtype=draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])),
         channels_last=draw(st.booleans()),
         offset=draw(st.sampled_from([0.0, 3.0, -40.0])),
@@ -208,14 +211,25 @@ def check(ranks: RankPool, case: Case) -> None:
         for batch in norm_batches(case, members):
             assume(values_per_channel(case, batch) > 1)  # otherwise an error, as in torch
 
-    answers = ranks.run(len(case.shapes), step_of_rank, case)
+    environment = {"NORMSCOPE_SHARED_MEMORY": "0" if case.transport == "gloo" else "1"}
+    answers = ranks.run(len(case.shapes), step_of_rank, case, environment=environment)
 
     for members in groups:
         assert_as_oracle(case, members, answers)
 
 
-@pytest.mark.own_kernels
+def case_of(scope: str, samples: tuple[int, ...], hosts: str, transport: str = "gloo") -> Case:
+    """Return a case with some samples of six values per channel on each rank."""
+    return Case(scope, tuple((count, CHANNELS, 2, 3) for count in samples), hosts, transport)
+
+
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@example(case=case_of("group:4", (2, 1, 3, 1, 2, 4), "aaaaaa"))
+@example(case=case_of("node", (2, 3, 2, 4), "abab"))
+@example(case=case_of("node", (2, 3, 2, 4, 2, 1), "aabbcb", "shared memory"))
+@example(case=case_of("ranks:5,1,3/0,2", (2, 1, 3, 1, 4, 4), "aaaaaa"))
+@example(case=case_of("norm_batch:3", (2, 2, 1), "aaa"))
+@example(case=case_of("norm_batch:2", (9, 5), "aa"))
 @given(case=cases())
 def test_any_scope_matches_the_oracle_on_its_norm_batches(ranks: RankPool, case: Case) -> None:
     check(ranks, case)
