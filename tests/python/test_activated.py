@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import results_of
 from torch.nn import functional
 
 import normscope
@@ -130,19 +131,6 @@ def layers_of(
     return layers
 
 
-def gradients_of(
-    layer: normscope.BatchNorm, call: Callable[..., torch.Tensor], step: Tensors
-) -> Tensors:
-    """Return the output of a call and all gradients; ``step`` may lack a residual."""
-    given = [name for name in ("x", "residual") if name in step]
-    inputs: Tensors = {name: step[name].detach().requires_grad_() for name in given}
-    wanted: Tensors = {**inputs, **dict(layer.named_parameters())}
-    y = call(*inputs.values())
-    found = torch.autograd.grad(y, list(wanted.values()), step["dy"].to(y.dtype).expand_as(y))
-    gradients = {f"d {name}": g for name, g in zip(wanted, found, strict=True)}
-    return {"y": y.detach(), **gradients, **{n: b.clone() for n, b in layer.named_buffers()}}
-
-
 def in_turn(
     layer: normscope.BatchNorm, activate: Activate, x: torch.Tensor, *residual: torch.Tensor
 ) -> torch.Tensor:
@@ -164,9 +152,9 @@ def without_gradients_of_nan(*found: Tensors) -> None:
     """Remove the results that depend on a derivative at NaN."""
     for tensors in found:
         is_nan = tensors["y"].isnan()
-        tensors["d bias"] = tensors["d bias"].where(~is_nan.any(dim=(0, 2, 3)), torch.nan)
-        if "d residual" in tensors:
-            tensors["d residual"] = tensors["d residual"].where(~is_nan, torch.nan)
+        tensors["dbias"] = tensors["dbias"].where(~is_nan.any(dim=(0, 2, 3)), torch.nan)
+        if "dresidual" in tensors:
+            tensors["dresidual"] = tensors["dresidual"].where(~is_nan, torch.nan)
 
 
 def with_format(step: Tensors, *, last: bool, residual: bool) -> Tensors:
@@ -191,9 +179,12 @@ def test_a_step_has_the_bits_of_its_parts(
             step["residual"] = step["residual"].where(~step["residual"].isnan(), 1.0)
         ours, theirs = layers_of(step, keywords)
 
-        got = gradients_of(ours, ours, step)
+        inputs = [step[name] for name in ("x", "residual") if name in step]
 
-        expected = gradients_of(theirs, partial(in_turn, theirs, activate), step)
+        got = results_of(ours, *inputs, dy=step["dy"])
+
+        parts = partial(in_turn, theirs, activate)
+        expected = results_of(theirs, *inputs, dy=step["dy"], call=parts)
         if name in NOT_DEFINED_AT_NAN:
             without_gradients_of_nan(got, expected)
         assert_same(got, expected)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from masked_network import Masked
+from oracle import results_of
 from rank_pool import RankPool, split_of
 from refusals import unchanged
 from torch import distributed, fx, nn
@@ -33,15 +34,6 @@ def inputs(dtype: torch.dtype = torch.float32, count: int = 2) -> list[torch.Ten
     return [mask, *(torch.where(mask, x, trash.repeat(10).view(5, 4)) for x in others)]
 
 
-def step(layer: nn.Module, call: Call, mask: torch.Tensor, *given: torch.Tensor) -> Any:
-    """Return all results of a training step: y, gradients, buffers."""
-    leaves = [t.clone().requires_grad_() for t in given]
-    y = call(*leaves, mask=mask)
-    dy = y.detach().double().sin().to(y.dtype)
-    found = torch.autograd.grad(y, [*leaves, *layer.parameters()], dy)
-    return [y.detach(), *found, *(buffer.clone() for buffer in layer.buffers())]
-
-
 def on_rows(layer: nn.Module) -> Call:
     """Return a function that does the same with torch's indexing and a layer for rows [M, C]."""
 
@@ -55,10 +47,11 @@ def on_rows(layer: nn.Module) -> Call:
     return call
 
 
-def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        assert torch.equal(got[name], value), name
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -77,10 +70,11 @@ def test_a_residual_broadcasts_and_promotes(
     def parts(x: torch.Tensor, residual: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return functional.relu(plain(x, mask=mask) + residual * mask)
 
-    got, expected = step(layer, layer, mask, x, residual), step(plain, parts, mask, x, residual)
+    got = results_of(layer, x, residual, mask=mask)
+    expected = results_of(plain, x, residual, call=parts, mask=mask)
 
-    of_residual = 2  # torch sums this gradient in a different order
-    torch.testing.assert_close(got.pop(of_residual), expected.pop(of_residual))
+    # torch sums this gradient in a different order
+    torch.testing.assert_close(got.pop("dresidual"), expected.pop("dresidual"))
     assert_equal(got, expected)
     number: Any = 2
     assert torch.equal(layer(x, number, mask=mask), layer(x, torch.tensor(2.0), mask=mask))
@@ -99,7 +93,8 @@ def test_evaluation_has_torch_s_bits_and_hides_masked_values(scope: str) -> None
         y: torch.Tensor = theirs(x)
         return torch.where(mask, y, torch.zeros(()))
 
-    assert_equal(step(layer.eval(), layer, mask, x), step(theirs, reference, mask, clean))
+    got = results_of(layer.eval(), x, mask=mask)
+    assert_equal(got, results_of(theirs, clean, call=reference, mask=mask))
 
 
 def test_evaluation_without_running_statistics_uses_the_unmasked_values() -> None:
@@ -107,7 +102,8 @@ def test_evaluation_without_running_statistics_uses_the_unmasked_values() -> Non
     theirs = nn.BatchNorm1d(3, track_running_stats=False).eval()
     mask, x = inputs(count=1)
 
-    assert_equal(step(layer, layer, mask, x), step(theirs, on_rows(theirs), mask, x))
+    got = results_of(layer, x, mask=mask)
+    assert_equal(got, results_of(theirs, x, call=on_rows(theirs), mask=mask))
     assert layer(x, mask=mask & False).count_nonzero() == 0
 
 
@@ -125,9 +121,11 @@ def test_the_function_has_the_layer_s_bits(scope: str, *, training: bool, tracke
             scope=scope, mask=mask,
         )  # fmt: skip
 
-    got, expected = step(other, function, mask, x), step(layer, layer, mask, x)
+    got, expected = results_of(other, x, call=function, mask=mask), results_of(layer, x, mask=mask)
 
-    assert_equal(got[:6], expected[:6])  # the function counts no batches
+    for results in (got, expected):
+        results.pop("num_batches_tracked", None)  # the function counts no batches
+    assert_equal(got, expected)
 
 
 @pytest.mark.usefixtures("quiet_compiler")
@@ -143,9 +141,9 @@ def test_a_compiled_layer_has_equal_bits_and_is_compiled_once(
     for number in range(4):
         mask, *given = inputs()
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
-            got = step(layer, compiled, mask, *given)
+            got = results_of(layer, *given, call=compiled, mask=mask)
 
-        assert_equal(got, step(alone, alone, mask, *given))
+        assert_equal(got, results_of(alone, *given, mask=mask))
     if training:
         with pytest.raises(Exception, match=r"a mask in training: .* compile without fullgraph"):
             torch.compile(layer, backend="eager", fullgraph=True)(given[0], mask=mask)

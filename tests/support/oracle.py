@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -57,29 +57,35 @@ def arithmetic_epsilon(dtype: torch.dtype) -> float:
 
 
 def results_of(
-    layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None, **keywords: Any
+    layer: torch.nn.Module,
+    *inputs: torch.Tensor,
+    dy: torch.Tensor | None = None,
+    call: Callable[..., torch.Tensor] | None = None,
+    **keywords: Any,
 ) -> dict[str, torch.Tensor]:
     """Run a forward and a backward; return y, its gradients "dx" and so on, and the layer's state.
 
     Args:
         layer: The layer.
-        x: Its input.
+        *inputs: x, and a residual if there is one.
         dy: The gradient of y; None for y's sine.
-        **keywords: Further arguments of the layer.
+        call: What runs the layer; None for the layer itself.
+        **keywords: Further arguments of the call.
     """
-    x = x.detach().requires_grad_()
-    y = layer(x, **keywords)
-    assert y.dtype == x.dtype
+    names = ("x", "residual")[: len(inputs)]
+    given = {name: x.detach().requires_grad_() for name, x in zip(names, inputs, strict=True)}
+    y = (layer if call is None else call)(*given.values(), **keywords)
+    assert y.dtype == given["x"].dtype or "residual" in given
     dy = y.detach().double().sin().to(y.dtype) if dy is None else dy
-    inputs = {"x": x, **dict(layer.named_parameters())}
-    gradients = torch.autograd.grad(y, list(inputs.values()), dy)
-    named = {f"d{name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
+    wanted = {**given, **dict(layer.named_parameters())}
+    gradients = torch.autograd.grad(y, list(wanted.values()), dy)
+    named = {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
     return {"y": y.detach(), **named, **copy.deepcopy(layer.state_dict())}
 
 
 def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
     """Run a forward and a backward of ``layer``."""
-    found = results_of(layer, x, dy)
+    found = results_of(layer, x, dy=dy)
     return Answers(**{field.name: found[field.name].double() for field in fields(Answers)})
 
 
