@@ -53,8 +53,16 @@ def differences(scope: str, masked: bool, compiled: bool) -> list[str]:  # noqa:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("scope", ["world", "slices:2"])
-@pytest.mark.parametrize(("masked", "compiled"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("scope", "masked", "compiled"),
+    [
+        ("world", False, False),
+        ("world", True, False),
+        ("slices:2", False, False),
+        ("slices:2", True, False),
+        ("slices:2", False, True),
+    ],
+)
 def test_autocast_changes_nothing(
     pools: dict[str, RankPool], kernels: str, scope: str, *, masked: bool, compiled: bool
 ) -> None:

@@ -120,7 +120,7 @@ def test_statistics_of_another_layout_are_refused(op: Any, device: str) -> None:
         op(given)
 
 
-@pytest.mark.parametrize("count", [5, 2**31, 2**62, LARGEST - 2, LARGEST - 1, LARGEST])
+@pytest.mark.parametrize("count", [5, 2**31, LARGEST])
 def test_the_number_of_slices_is_limited_to_the_number_of_samples(count: int) -> None:
     x = torch.randn(N, C, 5)
     y = normscope.BatchNorm1d(C, scope=f"slices:{count}")(x)

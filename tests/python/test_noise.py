@@ -93,8 +93,7 @@ class _Twice(nn.Module):
 
 
 def test_the_noise_of_all_calls_of_a_layer_adds_up() -> None:
-    one, two = _Twice(normscope.BatchNorm2d(3)), _Twice(*(normscope.BatchNorm2d(3),) * 1)
-    two.layers.append(normscope.BatchNorm2d(3))
+    one, two = (_Twice(*(normscope.BatchNorm2d(3) for _ in range(n))) for n in (1, 2))
 
     of_one, of_two = (noise_of(model, noise_batches(8)) for model in (one, two))
 
