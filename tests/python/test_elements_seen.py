@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -129,11 +130,23 @@ HIDDEN: list[Change] = [
 ]
 
 
-@pytest.mark.parametrize("change", REPLACING + IN_PLACE)
-def test_the_count_starts_anew_if_others_set_the_statistics(change: Change) -> None:
+def compiled_and_run(layer: nn.Module) -> None:
+    compiled = torch.compile(layer, backend="aot_eager")
+    for _ in range(2):
+        compiled(torch.randn(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "compiles"), [*product(REPLACING, (False, True)), *product(IN_PLACE, (False,))]
+)
+def test_the_count_starts_anew_if_others_set_the_statistics(
+    change: Change, *, compiles: bool
+) -> None:
     layer: Any = normscope.BatchNorm1d(1, scope="local")
     layer(torch.randn(5, 1))
-    assert layer.elements_seen == 5
+    if compiles:
+        compiled_and_run(layer)
+    assert layer.elements_seen == (None if compiles else 5)
 
     change(layer)
     assert layer.elements_seen == 0
@@ -154,25 +167,6 @@ def test_update_bn_counts_anew(*, compiles: bool) -> None:
     updated(torch.randn(3, 1))
 
     assert updated.module[0].elements_seen == 2 + 3
-
-
-def compiled_and_run(layer: nn.Module) -> None:
-    compiled = torch.compile(layer, backend="aot_eager")
-    for _ in range(2):
-        compiled(torch.randn(4, 1))
-
-
-@pytest.mark.parametrize("change", REPLACING)
-def test_the_count_starts_anew_after_a_compiled_graph_too(change: Change) -> None:
-    layer: Any = normscope.BatchNorm1d(1, scope="local")
-    layer(torch.randn(5, 1))
-    compiled_and_run(layer)
-    assert layer.elements_seen is None
-
-    change(layer)
-    layer(torch.randn(3, 1).type_as(layer.running_mean))
-
-    assert layer.elements_seen == 3
 
 
 @pytest.mark.parametrize("change", IN_PLACE)

@@ -51,26 +51,6 @@ def _scopes_on_two_hosts() -> list[str]:
     return [candidate.scope for candidate in plan.layers[0].candidates]
 
 
-@pytest.mark.own_kernels
-def test_a_plan_of_ranks_saves_exchanges(ranks: RankPool) -> None:
-    for sent, planned in ranks.run(2, _bytes_of_step):
-        assert sent == planned
-
-
-def _bytes_of_step() -> tuple[int, int]:
-    """Return the bytes that a step sends under the plan, and the number that the plan predicts."""
-    rank = distributed.get_rank()
-    network = small_network()
-    shares = [batch.chunk(2)[rank] for batch in noise_batches(8)]
-    plan = normscope.recommend_scopes(network, shares, 1)
-    plan.apply(network)
-    network(shares[0])  # the ranks agree on scopes when they are first used
-    before = normscope.training.communication_counters().bytes
-    network(shares[0]).sum().backward()
-    assert plan.exchanges_per_step == 2
-    return normscope.training.communication_counters().bytes - before, plan.bytes_per_step
-
-
 def _empty_on_one_rank() -> list[tuple[float, int]]:
     """Return noise and elements of the layers if the last rank has no samples in its batches."""
     size, rank = distributed.get_world_size(), distributed.get_rank()
