@@ -50,24 +50,8 @@ def step(net: nn.Module, call: Callable[..., torch.Tensor], x: torch.Tensor) -> 
     ]
 
 
-def compiled_like_eager(net: nn.Module, x: torch.Tensor) -> bool:
-    ours, theirs = copy.deepcopy(net), copy.deepcopy(net)
-    got = step(ours, torch.compile(ours, fullgraph=True), x)
-    return all(map(torch.equal, got, step(theirs, theirs, x)))
-
-
 # This compiler runs the operations of the graph one by one, and rounds each as in eager mode.
 BIT_TRUE: dict[str, Any] = {"backend": "aot_eager"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(dtype: torch.dtype) -> None:
-    layer = normscope.BatchNorm2d(5, scope="slices:2")
-    x = (torch.randn(4, 5, 6, 6) + 30).to(dtype)
-
-    with normscope.training.exact_graphs():
-        assert compiled_like_eager(layer, x)
 
 
 @pytest.mark.own_kernels
@@ -189,8 +173,8 @@ def test_exact_graphs_have_one_op_per_layer_and_a_new_mode_recompiles() -> None:
     assert normscopes(again) == ["batch_norm_statistics"] * 3
 
 
-def exchanges_under(budget: float) -> tuple[list[str], list[str]]:
-    with functorch_config.patch(activation_memory_budget=budget):
+def exchanges_with_little_memory() -> tuple[list[str], list[str]]:
+    with functorch_config.patch(activation_memory_budget=0.1):
         forward, backward = ops_of(Residual("world"), torch.randn(2, 3, 9, 9))
     first, second = (
         [name for name in normscopes(names) if name != "keep_order"]
@@ -200,9 +184,8 @@ def exchanges_under(budget: float) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.own_kernels
-@pytest.mark.parametrize("budget", [0.1, 0.5, 1.0])
-def test_no_exchange_is_repeated_to_save_memory(ranks: RankPool, budget: float) -> None:
-    [(forward, backward)] = ranks.run(1, exchanges_under, budget, hang_seconds=400)
+def test_no_exchange_is_repeated_to_save_memory(ranks: RankPool) -> None:
+    [(forward, backward)] = ranks.run(1, exchanges_with_little_memory, hang_seconds=400)
 
     assert forward == ["batch_norm_statistics"] * 3
     assert backward == ["batch_norm_gradient_sums"] * 3

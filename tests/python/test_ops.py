@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import results_of
 from rank_pool import RankPool
 from torch import distributed
 
 import normscope
 
 pytestmark = pytest.mark.on_device
+
+Tensors = dict[str, torch.Tensor]
 
 X = (6, 3, 4, 5)
 
@@ -110,77 +113,41 @@ def test_opcheck_passes_for_a_differentiated_forward(slices: int) -> None:
     opcheck(torch.ops.normscope.batch_norm_forward, *arguments)
 
 
-def network(scope: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3)
-    )
-    return normscope.convert(net, scope=scope)
-
-
-def layer(scope: str) -> torch.nn.Module:
-    return normscope.BatchNorm2d(3, scope=scope)
-
-
-NETS = {"network": network, "layer": layer}
-
-
-def results_of(net: torch.nn.Module, call: Any, *, evaluates: bool) -> list[torch.Tensor]:
-    seen = []
-    for step in range(2):
-        torch.manual_seed(10 * step + distributed.get_rank())
-        y = call(torch.randn(4, 3, 9, 9))
-        y.square().mean().backward()
-        seen.append(y.detach())
-    if evaluates:
-        with torch.no_grad():
-            net.eval()
-            seen.append(call(torch.ones(2, 3, 9, 9)))
-    gradients = [p.grad for p in net.parameters() if p.grad is not None]
-    return [*seen, *gradients, *net.state_dict().values()]
-
-
-def compiled_and_eager(
-    net: str, scope: str, backend: str
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def compiled_and_eager(scope: str, backend: str) -> list[tuple[Tensors, Tensors]]:
+    """Return the results of two steps of a layer."""
     torch.compiler.reset()  # torch limits the number of graphs for the same code
-    ours, theirs = NETS[net](scope), NETS[net](scope)
+    ours, theirs = (normscope.BatchNorm2d(3, scope=scope) for _ in range(2))
+    torch.manual_seed(distributed.get_rank())
+    batches = torch.randn(2, 4, 3, 9, 9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own warnings
         compiled = torch.compile(ours, fullgraph=True, backend=backend)
-        return (
-            results_of(ours, compiled, evaluates=net == "network"),
-            results_of(theirs, theirs, evaluates=net == "network"),
-        )
+        return [
+            (results_of(ours, x, dy=x.cos(), call=compiled), results_of(theirs, x, dy=x.cos()))
+            for x in batches
+        ]
 
 
-SLOW = pytest.mark.slow
-SCOPES = ["norm_batch:8", "norm_batch:2", "group:2", "ranks:0,2", "node", "slices:3", "local"]
-
-
+# The drawn programs of test_programs.py have graphs of other scopes.
 @pytest.mark.own_kernels
 @pytest.mark.parametrize(
-    ("net", "scope", "backend"),
+    ("scope", "backend"),
     [
-        *(("layer", scope, "aot_eager") for scope in SCOPES),
-        ("layer", "world", "inductor"),
-        pytest.param("layer", "slices:3", "inductor", marks=SLOW),
-        pytest.param("network", "world", "inductor", marks=SLOW),
+        *((scope, "aot_eager") for scope in ("norm_batch:8", "norm_batch:2", "ranks:0,2", "node")),
+        ("world", "inductor"),
+        pytest.param("slices:3", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_a_compiled_full_graph_equals_eager_on_all_ranks(
-    ranks: RankPool, net: str, scope: str, backend: str
+    ranks: RankPool, scope: str, backend: str
 ) -> None:
     size = 3 if backend == "aot_eager" else 2
 
-    for compiled, eager in ranks.run(
-        size, compiled_and_eager, net, scope, backend, hang_seconds=400
-    ):
-        for got, expected in zip(compiled, eager, strict=True):
-            # Convolutions and means of at most 4 * 49 * 8 products in a different order: in the
-            # worst case 1600 roundings of 1.2e-7, relative to the largest entry.
-            allowed = 1600 * 1.2e-7 * expected.abs().amax().item()
-            torch.testing.assert_close(got, expected, rtol=0, atol=allowed)
+    for steps in ranks.run(size, compiled_and_eager, scope, backend, hang_seconds=400):
+        for compiled, eager in steps:
+            # A compiler rounds the operations after the statistics in its own way: a few roundings
+            # of numbers of order one.
+            torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
 def compiled_for_any_batch(scope: str) -> bool:

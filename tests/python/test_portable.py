@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch_device
-from oracle import OURS, arithmetic_epsilon, oracle_of, results_of
+from oracle import arithmetic_epsilon, layer_for, oracle_of, results_of
 from programs import printed
 from rank_pool import RankPool, split_of
 from torch import distributed
@@ -37,19 +37,11 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, to
     return x.to(dtype), torch.randn(shape, generator=generator).to(dtype)
 
 
-def layer_for(shape: tuple[int, ...], scope: str, momentum: float | None) -> normscope.BatchNorm:
-    layer = OURS[len(shape)](shape[1], scope=scope, momentum=momentum)
-    with torch.no_grad():
-        layer.weight.copy_(torch.linspace(0.5, 1.5, shape[1]))
-        layer.bias.copy_(torch.linspace(-1, 1, shape[1]))
-    return layer
-
-
 def of_oracle(
     shape: tuple[int, ...], x: torch.Tensor, dy: torch.Tensor, momentum: float | None
 ) -> Tensors:
     """Return the results of torch's layer in float64."""
-    layer = layer_for(shape, "local", momentum)
+    layer = layer_for(len(shape), shape[1], momentum=momentum)
     return step(oracle_of(layer, len(shape)), x.double(), dy.double())
 
 
@@ -64,7 +56,7 @@ def train(
 ) -> Tensors:
     if device == torch_device.NAME:
         torch_device.load()
-    layer = layer_for(shape, scope, momentum).to(device)
+    layer = layer_for(len(shape), shape[1], scope=scope, momentum=momentum).to(device)
     if backend is not None:
         layer.process_group = distributed.new_group(backend=backend)
     part = split_of(sizes, distributed.get_rank())
@@ -125,7 +117,7 @@ def test_ranks_train_like_torch_on_the_joined_batch(
 
 def train_with_a_compiled_rank(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Tensors:
     rank = distributed.get_rank()
-    layer = layer_for(shape, "world", 0.1)
+    layer = layer_for(len(shape), shape[1])
     if rank == 1:
         torch.compiler.reset()
         layer.compile(backend="aot_eager", fullgraph=True)

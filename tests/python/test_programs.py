@@ -172,6 +172,7 @@ GRAPH = Program(
     dtype="float32",
     compiled=True,
 )
+FUSED_GRAPH = replace(GRAPH, fused=True, residual="input", strides="channels last")
 SEQUENTIAL_GRAPH = replace(
     GRAPH, slice_stats="sequential", momentum=None, parameters=(), sizes=((0,), (6,))
 )
@@ -209,7 +210,8 @@ REPLICAS = Program(
 @example(program=GRAPH)
 @example(program=replace(GRAPH, dtype="float64", strides="channels last"))
 @example(program=replace(GRAPH, dtype="bfloat16", tracks=False, elsewhere=True))
-@example(program=replace(GRAPH, dtype="float16", strides="channels last"))
+@example(program=replace(FUSED_GRAPH, dtype="bfloat16", activation="hard_swish"))
+@example(program=replace(FUSED_GRAPH, dtype="float16", activation="relu6"))
 @example(program=SEQUENTIAL_GRAPH)
 @given(program=programs_with_bits())
 def test_programs_have_the_bits_of_their_plain_form(ranks: RankPool, program: Program) -> None:

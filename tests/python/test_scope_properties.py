@@ -12,11 +12,9 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from oracle import Answers, assert_within, bounds, oracle_of, step
+from oracle import Answers, assert_within, bounds, layer_for, oracle_of, step
 from rank_pool import RankPool
 from torch import distributed
-
-import normscope
 
 CHANNELS = 3
 
@@ -103,18 +101,11 @@ def values_per_channel(case: Case, batch: list[tuple[int, slice]]) -> int:
     return sum(case.inputs(member)[0][part].numel() for member, part in batch) // CHANNELS
 
 
-def layer_of(scope: str) -> normscope.BatchNorm:
-    layer = normscope.BatchNorm(CHANNELS, scope=scope)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([0.5, -1.5, 2.0]))
-        layer.bias.copy_(torch.tensor([0.0, 1.0, -1.0]))
-    return layer
-
-
 def step_of_rank(case: Case) -> Answers:
     rank = distributed.get_rank()
     os.environ["NORMSCOPE_NODE"] = case.hosts[rank]
-    return step(layer_of(case.scope), *case.inputs(rank))
+    dims = len(case.shapes[rank])
+    return step(layer_for(dims, CHANNELS, scope=case.scope), *case.inputs(rank))
 
 
 def assert_as_oracle(case: Case, members: list[int], answers: list[Answers]) -> None:
@@ -157,7 +148,7 @@ def assert_as_oracle(case: Case, members: list[int], answers: list[Answers]) -> 
 
 def expected_on(x: torch.Tensor, dy: torch.Tensor) -> tuple[Answers, dict[str, torch.Tensor]]:
     """Return the oracle's answers for a norm batch [1, C, n], and the allowed differences."""
-    layer = layer_of("local")
+    layer = layer_for(3, CHANNELS)
     oracle = oracle_of(layer, 3)
     if x.numel() == 0:
         nothing, zero = torch.zeros_like(x, dtype=torch.float64), torch.zeros(CHANNELS).double()

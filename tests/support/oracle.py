@@ -26,6 +26,12 @@ OURS: dict[int, type[normscope.BatchNorm]] = {
     4: normscope.BatchNorm2d,
     5: normscope.BatchNorm3d,
 }
+ACTIVATED: dict[int, type[normscope.BatchNormAct]] = {
+    2: normscope.BatchNormAct1d,
+    3: normscope.BatchNormAct1d,
+    4: normscope.BatchNormAct2d,
+    5: normscope.BatchNormAct3d,
+}
 
 IS_TORCH_2_11 = torch.__version__.startswith("2.11.")
 needs_bias_argument = pytest.mark.skipif(
@@ -49,6 +55,16 @@ class Answers:
     dbias: torch.Tensor
     running_mean: torch.Tensor
     running_var: torch.Tensor
+
+
+def layer_for(dims: int, channels: int, **keywords: Any) -> normscope.BatchNorm:
+    """Return a layer for inputs of some dimensions, with other parameters for each channel."""
+    layer = OURS[dims](channels, **keywords)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(0.5, 1.5, channels))
+        layer.weight[1::2] *= -1
+        layer.bias.copy_(torch.linspace(-1, 1, channels))
+    return layer
 
 
 def arithmetic_epsilon(dtype: torch.dtype) -> float:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from oracle import OURS
+from oracle import ACTIVATED, OURS
 from replicas import replicas_of, run_replicas
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,12 +30,6 @@ import normscope
 
 LAYERS = ("first", "second")
 
-BATCH_NORM_ACTS: dict[int, type[normscope.BatchNormAct]] = {
-    2: normscope.BatchNormAct1d,
-    3: normscope.BatchNormAct1d,
-    4: normscope.BatchNormAct2d,
-    5: normscope.BatchNormAct3d,
-}
 CONVOLUTIONS: dict[int, Any] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
@@ -48,7 +42,7 @@ class Network(torch.nn.Module):
         if program.fused:
             activation: Any = program.activation
             kind = partial(
-                BATCH_NORM_ACTS[program.dims], activation=activation, negative_slope=program.slope
+                ACTIVATED[program.dims], activation=activation, negative_slope=program.slope
             )
         self.after = ACTIVATIONS["none"] if program.fused else program.activate
         self.residual = RESIDUALS[program.residual]
