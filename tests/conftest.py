@@ -42,21 +42,6 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def nccl_ranks() -> Iterator[RankPool]:
-    """Ranks over NCCL, one for each GPU, that the whole session shares."""
-    pool = RankPool(backend="nccl")
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.nccl)])
-def device_ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Ranks with tensors of a device: all on one, over Gloo; and over NCCL."""
-    pool: RankPool = request.getfixturevalue("ranks" if request.param == "gloo" else "nccl_ranks")
-    return pool
-
-
-@pytest.fixture(scope="session")
 def pools(ranks: RankPool) -> Iterator[dict[str, RankPool]]:
     """The pools of ranks with each of KERNELS that the whole session shares."""
     others = {kind: RankPool(KERNELS[kind]) for kind in KERNELS if kind != "own"}

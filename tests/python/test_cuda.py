@@ -39,6 +39,21 @@ LAYOUTS = [torch.contiguous_format, torch.channels_last]
 Tensors = dict[str, torch.Tensor]
 
 
+@pytest.fixture(scope="module")
+def nccl_ranks() -> Iterator[RankPool]:
+    """Ranks over NCCL, one for each GPU."""
+    pool = RankPool(backend="nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.nccl)])
+def device_ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Ranks with tensors of a device: all on one, over Gloo; and over NCCL."""
+    pool: RankPool = request.getfixturevalue("ranks" if request.param == "gloo" else "nccl_ranks")
+    return pool
+
+
 def inputs(
     shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
