@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs whose strides skip or repeat elements, or are in another order."""
+"""Inputs whose strides skip or repeat elements, or are in another order, and empty ones."""
 
 from __future__ import annotations
 
@@ -46,3 +46,32 @@ def test_inputs_of_any_strides_train_like_dense_ones(name: str, *, compiled: boo
 
     expected = results_of(theirs, x.clone(memory_format=torch.contiguous_format))
     torch.testing.assert_close(got, expected, check_stride=False)
+
+
+EMPTY = {
+    "batch": torch.empty(0, 3, 4, 5),
+    "rows": torch.empty(2, 3, 0, 5),
+    "columns": torch.empty(2, 3, 4, 0),
+    "channels last": torch.empty(0, 3, 4, 5).to(memory_format=torch.channels_last).clone(),
+    "rows, channels last": torch.empty(2, 3, 0, 5).to(memory_format=torch.channels_last).clone(),
+    "cropped": IMAGES[:, :, 1:5, 1:7][:0],
+    "cropped to nothing": IMAGES[:, :, 1:5, 4:4],
+    "every other row": IMAGES[:, :, ::2, ::3][:0],
+    "transposed": IMAGES.transpose(2, 3)[:0],
+    "expanded": torch.empty(0, 3, 1, 1).expand(0, 3, 4, 5),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+@pytest.mark.parametrize("training", [True, False])
+def test_empty_outputs_have_the_strides_of_torch(kind: str, *, training: bool) -> None:
+    strides = []
+    for layers in (OURS, LAYERS):
+        x = EMPTY[kind].detach().requires_grad_()
+        # With a weight, torch multiplies, which makes other strides of those that are not dense.
+        y = layers[4](3, affine=False).train(training)(x)
+        y.sum().backward()
+        assert x.grad is not None
+        strides.append((y.stride(), x.grad.stride()))
+
+    assert strides[0] == strides[1]
