@@ -42,9 +42,11 @@ def gradients(*, compiles: bool) -> list[torch.Tensor]:
     model = network()
     rank = distributed.get_rank()
     x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
-    for _ in range(2):
+    compiler = torch.compile(backend="eager")
+    for _ in range(2):  # the second time with the graph of the first
+        model.zero_grad()
         if compiles:
-            with compiled_autograd._enable(torch.compile(backend="eager")):
+            with compiled_autograd._enable(compiler):
                 model(x).sin().sum().backward()
         else:
             model(x).sin().sum().backward()

@@ -117,14 +117,10 @@ def test_the_device_of_tests_is_apart_from_the_host(
         devices.run(2, call)
 
 
-def meet(*, on_device: tuple[bool, ...]) -> None:
-    torch_device.load()
-    device = torch_device.NAME if on_device[distributed.get_rank()] else "cpu"
-    normscope.BatchNorm1d(3).to(device)(torch.randn(4, 3).to(device))
-
-
 def cpu_meets_device() -> None:
-    meet(on_device=(True, False))
+    torch_device.load()
+    device = ("cpu", torch_device.NAME)[distributed.get_rank()]
+    normscope.BatchNorm1d(3).to(device)(torch.randn(4, 3).to(device))
 
 
 def measured(device: str, backend: str) -> tuple[list[float], int, list[torch.Tensor]]:
