@@ -151,6 +151,22 @@ def test_measurements_on_a_device_are_those_of_the_cpu(devices: RankPool, backen
         torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-5)
 
 
+def pooled_mean(device: str) -> tuple[int | None, float]:
+    """Return the elements of this rank, and the mean of pairs of ranks that see 0 and 1, pooled."""
+    torch_device.load()
+    rank = distributed.get_rank()
+    layer = normscope.BatchNorm1d(1, scope="group:2", momentum=1.0).to(device)
+    layer(torch.full(((2, 2, 2, 10)[rank], 1), float(rank // 2)).to(device))
+    seen = layer.elements_seen
+    normscope.sync_running_stats(layer)
+    return seen, layer.get_buffer("running_mean").item()
+
+
+def test_ranks_on_a_device_are_weighted_by_their_elements(devices: RankPool) -> None:
+    expected = [(elements, 0.75) for elements in (2, 2, 2, 10)]
+    assert devices.run(4, pooled_mean, torch_device.NAME) == expected
+
+
 def random_numbers_after_measuring() -> bool:
     torch_device.load()
     net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))

@@ -238,21 +238,28 @@ at::Tensor with_statistics(const WithStatisticsOpArguments& op) {
   return y;
 }
 
+// Nothing else does below autograd. They show that the layer has written, and what others write.
+void bump_versions(const ForwardOpArguments& op) {
+  if (batch_was_counted()) return;
+  for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
+  bump_version(op.accumulated);
+}
+
 }  // namespace
 
 ForwardTensors forward(const ForwardOpArguments& op) {
   if (op.graph) note_forward_in_graph(op.call.layer);
   if (uses_torch_kernels(op.x)) {
     const bool has_ending = op.activation.residual || op.activation.activates();
-    return has_ending || is_of_one_rank(parsed_scope(op.call.scope), op.call)
-               ? autograd::forward_by_torchs_kernels(op)
-               : portable_forward(op);
+    if (has_ending || is_of_one_rank(parsed_scope(op.call.scope), op.call)) {
+      return autograd::forward_by_torchs_kernels(op);
+    }
+    ForwardTensors done = portable_forward(op);
+    bump_versions(op);
+    return done;
   }
   const PreparedForward done = run_forward(op, Answer::kOutput);
-  if (!batch_was_counted()) {
-    for (const OptionalTensor* buffer : op.running.all()) bump_version(*buffer);
-    bump_version(op.accumulated);
-  }
+  bump_versions(op);
   return {done.y, done.statistics, {}, {}};
 }
 
