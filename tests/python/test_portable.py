@@ -163,18 +163,6 @@ def train_in_parts(pool: RankPool, *where: str) -> None:
             torch.testing.assert_close(got, expected["running_var"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "momentum"), [(torch_device.BACKENDS, 0.1), ("gloo", None)])
-def test_ranks_on_a_device_train_like_torch(
-    devices: RankPool, backend: str, momentum: float | None
-) -> None:
-    shape, sizes = (6, 3, 4, 5), (1, 0, 5)
-    x = torch_device.NAME
-
-    answers = devices.run(3, train, shape, sizes, "world", torch.float32, momentum, x, backend)
-
-    assert_trains_like_torch(answers, shape, sizes, torch.float32, momentum)
-
-
 def test_parts_of_a_group_meet_on_a_device(devices: RankPool) -> None:
     train_in_parts(devices, torch_device.NAME, torch_device.BACKENDS)
 

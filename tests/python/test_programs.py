@@ -8,6 +8,7 @@ from dataclasses import replace
 import gpu_ranks
 import pytest
 import torch
+import torch_device
 from hypothesis import HealthCheck, example, given, settings
 from programs_of_one_process import of_one_process
 from programs_of_ranks import train_rank
@@ -21,15 +22,16 @@ OF_RANK = (*PARAMETERS, "elements")  # a part of those of the joined batch
 TOLERANCES = {"float64": 1e-8, "float32": 1e-3}
 
 
-def run_on(ranks: RankPool, program: Program, device: str = "cpu") -> list[Tensors]:
-    environment = program.environment
-    return ranks.run(program.ranks, train_rank, program, device, environment=environment)
+def run_on(ranks: RankPool, program: Program, *where: str) -> list[Tensors]:
+    """Run a program on ranks, on a device and over a backend if they are given."""
+    where = where or ("cpu",)
+    return ranks.run(program.ranks, train_rank, program, *where, environment=program.environment)
 
 
-def check(ranks: RankPool, program: Program, device: str = "cpu") -> None:
+def check(ranks: RankPool, program: Program, *where: str) -> None:
     expected = of_one_process(program)
 
-    answers = run_on(ranks, program, device)
+    answers = run_on(ranks, program, *where)
 
     for got, of_rank in zip(answers, expected, strict=True):
         assert got.keys() == of_rank.keys()
@@ -160,6 +162,18 @@ def test_many_programs_have_the_results_of_one_process(
     pools: dict[str, RankPool], program: Program
 ) -> None:
     check(pools[program.kernels], program)
+
+
+@pytest.mark.parametrize("backend", [torch_device.BACKENDS, "gloo"])
+def test_programs_on_a_device_have_the_results_of_one_process(
+    devices: RankPool, backend: str
+) -> None:
+    @settings(SETTINGS, max_examples=20)
+    @given(program=programs())
+    def check_on_device(program: Program) -> None:
+        check(devices, program, torch_device.NAME, backend)
+
+    check_on_device()
 
 
 # Graphs of all dtypes, with other arguments, and with an empty batch.

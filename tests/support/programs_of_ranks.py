@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch_device
 from oracle import ACTIVATED, OURS
 from replicas import replicas_of, run_replicas
 from torch import distributed, nn
@@ -136,10 +137,16 @@ def evaluated(program: Program, network: Network, run: Any, device: str) -> torc
     return y
 
 
-def train_rank(program: Program, kind: str) -> Tensors:
+def train_rank(program: Program, kind: str, backend: str | None = None) -> Tensors:
+    """Train on a kind of device, over a group of its own if a backend is given."""
+    if kind == torch_device.NAME:
+        torch_device.load()
     # Another thread has another current GPU.
     device = f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
     student = Network(program).to(device)
+    if backend is not None:
+        group = distributed.new_group(backend=backend)
+        student.first.process_group = student.second.process_group = group
     if program.copied:
         student = copy.deepcopy(student)
     networks = [student, copy.deepcopy(student)] if program.twin else [student]
