@@ -104,27 +104,29 @@ def test_the_noise_of_all_calls_of_a_layer_adds_up() -> None:
 
 
 class _Routed(nn.Module):
-    """Uses another layer for every second batch; a third layer is never used."""
+    """Uses two layers in turn, and none for batches after the sixth; a third is never used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.even, self.odd, self.never = (normscope.BatchNorm1d(4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        result: torch.Tensor = (self.odd if self.calls % 2 else self.even)(x)
-        return result
+        if self.calls <= 6:
+            x = (self.odd if self.calls % 2 else self.even)(x)
+        return x * self.scale
 
 
 def test_a_layer_adds_no_noise_to_batches_that_do_not_reach_it() -> None:
     batches = [torch.randn(32, 4) for _ in range(6)]
     alone = noise_of(normscope.BatchNorm1d(4), batches)[""]
 
-    noise = noise_of(_Routed(), batches)
+    noise = noise_of(_Routed(), [*batches, *batches[:3]])
 
     assert set(noise) == {"even", "odd"}
-    assert noise["even"] + noise["odd"] == pytest.approx(alone)
+    assert noise["even"] + noise["odd"] == pytest.approx(alone * 6 / 9)
 
 
 @dataclass
@@ -281,6 +283,11 @@ EQUAL: dict[str, tuple[nn.Module, list[Any], nn.Module]] = {
             _Output,
         )
     },
+    "complex outputs": (
+        _Returns(lambda y: torch.complex(y, y.sin())),
+        IMAGES,
+        _Returns(lambda y: (y, y.sin())),
+    ),
     "arguments": (_Takes(), [(x, 1.0) for x in IMAGES], _Takes()),
     "keywords": (_Takes(), [{"pixels": x, "scale": 1.0} for x in IMAGES], _Takes()),
     "keywords in a UserDict": (_Takes(), [UserDict(pixels=x) for x in IMAGES], _Takes()),

@@ -186,9 +186,14 @@ def _moments_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 def differentiable_outputs(outputs: Any) -> list[torch.Tensor]:  # noqa: ANN401
-    """Return the tensors with a gradient in nested tuples, lists, mappings and dataclasses."""
+    """Return the tensors with a gradient in nested tuples, lists, mappings and dataclasses.
+
+    A complex tensor becomes two, its real and its imaginary part.
+    """
     if isinstance(outputs, torch.Tensor):
-        return [outputs] if outputs.requires_grad else []
+        if not outputs.requires_grad:
+            return []
+        return [outputs.real, outputs.imag] if outputs.is_complex() else [outputs]
     if isinstance(outputs, Mapping):
         children = list(outputs.values())
     elif isinstance(outputs, (tuple, list)):
@@ -214,10 +219,13 @@ def measure_batch(
         (each * factor).to(output.dtype) for each, output in zip(cotangents, outputs, strict=True)
     ]
     edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
-    with shares.notifying_peers():
-        gradients = iter(torch.autograd.grad(outputs, edges, scaled, allow_unused=True))
+    gradients: tuple[torch.Tensor | None, ...] = ()
+    if edges:  # a batch may reach no layer, or each without gradients
+        with shares.notifying_peers():
+            gradients = torch.autograd.grad(outputs, edges, scaled, allow_unused=True)
+    left = iter(gradients)
     for watch in watches:
-        watch.add_batch(gradients, factor**-2 if varies else math.inf, shares)
+        watch.add_batch(left, factor**-2 if varies else math.inf, shares)
 
 
 def _moments_of_ranks(outputs: list[torch.Tensor], shares: Shares) -> list[torch.Tensor]:

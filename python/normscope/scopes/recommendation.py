@@ -79,7 +79,8 @@ def recommend_scopes(
         noise: The share of the outputs' variance that all narrower statistics together may add.
             0 gives every layer ``world``. With a 95 % interval over the batches, so more batches
             allow more narrow scopes. The outputs are all tensors with a gradient that the model
-            returns; a scalar, such as a loss, counts as if it varied by a tenth of its value.
+            returns, and both parts of complex ones; a scalar, such as a loss, counts as if it
+            varied by a tenth of its value.
         ranks: With a single process, the number of ranks to plan for; parts of each batch stand for
             their batches.
         include: Patterns of qualified names, as for :func:`convert`, also of layers in evaluation.
