@@ -12,13 +12,19 @@ import torch
 from noisy_network import noise_batches, small_network, trained
 from rank_pool import RankPool, error_of
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import normscope
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_get_the_same_plan_as_one_process_with_parts(ranks: RankPool, size: int) -> None:
-    plans = ranks.run(size, _plan_of_rank)
+@pytest.mark.parametrize(
+    ("size", "how"), [(2, "whole"), (3, "whole"), (4, "whole"), (2, "sharded")]
+)
+def test_ranks_get_the_same_plan_as_one_process_with_parts(
+    ranks: RankPool, size: int, how: str
+) -> None:
+    plans = ranks.run(size, _plan_of_rank, how)
     alone = normscope.recommend_scopes(
         small_network().eval(), noise_batches(12), 0.5, ranks=size, include="*"
     )
@@ -33,10 +39,15 @@ def test_ranks_get_the_same_plan_as_one_process_with_parts(ranks: RankPool, size
     assert plans[0].layers[0].exchange_seconds is not None
 
 
-def _plan_of_rank() -> normscope.ScopePlan:
+def _plan_of_rank(how: str) -> normscope.ScopePlan:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     shares = [batch.chunk(size)[rank] for batch in noise_batches(12)]
-    return normscope.recommend_scopes(small_network().eval(), shares, 0.5, include="*")
+    network = small_network().eval()
+    if how == "sharded":
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in (*network.children(), network):
+            fully_shard(layer, mesh=mesh)
+    return normscope.recommend_scopes(network, shares, 0.5, include="*")
 
 
 def test_a_group_of_one_host_is_called_node(ranks: RankPool) -> None:

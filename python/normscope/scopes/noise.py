@@ -79,7 +79,7 @@ class _Call:
 
     x: torch.Tensor
     mask: torch.Tensor | None
-    weight: torch.Tensor | None
+    weight: torch.Tensor | None  # a copy: fully_shard frees parameters after each forward
     edge: GradientEdge | None  # of the normalization's output; None in a block without gradients
 
 
@@ -130,7 +130,8 @@ class WatchedLayer(Watch):
                 if not z.requires_grad:
                     z = z.requires_grad_().clone()  # the program may change it in place
                 edge = get_gradient_edge(z)
-            self.calls.append(_Call(x.detach(), mask, arguments.weight, edge))
+            weight = None if arguments.weight is None else arguments.weight.detach().clone()
+            self.calls.append(_Call(x.detach(), mask, weight, edge))
         if ending is NOTHING:
             return z
         y = ending.finish(z)
