@@ -124,6 +124,35 @@ TEST(RecommendScopes, MeasuresAnActivationAsPartOfWhatFollows) {
             noise_of(plan_of(apart, noise(8), alone(), options)));
 }
 
+TEST(RecommendScopes, CountsBatchesThatReachNoLayer) {
+  torch::nn::Sequential net = network_without_dropout();
+  const at::Tensor x = noise(16)[0];
+  const auto forward = [&](std::int64_t batch) {
+    return std::vector{batch == 0 ? net->forward(x) : net[0]->as<torch::nn::Conv2d>()->forward(x)};
+  };
+  const auto options = nn::RecommendOptions().ranks(2);
+
+  std::vector<double> expected = noise_of(nn::recommend_scopes(*net, 1, forward, alone(), options));
+  for (double& noise : expected) noise /= 2;
+
+  EXPECT_EQ(noise_of(nn::recommend_scopes(*net, 2, forward, alone(), options)), expected);
+}
+
+TEST(RecommendScopes, MeasuresBothPartsOfComplexOutputs) {
+  torch::nn::Sequential net = network_without_dropout();
+  const at::Tensor x = noise(16)[0];
+  const auto noise_of_outputs = [&](bool are_complex) {
+    const auto forward = [&](std::int64_t) {
+      const at::Tensor y = net->forward(x), z = y.sin();
+      return are_complex ? std::vector{torch::complex(y, z)} : std::vector{y, z};
+    };
+    return noise_of(
+        nn::recommend_scopes(*net, 1, forward, alone(), nn::RecommendOptions().ranks(2)));
+  };
+
+  EXPECT_EQ(noise_of_outputs(true), noise_of_outputs(false));
+}
+
 class RecommendScopesOfRanks : public ::testing::TestWithParam<int> {};
 
 TEST_P(RecommendScopesOfRanks, IsThatOfSlicesOnEveryRank) {

@@ -14,6 +14,8 @@
 #include <vector>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/imag.h>
+#include <ATen/ops/real.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
@@ -239,10 +241,13 @@ void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outpu
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     cotangents[i] = (cotangents[i] * factor).to(outputs[i].scalar_type());
   }
-  const std::vector<at::Tensor> gradients = with_notified_peers(group, [&] {
-    return ::torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/std::nullopt,
-                                   /*create_graph=*/false, /*allow_unused=*/true);
-  });
+  std::vector<at::Tensor> gradients;
+  if (!inputs.empty()) {  // a batch may reach no layer, or each without gradients
+    gradients = with_notified_peers(group, [&] {
+      return ::torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/std::nullopt,
+                                     /*create_graph=*/false, /*allow_unused=*/true);
+    });
+  }
   const double to_noise = varies ? 1.0 / (factor * factor) : HUGE_VAL;
   std::span<const at::Tensor> left = gradients;
   for (Watched& each : watched) {
@@ -343,13 +348,15 @@ void check_calls(const std::vector<Watched>& watched, const RankGroup& group) {
   }
 }
 
-// The outputs with a gradient.
+// The outputs with a gradient; the real and the imaginary part of a complex one.
 std::vector<at::Tensor> outputs_of(const std::vector<Watched>& watched, const Forward& forward,
                                    std::int64_t batch, std::int64_t parts) {
-  std::vector<at::Tensor> outputs = forward(batch);
-  std::erase_if(outputs, [](const at::Tensor& output) {
-    return !output.defined() || !output.requires_grad();
-  });
+  std::vector<at::Tensor> outputs;
+  for (const at::Tensor& output : forward(batch)) {
+    if (!output.defined() || !output.requires_grad()) continue;
+    outputs.push_back(output.is_complex() ? at::real(output) : output);
+    if (output.is_complex()) outputs.push_back(at::imag(output));
+  }
   if (outputs.empty()) {
     throw ArgumentError(
         "forward: expected outputs with a gradient, whose noise can be measured, got none");
