@@ -192,6 +192,12 @@ TEST(Module, SavesClonesAndMovesBetweenTypes) {
   EXPECT_EQ(layer->forward(torch::randn({4, 2, 2, 2, 2}, torch::kDouble)).dtype(), torch::kDouble);
   EXPECT_EQ(layer->num_batches_tracked.item<std::int64_t>(), 2);
   EXPECT_EQ(clone->num_batches_tracked.item<std::int64_t>(), 1);
+
+  std::stringstream file_of_doubles;
+  torch::save(layer, file_of_doubles);
+  loaded->to(torch::kDouble);
+  torch::load(loaded, file_of_doubles);
+  EXPECT_EQ(loaded->num_batches_tracked.item<std::int64_t>(), 2);
 }
 
 TEST(Module, PrintsItsScopeAndItsActivation) {

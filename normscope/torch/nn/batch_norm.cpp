@@ -80,16 +80,13 @@ at::Tensor BatchNormImplBase<D, Derived, Theirs>::train_step(
   static const auto op = op_named<binding::ForwardOp>("normscope::batch_norm_forward");
   const BatchNormOptions& chosen = this->options;
   const std::string scope = scope_in_use(chosen, x);
-  // torch::nn::Module::to(dtype) has cast the counter as well.
-  at::Tensor& updates = this->num_batches_tracked;
-  if (updates.defined() && updates.dtype() != at::kLong) updates.set_data(updates.to(at::kLong));
   const struct {
     binding::OptionalTensor weight, bias, running_mean, running_var, updates, residual;
   } given{defined_or_none(this->weight),
           defined_or_none(this->bias),
           defined_or_none(if_tracked(chosen, this->running_mean)),
           defined_or_none(if_tracked(chosen, this->running_var)),
-          defined_or_none(if_tracked(chosen, updates)),
+          defined_or_none(if_tracked(chosen, this->num_batches_tracked)),
           defined_or_none(residual)};
   const binding::ForwardOpArguments arguments{
       .x = x,
