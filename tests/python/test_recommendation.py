@@ -184,20 +184,23 @@ def test_batches_are_requested_one_by_one() -> None:
 
 
 class _CountsAnew(nn.Module):
-    """A module that replaces its buffer by a new tensor."""
+    """A module that replaces a buffer by a new tensor, and resizes another."""
 
     count: torch.Tensor
+    ones: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("ones", torch.empty(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count = self.count + 1
+        self.ones.resize_(len(x)).fill_(1)
         return x
 
 
-def test_buffers_that_a_module_replaces_are_restored() -> None:
+def test_buffers_that_a_module_replaces_or_resizes_are_restored() -> None:
     network = trained(nn.Sequential(_CountsAnew(), normscope.BatchNorm1d(3)))
     count = network[0].count
 
@@ -205,3 +208,4 @@ def test_buffers_that_a_module_replaces_are_restored() -> None:
 
     assert network[0].count is count
     assert count == 0
+    assert network[0].ones.shape == (0,)

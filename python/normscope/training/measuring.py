@@ -28,7 +28,7 @@ def measuring(model: torch.nn.Module, layers: Iterable[TorchBatchNorm]) -> Itera
     modes = [(layer, layer.training) for layer in layers]
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     counts = [norm.elements_seen for norm in norms]
-    # A module may replace its buffer by another tensor.
+    # A module may replace its buffer, or resize it, as observers of quantization do at first.
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -45,6 +45,8 @@ def measuring(model: torch.nn.Module, layers: Iterable[TorchBatchNorm]) -> Itera
         for layer, mode in modes:
             layer.training = mode
         for module, name, buffer, value in buffers:
+            if buffer.shape != value.shape:
+                buffer.resize_(value.shape)
             buffer.copy_(value)
             buffers_of(module)[name] = buffer
         for norm, count in zip(norms, counts, strict=True):
