@@ -60,7 +60,7 @@ TEST(DataParallel, GradientsBecomeTheirMeanAndMissingOnesStayUndefined) {
     for (const at::Tensor& parameter : everywhere->parameters()) {
       parameter.mutable_grad() = torch::full_like(parameter, group.rank());
     }
-    if (group.rank() == 2) somewhere->weight.mutable_grad() = torch::ones({2, 2});
+    if (group.rank() == 2) somewhere->weight.mutable_grad() = torch::ones({2, 2}).to_sparse();
 
     nn::average_gradients(*net, group);
 

@@ -121,7 +121,7 @@ void average_gradients(::torch::nn::Module& module, const RankGroup& group) {
     for (std::size_t i = 0; i < bucket.size(); ++i) {
       const at::Tensor part = message.next(bucket[i]);
       if (!bucket[i].grad().defined()) continue;
-      part.copy_(bucket[i].grad());
+      part.copy_(bucket[i].grad().to_dense());
       ranks_with_gradient[static_cast<std::int64_t>(i)] = 1.0;
     }
     message.next(ranks_with_gradient).copy_(ranks_with_gradient);
@@ -132,7 +132,7 @@ void average_gradients(::torch::nn::Module& module, const RankGroup& group) {
     for (std::size_t i = 0; i < bucket.size(); ++i) {
       if (present[static_cast<std::int64_t>(i)].item<double>() == 0.0) continue;
       at::Tensor& gradient = bucket[i].mutable_grad();
-      if (!gradient.defined()) gradient = at::empty_like(bucket[i]);
+      if (!gradient.defined() || gradient.is_sparse()) gradient = at::empty_like(bucket[i]);
       gradient.copy_(means[i].div_(group.size()));
     }
   }

@@ -19,9 +19,9 @@ namespace nn NORMSCOPE_EXPORT {
 // Gives all ranks the parameters and buffers of rank 0. Integers beyond 2^53 are rounded.
 void broadcast_parameters(::torch::nn::Module& module, const RankGroup& group);
 
-// Replaces every gradient by its mean over the ranks. Call it after backward and before the
-// optimizer's step. A rank without a gradient that others have counts as zero. A gradient that no
-// rank has stays undefined.
+// Replaces every gradient by its mean over the ranks, a sparse one by a dense one. Call it after
+// backward and before the optimizer's step. A rank without a gradient that others have counts as
+// zero. A gradient that no rank has stays undefined.
 void average_gradients(::torch::nn::Module& module, const RankGroup& group);
 
 }  // namespace nn
