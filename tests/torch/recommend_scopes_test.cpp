@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <ATen/Context.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/functional/activation.h>
@@ -122,6 +123,17 @@ TEST(RecommendScopes, MeasuresAnActivationAsPartOfWhatFollows) {
 
   EXPECT_EQ(noise_of(plan_of(fused, noise(8), alone(), options)),
             noise_of(plan_of(apart, noise(8), alone(), options)));
+}
+
+TEST(RecommendScopes, DoesNotDependOnTheModeAroundIt) {
+  torch::nn::Sequential net = network_without_dropout();
+  const std::vector<at::Tensor> batches = noise(8);
+  const auto options = nn::RecommendOptions().ranks(2);
+  const std::vector<double> expected = noise_of(plan_of(net, batches, alone(), options));
+
+  const c10::InferenceMode inference_mode;
+
+  EXPECT_EQ(noise_of(plan_of(net, batches, alone(), options)), expected);
 }
 
 TEST(RecommendScopes, CountsBatchesThatReachNoLayer) {

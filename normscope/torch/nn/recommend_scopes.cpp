@@ -19,6 +19,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -375,6 +376,7 @@ std::vector<at::Tensor> outputs_of(const std::vector<Watched>& watched, const Fo
 // Runs the module over the batches, and measures the layers.
 void run(std::vector<Watched>& watched, std::int64_t batches, const Shares& shares,
          const Forward& forward, const RankGroup& group) {
+  const c10::InferenceMode without_inference_mode(false);
   const at::AutoGradMode with_gradients(true);
   // All messages since the previous layer's forward belong to this layer.
   CommunicationCounters before = communication_counters();
