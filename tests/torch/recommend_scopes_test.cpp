@@ -212,12 +212,14 @@ TEST_P(LeavesTheModule, AsItWas) {
     ++observed;
     return z;
   };
+  const at::Tensor resized = net->register_buffer("resized", torch::empty(0));
   std::vector<at::Tensor> tensors = net->parameters(), before;
   for (const at::Tensor& buffer : net->buffers()) tensors.push_back(buffer);
   for (const at::Tensor& tensor : tensors) before.push_back(tensor.clone());
   const at::Tensor generator = at::globalContext().defaultGenerator(at::kCPU).get_state();
   const std::vector<at::Tensor> batches = noise(8);
   const auto forward = [&](std::int64_t batch) {
+    resized.resize_(1 + batch);
     const at::Tensor y = net->forward(batches[static_cast<std::size_t>(batch)]);
     if (throws && batch == 2) throw std::runtime_error("enough");
     return std::vector{y};

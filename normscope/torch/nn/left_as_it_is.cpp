@@ -45,7 +45,7 @@ LeftAsItIs::~LeftAsItIs() {
     layer.options->scope(scope);
     layer.observed->observer = std::move(observer);
   }
-  for (const auto& [buffer, value] : buffers_) buffer.copy_(value);
+  for (const auto& [buffer, value] : buffers_) buffer.resize_(value.sizes()).copy_(value);
   for (auto& [generator, state] : generators_) {
     const std::lock_guard lock(generator.mutex());
     generator.set_state(state);
