@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that count floating-point operations count the layers like torch's."""
+"""fvcore and torch's counter of operations treat the layers like torch's."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import Counter
 
 import pytest
@@ -12,6 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import normscope
 from normscope.models import fvcore_handles
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # fvcore uses torch.jit
+    from fvcore.nn import FlopCountAnalysis, precise_bn
 
 
 def network(norm: type[nn.Module], act: type[nn.Module], *, affine: bool = True) -> nn.Module:
@@ -30,8 +36,6 @@ def batch() -> torch.Tensor:
 
 def counted(model: nn.Module) -> tuple[Counter[str], Counter[str]]:
     """Return fvcore's counts for each operator, and the operators that it does not know."""
-    from fvcore.nn import FlopCountAnalysis
-
     analysis = FlopCountAnalysis(model, batch()).unsupported_ops_warnings(False)  # noqa: FBT003
     analysis.set_op_handle(**fvcore_handles)
     return analysis.by_operator(), analysis.unsupported_ops()
@@ -66,3 +70,18 @@ def flops(model: nn.Module) -> int:
 @pytest.mark.parametrize(("norm", "act"), LAYERS)
 def test_torch_counts_a_model_like_torch_s(norm: type[nn.Module], act: type[nn.Module]) -> None:
     assert flops(network(norm, act)) == flops(of_torch()) > 0
+
+
+def test_precise_statistics_are_those_of_torch_s_layers() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    plain.append(nn.SyncBatchNorm(4)).double()
+    model = normscope.convert(copy.deepcopy(plain), "local")
+    batches = list(torch.randn(3, 5, 3, 8, 8, dtype=torch.float64))
+
+    for each in (plain, model):
+        assert len(precise_bn.get_bn_modules(each)) == 2
+        precise_bn.update_bn_stats(each, batches, len(batches))
+
+    for got, expected in zip(model.buffers(), plain.buffers(), strict=True):
+        # A few dozen roundings of 2e-16 of values of order one, in two layers.
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups and meshes in SyncBatchNorm and its conversion, compared to torch's."""
+"""SyncBatchNorm and its conversion compared to torch's, with process groups and meshes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from data_parallel import data_parallel
 from rank_pool import RankPool
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,3 +96,39 @@ def test_the_arguments_are_those_of_torch() -> None:
     assert list(inspect.signature(nn.SyncBatchNorm.convert_sync_batchnorm).parameters) == list(
         inspect.signature(normscope.SyncBatchNorm.convert_sync_batchnorm).parameters
     )
+
+
+@pytest.mark.parametrize("tracks", [False, True])
+def test_a_layer_is_one_of_torch_and_evaluates_as_it_does(*, tracks: bool) -> None:
+    x = torch.randn(4, 3, 5)
+    layers = [
+        c(3, track_running_stats=tracks).eval() for c in (normscope.SyncBatchNorm, nn.SyncBatchNorm)
+    ]
+
+    assert isinstance(layers[0], nn.SyncBatchNorm)
+    assert type(normscope.convert(nn.SyncBatchNorm(3))) is normscope.SyncBatchNorm
+    assert vars(layers[0]).keys() == vars(normscope.BatchNorm(3)).keys()
+    assert torch.equal(layers[0](x), layers[1](x))
+
+
+def train_in_data_parallel(kind: str) -> tuple[torch.Tensor, str]:
+    torch.manual_seed(0)
+    layer = nn.SyncBatchNorm(4) if kind == "converted" else normscope.SyncBatchNorm(4)
+    model = normscope.convert(nn.Sequential(nn.Linear(3, 4), layer), "world")
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(distributed.get_rank()))
+    data_parallel(model, sends_buffers=False)(x).square().sum().backward()
+    others = nn.Sequential(nn.Linear(3, 4), layer, nn.SyncBatchNorm(4))
+    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU") as error:
+        data_parallel(others, sends_buffers=False)
+    mean = layer.running_mean
+    assert isinstance(mean, torch.Tensor)
+    return mean, str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["converted", "made by hand"])
+def test_data_parallel_takes_synchronized_layers_on_cpus_but_not_torch_s(
+    ranks: RankPool, kind: str
+) -> None:
+    (mean, _), (other, _) = ranks.run(2, train_in_data_parallel, kind)
+
+    assert torch.equal(mean, other)
