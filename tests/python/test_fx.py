@@ -27,35 +27,21 @@ def batch() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_layer_is_a_module_call(*, training: bool) -> None:
-    net = model().train(training)
-
-    graph = fx.symbolic_trace(net).graph
-
-    calls = [node.target for node in graph.nodes if node.op == "call_module"]
-    assert calls == ["0", "1", "2.0"]
-    assert {node.op for node in graph.nodes} == {"placeholder", "call_module", "output"}
-
-
-def test_tracing_does_not_change_the_layers() -> None:
-    net = model()
-    before = copy.deepcopy(net)
-
-    fx.symbolic_trace(net)
-
-    assert [layer.elements_seen for layer in (net[1], net[2][0])] == [0, 0]  # type: ignore[index]
-    assert all(map(torch.equal, net.state_dict().values(), before.state_dict().values()))
-    pickle.loads(pickle.dumps(net))
-
-
-def test_a_traced_model_trains_and_evaluates_like_the_original() -> None:
-    net, x = model(), batch()
+def test_a_layer_is_a_module_call_that_trains_and_evaluates(*, training: bool) -> None:
+    net, x = model().train(training), batch()
     alone = copy.deepcopy(net)
+
     traced = fx.symbolic_trace(net)
 
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert calls == ["0", "1", "2.0"]
+    assert {node.op for node in traced.graph.nodes} == {"placeholder", "call_module", "output"}
+    # Tracing has changed nothing.
+    assert [layer.elements_seen for layer in (net[1], net[2][0])] == [0, 0]  # type: ignore[index]
+    assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
+    pickle.loads(pickle.dumps(net))
     for mode in (True, False):
         assert torch.equal(traced.train(mode)(x), alone.train(mode)(x))
-
     assert net[1].elements_seen == alone[1].elements_seen > 0  # type: ignore[index]
     assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
 

@@ -91,19 +91,15 @@ def fit(folder: str, scope: str, exclude: str | None) -> dict[str, Any]:
     }
 
 
-def test_layers_have_the_scope_only_during_the_fit(ranks: RankPool, tmp_path: Path) -> None:
-    answers = ranks.run(2, fit, str(tmp_path), "world", None)
+def test_layers_have_the_scope_during_the_fit_which_matches_the_joined_batch(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    got, other = ranks.run(2, fit, str(tmp_path), "world", None)
 
-    for answer in answers:
+    for answer in (got, other):
         assert answer["scopes"] == [["world", "world"]] * STEPS
         assert answer["classes"] == {"torch.nn.modules.batchnorm"}
-    mine, theirs = (answer["state"] for answer in answers)
-    assert all(map(torch.equal, mine.values(), theirs.values()))
-
-
-def test_the_fit_matches_the_joined_batch(ranks: RankPool, tmp_path: Path) -> None:
-    [got, _] = ranks.run(2, fit, str(tmp_path), "world", None)
-
+    assert all(map(torch.equal, got["state"].values(), other["state"].values()))
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for step in range(STEPS):
