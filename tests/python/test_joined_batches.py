@@ -16,11 +16,11 @@ from torch.distributed.algorithms.join import Join
 
 import normscope
 
-# The samples of each batch of each rank.
-SIZES = [
-    ((3, 2), (4,)),
-    ((3, 2, 1), (), (4, 5)),
-    ((), (2, 1, 4), (), (1, 6, 0, 3)),
+# The samples of each batch of each rank, and whether the ranks get rank 0's buffers.
+TRAININGS = [
+    (((3, 2), (4,)), True),
+    (((3, 2, 1), (), (4, 5)), False),
+    (((), (2, 1, 4), (), (1, 6, 0, 3)), True),
 ]
 
 # Relative to the largest entry, in float64 (eps 2e-16): a few steps of three layers amplify little.
@@ -63,9 +63,9 @@ def train(net: nn.Module, steps: Iterator[tuple[Samples, float]]) -> int:
     return count
 
 
-def train_rank(sizes: tuple[tuple[int, ...], ...], buffers: str) -> tuple[State, int]:
+def train_rank(sizes: tuple[tuple[int, ...], ...], sends_buffers: bool) -> tuple[State, int]:  # noqa: FBT001
     net = normscope.convert(network(), "world")
-    parallel = data_parallel(net, sends_buffers=buffers == "broadcast")
+    parallel = data_parallel(net, sends_buffers=sends_buffers)
     own = batches_of(distributed.get_rank(), sizes[distributed.get_rank()])
     count = train(parallel, normscope.joined(own, like=samples(0, 0, 1)))
     return net.state_dict(), count
@@ -79,16 +79,19 @@ def joined_by_hand(sizes: tuple[tuple[int, ...], ...]) -> Iterator[tuple[Samples
         yield (x, target), 1 / len(x)
 
 
-@pytest.mark.parametrize("buffers", ["broadcast", "own"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "sends_buffers"), TRAININGS)
 def test_ranks_with_different_numbers_of_batches_train_like_one_process(
-    ranks: RankPool, sizes: tuple[tuple[int, ...], ...], buffers: str, environment: dict[str, str]
+    ranks: RankPool,
+    environment: dict[str, str],
+    sizes: tuple[tuple[int, ...], ...],
+    *,
+    sends_buffers: bool,
 ) -> None:
     net = network()
     steps = train(net, joined_by_hand(sizes))
     expected = net.state_dict()
 
-    answers = ranks.run(len(sizes), train_rank, sizes, buffers, environment=environment)
+    answers = ranks.run(len(sizes), train_rank, sizes, sends_buffers, environment=environment)
 
     for got, count in answers:
         assert count == steps
@@ -98,51 +101,32 @@ def test_ranks_with_different_numbers_of_batches_train_like_one_process(
             assert torch.equal(got[name], answers[0][0][name])
 
 
-def steps_of_rank(sizes: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[int, ...], float]]:
+def loops_of_rank(sizes: tuple[tuple[int, ...], ...]) -> list[list[tuple[int, float]]]:
+    """Return the samples and weights of each step, of two loops."""
     own = [torch.zeros(count, 2) for count in sizes[distributed.get_rank()]]
-    return [(tuple(x.shape), w) for x, w in normscope.joined(own, like=torch.zeros(9, 2))]
+    like = torch.zeros(9, 2) if any(sizes) else None
+    return [[(len(x), w) for x, w in normscope.joined(own, like=like)] for _ in range(2)]
 
 
-def test_all_ranks_have_the_same_number_of_steps_and_the_same_weights(
-    ranks: RankPool, environment: dict[str, str]
+@pytest.mark.parametrize(
+    ("sizes", "samples", "weights"),
+    [
+        # 3 ranks and 5 samples; no rank has a sample in the second step.
+        (((2,), (3, 0), ()), [[2, 0], [3, 0], [0, 0]], [3 / 5, 0.0]),
+        (((), (), ()), [[], [], []], []),
+    ],
+)
+def test_in_each_loop_all_ranks_have_the_same_number_of_steps_and_the_same_weights(
+    ranks: RankPool,
+    environment: dict[str, str],
+    sizes: tuple[tuple[int, ...], ...],
+    samples: list[list[int]],
+    weights: list[float],
 ) -> None:
-    sizes = ((2,), (3, 0), ())
+    answers = ranks.run(3, loops_of_rank, sizes, environment=environment)
 
-    answers = ranks.run(3, steps_of_rank, sizes, environment=environment)
-
-    assert [[shape for shape, _ in steps] for steps in answers] == [
-        [(2, 2), (0, 2)],
-        [(3, 2), (0, 2)],
-        [(0, 2), (0, 2)],
-    ]
-    # 3 ranks and 5 samples; no rank has a sample in the second step.
-    assert [[weight for _, weight in steps] for steps in answers] == [[3 / 5, 0.0]] * 3
-
-
-def steps_of_ranks_without_batches() -> int:
-    return len(list(normscope.joined([])))
-
-
-def test_without_any_batches_there_are_no_steps(ranks: RankPool) -> None:
-    assert ranks.run(3, steps_of_ranks_without_batches) == [0] * 3
-
-
-def second_loop() -> list[int]:
-    own = [torch.zeros(1)] * distributed.get_rank()
-    return [len(list(normscope.joined(own, like=torch.zeros(1)))) for _ in range(3)]
-
-
-def test_each_epoch_can_have_its_own_loop(ranks: RankPool) -> None:
-    assert ranks.run(3, second_loop) == [[2, 2, 2]] * 3
-
-
-def test_without_a_process_group_there_are_only_the_rank_s_own_batches() -> None:
-    own = [torch.randn(4, 2), torch.randn(1, 2)]
-
-    steps = list(normscope.joined(own))
-
-    assert [weight for _, weight in steps] == [1 / 4, 1.0]
-    assert all(got is given for (got, _), given in zip(steps, own, strict=True))
+    expected = [list(zip(of_rank, weights, strict=True)) for of_rank in samples]
+    assert answers == [[steps, steps] for steps in expected]
 
 
 def train_with_join(scope: str, keywords: dict[str, bool], how: str) -> tuple[int, str, float]:
