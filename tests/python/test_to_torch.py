@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from torch import nn
 
 import normscope
 
-OWN_CLASSES = {
-    normscope.BatchNorm1d: nn.BatchNorm1d,
-    normscope.BatchNorm2d: nn.BatchNorm2d,
-    normscope.BatchNorm3d: nn.BatchNorm3d,
-}
+SETTINGS: dict[str, Any] = {"eps": 1e-3, "momentum": None, "affine": False}
+# Layers, and torch's that they become.
+LAYERS: list[tuple[nn.Module, nn.Module]] = [
+    (normscope.BatchNorm1d(3, scope="slices:2", **SETTINGS), nn.BatchNorm1d(3)),
+    (normscope.BatchNorm2d(3, scope="slices:2", **SETTINGS), nn.BatchNorm2d(3)),
+    (normscope.BatchNorm3d(3, scope="slices:2", **SETTINGS), nn.BatchNorm3d(3)),
+    (normscope.convert(nn.BatchNorm2d(3, **SETTINGS)), nn.BatchNorm2d(3)),
+    (normscope.convert(nn.LazyBatchNorm2d(**SETTINGS)), nn.LazyBatchNorm2d()),
+]
 ACTIVATIONS = {
     "relu": nn.ReLU,
     "relu6": nn.ReLU6,
@@ -35,26 +40,18 @@ def trained(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("own_class", OWN_CLASSES)
-def test_a_layer_gets_the_class_and_attributes_of_torch_s_layer(own_class: type[nn.Module]) -> None:
-    layer = own_class(3, eps=1e-3, momentum=None, affine=False, scope="slices:2")
-    weight = layer.running_mean
+@pytest.mark.parametrize(("layer", "plain"), LAYERS)
+def test_a_layer_gets_the_class_and_attributes_of_torch_s_layer(
+    layer: Any, plain: nn.Module
+) -> None:
+    mean = layer.running_mean
 
     assert normscope.to_torch(layer) is layer
 
-    assert type(layer) is OWN_CLASSES[own_class]  # type: ignore[index]
-    assert layer.__dict__.keys() == OWN_CLASSES[own_class](3).__dict__.keys()  # type: ignore[index]
-    assert (layer.eps, layer.momentum, layer.affine) == (1e-3, None, False)
-    assert layer.running_mean is weight
-
-
-def test_a_converted_layer_gets_its_original_class() -> None:
-    model = normscope.convert(nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d()))
-
-    normscope.to_torch(model)
-
-    assert [type(layer) for layer in model] == [nn.BatchNorm2d, nn.LazyBatchNorm2d]
-    assert model[0].__dict__.keys() == nn.BatchNorm2d(3).__dict__.keys()
+    assert type(layer) is type(plain)
+    assert vars(layer).keys() == vars(plain).keys()
+    assert {name: getattr(layer, name) for name in SETTINGS} == SETTINGS
+    assert layer.running_mean is mean
 
 
 def test_hooks_mode_and_state_are_kept() -> None:
