@@ -70,40 +70,35 @@ def test_steps_of_ranks_get_the_time_that_is_left(used: float, limit: float) -> 
     assert gpu_check.limit_of("build", used) == gpu_check.LIMITS["build"]
 
 
-def test_suites_run_if_the_package_is_not_built(tmp_path: Path) -> None:
-    found = steps(tmp_path, "build")
-
-    assert list(found) == ["configure", "build", "build-suites", *gpu_check.SUITES]
+SUITES = [*gpu_check.SUITES]
+OURS = gpu_check.description_of_suites()
 
 
 @pytest.mark.usefixtures("site")
-def test_the_package_is_tested_if_suites_are_not_built(tmp_path: Path) -> None:
-    found = steps(tmp_path, "build-suites")
-
-    assert "python" in found
-    assert not set(gpu_check.SUITES) & set(found)
-
-
-def test_carried_suites_run_if_nothing_can_be_built(tmp_path: Path) -> None:
-    carry(tmp_path, gpu_check.description_of_suites())
-
-    found = steps(tmp_path, "configure")
-
-    assert list(found) == ["configure", *gpu_check.SUITES]
-    assert found["cuda_kernels_test"][0] == str(tmp_path / "carry" / "cuda_kernels_test")
-
-
-@pytest.mark.parametrize(("ours", "status"), [(False, 0), (True, 1)])
-def test_suites_of_other_sources_or_systems_are_built_again(
-    tmp_path: Path, *, ours: bool, status: int
+@pytest.mark.parametrize(
+    ("failing", "carried", "status", "expected"),
+    [
+        ("build", None, 0, ["configure", "build", "build-suites", *SUITES]),
+        ("build-suites", None, 0, ["configure", "build", "python", "build-suites"]),
+        ("configure", OURS, 0, ["configure", *SUITES]),
+        # Suites of other sources, and for another system.
+        ("build", "sm_90 of others", 0, ["configure", "build", "build-suites", *SUITES]),
+        ("build", OURS, 1, ["configure", "build", "build-suites", *SUITES]),
+    ],
+)
+def test_what_could_be_built_or_was_carried_runs(
+    tmp_path: Path, failing: str, carried: str | None, status: int, expected: list[str]
 ) -> None:
-    description = gpu_check.description_of_suites() if ours else "sm_90 of other sources"
-    carry(tmp_path, description, status=status)
+    if carried is not None:
+        carry(tmp_path, carried, status=status)
 
-    found = steps(tmp_path, "build")
+    found = steps(tmp_path, failing)
 
-    assert "build-suites" in found
-    assert found["cuda_kernels_test"][0] != str(tmp_path / "carry" / "cuda_kernels_test")
+    names = {"configure", "build", "build-suites", "python", *SUITES}
+    assert [name for name in found if name in names] == expected
+    for name in set(SUITES) & set(expected):
+        is_carried = found[name][0] == str(tmp_path / "carry" / name)
+        assert is_carried == ("build-suites" not in expected)
 
 
 LIBRARY = Path("libnccl.so.2")
@@ -121,15 +116,24 @@ OLD, NEW = (2, 28, 9), (2, 30, 4)
     ],
 )
 def test_there_is_a_rank_for_each_gpu_or_nccl_shares_one(
+    tmp_path: Path,
     gpus: int,
     version: tuple[int, ...],
     library: Path | None,
     number: int,
     variables: dict[str, str],
 ) -> None:
-    found = gpu_check.ranks_on(gpus, version, library, "none")
+    ranks = gpu_check.ranks_on(gpus, version, library, "none")
+    commands = steps_of(ranks, tmp_path).commands
 
-    assert found == gpu_check.Ranks(number, variables)
+    assert ranks == gpu_check.Ranks(number, variables)
+    assert list(commands) == list(gpu_check.LAST_LIMITS)
+    assert str(number) in commands["data-parallel"]
+    assert ("--quick" in commands["data-parallel"]) == (number < 2)
+    of_tests = [f"{name}={value}" for name, value in variables.items()]
+    for name, command in commands.items():
+        given = [part for part in command if part.startswith(("NCCL_", "LD_"))]
+        assert given == (of_tests if name != "data-parallel" else [])
 
 
 def test_tests_of_ranks_are_left_out_with_a_reason(tmp_path: Path) -> None:
@@ -144,23 +148,6 @@ def test_tests_of_ranks_are_left_out_with_a_reason(tmp_path: Path) -> None:
             "left out: too large"
         )
     assert not check.failed
-
-
-def test_all_gpus_are_used(tmp_path: Path) -> None:
-    commands = steps_of(gpu_check.ranks_on(4, OLD, None, "none"), tmp_path).commands
-
-    assert list(commands) == list(gpu_check.LAST_LIMITS)
-    assert "4" in commands["data-parallel"]
-    assert "--quick" not in commands["data-parallel"]
-    assert not any("LD_PRELOAD" in part for part in commands["ranks"])
-
-
-def test_ranks_that_share_a_gpu_load_the_nccl_that_was_carried(tmp_path: Path) -> None:
-    commands = steps_of(gpu_check.ranks_on(1, OLD, LIBRARY, ""), tmp_path).commands
-
-    for name in ("ranks", "programs-of-ranks"):
-        assert commands[name][:2] == ["env", "LD_PRELOAD=libnccl.so.2"]
-    assert "LD_PRELOAD=libnccl.so.2" not in commands["data-parallel"]
 
 
 def test_a_step_without_time_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
