@@ -124,15 +124,27 @@ def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert torch.equal(a, b), number
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_results_are_those_of_two_modules(name: str) -> None:
-    separate = sequence(nn.Conv2d(3, 2, 1), act=ACTIVATIONS[name]())
+@pytest.mark.parametrize(
+    ("layer", "shape", "name"),
+    [
+        *((lambda: nn.BatchNorm2d(3), (4, 3, 5, 2), name) for name in ACTIVATIONS),
+        *((layer, shape, "hard_swish") for layer, shape in LAYERS),
+    ],
+)
+def test_the_modules_remain_and_have_the_results_of_two(
+    layer: Callable[[], nn.Module], shape: tuple[int, ...], name: str
+) -> None:
+    separate = nn.Sequential(nn.Identity(), layer(), ACTIVATIONS[name](), nn.Identity())
     joined = copy.deepcopy(separate)
+    children = list(joined)
     normscope.convert(separate, "slices:2")
 
     fused(joined)
 
-    x = batch()
+    assert [id(child) for child in joined] == [id(child) for child in children]
+    assert [vars(type(m)).keys() for m in joined] == [vars(type(m)).keys() for m in separate]
+    assert isinstance(joined, nn.Sequential)
+    x = torch.randn(shape)
     assert left_out(copy.deepcopy(joined), x) == ["2"]
     for _ in range(2):
         got, expected = step(joined, x), step(separate, x)
@@ -141,26 +153,6 @@ def test_the_results_are_those_of_two_modules(name: str) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         else:
             assert_equal(got, expected)
-
-
-@pytest.mark.parametrize(("layer", "shape"), LAYERS)
-def test_only_the_class_of_the_sequence_changes(
-    layer: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
-    separate = nn.Sequential(layer(), nn.Hardswish())
-    joined = copy.deepcopy(separate)
-    children = list(joined)
-
-    fused(joined)
-
-    normscope.convert(separate, "slices:2")
-    assert [id(child) for child in joined] == [id(child) for child in children]
-    assert [vars(type(m)).keys() for m in joined] == [vars(type(m)).keys() for m in separate]
-    assert isinstance(joined, nn.Sequential)
-    x = torch.randn(shape)
-    assert left_out(joined, x) == ["1"]
-    separate(x)
-    assert_equal(step(joined, x), step(separate, x))
 
 
 @pytest.mark.own_kernels
@@ -318,26 +310,16 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
-def as_mkldnn(model: nn.Module) -> nn.Module:
+def as_mkldnn(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it uses torch.jit
         from torch.utils import mkldnn
 
         converted: nn.Module = mkldnn.to_mkldnn(model)
-    return nn.Sequential(ToMkldnn(), converted, ToDense())
+    return lambda x: converted(x.to_mkldnn()).to_dense()
 
 
-class ToMkldnn(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to_mkldnn()
-
-
-class ToDense(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to_dense()
-
-
-TOOLS: dict[str, Callable[[nn.Module], nn.Module]] = {
+TOOLS: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]] = {
     "torch.nn.SyncBatchNorm": nn.SyncBatchNorm.convert_sync_batchnorm,
     "frozen": frozen,
     "mkldnn": as_mkldnn,
