@@ -93,9 +93,26 @@ def test_the_names_of_normscope_are_few_and_from_its_packages() -> None:
 
 
 PROGRAM = """
-import copy, json, os, sys, torch, normscope
+import copy, json, os, sys, torch
+import torch._dynamo, torch.distributed.tensor  # which change classes of torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as Parallel
+
+def members():
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
+    values = [value for module in modules for value in vars(module).values()]
+    classes = {value for value in values if isinstance(value, type)}
+    return {c: dict(vars(c)) for c in classes if c.__module__.partition(".")[0] == "torch"}
+
+before = members()
+import normscope
+after = members()
+print(len(before), "lightning" in sys.modules, [
+    f"{c.__qualname__}.{name}"
+    for c in before
+    for name in before[c].keys() | after[c].keys()
+    if before[c].get(name) is not after[c].get(name)
+], flush=True)
 
 def theirs():
     return [
@@ -106,12 +123,12 @@ def theirs():
 kept = normscope.convert(torch.nn.Sequential(torch.nn.BatchNorm1d(3)), "slices:2")
 kept = [kept, copy.deepcopy(kept), normscope.BatchNormAct1d(3, scope="local")]
 kept.append(normscope.functional.batch_norm(torch.ones(2, 3), None, None, scope="local"))
-before = theirs()
+unchanged = theirs()
 # Forks, because an import of torch takes seconds.
 for made in sys.argv[1:]:
     if os.fork() == 0:
         exec(made)
-        print(json.dumps([made, before, theirs()]), flush=True)
+        print(json.dumps([made, unchanged, theirs()]), flush=True)
         os._exit(0)
     os.wait()
 """
@@ -133,42 +150,16 @@ MAKING = {
 
 
 def test_torch_is_changed_only_for_layers_that_need_it() -> None:
-    printed = output_of("-c", PROGRAM, *MAKING, seconds=120).splitlines()
+    of_import, *of_layers = output_of("-c", PROGRAM, *MAKING, seconds=120).splitlines()
 
-    assert list(map(json.loads, printed)) == [
-        [made, [True, True, True], theirs] for made, theirs in MAKING.items()
-    ]
-
-
-IMPORT = """
-import sys, torch
-import torch._dynamo, torch.distributed.tensor  # which change classes of torch
-
-def members():
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
-    values = [value for module in modules for value in vars(module).values()]
-    classes = {value for value in values if isinstance(value, type)}
-    return {c: dict(vars(c)) for c in classes if c.__module__.partition(".")[0] == "torch"}
-
-before = members()
-import normscope
-after = members()
-print(len(before), "lightning" in sys.modules, [
-    f"{c.__qualname__}.{name}"
-    for c in before
-    for name in before[c].keys() | after[c].keys()
-    if before[c].get(name) is not after[c].get(name)
-])
-"""
-
-
-def test_an_import_changes_no_class_of_torch_and_does_not_import_lightning() -> None:
-    classes, lightning, changed = output_of("-c", IMPORT, seconds=120).split(maxsplit=2)
-
+    classes, lightning, changed = of_import.split(maxsplit=2)
     assert int(classes) > 1000
     assert lightning == "False"
     assert not hasattr(normscope, "ScopeSync")
-    assert changed.strip() == "[]"
+    assert changed == "[]"
+    assert list(map(json.loads, of_layers)) == [
+        [made, [True, True, True], theirs] for made, theirs in MAKING.items()
+    ]
 
 
 TRAINING = """
