@@ -18,7 +18,6 @@ from torch import fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrizations
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-from torch.utils.checkpoint import checkpoint_sequential
 
 import normscope
 
@@ -153,15 +152,6 @@ def test_the_modules_remain_and_have_the_results_of_two(
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         else:
             assert_equal(got, expected)
-
-
-@pytest.mark.own_kernels
-def test_the_activation_runs_once_in_a_single_op() -> None:
-    model: Any = fused(sequence())
-
-    y = model(batch())
-
-    assert "BatchNorm" in y.grad_fn.name()
 
 
 def test_torch_lists_the_classes_that_a_file_of_a_whole_model_needs() -> None:
@@ -402,18 +392,6 @@ def test_a_compiled_layer_is_called() -> None:
     model(batch())
 
     assert graphs.frame_count == 1
-
-
-def test_checkpoints_of_a_sequence_give_the_same_results() -> None:
-    model: Any = fused(sequence(nn.BatchNorm2d(3), nn.SiLU()), "local").double()
-    x = batch().double().requires_grad_()
-
-    (dx,) = torch.autograd.grad(model(x).square().sum(), x)
-    y = checkpoint_sequential(model, 2, x, use_reentrant=False)
-    (got,) = torch.autograd.grad(y.square().sum(), x)
-
-    # In a segment each child is called; SiLU rounds differently then. Values of order ten.
-    torch.testing.assert_close(got, dx, rtol=0, atol=1e-12)
 
 
 def test_a_hook_of_a_fused_layer_is_kept_by_revert_and_to_torch() -> None:
