@@ -6,22 +6,14 @@ from __future__ import annotations
 import copy
 
 import torch
-from client import Client, NetworkTests, samples, seeded
+from client import Client, NetworkTests, outputs_for, samples
 from monai.data import MetaTensor
 from monai.networks.nets import DenseNet, SegResNet, UNet
-from torch import Tensor, nn
+from torch import nn
 
 import normscope
 
-
-def of_volumes(model: nn.Module, part: slice) -> Tensor:
-    y: Tensor = model(samples(1, 16, 16, 16)[part])
-    return y
-
-
-def of_images(model: nn.Module, part: slice) -> Tensor:
-    y: Tensor = model(samples(1, 32, 32)[part])
-    return y
+of_volumes = outputs_for(1, 16, 16, 16)
 
 
 def unet(norm: str) -> nn.Module:
@@ -37,35 +29,31 @@ def unet(norm: str) -> nn.Module:
     return network
 
 
-def segresnet() -> nn.Module:
-    network: nn.Module = SegResNet(
-        spatial_dims=3,
-        init_filters=4,
-        out_channels=2,
-        norm="batch",
-        blocks_down=(1, 1),
-        blocks_up=(1,),
-    )
-    return network
-
-
-def densenet() -> nn.Module:
-    network: nn.Module = DenseNet(
-        spatial_dims=2,
-        in_channels=1,
-        out_channels=2,
-        init_features=8,
-        growth_rate=4,
-        block_config=(2, 2),
-    )
-    return network
-
-
 CLIENTS = {
-    "unet": Client(lambda: seeded(lambda: unet("batch")), of_volumes),
-    "synchronized": Client(lambda: seeded(lambda: unet("syncbatch")), of_volumes),
-    "segresnet": Client(lambda: seeded(segresnet), of_volumes),
-    "densenet": Client(lambda: seeded(densenet), of_images),
+    "unet": Client(lambda: unet("batch"), of_volumes),
+    "synchronized": Client(lambda: unet("syncbatch"), of_volumes),
+    "segresnet": Client(
+        lambda: SegResNet(
+            spatial_dims=3,
+            init_filters=4,
+            out_channels=2,
+            norm="batch",
+            blocks_down=(1, 1),
+            blocks_up=(1,),
+        ),
+        of_volumes,
+    ),
+    "densenet": Client(
+        lambda: DenseNet(
+            spatial_dims=2,
+            in_channels=1,
+            out_channels=2,
+            init_features=8,
+            growth_rate=4,
+            block_config=(2, 2),
+        ),
+        outputs_for(1, 32, 32),
+    ),
 }
 
 
@@ -74,7 +62,7 @@ class TestNetworks(NetworkTests):
 
 
 def test_a_tensor_with_metadata_trains_and_keeps_it() -> None:
-    net = seeded(densenet)
+    net = CLIENTS["densenet"].network()
     models = [normscope.convert(copy.deepcopy(net), "slices:2", fuse=True) for _ in range(2)]
     x = samples(1, 32, 32)
 

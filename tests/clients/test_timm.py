@@ -12,7 +12,7 @@ import client
 import pytest
 import timm
 import torch
-from client import Client, NetworkTests, samples, seeded
+from client import Client, NetworkTests, outputs_for, samples, seeded
 from timm import layers as timm_layers
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -42,13 +42,11 @@ def test_a_model_from_each_module_converts_and_reverts() -> None:
     assert converted >= 58
 
 
-def classified(model: nn.Module, part: slice) -> torch.Tensor:
-    y: torch.Tensor = model(samples(3, 64, 64)[part])
-    return y
+classified = outputs_for(3, 64, 64)
 
 
-def client_of(name: str, **keywords: object) -> Client:
-    return Client(lambda: seeded(lambda: timm.create_model(name, **keywords)), classified)
+def client_of(name: str) -> Client:
+    return Client(lambda: timm.create_model(name), classified)
 
 
 CLIENTS = {
@@ -98,13 +96,12 @@ def has_one_op(layer: nn.Module) -> bool:
 
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *OTHERS])
 def test_layers_compute_the_same_as_timm_s(name: str) -> None:
-    def network() -> nn.Sequential:
-        return nn.Sequential(layer_of((ACTIVATIONS | OTHERS)[name]))
+    keywords = (ACTIVATIONS | OTHERS)[name]
 
-    client.assert_trains_as_torch(Client(network, outputs))
+    client.assert_trains_as_torch(Client(lambda: nn.Sequential(layer_of(keywords)), outputs))
 
     one_op = name in ACTIVATIONS or name == "none"
-    assert has_one_op(normscope.convert(network()[0], "local")) == one_op
+    assert has_one_op(normscope.convert(layer_of(keywords), "local")) == one_op
 
 
 @pytest.mark.parametrize("name", ["drop", "act"])
@@ -211,12 +208,11 @@ def test_timm_s_conversions_keep_the_activation_of_a_converted_model() -> None:
         torch.testing.assert_close(changed(x), expected, rtol=0, atol=client.TOLERANCE)
 
 
-def split() -> nn.Module:
-    model: nn.Module = timm_layers.convert_splitbn_model(CLIENTS["resnetv2"].network(), 2)
-    return model.double()
-
-
 def test_split_layers_train_as_timm_s() -> None:
+    def split() -> nn.Module:
+        model: nn.Module = timm_layers.convert_splitbn_model(CLIENTS["resnetv2"].network(), 2)
+        return model
+
     client.assert_trains_as_torch(Client(split, classified))
 
 

@@ -7,22 +7,12 @@ from typing import Any
 
 import client
 import torch
-from client import Client, NetworkTests, samples, seeded
+from client import Client, NetworkTests, outputs_for, samples, seeded
 from torch import nn
 from torchvision import models
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import normscope
-
-
-def classified(model: nn.Module, part: slice) -> torch.Tensor:
-    y: torch.Tensor = model(samples(3, 64, 64)[part])
-    return y
-
-
-def segmented(model: nn.Module, part: slice) -> torch.Tensor:
-    y: torch.Tensor = model(samples(3, 32, 32)[part])["out"]
-    return y
 
 
 def deeplab() -> nn.Module:
@@ -34,16 +24,12 @@ def deeplab() -> nn.Module:
     return model
 
 
-def mobilenet() -> nn.Module:
-    model = models.mobilenet_v3_small(dropout=0.0)
-    assert isinstance(model, nn.Module)
-    return model
-
-
 CLIENTS = {
-    "resnet18": Client(lambda: seeded(models.resnet18), classified),
-    "mobilenet_v3_small": Client(lambda: seeded(mobilenet), classified),
-    "deeplabv3": Client(lambda: seeded(deeplab), segmented),
+    "resnet18": Client(models.resnet18, outputs_for(3, 64, 64)),
+    "mobilenet_v3_small": Client(
+        lambda: models.mobilenet_v3_small(dropout=0.0), outputs_for(3, 64, 64)
+    ),
+    "deeplabv3": Client(deeplab, outputs_for(3, 32, 32, key="out")),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from client import Client, NetworkTests, samples, seeded
+from client import Client, NetworkTests, outputs_for
 from rank_pool import RankPool
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
@@ -30,11 +30,6 @@ import normscope
 from normscope.scopes.transformers import ScopeCallback
 
 
-def classified(model: nn.Module, part: slice) -> Tensor:
-    y: Tensor = model(pixel_values=samples(3, 32, 32)[part]).logits
-    return y
-
-
 def resnet() -> nn.Module:
     config = ResNetConfig(
         embedding_size=8,
@@ -47,17 +42,15 @@ def resnet() -> nn.Module:
     return model
 
 
-def mobilenet() -> nn.Module:
-    config = MobileNetV2Config(
-        image_size=32, depth_multiplier=0.35, num_labels=3, classifier_dropout_prob=0.0
-    )
-    model: nn.Module = MobileNetV2ForImageClassification(config)
-    return model
+MOBILENET = MobileNetV2Config(
+    image_size=32, depth_multiplier=0.35, num_labels=3, classifier_dropout_prob=0.0
+)
 
+logits = outputs_for(3, 32, 32, key="logits")
 
 CLIENTS = {
-    "resnet": Client(lambda: seeded(resnet), classified),
-    "mobilenet": Client(lambda: seeded(mobilenet), classified),
+    "resnet": Client(resnet, logits),
+    "mobilenet": Client(lambda: MobileNetV2ForImageClassification(MOBILENET), logits),
 }
 
 

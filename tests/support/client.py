@@ -28,15 +28,19 @@ Outputs = Callable[[nn.Module, slice], torch.Tensor]
 
 @dataclass(frozen=True)
 class Client:
-    """A network in float64 and how to run it.
+    """A network and how to run it.
 
     Args:
-        network: Makes the network, the same one at each call.
+        make: Makes the network.
         outputs: Returns the outputs [n, *] for the n samples in a slice of all SAMPLES.
     """
 
-    network: Callable[[], nn.Module]
+    make: Callable[[], nn.Module]
     outputs: Outputs
+
+    def network(self) -> nn.Module:
+        """Make the network in float64 and training mode, the same one at each call."""
+        return seeded(self.make)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,17 @@ def samples(*shape: int) -> torch.Tensor:
     """Return all samples [SAMPLES, *shape], the same at each call."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(SAMPLES, *shape, dtype=torch.float64, generator=generator)
+
+
+def outputs_for(*shape: int, key: str = "") -> Outputs:
+    """Return the outputs of a model for samples of a shape; with a key, those that it names so."""
+
+    def outputs(model: nn.Module, part: slice) -> torch.Tensor:
+        found = model(samples(*shape)[part])
+        y: torch.Tensor = found[key] if key else found
+        return y
+
+    return outputs
 
 
 def step_of(model: nn.Module, outputs: Outputs, part: slice = slice(SAMPLES)) -> Step:
