@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -54,16 +54,15 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         early_stop=False,
     ),
 }
-NESTED: dict[str, Checkpoint] = {
+CHECKPOINTS |= {
     f"{inner} in {outer}": partial(nested, CHECKPOINTS[inner], CHECKPOINTS[outer])
     for inner, outer in product(("reentrant", "non-reentrant"), repeat=2)
 }
 
-
-KINDS = [kind for kind in CHECKPOINTS | NESTED if kind != "none"]
 # The drawn programs do this with other kernels.
 every_checkpoint = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.own_kernels) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.own_kernels) for kind in CHECKPOINTS if kind != "none"],
 )
 
 
@@ -174,8 +173,9 @@ def test_a_checkpoint_in_a_compiled_model_has_the_results_of_eager_mode(kind: st
 
 
 @pytest.mark.own_kernels
-@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("in_another_thread", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "in_another_thread"), [("reentrant", False), ("non-reentrant", True)]
+)
 def test_a_compiled_block_refuses_a_change_of_its_scope_before_the_recomputation(
     kind: str, *, in_another_thread: bool
 ) -> None:
@@ -242,7 +242,12 @@ def test_a_recomputation_of_more_layers_is_named() -> None:
             layer(x)
 
 
-def gradients_with_changes(kind: str, order: str, before: str, after: str) -> list[torch.Tensor]:
+WORK = ("change", "forward", "backward")
+
+
+def gradients_with_changes(
+    kind: str, order: str, before: str, after: str, elsewhere: tuple[str, ...]
+) -> list[torch.Tensor]:
     """Change the scope after each forward of a step, and before the next step.
 
     Args:
@@ -250,48 +255,13 @@ def gradients_with_changes(kind: str, order: str, before: str, after: str) -> li
         order: The backwards, each of the forward a, of b, or of both.
         before: The scope of the forward a.
         after: The scope of the forward b.
+        elsewhere: What of WORK runs in threads of its own.
     """
     block = block_of(before)
+    block(torch.randn(4, 3, 6, 6, dtype=torch.float64)).sum().backward()  # nodes of this thread
     generator = torch.Generator().manual_seed(1 + distributed.get_rank())
     scopes = [after, before]
     xs, ys = {}, {}
-    for step in range(2):
-        for name in "ab":
-            x = torch.randn(4, 3, 6, 6, generator=generator, dtype=torch.float64) + step
-            xs[f"{name}{step}"] = x.requires_grad_()
-            ys[name] = (CHECKPOINTS | NESTED)[kind](block, x)
-            normscope.set_scope(block, scopes[0])
-            scopes.reverse()
-        for names in order.split():
-            torch.stack([ys[name].square().sum() for name in names]).sum().backward()
-        normscope.set_scope(block, before)
-    leaves = [*xs.values(), *block.parameters()]
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-@every_checkpoint
-@pytest.mark.parametrize("order", ["a b", "b a", "ab"])
-@pytest.mark.parametrize(("before", "after"), [("local", "slices:2"), ("world", "local")])
-def test_a_recomputation_has_the_scope_of_its_forward(
-    ranks: RankPool, kind: str, order: str, before: str, after: str
-) -> None:
-    expected = ranks.run(2, gradients_with_changes, "none", order, before, after)
-
-    answers = ranks.run(2, gradients_with_changes, kind, order, before, after)
-
-    for got, want in zip(answers, expected, strict=True):
-        assert_near(got, want)
-
-
-WORK = ("change", "forward", "backward")
-
-
-def gradients_in_threads(kind: str, elsewhere: tuple[str, ...]) -> list[torch.Tensor]:
-    """Change the scope before and after each forward; some of WORK runs in threads of its own."""
-    block = block_of("local")
-    block(torch.randn(4, 3, 6, 6, dtype=torch.float64)).sum().backward()  # nodes of this thread
-    generator = torch.Generator().manual_seed(1)
-    gradients = []
     with ExitStack() as stack:
         threads = {work: stack.enter_context(ThreadPoolExecutor(1)) for work in elsewhere}
 
@@ -300,24 +270,43 @@ def gradients_in_threads(kind: str, elsewhere: tuple[str, ...]) -> list[torch.Te
                 return call(*arguments)
             return threads[work].submit(call, *arguments).result()
 
-        for before, after in (("slices:2", "local"), ("local", "slices:3"), ("slices:2", "local")):
-            x = torch.randn(6, 3, 6, 6, generator=generator, dtype=torch.float64)
-            x.requires_grad_()
+        for step in range(2):
+            for name in "ab":
+                x = torch.randn(4, 3, 6, 6, generator=generator, dtype=torch.float64) + step
+                xs[f"{name}{step}"] = x.requires_grad_()
+                ys[name] = do("forward", CHECKPOINTS[kind], block, x)
+                do("change", normscope.set_scope, block, scopes[0])
+                scopes.reverse()
+            for names in order.split():
+                loss = torch.stack([ys[name].square().sum() for name in names]).sum()
+                do("backward", loss.backward)
             do("change", normscope.set_scope, block, before)
-            y = do("forward", (CHECKPOINTS | NESTED)[kind], block, x)
-            do("change", normscope.set_scope, block, after)
-            do("backward", lambda y: y.square().sum().backward(), y)
-            assert x.grad is not None
-            gradients.append(x.grad)
-    return gradients
+    leaves = [*xs.values(), *block.parameters()]
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
 @every_checkpoint
-@pytest.mark.parametrize("elsewhere", [c for n in (1, 2, 3) for c in combinations(WORK, n)])
+@pytest.mark.parametrize(
+    ("order", "before", "after", "elsewhere"),
+    [
+        ("a b", "local", "slices:2", ()),
+        ("b a", "world", "local", ()),
+        ("ab", "world", "local", ()),
+        ("a b", "world", "local", ("change",)),
+        ("b a", "slices:2", "local", ("forward",)),
+        ("a b", "slices:2", "world", ("backward",)),
+        ("b a", "local", "slices:2", WORK),
+    ],
+)
 def test_a_recomputation_has_the_scope_of_its_forward_in_any_thread(
-    kind: str, elsewhere: tuple[str, ...]
+    ranks: RankPool, kind: str, order: str, before: str, after: str, elsewhere: tuple[str, ...]
 ) -> None:
-    assert_near(gradients_in_threads(kind, elsewhere), gradients_in_threads("none", ()))
+    expected = ranks.run(2, gradients_with_changes, "none", order, before, after, ())
+
+    answers = ranks.run(2, gradients_with_changes, kind, order, before, after, elsewhere)
+
+    for got, want in zip(answers, expected, strict=True):
+        assert_near(got, want)
 
 
 class Refused(Exception):  # noqa: N818
@@ -329,18 +318,17 @@ def refuse(_: torch.Tensor) -> None:
 
 
 @every_checkpoint
-@pytest.mark.parametrize("first", ["local", "slices:2"])
-def test_a_backward_that_raised_changes_no_later_recomputation(kind: str, first: str) -> None:
+def test_a_backward_that_raised_changes_no_later_recomputation(kind: str) -> None:
     gradients = []
     for fails in (False, True):
-        block = block_of(first)
+        block = block_of("slices:2")
         x, other = torch.randn(
             2, 4, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
         )
         x, other = x.requires_grad_(), other.requires_grad_()
-        y = (CHECKPOINTS | NESTED)[kind](block, x)
-        normscope.set_scope(block, "slices:2" if first == "local" else "local")
-        z = (CHECKPOINTS | NESTED)[kind](block, other)
+        y = CHECKPOINTS[kind](block, x)
+        normscope.set_scope(block, "local")
+        z = CHECKPOINTS[kind](block, other)
         if fails:
             x.register_hook(refuse)
             with pytest.raises(Refused):
