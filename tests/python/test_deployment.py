@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from deployed_networks import assert_close, batch, network
+from deployed_networks import assert_close, batch, trained
 from rank_pool import RankPool, error_of
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +23,31 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+class Network(nn.Module):
+    """One layer of each kind: BatchNorm2d, SyncBatchNorm, and one with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3)
+        self.norm1 = normscope.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm2 = normscope.SyncBatchNorm(8)
+        self.conv3 = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm3 = normscope.BatchNormAct2d(8, activation="relu6", scope="local")
+        self.relu = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.norm1(self.conv1(x)))
+        z = self.relu(self.norm2(self.conv2(y)))
+        out: torch.Tensor = self.norm3(self.conv3(z), residual=y)
+        return out
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return trained(Network())
 
 
 @pytest.mark.parametrize(
@@ -96,7 +121,7 @@ def ops_of(program: torch.export.ExportedProgram) -> set[str]:
     return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
 
 
-def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+def steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Return y, gradients and buffers after two training steps."""
     for _ in range(2):
         model.zero_grad()
@@ -106,46 +131,36 @@ def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), *gradients, *(buffer.clone() for buffer in model.buffers())]
 
 
+# With slices, only a graph of one size can be decomposed.
 @pytest.mark.parametrize(
-    "layer",
+    ("layer", "sizes"),
     [
-        normscope.BatchNorm2d(4),
-        normscope.BatchNorm2d(4, momentum=None),
-        normscope.BatchNorm2d(4, track_running_stats=False),
-        normscope.BatchNorm2d(4, scope="slices:2"),
-        normscope.BatchNorm2d(4, scope="slices:3", slice_stats="first"),
-        normscope.BatchNorm2d(4, scope="world"),  # no other rank
+        ({}, (4, 7)),
+        ({"momentum": None}, (4, 7)),
+        ({"track_running_stats": False}, (4, 7)),
+        ({"scope": "slices:2"}, (4,)),
+        ({"scope": "slices:3", "slice_stats": "first"}, (4,)),
+        ({"scope": "world"}, (4, 7)),  # no other rank
     ],
-    ids=["local", "cumulative", "untracked", "slices", "first", "alone"],
 )
 def test_a_decomposed_training_graph_trains_with_torch_s_ops(
-    layer: nn.Module,
+    layer: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), copy.deepcopy(layer))
-    x = torch.randn(4, 3, 6, 6)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4, **layer))
+    inputs = [torch.randn(size, 3, 6, 6) for size in sizes]
+    dynamic = None if len(sizes) == 1 else ({0: torch.export.Dim("n", min=2)},)
 
-    program = torch.export.export(copy.deepcopy(model), (x,)).run_decompositions()
+    exported = torch.export.export(copy.deepcopy(model), (inputs[0],), dynamic_shapes=dynamic)
+    program = exported.run_decompositions()
 
     assert not any("normscope" in op for op in ops_of(program))
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
-    for got, expected in zip(
-        trained(torch.export.load(file).module(), x), trained(model, x), strict=True
-    ):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
-
-
-def test_a_training_graph_can_be_decomposed_for_batches_of_any_size() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4))
-    sizes = ({0: torch.export.Dim("n", min=2)},)
-
-    program = torch.export.export(
-        copy.deepcopy(model), (torch.randn(4, 3, 6, 6),), dynamic_shapes=sizes
-    ).run_decompositions()
-
-    x = torch.randn(7, 3, 6, 6)
-    assert_close(program.module()(x), model(x))
+    loaded = torch.export.load(file).module()
+    for x in inputs:
+        for got, expected in zip(steps(loaded, x), steps(model, x), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("layer", [{"momentum": None}, {"scope": "slices:2"}, {}])
@@ -167,9 +182,9 @@ def of_exported_on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor], torch
     model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4, scope="world"))
     x = torch.randn(4, 3, 6, 6) + distributed.get_rank()
     program = torch.export.export(copy.deepcopy(model), (x,))
-    got = trained(program.module(), x)
+    got = steps(program.module(), x)
     y = program.run_decompositions().module()(x)
-    return got, trained(model, x), y, error_of(y.sum().backward, NotImplementedError)
+    return got, steps(model, x), y, error_of(y.sum().backward, NotImplementedError)
 
 
 def test_an_exported_training_graph_with_exchanges_trains_before_its_decomposition_only(
