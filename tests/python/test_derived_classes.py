@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from functools import partial
 from typing import Any
 
@@ -98,19 +97,6 @@ def test_layers_of_a_distributed_model_convert_and_revert(
     for classes in ranks.run(2, convert_and_revert, how, order):
         assert classes[1] == f"{prefix}BatchNorm2d"
         assert classes[4] == f"{prefix}SyncBatchNorm"
-
-
-def sharded_with_an_activation() -> str:
-    model = nn.Sequential(normscope.BatchNormAct2d(4))
-    distribute(model, "fully_shard")
-    with pytest.raises(TypeError) as error:
-        normscope.to_torch(model)
-    return str(error.value)
-
-
-def test_a_sharded_layer_with_an_activation_is_not_replaced(ranks: RankPool) -> None:
-    for error in ranks.run(2, sharded_with_an_activation):
-        assert re.match("0: .*got .*FSDPBatchNormAct2d; call to_torch before .*fully_shard", error)
 
 
 def sharded_and_parametrized() -> list[str]:
