@@ -26,7 +26,7 @@ from scenes import SIDE, VOID, Batch, DigitScenes, FolderScenes, training_batch
 from settings import Settings
 from trainer import LARGEST_LEARNING_RATE, Trainer
 
-SETTINGS = Settings(ranks=4, images_per_rank=2, steps=5)
+SETTINGS = Settings(ranks=4, images_per_rank=2, steps=2)
 
 
 @pytest.fixture(scope="module")
