@@ -284,6 +284,45 @@ def test_a_recomputation_has_the_scope_of_its_forward_in_any_thread(
         assert_near(got, want)
 
 
+class Sine(torch.autograd.Function):
+    """A function in Python, whose node is of the class of a reentrant checkpoint's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        [x] = ctx.saved_tensors
+        return gradients[0] * x.cos()
+
+
+def composed(outer: Callable[..., Any], inner: Callable[..., Any], x: torch.Tensor) -> Any:
+    return outer(inner(x))
+
+
+@pytest.mark.own_kernels
+@pytest.mark.parametrize(
+    ("sine", "next_kind"), [(torch.sin, "reentrant"), (Sine.apply, "non-reentrant")]
+)
+def test_a_node_after_a_layer_belongs_to_its_forward_and_not_to_the_next(
+    sine: Callable[[torch.Tensor], torch.Tensor], next_kind: str
+) -> None:
+    gradients = []
+    for changes in (False, True):
+        layer = normscope.BatchNorm1d(3, scope="local")
+        x = torch.linspace(0, 1, 12).view(4, 3).requires_grad_()
+        y = CHECKPOINTS["non-reentrant"](partial(composed, sine, layer), x)
+        if changes:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(normscope.set_scope, layer, "slices:2").result()
+            CHECKPOINTS[next_kind](layer, x)
+        gradients.append(torch.autograd.grad(y.square().sum(), x))
+
+    assert torch.equal(*map(torch.stack, gradients))
+
+
 class Refused(Exception):  # noqa: N818
     """What a program raises in a backward."""
 
