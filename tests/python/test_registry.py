@@ -50,9 +50,18 @@ class ScopedSynced(normscope.BatchNorm):
     pass
 
 
+class Labelled(nn.BatchNorm2d):
+    label = "plain"
+
+
+class ScopedLabelled(normscope.BatchNorm2d):
+    label: str
+
+
 normscope.register_conversion(Scaled, ScopedScaled)
 normscope.register_conversion(Activated, normscope.BatchNormAct2d, attributes=attributes_of)
 normscope.register_conversion(Synced, ScopedSynced)
+normscope.register_conversion(Labelled, ScopedLabelled, attributes=lambda _: {"label": "scoped"})
 
 
 def batch() -> torch.Tensor:
@@ -112,3 +121,13 @@ def test_the_scoped_class_uses_the_attributes() -> None:
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-13)
     normscope.revert(model)
     assert model[0].negative_slope == "of the layer"
+
+
+def test_to_torch_restores_the_class_and_removes_the_attributes() -> None:
+    layer: Any = normscope.convert(Labelled(3), "local")
+    assert layer.label == "scoped"
+
+    normscope.to_torch(layer)
+
+    assert type(layer) is Labelled
+    assert layer.label == "plain"
