@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rank_pool import RankPool, connected_group, error_of
@@ -15,6 +17,7 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import normscope
+from normscope._binding import ops
 
 OVER_GLOO = {"NORMSCOPE_SHARED_MEMORY": "0"}
 
@@ -65,6 +68,31 @@ def test_consecutive_groups_are_kept_apart_and_leave_nothing_open(ranks: RankPoo
     growth = ranks.run(2, growth_with_groups_of_the_same_ranks, groups, environment=OVER_GLOO)
 
     assert max(growth) < groups - 1
+
+
+def freed_when_a_group_is_closed() -> list[str]:
+    """Close a group that raises; return what its error held and is freed."""
+    freed = []
+
+    class Held:
+        def __del__(self) -> None:
+            time.sleep(0.3)
+            freed.append("held")
+
+    def destroy(_: object) -> None:
+        held = Held()  # in the error's traceback
+        raise RuntimeError(f"{type(held).__name__}: not destroyed")
+
+    normscope.BatchNorm2d(3)(batch())
+    with patch.object(distributed, "destroy_process_group", destroy):
+        ops.forget_groups()
+    return freed.copy()
+
+
+def test_what_an_error_holds_is_freed_before_the_program_goes_on(ranks: RankPool) -> None:
+    answers = ranks.run(2, freed_when_a_group_is_closed, environment=OVER_GLOO)
+
+    assert answers == [["held"]] * 2
 
 
 def over_a_backend_that_makes_one_group() -> str:

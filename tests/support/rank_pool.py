@@ -51,7 +51,7 @@ CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
 HANG_SECONDS = 120.0
 
 # Of a dead rank's standard error.
-MOST_CHARACTERS = 4000
+MOST_CHARACTERS = 10_000
 
 
 class RankFailureError(AssertionError):
@@ -108,6 +108,10 @@ class RankPool:
     environment: Mapping[str, str] = field(default_factory=dict)
     backend: str = "gloo"
     _ranks: list[Rank] = field(default_factory=list)
+    # torch ends a process that finds the file of a store gone while it removes the store. Ranks may
+    # do so after they have answered.
+    _stores: tempfile.TemporaryDirectory[str] | None = None
+    _runs: int = 0
 
     def run(
         self,
@@ -142,23 +146,22 @@ class RankPool:
             group_seconds, hang_seconds = min(group_seconds, 30.0), min(hang_seconds, 45.0)
         while len(self._ranks) < size:
             self._ranks.append(_start_rank(self.environment))
-        with tempfile.TemporaryDirectory(prefix="normscope-ranks-") as folder:
-            task = Task(
-                file=inspect.getfile(function),
-                function=function.__name__,
-                arguments=arguments,
-                size=size,
-                store=str(Path(folder, "store")),
-                group_seconds=group_seconds,
-                environment=dict(environment or {}),
-                backend=self.backend,
-            )
-            for rank in range(size):
-                try:
-                    self._ranks[rank].connection.send_bytes(pickle.dumps((rank, task)))
-                except ConnectionError:
-                    raise self._death_of(rank, size) from None
-            answers = self._gather(size, hang_seconds)
+        task = Task(
+            file=inspect.getfile(function),
+            function=function.__name__,
+            arguments=arguments,
+            size=size,
+            store=self._new_store(),
+            group_seconds=group_seconds,
+            environment=dict(environment or {}),
+            backend=self.backend,
+        )
+        for rank in range(size):
+            try:
+                self._ranks[rank].connection.send_bytes(pickle.dumps((rank, task)))
+            except ConnectionError:
+                raise self._death_of(rank, size) from None
+        answers = self._gather(size, hang_seconds)
         failures = [f"rank {r}: {a.failure}" for r, a in enumerate(answers) if a.failure]
         if failures:
             raise RankFailureError("\n".join(failures))
@@ -169,6 +172,16 @@ class RankPool:
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()
+        if self._stores is not None:
+            self._stores.cleanup()
+            self._stores = None
+
+    def _new_store(self) -> str:
+        """Return the path of a file that does not exist."""
+        if self._stores is None:
+            self._stores = tempfile.TemporaryDirectory(prefix="normscope-ranks-")
+        self._runs += 1
+        return str(Path(self._stores.name, str(self._runs)))
 
     def _gather(self, size: int, hang_seconds: float) -> list[Answer]:
         answers: dict[int, Answer] = {}
