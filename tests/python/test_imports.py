@@ -174,7 +174,7 @@ print(before, "torch._dynamo" in sys.modules)
 """
 
 
-def test_layers_do_not_import_the_compiler_which_takes_a_second_and_100_mb() -> None:
+def test_layers_do_not_import_the_compiler_of_torch() -> None:
     before, after = output_of("-c", TRAINING, seconds=120).split()
 
     assert before == after

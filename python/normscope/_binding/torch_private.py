@@ -173,8 +173,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 def constant_in_graphs(function: Function) -> Function:
     """Let graphs of torch.compile contain the result of a function, which runs outside of them.
 
-    torch.compiler.assume_constant_result does the same, but imports the compiler, for which every
-    process that imports normscope would pay: more than a second and 100 MB.
+    torch.compiler.assume_constant_result does the same, but imports the compiler. Every process
+    that imports normscope would spend time and memory on it.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function

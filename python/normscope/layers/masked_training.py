@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training forward with a mask: the same ops, applied to the rows that the mask selects.
 
-A module of its own, because torch.compiler.disable imports the compiler: more than a second and 100
-MB, for which every process that imports normscope would pay.
+A module of its own, which is imported when it is needed: torch.compiler.disable imports the
+compiler (see constant_in_graphs in torch_private.py).
 """
 
 from __future__ import annotations
