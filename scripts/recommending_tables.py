@@ -164,7 +164,7 @@ RULES = {
 }
 OTHER_RULES = {
     "recommended": "recommended",
-    "values<4": "`world` where a norm batch is worth fewer than 4 values (the rule of 0.2)",
+    "values<4": "`world` where a norm batch is worth fewer than 4 values",
     "sum<0.8": "the sum of 1 / values over all layers below 0.8",
     "progressive": "progressive: `local`, `group:2`, `world` for a third of the steps each",
     "group-norm": "group normalization",
