@@ -19,7 +19,7 @@ _PIECE_BYTES = 131072
 _TRAILER_BYTES = 16
 
 # Messages over a backend are padded to a multiple of this length. Two numbers of a message hold its
-# length. The longer frames of the first steps are left out (docs/decisions/0031).
+# length. The longer frames of the first steps are left out (docs/decisions/0012).
 _FRAME_BYTES = 1024
 _LENGTH_BYTES = 16
 
