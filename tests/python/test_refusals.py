@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import IS_TORCH_2_11
 from refusals import unchanged
+from torch.distributed import GroupMember
 
 import normscope
 from normscope.functional import batch_norm
@@ -83,7 +84,7 @@ def accumulated(moments: torch.Tensor) -> None:
         (
             lambda: layer()(X.long()),
             RuntimeError,
-            "x: expected float32, float64, bfloat16 or float16, got Long",
+            "x: expected float32, float64, bfloat16 or float16, got int64",
         ),
         (
             lambda: layer()(X.to("meta")),
@@ -94,7 +95,7 @@ def accumulated(moments: torch.Tensor) -> None:
         (
             with_weight(torch.ones(3).double()),
             RuntimeError,
-            "weight: expected float32 or the dtype of x (Float), got Double",
+            "weight: expected float32 or the dtype of x (float32), got float64",
         ),
         (with_running(torch.zeros(3), None), RuntimeError, "running_var: expected a tensor"),
         (
@@ -123,6 +124,18 @@ def accumulated(moments: torch.Tensor) -> None:
             )
             for mask in (None, MASK)
         ),
+        *(
+            (
+                lambda group=group: normscope.BatchNorm2d(3, process_group=group),
+                ValueError,
+                "process_group: expected a process group or mesh that this rank is in, got "
+                + given,
+            )
+            for group, given in (
+                ("tensor_parallel", "'tensor_parallel'"),
+                (GroupMember.NON_GROUP_MEMBER, "a group of other ranks"),
+            )
+        ),
         (
             lambda: normscope.BatchNorm2d(3, slice_stats="last"),  # type: ignore[arg-type]
             ValueError,
@@ -149,7 +162,7 @@ def accumulated(moments: torch.Tensor) -> None:
         (
             lambda: accumulated(torch.zeros(34)),
             RuntimeError,
-            "accumulated: expected float64, got F",
+            "accumulated: expected float64, got float32",
         ),
         (
             lambda: accumulated(torch.zeros(33).double()),

@@ -146,9 +146,9 @@ SCOPES: list[Refusal] = [
             (lambda model: setattr(model[2], "scope", "galaxy"), "scope"),
             (
                 schedules(["local", "world"], [0]),
-                r"milestones: expected one for each .* got \[0\] for \['local', 'world'\]",
+                r"one for each scope, and at least one, got \[0\] for \['local', 'world'\]",
             ),
-            (schedules([], []), r"at least one scope, got \[\] for \[\]"),
+            (schedules([], []), r"and at least one, got \[\] for \[\]"),
             (
                 schedules(["local", "world"], [1, 2]),
                 r"milestones: expected 0 and then increasing steps, got \[1, 2\]",

@@ -15,7 +15,7 @@ namespace {
 
 void check_milestones(std::size_t scopes, const std::vector<std::int64_t>& milestones) {
   if (scopes == 0 || milestones.size() != scopes) {
-    throw ArgumentError("milestones: expected one for each of at least one scope, got " +
+    throw ArgumentError("milestones: expected one for each scope, and at least one, got " +
                         std::to_string(milestones.size()) + " for " + std::to_string(scopes));
   }
   const bool increases =

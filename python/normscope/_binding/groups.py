@@ -76,7 +76,11 @@ def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None
         group = group.get_group()
     # new_group returns something else on ranks that are not in the group.
     if not isinstance(group, distributed.ProcessGroup):
-        raise ValueError("process_group: expected a group that this rank is in, got another")
+        is_of_others = group == distributed.GroupMember.NON_GROUP_MEMBER
+        raise ValueError(
+            "process_group: expected a process group or mesh that this rank is in, got "
+            f"{'a group of other ranks' if is_of_others else repr(group)}"
+        )
     _watch(group)
     return group.group_name
 

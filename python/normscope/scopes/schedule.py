@@ -216,7 +216,7 @@ def _runs_compiled(module: torch.nn.Module) -> bool:
 def _check_milestones(scopes: list[Scope], milestones: list[int]) -> None:
     if not scopes or len(milestones) != len(scopes):
         raise ValueError(
-            f"milestones: expected one for each of at least one scope, got {milestones} for "
+            f"milestones: expected one for each scope, and at least one, got {milestones} for "
             f"{[str(scope) for scope in scopes]}"
         )
     increasing = all(a < b for a, b in pairwise(milestones))
