@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m normscope``: what is installed, where a job's ranks are, what exchanges cost."""
+"""Print what is installed, where a job's ranks are, or what exchanges cost."""
 
 import argparse
 import io
