@@ -60,7 +60,7 @@ class BatchNorm(TorchBatchNorm):
       collective, which all of them make in the same order. Evaluation is torch's own arithmetic. In
       evaluation, and with one rank or no process group, nothing is sent.
     * y, the input's gradient and the running statistics have the same bits for any number of ranks
-      and threads.
+      and threads, except on devices that use torch's kernels.
     * A call that raises updates nothing, not even ``num_batches_tracked``; nor does a norm batch
       without elements. "More than 1 value per channel" is required of the whole norm batch.
     * In training, parameters and running statistics are float32 or have the input's dtype.

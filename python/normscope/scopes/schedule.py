@@ -32,8 +32,8 @@ def set_scope(
 
     All ranks have to make the same change at the same step. Nothing else changes: each layer keeps
     its process group, its rule for slices and its name. A compiled model is recompiled when it
-    first runs with a scope. A backward always uses the scope of its forward, as
-    does a recomputation.
+    first runs with a scope. A backward uses the scope of its forward. So does a recomputation, if
+    the thread that runs the forwards calls this function.
 
     Args:
         model: A model with layers of normscope, or a single layer.
