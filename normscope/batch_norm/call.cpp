@@ -103,7 +103,7 @@ void throw_reported(const CallContext& context) {
   if (const int call = take(report.mismatch)) {
     throw_to_peers(
         *context.exchange,
-        MismatchError("the ranks of a scope met in different calls: this rank's " + call_of(call) +
+        MismatchError("the ranks of a scope made different calls: this rank's " + call_of(call) +
                       " found this on its device, and its results are NaN. "
                       "NORMSCOPE_CHECK=1 finds it earlier, and says what each rank was "
                       "doing"));

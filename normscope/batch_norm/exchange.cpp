@@ -312,7 +312,7 @@ void Exchange::throw_mismatch(const CallLabel& label) {
                          : " with " + dtypes[rank] + " input";
     }
   }
-  std::string message = "the ranks of a scope met in different calls:";
+  std::string message = "the ranks of a scope made different calls:";
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     message += "\n  rank " + std::to_string(name_of_rank(rank)) + ": " + texts[rank];
   }

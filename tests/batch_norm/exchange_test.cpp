@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What makes messages safe: if ranks meet in different calls, all learn what each was doing.
+// What makes messages safe: if ranks make different calls, all learn what each was doing.
 #include <chrono>
 #include <cstdint>
 #include <functional>

@@ -170,7 +170,7 @@ TEST_P(FaultsOnASharedDevice, DifferentCallsGiveNaNAndTheNextCallNamesThem) {
 
       EXPECT_THAT(
           error_of_next_call<MismatchError>(device),
-          AllOf(StartsWith("the ranks of a scope met in different calls: this rank's " + own.name),
+          AllOf(StartsWith("the ranks of a scope made different calls: this rank's " + own.name),
                 HasSubstr("NORMSCOPE_CHECK=1")));
     });
   }

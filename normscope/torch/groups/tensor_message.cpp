@@ -86,7 +86,7 @@ void check_later(Exchange& exchange, int call, const at::Tensor& numbers, const 
 }
 
 [[noreturn]] void throw_met_another(const std::string& own_call, const std::string& of_whom) {
-  throw MismatchError("the ranks of a scope met in different calls: this rank's " + own_call +
+  throw MismatchError("the ranks of a scope made different calls: this rank's " + own_call +
                       " met another call" + of_whom +
                       ", and its results are wrong. NORMSCOPE_CHECK=1 finds it earlier, and says "
                       "what each rank was doing");
