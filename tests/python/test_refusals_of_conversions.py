@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from refusals import Refusal, assert_refused
-from torch import fx, nn
+from torch import distributed, fx, nn
 from torch.nn.utils import parametrizations
 
 import normscope
@@ -49,6 +49,14 @@ class WithModule(nn.BatchNorm2d):
     pass
 
 
+class Synchronized(nn.SyncBatchNorm):
+    pass
+
+
+class ScopedSynchronized(Synchronized, normscope.SyncBatchNorm):
+    pass
+
+
 class Layer(nn.BatchNorm2d):
     pass
 
@@ -60,6 +68,7 @@ class Scoped(Layer, normscope.BatchNorm2d):
 normscope.register_conversion(
     Registered, ScopedRegistered, attributes=lambda _: {"label": "of the layer"}
 )
+normscope.register_conversion(Synchronized, ScopedSynchronized)
 normscope.register_conversion(
     WithModule, normscope.BatchNorm2d, attributes=lambda _: {"act": nn.ReLU()}
 )
@@ -94,7 +103,23 @@ def fused() -> nn.Module:
     return normscope.convert(model, fuse=True)
 
 
+def of_another_group() -> nn.Module:
+    others = distributed.GroupMember.NON_GROUP_MEMBER
+    return nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3, process_group=others))
+
+
+def of_a_group_that_is_gone() -> nn.Module:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), Synchronized(3))
+    vars(normscope.convert(model, fuse=True)[2])["group_name"] = "gone"
+    return model
+
+
 CONVERSIONS: list[Refusal] = [
+    (of_another_group, normscope.convert, ValueError, "expected a process group or mesh that this"),
+    *(
+        (of_a_group_that_is_gone, undo, RuntimeError, "2: expected its process group, gone, in")
+        for undo in (normscope.revert, normscope.to_torch)
+    ),
     *(
         (make, normscope.convert, TypeError, message)
         for make, message in [

@@ -80,7 +80,7 @@ def convert(
             be lost: a forward, other methods, isinstance checks. Or if torch.jit has compiled a
             layer in training mode. The error names the layer, and no layer has been converted.
         ValueError: If the scope is malformed, a pattern matches no layer, or this process is not in
-            the group.
+            a group. No layer has been converted then either.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -92,7 +92,7 @@ def convert(
         True
     """
     scope = Scope(str(scope))
-    group_name = groups.name_of(process_group)
+    given = groups.name_of(process_group)
     candidates = [(n, m) for n, m in model.named_modules() if _is_candidate(m)]
     layers = selected(candidates, include, exclude)
     if not layers:
@@ -101,13 +101,15 @@ def convert(
             f"{type(model).__qualname__}",
             stacklevel=2,
         )
-    conversions = [_conversion(layer, name) for name, layer in layers]
-    for (name, layer), (scoped_class, added) in zip(layers, conversions, strict=True):
+    conversions = [
+        (layer, name, *_conversion(layer, name), given or _group_name_of(layer))
+        for name, layer in layers
+    ]
+    for layer, name, scoped_class, added, group_name in conversions:
         scoped = _converted(layer, scoped_class, added)
         scoped.scope = scope
         scoped.layer_name = name
-        if group_name is not None:
-            scoped.group_name = group_name
+        scoped.group_name = group_name
         prepare_torch(scoped)
     if fuse:
         fuse_activations(model, {layer for _, layer in layers})
@@ -122,7 +124,8 @@ def revert(model: Model) -> Model:
 
     Raises:
         TypeError: If the class of a layer has been changed since. No layer has been reverted then.
-        RuntimeError: If a torch.nn.SyncBatchNorm had a process group that is not in this process.
+        RuntimeError: If a torch.nn.SyncBatchNorm has a process group that is not in this process.
+            No layer has been reverted then either.
 
     Example:
         >>> layer = torch.nn.BatchNorm2d(8)
@@ -175,6 +178,13 @@ def _conversion(layer: TorchBatchNorm, name: str) -> tuple[type[BatchNorm], dict
     )
 
 
+def _group_name_of(layer: TorchBatchNorm) -> str | None:
+    """Return the name of a layer's group. A torch.nn.SyncBatchNorm stores the group itself."""
+    if isinstance(layer, BatchNorm):
+        return layer.group_name
+    return groups.name_of(vars(layer).get("process_group"))
+
+
 def _converted(
     layer: TorchBatchNorm, scoped_class: type[BatchNorm], added: dict[str, Any]
 ) -> BatchNorm:
@@ -186,8 +196,6 @@ def _converted(
     if not isinstance(layer, BatchNorm):
         attributes["slice_stats"] = "pooled"
         attributes["_made"] = next(MADE)
-        # torch.nn.SyncBatchNorm stores a group; a scoped layer stores its name.
-        attributes["group_name"] = groups.name_of(attributes.get("process_group"))
         attributes.pop("process_group", None)
     attributes.update(added)
     attributes[_ORIGINAL] = _Original(class_of(layer), settings, tuple(added))
@@ -205,12 +213,20 @@ def _original_class(
         assert original.cls_to_become is not None
         original = original.cls_to_become
     conversion = conversion_of(original)
-    if layer_class is (conversion.scoped_class if conversion else original):
-        return original
-    raise TypeError(
-        f"{name or 'model'}: expected the class that convert gave it, got "
-        f"{named(type(layer))}; undo first what has changed it"
-    )
+    if layer_class is not (conversion.scoped_class if conversion else original):
+        raise TypeError(
+            f"{name or 'model'}: expected the class that convert gave it, got "
+            f"{named(type(layer))}; undo first what has changed it"
+        )
+    if issubclass(original, torch.nn.SyncBatchNorm):
+        try:
+            groups.named(layer.group_name)
+        except Exception as error:
+            raise RuntimeError(
+                f"{name or 'model'}: expected its process group, {layer.group_name}, in this "
+                "process, got none; set its process_group to None first"
+            ) from error
+    return original
 
 
 def _revert_layer(layer: BatchNorm, original_class: type[torch.nn.Module]) -> None:
