@@ -179,6 +179,14 @@ def test_a_plan_is_predicted_like_its_layers() -> None:
     assert of_plan.bytes == plan.bytes_per_step
 
 
+def test_a_plan_without_layers_costs_nothing() -> None:
+    plan = normscope.ScopePlan((), allowed=0.05, noise=0, standard_error=0, ranks=2, batches=4)
+
+    prediction = predict(plan, hosts=2, ranks_per_host=1, costs=COSTS)
+
+    assert str(prediction).endswith("per step 0 exchanges and 0 bytes of a rank; 0.000 ms")
+
+
 def test_frozen_layers_do_not_count() -> None:
     network = normscope.convert(nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(8)), "world")
 

@@ -78,17 +78,18 @@ class Prediction:
 
     def __str__(self) -> str:
         """Return a table with a row for each layer."""
-        width = max(len("layer"), *(len(layer.layer or "model") for layer in self.layers))
-        across = max(len("scope"), *(len(layer.scope) for layer in self.layers))
+        names = [layer.layer or "model" for layer in self.layers]
+        width = max(map(len, ["layer", *names]))
+        across = max(map(len, ["scope", *(layer.scope for layer in self.layers)]))
         share = "" if self.share is None else f", {self.share:.1%} of the step"
         return "\n".join(
             [
                 f"costs: {self.source or 'given'}",
                 f"{'layer':{width}}  {'scope':{across}}  {'ranks':>6}{'bytes':>10}{'us':>10}",
                 *(
-                    f"{layer.layer or 'model':{width}}  {layer.scope:{across}}  {layer.ranks:6}"
+                    f"{name:{width}}  {layer.scope:{across}}  {layer.ranks:6}"
                     f"{layer.bytes:10}{layer.seconds * 1e6:10.1f}"
-                    for layer in self.layers
+                    for name, layer in zip(names, self.layers, strict=True)
                 ),
                 f"per step {self.exchanges} exchanges and {self.bytes:,} bytes of a rank; "
                 f"{self.seconds * 1e3:.3f} ms{share}",
