@@ -79,6 +79,29 @@ def test_mixed_precision_measures_about_the_same(dtype: torch.dtype) -> None:
     assert measured["1"] == pytest.approx(expected["1"], rel=0.05)
 
 
+class _Scaled(nn.Module):
+    """Multiplies the outputs of a model by a number."""
+
+    def __init__(self, model: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.model, self.scale = model, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.scale * self.model(x)
+        return y
+
+
+@pytest.mark.parametrize("scale", [2.0**-200, 2.0**200])
+def test_the_scale_of_the_outputs_does_not_matter(scale: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(normscope.BatchNorm2d(3), nn.Conv2d(3, 2, 3)).double()
+    batches = [x.double() for x in noise_batches(4)]
+
+    noise = noise_of(_Scaled(model, scale), batches)
+
+    assert list(noise.values()) == list(noise_of(model, batches).values())
+
+
 class _Twice(nn.Module):
     """Normalizes two inputs, with one layer or two."""
 

@@ -219,28 +219,15 @@ std::vector<at::Tensor> moments_of_ranks(const std::vector<at::Tensor>& outputs,
 void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outputs,
              std::int64_t batch, const Shares& shares, const RankGroup& group) {
   std::vector<at::Tensor> cotangents;
-  bool varies = false;
-  std::tie(cotangents, varies) = call_op<decltype(binding::random_cotangents)>(
+  double to_noise = 0.0;
+  std::tie(cotangents, to_noise) = call_op<decltype(binding::random_cotangents)>(
       "normscope::random_cotangents", outputs, moments_of_ranks(outputs, group), batch,
       shares.first, shares.parts);
-  Row largest;
-  for (const at::Tensor& cotangent : cotangents) {
-    largest.push_back(cotangent.numel() > 0 ? cotangent.abs().max().item<double>() : 0.0);
-  }
-  double of_all = 0.0;
-  for (const Row& of_rank : gather(largest, "recommend_scopes, cotangents", group)) {
-    of_all = std::max(of_all, std::ranges::max(of_rank));
-  }
-  // Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
-  const double factor = of_all > 0.0 ? std::exp2(-std::floor(std::log2(of_all))) : 1.0;
   std::vector<at::Tensor> inputs;
   for (const Watched& each : watched) {
     for (const WatchedCall& call : each.calls) {
       if (call.z.defined()) inputs.push_back(call.z);
     }
-  }
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    cotangents[i] = (cotangents[i] * factor).to(outputs[i].scalar_type());
   }
   std::vector<at::Tensor> gradients;
   if (!inputs.empty()) {  // a batch may reach no layer, or each without gradients
@@ -249,7 +236,6 @@ void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outpu
                                      /*create_graph=*/false, /*allow_unused=*/true);
     });
   }
-  const double to_noise = varies ? 1.0 / (factor * factor) : HUGE_VAL;
   std::span<const at::Tensor> left = gradients;
   for (Watched& each : watched) {
     const auto with_gradient = static_cast<std::size_t>(std::ranges::count_if(

@@ -195,7 +195,7 @@ TORCH_LIBRARY(normscope, m) {
   m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
   m.def(
       "random_cotangents(Tensor[] outputs, Tensor[] moments, int batch, int first, int parts) "
-      "-> (Tensor[] cotangents, bool varies)",
+      "-> (Tensor[] cotangents, float to_noise)",
       &random_cotangents);
   m.def("part_sums(Tensor x, Tensor? dz=None, *, int? samples=None) -> Tensor sums", &part_sums);
   m.def(

@@ -94,6 +94,16 @@ Cotangents random_cotangents(at::TensorList outputs, at::TensorList moments, std
   if (!varies) std::ranges::fill(scales, 1.0);
   const auto counting = static_cast<double>(
       std::ranges::count_if(scales, [](double scale) { return std::isfinite(scale); }));
+  // What cannot be cut is the mean of the shares, each of which changes it by a part only.
+  const auto is_cut = [parts](const at::Tensor& output) {
+    return parts > 1 && !is_scalar(output) && output.size(0) >= parts;
+  };
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const auto shares = static_cast<double>(is_cut(outputs[i]) ? 1 : parts);
+    scales[i] *= std::sqrt(counting / shares);
+  }
+  // Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
+  const double unit = std::exp2(std::ceil(std::log2(std::ranges::min(scales))));
   std::vector<at::Tensor> cotangents;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];
@@ -103,21 +113,20 @@ Cotangents random_cotangents(at::TensorList outputs, at::TensorList moments, std
       return (batch * kMostRanks + first + part) * std::ssize(outputs) +
              static_cast<std::int64_t>(i);
     };
-    const bool is_cut = parts > 1 && !is_scalar(output) && output.size(0) >= parts;
-    at::Tensor sign = is_cut ? at::Tensor() : signs(output, seed(0));
-    if (is_cut) {
+    at::Tensor sign;
+    if (is_cut(output)) {
       std::vector<at::Tensor> of_parts;
       for (const at::Tensor& share : output.tensor_split(parts)) {
         of_parts.push_back(signs(share, seed(std::ssize(of_parts))));
       }
       sign = at::cat(of_parts);
+    } else {
+      sign = signs(output, seed(0));
     }
-    // What cannot be cut is the mean of the shares, each of which changes it by a part only.
-    const auto shares = static_cast<double>(is_cut ? 1 : parts);
-    const double scale = scales[i] * std::sqrt(counting / shares);
-    cotangents.push_back((sign / scale).to(output.device()));
+    cotangents.push_back((sign / (scales[i] / unit)).to(output.options()));
   }
-  return {std::move(cotangents), varies};
+  const double to_noise = varies ? 1.0 / (unit * unit) : std::numeric_limits<double>::infinity();
+  return {std::move(cotangents), to_noise};
 }
 
 at::Tensor part_sums(const at::Tensor& x, const std::optional<at::Tensor>& dz,

@@ -14,18 +14,19 @@ namespace normscope::binding {
 
 // Ops of docs/numerics.md, "Output noise". All numbers are float64 in host memory.
 
-// The gradients of a random projection with respect to the outputs of a network, in float32. If the
-// outputs change a little, the expected square of the change of the projection, summed over the
-// ranks, is the sum of the squares of the changes, each divided by the scale of its output; with
-// several outputs, the mean of these sums over those with elements. The scale is the root of the
-// sum of the squares of an output's elements about the means of their channels, where a scalar
-// counts as a tenth of its value. moments[i] are the rows of all ranks for outputs[i], without dz.
-// This process has the shares of `parts` consecutive ranks from rank `first` on; outputs with
-// several shares are cut along dimension 0. The signs depend on `batch` and rank alone.
+// The gradients of a random projection with respect to the outputs of a network, of their dtypes
+// and devices, and the factor that turns a squared change of the projection into noise. If the
+// outputs change a little, the expected noise, summed over the ranks, is the sum of the squares of
+// the changes, each divided by the scale of its output; with several outputs, the mean of these
+// sums over those with elements. The scale is the root of the sum of the squares of an output's
+// elements about the means of their channels, where a scalar counts as a tenth of its value.
+// moments[i] are the rows of all ranks for outputs[i], without dz. This process has the shares of
+// `parts` consecutive ranks from rank `first` on; outputs with several shares are cut along
+// dimension 0. The signs depend on `batch` and rank alone.
 //
-// Also returns whether the outputs vary: whether one has elements, and each of those a scale. If
-// not, the scales are 1.
-using Cotangents = std::tuple<std::vector<at::Tensor>, bool>;
+// The factor is infinite if the outputs do not vary: if none has elements, or one that has some has
+// no scale.
+using Cotangents = std::tuple<std::vector<at::Tensor>, double>;
 [[nodiscard]] Cotangents random_cotangents(at::TensorList outputs, at::TensorList moments,
                                            std::int64_t batch, std::int64_t first,
                                            std::int64_t parts);

@@ -26,7 +26,7 @@ set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finit
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 random_cotangents = cast(
     "Callable[[list[torch.Tensor], list[torch.Tensor], int, int, int], "
-    "tuple[list[torch.Tensor], bool]]",
+    "tuple[list[torch.Tensor], float]]",
     _ops.random_cotangents.default,
 )
 part_sums = cast("Callable[..., torch.Tensor]", _ops.part_sums.default)

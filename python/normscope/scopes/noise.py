@@ -138,13 +138,14 @@ class WatchedLayer(Watch):
         return y if mask is None else filled(y, mask)
 
     def add_batch(
-        self, gradients: Iterator[torch.Tensor | None], factor: float, shares: Shares
+        self, gradients: Iterator[torch.Tensor | None], to_noise: float, shares: Shares
     ) -> None:
         """Add the noise of the calls of a batch; a collective.
 
         Args:
             gradients: The gradients of a projection of the outputs, for each call with an edge.
-            factor: Turns squared changes of the projection into noise; infinity if it is unknown.
+            to_noise: Turns squared changes of the projection into noise; infinity if the outputs do
+                not vary.
             shares: Who has which part of the batch.
         """
         fields = []
@@ -155,9 +156,9 @@ class WatchedLayer(Watch):
             of_call = ops.output_noise(
                 rows, moments, shares.first, call.weight, self.layer.eps, shares.hosts
             )
-            known = call.edge is not None and math.isfinite(factor)
+            known = call.edge is not None and math.isfinite(to_noise)
             # The last candidate is world, without noise.
-            of_call[:-1, 0] = of_call[:-1, 0] * factor if known else math.inf
+            of_call[:-1, 0] = of_call[:-1, 0] * to_noise if known else math.inf
             fields.append(of_call)
         self.calls.clear()
         if fields:
@@ -211,22 +212,17 @@ def measure_batch(
 ) -> None:
     """Run a backward from the outputs of a batch, and add the noise of its calls; a collective."""
     moments = _moments_of_ranks(outputs, shares)
-    cotangents, varies = ops.random_cotangents(outputs, moments, batch, shares.first, shares.parts)
-    # Numbers near 1 neither overflow nor vanish in float16. A power of two changes no bits.
-    largest = [float(each.abs().max()) if each.numel() > 0 else 0.0 for each in cotangents]
-    of_all = max(max(of_rank) for of_rank in shares.gather_numbers(largest, "cotangents"))
-    factor = 2.0 ** -math.floor(math.log2(of_all)) if of_all > 0 else 1.0
-    scaled = [
-        (each * factor).to(output.dtype) for each, output in zip(cotangents, outputs, strict=True)
-    ]
+    cotangents, to_noise = ops.random_cotangents(
+        outputs, moments, batch, shares.first, shares.parts
+    )
     edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
     gradients: tuple[torch.Tensor | None, ...] = ()
     if edges:  # a batch may reach no layer, or each without gradients
         with shares.notifying_peers():
-            gradients = torch.autograd.grad(outputs, edges, scaled, allow_unused=True)
+            gradients = torch.autograd.grad(outputs, edges, cotangents, allow_unused=True)
     left = iter(gradients)
     for watch in watches:
-        watch.add_batch(left, factor**-2 if varies else math.inf, shares)
+        watch.add_batch(left, to_noise, shares)
 
 
 def _moments_of_ranks(outputs: list[torch.Tensor], shares: Shares) -> list[torch.Tensor]:
