@@ -15,8 +15,6 @@ from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import DistError, TorchBatchNorm, buffers_of
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.count import Counter
-from normscope.layers.ending import Ending
-from normscope.layers.forward import train
 
 
 @contextmanager
@@ -86,24 +84,7 @@ def _takes_keywords(model: torch.nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 class Watch:
-    """The route of a layer that is measured: the layer updates nothing."""
-
-    def train(
-        self,
-        counter: Counter | None,
-        x: torch.Tensor,
-        mask: torch.Tensor | None,
-        arguments: ForwardArguments,
-        ending: Ending,
-    ) -> torch.Tensor:
-        """Normalize ``x``, then look at it."""
-        y = train(None, x, mask, arguments.without_running(), ending)
-        self.look(x, mask, tracks=arguments.running_mean is not None)
-        return y
-
-    def look(self, x: torch.Tensor, mask: torch.Tensor | None, *, tracks: bool) -> None:
-        """Measure an input; ``tracks`` says whether running statistics would be updated."""
-        raise NotImplementedError
+    """The base of the routes of layers that are measured: these layers update nothing."""
 
     def add(
         self, counter: Counter, moments: torch.Tensor, elements: int, arguments: ForwardArguments

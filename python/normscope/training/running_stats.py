@@ -15,9 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from normscope._binding import groups, ops
+from normscope._binding.ops import ForwardArguments
 from normscope._binding.torch_private import TorchBatchNorm
 from normscope.layers.batch_norm import BatchNorm
-from normscope.layers.forward import routed
+from normscope.layers.count import Counter
+from normscope.layers.ending import Ending
+from normscope.layers.forward import routed, train
 from normscope.layers.masks import unmasked_rows
 from normscope.models.selection import Patterns, layers_in_training, named_layers
 from normscope.training.measuring import Watch, call_model, measuring
@@ -306,18 +309,30 @@ class _Inputs(Watch):
         self.moments = _Moments(0, zeros, zeros)
         self.is_given = False  # to a function of torch, in the current call of the layer
 
-    def look(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, tracks: bool) -> None:
-        """Add the moments of an input, or of its unmasked elements."""
-        if tracks:
-            counting = x if mask is None else unmasked_rows(x, mask)
-            self.moments = self.moments.merged(_Moments.of(counting))
+    def train(
+        self,
+        counter: Counter | None,
+        x: torch.Tensor,
+        mask: torch.Tensor | None,
+        arguments: ForwardArguments,
+        ending: Ending,
+    ) -> torch.Tensor:
+        """Normalize ``x``, and take its unmasked elements if the layer tracks statistics."""
+        y = train(None, x, mask, arguments.without_running(), ending)
+        if arguments.running_mean is not None:
+            self.take(x if mask is None else unmasked_rows(x, mask))
+        return y
 
-    def look_at_arguments(
+    def take(self, x: torch.Tensor) -> None:
+        """Add the moments of an input."""
+        self.moments = self.moments.merged(_Moments.of(x))
+
+    def take_argument(
         self, layer: TorchBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any], _y: object
     ) -> None:
         """Take the first argument of a call of torch's layer, unless a function was given x."""
-        if not self.is_given:
-            self.look(next(iter((*args, *kwargs.values()))), tracks=layer.track_running_stats)
+        if layer.track_running_stats and not self.is_given:
+            self.take(next(iter((*args, *kwargs.values()))))
         self.is_given = False
 
 
@@ -339,7 +354,7 @@ class _InputsOfTorch(TorchFunctionMode):
         if func is torch.nn.functional.batch_norm and kwargs["training"] and args[1] is not None:
             inputs = self._inputs.get(args[1])
             if inputs is not None:
-                inputs.look(args[0], tracks=True)
+                inputs.take(args[0])
                 inputs.is_given = True
         return func(*args, **kwargs)
 
@@ -363,7 +378,7 @@ def _moments_of_inputs(
                 stack.enter_context(routed(layer, inputs))
             else:
                 of_torch[layer.get_buffer("running_mean")] = inputs
-                hook = layer.register_forward_hook(inputs.look_at_arguments, with_kwargs=True)
+                hook = layer.register_forward_hook(inputs.take_argument, with_kwargs=True)
                 stack.callback(hook.remove)
         stack.enter_context(_InputsOfTorch(of_torch))
         for batch in batches:
