@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from noisy_network import noise_batches, small_network
 from refusals import Refusal, assert_refused
-from torch import nn
+from torch import distributed, nn
 
 import normscope
 from normscope.scopes import ScopePlan
@@ -215,7 +215,17 @@ def accumulates_in_other_buffers(layer: nn.Module) -> None:
         torch.func.functional_call(layer, others, X)
 
 
+OF_OTHERS: Any = distributed.GroupMember.NON_GROUP_MEMBER
+
 RUNNING_STATISTICS: list[Refusal] = [
+    *(
+        (small_network, call, ValueError, "expected a process group or mesh that this rank")
+        for call in (
+            recommends([], process_group=OF_OTHERS),
+            partial(normscope.estimate_running_stats, batches=[], process_group=OF_OTHERS),
+            partial(normscope.sync_running_stats, process_group=OF_OTHERS),
+        )
+    ),
     (named_layer, accumulates(X, X[:, :2]), RuntimeError, "x: expected 3 channels"),
     *(
         (make, call, ValueError, message)

@@ -118,6 +118,12 @@ def size_of(group: "distributed.ProcessGroup | None") -> int:
     return 1 if group is None else group.size()
 
 
+def rank_in(group: "distributed.ProcessGroup | None") -> int:
+    """Return the rank of this process in the group in use, or 0 if there is none."""
+    group = in_use(group)
+    return 0 if group is None else group.rank()
+
+
 # A graph of torch.compile contains the name, not the lookup.
 @constant_in_graphs
 def name_in_use(name: str | None) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from normscope._binding import groups, ops
+from normscope._binding import ops
 from normscope._binding.torch_private import current_graph_task_id
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.ending import NOTHING, Ending
@@ -27,8 +27,6 @@ from normscope.training.counters import communication_counters
 from normscope.training.measuring import Watch
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from normscope._binding.ops import ForwardArguments
     from normscope.layers.count import Counter
 
@@ -46,30 +44,25 @@ class Shares:
         first: The rank of this process; 0 if parts of its batches stand for ranks.
         parts: The number of ranks that this process stands for.
         hosts: For each rank, a number that is the same for all ranks of a host.
-        group: The group of the ranks; None for a single process.
+        group: The name of the group of the ranks; "" for a single process.
     """
 
     first: int
     parts: int
     hosts: tuple[int, ...]
-    group: ProcessGroup | None
+    group: str
 
     def notifying_peers(self) -> AbstractContextManager[None]:
         """Notify the other processes if a block raises, so that they do not wait for this one."""
-        name = groups.NONE if self.group is None else self.group.group_name
-        return ops.notifying_peers("world", name, Exception)
+        return ops.notifying_peers("world", self.group, Exception)
 
     def gather_numbers(self, numbers: list[float], what: str) -> list[list[float]]:
         """Return the numbers of all processes: a list for each."""
-        if self.group is None or self.group.size() == 1:
-            return [numbers]
-        return ops.gather_numbers(numbers, self.group.group_name, f"recommend_scopes, {what}")
+        return ops.gather_numbers(numbers, self.group, f"recommend_scopes, {what}")
 
     def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
         """Return the float64 tensors [*] of all processes: [processes, *]."""
-        if self.group is None or self.group.size() == 1:
-            return own[None]
-        rows = ops.gather(own.flatten(), self.group.group_name, f"recommend_scopes, {what}")
+        rows = ops.gather(own.flatten(), self.group, f"recommend_scopes, {what}")
         return rows.view(-1, *own.shape)
 
 

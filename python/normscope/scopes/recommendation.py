@@ -110,9 +110,8 @@ def recommend_scopes(
         >>> str(model[1].scope)
         'local'
     """
-    group = groups.in_use(process_group)
-    group_name = groups.NONE if group is None else group.group_name
-    with ops.notifying_peers("world", group_name, Exception):
+    group = groups.name_in_use(groups.name_of(process_group))
+    with ops.notifying_peers("world", group, Exception):
         if not noise >= 0:
             raise ValueError(f"noise: expected at least 0, got {noise}")
         if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -120,13 +119,11 @@ def recommend_scopes(
                 f"model: expected the model in the {type(model).__name__}, got the wrapper; pass "
                 "model.module"
             )
-        parts = _parts(ranks, group)
+        parts = _parts(ranks, groups.size_of(process_group))
         layers = _layers_to_choose_for(model, include, exclude)
         length = length_of(batches)
-    shares = Shares(0, parts, (0,) * parts, group)
-    if group is not None and group.size() > 1:
-        check_agreement("recommend_scopes", layers, group, length)
-        shares = Shares(group.rank(), 1, _hosts(group, noise), group)
+    check_agreement("recommend_scopes", layers, group, length)
+    shares = Shares(groups.rank_in(process_group), parts, _hosts(group, noise) * parts, group)
     watches = [WatchedLayer(name, layer) for name, layer in layers]
     count = _run(model, watches, batches, shares)
     if count == 0:
@@ -159,13 +156,11 @@ def _layers_to_choose_for(
     return layers
 
 
-def _parts(ranks: int | None, group: ProcessGroup | None) -> int:
+def _parts(ranks: int | None, size: int) -> int:
     if ranks is None:
         return 1
-    if group is not None and group.size() > 1:
-        raise ValueError(
-            f"ranks: expected None, since the process group has {group.size()}, got {ranks}"
-        )
+    if size > 1:
+        raise ValueError(f"ranks: expected None, since the process group has {size}, got {ranks}")
     if ranks < 1:
         raise ValueError(f"ranks: expected at least 1, got {ranks}")
     return ranks
@@ -289,10 +284,10 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
             norm.scope, norm.layer_name = scope, layer_name
 
 
-def _hosts(group: ProcessGroup, noise: float) -> tuple[int, ...]:
+def _hosts(group: str, noise: float) -> tuple[int, ...]:
     """Return a number for each rank that is the same for all ranks of a host."""
     own = [ops.host_identity(), noise]  # of 52 bits
-    of_ranks = ops.gather_numbers(own, group.group_name, "recommend_scopes, hosts")
+    of_ranks = ops.gather_numbers(own, group, "recommend_scopes, hosts")
     hosts, numbers = zip(*of_ranks, strict=True)
     if len(set(numbers)) > 1:
         raise ValueError(f"noise: expected the same number on every rank, got {list(numbers)}")
@@ -354,9 +349,9 @@ def _of_all_ranks(watch: WatchedLayer, count: int, shares: Shares) -> _Measured:
     """Add up the noise of the ranks; a collective. Batches without the layer have none."""
     noise = torch.zeros(count, len(watch.noise[0]), dtype=torch.float64, device="cpu")
     noise[: len(watch.noise)] = torch.stack(watch.noise)
-    updates = _updates_of(watch.layer)
+    updates = watch.layer.num_batches_tracked
     seconds = watch.seconds / watch.exchanges if watch.exchanges else math.nan
-    scalars = [math.inf if updates is None else updates, seconds]
+    scalars = [math.inf if updates is None else int(updates), seconds]
     own = torch.cat([noise.flatten(), noise.new_tensor(scalars)])
     of_ranks = shares.gather(own, f"noise of {watch.label}")
     fewest, seconds = float(of_ranks[:, -2].min()), float(of_ranks[:, -1].mean())
@@ -366,8 +361,3 @@ def _of_all_ranks(watch: WatchedLayer, count: int, shares: Shares) -> _Measured:
         None if math.isinf(fewest) else int(fewest),
         None if math.isnan(seconds) else seconds,
     )
-
-
-def _updates_of(layer: BatchNorm) -> int | None:
-    batches = layer.num_batches_tracked
-    return None if batches is None else int(batches)

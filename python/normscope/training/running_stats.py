@@ -67,16 +67,16 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
         >>> sync_running_stats(model)  # at the end of an epoch, before it is evaluated or saved
     """
-    group = groups.in_use(process_group)
-    if group is None or group.size() == 1:
+    group = groups.name_in_use(groups.name_of(process_group))
+    if groups.size_of(process_group) == 1:
         return
     name = "sync_running_stats"
-    with ops.notifying_peers("world", group.group_name, Exception):
+    with ops.notifying_peers("world", group, Exception):
         layers = _with_statistics(named_layers(model, TorchBatchNorm, None, None))
         messages = [_running_moments(layer).message() for _, layer in layers]
     check_agreement(name, layers, group)
     rows = _gather(name, layers, messages, group)
-    with ops.notifying_peers("world", group.group_name, Exception):
+    with ops.notifying_peers("world", group, Exception):
         pooled = [reduce(_Moments.merged, _weighted(ranks)) for ranks in _moments_in(rows)]
         values = [(moments.mean, moments.squares / moments.count) for moments in pooled]
         for (_, layer), (mean, var) in zip(layers, values, strict=True):
@@ -126,10 +126,9 @@ def estimate_running_stats(
         >>> layer.running_mean, layer.running_var
         (tensor([3.7500]), tensor([6.9167]))
     """
-    group = groups.in_use(process_group)
-    group_name = groups.NONE if group is None else group.group_name
+    group = groups.name_in_use(groups.name_of(process_group))
     name = "estimate_running_stats"
-    with ops.notifying_peers("world", group_name, Exception):
+    with ops.notifying_peers("world", group, Exception):
         layers = _with_statistics(layers_in_training(model, TorchBatchNorm, include, exclude))
         if not layers:
             raise ValueError(
@@ -137,14 +136,11 @@ def estimate_running_stats(
                 f"{type(model).__qualname__} without; call model.train(), or pass include='*' for "
                 "those in evaluation"
             )
-    if group is not None:
-        check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
-    with ops.notifying_peers("world", group_name, Exception):
+    check_agreement(name, layers, group, batch_count=_batch_count(model, batches))
+    with ops.notifying_peers("world", group, Exception):
         messages = [own.message() for own in _moments_of_inputs(model, layers, batches)]
-    rows = [m.unsqueeze(0) for m in messages]
-    if group is not None:
-        rows = _gather(name, layers, messages, group)
-    with ops.notifying_peers("world", group_name, Exception):
+    rows = _gather(name, layers, messages, group)
+    with ops.notifying_peers("world", group, Exception):
         pooled = [reduce(_Moments.merged, ranks) for ranks in _moments_in(rows)]
         values = [(moments.mean, moments.squares / (moments.count - 1)) for moments in pooled]
         for (_, layer), moments, (mean, var) in zip(layers, pooled, values, strict=True):
@@ -213,14 +209,14 @@ def _with_statistics(layers: NamedLayers) -> NamedLayers:
 def check_agreement(
     name: str,
     layers: Sequence[tuple[str, TorchBatchNorm]],
-    group: ProcessGroup,
+    group: str,
     batch_count: int = _UNKNOWN,
 ) -> None:
     """Raise on all ranks if they have different layers or numbers of batches."""
     text = "".join(f"{layer_name} {layer.num_features}\n" for layer_name, layer in layers)
     # 48 bits, because a float64 represents them exactly.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    all_ranks = ops.gather_numbers([digest, batch_count], group.group_name, f"{name}, agreement")
+    all_ranks = ops.gather_numbers([digest, batch_count], group, f"{name}, agreement")
     digests, counts = zip(*all_ranks, strict=True)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
@@ -257,11 +253,11 @@ def _spans_ranks(module: torch.nn.Module) -> bool:
 
 
 def _gather(
-    name: str, layers: NamedLayers, messages: list[torch.Tensor], group: ProcessGroup
+    name: str, layers: NamedLayers, messages: list[torch.Tensor], group: str
 ) -> list[torch.Tensor]:
     """Return the messages of all ranks for each layer, in rank order."""
     return [
-        ops.gather(message, group.group_name, f"{name}, {layer or 'model'}")
+        ops.gather(message, group, f"{name}, {layer or 'model'}")
         for (layer, _), message in zip(layers, messages, strict=True)
     ]
 
