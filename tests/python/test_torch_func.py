@@ -239,3 +239,20 @@ def test_forward_mode_in_evaluation_is_that_of_torch(derivative: Derivative) -> 
     x = batch()
 
     assert torch.equal(derivative(ours, x), derivative(theirs, x))
+
+
+def test_forward_mode_in_evaluation_has_masks() -> None:
+    theirs, ours = (
+        layer(3, track_running_stats=False, dtype=torch.float64).eval()
+        for layer in (nn.BatchNorm1d, normscope.BatchNorm2d)
+    )
+    x = batch()
+    mask = x[:, :1] > 0
+    rows = x.movedim(1, -1)[mask.squeeze(1)]
+
+    tangent = func.jvp(lambda x: ours(x, mask), (x,), (x,))[1]
+
+    assert torch.equal(
+        tangent.movedim(1, -1)[mask.squeeze(1)], func.jvp(theirs, (rows,), (rows,))[1]
+    )
+    assert not tangent[~mask.expand_as(x)].any()

@@ -75,31 +75,17 @@ class Rows:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows [M, C] of x [N, C, *]."""
-        return _take(x, self.where)
+        return _Take.apply(x, *self.where)  # type: ignore[no-any-return, no-untyped-call]
 
     def put(self, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the rows [M, C] among zeros, in x's shape and memory format."""
-        return _put(rows, x.shape, _dense_strides(x), self.where)
+        y: torch.Tensor = _Put.apply(rows, x.shape, _dense_strides(x), *self.where)  # type: ignore[no-untyped-call]
+        return y
 
 
 def _dense_strides(x: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of an output in x's memory format."""
     return torch.empty_like(x, device="meta").stride()
-
-
-def _take(x: torch.Tensor, where: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    rows: torch.Tensor = _Take.apply(x, *where)  # type: ignore[no-untyped-call]
-    return rows
-
-
-def _put(
-    rows: torch.Tensor,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    where: tuple[torch.Tensor, ...],
-) -> torch.Tensor:
-    y: torch.Tensor = _Put.apply(rows, shape, strides, *where)  # type: ignore[no-untyped-call]
-    return y
 
 
 # torch's own gradient of indexing has the memory format of the index, not that of x.
@@ -122,11 +108,12 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, drows: torch.Tensor) -> Any:  # noqa: ANN401
         where = ctx.saved_tensors
-        return _put(drows, ctx.shape, ctx.strides, where), *(None,) * len(where)
+        dx = _Put.apply(drows, ctx.shape, ctx.strides, *where)  # type: ignore[no-untyped-call]
+        return dx, *(None,) * len(where)
 
     @staticmethod
     def jvp(ctx: Any, x_tangent: torch.Tensor, *_: None) -> Any:  # noqa: ANN401
-        return _take(x_tangent, ctx.saved_tensors)
+        return _Take.apply(x_tangent, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
 
 class _Put(torch.autograd.Function):
@@ -151,8 +138,9 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:  # noqa: ANN401
         where = ctx.saved_tensors
-        return _take(dy, where), None, None, *(None,) * len(where)
+        drows = _Take.apply(dy, *where)  # type: ignore[no-untyped-call]
+        return drows, None, None, *(None,) * len(where)
 
     @staticmethod
     def jvp(ctx: Any, rows_tangent: torch.Tensor, *_: None) -> Any:  # noqa: ANN401
-        return _put(rows_tangent, ctx.shape, ctx.strides, ctx.saved_tensors)
+        return _Put.apply(rows_tangent, ctx.shape, ctx.strides, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
