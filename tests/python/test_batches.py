@@ -113,6 +113,16 @@ class Graph:
         self.whole = self
 
 
+class Ring:
+    """Holds itself and its class, and no tensors."""
+
+    def __init__(self) -> None:
+        self.next, self.kind = self, Ring
+
+    def __repr__(self) -> str:
+        return "Ring()"
+
+
 class Target(list[Any]):
     """Is made from its items, not from a list of them."""
 
@@ -126,6 +136,7 @@ BATCHES: list[Build] = [
     lambda x: x,
     lambda x: (x, 1, "two"),
     lambda x: [x, [x]],
+    lambda x: [x, Ring()],
     lambda x: (x, x),
     lambda x: {"x": x, "scale": 2.0},
     lambda x: OrderedDict(x=x, inner=(x, None)),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from noisy_network import noise_batches, small_network
 from refusals import Refusal, assert_refused
+from replicas import replicas_of, run_replicas
 from torch import distributed, nn
 
 import normscope
@@ -33,6 +34,17 @@ class Detached(nn.Module):
 def two_layers() -> nn.Module:
     first = nn.Sequential(nn.Linear(3, 3), normscope.BatchNorm1d(3))
     return nn.Sequential(first, nn.BatchNorm1d(3), normscope.BatchNorm1d(3))
+
+
+class InReplicas(nn.Module):
+    """Runs two replicas of a module, as torch.nn.DataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> None:
+        raise run_replicas(replicas_of(self.module, 2), x.chunk(2))[0]
 
 
 def evaluated() -> nn.Module:
@@ -225,6 +237,12 @@ RUNNING_STATISTICS: list[Refusal] = [
             partial(normscope.estimate_running_stats, batches=[], process_group=OF_OTHERS),
             partial(normscope.sync_running_stats, process_group=OF_OTHERS),
         )
+    ),
+    (
+        lambda: InReplicas(normscope.BatchNorm1d(3)),
+        estimates([X]),
+        RuntimeError,
+        "model: expected the module of a torch.nn.DataParallel, got the wrapper",
     ),
     (named_layer, accumulates(X, X[:, :2]), RuntimeError, "x: expected 3 channels"),
     *(

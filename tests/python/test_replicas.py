@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import normscope
+from normscope import layers
 
 pytestmark = pytest.mark.on_device
 
@@ -57,6 +59,18 @@ def test_a_replica_that_is_not_in_the_loss_counts() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.own_kernels
+def test_an_input_needs_no_gradient() -> None:
+    layer = normscope.BatchNorm1d(3).double()
+    x = torch.randn(sum(SIZES), 3, 4, dtype=torch.float64)
+    found = torch.autograd.grad(joined_output(layer, x).sin().sum(), [*layer.parameters()])
+    expected = torch.autograd.grad(layer(x).sin().sum(), [*layer.parameters()])
+    # The replicas' sums are added: a different order of n numbers, each at most sqrt(n).
+    n = x[:, 0].numel()
+    atol = n * torch.finfo(x.dtype).eps * n**1.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("scope", ["local", "slices:2", "norm_batch:2"])
 def test_narrow_scopes_stay_within_a_replica(scope: str) -> None:
     layer = normscope.BatchNormAct1d(3, activation="silu", scope=scope)
@@ -78,6 +92,26 @@ def test_a_replica_that_fails_ends_the_forward_of_the_others() -> None:
     assert "mat1 and mat2 shapes cannot be multiplied" in second
     assert "replicas 1 did not call it: they have failed" in first
     assert time.monotonic() - start < 20
+
+
+def test_a_slow_replica_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers.replicas, "_POLL", 0.01)
+    is_running = threading.Event()
+    layer = normscope.BatchNorm1d(3)
+    first, second = replicas_of(layer, 2)
+
+    def wait(x: torch.Tensor) -> Any:
+        assert is_running.wait(60)
+        return first(x)
+
+    def work(x: torch.Tensor) -> Any:
+        is_running.set()
+        time.sleep(2 * layers.replicas._POLLS_ALONE * layers.replicas._POLL)
+        return second(x)
+
+    outputs = run_replicas([wait, work], [torch.randn(2, 3)] * 2)
+
+    assert all(isinstance(y, torch.Tensor) for y in outputs), outputs
 
 
 MASK = torch.ones(4, 1, 5, 4, dtype=torch.bool)
