@@ -42,6 +42,10 @@ SliceStats = Literal["pooled", "first", "sequential"]
 
 _RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
+# The attributes that copies of a layer do not get: they tell of its own buffers and forwards, and
+# of the block or replica that it is in.
+STATE = ("_count", "_route", "_made", "_earlier_scopes", "_untracked")
+
 # Numbers the layers of this process as they are made: constructed, converted, copied or unpickled.
 MADE = count()
 
@@ -311,13 +315,8 @@ class BatchNorm(TorchBatchNorm):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "elements_seen": self.elements_seen}
-        state.pop("_count", None)  # a copy has buffers of its own
-        state.pop("_route", None)  # it is in no block of accumulate, and no replica
-        state.pop("_made", None)
-        state.pop("_earlier_scopes", None)  # a copy was in no forward
-        state.pop("_untracked", None)
-        return state
+        state = {key: value for key, value in vars(self).items() if key not in STATE}
+        return {**state, "elements_seen": self.elements_seen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         elements = state.pop("elements_seen", 0)

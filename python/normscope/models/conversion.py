@@ -12,7 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope._binding import groups
 from normscope._binding.torch_private import TorchBatchNorm
-from normscope.layers.batch_norm import MADE, BatchNorm, prepare_torch
+from normscope.layers.batch_norm import MADE, STATE, BatchNorm, prepare_torch
 from normscope.layers.scope import Scope
 from normscope.models.derived import class_of, set_class
 from normscope.models.fusion import fuse as fuse_activations
@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 # The attributes that only a scoped layer has.
 _SETTINGS = ("_scope", "slice_stats", "group_name", "layer_name")
-_STATE = ("_count", "_route", "_made", "_earlier_scopes", "_untracked", "_applies_activation")
+_STATE = (*STATE, "_applies_activation")
 _ORIGINAL = "_original"
 
 
