@@ -47,6 +47,12 @@ class InReplicas(nn.Module):
         raise run_replicas(replicas_of(self.module, 2), x.chunk(2))[0]
 
 
+def on_two_devices() -> nn.Module:
+    parallel = nn.DataParallel(normscope.BatchNorm1d(3, scope="local"))
+    parallel.device_ids = [0, 1]
+    return parallel
+
+
 def evaluated() -> nn.Module:
     return nn.Sequential(normscope.BatchNorm1d(3)).eval()
 
@@ -265,6 +271,11 @@ RUNNING_STATISTICS: list[Refusal] = [
                 lambda: normscope.convert(nn.Sequential(nn.LazyBatchNorm1d())),
                 accumulates(),
                 "0: expected a layer that has seen an input",
+            ),
+            (
+                on_two_devices,
+                estimates([X]),
+                "expected the model in the DataParallel, got the wrapper; pass model.module",
             ),
             (evaluated, estimates([X]), "expected layers with running statistics in training"),
             (

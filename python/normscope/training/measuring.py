@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parallel import DataParallel
 from torch.nn.parameter import is_lazy
 
 from normscope._binding.ops import ForwardArguments
@@ -22,7 +23,14 @@ def measuring(model: torch.nn.Module, layers: Iterable[TorchBatchNorm]) -> Itera
     """Run the layers with batch statistics, eagerly.
 
     Afterwards the layers have their modes again, and all modules of the model their buffers.
+
+    Raises:
+        ValueError: If the model runs in replicas, of which only the first has the layers' routes.
     """
+    if any(isinstance(m, DataParallel) and len(m.device_ids) > 1 for m in model.modules()):
+        raise ValueError(
+            "model: expected the model in the DataParallel, got the wrapper; pass model.module"
+        )
     modes = [(layer, layer.training) for layer in layers]
     norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
     counts = [norm.elements_seen for norm in norms]

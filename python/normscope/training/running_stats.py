@@ -117,8 +117,9 @@ def estimate_running_stats(
 
     Raises:
         ValueError: If the model has no layer to estimate, the ranks estimate different layers, one
-            is lazy and has seen no input, a pattern matches none, or the numbers of batches differ.
-            Nothing has been changed then, nor if the model raises.
+            is lazy and has seen no input, a pattern matches none, the numbers of batches differ, or
+            a DataParallel has several devices. Nothing has been changed then, nor if the model
+            raises.
 
     Example:
         >>> layer = torch.nn.BatchNorm1d(1)
