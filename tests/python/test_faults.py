@@ -414,6 +414,13 @@ ROWS: list[tuple[str, Any, Callable[[int], Part], int, dict[str, Any]]] = [
                 "ValueError: noise: expected the same number on every rank, got [0.5, 1.5]",
             ),
             (
+                "replicas",
+                {
+                    0: "ValueError: model: expected the model in the DataParallel...",
+                    1: "...rank 0...",
+                },
+            ),
+            (
                 "a NaN in a batch",
                 "ValueError: batches: expected finite inputs and gradients of every layer, got "
                 "NaN or infinity in 1",

@@ -381,6 +381,10 @@ def recommended(what: str, rank: int) -> Part:
         noise = math.nan
     elif what == "other numbers":
         noise += rank
+    elif what == "replicas" and rank == 0:
+        parallel = nn.DataParallel(nn.Identity())
+        parallel.device_ids = [0, 1]
+        model = nn.Sequential(*model, parallel)
     elif what == "a NaN in a batch" and rank == 1:
         batches[0][0, 0, 0, 0] = math.nan
     elif what == "too few samples":

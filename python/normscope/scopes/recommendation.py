@@ -172,8 +172,9 @@ def _run(
     """Run the model over the batches, measure the layers, and return the number of batches."""
     count = 0
     with ExitStack() as stack:
-        stack.enter_context(_left_as_it_is(model))
-        stack.enter_context(measuring(model, [watch.layer for watch in watches]))
+        with shares.notifying_peers():
+            stack.enter_context(_left_as_it_is(model))
+            stack.enter_context(measuring(model, [watch.layer for watch in watches]))
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         for watch in watches:
