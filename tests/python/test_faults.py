@@ -421,6 +421,10 @@ ROWS: list[tuple[str, Any, Callable[[int], Part], int, dict[str, Any]]] = [
                 },
             ),
             (
+                "other layers",
+                "ValueError: model: expected 0 to run as often on every rank, got [1, 0] times",
+            ),
+            (
                 "a NaN in a batch",
                 "ValueError: batches: expected finite inputs and gradients of every layer, got "
                 "NaN or infinity in 1",
