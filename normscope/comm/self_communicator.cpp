@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/comm/self_communicator.h"
 
+#include <cstddef>
 #include <mutex>
 #include <optional>
 #include <string>
 
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
@@ -28,17 +30,21 @@ class SelfCommunicator final : public Communicator {
 
   void fail(std::string_view reason) noexcept override {
     const std::lock_guard lock(mutex_);
-    if (!reason_) reason_ = reason;
+    if (!reason_) reason_.emplace().put(reason);
   }
 
  private:
   void throw_if_failed() {
     const std::lock_guard lock(mutex_);
-    if (reason_) throw CommunicationError("self: rank 0 of 1 failed: " + *reason_);
+    if (!reason_) return;
+    throw CommunicationError("self: rank 0 of 1 failed: " + std::string(reason_->view()));
   }
 
+  static constexpr std::size_t kReasonBytes = 1024;
+
   std::mutex mutex_;  // guards the next one
-  std::optional<std::string> reason_;
+  // In a fixed buffer: the rank may have failed because there is no memory.
+  std::optional<FixedText<kReasonBytes>> reason_;
 };
 
 }  // namespace

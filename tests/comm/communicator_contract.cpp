@@ -176,6 +176,19 @@ TEST_P(CommunicatorContract, EveryCallAfterAFailureThrowsTheFirstReason) {
   });
 }
 
+TEST_P(CommunicatorContract, ALongReasonIsCutAndStillNamesTheRank) {
+  run([](Communicator& communicator) {
+    constexpr std::size_t kLongest = 1200;
+    if (communicator.rank() == 0) communicator.fail(std::string(100'000, 'x'));
+
+    const std::string text = text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); });
+
+    EXPECT_THAT(text,
+                HasSubstr("rank 0 of " + std::to_string(communicator.size()) + " failed: xxx"));
+    EXPECT_LE(text.size(), kLongest);
+  });
+}
+
 TEST_P(PeersContract, EveryRankIsToldOfDifferentLengthsAndTheGroupStaysUsable) {
   run([](Communicator& communicator) {
     if (!communicator.compares_lengths()) return;

@@ -36,16 +36,6 @@ TEST_P(SlotCommunicatorTest, ARankThatLeavesEndsTheWaitOfPeers) {
   });
 }
 
-TEST_P(SlotCommunicatorTest, ALongReasonIsTruncatedAndStillNamesTheRank) {
-  const World& world = GetParam();
-  world.run(world.ranks, {.time_limit = 24h}, [](Communicator& communicator) {
-    if (communicator.rank() == 1) communicator.fail(std::string(100'000, 'x'));
-
-    EXPECT_THAT(text_of<CommunicationError>([&] { communicator.all_reduce_sum({}); }),
-                HasSubstr("rank 1 of " + std::to_string(communicator.size()) + " failed: xxx"));
-  });
-}
-
 INSTANTIATE_TEST_SUITE_P(Threads, SlotCommunicatorTest, worlds({2, 4}, run_as_threads), ranks_of);
 INSTANTIATE_TEST_SUITE_P(SharedMemory, SlotCommunicatorTest, worlds({2, 4}, run_as_processes),
                          ranks_of);
