@@ -18,6 +18,9 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <unistd.h>
 
+#include "normscope/comm/calls.h"
+#include "normscope/comm/thread_communicator.h"
+#include "normscope/torch/c10d/publisher.h"
 #include "tests/torch/idler.h"
 
 namespace normscope::testing {
@@ -67,7 +70,7 @@ TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
 
   EXPECT_EQ(group.failure(), std::nullopt);
   EXPECT_EQ(part->failure(), std::nullopt);
-  EXPECT_TRUE(group.calls_of_others().empty());
+  EXPECT_TRUE(group.shown_by_others().empty());
   EXPECT_THAT(part->fail_after("a sum failed", [] { return ""; }),
               HasSubstr("the group's store does not answer"));
   EXPECT_EQ(store->asked(), asked + 1);
@@ -131,6 +134,31 @@ TEST(OwnGroup, RankZeroStaysUntilOthersHaveReadTheReason) {
 
   EXPECT_TRUE(reads);
   last.join();
+}
+
+TEST(CallPublisher, ShowsCallsToRanksThatShareNoMemory) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto own_group_of = [&](int rank) {
+    return std::make_shared<OwnGroup>(PatientStore(store), "group", "parent", OwnGroup::Use::kHost,
+                                      rank, std::vector{0, 1}, 60s);
+  };
+  // Two groups of threads: each rank has a board of its own.
+  const auto of_0 = make_thread_communicators(2);
+  const auto of_1 = make_thread_communicators(2);
+  CallBoard& board = *of_0[0]->calls();
+  board.begin({.what = "forward", .layer = "block.bn 1"});
+  binding::CallPublisher publisher(own_group_of(0), board, 1h);
+  binding::CallPublisher peer(own_group_of(1), *of_1[1]->calls(), 1h);
+
+  publisher.publish();
+  peer.publish();
+
+  const RankCall shown = of_1[1]->calls()->read().at(0);
+  EXPECT_EQ(shown.state, CallState::kWaits);
+  EXPECT_EQ(shown.name, "forward of block.bn 1");
+  EXPECT_EQ(shown.number, 1U);
+  EXPECT_GE(shown.age, 0s);
+  EXPECT_LT(shown.age, 60s);
 }
 
 }  // namespace

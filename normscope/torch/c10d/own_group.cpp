@@ -6,7 +6,6 @@
 #include <future>
 #include <iterator>
 #include <new>
-#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -64,34 +63,6 @@ using MakeProcessGroupOp = std::string(std::string_view name, std::string_view p
 using CloseProcessGroupOp = void(std::string_view name);
 
 std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
-
-// The clocks of several hosts agree on nothing but the time of day.
-std::int64_t time_of_day() {
-  using std::chrono::nanoseconds;
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<nanoseconds>(now).count();
-}
-
-// "state number begin name".
-std::string encode(const RankCall& call) {
-  return std::to_string(static_cast<int>(call.state)) + ' ' + std::to_string(call.number) + ' ' +
-         std::to_string(time_of_day() - call.age.count()) + ' ' + call.name;
-}
-
-RankCall decode(const std::string& text) {
-  std::istringstream stream(text);
-  int state = 0;
-  std::int64_t begin = 0;
-  RankCall call;
-  stream >> state >> call.number >> begin;
-  stream.ignore();
-  std::getline(stream, call.name);
-  call.state = static_cast<CallState>(state);
-  if (!stream) return {};  // not written by a rank
-  const std::int64_t age = time_of_day() - std::max<std::int64_t>(0, begin);
-  call.age = std::chrono::nanoseconds(std::max<std::int64_t>(0, age));
-  return call;
-}
 
 // Calls look() repeatedly until it returns true, or until the deadline.
 template <class Look>
@@ -426,24 +397,24 @@ std::optional<std::string> OwnGroup::failure_or_death() noexcept {
   return dead.empty() ? std::nullopt : std::optional(text_of_dead(dead));
 }
 
-void OwnGroup::show_call(const RankCall& call) noexcept {
-  (void)store_.ask(kStorePatience, [to = key(kCall, rank_), text = encode(call)](Store& store) {
+void OwnGroup::show(std::string text) noexcept {
+  (void)store_.ask(kStorePatience, [to = key(kCall, rank_), text = std::move(text)](Store& store) {
     store.set(to, bytes_of(text));
     return true;
   });
 }
 
-std::vector<std::pair<int, RankCall>> OwnGroup::calls_of_others() noexcept {
-  using Calls = std::vector<std::pair<int, RankCall>>;
+std::vector<std::pair<int, std::string>> OwnGroup::shown_by_others() noexcept {
+  using Texts = std::vector<std::pair<int, std::string>>;
   const auto read = [own = rank_, size = ranks_.size()](Store& store) {
-    Calls calls;
+    Texts texts;
     for (std::size_t rank = 0; rank < size; ++rank) {
       if (rank == own || !store.check({key(kCall, rank)})) continue;
-      calls.emplace_back(static_cast<int>(rank), decode(store.get_to_str(key(kCall, rank))));
+      texts.emplace_back(static_cast<int>(rank), store.get_to_str(key(kCall, rank)));
     }
-    return calls;
+    return texts;
   };
-  return store_.ask(kStorePatience, read).value_or(Calls());
+  return store_.ask(kStorePatience, read).value_or(Texts());
 }
 
 std::optional<OwnGroup::RollCall> OwnGroup::call_roll() noexcept {

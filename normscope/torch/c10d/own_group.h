@@ -15,7 +15,6 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "normscope/comm/calls.h"
 #include "normscope/torch/c10d/patient_store.h"
 
 namespace normscope::binding {
@@ -106,11 +105,11 @@ class OwnGroup {
   // The same, or which ranks of this host have died.
   [[nodiscard]] std::optional<std::string> failure_or_death() noexcept;
 
-  // Shows what this rank is doing to ranks that ask later.
-  void show_call(const RankCall& call) noexcept;
+  // Shows a text to ranks that ask later, in place of the one before.
+  void show(std::string text) noexcept;
 
-  // The calls that the other ranks have shown, by their places in this group.
-  [[nodiscard]] std::vector<std::pair<int, RankCall>> calls_of_others() noexcept;
+  // What the other ranks have shown, by their places in this group.
+  [[nodiscard]] std::vector<std::pair<int, std::string>> shown_by_others() noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
