@@ -74,6 +74,37 @@ def test_a_call_without_memory_has_updated_nothing(
     assert pools[kernels].run(1, buffers_that_changed, name, dtype) == [[]]
 
 
+def buffers_that_changed_unsaved(name: str) -> list[str]:
+    """Make each tensor one that autograd cannot save; return the buffers that were updated."""
+    others = CALLS[name][2]
+    saved = ["weight"]
+    if "mask" not in others:  # which takes its rows out of x
+        saved.append("x")
+    if name == "activated":
+        saved.append("bias")
+    changed = []
+    for argument in saved:
+        layer, x = layer_of(name), X
+        with torch.inference_mode():
+            if argument == "x":
+                x = X.clone()
+            else:
+                setattr(layer, argument, torch.nn.Parameter(torch.ones(3)))
+        before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+        error = error_of(lambda layer=layer, x=x: layer(x, **others), RuntimeError)  # type: ignore[misc]
+        assert f"{argument}: expected a tensor that can be saved for backward" in error
+        changed += [n for n, buffer in layer.named_buffers() if not torch.equal(buffer, before[n])]
+    return changed
+
+
+@pytest.mark.parametrize("kernels", ["own", "native"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_tensors_that_autograd_cannot_save_has_updated_nothing(
+    pools: dict[str, RankPool], kernels: str, name: str
+) -> None:
+    assert pools[kernels].run(1, buffers_that_changed_unsaved, name) == [[]]
+
+
 def forward(layer: normscope.BatchNorm) -> Callable[[], object]:
     return lambda: layer(X)
 

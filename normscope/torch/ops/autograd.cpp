@@ -59,6 +59,18 @@ bool needs_backward(const at::Tensor& x,
   return at::GradMode::is_enabled() && one_requires_grad;
 }
 
+// Autograd would refuse these after the op, which has then updated the running statistics.
+void check_can_be_saved(const ForwardOpArguments& op) {
+  const auto check = [](const at::Tensor& tensor, const char* name) {
+    TORCH_CHECK(!tensor.is_inference(), name,
+                ": expected a tensor that can be saved for backward, got one made in "
+                "torch.inference_mode(); pass a clone() of it");
+  };
+  check(op.x, "x");
+  if (op.weight) check(*op.weight, "weight");
+  if (op.bias && op.activation.activates()) check(*op.bias, "bias");
+}
+
 bool is_in_graph(const ForwardOpArguments& op) { return op.graph && is_recorded_for_a_graph(); }
 
 ForwardTensors below_autograd(const ForwardOpArguments& op) {
@@ -297,6 +309,7 @@ ForwardTensors forward_with_node(const ForwardOpArguments& given) {
   note_forward();
   ForwardOpArguments op = given;
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, op.activation.residual});
+  if (*op.needs_backward) check_can_be_saved(op);
   return is_for_torchs_kernels(op) ? forward_by_torchs_kernels(op) : normalized(op);
 }
 
