@@ -6,8 +6,10 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <future>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -75,6 +77,23 @@ TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
               HasSubstr("the group's store does not answer"));
   EXPECT_EQ(store->asked(), asked + 1);
   store->hang(false);
+}
+
+TEST(PatientStore, FreesWhatAQuestionHoldsBeforeItAnswers) {
+  const PatientStore store(c10::make_intrusive<c10d::HashStore>());
+  for (const bool throws : {false, true}) {
+    std::atomic<bool> is_free = false;
+    const auto free = [&is_free](void*) { is_free = true; };
+    const std::future<bool> answer =
+        store.begin([held = std::shared_ptr<void>(nullptr, free), throws](c10d::Store&) {
+          if (throws) throw std::runtime_error("no answer");
+          return true;
+        });
+
+    answer.wait();
+
+    EXPECT_TRUE(is_free) << throws;
+  }
 }
 
 std::string nowhere() { return ""; }

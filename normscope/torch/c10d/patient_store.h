@@ -34,11 +34,16 @@ class Helper {
   std::shared_ptr<Tasks> tasks_;  // nullptr: there is no thread
 };
 
-// Runs call() on the helper. It may outlive the caller: it holds what it needs by value.
+// Runs call() on the helper. It may outlive the caller: it holds what it needs by value. It is
+// freed before the result is there, since the program may then end what the call refers to.
 template <class Call>
 auto run_by(const Helper& helper, Call call) -> std::future<std::invoke_result_t<Call>> {
   using Result = std::invoke_result_t<Call>;
-  const auto task = std::make_shared<std::packaged_task<Result()>>(std::move(call));
+  const auto task = std::make_shared<std::packaged_task<Result()>>(
+      [call = std::make_unique<Call>(std::move(call))]() mutable {
+        const std::unique_ptr<Call> ends_with_this_scope = std::move(call);
+        return (*ends_with_this_scope)();
+      });
   std::future<Result> result = task->get_future();
   helper.post([task] { (*task)(); });
   return result;
