@@ -101,6 +101,23 @@ TEST(DataParallel, RanksWithDifferentModulesAllGetAnErrorThatSaysSo) {
   });
 }
 
+TEST(DataParallel, ARankWithoutNumbersIsOneWithADifferentModule) {
+  run_ranks(2, [](const RankGroup& group) {
+    torch::nn::Linear layer(2, 2);
+    torch::nn::Sequential net(layer), none;
+    for (const at::Tensor& parameter : layer->parameters()) {
+      parameter.set_requires_grad(group.rank() == 0);
+    }
+
+    EXPECT_THAT(text_of<MismatchError>([&] { nn::average_gradients(*net, group); }),
+                HasSubstr("rank 1: average_gradients of 0 numbers"));
+    EXPECT_THAT(text_of<MismatchError>(
+                    [&] { nn::broadcast_parameters(group.rank() == 0 ? *net : *none, group); }),
+                HasSubstr("rank 1: broadcast_parameters of 0 numbers"));
+    EXPECT_NO_THROW(nn::broadcast_parameters(*none, group));
+  });
+}
+
 TEST(DataParallel, RanksWithMoreMessagesThanOthersAllGetAnErrorBeforeTheFirst) {
   run_ranks(2, [](const RankGroup& group) {
     torch::nn::Linear layer(256, 256);  // a message for the weight, and one for the bias

@@ -27,6 +27,7 @@ std::int64_t numbers_in(const at::Tensor& tensor) {
 }
 
 // Consecutive tensors whose numbers fit into one message. A larger tensor gets its own message.
+// Without tensors there is an empty one, in which ranks that have some notice it.
 std::vector<std::span<at::Tensor>> buckets_of(Tensors& tensors) {
   std::vector<std::span<at::Tensor>> buckets;
   std::size_t begin = 0;
@@ -39,10 +40,8 @@ std::vector<std::span<at::Tensor>> buckets_of(Tensors& tensors) {
     }
     numbers += numbers_in(tensors[i]);
   }
-  if (begin < tensors.size()) {
-    buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin),
-                         tensors.size() - begin);
-  }
+  buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin),
+                       tensors.size() - begin);
   return buckets;
 }
 
