@@ -341,6 +341,8 @@ TEST(Module, RefusesAnInputOfOtherDimensionsAndAGroupThatIsGone) {
 
   EXPECT_THAT(text_of<c10::ValueError>([&] { layer->forward(torch::randn({4, 3})); }),
               HasSubstr("x: expected 4 dimensions, got 2"));
+  EXPECT_THAT(text_of<c10::ValueError>([&] { layer->forward(at::Tensor()); }),
+              HasSubstr("x: expected a tensor, got none"));
   EXPECT_THAT(text_of<c10::Error>([&] { without_group->forward(torch::randn({4, 3, 2, 2})); }),
               HasSubstr("got the name \"" + name + "\""));
 }

@@ -294,6 +294,8 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
   EXPECT_EQ(
       text_of<std::exception>([&] { (void)nn::recommend_scopes(*net, 1, no_outputs, alone()); }),
       "forward: expected outputs with a gradient, whose noise can be measured, got none");
+  EXPECT_EQ(text_of<std::exception>([&] { (void)nn::recommend_scopes(*net, 1, nullptr, alone()); }),
+            "forward: expected a function, got none");
 }
 
 TEST(RecommendScopes, ThrowsIfRanksDiffer) {

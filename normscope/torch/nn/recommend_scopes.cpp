@@ -245,8 +245,9 @@ void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outpu
   }
 }
 
-void check_arguments(std::int64_t batches, const RankGroup& group,
+void check_arguments(std::int64_t batches, const Forward& forward, const RankGroup& group,
                      const RecommendOptions& options) {
+  if (!forward) throw ArgumentError("forward: expected a function, got none");
   if (!(options.noise() >= 0.0)) {
     throw ArgumentError("noise: expected at least 0, got " + c10::str(options.noise()));
   }
@@ -431,7 +432,7 @@ ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
                            const Forward& forward, const RankGroup& group,
                            const RecommendOptions& options) {
   std::vector<Watched> watched = with_notified_peers(group, [&] {
-    check_arguments(batches, group, options);
+    check_arguments(batches, forward, group, options);
     return layers_to_watch(module);
   });
   // Before the ranks exchange: ranks that are threads share torch's generator.

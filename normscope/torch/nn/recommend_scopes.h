@@ -36,10 +36,10 @@ using Forward = std::function<std::vector<at::Tensor>(std::int64_t batch)>;
 // torch's generators are restored, even if `forward` throws. Everything runs in its current mode:
 // layers in evaluation, such as frozen ones, normalize with their running statistics.
 //
-// Throws ArgumentError if the wanted noise is negative or NaN, there is no batch, the module has no
-// layer of normscope in training, no output has a gradient, the ranks differ in layers, batches or
-// wanted noise, a batch has fewer samples than parts, or the input of a layer is not finite. If
-// `forward` throws on one rank, the others stop waiting.
+// Throws ArgumentError if the wanted noise is negative or NaN, there is no batch or no `forward`,
+// the module has no layer of normscope in training, no output has a gradient, the ranks differ in
+// layers, batches or wanted noise, a batch has fewer samples than parts, or the input of a layer is
+// not finite. If `forward` throws on one rank, the others stop waiting.
 [[nodiscard]] ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
                                          const Forward& forward, const RankGroup& group,
                                          const RecommendOptions& options = {});
