@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -88,6 +89,13 @@ TEST(StateDict, RefusesWhatIsNoCheckpoint) {
   std::ofstream(file.path()) << "not a checkpoint";
   EXPECT_THAT(refusal(net, file.path()),
               HasSubstr("expected what torch.save(dict(model.state_dict()), file) writes"));
+  // The length of a name, after which torch reads the rest of the name as a number of elements.
+  nn::save_state_dict(*net, file.path());
+  std::ifstream saved(file.path(), std::ios::binary);
+  std::string damaged(std::istreambuf_iterator<char>(saved), {});
+  damaged[damaged.find("storage") - 4] = 3;
+  std::ofstream(file.path(), std::ios::binary) << damaged;
+  EXPECT_THAT(refusal(net, file.path()), HasSubstr("expected what torch.save"));
   const c10::IValue name("weight"), pair = c10::ivalue::Tuple::create({name});
   for (const c10::IValue& element : {name, pair}) {
     const std::vector<char> bytes = torch::jit::pickle_save(c10::ivalue::Tuple::create({element}));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/checkpoint.h"
 
+#include <exception>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -37,7 +38,7 @@ c10::IValue unpickled(const std::string& path) {
   if (!file) throw ArgumentError("load_state_dict: " + path + ": cannot be read");
   try {
     return ::torch::jit::pickle_load(bytes);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {  // also std::bad_alloc, if a damaged length is huge
     throw ArgumentError("load_state_dict: " + path +
                         ": expected what torch.save(dict(model.state_dict()), file) writes in "
                         "Python, or save_state_dict");
