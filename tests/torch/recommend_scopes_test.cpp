@@ -296,6 +296,12 @@ TEST(RecommendScopes, RefusesArgumentsThatDoNotFit) {
       "forward: expected outputs with a gradient, whose noise can be measured, got none");
   EXPECT_EQ(text_of<std::exception>([&] { (void)nn::recommend_scopes(*net, 1, nullptr, alone()); }),
             "forward: expected a function, got none");
+  std::vector<at::Tensor> infinite = noise(8);
+  infinite[0] /= 0;
+  EXPECT_EQ(text_of<std::exception>(
+                [&] { (void)plan_of(net, infinite, alone(), nn::RecommendOptions().ranks(2)); }),
+            "batches: expected finite inputs and gradients of every layer, got NaN or infinity in "
+            "1");
 }
 
 TEST(RecommendScopes, ThrowsIfRanksDiffer) {

@@ -184,8 +184,11 @@ void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double f
     watched.elements.resize(candidates, std::numeric_limits<double>::infinity());
     const double* row = fields.const_data_ptr<double>();
     for (std::size_t i = 0; i < candidates; ++i, row += 3) {
-      const bool is_world = i + 1 == candidates;
-      if (!is_world) noise[i] += is_known ? row[0] * factor : HUGE_VAL;
+      if (i + 1 == candidates) {
+        noise[i] += row[0];  // world has none; NaN if x is not finite
+      } else {
+        noise[i] += is_known ? row[0] * factor : HUGE_VAL;
+      }
       watched.samples[i] = std::min(watched.samples[i], row[1]);
       watched.elements[i] = std::min(watched.elements[i], row[2]);
     }
