@@ -158,9 +158,9 @@ struct DeviceKernels {
   // Whether the stream is being captured into a graph.
   bool (*is_capturing)(Stream stream);
 
-  // Allocates [size] zeros on the current device, for kernels on the stream that leave zeros. They
-  // are never freed; but if the stream is being captured, they are used again when the graph is
-  // destroyed.
+  // Allocates [size] zeros on the current device, aligned to 64 bytes, for kernels on the stream
+  // that leave zeros. They are never freed; but if the stream is being captured, they are used
+  // again when the graph is destroyed.
   double* (*new_zeros)(Stream stream, std::int64_t size);
 
   // Sums x and x^2 over each slice, and finalizes.

@@ -3,6 +3,7 @@
 // What a call on a device takes from torch.
 #include "normscope/torch/ops/call_site.h"
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -168,6 +169,13 @@ TEST_F(DeviceMemoryTest, CallsAtTheSameTimeDoNotShareIt) {
   EXPECT_NE(other.scratch, one.scratch);
   end_call();
   EXPECT_EQ(call().workspace, other.workspace);
+}
+
+TEST_F(DeviceMemoryTest, ItsWorkspaceIsAligned) {
+  for (std::int64_t channels = 1; channels <= 16; ++channels) {
+    const auto address = reinterpret_cast<std::uintptr_t>(call(channels).workspace);
+    EXPECT_EQ(address % 64, 0) << channels;
+  }
 }
 
 // With torch.compile(mode="reduce-overhead") and torch.cuda.use_mem_pool, torch allocates from a

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/kernels/cuda_on_host/backend.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <string>
+
+#include "normscope/core/cache_lines.h"
 
 // clang-format off: device.h defines the language that backend.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
@@ -30,7 +35,9 @@ struct Device {
   static bool is_capturing(Stream stream) { return cuda_on_host::is_capturing(stream); }
 
   static double* new_zeros(Stream /*stream*/, std::int64_t size) {
-    return new double[static_cast<std::size_t>(size)]();
+    double* const zeros = CacheLineAllocator<double>().allocate(static_cast<std::size_t>(size));
+    std::fill_n(zeros, size, 0.0);
+    return zeros;
   }
 
   template <class Kernel, class... Arguments>
