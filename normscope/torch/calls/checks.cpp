@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include <c10/core/ScalarType.h>
 #include <c10/util/StringUtil.h>
 
 #include "normscope/batch_norm/batch_norm.h"
@@ -14,14 +13,9 @@
 namespace normscope::binding {
 namespace {
 
-// The name of the dtype in Python, such as "float32".
-std::string dtype_text(const at::Tensor& tensor) {
-  return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
-}
-
 void check_dtype(const at::Tensor& x) {
   TORCH_CHECK(dtype_of(x), "x: expected float32, float64, bfloat16 or float16, got ",
-              dtype_text(x));
+              dtype_name_of(x));
 }
 
 void check_device(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
@@ -40,8 +34,8 @@ void check_channels(const at::Tensor& x, std::string_view name, const OptionalTe
 void check_parameter(const at::Tensor& x, std::string_view name, const OptionalTensor& parameter) {
   if (!parameter) return;
   TORCH_CHECK(parameter->scalar_type() == at::kFloat || parameter->scalar_type() == x.scalar_type(),
-              name, ": expected float32 or the dtype of x (", dtype_text(x), "), got ",
-              dtype_text(*parameter));
+              name, ": expected float32 or the dtype of x (", dtype_name_of(x), "), got ",
+              dtype_name_of(*parameter));
   check_device(x, name, *parameter);
 }
 
@@ -49,7 +43,7 @@ void check_like_x(const at::Tensor& x, std::string_view name, const at::Tensor& 
   TORCH_CHECK(tensor.sym_sizes() == x.sym_sizes(), name, ": expected the shape of x, ",
               x.sym_sizes(), ", got ", tensor.sym_sizes());
   TORCH_CHECK(tensor.scalar_type() == x.scalar_type(), name, ": expected the dtype of x (",
-              dtype_text(x), "), got ", dtype_text(tensor));
+              dtype_name_of(x), "), got ", dtype_name_of(tensor));
   check_device(x, name, tensor);
 }
 
@@ -62,7 +56,7 @@ void check_parameter_of_channels(const at::Tensor& x, std::string_view name,
 void check_float64(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
   const at::ScalarType expected = c10::typeMetaToScalarType(float64_options(x).dtype());
   TORCH_CHECK(tensor.scalar_type() == expected, name, ": expected ",
-              expected == at::kDouble ? "float64" : "float32", ", got ", dtype_text(tensor));
+              expected == at::kDouble ? "float64" : "float32", ", got ", dtype_name_of(tensor));
 }
 
 // Checks statistics from forward, which other ops read through a plain pointer.
@@ -82,7 +76,7 @@ void check_parameter_gradient(const at::Tensor& x, std::string_view name,
   if (!gradient) return;
   check_channels(x, name, gradient);
   TORCH_CHECK(gradient->is_floating_point(), name, ": expected floating-point numbers, got ",
-              dtype_text(*gradient));
+              dtype_name_of(*gradient));
   check_device(x, name, *gradient);
 }
 

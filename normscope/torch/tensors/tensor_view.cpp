@@ -11,6 +11,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/ScalarType.h>
 
 #include "normscope/core/error.h"
 
@@ -96,8 +97,7 @@ std::optional<DType> dtype_of(const at::Tensor& tensor) {
 }
 
 std::string_view dtype_name_of(const at::Tensor& tensor) {
-  const std::optional<DType> dtype = dtype_of(tensor);
-  return dtype ? name_of(*dtype) : c10::toString(tensor.scalar_type());
+  return c10::getDtypeNames(tensor.scalar_type()).first;
 }
 
 at::Tensor empty_output(const at::Tensor& x) {
