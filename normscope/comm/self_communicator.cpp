@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/comm/self_communicator.h"
 
-#include <cstddef>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -39,8 +38,6 @@ class SelfCommunicator final : public Communicator {
     if (!reason_) return;
     throw CommunicationError("self: rank 0 of 1 failed: " + std::string(reason_->view()));
   }
-
-  static constexpr std::size_t kReasonBytes = 1024;
 
   std::mutex mutex_;  // guards the next one
   // In a fixed buffer: the rank may have failed because there is no memory.

@@ -132,7 +132,7 @@ void SlotCommunicator::fail(std::string_view reason) noexcept {
   if (!is_at_home()) return;
   char prefix[64];
   std::snprintf(prefix, sizeof(prefix), "rank %d of %d failed: ", rank(), size_);
-  FixedText<SlotMemory::kReasonBytes> text;
+  FixedText<kReasonBytes> text;
   text.put(prefix);
   text.put(reason);
   memory_.record_failure(text.view());

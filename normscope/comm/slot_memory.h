@@ -26,9 +26,6 @@ class SlotMemory {
   // crosses it, and no bug there can stay unnoticed.
   static constexpr std::uint32_t kFirstEpoch = 0U - 256U;
 
-  // A reason with its final zero. Longer ones are cut.
-  static constexpr std::size_t kReasonBytes = 1024;
-
   // Values of Member::process that are not process ids.
   static constexpr std::int32_t kNotJoined = 0;
   static constexpr std::int32_t kLeft = -1;

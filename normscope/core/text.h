@@ -25,6 +25,9 @@ enum class Keep { kBeginning, kEnd };
 // The same, safe to print in a terminal: control characters are shown in hexadecimal too.
 [[nodiscard]] std::string printable(std::string_view text);
 
+// The buffers of the reasons why groups fail, with a final zero. Longer reasons are cut.
+inline constexpr std::size_t kReasonBytes = 1024;
+
 // A text in a buffer of fixed size, which ends with a zero. What does not fit is left out.
 template <std::size_t Bytes>
 class FixedText {

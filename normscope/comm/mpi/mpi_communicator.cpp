@@ -37,8 +37,6 @@ constexpr std::chrono::microseconds kSleep{20};
 // float64 numbers in one MPI_Iallreduce: 8 MiB. MPI counts in int, and the numbers are copied.
 constexpr std::size_t kPieceLength = std::size_t{1} << 20;
 
-constexpr std::size_t kReasonBytes = 1024;
-
 // Point-to-point messages next to the sums. Shortly before its time limit, a rank asks its peers
 // whether they have reached the same exchange. The error can then name those that have not.
 enum Tag { kHaveYouCome, kHaveCome, kFailed };
