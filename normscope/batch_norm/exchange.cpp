@@ -242,7 +242,7 @@ int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t
     }
     send(header);
     shown.finish();
-    // Only after all ranks have met: a label must be new to all ranks or to none.
+    // Only after the exchange: a label must be new to all ranks or to none.
     if (!is_new) return seen->second;
     labels_.push_back(describe(label));
     return seen_[label_hash] = static_cast<int>(labels_.size());

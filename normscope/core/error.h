@@ -53,8 +53,8 @@ class DeviceError : public Error {
   using Error::Error;
 };
 
-// The ranks met in one exchange with different calls (another layer, direction, number of channels
-// or scope). Every rank gets this error; the group stays usable.
+// The ranks of one exchange made different calls (another layer, direction, number of channels or
+// scope). Every rank gets this error; the group stays usable.
 class MismatchError : public Error {
  public:
   using Error::Error;

@@ -85,9 +85,10 @@ void check_later(Exchange& exchange, int call, const at::Tensor& numbers, const 
   });
 }
 
-[[noreturn]] void throw_met_another(const std::string& own_call, const std::string& of_whom) {
+[[noreturn]] void throw_shared_with_another(const std::string& own_call,
+                                            const std::string& of_whom) {
   throw MismatchError("the ranks of a scope made different calls: this rank's " + own_call +
-                      " met another call" + of_whom +
+                      " shared an exchange with another call" + of_whom +
                       ", and its results are wrong. NORMSCOPE_CHECK=1 finds it earlier, and says "
                       "what each rank was doing");
 }
@@ -213,7 +214,7 @@ at::Tensor TensorMessage::sum_on_device(const CallLabel& label, std::int64_t cou
               [ranks = ranks()](const at::Tensor& totals, const std::string& own_call) {
                 const auto* const fields = totals.const_data_ptr<double>();
                 if (!ranks_agree(fields, static_cast<double>(ranks))) {
-                  throw_met_another(own_call, "");
+                  throw_shared_with_another(own_call, "");
                 }
                 check_earlier_count(fields[kCount], own_call);
               });
@@ -235,7 +236,7 @@ void TensorMessage::check_rows_later(const at::Tensor& headers, int call, std::i
                   others += others.empty() ? "" : ", ";
                   others += std::to_string(exchange.name_of_rank(static_cast<std::size_t>(rank)));
                 }
-                if (!others.empty()) throw_met_another(own_call, " of rank " + others);
+                if (!others.empty()) throw_shared_with_another(own_call, " of rank " + others);
                 check_earlier_count(static_cast<double>(count), own_call);
               });
 }

@@ -161,9 +161,9 @@ at::Tensor moments_of(const at::Tensor& rows) {
   return rows.slice(1, 0, 2 + (rows.size(1) - 2) / 2).contiguous();
 }
 
-// Adds the noise of the calls of a batch. `factor` turns squared changes of the projection into
-// noise; infinity if it is unknown.
-void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double factor,
+// Adds the noise of the calls of a batch. `to_noise` turns squared changes of the projection into
+// noise; infinity if the outputs do not vary.
+void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double to_noise,
                const Shares& shares, const RankGroup& group) {
   if (watched.calls.empty()) return;
   Row noise;
@@ -178,7 +178,7 @@ void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double f
         binding::defined_or_none(weight_of(watched.layer)), watched.layer.options->eps(),
         shares.hosts);
     const auto candidates = static_cast<std::size_t>(fields.size(0));
-    const bool is_known = call.z.defined() && std::isfinite(factor);
+    const bool is_known = call.z.defined() && std::isfinite(to_noise);
     noise.resize(candidates);
     watched.samples.resize(candidates, std::numeric_limits<double>::infinity());
     watched.elements.resize(candidates, std::numeric_limits<double>::infinity());
@@ -187,7 +187,7 @@ void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double f
       if (i + 1 == candidates) {
         noise[i] += row[0];  // world has none; NaN if x is not finite
       } else {
-        noise[i] += is_known ? row[0] * factor : HUGE_VAL;
+        noise[i] += is_known ? row[0] * to_noise : HUGE_VAL;
       }
       watched.samples[i] = std::min(watched.samples[i], row[1]);
       watched.elements[i] = std::min(watched.elements[i], row[2]);

@@ -18,11 +18,11 @@ namespace normscope::binding {
 // and devices, and the factor that turns a squared change of the projection into noise. If the
 // outputs change a little, the expected noise, summed over the ranks, is the sum of the squares of
 // the changes, each divided by the scale of its output; with several outputs, the mean of these
-// sums over those with elements. The scale is the root of the sum of the squares of an output's
-// elements about the means of their channels, where a scalar counts as a tenth of its value.
-// moments[i] are the rows of all ranks for outputs[i], without dz. This process has the shares of
-// `parts` consecutive ranks from rank `first` on; outputs with several shares are cut along
-// dimension 0. The signs depend on `batch` and rank alone.
+// sums over those with elements. The square of the scale is the sum of the squared differences
+// between the elements of an output and the means of their channels; for a scalar, the difference
+// is taken to be a tenth of its value. moments[i] are the rows of all ranks for outputs[i], without
+// dz. This process has the shares of `parts` consecutive ranks from rank `first` on; outputs with
+// several shares are cut along dimension 0. The signs depend on `batch` and rank alone.
 //
 // The factor is infinite if the outputs do not vary: if none has elements, or one that has some has
 // no scale.
