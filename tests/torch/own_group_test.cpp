@@ -6,11 +6,15 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <future>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -18,8 +22,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <unistd.h>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/calls.h"
 #include "normscope/comm/thread_communicator.h"
 #include "normscope/torch/c10d/publisher.h"
@@ -38,9 +44,13 @@ class HangingStore final : public c10d::HashStore {
  public:
   bool check(const std::vector<std::string>& keys) override {
     ++asked_;
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return !hangs_; });
+    wait_until_it_goes_on();
     return HashStore::check(keys);
+  }
+
+  std::int64_t add(const std::string& key, std::int64_t value) override {
+    wait_until_it_goes_on();
+    return HashStore::add(key, value);
   }
 
   void hang(bool hangs) {
@@ -52,6 +62,11 @@ class HangingStore final : public c10d::HashStore {
   [[nodiscard]] int asked() const { return asked_; }
 
  private:
+  void wait_until_it_goes_on() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !hangs_; });
+  }
+
   std::atomic<int> asked_ = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -77,6 +92,39 @@ TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
               HasSubstr("the group's store does not answer"));
   EXPECT_EQ(store->asked(), asked + 1);
   store->hang(false);
+}
+
+// Ends every wait, as a handler of signals may.
+class Interrupting final : public CallObserver {
+ public:
+  Interrupting() { observe_calls(this); }
+  Interrupting(const Interrupting&) = delete;
+  Interrupting& operator=(const Interrupting&) = delete;
+  ~Interrupting() override { observe_calls(nullptr); }
+
+  void begin_call(const CallName& /*name*/, std::string_view /*scope*/,
+                  std::size_t /*bytes*/) override {}
+  void end_call() noexcept override {}
+  void begin_wait() override {}
+  void end_wait() noexcept override {}
+  void during_wait(std::chrono::steady_clock::duration /*waited*/,
+                   const std::function<std::string()>& /*who_is_where*/) override {
+    throw std::domain_error("interrupted");
+  }
+};
+
+TEST(OwnGroup, WritesNoFailureBetweenTheKeysOfTheProgramIfItsFirstWaitIsInterrupted) {
+  const auto store = c10::make_intrusive<HangingStore>();
+  const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, 0, 2);
+  const Interrupting observer;
+  store->hang(true);
+
+  EXPECT_THROW(OwnGroup(*group, "group", OwnGroup::Use::kHost, 60s), std::domain_error);
+
+  store->hang(false);
+  while (!store->check({"normscope/group/host/of rank 0"})) std::this_thread::sleep_for(1ms);
+  std::this_thread::sleep_for(100ms);  // questions after this one are answered in turn
+  EXPECT_EQ(store->getNumKeys(), 1);
 }
 
 TEST(PatientStore, FreesWhatAQuestionHoldsBeforeItAnswers) {

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,6 +21,7 @@
 #include "normscope/comm/nccl/watch.h"
 #include "normscope/comm/self_communicator.h"
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
@@ -157,27 +159,30 @@ class NcclCommunicator final : public Communicator {
 
   void fail(std::string_view reason) noexcept override {
     const std::lock_guard lock(mutex_);
-    set_failure(Failure::kOther, "failed: " + std::string(reason));
+    if (failure_ == Failure::kNone) reason_.put("failed: ");
+    set_failure(Failure::kOther, reason);
   }
 
  private:
   enum class Failure { kNone, kTimeout, kOther };
 
+  static constexpr std::string_view kPrefix = "nccl: ";
+
   // Runs `call`, unless an earlier call has failed. A failure is repeated by every later call.
   template <class Call>
   void guarded(const Call& call) {
     const std::lock_guard lock(mutex_);
-    if (failure_ == Failure::kTimeout) throw TimeoutError(reason_);
-    if (failure_ == Failure::kOther) throw CommunicationError(reason_);
+    if (failure_ == Failure::kTimeout) throw TimeoutError(text_of_failure());
+    if (failure_ == Failure::kOther) throw CommunicationError(text_of_failure());
     try {
       const CurrentDevice current(device_);
       call();
     } catch (const TimeoutError& error) {
       abort(Failure::kTimeout, error.what());
-      throw TimeoutError(reason_);
+      throw TimeoutError(text_of_failure());
     } catch (const CommunicationError& error) {
       abort(Failure::kOther, error.what());
-      throw CommunicationError(reason_);
+      throw CommunicationError(text_of_failure());
     }
   }
 
@@ -241,10 +246,14 @@ class NcclCommunicator final : public Communicator {
     if (!lock || failure_ != Failure::kNone) return;
     ncclResult_t state = ncclSuccess;
     ncclCommGetAsyncError(comm_.get(), &state);
-    if (state != ncclSuccess && state != ncclInProgress) {
-      abort(Failure::kOther, "nccl: ncclAllReduce: " + reason_of(state, comm_.get()));
-    } else if (is_overdue) {
-      abort(Failure::kTimeout, text_of_timeout());
+    try {
+      if (state != ncclSuccess && state != ncclInProgress) {
+        abort(Failure::kOther, "nccl: ncclAllReduce: " + reason_of(state, comm_.get()));
+      } else if (is_overdue) {
+        abort(Failure::kTimeout, text_of_timeout());
+      }
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
+      // No memory for the text: the next check tries again.
     }
   }
 
@@ -257,12 +266,15 @@ class NcclCommunicator final : public Communicator {
     comm_.abort();
   }
 
-  void set_failure(Failure failure, std::string_view reason) {
+  void set_failure(Failure failure, std::string_view reason) noexcept {
     if (failure_ != Failure::kNone) return;
     failure_ = failure;
-    constexpr std::string_view kPrefix = "nccl: ";
     if (reason.starts_with(kPrefix)) reason.remove_prefix(kPrefix.size());
-    reason_ = std::string(kPrefix) + name_of_rank(rank_, size_) + ": " + std::string(reason);
+    reason_.put(reason);
+  }
+
+  [[nodiscard]] std::string text_of_failure() const {
+    return std::string(kPrefix) + name_of_rank(rank_, size_) + ": " + std::string(reason_.view());
   }
 
   std::mutex mutex_;  // guards the members below: the caller and the watch use them
@@ -272,7 +284,8 @@ class NcclCommunicator final : public Communicator {
   int size_ = 0;
   int device_ = 0;
   Failure failure_ = Failure::kNone;
-  std::string reason_;
+  // In a fixed buffer: the rank may have failed because there is no memory.
+  FixedText<kReasonBytes> reason_;
   std::optional<nccl::Watch> watch_;  // last: destroyed before the members that it checks
 };
 

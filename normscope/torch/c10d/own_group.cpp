@@ -79,7 +79,7 @@ constexpr const char* kNoAnswer =
     "host, has died or cannot be reached)";
 
 // Only the first text is kept.
-void write_failure(const PatientStore& store, const std::string& text) noexcept {
+void write_failure(const PatientStore& store, const std::string& text) {
   (void)store.ask(kStorePatience, [text](Store& asked) {
     if (!asked.check({kFailure})) asked.set(kFailure, bytes_of(text));
     return true;
@@ -260,7 +260,11 @@ void OwnGroup::close() noexcept {
 void OwnGroup::fail(std::string_view reason) noexcept {
   publish_failure(reason);
   close();
-  hand_out(kTimeToReadOfFailure, dead_places(processes_));
+  try {
+    hand_out(kTimeToReadOfFailure, dead_places(processes_));
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
+    // Peers then name this rank as missing, without the reason.
+  }
 }
 
 void OwnGroup::abandon(std::string_view reason) noexcept {
@@ -271,14 +275,14 @@ void OwnGroup::abandon(std::string_view reason) noexcept {
 
 void OwnGroup::publish_failure(std::string_view reason) noexcept {
   try {
-    publish(text_of(own_rank(), reason));
+    write_failure(store_, text_of(own_rank(), reason));
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
     // No memory for the text: peers then find out at their time limit.
   }
 }
 
 std::string OwnGroup::fail_after(const std::string& what,
-                                 const std::function<std::string()>& who_is_where) noexcept {
+                                 const std::function<std::string()>& who_is_where) {
   // In this order: closing the group ends the waits of the other ranks, which then look for the
   // ranks that are there.
   const auto has_answered =
@@ -295,7 +299,7 @@ std::string OwnGroup::fail_after(const std::string& what,
   std::string text = describe(roll) + " (" + what + ")";
   if (const std::string where = who_is_where(); !where.empty()) text += ": " + where;
   if (!roll) return text;
-  publish(text);
+  write_failure(store_, text);
   hand_out(kTimeToRead, roll->silent);
   return text;
 }
@@ -361,7 +365,7 @@ void OwnGroup::wait_for_ranks(const std::string& what) {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(time_limit_);
   const std::string text = (missing ? list(*missing) : "ranks") + " did not come within " +
                            std::to_string(seconds.count()) + " s";
-  publish(text);
+  write_failure(store_, text);
   throw TimeoutError(text);
 }
 
@@ -379,32 +383,33 @@ void OwnGroup::notify_observer(const Wait& wait, const WhoIsWhere& who_is_where)
   try {
     observer->during_wait(Clock::now() - wait.begin, who_is_where);
   } catch (...) {
-    publish(list_of_ranks({own_rank()}) + " was interrupted while it waited");
+    // Without a name, the keys would be the program's own.
+    if (!name_.empty()) {
+      write_failure(store_, list_of_ranks({own_rank()}) + " was interrupted while it waited");
+    }
     throw;
   }
 }
 
-void OwnGroup::publish(const std::string& text) noexcept { write_failure(store_, text); }
-
-std::optional<std::string> OwnGroup::failure() noexcept {
+std::optional<std::string> OwnGroup::failure() {
   const auto answer = store_.ask(kStorePatience, reason_in);
   return answer ? *answer : std::nullopt;
 }
 
-std::optional<std::string> OwnGroup::failure_or_death() noexcept {
+std::optional<std::string> OwnGroup::failure_or_death() {
   if (auto published = failure()) return published;
   const Places dead = dead_places(processes_);
   return dead.empty() ? std::nullopt : std::optional(text_of_dead(dead));
 }
 
-void OwnGroup::show(std::string text) noexcept {
+void OwnGroup::show(std::string text) {
   (void)store_.ask(kStorePatience, [to = key(kCall, rank_), text = std::move(text)](Store& store) {
     store.set(to, bytes_of(text));
     return true;
   });
 }
 
-std::vector<std::pair<int, std::string>> OwnGroup::shown_by_others() noexcept {
+std::vector<std::pair<int, std::string>> OwnGroup::shown_by_others() {
   using Texts = std::vector<std::pair<int, std::string>>;
   const auto read = [own = rank_, size = ranks_.size()](Store& store) {
     Texts texts;
@@ -417,7 +422,7 @@ std::vector<std::pair<int, std::string>> OwnGroup::shown_by_others() noexcept {
   return store_.ask(kStorePatience, read).value_or(Texts());
 }
 
-std::optional<OwnGroup::RollCall> OwnGroup::call_roll() noexcept {
+std::optional<OwnGroup::RollCall> OwnGroup::call_roll() {
   const auto look = [processes = processes_](Store& store) {
     RollCall roll;
     const Clock::time_point begin = Clock::now();
@@ -453,7 +458,7 @@ std::string OwnGroup::describe(const std::optional<RollCall>& roll) const {
   return list(roll->silent) + (roll->silent.size() == 1 ? " is" : " are") + " not there";
 }
 
-void OwnGroup::hand_out(Milliseconds patience, const Places& missing) noexcept {
+void OwnGroup::hand_out(Milliseconds patience, const Places& missing) {
   const auto note = [own = rank_, size = ranks_.size(), missing, patience,
                      waits = own_rank() == 0](Store& store) {
     store.set(key(kHasRead, own), bytes_of("1"));

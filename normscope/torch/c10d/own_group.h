@@ -97,19 +97,19 @@ class OwnGroup {
   // failed first. If no rank has failed, returns `what`, the dead or missing ranks, and where the
   // ranks are.
   [[nodiscard]] std::string fail_after(const std::string& what,
-                                       const std::function<std::string()>& who_is_where) noexcept;
+                                       const std::function<std::string()>& who_is_where);
 
   // The reason of the first rank that failed, if any.
-  [[nodiscard]] std::optional<std::string> failure() noexcept;
+  [[nodiscard]] std::optional<std::string> failure();
 
   // The same, or which ranks of this host have died.
-  [[nodiscard]] std::optional<std::string> failure_or_death() noexcept;
+  [[nodiscard]] std::optional<std::string> failure_or_death();
 
   // Shows a text to ranks that ask later, in place of the one before.
-  void show(std::string text) noexcept;
+  void show(std::string text);
 
   // What the other ranks have shown, by their places in this group.
-  [[nodiscard]] std::vector<std::pair<int, std::string>> shown_by_others() noexcept;
+  [[nodiscard]] std::vector<std::pair<int, std::string>> shown_by_others();
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -131,19 +131,16 @@ class OwnGroup {
   // Throws if another rank has published that it failed.
   void throw_if_failed();
 
-  // Publishes why ranks that ask later need not wait. Only the first text is kept.
-  void publish(const std::string& text) noexcept;
-
   // Why a message to all ranks has failed: what another rank has published, or which ranks are dead
   // or do not answer; nullopt if the store does not answer. All ranks that are present must call
   // this at about the same time.
   struct RollCall;
-  [[nodiscard]] std::optional<RollCall> call_roll() noexcept;
+  [[nodiscard]] std::optional<RollCall> call_roll();
   [[nodiscard]] std::string describe(const std::optional<RollCall>& roll) const;
 
   // Notes that this rank has read the reason, and that the ranks at the places `missing` never
   // will. Rank 0, whose process usually has the store, waits until all ranks have read it.
-  void hand_out(Milliseconds patience, const std::vector<std::size_t>& missing) noexcept;
+  void hand_out(Milliseconds patience, const std::vector<std::size_t>& missing);
 
   [[nodiscard]] std::string list(const std::vector<std::size_t>& places) const;
   [[nodiscard]] std::string text_of_dead(const std::vector<std::size_t>& places) const;

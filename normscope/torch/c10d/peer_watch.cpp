@@ -2,7 +2,7 @@
 #include "normscope/torch/c10d/peer_watch.h"
 
 #include <chrono>
-#include <optional>
+#include <new>
 #include <utility>
 
 namespace normscope::binding {
@@ -22,12 +22,17 @@ PeerWatch::PeerWatch(std::shared_ptr<OwnGroup> group,
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
 
 void PeerWatch::run(const std::stop_token& stop) {
-  std::optional<std::string> reason;
-  while (!reason) {
+  for (bool is_noted = false; !is_noted;) {
     if (!pause(stop)) return;
-    reason = group_->failure_or_death();
+    try {
+      if (const auto reason = group_->failure_or_death()) {
+        on_failure_(*reason);
+        is_noted = true;
+      }
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch)
+      // No memory for the text: the next look tries again.
+    }
   }
-  on_failure_(*reason);
   if (pause(stop)) end_work_();
 }
 

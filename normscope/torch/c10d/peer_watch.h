@@ -16,9 +16,9 @@ namespace normscope::binding {
 // a device, nothing else notices before the backend's time limit.
 class PeerWatch {
  public:
-  // Calls on_failure(reason) once, at the latest a second after a peer has published its failure or
-  // a process of this host has ended. Calls end_work() after a further pause: what the peer did
-  // before it ended has then arrived.
+  // Calls on_failure(reason), at the latest a second after a peer has published its failure or a
+  // process of this host has ended; again if there was no memory. Calls end_work() after a further
+  // pause: what the peer did before it ended has then arrived.
   PeerWatch(std::shared_ptr<OwnGroup> group, std::function<void(const std::string&)> on_failure,
             std::function<void()> end_work);
   PeerWatch(const PeerWatch&) = delete;
