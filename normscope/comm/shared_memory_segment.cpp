@@ -76,9 +76,10 @@ SharedMemorySegment SharedMemorySegment::create(int ranks, const ExchangeOptions
   if (created < 0) throw_error("create a segment", errno);
   const auto descriptor = own_descriptor(created);
   // Reserve all pages now: with no memory left, a later access would kill the process (SIGBUS).
-  if (const int error = posix_fallocate(created, 0, static_cast<off_t>(bytes)); error != 0) {
-    throw_error("reserve " + std::to_string(bytes) + " bytes", error);
-  }
+  // On older kernels a signal, such as that of a profiler's timer, undoes the call.
+  int error = EINTR;
+  while (error == EINTR) error = posix_fallocate(created, 0, static_cast<off_t>(bytes));
+  if (error != 0) throw_error("reserve " + std::to_string(bytes) + " bytes", error);
   if (fcntl(created, F_ADD_SEALS, kSeals) != 0) throw_error("seal a segment", errno);
 
   const auto mapping = map(descriptor, bytes, PROT_READ | PROT_WRITE);
