@@ -424,6 +424,7 @@ ROWS: list[tuple[str, Any, Callable[[int], Part], int, dict[str, Any]]] = [
                 "other layers",
                 "ValueError: model: expected 0 to run as often on every rank, got [1, 0] times",
             ),
+            ("a sparse output", {0: "...rank 1...", 1: "RuntimeError: ..."}),
             (
                 "a NaN in a batch",
                 "ValueError: batches: expected finite inputs and gradients of every layer, got "

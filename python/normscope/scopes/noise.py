@@ -144,7 +144,8 @@ class WatchedLayer(Watch):
         fields = []
         for call in self.calls:
             dz = None if call.edge is None else next(gradients)
-            rows = _part_sums(call, torch.zeros_like(call.x) if dz is None else dz, shares.parts)
+            with shares.notifying_peers():
+                rows = _part_sums(call, dz, shares.parts)
             moments = shares.gather(_moments_of(rows), self.label).flatten(0, 1)
             of_call = ops.output_noise(
                 rows, moments, shares.first, call.weight, self.layer.eps, shares.hosts
@@ -160,8 +161,9 @@ class WatchedLayer(Watch):
             self.sizes.append(torch.stack([samples.amin(0), elements.amin(0)], dim=1))
 
 
-def _part_sums(call: _Call, dz: torch.Tensor, parts: int) -> torch.Tensor:
+def _part_sums(call: _Call, dz: torch.Tensor | None, parts: int) -> torch.Tensor:
     """Return the rows of this process's parts [parts, 2 + 4 C]."""
+    dz = torch.zeros_like(call.x) if dz is None else dz
     masks = [None] * parts if call.mask is None else call.mask.tensor_split(parts)
     rows = []
     for x, gradient, mask in zip(
@@ -205,13 +207,13 @@ def measure_batch(
 ) -> None:
     """Run a backward from the outputs of a batch, and add the noise of its calls; a collective."""
     moments = _moments_of_ranks(outputs, shares)
-    cotangents, to_noise = ops.random_cotangents(
-        outputs, moments, batch, shares.first, shares.parts
-    )
     edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
     gradients: tuple[torch.Tensor | None, ...] = ()
-    if edges:  # a batch may reach no layer, or each without gradients
-        with shares.notifying_peers():
+    with shares.notifying_peers():
+        cotangents, to_noise = ops.random_cotangents(
+            outputs, moments, batch, shares.first, shares.parts
+        )
+        if edges:  # a batch may reach no layer, or each without gradients
             gradients = torch.autograd.grad(outputs, edges, cotangents, allow_unused=True)
     left = iter(gradients)
     for watch in watches:
@@ -225,6 +227,7 @@ def _moments_of_ranks(outputs: list[torch.Tensor], shares: Shares) -> list[torch
     moments = []
     for output, *of_output in zip(outputs, *of_ranks, strict=True):
         # Without channels in common, all elements are of one channel.
-        own = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
+        with shares.notifying_peers():
+            own = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
         moments.append(shares.gather(own, "outputs"))
     return moments
