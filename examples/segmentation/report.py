@@ -108,8 +108,8 @@ def cells(metrics: Metrics) -> dict[str, str]:
         "images per\nnorm batch": ", ".join(map(str, metrics["images_per_norm_batch"])),
         "mean IoU": told(iou, ".3f"),
         "training": f"{told(seconds, '.0f')} s",
-        "time in\nsyncs": f"{100 * metrics['synchronization_share']['mean']:.0f} %",
-        "syncs\nper step": f"{metrics['exchanges_per_step']:.3g}",
+        "exchanges\nper step": f"{metrics['exchanges_per_step']:.3g}",
+        "time\nin them": f"{100 * metrics['synchronization_share']['mean']:.0f} %",
         "sent\nper step": f"{metrics['bytes_per_step'] / 1000:.3g} kB",
     }
 
