@@ -51,7 +51,10 @@ def write_report(
     table = [[name, *(row[name] for row in rows)] for name in rows[0]]
     schedules = [
         f"{scope}: "
-        + ", ".join(f"{stage} from step {step}" for step, stage in first.stages.items())
+        + ", ".join(
+            f"{stage.replace(' ', ' and ')} from step {step}"
+            for step, stage in first.stages.items()
+        )
         for scope, (first, *_) in trainings.items()
         if len(first.stages) > 1
     ]
@@ -197,7 +200,7 @@ def draw_predictions(trainings: Trainings, held_out: Batch, class_names: Sequenc
     images, truth = held_out
     columns = {"truth": truth} | {scope: each[0].predictions for scope, each in trainings.items()}
     rows, classes = min(map(len, columns.values())), len(class_names)
-    # The background is black. Neighboring hues also differ in saturation.
+    # The background is black. Neighbouring hues also differ in saturation.
     hsv = [(i / classes, 0.9 if i % 2 else 0.45, 0.95 if i else 0) for i in range(classes)]
     colours = ListedColormap(hsv_to_rgb(hsv))
     figure = Figure((1.5 * (len(columns) + 1), 1.6 * rows + 1), layout="compressed")

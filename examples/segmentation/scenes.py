@@ -115,7 +115,7 @@ class DigitScenes:
         return Scene(image.transpose(2, 0, 1), mask)
 
     def _put_digit(self, image: Pixels, mask: Labels, digit: int, rng: Random) -> None:
-        """Paints a digit where it hides the least of the others, in a contrasting color."""
+        """Paints a digit where it hides the least of the others, in a contrasting colour."""
         side = int(rng.integers(14, 24))
         places = [
             (slice(top, top + side), slice(left, left + side))
