@@ -169,7 +169,7 @@ def _corners() -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
 
 @cache
 def _scale() -> tuple[npt.NDArray[np.float32], np.float32]:
-    """Return the mean color [3] of land, and the standard deviation."""
+    """Return the mean colour [3] of land, and the standard deviation."""
     image, labels = _world()
     colors = image[::16, ::16][labels[::16, ::16] != 0].astype(np.float32)
     return colors.mean(0), colors.std()

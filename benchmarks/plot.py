@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from cases import ARRANGEMENTS, SMALLEST
 from ranks import Result
 
-# The marks differ in shape as well as in color.
+# The marks differ in shape as well as in colour.
 _MARKS = {"float32": ("o", "#0b5fa5"), "bfloat16": ("s", "#c8571b")}
 _TICKS = [0.25, 0.5, 1, 2, 4, 8]
 

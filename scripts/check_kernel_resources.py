@@ -8,7 +8,7 @@ In the .cuh files of the folder, each kernel has a line above it like
 
 Every instance of the kernel has to stay within these limits on every architecture. Too many
 registers reduce the number of threads on a multiprocessor. Too few registers indicate that the
-compiler has removed code, as it may do with undefined behavior. A line that ends with
+compiler has removed code, as it may do with undefined behaviour. A line that ends with
 
     0 shared; no float64.
 

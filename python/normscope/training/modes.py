@@ -10,7 +10,7 @@ class exact_graphs:  # noqa: N801 - named as torch.autograd.set_detect_anomaly
     """Compile each layer as a single op that has the bits of eager mode.
 
     By default, ``torch.compile`` sees a training layer as an op that computes statistics, followed
-    by elementwise operations, which it fuses with their neighbors: an activation, an addition, a
+    by elementwise operations, which it fuses with their neighbours: an activation, an addition, a
     cast. Statistics, running statistics and the parameters' gradients then have the bits of eager
     mode. y and the input's gradient have them only if the compiler rounds each operation as eager
     mode does, which it need not. With exact graphs the elementwise part is an op as well: nothing
