@@ -150,7 +150,7 @@ def first_screen() -> str:
                     f"{_mean(one.bytes_at_end for one in chosen):.0%}",
                 ]
             )
-    return table(["network", "layers that synchronize", "mean IoU", "bytes sent"], rows)
+    return table(["network", "layers that synchronize", "mean IoU", "bytes of the last step"], rows)
 
 
 LAND = ("land-pyramid@4x2", "land-unet@4x2", "land-demo@4x2")
