@@ -132,7 +132,7 @@ test-python: $(stamps)/googletest $(stamps)/normscope $(stamps)/test
 	  --pyargs tests/python normscope \
 	  --junitxml=$(results)/test-python.xml
 
-bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print speed as ratios to torch and to a copy
+bench: $(stamps)/googlebenchmark $(stamps)/normscope $(stamps)/demo ## Print how fast layers are, as ratios to torch and to a copy of memory
 	cmake -S . -B $(build) -DNORMSCOPE_BUILD_BENCHMARKS=ON -DNORMSCOPE_BUILD_CUDA=OFF > /dev/null
 	cmake --build $(build) --target all_reduce kernels
 	$(build)/benchmarks/all_reduce

@@ -94,7 +94,7 @@ def main() -> None:
         "--scopes",
         nargs="+",
         metavar="SCOPE",
-        help=f"to compare: {SCOPES}; default: {' '.join(DEFAULT_SCOPES)}",
+        help=f"to compare: {SCOPES.strip()}; default: {' '.join(DEFAULT_SCOPES)}",
     )
     parser.add_argument(
         "--thorough",
@@ -107,7 +107,9 @@ def main() -> None:
         f"are not given: {THOROUGH_STEPS} and {' '.join(THOROUGH_SCOPES)}",
     )
     output = Path(__file__).with_name("output")
-    parser.add_argument("--output", type=Path, default=output, metavar="DIR", help="for the report")
+    parser.add_argument(
+        "--output", type=Path, default=output, metavar="DIR", help="folder for the report"
+    )
     settings, given = parse(parser)
     if given.thorough:
         settings = dataclasses.replace(settings, steps=given.steps or THOROUGH_STEPS)
