@@ -184,7 +184,7 @@ def test_a_plan_without_layers_costs_nothing() -> None:
 
     prediction = predict(plan, hosts=2, ranks_per_host=1, costs=COSTS)
 
-    assert str(prediction).endswith("per step 0 exchanges and 0 bytes of a rank; 0.000 ms")
+    assert str(prediction).endswith("per step 0 exchanges and 0 bytes sent by a rank; 0.000 ms")
 
 
 def test_frozen_layers_do_not_count() -> None:

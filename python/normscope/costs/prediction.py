@@ -91,7 +91,7 @@ class Prediction:
                     f"{layer.bytes:10}{layer.seconds * 1e6:10.1f}"
                     for name, layer in zip(names, self.layers, strict=True)
                 ),
-                f"per step {self.exchanges} exchanges and {self.bytes:,} bytes of a rank; "
+                f"per step {self.exchanges} exchanges and {self.bytes:,} bytes sent by a rank; "
                 f"{self.seconds * 1e3:.3f} ms{share}",
             ]
         )

@@ -255,7 +255,7 @@ class ScopePlan:
                 f"{self.ranks} ranks, {self.batches} batches",
                 *lines,
                 f"per step {self.exchanges_per_step} exchanges and {self.bytes_per_step:,} bytes "
-                f"of a rank; world in every layer: {2 * len(self.layers)} and "
+                f"sent by a rank; world in every layer: {2 * len(self.layers)} and "
                 f"{self.bytes_of_world:,}",
                 *self._words(),
             ]
@@ -266,8 +266,8 @@ class ScopePlan:
         yield from (f"{text[0].upper()}{text[1:]}." for text in self.warnings)
         if self.updates is not None and self.updates >= TRAINED_UPDATES:
             yield (
-                f"Measured after {self.updates:,} steps; noise moves while a model trains: measure "
-                f"again after {_MEASURE_AGAIN * self.updates:,}."
+                f"Measured after {self.updates:,} steps; noise changes while a model trains: "
+                f"measure again after {_MEASURE_AGAIN * self.updates:,}."
             )
         takes_nearly_all = self.bytes_per_step > _NEARLY_ALL * self.bytes_of_world
         if self.ranks > 1 and takes_nearly_all and self.noise_of_local > self.allowed:
