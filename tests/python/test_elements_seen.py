@@ -52,6 +52,12 @@ def weights_after(kind: str) -> float:
         layer(x)
     elif kind == "in a group":
         normscope.sync_running_stats(layer, connected_group([0, 1]))
+    elif kind == "of two layers":
+        other = copy.deepcopy(layer)
+        for name, buffer in layer.named_buffers():
+            setattr(other, name, buffer)
+        other(torch.full((2 * (2 - rank), 1), 3.0 * rank))
+        normscope.sync_running_stats(nn.Sequential(layer, other))
     normscope.sync_running_stats(layer)
     return layer.get_buffer("running_mean").item()
 
@@ -67,6 +73,7 @@ def weights_after(kind: str) -> float:
         ("compiled", 1.5),
         ("compiled, then reset", 2.0),
         ("without elements", 1.5),
+        ("of two layers", 1.5),
         ("reverted", 1.5),
     ],
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -47,7 +48,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     w is ``elements_seen`` of a layer of normscope: the number of elements that this rank has put
     into its statistics since anything else last set them, such as a pooling or ``load_state_dict``.
     All ranks have the same weight if the number is unknown on any of them (layers of torch.nn,
-    compiled graphs) or zero on all.
+    layers that share statistics, compiled graphs) or zero on all.
     ``num_batches_tracked`` does not change. With one rank or no process group, nothing happens.
 
     By default, DistributedDataParallel overwrites the statistics of every rank with those of rank 0
@@ -73,7 +74,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
     name = "sync_running_stats"
     with ops.notifying_peers("world", group, Exception):
         layers = _with_statistics(named_layers(model, TorchBatchNorm, None, None))
-        messages = [_running_moments(layer).message() for _, layer in layers]
+        messages = [moments.message() for moments in _running_moments(layers)]
     check_agreement(name, layers, group)
     rows = _gather(name, layers, messages, group)
     with ops.notifying_peers("world", group, Exception):
@@ -268,16 +269,20 @@ def _moments_in(rows: list[torch.Tensor]) -> list[list[_Moments]]:
     return [[_Moments.of_message(row) for row in of_ranks] for of_ranks in rows]
 
 
-def _running_moments(layer: TorchBatchNorm) -> _Moments:
-    """Return a layer's running statistics, with the variance in place of the sum of squares."""
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    seen = layer.elements_seen if isinstance(layer, BatchNorm) else None
-    return _Moments(
-        _UNKNOWN if seen is None else seen,
-        _in_float64(layer.running_mean),
-        _in_float64(layer.running_var),
-    )
+def _running_moments(layers: NamedLayers) -> list[_Moments]:
+    """Return running statistics, with the variances in place of the sums of squares."""
+    users = collections.Counter(layer.running_mean for _, layer in layers)
+    moments = []
+    for _, layer in layers:
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        seen = None
+        # A layer does not know what others have put into statistics that they share.
+        if isinstance(layer, BatchNorm) and users[layer.running_mean] == 1:
+            seen = layer.elements_seen
+        mean, var = _in_float64(layer.running_mean), _in_float64(layer.running_var)
+        moments.append(_Moments(_UNKNOWN if seen is None else seen, mean, var))
+    return moments
 
 
 def _weighted(ranks: list[_Moments]) -> list[_Moments]:
