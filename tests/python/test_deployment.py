@@ -159,6 +159,24 @@ def test_a_decomposed_training_graph_trains_with_torch_s_ops(
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_training_graph_with_slices_takes_batches_of_other_sizes(
+    *, strict: bool
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), normscope.BatchNorm2d(4, scope="slices:3"))
+    inputs = [torch.randn(size, 3, 6, 6) for size in (4, 7, 2)]
+
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(
+        copy.deepcopy(model), (inputs[0],), dynamic_shapes=shapes, strict=strict
+    )
+
+    program = exported.module()
+    for x in inputs:
+        for got, expected in zip(steps(program, x), steps(model, x), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("layer", [{"momentum": None}, {"scope": "slices:2"}, {}])
 def test_a_recomputation_of_an_exported_program_updates_nothing(layer: dict[str, Any]) -> None:
     # A recomputation ends with the last operation that saves a tensor: the sigmoid.

@@ -14,6 +14,7 @@ import torch
 from rank_pool import RankPool
 from torch import distributed, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.effects import with_effects
@@ -171,6 +172,20 @@ def test_exact_graphs_have_one_op_per_layer_and_a_new_mode_recompiles() -> None:
     assert normscopes(forward) == ["batch_norm_statistics", "batch_norm_with_statistics"] * 3
     assert normscopes(backward) == ["batch_norm_backward"] * 3
     assert normscopes(again) == ["batch_norm_statistics"] * 3
+
+
+@pytest.mark.parametrize(("scope", "expected"), [("slices:2", 1), ("norm_batch:2", 3)])
+def test_only_a_norm_batch_is_compiled_for_each_size_of_the_batch(
+    scope: str, expected: int
+) -> None:
+    layer = normscope.BatchNorm2d(3, scope=scope)
+    counter = CompileCounter()
+    compiled = torch.compile(layer, backend=counter, dynamic=True)
+
+    for samples in (4, 6, 9, 6):
+        compiled(torch.randn(samples, 3, 5, 5))
+
+    assert counter.frame_count == expected
 
 
 def exchanges_with_little_memory() -> tuple[list[str], list[str]]:
