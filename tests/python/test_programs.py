@@ -223,6 +223,7 @@ REPLICAS = Program(
 @example(program=replace(REPLICAS, strides="channels last"))
 @example(program=GRAPH)
 @example(program=replace(GRAPH, dtype="float64", strides="channels last"))
+@example(program=replace(GRAPH, extent=(6,), strides="channels last"))
 @example(program=replace(GRAPH, dtype="bfloat16", tracks=False, elsewhere=True))
 @example(program=replace(FUSED_GRAPH, dtype="bfloat16", activation="hard_swish"))
 @example(program=replace(FUSED_GRAPH, dtype="float16", activation="relu6"))

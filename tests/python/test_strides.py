@@ -23,6 +23,7 @@ INPUTS = {
     "one channel of positions": SEQUENCES[:, :, :1].transpose(1, 2),
     "every other position of one channel": TABLE[:, None, ::2],
     "repeated": TABLE[:, :1, None].expand(8, 5, 3),
+    "pooled and repeated": TABLE[:, :, None].expand(8, 12, 3),
     "one pixel": IMAGES[:, :, :1, 2:3],
     "one pixel, channels last": LAST[:, :, :1, 2:3],
     "one row": IMAGES[:, :, 1:2, ::2],

@@ -258,8 +258,6 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
         kernels="own",
         activation=draw(st.sampled_from(EXACT)),
         residual=draw(st.sampled_from(list(RESIDUALS))) if program.fused else "none",
-        # The order of a sum depends on the layout, which a graph may change.
-        strides="dense" if program.compiled else program.strides,
         checkpoint="none" if has_replicas else program.checkpoint,
         twice=False,
         compiled=program.compiled and not has_replicas,

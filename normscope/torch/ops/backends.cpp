@@ -51,9 +51,9 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
   const std::int64_t slices = slice_count(op.x.size(0), slicing.slices_wanted);
   site.prepare(op.x, slices);
   PreparedForward prepared;
+  prepared.x = in_layout_of_output(op.x);
   if (answer == Answer::kOutput) {
     prepared.y = empty_output(op.x);
-    prepared.x = in_layout_of(prepared.y, op.x);
     prepared.arguments.y = mutable_view(prepared.y);
     prepared.arguments.activation = function;
     if (op.activation.residual) {
@@ -62,7 +62,6 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
     }
   } else {
     prepared.coefficients = empty_coefficients(op.x, slices, Coefficients::kNormalize);
-    prepared.x = in_kernel_layout(op.x);
     prepared.arguments.coefficients = {prepared.coefficients.mutable_data_ptr()};
   }
   prepared.weight = contiguous(op.weight);
@@ -152,8 +151,6 @@ void prepare_activation(const BackwardOpArguments& op, const ActivationFunction&
   const bool is_on_device = placement_of(op.x).memory == Memory::kDevice;
   if (needs_dz(function, y.has_value(), is_on_device)) {
     prepared.dz = empty_output(op.x);
-    // Like all tensors of a call, dz has the layout of x.
-    prepared.dz = in_layout_of(prepared.x, prepared.dz);
     arguments.dz = mutable_view(prepared.dz);
   }
 }
@@ -176,13 +173,9 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
   };
   const Gradients& gradients = prepared.gradients;
   BackwardArguments& arguments = prepared.arguments;
-  if (wants_dx) {
-    prepared.x = in_layout_of(gradients.dx, op.x);
-    arguments.dx = mutable_view(gradients.dx);
-  } else if (answer == Answer::kOutput) {
-    prepared.x = in_layout_of_output(op.x);
-  } else {
-    prepared.x = in_kernel_layout(op.x);
+  prepared.x = in_layout_of_output(op.x);
+  if (wants_dx) arguments.dx = mutable_view(gradients.dx);
+  if (answer == Answer::kCoefficients) {
     prepared.coefficients = empty_coefficients(op.x, slices, Coefficients::kInputGradient);
     arguments.coefficients = {prepared.coefficients.mutable_data_ptr()};
   }

@@ -51,14 +51,6 @@ std::optional<BasicTensorView<Pointer>> fold(const at::Tensor& tensor, Pointer d
       positions, tensor.stride(0),       tensor.stride(1), *stride};
 }
 
-// Whether a dense tensor with the order of these strides has the same layout. Otherwise no other
-// tensor of the call could get it: with one position or one channel, the stride of the other
-// dimension, which may skip elements, tells the layout.
-bool is_layout_of_dense(const TensorView& x) {
-  if (x.positions == 1) return x.channel_stride == 1;
-  return x.channels > 1 || x.position_stride == 1;
-}
-
 // The layout of empty_output(x).
 Layout layout_of_output(const at::Tensor& x, const TensorView& folded) {
   if (folded.positions == 1) return Layout::kChannelsLast;
@@ -110,12 +102,6 @@ at::Tensor empty_output(const at::Tensor& x) {
   return output;
 }
 
-at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor) {
-  const auto have = fold(tensor, tensor.const_data_ptr());
-  if (have && have->has_kernel_layout() && have->layout() == view(output).layout()) return tensor;
-  return at::empty_like(output).copy_(tensor);
-}
-
 at::Tensor in_layout_of_output(const at::Tensor& x) {
   const auto have = fold(x, x.const_data_ptr());
   const bool has_it = have && have->has_kernel_layout() &&
@@ -123,10 +109,11 @@ at::Tensor in_layout_of_output(const at::Tensor& x) {
   return has_it ? x : empty_output(x).copy_(x);
 }
 
-at::Tensor in_kernel_layout(const at::Tensor& tensor) {
+at::Tensor in_layout_of(const at::Tensor& x, const at::Tensor& tensor) {
   const auto have = fold(tensor, tensor.const_data_ptr());
-  if (have && have->has_kernel_layout() && is_layout_of_dense(*have)) return tensor;
-  return empty_output(tensor).copy_(tensor);
+  if (have && have->has_kernel_layout() && have->layout() == view(x).layout()) return tensor;
+  // Not empty_like(), for which the strides of sliding windows and expanded tensors are ambiguous.
+  return empty_output(x).copy_(tensor);
 }
 
 TensorView view(const at::Tensor& tensor) { return *fold(tensor, tensor.const_data_ptr()); }

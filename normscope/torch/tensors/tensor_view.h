@@ -21,16 +21,12 @@ namespace normscope::binding {
 // batch_norm would return it: contiguous or channels-last. Also works on tensors without storage.
 [[nodiscard]] at::Tensor empty_output(const at::Tensor& x);
 
-// `tensor` itself if its strides fold to the layout of `output`, else a copy in that layout.
-[[nodiscard]] at::Tensor in_layout_of(const at::Tensor& output, const at::Tensor& tensor);
-
-// The same for x and its own output, which is not made: sums of x then have the bits of a call that
-// makes one.
+// x itself if its strides fold to the layout of empty_output(x), else a copy in that layout. So
+// sums of x have the same bits in all calls, whether or not they make an output.
 [[nodiscard]] at::Tensor in_layout_of_output(const at::Tensor& x);
 
-// `tensor` itself if its strides fold to a layout of the kernels that other tensors can get by
-// in_layout_of(), else a copy in such a layout.
-[[nodiscard]] at::Tensor in_kernel_layout(const at::Tensor& tensor);
+// The same for a tensor like x and the layout of `x`, which one of the functions above returned.
+[[nodiscard]] at::Tensor in_layout_of(const at::Tensor& x, const at::Tensor& tensor);
 
 // Views of tensors [N, C, *] that one of the functions above returned.
 [[nodiscard]] TensorView view(const at::Tensor& tensor);
