@@ -93,9 +93,11 @@ def test_the_coefficients_of_graphs_are_those_of_a_layer(slices: int) -> None:
         torch.testing.assert_close(value, wanted.detach())
 
 
-def test_opcheck_passes_for_the_ops_of_parts() -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2)])
+def test_opcheck_passes_for_the_ops_that_take_statistics(order: tuple[int, ...]) -> None:
     ops = torch.ops.normscope
-    x, weight, _, *buffers = forward_arguments()[:6]
+    x, weight, bias, *buffers = forward_arguments()[:6]
+    x = x.permute(order).contiguous().permute(order)  # of which two in a row change nothing
     moments = ops.batch_norm_moments(x)
     statistics = ops.batch_norm_finalize(moments, *buffers, 0.1, 1e-5, x.dtype)
     dy = torch.randn_like(x)
@@ -104,6 +106,9 @@ def test_opcheck_passes_for_the_ops_of_parts() -> None:
     opcheck(ops.batch_norm_finalize, moments, *buffers, 0.1, 1e-5, x.dtype)
     opcheck(ops.batch_norm_part_gradient_sums, dy, x, statistics)
     opcheck(ops.batch_norm_part_input_gradient, dy, x, weight, statistics, sums)
+    opcheck(ops.batch_norm_with_statistics, x, weight, bias, statistics)
+    wants = (True, True, True)
+    opcheck(ops.batch_norm_backward, dy, x, weight, statistics, *wants, "local", "", "layer")
 
 
 @pytest.mark.parametrize("slices", [1, 4])

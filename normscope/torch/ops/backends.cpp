@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -259,8 +260,11 @@ ForwardTensors forward(const ForwardOpArguments& op) {
 BackwardTensors backward(const BackwardOpArguments& op) {
   // Torch's kernels leave activations to torch: a backward with one is of another forward.
   if (uses_torch_kernels(op.x) && !op.activation.activates()) {
-    return op.spread ? portable_backward(op)
-                     : backward_by_coefficients(op, portable_gradient_sums(op));
+    if (op.spread) return portable_backward(op);
+    BackwardTensors done = backward_by_coefficients(op, portable_gradient_sums(op));
+    at::Tensor& dx = std::get<0>(done);
+    if (op.wanted.dx) dx = in_format_of(op.x, dx);
+    return done;
   }
   const PreparedBackward done = run_backward(op, Answer::kOutput);
   const auto [dx, dweight, dbias] = done.gradients.tensors();

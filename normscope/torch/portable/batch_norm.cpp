@@ -266,10 +266,10 @@ OwnGradients own_gradients(const at::Tensor& dy, const at::Tensor& x, const Opti
 struct BackwardTensorsOf {
   BackwardTensorsOf(const at::Tensor& given_dy, const at::Tensor& given_x,
                     const OptionalTensor& given_weight)
-      : x(in_torch_layout(given_x)), weight(in_arithmetic(given_weight, given_x)) {
+      : x(in_format_of(given_x, given_x)), weight(in_arithmetic(given_weight, given_x)) {
     TORCH_CHECK_NOT_IMPLEMENTED(uses_torch_kernels(given_dy), "dy: expected a dense tensor, got ",
                                 given_dy.layout());
-    dy = given_dy.contiguous(x.suggest_memory_format());
+    dy = in_format_of(x, given_dy);
   }
 
   at::Tensor x;
@@ -295,7 +295,7 @@ at::Tensor PortableStatistics::stored(const at::Tensor& x) const {
 ForwardTensors portable_forward(const ForwardOpArguments& op) {
   return run_with_message(op.x, Direction::kForward, op.call, [&](TensorMessage& message) {
     static_cast<void>(checked(op, message.scope()));
-    const at::Tensor x = in_torch_layout(op.x);
+    const at::Tensor x = in_format_of(op.x, op.x);
     at::Tensor y = memory_for_result(x);
     check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
     const NormBatch batch = norm_batch_of(op, x, message);
@@ -333,7 +333,7 @@ BackwardTensors portable_backward(const BackwardOpArguments& op) {
 }
 
 at::Tensor portable_apply(const WithStatisticsOpArguments& op) {
-  const at::Tensor x = in_torch_layout(op.x);
+  const at::Tensor x = in_format_of(op.x, op.x);
   return apply(x, op.weight, op.bias, portable_statistics_of(op), memory_for_result(x));
 }
 
@@ -342,7 +342,7 @@ GraphStatistics portable_statistics(const ForwardOpArguments& op) {
     const Slicing slicing = checked(op, message.scope());
     check_finite(op.x, message.exchange().get(), Direction::kForward, op.call);
     if (message.scope().kind() == Scope::Kind::kSlices) return stored_slices(op, slicing);
-    const at::Tensor x = in_torch_layout(op.x);
+    const at::Tensor x = in_format_of(op.x, op.x);
     const NormBatch batch = norm_batch_of(op, x, message);
     update(op, batch, x);
     return stored(op, batch.statistics.mean, batch.statistics.inv_std(x));

@@ -74,13 +74,14 @@ at::Tensor portable_part_input_gradient(const at::Tensor& dy, const at::Tensor& 
   const InputGradientValues values(
       {totals.narrow(0, 0, channels), totals.narrow(0, channels, channels)},
       totals.narrow(0, 2 * channels, 1), of[2], weight);
-  return input_gradient(dy.to(of.scalar_type()), centered(x, of), values).to(x.scalar_type());
+  const at::Tensor dx = input_gradient(dy.to(of.scalar_type()), centered(x, of), values);
+  return in_format_of(x, dx.to(x.scalar_type()));
 }
 
 at::Tensor portable_with_statistics(const WithStatisticsOpArguments& op) {
   at::Tensor y = op.spread ? portable_apply(op) : normalized_by_stored(op);
   if (op.activation.residual) y = y + *op.activation.residual;
-  return activated(checked(op.activation, op.x), y);
+  return in_format_of(op.x, activated(checked(op.activation, op.x), y));
 }
 
 }  // namespace normscope::binding

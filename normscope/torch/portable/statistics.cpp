@@ -108,7 +108,9 @@ at::Tensor sums_in(const at::Tensor& moments) {
   return at::cat({sums, moments.narrow(0, size + kCount, 1)});
 }
 
-at::Tensor in_torch_layout(const at::Tensor& x) { return x.contiguous(x.suggest_memory_format()); }
+at::Tensor in_format_of(const at::Tensor& x, const at::Tensor& tensor) {
+  return tensor.contiguous(x.suggest_memory_format());
+}
 
 Statistics statistics_of(const at::Tensor& x) {
   const at::TensorOptions options = arithmetic_options(x);

@@ -20,9 +20,9 @@ struct Statistics {
   at::Tensor count;  // [] or [1]
 };
 
-// x itself if it is contiguous or channels-last, else a contiguous copy: as torch's synchronized
-// layer does.
-[[nodiscard]] at::Tensor in_torch_layout(const at::Tensor& x);
+// `tensor` itself if it has the memory format that x suggests, else a copy in it: as torch's
+// synchronized layer does with x itself, and as empty_output(x) is made.
+[[nodiscard]] at::Tensor in_format_of(const at::Tensor& x, const at::Tensor& tensor);
 
 // Of this rank's x, which is not empty.
 [[nodiscard]] Statistics statistics_of(const at::Tensor& x);
