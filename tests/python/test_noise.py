@@ -64,6 +64,30 @@ def test_noise_is_the_mean_square_of_the_change_of_the_outputs() -> None:
     assert noise == pytest.approx(sum(exact) / len(exact), rel=4 * math.sqrt(2 / 800))
 
 
+class _Scattered(nn.Module):
+    """Returns each number of a sample as an output of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y: tuple[torch.Tensor, ...] = self.model(x).flatten(1).split(1, dim=1)
+        return y
+
+
+def test_batches_have_different_signs_however_many_outputs_there_are() -> None:
+    torch.manual_seed(0)
+    [batch] = noise_batches(64, count=1)
+    model = _Scattered(nn.Sequential(normscope.BatchNorm2d(3), nn.Conv2d(3, 4, 1)))
+    assert len(model(batch)) == 256  # whose product with 2^24, the most ranks, is 2^32
+
+    plan = normscope.recommend_scopes(trained(model), [batch, batch], noise=math.inf, ranks=2)
+
+    assert plan.noise > 0
+    assert plan.standard_error > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_mixed_precision_measures_about_the_same(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

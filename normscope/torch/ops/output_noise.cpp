@@ -50,8 +50,10 @@ constexpr double kScalarDeviation = 0.1;
 
 bool is_scalar(const at::Tensor& output) { return output.dim() == 0 || output.numel() == 1; }
 
-at::Tensor signs(const at::Tensor& like, std::int64_t seed) {
-  const auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
+at::Tensor signs(const at::Tensor& like, std::uint64_t number) {
+  // The generator reads 32 bits of its seed. An odd factor spreads the others over them.
+  constexpr std::uint64_t kFactor = 0x9E3779B1;
+  const auto generator = at::detail::createCPUGenerator(number + (number >> 32) * kFactor);
   return 2.0 * at::randint(0, 2, like.sizes(), generator, at::kFloat) - 1.0;
 }
 
@@ -109,19 +111,18 @@ Cotangents random_cotangents(at::TensorList outputs, at::TensorList moments, std
     const at::Tensor& output = outputs[i];
     // The same in a world of any size.
     constexpr std::int64_t kMostRanks = std::int64_t{1} << 24;
-    const auto seed = [&](std::int64_t part) {
-      return (batch * kMostRanks + first + part) * std::ssize(outputs) +
-             static_cast<std::int64_t>(i);
+    const auto number = [&](std::int64_t part) {
+      return static_cast<std::uint64_t>(batch * kMostRanks + first + part) * outputs.size() + i;
     };
     at::Tensor sign;
     if (is_cut(output)) {
       std::vector<at::Tensor> of_parts;
       for (const at::Tensor& share : output.tensor_split(parts)) {
-        of_parts.push_back(signs(share, seed(std::ssize(of_parts))));
+        of_parts.push_back(signs(share, number(std::ssize(of_parts))));
       }
       sign = at::cat(of_parts);
     } else {
-      sign = signs(output, seed(0));
+      sign = signs(output, number(0));
     }
     cotangents.push_back((sign / (scales[i] / unit)).to(output.options()));
   }
