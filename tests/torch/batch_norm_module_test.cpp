@@ -331,6 +331,22 @@ TEST(Module, ThatThrowsAfterItsExchangeNotifiesThePeers) {
   }
 }
 
+TEST(Module, WithoutAnInputNotifiesThePeers) {
+  for (const Scope& scope : {Scope::world(), Scope::norm_batch(8)}) {
+    SCOPED_TRACE(scope.str());
+    std::latch is_done(2);
+    run_ranks(2, [&](const RankGroup& group) {
+      nn::BatchNorm2d layer(nn::BatchNormOptions(3).group(group.name()).scope(scope));
+      const at::Tensor x = group.rank() == 0 ? at::Tensor() : torch::randn({4, 3, 2, 2});
+      layer->forward(torch::randn({4, 3, 2, 2}));
+
+      EXPECT_THAT(text_of<c10::Error>([&] { layer->forward(x); }),
+                  HasSubstr("x: expected a tensor, got none"));
+      is_done.arrive_and_wait();  // a group that ends notifies the peers, too
+    });
+  }
+}
+
 TEST(Module, RefusesAnInputOfOtherDimensionsAndAGroupThatIsGone) {
   std::string name;
   {
@@ -341,7 +357,7 @@ TEST(Module, RefusesAnInputOfOtherDimensionsAndAGroupThatIsGone) {
 
   EXPECT_THAT(text_of<c10::ValueError>([&] { layer->forward(torch::randn({4, 3})); }),
               HasSubstr("x: expected 4 dimensions, got 2"));
-  EXPECT_THAT(text_of<c10::ValueError>([&] { layer->forward(at::Tensor()); }),
+  EXPECT_THAT(text_of<c10::TypeError>([&] { layer->forward(at::Tensor()); }),
               HasSubstr("x: expected a tensor, got none"));
   EXPECT_THAT(text_of<c10::Error>([&] { without_group->forward(torch::randn({4, 3, 2, 2})); }),
               HasSubstr("got the name \"" + name + "\""));

@@ -308,7 +308,7 @@ ForwardTensors forward_with_node(const ForwardOpArguments& given) {
   const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   note_forward();
   ForwardOpArguments op = given;
-  TORCH_CHECK_VALUE(op.x.defined(), "x: expected a tensor, got none");
+  TORCH_CHECK_TYPE(op.x.defined(), "x: expected a tensor, got none");
   op.needs_backward = needs_backward(op.x, {op.weight, op.bias, op.activation.residual});
   if (*op.needs_backward) check_can_be_saved(op);
   return is_for_torchs_kernels(op) ? forward_by_torchs_kernels(op) : normalized(op);
