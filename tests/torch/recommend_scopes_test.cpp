@@ -243,6 +243,19 @@ TEST_P(LeavesTheModule, AsItWas) {
   for (const at::Tensor& parameter : net->parameters()) EXPECT_FALSE(parameter.grad().defined());
 }
 
+TEST(RecommendScopes, ThrowsTorchsErrorForBuffersMadeInInferenceMode) {
+  torch::nn::Sequential net;
+  {
+    const c10::InferenceMode inference_mode;
+    net->push_back(nn::BatchNorm2d(nn::BatchNormOptions(3).affine(false)));
+  }
+
+  EXPECT_THAT(text_of<c10::Error>(
+                  [&] { (void)plan_of(net, noise(8), alone(), nn::RecommendOptions().ranks(2)); }),
+              HasSubstr("Inplace update to inference tensor"));
+  EXPECT_TRUE(torch::equal(net[0]->as<nn::BatchNorm2d>()->running_mean, torch::zeros(3)));
+}
+
 TEST(RecommendScopes, LeavesLayersInEvaluationAsTheyAre) {
   torch::nn::Sequential net = measured_network();
   net[1]->eval();

@@ -7,6 +7,7 @@
 
 #include <ATen/Context.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 namespace normscope::nn {
 namespace {
@@ -40,7 +41,7 @@ LeftAsItIs::LeftAsItIs(::torch::nn::Module& module) {
 }
 
 LeftAsItIs::~LeftAsItIs() {
-  const at::NoGradGuard no_grad;
+  const c10::InferenceMode may_write_to_inference_tensors;
   for (auto& [layer, scope, observer] : layers_) {
     layer.options->scope(scope);
     layer.observed->observer = std::move(observer);
