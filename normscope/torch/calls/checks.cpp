@@ -7,7 +7,6 @@
 
 #include "normscope/batch_norm/batch_norm.h"
 #include "normscope/torch/errors.h"
-#include "normscope/torch/tensors/results.h"
 #include "normscope/torch/tensors/tensor_view.h"
 
 namespace normscope::binding {
@@ -53,15 +52,14 @@ void check_parameter_of_channels(const at::Tensor& x, std::string_view name,
   check_parameter(x, name, parameter);
 }
 
-void check_float64(const at::Tensor& x, std::string_view name, const at::Tensor& tensor) {
-  const at::ScalarType expected = c10::typeMetaToScalarType(float64_options(x).dtype());
-  TORCH_CHECK(tensor.scalar_type() == expected, name, ": expected ",
-              expected == at::kDouble ? "float64" : "float32", ", got ", dtype_name_of(tensor));
+void check_float64(std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.scalar_type() == at::kDouble, name, ": expected float64, got ",
+              dtype_name_of(tensor));
 }
 
 // Checks statistics from forward, which other ops read through a plain pointer.
 void check_statistics(const at::Tensor& x, const at::Tensor& statistics) {
-  check_float64(x, "statistics", statistics);
+  check_float64("statistics", statistics);
   TORCH_CHECK(statistics.dim() == 3 && statistics.sym_size(0) >= 1 && statistics.sym_size(1) == 3 &&
                   statistics.sym_size(2) == x.sym_size(1),
               "statistics: expected the shape [slices, 3, ", x.sym_size(1), "], got ",
@@ -159,7 +157,7 @@ Slicing checked(const ForwardOpArguments& op, const Scope& scope) {
 }
 
 void check_moments(const at::Tensor& x, std::string_view name, const at::Tensor& moments) {
-  check_float64(x, name, moments);
+  check_float64(name, moments);
   TORCH_CHECK(moments.dim() == 1 && moments.sym_size(0) == moments_size(x.sym_size(1)), name,
               ": expected the shape [", moments_size(x.sym_size(1)), "], got ",
               moments.sym_sizes());

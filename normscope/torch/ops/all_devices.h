@@ -10,7 +10,6 @@
   TORCH_LIBRARY_IMPL(normscope, CPU, m) { register_ops(m); }         \
   TORCH_LIBRARY_IMPL(normscope, CUDA, m) { register_ops(m); }        \
   TORCH_LIBRARY_IMPL(normscope, XPU, m) { register_ops(m); }         \
-  TORCH_LIBRARY_IMPL(normscope, MPS, m) { register_ops(m); }         \
   TORCH_LIBRARY_IMPL(normscope, HPU, m) { register_ops(m); }         \
   TORCH_LIBRARY_IMPL(normscope, MTIA, m) { register_ops(m); }        \
   TORCH_LIBRARY_IMPL(normscope, PrivateUse1, m) { register_ops(m); } \

@@ -67,7 +67,7 @@ PreparedForward prepare_forward(const ForwardOpArguments& op, Answer answer, con
   }
   prepared.weight = contiguous(op.weight);
   prepared.bias = contiguous(op.bias);
-  prepared.statistics = at::empty({slices, 3, op.x.size(1)}, float64_options(op.x));
+  prepared.statistics = at::empty({slices, 3, op.x.size(1)}, op.x.options().dtype(at::kDouble));
 
   ForwardArguments& arguments = prepared.arguments;
   arguments.x = view(prepared.x);

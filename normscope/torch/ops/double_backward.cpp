@@ -30,10 +30,6 @@ namespace {
 // The rows of sums(); the formulas are in docs/numerics.md, "Double backward".
 enum Row { kDy, kDyXhat, kA, kAXhat, kADy, kBDy, kBDyXhat };
 
-at::Tensor to_float64(const at::Tensor& tensor) {
-  return tensor.to(float64_options(tensor).dtype());
-}
-
 // The sums [C] of a tensor [N, C, *].
 at::Tensor per_channel(const at::Tensor& tensor) {
   return tensor.transpose(0, 1).flatten(1).sum(1);
@@ -45,12 +41,12 @@ class DoubleBackward {
  public:
   // The op's arguments for one norm batch; statistics: [3, C].
   explicit DoubleBackward(const DoubleBackwardOpArguments& arguments)
-      : x_(to_float64(arguments.x)), dy_(to_float64(arguments.dy)) {
+      : x_(arguments.x.to(at::kDouble)), dy_(arguments.dy.to(at::kDouble)) {
     const at::Tensor zeros = at::zeros({x_.size(1)}, x_.options());
     const auto parameter = [&](const OptionalTensor& tensor, const at::Tensor& otherwise) {
-      return along_channels(x_, tensor ? to_float64(*tensor) : otherwise);
+      return along_channels(x_, tensor ? tensor->to(at::kDouble) : otherwise);
     };
-    a_ = arguments.grad_dx ? to_float64(*arguments.grad_dx) : at::zeros_like(x_);
+    a_ = arguments.grad_dx ? arguments.grad_dx->to(at::kDouble) : at::zeros_like(x_);
     b_ = parameter(arguments.grad_dweight, zeros);
     c_ = parameter(arguments.grad_dbias, zeros);
     weight_ = parameter(arguments.weight, at::ones_like(zeros));
@@ -150,7 +146,7 @@ GradientTensors second_gradients(const DoubleBackwardOpArguments& op, Exchange* 
                         .dtype = dtype_name_of(x)};
   const std::vector<DoubleBackward> norm_batches = prepare_double_backward(op);
   const auto [grad_dy, grad_x, grad_weight] = empty_second_gradients(x);
-  const at::Tensor weight_total = at::zeros({x.size(1)}, float64_options(x));
+  const at::Tensor weight_total = at::zeros({x.size(1)}, x.options().dtype(at::kDouble));
   const std::vector<at::Tensor> all_dy = grad_dy.chunk(op.statistics.size(0));
   const std::vector<at::Tensor> all_x = grad_x.chunk(op.statistics.size(0));
   for (std::size_t i = 0; i < norm_batches.size(); ++i) {

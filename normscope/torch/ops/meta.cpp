@@ -28,7 +28,7 @@ c10::SymInt slices_of(const ForwardOpArguments& op) {
 }
 
 at::Tensor empty_statistics(const at::Tensor& x, const c10::SymInt& slices) {
-  return at::empty_symint({slices, 3, x.sym_size(1)}, float64_options(x));
+  return at::empty_symint({slices, 3, x.sym_size(1)}, x.options().dtype(at::kDouble));
 }
 
 ForwardTensors forward(const ForwardOpArguments& op) {

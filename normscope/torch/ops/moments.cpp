@@ -33,7 +33,7 @@ MessageView message_view(const at::Tensor& moments) {
 }
 
 at::Tensor empty_moments(const at::Tensor& x) {
-  return at::empty_symint({moments_size(x.sym_size(1))}, float64_options(x));
+  return at::empty_symint({moments_size(x.sym_size(1))}, x.options().dtype(at::kDouble));
 }
 
 at::Tensor moments(const at::Tensor& x) {
@@ -65,7 +65,8 @@ at::Tensor channels_like(const FinalizeOpArguments& op) {
 at::Tensor finalize(const FinalizeOpArguments& op) {
   const at::Tensor x = channels_like(op);
   if (uses_torch_kernels(x)) return portable_finalize(op);
-  at::Tensor statistics = at::empty_symint({1, 3, x.sym_size(1)}, float64_options(op.moments));
+  at::Tensor statistics =
+      at::empty_symint({1, 3, x.sym_size(1)}, op.moments.options().dtype(at::kDouble));
   if (x.is_meta()) return statistics;
   CallSite site(op.moments);
   site.prepare(x, /*slices=*/1);

@@ -38,11 +38,10 @@ void check_rows(const char* name, const at::Tensor& rows, std::int64_t size) {
                     rows.scalar_type(), " ", rows.sizes());
 }
 
-// [channels, elements] in float64; MPS has no float64.
+// [channels, elements] in float64.
 at::Tensor by_channel(const at::Tensor& x) {
   const at::Tensor detached = x.dim() < 2 ? x.detach().reshape({-1, 1}) : x.detach();
-  const at::Tensor on_device = detached.is_mps() ? detached.cpu() : detached;
-  return on_device.to(at::kDouble).transpose(0, 1).flatten(1);
+  return detached.to(at::kDouble).transpose(0, 1).flatten(1);
 }
 
 // The standard deviation of a scalar, as a share of its value.

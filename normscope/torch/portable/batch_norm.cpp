@@ -54,9 +54,8 @@ CallLabel label_of(const ForwardOpArguments& op) {
 // The sums of all ranks in place of their statistics, for many ranks.
 Statistics statistics_by_sums(TensorMessage& message, const CallLabel& label, std::int64_t count,
                               const std::optional<Statistics>& own, const at::Tensor& x) {
-  const at::TensorOptions options = float64_options(x);
-  const at::Tensor sums = own ? sums_of(*own, c10::typeMetaToScalarType(options.dtype()))
-                              : at::zeros({2 * x.size(1)}, options);
+  const at::TensorOptions options = x.options().dtype(at::kDouble);
+  const at::Tensor sums = own ? sums_of(*own) : at::zeros({2 * x.size(1)}, options);
   return statistics_of_sums(message.sum(label, count, {sums}), arithmetic_options(x));
 }
 
@@ -195,8 +194,7 @@ GraphStatistics stored(const ForwardOpArguments& op, const at::Tensor& mean,
   const at::Tensor none = at::zeros_like(mean);
   const at::Tensor scale = op.weight ? inv_std * *in_arithmetic(op.weight, op.x) : inv_std;
   const at::Tensor shift = op.bias ? *in_arithmetic(op.bias, op.x) : none;
-  return {stored_statistics(op.x, mean, inv_std),
-          at::stack({mean, none, scale, shift}).unsqueeze(0)};
+  return {stored_statistics(mean, inv_std), at::stack({mean, none, scale, shift}).unsqueeze(0)};
 }
 
 // Slices are norm batches of one rank.
@@ -289,7 +287,7 @@ at::Tensor PortableStatistics::inv_std(const at::Tensor& x) const {
 }
 
 at::Tensor PortableStatistics::stored(const at::Tensor& x) const {
-  return stored_statistics(x, mean, inv_std(x));
+  return stored_statistics(mean, inv_std(x));
 }
 
 ForwardTensors portable_forward(const ForwardOpArguments& op) {

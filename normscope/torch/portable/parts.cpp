@@ -41,7 +41,7 @@ at::Tensor normalized_by_stored(const WithStatisticsOpArguments& op) {
 }  // namespace
 
 at::Tensor portable_moments(const at::Tensor& x) {
-  const at::Tensor moments = at::zeros({moments_size(x.size(1))}, float64_options(x));
+  const at::Tensor moments = at::zeros({moments_size(x.size(1))}, x.options().dtype(at::kDouble));
   if (x.numel() > 0) add_moments(moments, statistics_of(x));
   return moments;
 }
@@ -49,7 +49,7 @@ at::Tensor portable_moments(const at::Tensor& x) {
 at::Tensor portable_finalize(const FinalizeOpArguments& op) {
   const Statistics statistics = statistics_of_sums(sums_in(op.moments), op.moments.options());
   update_buffers(op.running, op.momentum, std::nullopt, statistics, /*may_be_too_small=*/true);
-  return stored_statistics(op.moments, statistics.mean, (statistics.var + op.eps).rsqrt());
+  return stored_statistics(statistics.mean, (statistics.var + op.eps).rsqrt());
 }
 
 GradientTensors portable_part_gradient_sums(const at::Tensor& dy, const at::Tensor& x,

@@ -94,7 +94,7 @@ bool is_left_alone(const at::Tensor& buffer) {
 }  // namespace
 
 void add_moments(const at::Tensor& moments, const Statistics& statistics) {
-  const at::Tensor sums = sums_of(statistics, moments.scalar_type());
+  const at::Tensor sums = sums_of(statistics);
   const std::int64_t channels = statistics.mean.size(0);
   moments.narrow(0, 0, channels).add_(sums.narrow(0, 0, channels));
   moments.narrow(0, kLimbs * channels, channels).add_(sums.narrow(0, channels, channels));
@@ -126,10 +126,10 @@ Statistics statistics_of(const at::Tensor& x) {
   return {mean, var, count};
 }
 
-at::Tensor sums_of(const Statistics& statistics, at::ScalarType type) {
-  const at::Tensor mean = statistics.mean.to(type);
-  const at::Tensor n = statistics.count.to(type).reshape({1});
-  return at::cat({mean * n, (statistics.var.to(type) + mean * mean) * n});
+at::Tensor sums_of(const Statistics& statistics) {
+  const at::Tensor mean = statistics.mean.to(at::kDouble);
+  const at::Tensor n = statistics.count.to(at::kDouble).reshape({1});
+  return at::cat({mean * n, (statistics.var.to(at::kDouble) + mean * mean) * n});
 }
 
 Statistics statistics_of_sums(const at::Tensor& sums, const at::TensorOptions& options) {
@@ -163,11 +163,9 @@ Statistics pooled(const std::vector<Statistics>& parts) {
   return merged(at::stack(means), at::stack(vars), at::stack(counts));
 }
 
-at::Tensor stored_statistics(const at::Tensor& like, const at::Tensor& mean,
-                             const at::Tensor& inv_std) {
-  const auto type = float64_options(like).dtype();
-  const at::Tensor wide = mean.to(type);
-  return at::stack({wide, at::zeros_like(wide), inv_std.to(type)}).unsqueeze(0);
+at::Tensor stored_statistics(const at::Tensor& mean, const at::Tensor& inv_std) {
+  const at::Tensor wide = mean.to(at::kDouble);
+  return at::stack({wide, at::zeros_like(wide), inv_std.to(at::kDouble)}).unsqueeze(0);
 }
 
 at::Tensor affine(at::Tensor y, const OptionalTensor& weight, const OptionalTensor& bias) {

@@ -27,8 +27,8 @@ struct Statistics {
 // Of this rank's x, which is not empty.
 [[nodiscard]] Statistics statistics_of(const at::Tensor& x);
 
-// Sums [2 C] of the given type: n * mean, n * (var + mean^2).
-[[nodiscard]] at::Tensor sums_of(const Statistics& statistics, at::ScalarType type);
+// Sums [2 C] in float64: n * mean, n * (var + mean^2).
+[[nodiscard]] at::Tensor sums_of(const Statistics& statistics);
 
 // Of such sums followed by n, [2 C + 1]. The cancellation in the variance costs (mean / std)^2
 // roundings of float64, less than those of float32 in x.
@@ -39,10 +39,9 @@ struct Statistics {
 [[nodiscard]] Statistics merged(const at::Tensor& means, const at::Tensor& vars,
                                 const at::Tensor& counts);
 
-// The statistics that other ops take, [1, 3, C], of a mean and an inverse standard deviation [C]:
-// float64, if the device of `like` has it.
-[[nodiscard]] at::Tensor stored_statistics(const at::Tensor& like, const at::Tensor& mean,
-                                           const at::Tensor& inv_std);
+// The statistics that other ops take, [1, 3, C] in float64, of a mean and an inverse standard
+// deviation [C].
+[[nodiscard]] at::Tensor stored_statistics(const at::Tensor& mean, const at::Tensor& inv_std);
 
 // y * weight + bias, where there are such.
 [[nodiscard]] at::Tensor affine(at::Tensor y, const OptionalTensor& weight,

@@ -9,8 +9,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include "normscope/torch/tensors/results.h"
-
 namespace normscope::binding {
 namespace {
 
@@ -71,7 +69,7 @@ DeviceMemory::DeviceMemory(const at::Tensor& x, std::int64_t slices, DeviceConte
     grow(kept_.workspace, workspace, x, device);
     device.workspace = kept_.workspace.data;
   } else {
-    of_graph_ = at::empty({workspace}, float64_options(x));
+    of_graph_ = at::empty({workspace}, x.options().dtype(at::kDouble));
     device.workspace = of_graph_.mutable_data_ptr<double>();
   }
 }

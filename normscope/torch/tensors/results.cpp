@@ -22,10 +22,6 @@ at::TensorOptions arithmetic_options(const at::Tensor& x) {
   return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
-at::TensorOptions float64_options(const at::Tensor& x) {
-  return x.options().dtype(x.is_mps() ? at::kFloat : at::kDouble);
-}
-
 at::Tensor empty_coefficients(const at::Tensor& x, const c10::SymInt& slices,
                               std::int64_t numbers) {
   return at::empty_symint({slices, numbers, x.sym_size(1)}, arithmetic_options(x));

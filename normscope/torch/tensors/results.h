@@ -14,10 +14,6 @@ namespace normscope::binding {
 // The tensors that the ops return, not filled in yet. They are the same on all devices and on Meta,
 // which has no storage.
 
-// The options of tensors that are computed in float64 for x; in float32 on MPS, which has no
-// float64.
-[[nodiscard]] at::TensorOptions float64_options(const at::Tensor& x);
-
 // The options of tensors in the type of x's arithmetic.
 [[nodiscard]] at::TensorOptions arithmetic_options(const at::Tensor& x);
 

@@ -150,12 +150,6 @@ def estimate_running_stats(
                 _store(layer, mean, var)
 
 
-def _in_float64(x: torch.Tensor) -> torch.Tensor:
-    """Return x in float64, without its graph; on the host if it is on MPS, which has no float64."""
-    x = x.detach()
-    return (x.cpu() if x.device.type == "mps" else x).double()
-
-
 @dataclass
 class _Moments:
     """Count of elements per channel, mean [C] and sum of squares about the mean [C], in float64."""
@@ -167,7 +161,7 @@ class _Moments:
     @classmethod
     def of(cls, x: torch.Tensor) -> _Moments:
         """Compute the moments of x [N, C, *] in two passes."""
-        channels = _in_float64(x).transpose(0, 1).flatten(1)
+        channels = x.detach().double().transpose(0, 1).flatten(1)
         mean = channels.mean(1)
         return cls(channels.shape[1], mean, (channels - mean[:, None]).square().sum(1))
 
@@ -280,7 +274,7 @@ def _running_moments(layers: NamedLayers) -> list[_Moments]:
         # A layer does not know what others have put into statistics that they share.
         if isinstance(layer, BatchNorm) and users[layer.running_mean] == 1:
             seen = layer.elements_seen
-        mean, var = _in_float64(layer.running_mean), _in_float64(layer.running_var)
+        mean, var = layer.running_mean.detach().double(), layer.running_var.detach().double()
         moments.append(_Moments(_UNKNOWN if seen is None else seen, mean, var))
     return moments
 
@@ -307,7 +301,7 @@ class _Inputs(Watch):
 
     def __init__(self, layer: TorchBatchNorm) -> None:
         assert layer.running_mean is not None
-        zeros = torch.zeros_like(_in_float64(layer.running_mean))
+        zeros = torch.zeros_like(layer.running_mean.detach().double())
         self.moments = _Moments(0, zeros, zeros)
         self.is_given = False  # to a function of torch, in the current call of the layer
 
