@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,12 +37,8 @@ std::string describe(const CallLabel& label) {
 }
 
 std::string with_numbers(double eps, double momentum) {
-  char text[64];
-  std::snprintf(text, sizeof(text), " with eps %g and momentum ", eps);
-  if (std::isnan(momentum)) return std::string(text) + "None";
-  char number[32];
-  std::snprintf(number, sizeof(number), "%g", momentum);
-  return std::string(text) + number;
+  return " with eps " + decimal(eps) + " and momentum " +
+         (std::isnan(momentum) ? "None" : decimal(momentum));
 }
 
 std::string_view bytes_of(const double& number) {

@@ -2,7 +2,9 @@
 #include "normscope/core/text.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdint>
+#include <iterator>
 
 namespace normscope {
 namespace {
@@ -86,5 +88,10 @@ std::string as_utf8(std::string_view text) {
 }
 
 std::string printable(std::string_view text) { return with_escapes(text, is_control); }
+
+std::string decimal(double number) {
+  char digits[32];  // the longest is "-2.2250738585072014e-308"
+  return {digits, std::to_chars(std::begin(digits), std::end(digits), number).ptr};
+}
 
 }  // namespace normscope

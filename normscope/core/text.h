@@ -25,6 +25,9 @@ enum class Keep { kBeginning, kEnd };
 // The same, safe to print in a terminal: control characters are shown in hexadecimal too.
 [[nodiscard]] std::string printable(std::string_view text);
 
+// The shortest decimal number that is nearer to this one than to any other double: "1e-05".
+[[nodiscard]] std::string decimal(double number);
+
 // The buffers of the reasons why groups fail, with a final zero. Longer reasons are cut.
 inline constexpr std::size_t kReasonBytes = 1024;
 

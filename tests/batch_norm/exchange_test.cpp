@@ -108,6 +108,8 @@ TEST_P(Mismatch, OfForwardsIsNamedToEveryRankInFull) {
        {.dtype = DType::kFloat64, .details = " with float64 input"}},
       {{.details = kNumbers}, {.eps = 0.25, .details = " with eps 0.25 and momentum 0.125"}},
       {{.details = kNumbers}, {.momentum = 0.75, .details = " with eps 0.5 and momentum 0.75"}},
+      {{.eps = 1e-5, .details = " with eps 1e-05 and momentum 0.125"},
+       {.eps = double{1e-5F}, .details = " with eps 9.999999747378752e-06 and momentum 0.125"}},
   };
   for (const auto& [others, last] : of_others_and_the_last) {
     run([&](Exchange& exchange) {

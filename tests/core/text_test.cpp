@@ -2,6 +2,7 @@
 #include "normscope/core/text.h"
 
 #include <cstddef>
+#include <limits>
 #include <string>
 #include <string_view>
 
@@ -106,6 +107,12 @@ TEST(Printable, ShowsControlCharactersInHexadecimal) {
             "\\xc2\\x9b2J\xc2\xa0");
   EXPECT_EQ(printable("\xd1\x81\xd0\xbb\xd0\xbe\xd0\xb9\xff"),
             "\xd1\x81\xd0\xbb\xd0\xbe\xd0\xb9\\xff");
+}
+
+TEST(Decimal, TellsDoublesApart) {
+  EXPECT_EQ(decimal(0.1), "0.1");
+  EXPECT_EQ(decimal(double{0.1F}), "0.10000000149011612");
+  EXPECT_EQ(decimal(-std::numeric_limits<double>::min()), "-2.2250738585072014e-308");
 }
 
 TEST(FixedText, LeavesOutWhatDoesNotFit) {
