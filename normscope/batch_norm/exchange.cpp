@@ -227,27 +227,29 @@ int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t
 
   const CountedExchange counted(bytes);
   ShownCall shown(*communicator_, label, bytes);
+  const auto seen = seen_.find(label_hash);
+  const bool is_new = seen == seen_.end();
   try {
-    const auto seen = seen_.find(label_hash);
-    const bool is_new = seen == seen_.end();
-    if (!compares_lengths && (is_new || checks_every_call_)) {
-      Header ahead = header;
-      communicator_->all_reduce_sum(ahead.fields);
-      compare(ahead.fields);
+    try {
+      if (!compares_lengths && (is_new || checks_every_call_)) {
+        Header ahead = header;
+        communicator_->all_reduce_sum(ahead.fields);
+        compare(ahead.fields);
+      }
+      send(header);
+    } catch (const MismatchError&) {
+      throw_mismatch(label);
     }
-    send(header);
-    shown.finish();
-    // Only after the exchange: a label must be new to all ranks or to none.
-    if (!is_new) return seen->second;
-    labels_.push_back(describe(label));
-    return seen_[label_hash] = static_cast<int>(labels_.size());
-  } catch (const MismatchError&) {
-    throw_mismatch(label);
   } catch (const TimeoutError& error) {
     throw TimeoutError(describe_here(label) + ": " + error.what());
   } catch (const CommunicationError& error) {
     throw CommunicationError(describe_here(label) + ": " + error.what());
   }
+  shown.finish();
+  // Only after the exchange: a label must be new to all ranks or to none.
+  if (!is_new) return seen->second;
+  labels_.push_back(describe(label));
+  return seen_[label_hash] = static_cast<int>(labels_.size());
 }
 
 const std::string& Exchange::reported_call(int number) const {

@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -180,6 +182,35 @@ std::vector<Meeting> meetings() {
 
 INSTANTIATE_TEST_SUITE_P(Transports, Mismatch, ::testing::ValuesIn(meetings()),
                          [](const auto& meeting) { return meeting.param.name; });
+
+// Another rank makes another call, and is gone when the ranks tell each other what they were doing.
+class LeftInAMismatch final : public Communicator {
+ public:
+  [[nodiscard]] int rank() const noexcept override { return 0; }
+  [[nodiscard]] int size() const noexcept override { return 2; }
+  [[nodiscard]] std::string_view transport() const noexcept override { return "test"; }
+  [[nodiscard]] bool compares_lengths() const noexcept override { return true; }
+  void all_reduce_sum(std::span<double> /*values*/, Stream /*stream*/) override {
+    if (++exchanges_ == 1) throw MismatchError("");
+    throw CommunicationError("rank 1 of 2 has left the group");
+  }
+  [[nodiscard]] std::unique_ptr<Communicator> split(int /*color*/, int /*key*/) override {
+    return nullptr;
+  }
+  void fail(std::string_view /*reason*/) noexcept override {}
+
+ private:
+  int exchanges_ = 0;
+};
+
+TEST(Failures, WhileRanksTellWhatTheyWereDoingNameTheCall) {
+  Exchange exchange(std::make_unique<LeftInAMismatch>());
+  LayerRun run(Layer{}, first_samples(2));
+
+  EXPECT_EQ(text_of<CommunicationError>(
+                [&] { batch_norm_forward(run.forward_arguments(), context_of(&exchange)); }),
+            "forward of block.bn (5 channels, scope world): rank 1 of 2 has left the group");
+}
 
 TEST(PartOfAGroup, ErrorsCallTheRanksAsTheGroupDoes) {
   run_as_threads(5, {}, [](Communicator& communicator) {
