@@ -6,6 +6,10 @@
 
 namespace normscope {
 
+// Longer time limits act like this one: in practice there is none, and the sums of a clock would
+// overflow.
+inline constexpr std::chrono::milliseconds kLongestTimeLimit = std::chrono::hours(24 * 365 * 30);
+
 // How ranks that share memory exchange messages. A property of the group: all its ranks, and all
 // groups that are split from it, have the same options.
 struct ExchangeOptions {

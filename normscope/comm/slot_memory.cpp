@@ -74,8 +74,9 @@ std::int64_t SlotMemory::bytes(int ranks, const ExchangeOptions& options) {
 }
 
 void SlotMemory::initialize(void* memory, int ranks, const ExchangeOptions& options) {
-  new (memory)
-      Group{.ranks = ranks, .slot_length = options.slot_length, .time_limit = options.time_limit};
+  new (memory) Group{.ranks = ranks,
+                     .slot_length = options.slot_length,
+                     .time_limit = std::min(options.time_limit, kLongestTimeLimit)};
   std::byte* board = static_cast<std::byte*>(memory) + whole_cache_lines(sizeof(Group));
   CallBoard::initialize(board, ranks);
   std::byte* members = board + CallBoard::memory_bytes(ranks);

@@ -234,6 +234,15 @@ TEST_P(PeersContract, AFailureEndsTheWaitOfPeers) {
       24h);
 }
 
+TEST_P(PeersContract, TheLongestTimeLimitIsNotOver) {
+  run(
+      [](Communicator& communicator) {
+        if (communicator.rank() == 0) std::this_thread::sleep_for(20ms);
+        EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+      },
+      std::chrono::milliseconds::max());
+}
+
 TEST_P(PeersContract, AWaitEndsAtItsTimeLimitAndNamesTheMissingRanks) {
   const std::unique_ptr<Gate> timed_out = GetParam().make_gate();
   run(

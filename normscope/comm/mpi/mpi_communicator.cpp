@@ -17,6 +17,7 @@
 #include <sched.h>
 
 #include "normscope/comm/describe.h"
+#include "normscope/comm/exchange_options.h"
 #include "normscope/core/error.h"
 #include "normscope/core/text.h"
 
@@ -374,6 +375,7 @@ MPI_Comm duplicate(MPI_Comm ranks, milliseconds time_limit) {
 
 std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm ranks, milliseconds time_limit) {
   check_arguments(ranks, time_limit);
+  time_limit = std::min(time_limit, kLongestTimeLimit);
   return std::make_unique<MpiCommunicator>(duplicate(ranks, time_limit), time_limit);
 }
 
