@@ -7,6 +7,7 @@
 
 #include "normscope/core/environment.h"
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 #include "normscope/kernels/backends.h"
 #include "normscope/kernels/device_kernels.h"
 
@@ -24,7 +25,7 @@ const Kernels& named(std::string_view argument, std::string_view name) {
   std::string message(argument);
   message += ": expected one of";
   for (const Kernels* kernels : available_kernels()) (message += ' ') += kernels->name;
-  ((message += ", got \"") += name) += '"';
+  ((message += ", got \"") += printable(name)) += '"';
   if (find(built_kernels(), name) != nullptr) message += ", which this machine cannot run";
   throw ArgumentError(message);
 }

@@ -116,6 +116,10 @@ TEST(ForcedKernels, UnknownNamesAreRefusedWithTheChoices) {
   });
 }
 
+TEST(ForcedKernels, NamesThatAreNoTextAreShownInHexadecimal) {
+  with_forced("\xff\x1b", [] { EXPECT_THAT(refusal(), EndsWith(", got \"\\xff\\x1b\"")); });
+}
+
 TEST(ForcedKernels, WithoutForceTheFastestIsTaken) {
   with_forced(nullptr, [] { EXPECT_EQ(&default_kernels(), available_kernels().back()); });
 }
