@@ -126,11 +126,10 @@ NORMSCOPE_INLINE Element round_once(double x) noexcept {
     return narrow<Element>(x);
   } else {
     float nearest = static_cast<float>(x);
-    if (static_cast<double>(nearest) != x && x - x == 0.0 && nearest - nearest == 0.0F) {
+    const auto rounded = static_cast<double>(nearest);
+    if (rounded != x && rounded - rounded == 0.0) {
       std::uint32_t bits = std::bit_cast<std::uint32_t>(nearest);
-      const bool is_beyond =
-          (static_cast<double>(nearest) < 0 ? -static_cast<double>(nearest)
-                                            : static_cast<double>(nearest)) > (x < 0 ? -x : x);
+      const bool is_beyond = x < 0.0 ? rounded < x : rounded > x;
       if (is_beyond) bits -= 1U;
       nearest = std::bit_cast<float>(bits | 1U);
     }

@@ -70,7 +70,7 @@ struct TotalNoise {
 // with world get a narrower candidate again if the noise allows it, those with the least noise per
 // byte first.
 //
-// Throws ArgumentError if a number is not finite; an infinite noise is allowed, and is too much.
+// Throws ArgumentError if a noise is NaN; an infinite one is allowed, and is too much.
 [[nodiscard]] std::vector<std::size_t> choose_scopes(std::span<const LayerNoise> layers,
                                                      double allowed);
 
