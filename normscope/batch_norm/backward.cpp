@@ -35,6 +35,7 @@ void check(const BackwardArguments& arguments, const CallContext& context) {
   check_channel_dtype("dweight", arguments.dweight.dtype, arguments.x);
   check_channel_dtype("dbias", arguments.dbias.dtype, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
+  check_statistics(arguments.statistics, arguments.slices, arguments.x.channels);
 }
 
 WantedCoefficients coefficients_of(const BackwardArguments& arguments) {
@@ -160,7 +161,7 @@ void run_on_device(const BackwardArguments& arguments, const CallLabel& label,
 
 void run(const BackwardArguments& arguments, const CallContext& context) {
   throw_reported(context);
-  check_device(context);
+  check_context(context);
   check(arguments, context);
   const CallLabel label{.layer = context.layer,
                         .scope = context.scope,

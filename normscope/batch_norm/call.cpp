@@ -5,6 +5,7 @@
 #include <string>
 
 #include "normscope/core/error.h"
+#include "normscope/core/text.h"
 
 namespace normscope {
 namespace {
@@ -75,13 +76,36 @@ void check_activation(const ActivationFunction& activation, std::string_view nam
   check_like_input(name, tensor, x);
 }
 
+void check_statistics(const double* statistics, std::int64_t slices, std::int64_t channels) {
+  const std::int64_t size = statistics_size(slices, channels);
+  if (statistics == nullptr && size > 0) {
+    refuse("statistics", "memory for " + std::to_string(size) + " numbers", "none");
+  }
+}
+
+void check_message(std::string_view name, const MessageView& message, std::int64_t channels) {
+  if (message.data != nullptr && message.channels == channels) return;
+  refuse(name, std::to_string(channels) + " channels",
+         message.data == nullptr ? "no data" : std::to_string(message.channels));
+}
+
+void check_eps(double eps) {
+  if (!(eps >= 0.0)) refuse("eps", "at least 0", decimal(eps));
+}
+
 void check_running(const RunningUpdate& running, RunningAverage average) {
   if (average == RunningAverage::kExponential || running.updates != nullptr) return;
   refuse("running.updates", "the number of updates so far for a cumulative average", "none");
 }
 
-void check_device(const CallContext& context) {
-  if (context.device == nullptr) return;
+void check_context(const CallContext& context) {
+  if (context.device == nullptr) {
+    if (context.execution == nullptr) return;
+    const auto& [threads, parallel_for] = *context.execution;
+    if (threads < 1) refuse("threads", "at least 1", std::to_string(threads));
+    if (!parallel_for) refuse("parallel_for", "a function", "none");
+    return;
+  }
   const DeviceContext& device = *context.device;
   if (device.kernels == nullptr) refuse("device", "kernels", "none");
   if (device.workspace == nullptr) refuse("workspace", "memory of the device", "none");

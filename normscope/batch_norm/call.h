@@ -36,9 +36,13 @@ void check_channel_dtype(std::string_view name, DType dtype, const TensorView& x
 // Checks a residual, or the forward output y that replaces it in backward; data nullptr: none.
 void check_activation(const ActivationFunction& activation, std::string_view name,
                       const TensorView& tensor, const TensorView& x);
+// [slices, 3, C]
+void check_statistics(const double* statistics, std::int64_t slices, std::int64_t channels);
+void check_message(std::string_view name, const MessageView& message, std::int64_t channels);
+void check_eps(double eps);
 // For a cumulative average: needs the number of updates so far.
 void check_running(const RunningUpdate& running, RunningAverage average);
-void check_device(const CallContext& context);
+void check_context(const CallContext& context);
 // Throws OneValueError for a count of 1, since one value has no variance. With several ranks, every
 // rank throws it for the same total; on a device NormBatches::count() does this check.
 void check_count(double count);

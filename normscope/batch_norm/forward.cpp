@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "normscope/batch_norm/batch_norm.h"
@@ -9,7 +8,6 @@
 #include "normscope/batch_norm/coefficients.h"
 #include "normscope/batch_norm/slices.h"
 #include "normscope/batch_norm/staged_buffers.h"
-#include "normscope/core/error.h"
 
 namespace normscope {
 namespace {
@@ -28,9 +26,10 @@ void check(const ForwardArguments& arguments, const CallContext& context) {
   check_activation(arguments.activation, "residual", arguments.residual, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
   check_running(arguments.running, arguments.running_average);
-  if (!(arguments.eps >= 0.0)) {
-    throw ArgumentError("eps: expected at least 0, got " + std::to_string(arguments.eps));
+  if (arguments.accumulated.data != nullptr) {
+    check_message("accumulated", arguments.accumulated, arguments.x.channels);
   }
+  check_eps(arguments.eps);
 }
 
 double compared_momentum(const ForwardArguments& arguments) {
@@ -86,10 +85,6 @@ double normalize_slice(const ForwardArguments& arguments, const CallLabel& label
   return count;
 }
 
-LimbsView accumulated_limbs(const ForwardArguments& arguments) {
-  return arguments.accumulated.data == nullptr ? LimbsView{} : arguments.accumulated.limbs();
-}
-
 // Updates the running statistics with the moments of all slices together.
 void update_running_with_all(const ForwardArguments& arguments, const ResolvedContext& context,
                              const RunningUpdate& running, LimbsView all) {
@@ -99,7 +94,7 @@ void update_running_with_all(const ForwardArguments& arguments, const ResolvedCo
       context.execution, all, static_cast<double>(x.elements_per_channel()), arguments.eps, x.dtype,
       {.statistics = statistics_of_slice(unused.data(), 0, x.channels),
        .running = running,
-       .pooled = accumulated_limbs(arguments)});
+       .pooled = arguments.accumulated.limbs()});
 }
 
 // Slice by slice; with ranks there is one, which they share.
@@ -116,7 +111,7 @@ void run_on_host(const ForwardArguments& arguments, const CallLabel& label,
   for (std::int64_t i = 0; i < arguments.slices; ++i) {
     if (i > 0) clear(message.limbs());
     const bool updates = !only_first || i == 0;
-    const LimbsView into = updates ? accumulated_limbs(arguments) : LimbsView{};
+    const LimbsView into = updates ? arguments.accumulated.limbs() : LimbsView{};
     const double count = normalize_slice(
         arguments, label, context, slice_of(x.samples, arguments.slices, i), message,
         updates && !pools ? running.after(i) : RunningUpdate{}, pools ? all->limbs() : into);
@@ -157,8 +152,9 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
 
 void run(const ForwardArguments& arguments, const CallContext& context) {
   throw_reported(context);
-  check_device(context);
+  check_context(context);
   check(arguments, context);
+  check_statistics(arguments.statistics, arguments.slices, arguments.x.channels);
   const CallLabel label{.layer = context.layer,
                         .scope = context.scope,
                         .direction = Direction::kForward,
@@ -199,8 +195,9 @@ void batch_norm_with_statistics(const WithStatisticsArguments& arguments,
                                  .slices = arguments.slices,
                                  .activation = arguments.activation,
                                  .residual = arguments.residual};
-  check_device(context);
+  check_context(context);
   check(forward, context);
+  check_statistics(arguments.statistics, arguments.slices, x.channels);
   if (context.device != nullptr) {
     const DeviceStep step(*context.device, x, arguments.slices);
     step.device.kernels->use_statistics(step.device.stream, x.dtype, x.channels, arguments.slices,

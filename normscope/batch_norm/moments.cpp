@@ -2,12 +2,10 @@
 #include "normscope/batch_norm/moments.h"
 
 #include <algorithm>
-#include <string>
 
 #include "normscope/batch_norm/buffers.h"
 #include "normscope/batch_norm/call.h"
 #include "normscope/batch_norm/slices.h"
-#include "normscope/core/error.h"
 
 namespace normscope {
 namespace {
@@ -18,17 +16,11 @@ Header header_of(const TensorView& x) {
   return header;
 }
 
-void check_message(std::string_view name, const MessageView& message, std::int64_t channels) {
-  if (message.data != nullptr && message.channels == channels) return;
-  throw ArgumentError(std::string(name) + ": expected " + std::to_string(channels) +
-                      " channels, got " +
-                      (message.data == nullptr ? "no data" : std::to_string(message.channels)));
-}
-
 void check(const GradientSumsArguments& arguments) {
   check_input(arguments.x);
   check_like_input("dy", arguments.dy, arguments.x);
   check_message("sums", arguments.sums, arguments.x.channels);
+  check_statistics(arguments.statistics, /*slices=*/1, arguments.x.channels);
   check_channel_dtype("dweight", arguments.dweight.dtype, arguments.x);
   check_channel_dtype("dbias", arguments.dbias.dtype, arguments.x);
 }
@@ -40,28 +32,14 @@ void check(const InputGradientArguments& arguments) {
   check_own_memory("dx", arguments.dx.read_only(), "x", arguments.x);
   check_own_memory("dx", arguments.dx.read_only(), "dy", arguments.dy);
   check_message("sums", arguments.sums, arguments.x.channels);
+  check_statistics(arguments.statistics, /*slices=*/1, arguments.x.channels);
   check_channel_dtype("weight", arguments.weight.dtype, arguments.x);
-}
-
-// The norm batch that a message describes.
-NormBatches batch_of(const MessageView& message) {
-  NormBatches batches;
-  batches.totals = message.header();
-  return batches;
-}
-
-// A tensor view without data, with only a dtype and a number of channels.
-TensorView nothing_of(DType dtype, std::int64_t channels) {
-  TensorView x;
-  x.dtype = dtype;
-  x.channels = channels;
-  return x;
 }
 
 }  // namespace
 
 void batch_norm_moments(const TensorView& x, const MessageView& out, const CallContext& context) {
-  check_device(context);
+  check_context(context);
   check_input(x);
   check_message("out", out, x.channels);
   if (context.device != nullptr) {
@@ -77,17 +55,20 @@ void batch_norm_moments(const TensorView& x, const MessageView& out, const CallC
 }
 
 void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& context) {
-  check_device(context);
+  check_context(context);
   const std::int64_t channels = arguments.moments.channels;
   check_message("moments", arguments.moments, channels);
-  const TensorView x = nothing_of(arguments.x_dtype, channels);
+  const TensorView x{.dtype = arguments.x_dtype, .channels = channels};  // without data
   check_channel_dtype("running_mean", arguments.running.mean.dtype, x);
   check_channel_dtype("running_var", arguments.running.var.dtype, x);
+  check_running(arguments.running, arguments.running_average);
+  check_statistics(arguments.statistics, /*slices=*/1, channels);
+  check_eps(arguments.eps);
   if (context.device != nullptr) {
     const DeviceStep step(*context.device, x, 1);
     context.device->kernels->use_moments(context.device->stream, x.dtype, arguments.moments,
                                          step.scratch,
-                                         {.batches = batch_of(arguments.moments),
+                                         {.batches = {.totals = arguments.moments.header()},
                                           .eps = arguments.eps,
                                           .running = arguments.running,
                                           .running_average = arguments.running_average,
@@ -97,7 +78,6 @@ void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& 
   }
   const double count = arguments.moments.header()[kCount];
   check_count(count);
-  check_running(arguments.running, arguments.running_average);
   const ResolvedContext resolved = resolve(context);
   resolved.kernels.finalize_moments(
       resolved.execution, arguments.moments.limbs(), count, arguments.eps, x.dtype,
@@ -107,7 +87,7 @@ void batch_norm_finalize(const FinalizeArguments& arguments, const CallContext& 
 
 void batch_norm_part_gradient_sums(const GradientSumsArguments& arguments,
                                    const CallContext& context) {
-  check_device(context);
+  check_context(context);
   check(arguments);
   const TensorView& x = arguments.x;
   if (context.device != nullptr) {
@@ -135,14 +115,14 @@ void batch_norm_part_gradient_sums(const GradientSumsArguments& arguments,
 
 void batch_norm_part_input_gradient(const InputGradientArguments& arguments,
                                     const CallContext& context) {
-  check_device(context);
+  check_context(context);
   check(arguments);
   const TensorView& x = arguments.x;
   if (context.device != nullptr) {
     const DeviceContext& device = *context.device;
     const DeviceStep step(device, x, 1);
     device.kernels->use_gradient_sums(device.stream, x.dtype, arguments.sums, step.scratch,
-                                      {.batches = batch_of(arguments.sums),
+                                      {.batches = {.totals = arguments.sums.header()},
                                        .statistics = arguments.statistics,
                                        .weight = arguments.weight,
                                        .coefficients = step.coefficients});

@@ -20,7 +20,7 @@ inline void run_serially(std::int64_t tasks, const Task& task) {
 // Where work runs. The caller provides the threads: this library keeps no pool. Results do not
 // depend on any of these fields.
 struct Execution {
-  int threads = 1;
+  int threads = 1;  // at least 1
   ParallelFor parallel_for = run_serially;
 };
 

@@ -185,6 +185,13 @@ TEST_P(OnADevice, OneValueOverAllRanksGivesNaNAndTheNextCallThrows) {
   });
 }
 
+TEST(PartsOnADevice, RefuseWhatTheHostRefuses) {
+  DeviceRank device(nullptr);
+  LayerRun run(Layer{}, first_samples(2));
+
+  expect_finalize_refusals(run, device.context());
+}
+
 TEST(PartsOnADevice, HaveTheBitsOfOneBatch) {
   DeviceRank device(nullptr);
   for (const Layer& layer : layers()) {

@@ -85,11 +85,17 @@ TEST(ForwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
             "running_mean: expected float32 or the dtype of x, float32, got float64");
   EXPECT_EQ(refusal([](auto& a) { a.running.var.dtype = DType::kFloat64; }),
             "running_var: expected float32 or the dtype of x, float32, got float64");
-  EXPECT_EQ(refusal([](auto& a) { a.eps = -1.0; }), "eps: expected at least 0, got -1.000000");
+  EXPECT_EQ(refusal([](auto& a) { a.eps = -1.0; }), "eps: expected at least 0, got -1");
+  EXPECT_EQ(refusal([](auto& a) { a.eps = -1e-9; }), "eps: expected at least 0, got -1e-09");
   EXPECT_THAT(refusal([](auto& a) { a.eps = std::nan(""); }), StartsWith("eps: expected at least"));
   // Outputs are written in vectors that overlap, from inputs that are read twice.
   EXPECT_THAT(refusal([](auto& a) { a.residual = a.y.read_only(); }),
               StartsWith("y: expected memory"));
+  EXPECT_EQ(refusal([](auto& a) { a.statistics = nullptr; }),
+            "statistics: expected memory for 15 numbers, got none");
+  OwnedMessage other(4);
+  EXPECT_EQ(refusal([&](auto& a) { a.accumulated = other.view(); }),
+            "accumulated: expected 5 channels, got 4");
   // Backward could not find it.
   EXPECT_THAT(refusal([](auto& a) {
                 a.activation = {Activation::kSilu};
@@ -129,6 +135,8 @@ TEST(BackwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
             "dweight: expected float32 or the dtype of x, float32, got float64");
   EXPECT_EQ(refusal([](auto& a) { a.dbias.dtype = DType::kFloat64; }),
             "dbias: expected float32 or the dtype of x, float32, got float64");
+  EXPECT_EQ(refusal([](auto& a) { a.statistics = nullptr; }),
+            "statistics: expected memory for 15 numbers, got none");
   EXPECT_THAT(refusal([](auto& a) { a.slices = 5; }), StartsWith("slices: expected "));
   EXPECT_THAT(refusal([](auto& a) { a.activation = {Activation::kHardSwish}; }),
               StartsWith("dz: expected"));
@@ -145,6 +153,20 @@ TEST(BackwardErrors, NameTheArgumentWhatWasExpectedAndWhatWasGiven) {
                 a.dz = a.dx;
               }),
               HasSubstr("memory of its own"));
+}
+
+TEST(ExecutionErrors, NameWhatIsMissing) {
+  LayerRun run(Layer{}, first_samples(4));
+  const auto refusal = [&](const Execution& execution) {
+    CallContext context;
+    context.execution = &execution;
+    return text_of<ArgumentError>([&] { batch_norm_forward(run.forward_arguments(), context); });
+  };
+
+  EXPECT_EQ(refusal({.threads = 0}), "threads: expected at least 1, got 0");
+  EXPECT_EQ(refusal({.threads = 2, .parallel_for = nullptr}),
+            "parallel_for: expected a function, got none");
+  expect_unchanged(run);
 }
 
 TEST(OneValue, IsRefusedOnARankAloneAndNothingIsUpdated) {

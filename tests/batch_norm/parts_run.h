@@ -10,7 +10,9 @@
 #include <gtest/gtest.h>
 
 #include "normscope/batch_norm/moments.h"
+#include "normscope/core/error.h"
 #include "tests/batch_norm/layer_run.h"
+#include "tests/support/text_of.h"
 
 namespace normscope::testing {
 
@@ -58,6 +60,27 @@ inline std::vector<double> finalized(const Layer& layer, LayerRun& run, OwnedMes
                        .statistics = statistics.data()},
                       context);
   return statistics;
+}
+
+// Wherever it runs, batch_norm_finalize() checks what it reads.
+inline void expect_finalize_refusals(LayerRun& run, const CallContext& context) {
+  const auto refusal = [&](const auto& change) {
+    OwnedMessage moments(5);
+    FinalizeArguments arguments{.moments = moments.view(),
+                                .running = run.forward_arguments().running,
+                                .statistics = run.statistics.data()};
+    change(arguments);
+    return text_of<ArgumentError>([&] { batch_norm_finalize(arguments, context); });
+  };
+  EXPECT_EQ(refusal([](auto& a) { a.eps = -1.0; }), "eps: expected at least 0, got -1");
+  EXPECT_EQ(refusal([](auto& a) { a.statistics = nullptr; }),
+            "statistics: expected memory for 15 numbers, got none");
+  EXPECT_EQ(refusal([](auto& a) {
+              a.running_average = RunningAverage::kCumulative;
+              a.running.updates = nullptr;
+            }),
+            "running.updates: expected the number of updates so far for a cumulative average, got "
+            "none");
 }
 
 // Parts of a norm batch in separate calls have the bits of one call for all of it.
