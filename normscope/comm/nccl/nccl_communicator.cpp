@@ -17,6 +17,7 @@
 #include <nccl.h>
 
 #include "normscope/comm/describe.h"
+#include "normscope/comm/exchange_options.h"
 #include "normscope/comm/nccl/cuda_calls.h"
 #include "normscope/comm/nccl/watch.h"
 #include "normscope/comm/self_communicator.h"
@@ -322,6 +323,7 @@ std::unique_ptr<Communicator> make_nccl_communicator(ncclComm* ranks, millisecon
   if (ranks == nullptr) {
     throw ArgumentError("ranks: expected an NCCL communicator, got a null pointer");
   }
+  time_limit = std::min(time_limit, kLongestTimeLimit);
   int rank = 0;
   check_nccl(ncclCommUserRank(ranks, &rank), "ncclCommUserRank", ranks);
   ncclComm_t duplicate = nullptr;
@@ -333,6 +335,7 @@ std::unique_ptr<Communicator> make_nccl_communicator(ncclComm* ranks, millisecon
 
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& bootstrap,
                                                      milliseconds time_limit) {
+  time_limit = std::min(time_limit, kLongestTimeLimit);
   const ncclUniqueId id = agree_on_unique_id(bootstrap);
   ncclComm_t comm = nullptr;
   ncclConfig_t config = config_of_ours();

@@ -169,6 +169,15 @@ TEST_P(Nccl, ThrowsWhatNcclReportsLater) {
   });
 }
 
+TEST_P(Nccl, DoesNotReachTheLongestTimeLimit) {
+  run(
+      [](Communicator& communicator) {
+        if (communicator.rank() == 0) std::this_thread::sleep_for(20ms);
+        EXPECT_EQ(exchanged_sum_of_ranks(communicator), sum_of_ranks(communicator));
+      },
+      std::chrono::milliseconds::max());
+}
+
 TEST_P(Nccl, HasNoTimeLimitForCapturedSums) {
   run(
       [](Communicator& communicator) {
