@@ -7,6 +7,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -66,6 +67,8 @@ std::string obstacle_of_thread() {
                         "MPI_THREAD_FUNNELED, got one from another thread; initialize with "
                         "MPI_THREAD_SERIALIZED to allow it";
 }
+
+bool may_call_mpi() { return !is_finalized() && obstacle_of_thread().empty(); }
 
 // MPI's text for an error code.
 std::string text_of_code(int code) {
@@ -141,12 +144,13 @@ class MpiCommunicator final : public Communicator {
   }
 
   ~MpiCommunicator() override {
+    if (request_) fail(*request_);
     // MPI cannot cancel an exchange, and a text may still be on its way to a peer. In both cases
     // the memory must stay. MPI_Comm_free is collective, but does not wait in practice.
     const bool is_quiet = failure_.empty() && !has_talked_;
     if (!is_quiet) {
       keep_for_mpi(std::move(traffic_));
-    } else if (!is_finalized() && obstacle_of_thread().empty()) {
+    } else if (may_call_mpi()) {
       MPI_Comm_free(&own_);
     }
   }
@@ -179,17 +183,18 @@ class MpiCommunicator final : public Communicator {
     return std::make_unique<MpiCommunicator>(part, time_limit_);
   }
 
-  // If another thread waits in an exchange, it notifies the peers, because MPI may take calls of
-  // one thread only.
+  // MPI may take calls of one thread only. The peers are therefore notified by the thread that
+  // waits in an exchange, or, if this thread must not call MPI, by the next one that uses this
+  // object.
   void fail(std::string_view reason) noexcept override {
     try {
-      std::string text = own_name() + " failed: " + std::string(shortened(reason, kReasonBytes));
+      std::string kept(shortened(reason, kReasonBytes));
       const std::unique_lock busy(busy_, std::try_to_lock);
-      if (busy) {
-        fail_with(text);
+      if (busy && may_call_mpi()) {
+        fail_for(kept);
       } else {
         const std::lock_guard lock(of_request_);
-        if (request_.empty()) request_ = std::move(text);
+        if (!request_) request_ = std::move(kept);
       }
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
       // No memory for the reason; the peers throw at their time limit.
@@ -253,10 +258,12 @@ class MpiCommunicator final : public Communicator {
 
   void fail_as_requested() {
     const std::lock_guard lock(of_request_);
-    if (request_.empty()) return;
-    fail_with(request_);
+    if (!request_) return;
+    fail_for(*request_);
     throw CommunicationError(describe(failure_));
   }
+
+  void fail_for(const std::string& reason) { fail_with(own_name() + " failed: " + reason); }
 
   void take(const MPI_Status& status, const std::string& text) {
     has_talked_ = true;
@@ -303,7 +310,7 @@ class MpiCommunicator final : public Communicator {
   void fail_with(const std::string& text) {
     if (!failure_.empty()) return;
     failure_ = shortened(text, kReasonBytes);
-    if (!is_finalized() && obstacle_of_thread().empty()) notify_peers(kFailed, failure_);
+    if (may_call_mpi()) notify_peers(kFailed, failure_);
   }
 
   void notify_peers(Tag tag, std::string text) {
@@ -338,9 +345,9 @@ class MpiCommunicator final : public Communicator {
   bool has_talked_ = false;             // has sent or received point-to-point messages
   std::string failure_;                 // the first one; empty: none
 
-  std::mutex busy_;        // held during an exchange; guards the members above
-  std::mutex of_request_;  // guards the next one
-  std::string request_;    // of a thread that called fail() during an exchange; empty: none
+  std::mutex busy_;                     // held during an exchange; guards the members above
+  std::mutex of_request_;               // guards the next one
+  std::optional<std::string> request_;  // the reason of a fail() that could not notify the peers
 };
 
 // MPI_Comm_dup with a time limit.

@@ -16,8 +16,10 @@ namespace normscope NORMSCOPE_EXPORT {
 //
 // MPI must have been initialized with MPI_THREAD_FUNNELED or more. With MPI_THREAD_FUNNELED, only
 // the thread that initialized MPI may call; with MPI_THREAD_SERIALIZED, any one thread at a time.
-// If threads use several groups at once, MPI_THREAD_MULTIPLE is needed. Destroy communicators
-// before MPI_Finalize: a use after it throws, a destruction after it does no harm.
+// If threads use several groups at once, MPI_THREAD_MULTIPLE is needed. After a fail() in a thread
+// that must not call MPI, the peers are notified when another thread next uses or destroys the
+// communicator. Destroy communicators before MPI_Finalize: a use after it throws, a destruction
+// after it does no harm.
 //
 // Throws ArgumentError if MPI is not initialized like that, or if `ranks` is MPI_COMM_NULL or an
 // inter-communicator; CommunicationError on errors of MPI; TimeoutError if ranks are missing.

@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -176,6 +177,27 @@ TEST_P(MpiTriples, ATimeoutNamesOnlyTheMissingRanks) {
   EXPECT_THAT(text, EndsWith(" s for rank " + std::to_string(last)));
   // Release the last rank, which is the missing one.
   if (communicator->rank() == 0) MPI_Send(nullptr, 0, MPI_CHAR, last, 0, MPI_COMM_WORLD);
+}
+
+TEST_P(MpiPeers, AFailureInAThreadThatMustNotCallMpiReachesThePeers) {
+  for (const bool calls_again : {true, false}) {
+    // With a time limit longer than that of the test: only the failure can end the wait.
+    auto communicator = make_mpi_communicator(MPI_COMM_WORLD, 24h);
+    const auto error = [&] {
+      return text_of<CommunicationError>([&] { communicator->all_reduce_sum({}); });
+    };
+    const std::string expected =
+        "mpi: rank 1 of " + std::to_string(communicator->size()) + " failed: out of memory";
+    if (communicator->rank() != 1) {
+      EXPECT_EQ(error(), expected);
+      continue;
+    }
+
+    std::thread([&] { communicator->fail("out of memory"); }).join();
+
+    if (calls_again) EXPECT_EQ(error(), expected);
+    communicator.reset();
+  }
 }
 
 TEST_P(MpiPeers, DifferentLayersAreReportedBeforeDifferentLengths) {
