@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors if torch is not the release that the library was compiled with."""
+"""How the library that was compiled is loaded, and the errors for another release of torch."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,11 +61,30 @@ def test_other_builds_of_the_same_release_are_accepted(package: Path, build: str
     load(package)
 
 
+def test_a_copy_that_an_extension_has_loaded_is_used(tmp_path: Path) -> None:
+    for library in PACKAGE.glob("lib*"):
+        shutil.copy(library, tmp_path)
+    program = (
+        "import sys, torch\n"
+        "torch.ops.load_library(sys.argv[1])\n"
+        "import normscope\n"
+        "print(normscope.BatchNorm1d(3)(torch.randn(4, 3)).shape)\n"
+    )
+    [copy] = tmp_path.glob("libnormscope_torch.so.*")
+
+    run = subprocess.run(
+        [sys.executable, "-c", program, copy], capture_output=True, text=True, check=False
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "torch.Size([4, 3])\n"
+
+
 @pytest.mark.parametrize("compiled_with", [RELEASE, None])
 def test_the_error_of_a_library_that_does_not_load_has_both_versions(
     tmp_path: Path, compiled_with: str | None
 ) -> None:
-    (tmp_path / "libnormscope_torch.so.0.2").write_text("no library")
+    (tmp_path / "libnormscope_torch.so.0").write_text("no library")
     if compiled_with:
         (tmp_path / "torch_version.txt").write_text(f"{compiled_with}\n")
     known = compiled_with or "of an unknown release"
@@ -74,7 +94,7 @@ def test_the_error_of_a_library_that_does_not_load_has_both_versions(
 
     text = str(raised.value)
     assert f"compiled with torch {known}, its library does not load into torch {RELEASE}" in text
-    assert "libnormscope_torch.so.0.2: " in text
+    assert "libnormscope_torch.so.0: " in text
     assert isinstance(raised.value.__cause__, OSError)
 
 

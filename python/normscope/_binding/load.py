@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the C++ library on import, and refuses a torch that it was not compiled with."""
 
+import ctypes
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +18,7 @@ _REMEDY = (
 
 
 def load(directory: Path) -> None:
-    """Load the library if it was compiled with this release of torch.
+    """Load the library if it was compiled with this release of torch, and is not loaded yet.
 
     torch's C++ interface changes between releases: a different release might load the library and
     then call it incorrectly. Different builds of the same release (CPU, CUDA) are accepted if the
@@ -38,6 +40,8 @@ def load(directory: Path) -> None:
             f"normscope: expected torch {compiled_with}, which it was compiled with, "
             f"got torch {torch.__version__}. {_REMEDY}"
         )
+    if _is_loaded(library.name):
+        return
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -46,6 +50,18 @@ def load(directory: Path) -> None:
             f"normscope: compiled with torch {release}, its library does not load into torch "
             f"{torch.__version__}: {error.__cause__ or error}. {_REMEDY}"
         ) from error
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether a library of this name is loaded, perhaps by an extension written in C++.
+
+    A second copy would end the process: ops can be registered only once.
+    """
+    try:
+        ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 def _release(version: str) -> str:
