@@ -77,13 +77,15 @@ void notify_peers(const RankGroup& group, std::string_view reason) {
                                              group.name());
 }
 
-// If this rank alone throws, ends the wait of the others.
+// If this rank alone throws, ends the wait of the others. They know of errors of exchanges.
 template <class Work>
 auto with_notified_peers(const RankGroup& group, const Work& work) {
   try {
     return work();
   } catch (const c10::DistError&) {
-    throw;  // from an exchange, so the peers know
+    throw;
+  } catch (const MismatchError&) {
+    throw;
   } catch (const std::exception& error) {
     notify_peers(group, binding::what_of(error));
     throw;
@@ -234,10 +236,8 @@ void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outpu
   }
   std::vector<at::Tensor> gradients;
   if (!inputs.empty()) {  // a batch may reach no layer, or each without gradients
-    gradients = with_notified_peers(group, [&] {
-      return ::torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/std::nullopt,
-                                     /*create_graph=*/false, /*allow_unused=*/true);
-    });
+    gradients = ::torch::autograd::grad(outputs, inputs, cotangents, /*retain_graph=*/std::nullopt,
+                                        /*create_graph=*/false, /*allow_unused=*/true);
   }
   std::span<const at::Tensor> left = gradients;
   for (Watched& each : watched) {
@@ -385,7 +385,7 @@ void run(std::vector<Watched>& watched, std::int64_t batches, const Shares& shar
     const std::vector<at::Tensor> outputs = with_notified_peers(
         group, [&] { return outputs_of(watched, forward, batch, shares.parts); });
     check_calls(watched, group);
-    measure(watched, outputs, batch, shares, group);
+    with_notified_peers(group, [&] { measure(watched, outputs, batch, shares, group); });
   }
 }
 
