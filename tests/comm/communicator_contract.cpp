@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "normscope/comm/describe.h"
 #include "normscope/core/error.h"
 #include "tests/comm/worlds.h"
+#include "tests/support/interrupting.h"
 #include "tests/support/ranks.h"
 
 namespace normscope::testing {
@@ -230,6 +232,27 @@ TEST_P(PeersContract, AFailureEndsTheWaitOfPeers) {
                       HasSubstr("rank 1 of " + std::to_string(communicator.size()) +
                                 " failed: out of memory"));
         }
+      },
+      24h);
+}
+
+TEST_P(PeersContract, AnObserverMayEndAWait) {
+  const std::unique_ptr<Gate> interrupted = GetParam().make_gate();
+  run(
+      [&](Communicator& communicator) {
+        const auto sum = [&] { communicator.all_reduce_sum({}); };
+        if (communicator.rank() != 0) {
+          interrupted->wait();
+          EXPECT_THAT(text_of<CommunicationError>(sum),
+                      HasSubstr("rank 0 of " + std::to_string(communicator.size()) +
+                                " was interrupted while it waited"));
+          return;
+        }
+        {
+          const Interrupting observer;
+          EXPECT_THROW(sum(), std::domain_error);
+        }
+        interrupted->open_for(communicator.size() - 1);
       },
       24h);
 }

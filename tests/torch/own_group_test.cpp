@@ -6,15 +6,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <future>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -25,10 +22,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <unistd.h>
 
-#include "normscope/comm/call_observer.h"
 #include "normscope/comm/calls.h"
 #include "normscope/comm/thread_communicator.h"
 #include "normscope/torch/c10d/publisher.h"
+#include "tests/support/interrupting.h"
 #include "tests/torch/idler.h"
 
 namespace normscope::testing {
@@ -93,25 +90,6 @@ TEST(OwnGroup, AsksAServerThatHangsOnlyOnce) {
   EXPECT_EQ(store->asked(), asked + 1);
   store->hang(false);
 }
-
-// Ends every wait, as a handler of signals may.
-class Interrupting final : public CallObserver {
- public:
-  Interrupting() { observe_calls(this); }
-  Interrupting(const Interrupting&) = delete;
-  Interrupting& operator=(const Interrupting&) = delete;
-  ~Interrupting() override { observe_calls(nullptr); }
-
-  void begin_call(const CallName& /*name*/, std::string_view /*scope*/,
-                  std::size_t /*bytes*/) override {}
-  void end_call() noexcept override {}
-  void begin_wait() override {}
-  void end_wait() noexcept override {}
-  void during_wait(std::chrono::steady_clock::duration /*waited*/,
-                   const std::function<std::string()>& /*who_is_where*/) override {
-    throw std::domain_error("interrupted");
-  }
-};
 
 TEST(OwnGroup, WritesNoFailureBetweenTheKeysOfTheProgramIfItsFirstWaitIsInterrupted) {
   const auto store = c10::make_intrusive<HangingStore>();

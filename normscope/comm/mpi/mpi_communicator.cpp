@@ -17,6 +17,7 @@
 
 #include <sched.h>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
 #include "normscope/comm/exchange_options.h"
 #include "normscope/core/error.h"
@@ -35,6 +36,8 @@ constexpr int kSpins = 16;
 // MPI only makes progress inside its calls.
 constexpr std::chrono::microseconds kYieldTime{200};
 constexpr std::chrono::microseconds kSleep{20};
+
+constexpr milliseconds kBetweenObservations{100};
 
 // float64 numbers in one MPI_Iallreduce: 8 MiB. MPI counts in int, and the numbers are copied.
 constexpr std::size_t kPieceLength = std::size_t{1} << 20;
@@ -203,6 +206,7 @@ class MpiCommunicator final : public Communicator {
 
  private:
   void add_piece(std::span<double> values) {
+    const ObservedWait observed;  // first, because MPI cannot cancel the sum if this throws
     // At least one number: an empty sum would not synchronize the ranks.
     traffic_->sum.assign(std::max<std::size_t>(values.size(), 1), 0.0);
     std::ranges::copy(values, traffic_->sum.begin());
@@ -217,6 +221,7 @@ class MpiCommunicator final : public Communicator {
   // Waits until the exchange is complete.
   void wait() {
     const Clock::time_point start = Clock::now();
+    Clock::duration next_observation = kBetweenObservations;
     bool has_asked = false;
     for (int turn = 0;; ++turn) {
       int done = 0;
@@ -230,11 +235,26 @@ class MpiCommunicator final : public Communicator {
         notify_peers(kHaveYouCome, std::to_string(exchanges_));
         has_asked = true;
       }
+      if (waited >= next_observation) {
+        notify_observer(waited);
+        next_observation += kBetweenObservations;
+      }
       if (waited < kYieldTime) {
         sched_yield();
       } else {
         std::this_thread::sleep_for(kSleep);
       }
+    }
+  }
+
+  void notify_observer(Clock::duration waited) {
+    CallObserver* const observer = call_observer();
+    if (observer == nullptr) return;
+    try {
+      observer->during_wait(waited, [] { return std::string("this rank waits for the others"); });
+    } catch (...) {
+      fail_with(own_name() + " was interrupted while it waited");
+      throw;
     }
   }
 
