@@ -30,6 +30,9 @@ class SharedMemoryCommunicator final : public SlotCommunicator {
     auto part =
         std::make_unique<SharedMemoryCommunicator>(*memory.segment, place_of(rank(), members));
     part->show_calls_as_part_of(*this, members);
+    // The part would not notice the death of a rank that has not joined it. Some do not come here
+    // if a rank has no memory of its part, which all ranks know.
+    if (memory.without.empty()) all_reduce_sum({});
     return part;
   }
 };

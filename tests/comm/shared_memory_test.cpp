@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -23,6 +24,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/core/error.h"
@@ -234,15 +236,41 @@ TEST_F(KilledRankTest, AtAnyTimeDuringExchangesIsNamedAtOnce) {
   }
 }
 
-TEST_F(KilledRankTest, WhileTheGroupSplitsIsNamedAtOnce) {
-  run(24h, [](const SharedMemorySegment& segment, int rank) {
-    const auto communicator = make_shared_memory_communicator(segment, rank);
-    communicator->all_reduce_sum({});
-    if (rank == 1) raise(SIGKILL);
+// Ends the process after some waits.
+class Dying final : public CallObserver {
+ public:
+  explicit Dying(int waits) : waits_(waits) { observe_calls(this); }
+  Dying(const Dying&) = delete;
+  Dying& operator=(const Dying&) = delete;
+  ~Dying() override { observe_calls(nullptr); }
 
-    EXPECT_THAT(text_of<CommunicationError>([&] { (void)communicator->split(0, 0); }),
-                HasSubstr("rank 1 of 3 has died"));
-  });
+  void begin_call(const CallName& /*name*/, std::string_view /*scope*/,
+                  std::size_t /*bytes*/) override {}
+  void end_call() noexcept override {}
+  void begin_wait() override {}
+  void end_wait() noexcept override {
+    if (--waits_ == 0) raise(SIGKILL);
+  }
+  void during_wait(std::chrono::steady_clock::duration /*waited*/,
+                   const std::function<std::string()>& /*who_is_where*/) override {}
+
+ private:
+  int waits_;
+};
+
+TEST_F(KilledRankTest, WhileTheGroupSplitsIsNamedAtOnce) {
+  constexpr int kWaitsOfSplit = 4;
+  for (int waits = 1; waits <= kWaitsOfSplit; ++waits) {
+    run(24h, [&](const SharedMemorySegment& segment, int rank) {
+      const auto communicator = make_shared_memory_communicator(segment, rank);
+      std::optional<Dying> dying;
+      if (rank == 1) dying.emplace(waits);
+
+      EXPECT_THAT(
+          text_of<CommunicationError>([&] { communicator->split(0, rank)->all_reduce_sum({}); }),
+          HasSubstr("rank 1 of 3 has died"));
+    });
+  }
 }
 
 }  // namespace
