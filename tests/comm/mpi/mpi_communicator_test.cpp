@@ -195,7 +195,9 @@ TEST_P(MpiPeers, AFailureInAThreadThatMustNotCallMpiReachesThePeers) {
 
     std::thread([&] { communicator->fail("out of memory"); }).join();
 
-    if (calls_again) EXPECT_EQ(error(), expected);
+    if (calls_again) {
+      EXPECT_EQ(error(), expected);
+    }
     communicator.reset();
   }
 }
