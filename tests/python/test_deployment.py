@@ -159,6 +159,7 @@ def test_a_decomposed_training_graph_trains_with_torch_s_ops(
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.own_kernels  # torch's normalize slice by slice: the graph fixes their number
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_training_graph_with_slices_takes_batches_of_other_sizes(
     *, strict: bool
