@@ -30,7 +30,7 @@ AFTER_LIMIT_SECONDS = 4.0
 
 # Far longer than ranks wait that are told at once, even on a busy machine, and far shorter than the
 # limit of a minute that other exchanges have.
-AT_ONCE_SECONDS = 20.0
+AT_ONCE_SECONDS = 4.0
 
 # A model, and a call that its rank makes while the other ranks make theirs.
 Part = tuple[nn.Module, Callable[[], object]]
