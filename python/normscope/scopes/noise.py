@@ -144,8 +144,7 @@ class WatchedLayer(Watch):
         fields = []
         for call in self.calls:
             dz = None if call.edge is None else next(gradients)
-            with shares.notifying_peers():
-                rows = _part_sums(call, dz, shares.parts)
+            rows = _part_sums(call, dz, shares.parts)
             moments = shares.gather(_moments_of(rows), self.label).flatten(0, 1)
             of_call = ops.output_noise(
                 rows, moments, shares.first, call.weight, self.layer.eps, shares.hosts
@@ -209,12 +208,11 @@ def measure_batch(
     moments = _moments_of_ranks(outputs, shares)
     edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
     gradients: tuple[torch.Tensor | None, ...] = ()
-    with shares.notifying_peers():
-        cotangents, to_noise = ops.random_cotangents(
-            outputs, moments, batch, shares.first, shares.parts
-        )
-        if edges:  # a batch may reach no layer, or each without gradients
-            gradients = torch.autograd.grad(outputs, edges, cotangents, allow_unused=True)
+    cotangents, to_noise = ops.random_cotangents(
+        outputs, moments, batch, shares.first, shares.parts
+    )
+    if edges:  # a batch may reach no layer, or each without gradients
+        gradients = torch.autograd.grad(outputs, edges, cotangents, allow_unused=True)
     left = iter(gradients)
     for watch in watches:
         watch.add_batch(left, to_noise, shares)
@@ -227,7 +225,6 @@ def _moments_of_ranks(outputs: list[torch.Tensor], shares: Shares) -> list[torch
     moments = []
     for output, *of_output in zip(outputs, *of_ranks, strict=True):
         # Without channels in common, all elements are of one channel.
-        with shares.notifying_peers():
-            own = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
+        own = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
         moments.append(shares.gather(own, "outputs"))
     return moments

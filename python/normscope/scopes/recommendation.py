@@ -185,7 +185,8 @@ def _run(
                 outputs = _outputs(model, batch)
                 _check_samples(watches, shares)
             _check_calls(watches, shares)
-            measure_batch(watches, outputs, count, shares)
+            with shares.notifying_peers():
+                measure_batch(watches, outputs, count, shares)
             count += 1
     return count
 
