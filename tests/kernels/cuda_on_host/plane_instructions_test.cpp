@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // How many instructions load and store the planes of channels-first tensors, which start anywhere
-// between two multiples of 16 bytes: the numbers of docs/performance.md.
+// between two multiples of 16 bytes.
 #include <cstddef>
 #include <cstdint>
 #include <ostream>
