@@ -65,9 +65,16 @@ def write_report(
         schedules="<br>".join(schedules),
         held_out=len(held_out.masks),
         estimated_from=ESTIMATION_BATCHES * settings.global_batch,
-        results=embedded(draw_results(trainings, metrics)),
-        plan=embedded(draw_plan(plans[0])) if plans else "<p>No scope was recommended.</p>",
-        predictions=embedded(draw_predictions(trainings, held_out, source.class_names)),
+        results=embedded(
+            draw_results(trainings, metrics), "mean IoU against bytes, time and steps, and the loss"
+        ),
+        plan=embedded(draw_plan(plans[0]), "the network, with the noise and scope of each layer")
+        if plans
+        else "<p>No scope was recommended.</p>",
+        predictions=embedded(
+            draw_predictions(trainings, held_out, source.class_names),
+            "scenes, their truth, and the prediction under each scope",
+        ),
         command=html.escape(command),
         versions=", ".join(f"{name} {version}" for name, version in versions.items()),
     )
@@ -186,7 +193,7 @@ def draw_plan(plan: normscope.ScopePlan) -> Figure:
         before = places
     axes.set(xlim=(-0.5, x + 0.5), ylim=(-2, 2))
     axes.set_axis_off()
-    bar = figure.colorbar(colours, ax=axes, orientation="horizontal", aspect=60)
+    bar = figure.colorbar(colours, ax=axes, orientation="horizontal", aspect=60, extend="both")
     bar.set_label(
         "noise that a layer adds with local, in % of the variance of the outputs; allowed for all "
         f"layers that stay narrow: {100 * plan.allowed:g} %"
@@ -220,8 +227,9 @@ def draw_predictions(trainings: Trainings, held_out: Batch, class_names: Sequenc
     return figure
 
 
-def embedded(figure: Figure) -> str:
-    """Returns the figure as an HTML element."""
+def embedded(figure: Figure, shows: str) -> str:
+    """Returns the figure as an HTML element, with a text for those who cannot see it."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
-    return f'<img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f'<img alt="{shows}" src="data:image/png;base64,{data}">'
