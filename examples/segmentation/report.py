@@ -189,7 +189,8 @@ def draw_plan(plan: normscope.ScopePlan) -> Figure:
             colour = colours.to_rgba(np.array(100 * local.noise))
             width = 3 if layer.spans_ranks else 0.5
             box = {"boxstyle": "round", "facecolor": colour, "linewidth": width}
-            axes.text(*place, text, bbox=box, ha="center", va="center", in_layout=False)
+            ink = "white" if colour[1] < 0.2 else "black"  # green is low in dark red
+            axes.text(*place, text, color=ink, bbox=box, ha="center", va="center", in_layout=False)
         before = places
     axes.set(xlim=(-0.5, x + 0.5), ylim=(-2, 2))
     axes.set_axis_off()
