@@ -60,12 +60,14 @@ def measure(*, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Costs:
     All ranks call it together, as ``python -m normscope measure`` does. It times exchanges through
     shared memory among two of the ranks of the host with the most ranks, four, and so on up to all;
     exchanges over the backend among one rank of each of two hosts, four, and so on up to all; and
-    exchanges of a rank with itself over the backend. All hosts are assumed to be alike. All ranks
-    return the same costs.
+    exchanges of a rank with itself over the backend. All hosts are assumed to be alike.
 
     Args:
         sizes: Approximate bytes of the messages; at least two different sizes.
         rounds: Number of times that each size is timed; the median is used.
+
+    Returns:
+        The costs, the same on all ranks.
 
     Raises:
         ValueError: If there is no default process group, if it has no CPU backend, or if an
