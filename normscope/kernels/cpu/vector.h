@@ -75,8 +75,8 @@ template <class Element>
 inline constexpr std::int64_t kLineElements =
     kCacheLine / static_cast<std::int64_t>(sizeof(Element));
 
-// Prefetches the cache line at `from`, which may be past readable memory. It goes into L2: inputs
-// larger than the caches are read faster that way than through L1 (docs/performance.md).
+// Prefetches the cache line at `from`, which may be past readable memory, into L2.
+// docs/performance.md has the time that prefetching saves.
 NORMSCOPE_INLINE void prefetch(const void* from) {
   constexpr int kForReading = 0;
   constexpr int kIntoL2 = 2;
