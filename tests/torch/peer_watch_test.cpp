@@ -138,23 +138,14 @@ TEST_F(WatchedPeer, HasDiedBeforeTheNextExchange) {
 }
 
 TEST(PeerWatch, TriesAgainIfThereIsNoMemoryForTheReason) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  const auto group = [&](int rank) {
-    return std::make_shared<binding::OwnGroup>(binding::PatientStore(store), "own", "parent",
-                                               binding::OwnGroup::Use::kDevices, rank,
-                                               std::vector<int>{0, 1}, 60s);
-  };
   std::vector<std::string> reasons;
   std::promise<void> end;
-  const binding::PeerWatch watch(
-      group(0),
-      [&](const std::string& reason) {
-        reasons.push_back(reason);
-        if (reasons.size() == 1) throw std::bad_alloc();
-      },
-      [&] { end.set_value(); });
-
-  group(1)->publish_failure("it is out of memory");
+  const binding::PeerWatch watch([] { return "rank 1 failed: it is out of memory"; },
+                                 [&](const std::string& reason) {
+                                   reasons.push_back(reason);
+                                   if (reasons.size() == 1) throw std::bad_alloc();
+                                 },
+                                 [&] { end.set_value(); });
 
   end.get_future().wait();
   EXPECT_EQ(reasons, std::vector<std::string>(2, "rank 1 failed: it is out of memory"));

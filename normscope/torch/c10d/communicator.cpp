@@ -129,7 +129,7 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
   }
   const at::Tensor sum = tensor_of_current_device(placement_.device, values);
   if (sums_on_device_) {
-    all_reduce(sum);
+    sum_on_device(sum);
   } else {
     const at::Tensor of_host =
         sum.to(c10::DeviceType::CPU, at::kDouble, /*non_blocking=*/false, /*copy=*/true);
@@ -187,12 +187,38 @@ void C10dCommunicator::all_reduce(const at::Tensor& sum) {
   run([&] { return backend_for(sum)->allreduce(tensors, options_); });
 }
 
+void C10dCommunicator::sum_on_device(const at::Tensor& sum) {
+  const auto queue = [&](const TorchNccl& nccl) { nccl.all_reduce_sum(sum, options_.timeout); };
+  if (!queue_by_nccl(sum, queue)) all_reduce(sum);
+}
+
 void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& own) {
+  const auto queue = [&](const TorchNccl& nccl) { nccl.all_gather(all, own, options_.timeout); };
+  if (queue_by_nccl(own, queue)) return;
   c10d::AllgatherOptions options;
   options.timeout = options_.timeout;
   options.asyncOp = options_.asyncOp;
   at::Tensor given = own;
   run([&] { return backend_for(own)->_allgather_base(all, given, options); });
+}
+
+// Calls queue(nccl) if that is possible. Only if somebody watches the peers: torch does not know of
+// the message. Work that is being captured has no time limit: the program decides when it runs.
+template <class Queue>
+bool C10dCommunicator::queue_by_nccl(const at::Tensor& message, const Queue& queue) {
+  if (!peers_ || !TorchNccl::takes(message)) return false;
+  bool is_queued = false;
+  run([&]() -> c10::intrusive_ptr<c10d::Work> {
+    const auto nccl = TorchNccl::of(*backend_for(message), message.device());
+    if (nccl && TorchNccl::is_capturing(message.device())) {
+      queue(*nccl);
+    } else if (nccl) {
+      queued_.add(message.device(), [&] { queue(*nccl); });
+    }
+    is_queued = nccl.has_value();
+    return nullptr;
+  });
+  return is_queued;
 }
 
 // Shows that a message is in progress, during its own lifetime.
@@ -305,11 +331,29 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
 void C10dCommunicator::watch_peers() {
   if (!own_ || !sums_on_device_) return;
   peers_ = std::make_unique<PeerWatch>(
-      own_, [this](const std::string& reason) { note_failure(describe(reason)); },
+      [this] { return reason_to_end(); },
+      [this](const std::string& reason) { note_failure(describe(reason)); },
       [this] { abort_work(); });
 }
 
-// The separate group carries nothing else, and nothing is queued on it any more.
+// A rank that has waited for half the limit shows that it is there. At the limit, those that do not
+// come are named.
+std::optional<std::string> C10dCommunicator::reason_to_end() {
+  TorchNccl::allow_captures_of_other_threads();
+  if (auto reason = own_->failure_or_death()) return reason;
+  const auto age = queued_.age();
+  const bool waits_long = age && *age > options_.timeout / 2;
+  if (waits_long != shows_presence_) {
+    own_->show_presence(waits_long);
+    shows_presence_ = waits_long;
+  }
+  if (!age || *age < options_.timeout) return std::nullopt;
+  return own_->reason_of(
+      "an exchange timed out: waited " + in_seconds(options_.timeout) + " for the other ranks",
+      [] { return std::string(); });
+}
+
+// The separate group carries nothing else, and nothing more is queued on it.
 void C10dCommunicator::abort_work() noexcept {
   try {
     if (const Group group = own_->get()) group->getBackend(carrier_)->abort();

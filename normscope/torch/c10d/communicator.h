@@ -15,6 +15,8 @@
 #include "normscope/torch/c10d/own_group.h"
 #include "normscope/torch/c10d/peer_watch.h"
 #include "normscope/torch/c10d/publisher.h"
+#include "normscope/torch/c10d/queued_messages.h"
+#include "normscope/torch/c10d/torch_nccl.h"
 #include "normscope/torch/tensors/device.h"
 
 namespace normscope::binding {
@@ -37,9 +39,10 @@ namespace normscope::binding {
 // same length of the frame, from the messages before. The rest of the message follows once the
 // lengths are known to agree. If the group serves devices only, host messages go through a device.
 //
-// NCCL sums a message in device memory directly, and nothing waits for it. For other backends, and
-// groups that serve the host only, the message is copied to the host and then treated like a host
-// message.
+// NCCL sums a message in device memory directly, and nothing waits for it. Torch's backend makes
+// NCCL's communicator for the first of these messages. If the peers are watched, later ones are
+// passed to NCCL without torch. For other backends, and groups that serve the host only, the
+// message is copied to the host and then treated like a host message.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -63,8 +66,9 @@ class C10dCommunicator final : public Communicator {
   void know_processes();
 
   // If there is a separate group and messages are summed on a device: looks from now on whether a
-  // peer has failed or died. Later calls then throw instead of being queued, and those that wait
-  // for the peer are aborted, so that their results are wrong. Later parts are included.
+  // peer has failed or died, or does not come within the time limit. Later calls then throw instead
+  // of being queued, and those that wait for the peer are aborted, so that their results are wrong.
+  // Later parts are included.
   void watch_peers();
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
@@ -82,7 +86,7 @@ class C10dCommunicator final : public Communicator {
            transport_ != "gloo";
   }
   // For tensors of any type on that device. Queued on its current stream; nothing waits for them.
-  void sum_on_device(const at::Tensor& sum) { all_reduce(sum); }
+  void sum_on_device(const at::Tensor& sum);
   // `own` [k] of every rank, in rank order: all [ranks, k].
   void all_gather_on_device(at::Tensor& all, const at::Tensor& own);
 
@@ -113,7 +117,10 @@ class C10dCommunicator final : public Communicator {
   class Message;
   template <class Start>
   void run(const Start& start);
+  template <class Queue>
+  [[nodiscard]] bool queue_by_nccl(const at::Tensor& message, const Queue& queue);
   void note_failure(const std::string& text);
+  [[nodiscard]] std::optional<std::string> reason_to_end();
   void abort_work() noexcept;
   void wait_for(c10d::Work& work);
   void look_up(std::chrono::steady_clock::duration waited, int looks);
@@ -147,6 +154,8 @@ class C10dCommunicator final : public Communicator {
   std::optional<CallBoard> board_;
   std::unique_ptr<Communicator> holder_of_board_;  // nullptr for a part
   std::shared_ptr<CallPublisher> publisher_;       // of the whole group
+  QueuedMessages queued_;                          // without torch
+  bool shows_presence_ = false;                    // used by the thread that watches the peers
   std::unique_ptr<PeerWatch> peers_;               // last, because it uses the other members
 };
 

@@ -285,13 +285,30 @@ std::string OwnGroup::fail_after(const std::string& what,
                                  const std::function<std::string()>& who_is_where) {
   // In this order: closing the group ends the waits of the other ranks, which then look for the
   // ranks that are there.
-  const auto has_answered =
-      store_.ask(kStorePatience, [own = key(kStillHere, rank_)](Store& store) {
-        store.set(own, bytes_of("1"));
-        return true;
-      });
+  const bool has_answered = show_presence(true);
   close();
-  const std::optional<RollCall> roll = has_answered ? call_roll() : std::nullopt;
+  return has_answered ? reason_of(what, who_is_where) : reason_of(std::nullopt, what, who_is_where);
+}
+
+bool OwnGroup::show_presence(bool is_present) {
+  const auto show = [own = key(kStillHere, rank_), is_present](Store& store) {
+    if (is_present) {
+      store.set(own, bytes_of("1"));
+    } else {
+      store.deleteKey(own);
+    }
+    return true;
+  };
+  return store_.ask(kStorePatience, show).has_value();
+}
+
+std::string OwnGroup::reason_of(const std::string& what,
+                                const std::function<std::string()>& who_is_where) {
+  return reason_of(call_roll(), what, who_is_where);
+}
+
+std::string OwnGroup::reason_of(const std::optional<RollCall>& roll, const std::string& what,
+                                const std::function<std::string()>& who_is_where) {
   if (roll && roll->reason) {
     hand_out(kTimeToRead, dead_places(processes_));
     return *roll->reason;

@@ -93,11 +93,19 @@ class OwnGroup {
   // Only notifies the peers that this rank failed, and why.
   void publish_failure(std::string_view reason) noexcept;
 
-  // Ends the group after an error of its backend. Returns the reason: the text of the rank that
-  // failed first. If no rank has failed, returns `what`, the dead or missing ranks, and where the
-  // ranks are.
+  // Ends the group after an error of its backend, and returns reason_of().
   [[nodiscard]] std::string fail_after(const std::string& what,
                                        const std::function<std::string()>& who_is_where);
+
+  // Shows the peers that this rank is waiting for them, or that it is not any more. Returns whether
+  // the store has answered.
+  bool show_presence(bool is_present);
+
+  // Why a message to all ranks has failed with the error `what`: the text of the rank that failed
+  // first. If no rank has failed, `what`, the ranks that are dead or not present, and where the
+  // ranks are; the peers then get this text too.
+  [[nodiscard]] std::string reason_of(const std::string& what,
+                                      const std::function<std::string()>& who_is_where);
 
   // The reason of the first rank that failed, if any.
   [[nodiscard]] std::optional<std::string> failure();
@@ -137,6 +145,8 @@ class OwnGroup {
   struct RollCall;
   [[nodiscard]] std::optional<RollCall> call_roll();
   [[nodiscard]] std::string describe(const std::optional<RollCall>& roll) const;
+  [[nodiscard]] std::string reason_of(const std::optional<RollCall>& roll, const std::string& what,
+                                      const std::function<std::string()>& who_is_where);
 
   // Notes that this rank has read the reason, and that the ranks at the places `missing` never
   // will. Rank 0, whose process usually has the store, waits until all ranks have read it.

@@ -8,15 +8,15 @@
 namespace normscope::binding {
 namespace {
 
-// Between two looks, each of which asks the store.
+// Between two looks.
 constexpr std::chrono::milliseconds kBetweenLooks{500};
 
 }  // namespace
 
-PeerWatch::PeerWatch(std::shared_ptr<OwnGroup> group,
+PeerWatch::PeerWatch(std::function<std::optional<std::string>()> look,
                      std::function<void(const std::string&)> on_failure,
                      std::function<void()> end_work)
-    : group_(std::move(group)),
+    : look_(std::move(look)),
       on_failure_(std::move(on_failure)),
       end_work_(std::move(end_work)),
       thread_([this](const std::stop_token& stop) { run(stop); }) {}
@@ -25,7 +25,7 @@ void PeerWatch::run(const std::stop_token& stop) {
   for (bool is_noted = false; !is_noted;) {
     if (!pause(stop)) return;
     try {
-      if (const auto reason = group_->failure_or_death()) {
+      if (const auto reason = look_()) {
         on_failure_(*reason);
         is_noted = true;
       }

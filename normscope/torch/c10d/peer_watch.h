@@ -3,24 +3,23 @@
 
 #include <condition_variable>
 #include <functional>
-#include <memory>
 #include <mutex>
+#include <optional>
+#include <stop_token>
 #include <string>
 #include <thread>
 
-#include "normscope/torch/c10d/own_group.h"
-
 namespace normscope::binding {
 
-// Looks, in a thread of its own, whether a peer has failed or died. If exchanges are only queued on
-// a device, nothing else notices before the backend's time limit.
+// Looks, in a thread of its own, whether exchanges have failed. If they are only queued on a
+// device, nothing else notices.
 class PeerWatch {
  public:
-  // Calls on_failure(reason), at the latest a second after a peer has published its failure or a
-  // process of this host has ended; again if there was no memory. Calls end_work() after a further
-  // pause: what the peer did before it ended has then arrived.
-  PeerWatch(std::shared_ptr<OwnGroup> group, std::function<void(const std::string&)> on_failure,
-            std::function<void()> end_work);
+  // Calls look() every half a second, until it returns why exchanges have failed, and then
+  // on_failure(reason); both again if there was no memory. Calls end_work() after a further pause:
+  // what a peer did before it ended has then arrived.
+  PeerWatch(std::function<std::optional<std::string>()> look,
+            std::function<void(const std::string&)> on_failure, std::function<void()> end_work);
   PeerWatch(const PeerWatch&) = delete;
   PeerWatch& operator=(const PeerWatch&) = delete;
   ~PeerWatch() = default;
@@ -29,7 +28,7 @@ class PeerWatch {
   void run(const std::stop_token& stop);
   [[nodiscard]] bool pause(const std::stop_token& stop);
 
-  std::shared_ptr<OwnGroup> group_;
+  std::function<std::optional<std::string>()> look_;
   std::function<void(const std::string&)> on_failure_;
   std::function<void()> end_work_;
   std::mutex of_pause_;
