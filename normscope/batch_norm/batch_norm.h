@@ -122,7 +122,8 @@ struct BackwardArguments {
   ChannelView bias = {};               // as in forward; needed only with an activation
   TensorView y = {};                   // [N, C, *] forward's y, if it had a residual
   // Out [N, C, *], as dx: the gradient before the activation, which is also the residual's
-  // gradient. Required if needs_dz(); otherwise it may be absent, which saves a sweep.
+  // gradient. Required if needs_dz(); otherwise it may be absent, which saves a sweep. Without an
+  // activation it would equal dy, and is not written.
   MutableTensorView dz = {};
   MutableChannelView dweight = {};  // out [C] this rank's sum(dy * xhat); none: not wanted
   MutableChannelView dbias = {};    // out [C] this rank's sum(dy); none: not wanted
