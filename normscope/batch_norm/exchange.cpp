@@ -149,6 +149,7 @@ std::string_view name_of(Direction direction) noexcept {
 Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_alone,
                    std::vector<int> names)
     : communicator_(std::move(communicator)), when_alone_(when_alone), names_(std::move(names)) {
+  if (!communicator_) throw ArgumentError("communicator: expected one, got a null pointer");
   check_environment_of(*communicator_);
   checks_every_call_ = checks_every_call();
 }

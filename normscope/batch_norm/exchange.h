@@ -67,8 +67,8 @@ struct DeviceReport;
 // thread at a time uses it.
 class Exchange {
  public:
-  // `names` are the ranks' numbers in the enclosing group, for errors; none: 0, 1, ... Throws the
-  // errors of check_environment_of().
+  // `names` are the ranks' numbers in the enclosing group, for errors; none: 0, 1, ... Throws
+  // ArgumentError without a communicator, and the errors of check_environment_of().
   explicit Exchange(std::unique_ptr<Communicator> communicator,
                     WhenAlone when_alone = WhenAlone::kSkip, std::vector<int> names = {});
 

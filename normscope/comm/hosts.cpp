@@ -10,6 +10,7 @@
 #include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/core/environment.h"
+#include "normscope/core/error.h"
 #include "normscope/core/hash.h"
 
 namespace normscope {
@@ -40,6 +41,10 @@ Hosts hosts_of(const std::vector<double>& identities, int rank) {
   return hosts;
 }
 
+void check_given(const std::unique_ptr<Communicator>& group) {
+  if (!group) throw ArgumentError("group: expected a communicator, got a null pointer");
+}
+
 }  // namespace
 
 Hosts find_hosts(Communicator& group, std::chrono::milliseconds time_limit) {
@@ -58,6 +63,7 @@ Hosts find_hosts(Communicator& group, std::chrono::milliseconds time_limit) {
 }
 
 std::unique_ptr<Communicator> over_hosts(std::unique_ptr<Communicator> group, const Hosts& hosts) {
+  check_given(group);
   if (!hosts.memory) return group;
   if (hosts.is_one()) {
     return make_shared_memory_communicator(*hosts.memory, group->rank(), group->calls());
@@ -67,6 +73,7 @@ std::unique_ptr<Communicator> over_hosts(std::unique_ptr<Communicator> group, co
 
 std::unique_ptr<Communicator> over_hosts(std::unique_ptr<Communicator> group,
                                          std::chrono::milliseconds time_limit) {
+  check_given(group);
   const Hosts hosts = find_hosts(*group, time_limit);
   return over_hosts(std::move(group), hosts);
 }

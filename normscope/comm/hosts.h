@@ -36,7 +36,7 @@ struct Hosts {
 // leaders add the hosts' sums over `group`, and the result goes back through the memory. Returns
 // `group` itself if `hosts` has no memory.
 //
-// Collective. Throws CommunicationError.
+// Collective. Throws CommunicationError, and ArgumentError without a group.
 [[nodiscard]] std::unique_ptr<Communicator> over_hosts(std::unique_ptr<Communicator> group,
                                                        const Hosts& hosts);
 

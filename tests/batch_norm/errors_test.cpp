@@ -169,6 +169,11 @@ TEST(ExecutionErrors, NameWhatIsMissing) {
   expect_unchanged(run);
 }
 
+TEST(ExchangeErrors, NameWhatIsMissing) {
+  EXPECT_EQ(text_of<ArgumentError>([] { Exchange exchange(nullptr); }),
+            "communicator: expected one, got a null pointer");
+}
+
 TEST(OneValue, IsRefusedOnARankAloneAndNothingIsUpdated) {
   for (const int slices : {1, 2}) {  // of which the last has one sample
     LayerRun run({.positions = 1}, first_samples(2 * slices - 1), slices);

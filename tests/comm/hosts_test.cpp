@@ -93,6 +93,13 @@ TEST(OverHosts, HostsOfOneRankUseTheGroupItself) {
   });
 }
 
+TEST(OverHosts, WithoutAGroupIsRefused) {
+  const auto missing = HasSubstr("group: expected a communicator, got a null pointer");
+
+  EXPECT_THAT(text_of<ArgumentError>([] { (void)over_hosts(nullptr, 60s); }), missing);
+  EXPECT_THAT(text_of<ArgumentError>([] { (void)over_hosts(nullptr, Hosts{}); }), missing);
+}
+
 TEST(OverHosts, SeveralHostsUseTwoLevelsAndSoDoTheirParts) {
   run_over({"a", "a", "a", "b", "c", "c"}, [](Communicator& communicator) {
     EXPECT_EQ(communicator.transport(), "shared memory and shared memory");
