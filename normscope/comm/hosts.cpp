@@ -66,7 +66,10 @@ std::unique_ptr<Communicator> over_hosts(std::unique_ptr<Communicator> group, co
   check_given(group);
   if (!hosts.memory) return group;
   if (hosts.is_one()) {
-    return make_shared_memory_communicator(*hosts.memory, group->rank(), group->calls());
+    auto shared = make_shared_memory_communicator(*hosts.memory, group->rank(), group->calls());
+    // `shared` would not notice the death of a rank that has not joined it.
+    group->all_reduce_sum({});
+    return shared;
   }
   return make_two_level_communicator(std::move(group), hosts);
 }

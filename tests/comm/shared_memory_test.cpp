@@ -14,6 +14,7 @@
 #include <string_view>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <fcntl.h>
@@ -25,6 +26,7 @@
 #include <unistd.h>
 
 #include "normscope/comm/call_observer.h"
+#include "normscope/comm/hosts.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/core/error.h"
@@ -258,19 +260,34 @@ class Dying final : public CallObserver {
   int waits_;
 };
 
-TEST_F(KilledRankTest, WhileTheGroupSplitsIsNamedAtOnce) {
-  constexpr int kWaitsOfSplit = 4;
-  for (int waits = 1; waits <= kWaitsOfSplit; ++waits) {
-    run(24h, [&](const SharedMemorySegment& segment, int rank) {
-      const auto communicator = make_shared_memory_communicator(segment, rank);
-      std::optional<Dying> dying;
-      if (rank == 1) dying.emplace(waits);
+class KilledDuringSetUp : public KilledRankTest {
+ protected:
+  // `set_up` makes another communicator, in as many waits, and uses it.
+  static void run_to_each_wait(int waits,
+                               const std::function<void(std::unique_ptr<Communicator>)>& set_up) {
+    for (int last = 1; last <= waits; ++last) {
+      run(24h, [&](const SharedMemorySegment& segment, int rank) {
+        auto communicator = make_shared_memory_communicator(segment, rank);
+        std::optional<Dying> dying;
+        if (rank == 1) dying.emplace(last);
 
-      EXPECT_THAT(
-          text_of<CommunicationError>([&] { communicator->split(0, rank)->all_reduce_sum({}); }),
-          HasSubstr("rank 1 of 3 has died"));
-    });
+        EXPECT_THAT(text_of<CommunicationError>([&] { set_up(std::move(communicator)); }),
+                    HasSubstr("rank 1 of 3 has died"));
+      });
+    }
   }
+};
+
+TEST_F(KilledDuringSetUp, OfASplitIsNamedAtOnce) {
+  run_to_each_wait(4, [](const std::unique_ptr<Communicator>& whole) {
+    whole->split(0, whole->rank())->all_reduce_sum({});
+  });
+}
+
+TEST_F(KilledDuringSetUp, OfTheMemoryOfAHostIsNamedAtOnce) {
+  run_to_each_wait(4, [](std::unique_ptr<Communicator> whole) {
+    over_hosts(std::move(whole), 24h)->all_reduce_sum({});
+  });
 }
 
 }  // namespace
