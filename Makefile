@@ -282,7 +282,8 @@ install-tree: $(stamps)/normscope
 prefixes = "$(CURDIR)/build/install;$$($(python) -c 'import torch; print(torch.utils.cmake_prefix_path)')"
 
 # Every installed header compiles on its own, and a project builds with the installed normscope. Both
-# also configure with a torch for CUDA, without a CUDA toolkit.
+# also configure with a torch for CUDA, without a CUDA toolkit. normscope.pc is also right for absolute
+# folders.
 check-install: install-tree
 	prefix=$$($(python) tests/consumer/torch_with_cuda.py build/torch-with-cuda) && \
 	  export PATH="$(CURDIR)/build/torch-with-cuda/bin:$$PATH" && \
@@ -290,6 +291,9 @@ check-install: install-tree
 	  cmake -S tests/consumer -B build/consumer-with-torch-with-cuda --fresh \
 	    -DCMAKE_PREFIX_PATH="$(CURDIR)/build/install;$(CURDIR)/$$prefix" > /dev/null
 	cmake --build $(build) --target all_verify_interface_header_sets
+	cmake -S . -B build/absolute --fresh -DNORMSCOPE_BUILD_TORCH=OFF -DCMAKE_INSTALL_LIBDIR=/opt/libraries \
+	  -DCMAKE_INSTALL_INCLUDEDIR=/opt/headers > /dev/null
+	pkg-config --cflags --libs build/absolute/normscope.pc | grep -x -e '-I/opt/headers -L/opt/libraries -lnormscope *'
 	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(prefixes) \
 	  "-Dcomponents=core;torch$(if $(filter ON,$(mpi)),;mpi)"
 	cmake --build build/consumer

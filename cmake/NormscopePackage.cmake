@@ -20,10 +20,17 @@ install(
   COMPONENT core
 )
 
-# The prefix is relative to the file itself: the installed tree can be moved.
-file(
-  RELATIVE_PATH normscope_prefix_from_pc /${CMAKE_INSTALL_LIBDIR}/pkgconfig /
-)
+# Relative to the file itself, so that the installed tree can be moved, unless the folders are absolute.
+if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
+  set(normscope_pc_prefix ${CMAKE_INSTALL_PREFIX})
+else()
+  file(RELATIVE_PATH normscope_pc_prefix /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
+  string(PREPEND normscope_pc_prefix "\${pcfiledir}/")
+endif()
+foreach(folder IN ITEMS LIBDIR INCLUDEDIR)
+  set(normscope_pc_${folder} "\${prefix}")
+  cmake_path(APPEND normscope_pc_${folder} "${CMAKE_INSTALL_${folder}}")
+endforeach()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/normscope.pc.in normscope.pc @ONLY)
 install(
   FILES ${CMAKE_CURRENT_BINARY_DIR}/normscope.pc
