@@ -283,7 +283,7 @@ prefixes = "$(CURDIR)/build/install;$$($(python) -c 'import torch; print(torch.u
 
 # Every installed header compiles on its own, and a project builds with the installed normscope. Both
 # also configure with a torch for CUDA, without a CUDA toolkit. normscope.pc is also right for absolute
-# folders.
+# folders. Another project builds normscope as a part of itself.
 check-install: install-tree
 	prefix=$$($(python) tests/consumer/torch_with_cuda.py build/torch-with-cuda) && \
 	  export PATH="$(CURDIR)/build/torch-with-cuda/bin:$$PATH" && \
@@ -297,6 +297,9 @@ check-install: install-tree
 	cmake -G Ninja -S tests/consumer -B build/consumer --fresh -DCMAKE_PREFIX_PATH=$(prefixes) \
 	  "-Dcomponents=core;torch$(if $(filter ON,$(mpi)),;mpi)"
 	cmake --build build/consumer
+	cmake -G Ninja -S tests/consumer -B build/consumer-of-sources --fresh -Dsources=ON
+	cmake --build build/consumer-of-sources
+	ctest --test-dir build/consumer-of-sources --no-tests=error --output-on-failure
 	ctest --test-dir build/consumer --no-tests=error --output-on-failure \
 	  --output-junit $(abspath $(results))/check-install.xml
 
