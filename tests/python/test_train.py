@@ -56,6 +56,12 @@ def test_the_script_learns_and_its_checkpoint_loads_into_torch_s_layers(
     network.load_state_dict(torch.load(path))
 
 
+def test_the_checkpoint_leaves_the_clone_clean() -> None:
+    (checkpoint,) = re.findall(r'default=Path\("(.+)"\)', TRAIN.read_text())
+
+    assert checkpoint in (ROOT / ".gitignore").read_text().splitlines()
+
+
 def test_the_diff_in_the_readme_matches_the_script() -> None:
     (diff,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     script = [line.strip().partition("  # ") for line in TRAIN.read_text().splitlines()]
