@@ -167,14 +167,8 @@ class MpiCommunicator final : public Communicator {
 
   void all_reduce_sum(std::span<double> values, Stream stream) override {
     check_host_memory(*this, stream);
-    const std::lock_guard busy(busy_);
-    throw_if_unusable();
-    std::size_t begin = 0;
-    do {
-      const auto piece = values.subspan(begin, std::min(values.size() - begin, kPieceLength));
-      add_piece(piece);
-      begin += piece.size();
-    } while (begin < values.size());
+    add(values);
+    notify_as_requested();  // a fail() may have come after the last piece
   }
 
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
@@ -186,25 +180,33 @@ class MpiCommunicator final : public Communicator {
     return std::make_unique<MpiCommunicator>(part, time_limit_);
   }
 
-  // MPI may take calls of one thread only. The peers are therefore notified by the thread that
-  // waits in an exchange, or, if this thread must not call MPI, by the next one that uses this
-  // object.
+  // MPI may take calls of one thread only. The peers are therefore notified by the thread that is
+  // in an exchange, or, if this thread must not call MPI, by the next one that uses this object.
   void fail(std::string_view reason) noexcept override {
     try {
       std::string kept(shortened(reason, kReasonBytes));
-      const std::unique_lock busy(busy_, std::try_to_lock);
-      if (busy && may_call_mpi()) {
-        fail_for(kept);
-      } else {
+      {
         const std::lock_guard lock(of_request_);
         if (!request_) request_ = std::move(kept);
       }
+      notify_as_requested();
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
       // No memory for the reason; the peers throw at their time limit.
     }
   }
 
  private:
+  void add(std::span<double> values) {
+    const std::lock_guard busy(busy_);
+    throw_if_unusable();
+    std::size_t begin = 0;
+    do {
+      const auto piece = values.subspan(begin, std::min(values.size() - begin, kPieceLength));
+      add_piece(piece);
+      begin += piece.size();
+    } while (begin < values.size());
+  }
+
   void add_piece(std::span<double> values) {
     const ObservedWait observed;  // first, because MPI cannot cancel the sum if this throws
     // At least one number: an empty sum would not synchronize the ranks.
@@ -260,7 +262,7 @@ class MpiCommunicator final : public Communicator {
 
   // Receives and handles the peers' point-to-point messages, and what fail() has left to do.
   void listen() {
-    fail_as_requested();
+    if (has_failed_as_requested()) throw CommunicationError(describe(failure_));
     for (;;) {
       int found = 0;
       MPI_Status status;
@@ -276,14 +278,18 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
-  void fail_as_requested() {
-    const std::lock_guard lock(of_request_);
-    if (!request_) return;
-    fail_for(*request_);
-    throw CommunicationError(describe(failure_));
+  // What fail() asked for, if this thread can do it. A thread that has been using this object
+  // meanwhile calls this afterwards.
+  void notify_as_requested() {
+    const std::unique_lock busy(busy_, std::try_to_lock);
+    if (busy && may_call_mpi()) (void)has_failed_as_requested();
   }
 
-  void fail_for(const std::string& reason) { fail_with(own_name() + " failed: " + reason); }
+  bool has_failed_as_requested() {
+    const std::lock_guard lock(of_request_);
+    if (request_) fail_with(own_name() + " failed: " + *request_);
+    return request_.has_value();
+  }
 
   void take(const MPI_Status& status, const std::string& text) {
     has_talked_ = true;

@@ -5,10 +5,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdlib>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -17,6 +21,7 @@
 #include <gtest/gtest.h>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/hosts.h"
 #include "normscope/core/error.h"
 #include "tests/comm/communicator_contract.h"
@@ -200,6 +205,41 @@ TEST_P(MpiPeers, AFailureInAThreadThatMustNotCallMpiReachesThePeers) {
     }
     communicator.reset();
   }
+}
+
+// Calls the function on another thread whenever an exchange is complete.
+class AtTheEnd final : public CallObserver {
+ public:
+  explicit AtTheEnd(std::function<void()> call) : call_(std::move(call)) { observe_calls(this); }
+  AtTheEnd(const AtTheEnd&) = delete;
+  AtTheEnd& operator=(const AtTheEnd&) = delete;
+  ~AtTheEnd() override { observe_calls(nullptr); }
+
+  void begin_call(const CallName& /*name*/, std::string_view /*scope*/,
+                  std::size_t /*bytes*/) override {}
+  void end_call() noexcept override {}
+  void begin_wait() override {}
+  void end_wait() noexcept override { std::thread(call_).join(); }
+  void during_wait(std::chrono::steady_clock::duration /*waited*/,
+                   const std::function<std::string()>& /*who_is_where*/) override {}
+
+ private:
+  std::function<void()> call_;
+};
+
+TEST_P(MpiPeers, AFailureAtTheEndOfAnExchangeReachesThePeersAtOnce) {
+  const auto communicator = make_mpi_communicator(MPI_COMM_WORLD, kTimeToMeet);
+  {
+    std::optional<AtTheEnd> failing;
+    if (communicator->rank() == 1) failing.emplace([&] { communicator->fail("out of memory"); });
+    communicator->all_reduce_sum({});
+  }
+
+  if (communicator->rank() != 1) {
+    EXPECT_THAT(text_of<CommunicationError>([&] { communicator->all_reduce_sum({}); }),
+                EndsWith("failed: out of memory"));
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
 }
 
 TEST_P(MpiPeers, DifferentLayersAreReportedBeforeDifferentLengths) {
