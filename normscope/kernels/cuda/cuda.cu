@@ -87,12 +87,17 @@ class ZerosOfGraphs {
   static double* take(cudaGraph_t graph, std::int64_t size) {
     std::unique_ptr<Zeros> zeros = unused_of(current_device(), size);
     if (!zeros) zeros = allocate(size);
+    double* const data = zeros->data;
+    // From here on the zeros are the graph's, or go back to the unused ones.
+    Zeros* const given = zeros.release();
     cudaUserObject_t kept = nullptr;
-    check(cudaUserObjectCreate(&kept, zeros.get(), give_back, 1, cudaUserObjectNoDestructorSync),
-          "cudaUserObjectCreate");
-    double* const data = zeros.release()->data;
-    check(cudaGraphRetainUserObject(graph, kept, 1, cudaGraphUserObjectMove),
-          "cudaGraphRetainUserObject");
+    const cudaError_t error =
+        cudaUserObjectCreate(&kept, given, give_back, 1, cudaUserObjectNoDestructorSync);
+    if (error != cudaSuccess) give_back(given);
+    check(error, "cudaUserObjectCreate");
+    const cudaError_t refusal = cudaGraphRetainUserObject(graph, kept, 1, cudaGraphUserObjectMove);
+    if (refusal != cudaSuccess) (void)cudaUserObjectRelease(kept, 1);
+    check(refusal, "cudaGraphRetainUserObject");
     return data;
   }
 
