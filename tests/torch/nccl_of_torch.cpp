@@ -86,22 +86,26 @@ struct Event {
 thread_local bool has_relaxed_mode = false;
 std::atomic<bool> asked_in_default_mode = false;
 
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  static c10::Device device() { return {kType, 0}; }
-  static c10::Stream stream() { return c10::Stream(c10::Stream::UNSAFE, device(), 0); }
+thread_local c10::Device current_device(kType, 0);
 
+struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
-  c10::Device exchangeDevice(c10::Device /*device*/) const override { return device(); }
-  c10::Device getDevice() const override { return device(); }
-  void setDevice(c10::Device /*device*/) const override {}
-  void uncheckedSetDevice(c10::Device /*device*/) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device /*device*/) const override { return stream(); }
-  c10::Stream exchangeStream(c10::Stream /*next*/) const override { return stream(); }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return std::exchange(current_device, device);
+  }
+  c10::Device getDevice() const override { return current_device; }
+  void setDevice(c10::Device device) const override { current_device = device; }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::UNSAFE, device, 0);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override { return next; }
   void* getStreamNativeHandle(c10::Stream /*stream*/) const override { return &current_stream(); }
 
-  void record(void** event, const c10::Stream& /*stream*/, c10::DeviceIndex /*device*/,
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device,
               c10::EventFlag /*flag*/) const override {
+    TORCH_CHECK(device == -1 || device == stream.device_index(), "an event of another device");
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = {stream_of_thread, current_stream().queued()};
   }
@@ -117,7 +121,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  at::Device getDeviceFromPtr(void* /*data*/) const override { return Guard::device(); }
+  at::Device getDeviceFromPtr(void* /*data*/) const override { return current_device; }
   bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return true; }
 };
 

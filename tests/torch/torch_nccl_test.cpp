@@ -18,6 +18,7 @@
 #include <vector>
 
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -159,6 +160,16 @@ TEST(TorchNccl, SumsAndGathersEachTypeOfAMessage) {
     expect_sums_and_rows<std::int64_t>(rank);
     expect_sums_and_rows<std::int32_t>(rank);
     EXPECT_EQ(answers_of_nccl().calls, 8);
+  });
+}
+
+TEST(TorchNccl, SumsOnAnotherDeviceThanBefore) {
+  run_ranks(2, 60s, [](Rank& rank) {
+    EXPECT_EQ(rank.sum(1), 2);
+    EXPECT_EQ(rank.sum(1), 2);
+    const c10::DeviceGuard guard(c10::Device(kDeviceOfNccl, 1));
+    EXPECT_EQ(rank.sum(1), 2);
+    EXPECT_EQ(answers_of_nccl().calls, 2);
   });
 }
 

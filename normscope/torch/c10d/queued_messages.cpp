@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/c10d/queued_messages.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -34,9 +35,10 @@ void QueuedMessages::begin() {
 void QueuedMessages::end(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
   const std::lock_guard lock(mutex_);
-  if (unused_.empty()) unused_.emplace_back(device.type());
-  c10::Event event = std::move(unused_.back());
-  unused_.pop_back();
+  // An event stays on the device on which it was recorded first.
+  const auto found = std::ranges::find(unused_, device.index(), &c10::Event::device_index);
+  c10::Event event = found == unused_.end() ? c10::Event(device.type()) : std::move(*found);
+  if (found != unused_.end()) unused_.erase(found);
   event.record(guard.getStream(device));
   messages_.back().end = std::move(event);
 }
