@@ -22,6 +22,7 @@
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/comm/thread_communicator.h"
 #include "normscope/core/error.h"
+#include "normscope/torch/c10d/torch_nccl.h"
 #include "normscope/torch/errors.h"
 
 namespace normscope::binding {
@@ -209,8 +210,9 @@ bool C10dCommunicator::queue_by_nccl(const at::Tensor& message, const Queue& que
   if (!peers_ || !TorchNccl::takes(message)) return false;
   bool is_queued = false;
   run([&]() -> c10::intrusive_ptr<c10d::Work> {
+    const c10::DeviceGuard guard(message.device());
     const auto nccl = TorchNccl::of(*backend_for(message), message.device());
-    if (nccl && TorchNccl::is_capturing(message.device())) {
+    if (nccl && nccl->is_capturing()) {
       queue(*nccl);
     } else if (nccl) {
       queued_.add(message.device(), [&] { queue(*nccl); });

@@ -16,7 +16,6 @@
 #include "normscope/torch/c10d/peer_watch.h"
 #include "normscope/torch/c10d/publisher.h"
 #include "normscope/torch/c10d/queued_messages.h"
-#include "normscope/torch/c10d/torch_nccl.h"
 #include "normscope/torch/tensors/device.h"
 
 namespace normscope::binding {

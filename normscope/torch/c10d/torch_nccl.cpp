@@ -6,7 +6,6 @@
 #include <thread>
 #include <typeinfo>
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -73,20 +72,17 @@ const std::optional<Functions>& functions() {
   return found;
 }
 
-void* current_stream_of(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
-}
-
 }  // namespace
 
 std::optional<TorchNccl> TorchNccl::of(c10d::Backend& backend, c10::Device device) {
   if (!functions()) return std::nullopt;
   // torch wraps it in its debug mode.
   if (std::string_view(typeid(backend).name()) != "N4c10d16ProcessGroupNCCLE") return std::nullopt;
-  const c10::DeviceGuard guard(device);
   const std::int64_t communicator = functions()->communicator_of(&backend);
   if (communicator == 0) return std::nullopt;
-  return TorchNccl(reinterpret_cast<void*>(communicator));  // NOLINT(performance-no-int-to-ptr)
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return TorchNccl(reinterpret_cast<void*>(communicator),  // NOLINT(performance-no-int-to-ptr)
+                   guard.getStream(device).native_handle());
 }
 
 bool TorchNccl::takes(const at::Tensor& message) {
@@ -94,20 +90,18 @@ bool TorchNccl::takes(const at::Tensor& message) {
 }
 
 void TorchNccl::all_reduce_sum(const at::Tensor& sum, std::chrono::milliseconds time_limit) const {
-  const c10::DeviceGuard guard(sum.device());
   void* const data = sum.mutable_data_ptr();
   const int result = functions()->all_reduce(data, data, static_cast<std::size_t>(sum.numel()),
                                              type_in_nccl(sum.scalar_type()).value(), kSum,
-                                             communicator_, current_stream_of(sum.device()));
+                                             communicator_, stream_);
   settle(result, "ncclAllReduce", time_limit);
 }
 
 void TorchNccl::all_gather(const at::Tensor& all, const at::Tensor& own,
                            std::chrono::milliseconds time_limit) const {
-  const c10::DeviceGuard guard(own.device());
   const int result = functions()->all_gather(
       own.const_data_ptr(), all.mutable_data_ptr(), static_cast<std::size_t>(own.numel()),
-      type_in_nccl(own.scalar_type()).value(), communicator_, current_stream_of(own.device()));
+      type_in_nccl(own.scalar_type()).value(), communicator_, stream_);
   settle(result, "ncclAllGather", time_limit);
 }
 
@@ -127,9 +121,9 @@ void TorchNccl::settle(int result, const char* call, std::chrono::milliseconds t
   throw CommunicationError(std::string(call) + ": " + functions()->get_error_string(result));
 }
 
-bool TorchNccl::is_capturing(c10::Device device) {
+bool TorchNccl::is_capturing() const {
   int status = kNotCapturing;
-  functions()->is_capturing(current_stream_of(device), &status);
+  functions()->is_capturing(stream_, &status);
   return status != kNotCapturing;
 }
 
