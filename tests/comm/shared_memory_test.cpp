@@ -11,7 +11,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -25,12 +24,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "normscope/comm/call_observer.h"
 #include "normscope/comm/hosts.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/core/error.h"
 #include "tests/comm/worlds.h"
+#include "tests/support/idle_observer.h"
 #include "tests/support/ranks.h"
 
 namespace normscope::testing {
@@ -239,22 +238,13 @@ TEST_F(KilledRankTest, AtAnyTimeDuringExchangesIsNamedAtOnce) {
 }
 
 // Ends the process after some waits.
-class Dying final : public CallObserver {
+class Dying final : public IdleObserver {
  public:
-  explicit Dying(int waits) : waits_(waits) { observe_calls(this); }
-  Dying(const Dying&) = delete;
-  Dying& operator=(const Dying&) = delete;
-  ~Dying() override { observe_calls(nullptr); }
+  explicit Dying(int waits) : waits_(waits) {}
 
-  void begin_call(const CallName& /*name*/, std::string_view /*scope*/,
-                  std::size_t /*bytes*/) override {}
-  void end_call() noexcept override {}
-  void begin_wait() override {}
   void end_wait() noexcept override {
     if (--waits_ == 0) raise(SIGKILL);
   }
-  void during_wait(std::chrono::steady_clock::duration /*waited*/,
-                   const std::function<std::string()>& /*who_is_where*/) override {}
 
  private:
   int waits_;

@@ -10,21 +10,19 @@
 #include <new>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/library.h>
 #include <unistd.h>
 
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/c10d/own_group.h"
 #include "tests/torch/idler.h"
+#include "tests/torch/own_groups.h"
 #include "tests/torch/store_backend.h"
 
 namespace normscope::testing {
@@ -33,22 +31,6 @@ namespace {
 using binding::C10dCommunicator;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using namespace std::chrono_literals;
-
-// What Python makes for a program: here the group that a test wants next.
-Group next_own_group;
-std::string make_own_group(std::string_view name, std::string_view /*parent*/,
-                           at::IntArrayRef /*ranks*/, double /*seconds*/, bool /*devices*/) {
-  c10d::register_process_group(std::string(name), next_own_group);
-  return "";
-}
-
-TORCH_LIBRARY(normscope, library) {
-  library.def(
-      "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) -> str",
-      &make_own_group);
-  library.def("close_process_group(str name) -> ()",
-              [](std::string_view name) { c10d::unregister_process_group(std::string(name)); });
-}
 
 // The memory of the device is the host's.
 constexpr binding::Placement kOnDevice{.memory = Memory::kDevice};
@@ -80,11 +62,10 @@ class WatchedPeer : public ::testing::Test {
 
   WatchedPeer() {
     group_->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::NCCL, backend_);
-    next_own_group = group_;
+    set_own_group("own", group_);
     store_->set("made/1", "1");  // rank 1 has come to the rendezvous
     own_->make();
   }
-  ~WatchedPeer() override { next_own_group.reset(); }
 
   // The error of the first exchange that is not queued.
   std::string first_error(C10dCommunicator& communicator) {

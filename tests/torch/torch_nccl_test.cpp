@@ -8,12 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <numeric>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -21,17 +18,16 @@
 #include <c10/core/DeviceGuard.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/library.h>
 
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/c10d/own_group.h"
 #include "tests/support/ranks.h"
 #include "tests/torch/nccl_of_torch.h"
+#include "tests/torch/own_groups.h"
 
 namespace normscope::testing {
 namespace {
@@ -46,25 +42,6 @@ using namespace std::chrono_literals;
 constexpr Stream kOnDevice{.memory = Memory::kDevice};
 constexpr int kInProgress = 7;
 constexpr int kSystemError = 2;
-
-// What Python makes for a program: here the group that a test has left under this name.
-std::mutex of_groups;
-std::map<std::string, Group, std::less<>> groups_to_make;
-
-TORCH_LIBRARY(normscope, library) {
-  library.def(
-      "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) -> str",
-      [](std::string_view name, std::string_view /*parent*/, at::IntArrayRef /*ranks*/,
-         double /*seconds*/, bool /*devices*/) -> std::string {
-        const std::lock_guard lock(of_groups);
-        c10d::register_process_group(std::string(name), groups_to_make.find(name)->second);
-        return "";
-      });
-  library.def("close_process_group(str name) -> ()", [](std::string_view name) {
-    const std::lock_guard lock(of_groups);
-    c10d::unregister_process_group(std::string(name));
-  });
-}
 
 // One of several ranks, each of which is a thread.
 struct Rank {
@@ -106,10 +83,7 @@ void run_ranks(int size, std::chrono::milliseconds limit, const std::function<vo
     const auto group = c10::make_intrusive<c10d::ProcessGroup>(store, number, size);
     group->setBackend(kDeviceOfNccl, c10d::ProcessGroup::BackendType::NCCL, backend);
     const std::string name = "own group of rank " + std::to_string(number);
-    {
-      const std::lock_guard lock(of_groups);
-      groups_to_make[name] = group;
-    }
+    set_own_group(name, group);
     std::vector<int> ranks(static_cast<std::size_t>(size));
     std::iota(ranks.begin(), ranks.end(), 0);
     const auto own = std::make_shared<OwnGroup>(binding::PatientStore(store), name, "parent",

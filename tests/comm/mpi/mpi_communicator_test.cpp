@@ -12,7 +12,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,10 +20,10 @@
 #include <gtest/gtest.h>
 
 #include "normscope/batch_norm/exchange.h"
-#include "normscope/comm/call_observer.h"
 #include "normscope/comm/hosts.h"
 #include "normscope/core/error.h"
 #include "tests/comm/communicator_contract.h"
+#include "tests/support/idle_observer.h"
 
 namespace normscope::testing {
 namespace {
@@ -208,20 +207,11 @@ TEST_P(MpiPeers, AFailureInAThreadThatMustNotCallMpiReachesThePeers) {
 }
 
 // Calls the function on another thread whenever an exchange is complete.
-class AtTheEnd final : public CallObserver {
+class AtTheEnd final : public IdleObserver {
  public:
-  explicit AtTheEnd(std::function<void()> call) : call_(std::move(call)) { observe_calls(this); }
-  AtTheEnd(const AtTheEnd&) = delete;
-  AtTheEnd& operator=(const AtTheEnd&) = delete;
-  ~AtTheEnd() override { observe_calls(nullptr); }
+  explicit AtTheEnd(std::function<void()> call) : call_(std::move(call)) {}
 
-  void begin_call(const CallName& /*name*/, std::string_view /*scope*/,
-                  std::size_t /*bytes*/) override {}
-  void end_call() noexcept override {}
-  void begin_wait() override {}
   void end_wait() noexcept override { std::thread(call_).join(); }
-  void during_wait(std::chrono::steady_clock::duration /*waited*/,
-                   const std::function<std::string()>& /*who_is_where*/) override {}
 
  private:
   std::function<void()> call_;
