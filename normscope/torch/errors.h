@@ -24,6 +24,14 @@ decltype(auto) as_torch(const Call& call) {
   }
 }
 
+// The function, for an op: as_torch() converts its errors.
+template <class Result, class... Arguments>
+auto op_of(Result (*function)(Arguments...)) {
+  return [function](Arguments... arguments) -> Result {
+    return as_torch([&]() -> Result { return function(arguments...); });
+  };
+}
+
 // An error's text, without the backtrace that torch adds. Valid as long as the error: there may be
 // no memory for a copy.
 [[nodiscard]] inline std::string_view what_of(const std::exception& error) {

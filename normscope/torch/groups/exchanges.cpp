@@ -133,13 +133,11 @@ void fail_exchanges(std::string_view reason, std::optional<std::string_view> sco
 
 std::string resolve_scope(std::string_view scope, std::string_view group_name,
                           std::optional<std::int64_t> samples) {
-  return as_torch([&] {
-    const Scope parsed = Scope::parse(scope);
-    if (parsed.kind() != Scope::Kind::kNormBatch || !samples) return parsed.str();
-    const auto group = group_named(group_name);
-    if (!group) return resolve_norm_batch(parsed, *samples, 1).str();
-    return group->scope_of_norm_batch(parsed, *samples);
-  });
+  const Scope parsed = Scope::parse(scope);
+  if (parsed.kind() != Scope::Kind::kNormBatch || !samples) return parsed.str();
+  const auto group = group_named(group_name);
+  if (!group) return resolve_norm_batch(parsed, *samples, 1).str();
+  return group->scope_of_norm_batch(parsed, *samples);
 }
 
 at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::string_view what) {
@@ -156,10 +154,8 @@ at::Tensor gather(const at::Tensor& own, std::string_view group_name, std::strin
                                                        {begin, begin + own.size(0)});
     return at::tensor(rows, at::kDouble).view({use.get()->communicator().size(), own.size(0)});
   };
-  return as_torch([&] {
-    return with_exchange(Direction::kParameters, {"world", group_name, what}, std::nullopt,
-                         gather_rows);
-  });
+  return with_exchange(Direction::kParameters, {"world", group_name, what}, std::nullopt,
+                       gather_rows);
 }
 
 }  // namespace normscope::binding

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "normscope/batch_norm/exchange.h"
+#include "normscope/core/attributes.h"
 #include "normscope/core/scope.h"
 #include "normscope/torch/groups/group_exchanges.h"
 #include "normscope/torch/tensors/device.h"
@@ -56,7 +57,7 @@ class ExchangeUse {
 // For handlers of exceptions: notifies the peers of a call that this rank will not come, because of
 // the exception at hand, unless all ranks throw it. `use`: the exchange; nullptr if there is none
 // yet.
-void notify_peers(const ScopedCall& call, const ExchangeUse* use) noexcept;
+NORMSCOPE_EXPORT void notify_peers(const ScopedCall& call, const ExchangeUse* use) noexcept;
 
 // Returns body(use), with the exchange of a call. Every op that exchanges does it here: whatever
 // leaves it as an exception, the peers are notified.
@@ -102,7 +103,7 @@ void fail_exchanges(std::string_view reason, std::optional<std::string_view> sco
 
 // The vectors of all ranks of a group, in rank order: own [n], float64, on the host; result [ranks,
 // n]. Collective. Errors call it `what`.
-[[nodiscard]] at::Tensor gather(const at::Tensor& own, std::string_view group_name,
-                                std::string_view what);
+[[nodiscard]] NORMSCOPE_EXPORT at::Tensor gather(const at::Tensor& own, std::string_view group_name,
+                                                 std::string_view what);
 
 }  // namespace normscope::binding

@@ -3,22 +3,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
-#include <numeric>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
-#include <tuple>
 #include <utility>
 #include <vector>
 
+#include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/imag.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -30,8 +27,6 @@
 #include "normscope/core/hash.h"
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
-#include "normscope/torch/calls/arguments.h"
-#include "normscope/torch/errors.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/nn/layers.h"
 #include "normscope/torch/nn/left_as_it_is.h"
@@ -40,57 +35,33 @@
 namespace normscope::nn {
 namespace {
 
-using Row = std::vector<double>;
-
-// Ops of this library, which is another one than theirs.
-template <class Op, class... Arguments>
-auto call_op(const char* name, const Arguments&... arguments) {
-  return binding::op_named<Op>(name).call(arguments...);
-}
-
-at::Tensor part_sums(const at::Tensor& x, const binding::OptionalTensor& dz) {
-  return call_op<decltype(binding::part_sums)>("normscope::part_sums", x, dz, std::nullopt);
-}
-
 std::string named_or_module(const std::string& layer) { return layer.empty() ? "module" : layer; }
 
-// The rows of all ranks, in rank order.
-std::vector<Row> gather(const Row& own, std::string_view what, const RankGroup& group) {
-  if (group.size() == 1) return {own};
-  Row message = row_to_gather(group.rank(), group.size(), own);
-  message.resize(message.size() + kHeaderSize);
-  group.all_reduce({.layer = what,
-                    .scope = "world",
-                    .direction = Direction::kParameters,
-                    .channels = static_cast<std::int64_t>(own.size())},
-                   message);
-  std::vector<Row> rows;
-  for (auto row = message.begin(); std::ssize(rows) < group.size(); row += std::ssize(own)) {
-    rows.emplace_back(row, row + std::ssize(own));
+// The numbers of all ranks, in rank order, for each of this rank's numbers.
+std::vector<std::vector<double>> gather(const std::vector<double>& own, const std::string& what,
+                                        const RankGroup& group) {
+  const at::Tensor rows =
+      binding::gather(at::tensor(own, at::kDouble), group.name(), "recommend_scopes, " + what);
+  const at::Tensor numbers = rows.t().contiguous();
+  std::vector<std::vector<double>> columns;
+  const double* column = numbers.const_data_ptr<double>();
+  for (; columns.size() < own.size(); column += rows.size(0)) {
+    columns.emplace_back(column, column + rows.size(0));
   }
-  return rows;
+  return columns;
 }
 
-void notify_peers(const RankGroup& group, std::string_view reason) {
-  if (group.size() == 1) return;
-  call_op<decltype(binding::fail_exchanges)>("normscope::fail_exchanges", reason, "world",
-                                             group.name());
+bool differ(const std::vector<double>& numbers) {
+  return std::ranges::any_of(numbers, [&](double number) { return number != numbers[0]; });
 }
 
-// If this rank alone throws, ends the wait of the others. They know of errors of exchanges.
+// If this rank alone throws, ends the wait of the others.
 template <class Work>
 auto with_notified_peers(const RankGroup& group, const Work& work) {
   try {
     return work();
-  } catch (const c10::DistError&) {
-    throw;
-  } catch (const MismatchError&) {
-    throw;
-  } catch (const std::exception& error) {
-    notify_peers(group, binding::what_of(error));
-    throw;
   } catch (...) {
-    notify_peers(group, "an unknown exception");
+    if (group.size() > 1) binding::notify_peers({"world", group.name(), {}}, nullptr);
     throw;
   }
 }
@@ -101,13 +72,12 @@ struct WatchedCall {
   at::Tensor z;  // the output of the normalization; undefined in a block without gradients
 };
 
-// The measurements of a layer. A row has one number for each candidate.
+// The measurements of a layer.
 struct Watched {
   NamedLayer layer;
+  double updates;                  // of the running statistics before; infinity: it has none
   std::vector<WatchedCall> calls;  // in the present batch
-  std::vector<Row> noise;          // for each batch that reached the layer
-  Row samples, elements;           // of the smallest norm batch
-  double updates = 0.0;            // of the running statistics before; infinity: it has none
+  std::vector<at::Tensor> noise;   // for each batch that reached the layer: [candidates, 3]
   double seconds = 0.0;            // spent in exchanges
   std::int64_t exchanges = 0;
 
@@ -135,99 +105,35 @@ at::Tensor weight_of(const NamedLayer& layer) {
   return weight ? *weight : at::Tensor();
 }
 
-// The rows of part_sums() for this process's parts.
-at::Tensor part_rows(const at::Tensor& x, const at::Tensor& dz, std::int64_t parts) {
-  std::vector<at::Tensor> rows;
-  const std::vector<at::Tensor> gradients = dz.tensor_split(parts);
-  for (const at::Tensor& part : x.tensor_split(parts)) {
-    rows.push_back(part_sums(part, gradients[rows.size()]));
-  }
-  return at::stack(rows);
-}
-
-// The rows [P, *] of all ranks.
-at::Tensor rows_of_ranks(const at::Tensor& own, const std::string& what, const RankGroup& group) {
-  at::Tensor rows = own.dim() == 1 ? own.unsqueeze(0) : own.contiguous();
-  if (group.size() == 1) return rows;
-  const double* numbers = rows.const_data_ptr<double>();
-  std::vector<at::Tensor> all;
-  for (const Row& row :
-       gather(Row(numbers, numbers + rows.numel()), "recommend_scopes, " + what, group)) {
-    all.push_back(at::tensor(row, at::kDouble));
-  }
-  return at::stack(all);
-}
-
-// The beginnings of rows of part_sums().
-at::Tensor moments_of(const at::Tensor& rows) {
-  return rows.slice(1, 0, 2 + (rows.size(1) - 2) / 2).contiguous();
-}
-
 // Adds the noise of the calls of a batch. `to_noise` turns squared changes of the projection into
 // noise; infinity if the outputs do not vary.
 void add_batch(Watched& watched, std::span<const at::Tensor> gradients, double to_noise,
                const Shares& shares, const RankGroup& group) {
-  if (watched.calls.empty()) return;
-  Row noise;
+  std::vector<at::Tensor> of_calls;
   for (const WatchedCall& call : watched.calls) {
-    at::Tensor dz = call.z.defined() ? gradients.front() : at::Tensor();
-    if (call.z.defined()) gradients = gradients.subspan(1);
-    if (!dz.defined()) dz = at::zeros_like(call.x);
-    const at::Tensor rows = part_rows(call.x, dz, shares.parts);
-    const at::Tensor fields = call_op<decltype(binding::output_noise)>(
-        "normscope::output_noise", rows,
-        rows_of_ranks(moments_of(rows), named_or_module(watched.layer.name), group), shares.first,
-        binding::defined_or_none(weight_of(watched.layer)), watched.layer.options->eps(),
-        shares.hosts);
-    const auto candidates = static_cast<std::size_t>(fields.size(0));
-    const bool is_known = call.z.defined() && std::isfinite(to_noise);
-    noise.resize(candidates);
-    watched.samples.resize(candidates, std::numeric_limits<double>::infinity());
-    watched.elements.resize(candidates, std::numeric_limits<double>::infinity());
-    const double* row = fields.const_data_ptr<double>();
-    for (std::size_t i = 0; i < candidates; ++i, row += 3) {
-      if (i + 1 == candidates) {
-        noise[i] += row[0];  // world has none; NaN if x is not finite
-      } else {
-        noise[i] += is_known ? row[0] * to_noise : HUGE_VAL;
-      }
-      watched.samples[i] = std::min(watched.samples[i], row[1]);
-      watched.elements[i] = std::min(watched.elements[i], row[2]);
+    at::Tensor dz;
+    if (call.z.defined()) {
+      dz = gradients.front();
+      gradients = gradients.subspan(1);
     }
+    of_calls.push_back(binding::output_noise(
+        call.x, binding::defined_or_none(dz), binding::kNoTensor,
+        binding::defined_or_none(weight_of(watched.layer)), watched.layer.options->eps(),
+        call.z.defined() ? to_noise : HUGE_VAL, watched.layer.name, group.name(), shares.first,
+        shares.parts, shares.hosts));
   }
   watched.calls.clear();
-  watched.noise.push_back(std::move(noise));
-}
-
-// The moments of each output, as rows of all ranks.
-std::vector<at::Tensor> moments_of_ranks(const std::vector<at::Tensor>& outputs,
-                                         const RankGroup& group) {
-  Row channels;
-  for (const at::Tensor& output : outputs) {
-    channels.push_back(output.dim() > 1 ? static_cast<double>(output.size(1)) : 1.0);
-  }
-  const std::vector<Row> of_ranks =
-      gather(channels, "recommend_scopes, channels of outputs", group);
-  std::vector<at::Tensor> moments;
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const bool differ =
-        std::ranges::any_of(of_ranks, [&](const Row& row) { return row[i] != channels[i]; });
-    // Without channels in common, all elements are of one channel.
-    const at::Tensor own =
-        part_sums(differ ? outputs[i].flatten() : outputs[i], binding::kNoTensor);
-    moments.push_back(rows_of_ranks(own, "outputs", group));
-  }
-  return moments;
+  if (of_calls.empty()) return;
+  const at::Tensor fields = at::stack(of_calls);
+  watched.noise.push_back(
+      at::cat({fields.narrow(2, 0, 1).sum(0), fields.narrow(2, 1, 2).amin(0)}, 1));
 }
 
 // Runs a backward from the outputs of a batch, and adds the noise of its calls.
 void measure(std::vector<Watched>& watched, const std::vector<at::Tensor>& outputs,
              std::int64_t batch, const Shares& shares, const RankGroup& group) {
-  std::vector<at::Tensor> cotangents;
-  double to_noise = 0.0;
-  std::tie(cotangents, to_noise) = call_op<decltype(binding::random_cotangents)>(
-      "normscope::random_cotangents", outputs, moments_of_ranks(outputs, group), batch,
-      shares.first, shares.parts);
+  const auto [cotangents, to_noise] =
+      binding::random_cotangents(outputs, batch, group.name(), shares.first, shares.parts);
   std::vector<at::Tensor> inputs;
   for (const Watched& each : watched) {
     for (const WatchedCall& call : each.calls) {
@@ -276,7 +182,7 @@ std::vector<Watched> layers_to_watch(::torch::nn::Module& module) {
   for (NamedLayer& layer : named_layers(module)) {
     if (!layer.module->is_training()) continue;
     const double updates = updates_of(layer);
-    watched.push_back({std::move(layer), {}, {}, {}, {}, updates});
+    watched.push_back({std::move(layer), updates, {}, {}});
   }
   if (watched.empty()) {
     throw ArgumentError("module: expected layers of normscope in training, got " + module.name() +
@@ -294,48 +200,36 @@ std::vector<std::int64_t> agree(const std::vector<Watched>& watched, std::int64_
     hash.add(std::to_string(each.layer.options->num_features()));
   }
   constexpr int kBits = 48;  // exact in a double
-  const std::vector<Row> ranks =
+  const auto of_ranks =
       gather({static_cast<double>(hash.low_bits(kBits)), static_cast<double>(batches), wanted,
               static_cast<double>(host_identity())},
-             "recommend_scopes, agreement", group);
-  const auto column = [&](std::size_t i) {
-    Row numbers;
-    for (const Row& rank : ranks) numbers.push_back(rank[i]);
-    return numbers;
-  };
-  const auto differ = [&](std::size_t i) {
-    return std::ranges::any_of(ranks, [&](const Row& rank) { return rank[i] != ranks[0][i]; });
-  };
-  if (differ(0)) {
+             "agreement", group);
+  if (differ(of_ranks[0])) {
     throw ArgumentError(
         "module: expected the same layers on every rank, got other names or channels");
   }
-  if (differ(1)) {
+  if (differ(of_ranks[1])) {
     throw ArgumentError(
         "batches: expected the same number on every rank, since layers synchronize, got " +
-        c10::str(at::ArrayRef<double>(column(1))));
+        c10::str(at::ArrayRef<double>(of_ranks[1])));
   }
-  if (differ(2)) {
+  if (differ(of_ranks[2])) {
     throw ArgumentError("noise: expected the same number on every rank, got " +
-                        c10::str(at::ArrayRef<double>(column(2))));
+                        c10::str(at::ArrayRef<double>(of_ranks[2])));
   }
-  std::vector<std::int64_t> hosts;
-  for (const double host : column(3)) hosts.push_back(static_cast<std::int64_t>(host));
-  return hosts;
+  return {of_ranks[3].begin(), of_ranks[3].end()};
 }
 
 // Throws on all ranks unless every layer ran as often on each of them.
 void check_calls(const std::vector<Watched>& watched, const RankGroup& group) {
-  Row own;
+  std::vector<double> own;
   for (const Watched& each : watched) own.push_back(static_cast<double>(each.calls.size()));
-  const std::vector<Row> ranks = gather(own, "recommend_scopes, calls", group);
+  const auto of_ranks = gather(own, "calls", group);
   for (std::size_t i = 0; i < watched.size(); ++i) {
-    Row calls;
-    for (const Row& rank : ranks) calls.push_back(rank[i]);
-    if (std::ranges::all_of(calls, [&](double count) { return count == calls[0]; })) continue;
+    if (!differ(of_ranks[i])) continue;
     throw ArgumentError("module: expected " + named_or_module(watched[i].layer.name) +
                         " to run as often on every rank, got " +
-                        c10::str(at::ArrayRef<double>(calls)) + " times");
+                        c10::str(at::ArrayRef<double>(of_ranks[i])) + " times");
   }
 }
 
@@ -394,39 +288,46 @@ std::int64_t exchange_bytes_of(const NamedLayer& layer) {
          static_cast<std::int64_t>(sizeof(double));
 }
 
-// Adds up the noise of all ranks. Batches without the layer have none.
-LayerNoise noise_of_ranks(Watched& watched, std::int64_t batches, LayerPlan& plan,
-                          const RankGroup& group) {
-  const std::size_t candidates = watched.samples.size();
-  watched.noise.resize(static_cast<std::size_t>(batches), Row(candidates));
-  Row own = {watched.updates,
-             watched.seconds / static_cast<double>(std::max<std::int64_t>(watched.exchanges, 1))};
-  for (const Row& row : watched.noise) own.insert(own.end(), row.begin(), row.end());
-  Row sums(own.size());
-  double updates = HUGE_VAL;
-  for (const Row& of_rank :
-       gather(own, "recommend_scopes, noise of " + named_or_module(watched.layer.name), group)) {
-    updates = std::min(updates, of_rank[0]);
-    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_rank[i];
+// Chooses the scopes.
+ScopePlan plan_of(const std::vector<Watched>& watched, std::int64_t batches, double allowed,
+                  const Shares& shares, const RankGroup& group) {
+  ScopePlan plan{.candidates = candidate_scopes(shares.hosts),
+                 .layers = {},
+                 .allowed = allowed,
+                 .noise = {},
+                 .ranks = std::ssize(shares.hosts),
+                 .batches = batches};
+  c10::List<std::string> names;
+  std::vector<std::int64_t> exchange_bytes;
+  std::vector<double> updates, seconds;
+  std::vector<at::Tensor> noise;
+  for (const Watched& each : watched) {
+    if (each.noise.empty()) continue;
+    LayerPlan& layer = plan.layers.emplace_back();
+    layer.layer = each.layer.name;
+    layer.channels = each.layer.options->num_features();
+    layer.exchange_bytes = exchange_bytes_of(each.layer);
+    names.push_back(layer.layer);
+    exchange_bytes.push_back(layer.exchange_bytes);
+    updates.push_back(each.updates);
+    seconds.push_back(each.seconds / static_cast<double>(each.exchanges));
+    noise.push_back(at::stack(each.noise));
   }
-  if (std::isfinite(updates)) plan.updates = static_cast<std::int64_t>(updates);
-  if (watched.exchanges > 0) plan.exchange_seconds = sums[1] / group.size();
-  plan.exchange_bytes = exchange_bytes_of(watched.layer);
-  LayerNoise noise{.layer = watched.layer.name,
-                   .exchange_bytes = plan.exchange_bytes,
-                   .is_trained = updates >= static_cast<double>(kTrainedUpdates),
-                   .candidates = std::vector<CandidateNoise>(candidates)};
-  for (std::size_t k = 0; k < candidates; ++k) {
-    CandidateNoise& candidate = noise.candidates[k];
-    for (std::size_t i = 2 + k; i < sums.size(); i += candidates) {
-      candidate.noise.push_back(sums[i]);
+  const auto [scopes, ranks, measured, fewest_updates, mean_seconds, chosen, mean, standard_error] =
+      binding::choose_scopes_of(names, exchange_bytes, updates, seconds, noise, batches, allowed,
+                                group.name(), shares.hosts);
+  for (std::size_t i = 0; i < plan.layers.size(); ++i) {
+    LayerPlan& layer = plan.layers[i];
+    for (std::int64_t k = 0; k < std::ssize(plan.candidates); ++k) {
+      layer.noise.push_back(measured[i][k][0].item<double>());
     }
-    candidate.samples = watched.samples[k];
-    candidate.elements = watched.elements[k];
-    plan.noise.push_back(std::accumulate(candidate.noise.begin(), candidate.noise.end(), 0.0) /
-                         static_cast<double>(batches));
+    layer.chosen = static_cast<std::size_t>(chosen[i]);
+    const double fewest = fewest_updates[i];
+    if (std::isfinite(fewest)) layer.updates = static_cast<std::int64_t>(fewest);
+    if (!std::isnan(mean_seconds[i])) layer.exchange_seconds = mean_seconds[i];
   }
-  return noise;
+  plan.noise = {.mean = mean, .standard_error = standard_error};
+  return plan;
 }
 
 }  // namespace
@@ -446,24 +347,7 @@ ScopePlan recommend_scopes(::torch::nn::Module& module, std::int64_t batches,
   if (batches == 0) throw ArgumentError("batches: expected at least one, got 0");
   if (group.size() == 1) shares.hosts.assign(static_cast<std::size_t>(options.ranks()), 0);
   run(watched, batches, shares, forward, group);
-  ScopePlan plan{.candidates = candidate_scopes(shares.hosts),
-                 .layers = {},
-                 .allowed = options.noise(),
-                 .noise = {},
-                 .ranks = std::ssize(shares.hosts),
-                 .batches = batches};
-  std::vector<LayerNoise> noise;
-  for (Watched& each : watched) {
-    if (each.noise.empty()) continue;
-    LayerPlan& layer = plan.layers.emplace_back();
-    layer.layer = each.layer.name;
-    layer.channels = each.layer.options->num_features();
-    noise.push_back(noise_of_ranks(each, batches, layer, group));
-  }
-  const std::vector<std::size_t> chosen = choose_scopes(noise, options.noise());
-  for (std::size_t i = 0; i < chosen.size(); ++i) plan.layers[i].chosen = chosen[i];
-  plan.noise = total_noise(noise, chosen);
-  return plan;
+  return plan_of(watched, batches, options.noise(), shares, group);
 }
 
 }  // namespace normscope::nn

@@ -35,30 +35,24 @@ namespace {
 std::tuple<std::string, std::vector<std::int64_t>> divide_ranks(std::string_view scope,
                                                                 std::int64_t samples,
                                                                 at::IntArrayRef host_of_rank) {
-  return as_torch([&] {
-    const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
-    const Scope resolved = resolve_norm_batch(Scope::parse(scope), samples, ranks);
-    const std::vector<int> leaders =
-        leaders_of(resolved, {host_of_rank.data(), host_of_rank.size()});
-    return std::tuple(resolved.str(), std::vector<std::int64_t>(leaders.begin(), leaders.end()));
-  });
+  const auto ranks = static_cast<std::int64_t>(host_of_rank.size());
+  const Scope resolved = resolve_norm_batch(Scope::parse(scope), samples, ranks);
+  const std::vector<int> leaders = leaders_of(resolved, {host_of_rank.data(), host_of_rank.size()});
+  return {resolved.str(), std::vector<std::int64_t>(leaders.begin(), leaders.end())};
 }
 
 // The version; what decides how a graph records a layer: the version, and the kernels at hand; and
 // the variables that Python needs. Checks all variables.
 std::tuple<std::string, std::string, bool, std::optional<double>> settings() {
-  return as_torch([] {
-    check_all_variables();
-    std::string recorder = NORMSCOPE_VERSION;
-    if (device_kernels() != nullptr) recorder += " cuda";
-    if (torch_kernels_are_forced()) recorder += " torch";
-    std::optional<double> seconds;
-    if (const auto limit = chosen_time_limit()) {
-      seconds = std::chrono::duration<double>(*limit).count();
-    }
-    return std::tuple(std::string(NORMSCOPE_VERSION), std::move(recorder), has_exact_graphs(),
-                      seconds);
-  });
+  check_all_variables();
+  std::string recorder = NORMSCOPE_VERSION;
+  if (device_kernels() != nullptr) recorder += " cuda";
+  if (torch_kernels_are_forced()) recorder += " torch";
+  std::optional<double> seconds;
+  if (const auto limit = chosen_time_limit()) {
+    seconds = std::chrono::duration<double>(*limit).count();
+  }
+  return {NORMSCOPE_VERSION, std::move(recorder), has_exact_graphs(), seconds};
 }
 
 std::string cuda_support() {
@@ -80,7 +74,7 @@ installation(const c10::List<std::string>& devices) {
 
 // What comm/group_status.h says of a process.
 std::tuple<std::string, std::string> status_and_fault(std::int64_t process) {
-  return as_torch([&] { return std::tuple(status_of_process(process), fault_of_peers(process)); });
+  return {status_of_process(process), fault_of_peers(process)};
 }
 
 std::tuple<std::int64_t, std::int64_t, double> counters() {
@@ -182,33 +176,34 @@ TORCH_LIBRARY(normscope, m) {
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
   m.def("settings() -> (str version, str recorder, bool exact_graphs, float? time_limit)",
-        &settings);
-  m.def("resolve_scope(str scope, str group_name, int? samples) -> str", &resolve_scope);
+        op_of(&settings));
+  m.def("resolve_scope(str scope, str group_name, int? samples) -> str", op_of(&resolve_scope));
   m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",
-        &divide_ranks);
+        op_of(&divide_ranks));
   m.def("installation(str[] devices) -> (str[] kernels, str in_use, str cuda, str[] of_devices)",
         &installation);
   m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("set_updates_in_backward(bool wanted) -> bool before", &set_updates_in_backward);
   m.def("batch_was_counted() -> bool", &batch_was_counted);
-  m.def("gather(Tensor own, str group_name, str what) -> Tensor all", &gather);
+  m.def("gather(Tensor own, str group_name, str what) -> Tensor all", op_of(&gather));
   m.def(
-      "random_cotangents(Tensor[] outputs, Tensor[] moments, int batch, int first, int parts) "
+      "random_cotangents(Tensor[] outputs, int batch, str group_name, int first, int parts) "
       "-> (Tensor[] cotangents, float to_noise)",
-      &random_cotangents);
-  m.def("part_sums(Tensor x, Tensor? dz=None, *, int? samples=None) -> Tensor sums", &part_sums);
+      op_of(&random_cotangents));
   m.def(
-      "output_noise(Tensor own, Tensor moments, int first, Tensor? weight, float eps, "
-      "int[] host_of_rank) -> Tensor noise",
-      &output_noise);
+      "output_noise(Tensor x, Tensor? dz, Tensor? mask, Tensor? weight, float eps, float to_noise, "
+      "str layer, str group_name, int first, int parts, int[] host_of_rank) -> Tensor noise",
+      op_of(&output_noise));
   m.def("limits_of_scopes() -> float[]", &limits_of_scopes);
   m.def(
-      "choose_scopes(int[] host_of_rank, str[] layers, int[] exchange_bytes, bool[] trained, "
-      "Tensor[] noise, Tensor[] sizes, float allowed) "
-      "-> (str[] scopes, int[] ranks, int[] chosen, float noise, float standard_error)",
-      &choose_scopes_of);
-  m.def("status_of_process(int process) -> (str status, str fault_of_peers)", &status_and_fault);
+      "choose_scopes(str[] layers, int[] exchange_bytes, float[] updates, float[] seconds, "
+      "Tensor[] noise, int batches, float allowed, str group_name, int[] host_of_rank) "
+      "-> (str[] scopes, int[] ranks, Tensor[] measured, float[] fewest_updates, "
+      "float[] mean_seconds, int[] chosen, float noise, float standard_error)",
+      op_of(&choose_scopes_of));
+  m.def("status_of_process(int process) -> (str status, str fault_of_peers)",
+        op_of(&status_and_fault));
   m.def("fail_exchanges(str reason, *, str? scope=None, str group_name=\"\") -> ()",
         &fail_exchanges);
   m.def("forget_groups(*, bool only_destroyed=False) -> ()", &forget_groups);

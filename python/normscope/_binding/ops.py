@@ -25,17 +25,12 @@ set_updates_in_backward = cast("Callable[[bool], bool]", _ops.set_updates_in_bac
 set_detect_non_finite = cast("Callable[[bool], bool]", _ops.set_detect_non_finite.default)
 gather = cast("Callable[[torch.Tensor, str, str], torch.Tensor]", _ops.gather.default)
 random_cotangents = cast(
-    "Callable[[list[torch.Tensor], list[torch.Tensor], int, int, int], "
-    "tuple[list[torch.Tensor], float]]",
+    "Callable[[list[torch.Tensor], int, str, int, int], tuple[list[torch.Tensor], float]]",
     _ops.random_cotangents.default,
 )
-part_sums = cast("Callable[..., torch.Tensor]", _ops.part_sums.default)
 output_noise = cast("Callable[..., torch.Tensor]", _ops.output_noise.default)
 limits_of_scopes = cast("Callable[[], list[float]]", _ops.limits_of_scopes.default)
-choose_scopes = cast(
-    "Callable[..., tuple[list[str], list[int], list[int], float, float]]",
-    _ops.choose_scopes.default,
-)
+choose_scopes = cast("Callable[..., tuple[Any, ...]]", _ops.choose_scopes.default)
 fail_exchanges = cast("Callable[..., None]", _ops.fail_exchanges.default)
 # The status, and what has happened to another rank of a group.
 status_of_process = cast("Callable[[int], tuple[str, str]]", _ops.status_of_process.default)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -22,7 +22,7 @@ from normscope._binding.torch_private import current_graph_task_id
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.ending import NOTHING, Ending
 from normscope.layers.forward import train
-from normscope.layers.masks import filled, unmasked_rows
+from normscope.layers.masks import filled
 from normscope.training.counters import communication_counters
 from normscope.training.measuring import Watch
 
@@ -36,21 +36,20 @@ if TYPE_CHECKING:
 DEFAULT_NOISE, LEAST_SAMPLES, LEAST_ELEMENTS, TRAINED_UPDATES = ops.limits_of_scopes()
 
 
-@dataclass(frozen=True)
-class Shares:
-    """Which part of each batch this process has.
+class Shares(NamedTuple):
+    """Which part of each batch this process has; arguments of the ops, in their order.
 
     Args:
+        group: The name of the group of the ranks; "" for a single process.
         first: The rank of this process; 0 if parts of its batches stand for ranks.
         parts: The number of ranks that this process stands for.
         hosts: For each rank, a number that is the same for all ranks of a host.
-        group: The name of the group of the ranks; "" for a single process.
     """
 
+    group: str
     first: int
     parts: int
     hosts: tuple[int, ...]
-    group: str
 
     def notifying_peers(self) -> AbstractContextManager[None]:
         """Notify the other processes if a block raises, so that they do not wait for this one."""
@@ -59,11 +58,6 @@ class Shares:
     def gather_numbers(self, numbers: list[float], what: str) -> list[list[float]]:
         """Return the numbers of all processes: a list for each."""
         return ops.gather_numbers(numbers, self.group, f"recommend_scopes, {what}")
-
-    def gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
-        """Return the float64 tensors [*] of all processes: [processes, *]."""
-        rows = ops.gather(own.flatten(), self.group, f"recommend_scopes, {what}")
-        return rows.view(-1, *own.shape)
 
 
 @dataclass
@@ -84,8 +78,8 @@ class WatchedLayer(Watch):
         name: The qualified name.
         layer: The layer that is watched.
         calls: The calls in the current batch.
-        noise: For each batch that reached the layer, the noise of the candidates [candidates].
-        sizes: The same for samples and elements of the smallest norm batch [candidates, 2].
+        noise: For each batch that reached the layer, noise, and samples and elements of the
+            smallest norm batch, of the candidates [candidates, 3].
         seconds: The time spent in exchanges.
         exchanges: The number of exchanges.
     """
@@ -94,7 +88,6 @@ class WatchedLayer(Watch):
     layer: BatchNorm
     calls: list[_Call] = field(default_factory=list)
     noise: list[torch.Tensor] = field(default_factory=list)
-    sizes: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
     exchanges: int = 0
 
@@ -141,44 +134,23 @@ class WatchedLayer(Watch):
                 not vary.
             shares: Who has which part of the batch.
         """
-        fields = []
-        for call in self.calls:
-            dz = None if call.edge is None else next(gradients)
-            rows = _part_sums(call, dz, shares.parts)
-            moments = shares.gather(_moments_of(rows), self.label).flatten(0, 1)
-            of_call = ops.output_noise(
-                rows, moments, shares.first, call.weight, self.layer.eps, shares.hosts
+        of_calls = [
+            ops.output_noise(
+                call.x,
+                None if call.edge is None else next(gradients),
+                call.mask,
+                call.weight,
+                self.layer.eps,
+                math.inf if call.edge is None else to_noise,
+                self.name,
+                *shares,
             )
-            known = call.edge is not None and math.isfinite(to_noise)
-            # The last candidate is world, without noise.
-            of_call[:-1, 0] = of_call[:-1, 0] * to_noise if known else math.inf
-            fields.append(of_call)
+            for call in self.calls
+        ]
         self.calls.clear()
-        if fields:
-            noise, samples, elements = torch.stack(fields).unbind(2)  # [calls, candidates] each
-            self.noise.append(noise.sum(0))
-            self.sizes.append(torch.stack([samples.amin(0), elements.amin(0)], dim=1))
-
-
-def _part_sums(call: _Call, dz: torch.Tensor | None, parts: int) -> torch.Tensor:
-    """Return the rows of this process's parts [parts, 2 + 4 C]."""
-    dz = torch.zeros_like(call.x) if dz is None else dz
-    masks = [None] * parts if call.mask is None else call.mask.tensor_split(parts)
-    rows = []
-    for x, gradient, mask in zip(
-        call.x.tensor_split(parts), dz.tensor_split(parts), masks, strict=True
-    ):
-        if mask is None:
-            rows.append(ops.part_sums(x, gradient))
-        else:
-            counting = unmasked_rows(x, mask), unmasked_rows(gradient, mask)
-            rows.append(ops.part_sums(*counting, samples=len(x)))
-    return torch.stack(rows)
-
-
-def _moments_of(rows: torch.Tensor) -> torch.Tensor:
-    channels = (rows.shape[1] - 2) // 4
-    return rows[:, : 2 + 2 * channels].contiguous()
+        if of_calls:
+            noise, sizes = torch.stack(of_calls).split([1, 2], dim=2)
+            self.noise.append(torch.cat([noise.sum(0), sizes.amin(0)], dim=1))
 
 
 def differentiable_outputs(outputs: Any) -> list[torch.Tensor]:  # noqa: ANN401
@@ -205,26 +177,11 @@ def measure_batch(
     watches: list[WatchedLayer], outputs: list[torch.Tensor], batch: int, shares: Shares
 ) -> None:
     """Run a backward from the outputs of a batch, and add the noise of its calls; a collective."""
-    moments = _moments_of_ranks(outputs, shares)
     edges = [call.edge for watch in watches for call in watch.calls if call.edge is not None]
     gradients: tuple[torch.Tensor | None, ...] = ()
-    cotangents, to_noise = ops.random_cotangents(
-        outputs, moments, batch, shares.first, shares.parts
-    )
+    cotangents, to_noise = ops.random_cotangents(outputs, batch, *shares[:3])
     if edges:  # a batch may reach no layer, or each without gradients
         gradients = torch.autograd.grad(outputs, edges, cotangents, allow_unused=True)
     left = iter(gradients)
     for watch in watches:
         watch.add_batch(left, to_noise, shares)
-
-
-def _moments_of_ranks(outputs: list[torch.Tensor], shares: Shares) -> list[torch.Tensor]:
-    """Return the moments of each output, as rows of all ranks; a collective."""
-    channels = [float(each.shape[1]) if each.dim() > 1 else 1.0 for each in outputs]
-    of_ranks = shares.gather_numbers(channels, "channels of outputs")
-    moments = []
-    for output, *of_output in zip(outputs, *of_ranks, strict=True):
-        # Without channels in common, all elements are of one channel.
-        own = ops.part_sums(output.flatten() if len(set(of_output)) > 1 else output)
-        moments.append(shares.gather(own, "outputs"))
-    return moments

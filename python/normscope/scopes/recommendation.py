@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from normscope.layers.scope import Scope
 from normscope.models.selection import Patterns, layers_in_training
 from normscope.scopes.noise import (
     DEFAULT_NOISE,
-    TRAINED_UPDATES,
     Shares,
     WatchedLayer,
     differentiable_outputs,
@@ -123,7 +121,7 @@ def recommend_scopes(
         layers = _layers_to_choose_for(model, include, exclude)
         length = length_of(batches)
     check_agreement("recommend_scopes", layers, group, length)
-    shares = Shares(groups.rank_in(process_group), parts, _hosts(group, noise) * parts, group)
+    shares = Shares(group, groups.rank_in(process_group), parts, _hosts(group, noise) * parts)
     watches = [WatchedLayer(name, layer) for name, layer in layers]
     count = _run(model, watches, batches, shares)
     if count == 0:
@@ -299,67 +297,36 @@ def _hosts(group: str, noise: float) -> tuple[int, ...]:
 def _plan(watches: list[WatchedLayer], allowed: float, shares: Shares, count: int) -> ScopePlan:
     """Choose the scopes; a collective."""
     watches = [watch for watch in watches if watch.noise]
-    measured = [_of_all_ranks(watch, count, shares) for watch in watches]
     exchange_bytes = [ops.message_bytes(watch.layer.num_features) for watch in watches]
-    scopes, ranks, chosen, noise, standard_error = ops.choose_scopes(
-        shares.hosts,
+    updates = [watch.layer.num_batches_tracked for watch in watches]
+    scopes, ranks, *of_layers, noise, standard_error = ops.choose_scopes(
         [watch.name for watch in watches],
         exchange_bytes,
-        [each.updates is None or each.updates >= TRAINED_UPDATES for each in measured],
-        [each.noise for each in measured],
-        [each.sizes for each in measured],
+        [math.inf if each is None else float(each) for each in updates],
+        [watch.seconds / watch.exchanges if watch.exchanges else math.nan for watch in watches],
+        [torch.stack(watch.noise) for watch in watches],
+        count,
         allowed,
+        shares.group,
+        shares.hosts,
     )
     layers = tuple(
         LayerPlan(
             watch.name,
             watch.layer.num_features,
-            scopes[i],
+            scopes[chosen],
             tuple(
                 Candidate(scope, size, of_scope, int(samples), int(elements))
-                for scope, size, of_scope, (samples, elements) in zip(
-                    scopes, ranks, each.noise.mean(0).tolist(), each.sizes.tolist(), strict=True
+                for scope, size, (of_scope, samples, elements) in zip(
+                    scopes, ranks, measured.tolist(), strict=True
                 )
             ),
-            each.updates,
+            None if math.isinf(fewest_updates) else int(fewest_updates),
             size,
-            each.exchange_seconds,
+            None if math.isnan(seconds) else seconds,
         )
-        for watch, each, size, i in zip(watches, measured, exchange_bytes, chosen, strict=True)
+        for watch, size, measured, fewest_updates, seconds, chosen in zip(
+            watches, exchange_bytes, *of_layers, strict=True
+        )
     )
     return ScopePlan(layers, float(allowed), noise, standard_error, len(shares.hosts), count)
-
-
-@dataclass
-class _Measured:
-    """The measurements of a layer on all ranks.
-
-    Args:
-        noise: Of the candidates, for each batch [batches, candidates].
-        sizes: Samples and elements of the smallest norm batches [candidates, 2].
-        updates: The fewest updates of the running statistics; None if there are none.
-        exchange_seconds: The mean time of an exchange; None if there was none.
-    """
-
-    noise: torch.Tensor
-    sizes: torch.Tensor
-    updates: int | None
-    exchange_seconds: float | None
-
-
-def _of_all_ranks(watch: WatchedLayer, count: int, shares: Shares) -> _Measured:
-    """Add up the noise of the ranks; a collective. Batches without the layer have none."""
-    noise = torch.zeros(count, len(watch.noise[0]), dtype=torch.float64, device="cpu")
-    noise[: len(watch.noise)] = torch.stack(watch.noise)
-    updates = watch.layer.num_batches_tracked
-    seconds = watch.seconds / watch.exchanges if watch.exchanges else math.nan
-    scalars = [math.inf if updates is None else int(updates), seconds]
-    own = torch.cat([noise.flatten(), noise.new_tensor(scalars)])
-    of_ranks = shares.gather(own, f"noise of {watch.label}")
-    fewest, seconds = float(of_ranks[:, -2].min()), float(of_ranks[:, -1].mean())
-    return _Measured(
-        of_ranks[:, :-2].sum(0).view_as(noise),
-        torch.stack(watch.sizes).amin(0),
-        None if math.isinf(fewest) else int(fewest),
-        None if math.isnan(seconds) else seconds,
-    )
