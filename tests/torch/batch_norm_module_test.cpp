@@ -355,8 +355,14 @@ TEST(Module, RefusesAnInputOfOtherDimensionsAndAGroupThatIsGone) {
   }
   nn::BatchNorm2d layer(3), without_group(nn::BatchNormOptions(3).group(name));
 
-  EXPECT_THAT(text_of<c10::ValueError>([&] { layer->forward(torch::randn({4, 3})); }),
-              HasSubstr("x: expected 4 dimensions, got 2"));
+  for (const bool trains : {false, true}) {
+    layer->train(trains);
+    EXPECT_THAT(text_of<c10::ValueError>([&] { layer->forward(torch::randn({4, 3})); }),
+                HasSubstr("x: expected 4 dimensions, got 2"));
+    EXPECT_THAT(
+        text_of<c10::ValueError>([&] { layer->forward(torch::empty(0)); }),
+        HasSubstr("x: expected at least 2 dimensions, got 1 (an empty batch has the shape"));
+  }
   EXPECT_THAT(text_of<c10::TypeError>([&] { layer->forward(at::Tensor()); }),
               HasSubstr("x: expected a tensor, got none"));
   EXPECT_THAT(text_of<c10::Error>([&] { without_group->forward(torch::randn({4, 3, 2, 2})); }),

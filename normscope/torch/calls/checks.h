@@ -53,7 +53,7 @@ void check_part(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& sta
 // Checks that x has as many slices.
 void check_slices(const at::Tensor& x, const at::Tensor& statistics);
 
-void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
+NORMSCOPE_EXPORT void check_dimensions(const at::Tensor& x, at::IntArrayRef dims);
 void check_arguments(const WithStatisticsOpArguments& op);
 void check_arguments(const DoubleBackwardOpArguments& op);
 

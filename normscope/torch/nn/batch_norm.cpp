@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/nn/batch_norm.h"
 
-#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string_view>
 #include <tuple>
 
-#include <c10/util/StringUtil.h>
 #include <torch/nn/functional/batchnorm.h>
 
 #include "normscope/torch/calls/arguments.h"
@@ -152,9 +150,7 @@ void BatchNormImplBase<D, Derived, Theirs>::pretty_print(std::ostream& stream) c
 
 template <std::size_t D, class Derived, class Theirs>
 void BatchNormImplBase<D, Derived, Theirs>::_check_input_dim(const at::Tensor& x) {
-  const at::IntArrayRef dims = Derived::kDims;
-  TORCH_CHECK_VALUE(std::ranges::count(dims, x.dim()) > 0, "x: expected ", c10::Join(" or ", dims),
-                    " dimensions, got ", x.dim());
+  binding::check_dimensions(x, Derived::kDims);
 }
 
 template class BatchNormImplBase<1, BatchNorm1dImpl, ::torch::nn::BatchNorm1dImpl>;
