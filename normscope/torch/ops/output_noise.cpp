@@ -144,6 +144,7 @@ double output_scale(const at::Tensor& moments) {
 
 Cotangents random_cotangents(at::TensorList outputs, std::int64_t batch,
                              std::string_view group_name, std::int64_t first, std::int64_t parts) {
+  TORCH_CHECK_VALUE(!outputs.empty(), "outputs: expected at least one, got none");
   std::vector<double> scales;
   for (const at::Tensor& moments : moments_of_ranks(outputs, group_name)) {
     scales.push_back(output_scale(moments));
