@@ -151,6 +151,8 @@ def schedules(
     return lambda model: normscope.ProgressiveScope(model, scopes, milestones, **patterns)
 
 
+RANKS: Any = normscope.Scope.ranks
+
 SCOPES: list[Refusal] = [
     *(
         (two_layers, call, ValueError, message)
@@ -184,6 +186,24 @@ SCOPES: list[Refusal] = [
             (
                 lambda model: schedules(["world"], [0])(model).load_state_dict({"step": 3}),
                 r"state_dict: expected last_step, an int of at least 0, got \{'step': 3\}",
+            ),
+            (
+                lambda model: schedules(["world"], [0])(model).load_state_dict(None),
+                "state_dict: expected last_step, an int of at least 0, got None",
+            ),
+        ]
+    ),
+    *(
+        (two_layers, call, TypeError, message)
+        for call, message in [
+            (
+                sets("local", include=[nn.BatchNorm1d]),
+                r"include: expected patterns of names, got \[<class .*BatchNorm1d",
+            ),
+            (schedules(["local"], [0], exclude=3), r"exclude: expected .* names, got \[3\]"),
+            (
+                lambda model: sets(str(RANKS([0, 1])))(model),
+                r"sets: expected sets of ranks, such as \[\[0, 1\], .* got \[0, 1\]",
             ),
         ]
     ),
@@ -293,9 +313,33 @@ RUNNING_STATISTICS: list[Refusal] = [
 ]
 
 
+# No model.
+
+
+def in_a_list(call: Callable[[Any], object]) -> Callable[[nn.Module], object]:
+    return lambda model: call([model])
+
+
+NO_MODEL: list[Refusal] = [
+    (two_layers, in_a_list(call), TypeError, "model: expected a torch.nn.Module, got a list")
+    for call in (
+        normscope.convert,
+        normscope.revert,
+        normscope.to_torch,
+        sets("local"),
+        schedules(["local"], [0]),
+        accumulates(),
+        estimates([X]),
+        recommends([X]),
+        lambda model: plan().apply(model),
+    )
+]
+
+
 @pytest.mark.parametrize(
     "refusal",
     [
+        *NO_MODEL,
         *RECOMMENDATIONS,
         *SCOPES,
         *(pytest.param(row, marks=pytest.mark.on_device) for row in RUNNING_STATISTICS),

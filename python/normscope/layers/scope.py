@@ -98,7 +98,13 @@ class Scope:
     @classmethod
     def ranks(cls, sets: Iterable[Iterable[int]]) -> Scope:
         """The batches of each of the ``sets`` of ranks."""
-        return cls("ranks:" + "/".join(",".join(map(str, ranks)) for ranks in sets))
+        try:
+            text = "/".join(",".join(map(str, ranks)) for ranks in sets)
+        except TypeError:
+            raise TypeError(
+                f"sets: expected sets of ranks, such as [[0, 1], [2, 3]], got {sets!r}"
+            ) from None
+        return cls(f"ranks:{text}")
 
     @classmethod
     def norm_batch(cls, samples: int) -> Scope:

@@ -18,7 +18,7 @@ from normscope.models.derived import class_of, set_class
 from normscope.models.fusion import fuse as fuse_activations
 from normscope.models.fusion import split
 from normscope.models.registry import Conversion, conversion_of, is_name_of_layer, named
-from normscope.models.selection import Patterns, named_layers, selected
+from normscope.models.selection import Patterns, check_model, named_layers, selected
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,6 +93,7 @@ def convert(
     """
     scope = Scope(str(scope))
     given = groups.name_of(process_group)
+    check_model(model)
     candidates = [(n, m) for n, m in model.named_modules() if _is_candidate(m)]
     layers = selected(candidates, include, exclude)
     if not layers:

@@ -15,6 +15,12 @@ Patterns = str | Iterable[str]
 _NAMES_SHOWN = 5
 
 
+def check_model(model: object) -> None:
+    """Raise unless ``model`` is one."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got a {type(model).__name__}")
+
+
 def named_layers(
     model: torch.nn.Module,
     layer_class: type[Layer],
@@ -22,6 +28,7 @@ def named_layers(
     exclude: Patterns | None,
 ) -> list[tuple[str, Layer]]:
     """Return the layers of a class that the patterns select by qualified name, each once."""
+    check_model(model)
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, layer_class)]
     return selected(layers, include, exclude)
 
@@ -40,7 +47,11 @@ def selected(
 
 
 def _matching(argument: str, patterns: Patterns, names: list[str]) -> list[str]:
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        patterns = [patterns]
+    patterns = list(patterns)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{argument}: expected patterns of names, got {patterns}")
     matches = {pattern: [n for n in names if fnmatchcase(n, pattern)] for pattern in patterns}
     without = [pattern for pattern in patterns if not matches[pattern]]
     if without:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from normscope._binding.torch_private import is_compiled, recompile_limit
 from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.count import ran_in_graph
 from normscope.layers.scope import Scope
-from normscope.models.selection import Patterns, named_layers
+from normscope.models.selection import Patterns, check_model, named_layers, selected
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,12 +53,13 @@ def set_scope(
         ['world', 'local']
     """
     scope = Scope(str(scope))
-    if not any(isinstance(module, BatchNorm) for module in model.modules()):
+    layers = named_layers(model, BatchNorm, None, None)
+    if not layers:
         raise ValueError(
             "model: expected layers of normscope (normscope.convert makes them), got "
             f"{type(model).__qualname__}, which has none"
         )
-    for _, layer in named_layers(model, BatchNorm, include, exclude):
+    for _, layer in selected(layers, include, exclude):
         layer.scope = scope
 
 
@@ -106,6 +107,7 @@ class ProgressiveScope:
         include: Patterns | None = None,
         exclude: Patterns | None = None,
     ) -> None:
+        check_model(model)
         self._scopes = [Scope(str(scope)) for scope in scopes]
         self._milestones = list(milestones)
         _check_milestones(self._scopes, self._milestones)
@@ -183,7 +185,7 @@ class ProgressiveScope:
         Raises:
             ValueError: If it is not the state of a schedule.
         """
-        last_step = state_dict.get("last_step")
+        last_step = state_dict.get("last_step") if isinstance(state_dict, Mapping) else None
         if not isinstance(last_step, int) or last_step < 0:
             raise ValueError(
                 "state_dict: expected last_step, an int of at least 0, got " + repr(state_dict)
@@ -231,4 +233,6 @@ def _doubling_scopes(ranks: int) -> list[str]:
 
 def _kept(patterns: Patterns | None) -> Patterns | None:
     """Return the patterns in a form that can be iterated over more than once."""
-    return patterns if patterns is None or isinstance(patterns, str) else tuple(patterns)
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        return patterns
+    return tuple(patterns)

@@ -15,6 +15,7 @@ from normscope.layers.batch_norm import BatchNorm
 from normscope.layers.count import NO_ELEMENTS, Count, Counter, add_to_count, state_of
 from normscope.layers.ending import Ending
 from normscope.layers.forward import routed, train
+from normscope.models.selection import named_layers
 
 
 @dataclass
@@ -148,8 +149,8 @@ def accumulate(model: torch.nn.Module) -> Iterator[None]:
 
 def _layers_of(model: torch.nn.Module) -> list[BatchNorm]:
     layers = []
-    for name, layer in model.named_modules():
-        if not isinstance(layer, BatchNorm) or layer.running_mean is None:
+    for name, layer in named_layers(model, BatchNorm, None, None):
+        if layer.running_mean is None:
             continue
         if is_lazy(layer.running_mean):
             raise ValueError(
