@@ -21,6 +21,7 @@ from normscope.layers.scope import Scope
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from normscope.layers.batch_norm import SliceStats
 
@@ -38,7 +39,7 @@ def batch_norm(
     eps: float = 1e-5,
     *,
     scope: Scope | str = "world",
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     slice_stats: SliceStats = "pooled",
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -60,8 +61,8 @@ def batch_norm(
         momentum: Weight of the new statistics in the running ones.
         eps: Added to the variance.
         scope: Who shares statistics.
-        process_group: The ranks that the scope refers to; None for the default group, if there is
-            one.
+        process_group: The ranks that the scope refers to, or a mesh of one dimension; None for the
+            default group, if there is one.
         slice_stats: How the slices of ``slices:K`` update the running statistics.
         mask: True where x counts; elsewhere the result is 0. None if all of x counts.
 

@@ -43,11 +43,12 @@ def _plan_of_rank(how: str) -> normscope.ScopePlan:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     shares = [batch.chunk(size)[rank] for batch in noise_batches(12)]
     network = small_network().eval()
+    mesh: Any = None
     if how == "sharded":
         mesh = init_device_mesh("cpu", (size,))
         for layer in (*network.children(), network):
             fully_shard(layer, mesh=mesh)
-    return normscope.recommend_scopes(network, shares, 0.5, include="*")
+    return normscope.recommend_scopes(network, shares, 0.5, include="*", process_group=mesh)
 
 
 def test_a_group_of_one_host_is_called_node(ranks: RankPool) -> None:

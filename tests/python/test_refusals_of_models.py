@@ -151,6 +151,7 @@ def schedules(
     return lambda model: normscope.ProgressiveScope(model, scopes, milestones, **patterns)
 
 
+DOUBLING: Any = normscope.ProgressiveScope.doubling
 RANKS: Any = normscope.Scope.ranks
 
 SCOPES: list[Refusal] = [
@@ -190,6 +191,10 @@ SCOPES: list[Refusal] = [
             (
                 lambda model: schedules(["world"], [0])(model).load_state_dict(None),
                 "state_dict: expected last_step, an int of at least 0, got None",
+            ),
+            (
+                lambda model: DOUBLING(model, 9, process_group="dp"),
+                "process_group: expected a process group or mesh that this rank is in, got 'dp'",
             ),
         ]
     ),

@@ -67,6 +67,13 @@ def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None
     """
     if group is None:
         return None
+    group = _checked(group)
+    _watch(group)
+    return group.group_name
+
+
+def _checked(group: "distributed.ProcessGroup | DeviceMesh") -> "distributed.ProcessGroup":
+    """Return a group, or that of a mesh."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -81,8 +88,7 @@ def name_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> str | None
             "process_group: expected a process group or mesh that this rank is in, got "
             f"{'a group of other ranks' if is_of_others else repr(group)}"
         )
-    _watch(group)
-    return group.group_name
+    return group
 
 
 def names_of_layers() -> set[str]:
@@ -97,9 +103,13 @@ def named(name: str | None) -> "distributed.ProcessGroup | None":
     return process_group_named(name)
 
 
-def in_use(group: "distributed.ProcessGroup | None") -> "distributed.ProcessGroup | None":
+def in_use(
+    group: "distributed.ProcessGroup | DeviceMesh | None",
+) -> "distributed.ProcessGroup | None":
     """Return the given group, or else the default group if it is initialized."""
-    return distributed.group.WORLD if group is None and _HAS_GROUPS else group
+    if group is not None:
+        return _checked(group)
+    return distributed.group.WORLD if _HAS_GROUPS else None
 
 
 def _know_all() -> None:
@@ -112,13 +122,13 @@ def _know_all() -> None:
 os.register_at_fork(before=_know_all)
 
 
-def size_of(group: "distributed.ProcessGroup | None") -> int:
+def size_of(group: "distributed.ProcessGroup | DeviceMesh | None") -> int:
     """Return the number of ranks of the group in use, or 1 if there is none."""
     group = in_use(group)
     return 1 if group is None else group.size()
 
 
-def rank_in(group: "distributed.ProcessGroup | None") -> int:
+def rank_in(group: "distributed.ProcessGroup | DeviceMesh | None") -> int:
     """Return the rank of this process in the group in use, or 0 if there is none."""
     group = in_use(group)
     return 0 if group is None else group.rank()

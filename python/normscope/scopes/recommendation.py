@@ -33,6 +33,7 @@ from normscope.training.running_stats import check_agreement, length_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NamedLayers = list[tuple[str, BatchNorm]]
 
@@ -48,7 +49,7 @@ def recommend_scopes(
     ranks: int | None = None,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> ScopePlan:
     """Measure which layers have to synchronize, in a model that has begun to train.
 
@@ -84,8 +85,8 @@ def recommend_scopes(
         include: Patterns of qualified names, as for :func:`convert`, also of layers in evaluation.
             None for all layers in training.
         exclude: As for :func:`convert`.
-        process_group: The ranks; None for the default group, or for this process alone if there is
-            none.
+        process_group: The ranks, or a mesh of one dimension; None for the default group, or for
+            this process alone if there is none.
 
     Returns:
         The plan, the same on every rank.

@@ -20,6 +20,7 @@ from normscope.models.selection import Patterns, check_model, named_layers, sele
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def set_scope(
@@ -127,7 +128,7 @@ class ProgressiveScope:
         include: Patterns | None = None,
         exclude: Patterns | None = None,
         *,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> ProgressiveScope:
         """Use ``local``, ``group:2``, ``group:4``, ..., ``world`` for equal parts of the steps.
 
@@ -136,8 +137,8 @@ class ProgressiveScope:
             total_steps: The steps of the whole training.
             include: Patterns of qualified names, as for :func:`set_scope`.
             exclude: As for :func:`set_scope`.
-            process_group: The ranks that the layers' ``world`` means; None for the default group,
-                or for a single rank if there is none.
+            process_group: The ranks that the layers' ``world`` means, or a mesh of one dimension;
+                None for the default group, or for a single rank if there is none.
 
         Raises:
             ValueError: If there are fewer steps than scopes; further as :func:`set_scope` raises

@@ -28,13 +28,16 @@ from normscope.training.measuring import Watch, call_model, measuring
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 NamedLayers = list[tuple[str, TorchBatchNorm]]
 
 _UNKNOWN = -1
 
 
-def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | None = None) -> None:
+def sync_running_stats(
+    model: torch.nn.Module, process_group: ProcessGroup | DeviceMesh | None = None
+) -> None:
     """Pool the running statistics over the ranks, by the law of total variance.
 
         mean = sum(w * running_mean) / sum(w)
@@ -58,7 +61,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
 
     Args:
         model: A model, the same on every rank.
-        process_group: The ranks; None for the default group.
+        process_group: The ranks, or a mesh of one dimension; None for the default group.
 
     Raises:
         ValueError: If the ranks have different layers with running statistics, or one is lazy and
@@ -87,7 +90,7 @@ def sync_running_stats(model: torch.nn.Module, process_group: ProcessGroup | Non
 def estimate_running_stats(
     model: torch.nn.Module,
     batches: Iterable[Any],
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     *,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
@@ -110,8 +113,8 @@ def estimate_running_stats(
         model: A model, the same on every rank.
         batches: Inputs of the model. A tuple holds the arguments of a forward, a mapping its
             keyword arguments.
-        process_group: The ranks; None for the default group, or for this process alone if there is
-            none.
+        process_group: The ranks, or a mesh of one dimension; None for the default group, or for
+            this process alone if there is none.
         include: Patterns of qualified names, as for :func:`convert`, also of layers in evaluation.
             None for all layers in training.
         exclude: As for :func:`convert`.

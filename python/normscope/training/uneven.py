@@ -11,6 +11,7 @@ from normscope.training.batches import Batch, empty_batch_like, samples_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Sent instead of a number of samples.
 _HAS_NO_MORE = -1
@@ -19,7 +20,7 @@ _HAS_NO_LIKE = -2
 
 def joined(
     batches: Iterable[Batch],
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     *,
     like: Batch | None = None,
 ) -> Iterator[tuple[Batch, float]]:
@@ -44,8 +45,8 @@ def joined(
         batches: The batches of this rank: a data loader or any other iterable, of the classes that
             :func:`~normscope.training.empty_batch_like` lists. Dimension 0 of their tensors is the
             sample; the samples of a torch_geometric Batch are its graphs.
-        process_group: The ranks; None for the default group, or for this process alone if there is
-            none.
+        process_group: The ranks, or a mesh of one dimension; None for the default group, or for
+            this process alone if there is none.
         like: A batch to make the empty ones from; None for the first of ``batches``.
 
     Yields:
