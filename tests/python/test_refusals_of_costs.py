@@ -56,6 +56,10 @@ def predicts(**changes: Any) -> Callable[[], object]:
         (predicts(plan=[("bn", 0, "world")]), "plan: expected at least 1 channel, got 0 in bn"),
         (predicts(plan=[("bn", 3, "norm_batch:9")]), "bn: samples: expected the samples per rank"),
         (predicts(plan=[("bn", 3, "town")]), "town"),
+        *(
+            (predicts(plan=plan), f"plan: expected a plan, a model, .*, got {plan!r}$")
+            for plan in ("plan.json", 3)
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused(call: Callable[[], object], message: str) -> None:

@@ -179,7 +179,14 @@ def _layers_of(plan: Layers) -> list[tuple[str, int, Scope]]:
             for name, layer in layers_in_training(plan, BatchNorm, include=None, exclude=None)
         ]
     else:
-        layers = [(name, channels, Scope(str(scope))) for name, channels, scope in plan]
+        try:
+            rows = [(name, channels, scope) for name, channels, scope in plan]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "plan: expected a plan, a model, or name, channels and scope of each layer, got "
+                f"{plan!r}"
+            ) from error
+        layers = [(name, channels, Scope(str(scope))) for name, channels, scope in rows]
     if not layers:
         raise ValueError(
             "plan: expected layers of normscope in training mode, got none; normscope.convert "
