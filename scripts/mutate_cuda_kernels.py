@@ -2,17 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a copy of the CUDA kernels' source in which each synchronization can be left out.
 
-For every barrier, shuffle, vote, ticket and atomic operation in ``normscope/kernels/cuda/*.cuh``,
-and in the kernel by which ranks on one device exchange messages in tests, the copy has a mutant: an
-operation in its place that ignores other threads. Mutants of a wait for the earlier kernel leave it
-out, or wait behind the next statement; those of what lets the next kernel start leave it out. In
-the kernel of the ranks, there are also mutants of what keeps their epochs apart. Other mutants are
-wrong about the elements before and after the packs of a plane: they leave them out, give them to
-other lanes, or take packs from tensors in which those start at other elements. A program that is
-compiled from the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT``
-has, if it has one. The script prints the names of the mutants in the order of their numbers, from
-1, one per line. If a test suite passes with a mutant, it does not test the operation that was left
-out.
+For every barrier, shuffle, vote, ticket, atomic operation, and announcement to other ranks in
+``normscope/kernels/cuda/*.cuh``, the copy has a mutant: an operation in its place that ignores
+other threads. Mutants of a wait for the earlier kernel leave it out, or wait behind the next
+statement; those of what lets the next kernel start leave it out. In the kernel by which ranks
+exchange messages, there are also mutants of what keeps their epochs apart. Other mutants are wrong
+about the elements before and after the packs of a plane: they leave them out, give them to other
+lanes, or take packs from tensors in which those start at other elements. A program that is compiled
+from the copy runs the mutant whose number the environment variable ``NORMSCOPE_MUTANT`` has, if it
+has one. The script prints the names of the mutants in the order of their numbers, from 1, one per
+line. If a test suite passes with a mutant, it does not test the operation that was left out.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FOLDERS = (Path("normscope/kernels/cuda"), Path("tests/comm/on_device"))
+FOLDER = Path("normscope/kernels/cuda")
 
 # By the name of a mutant: the pattern of what it replaces, and the mutant. Both are expressions of
 # one type, or the mutant is what takes the place of the statements, with its NUMBER. Arguments only
@@ -40,11 +39,11 @@ MUTATIONS = {
     ),
     "atomic": (rf"atomicAdd\({ARGUMENT}, {ARGUMENT}\)(?=;)", r"void(*(\1) += \2)"),
     "release": (
-        r"announce\((shared\.announced[^,]*), ([^,]*)\)(?=;)",
+        r"announce\((announced\([^()]*\)), (epoch)\)(?=;)",
         r"std::atomic_ref(*(\1)).store(\2, std::memory_order_relaxed)",
     ),
     "acquire": (
-        r"look_at\((shared\.announced[^)]*)\)",
+        r"look_at\((word)\)(?= >= epoch)",
         r"std::atomic_ref(*(\1)).load(std::memory_order_relaxed)",
     ),
     "wait": (r"(?<=\) )wait_for_earlier_kernel\(\)(?=;)", "void()"),
@@ -55,8 +54,8 @@ MUTATIONS = {
         r"\1if (kMutant == NUMBER) wait_for_earlier_kernel();",
     ),
     "start": (r"(?<!::)\blet_next_kernel_start\(\)(?=;)", "void()"),
-    "epochs": (r"shared\.announced\[rank\] \+ 1(?=;)", "std::uint64_t{1}"),
-    "turns": (r"epoch % SharedSlots::kSlots\b", "epoch * 0"),
+    "epochs": (r"\*announced\([^()]*\) \+ 1(?=;)", "std::uint64_t{1}"),
+    "turns": (r"epoch % PeerMemory::kSlots\b", "epoch * 0"),
 }
 
 # The same for elements before and after packs, in kernels and in what the host decides. There is at
@@ -111,7 +110,7 @@ def calls(text: str) -> int:
         r"__syncthreads|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic[A-Z]\w*|__threadfence\w*"
     )
     early = r"(?<!::)\b(?:wait_for_earlier_kernel|let_next_kernel_start)\(\);"
-    epochs = r"\bkSlots\b|(?:announce\(|look_at\()?shared\.announced\b"
+    epochs = r"% PeerMemory::kSlots\b|(?:announce\(|\*)announced\(|(?<!::)look_at\(word\)"
     return len(re.findall(rf"(?:\b(?:{names})|(?<== )take_ticket)\(|{epochs}|{early}", text))
 
 
@@ -125,22 +124,21 @@ def main(arguments: Sequence[str]) -> int:
     shutil.rmtree(options.into, ignore_errors=True)
     names: list[str] = []
     missing = set(PLACES)
-    for folder in FOLDERS:
-        shutil.copytree(options.source / folder, options.into / folder)
-        for path in sorted((options.into / folder).glob("*.*h")):
-            text = path.read_text()
-            found = mutants(text)
-            of_calls = sum(kind in MUTATIONS for _, kind, _ in found)
-            if path.suffix == ".cuh" and of_calls != calls(text):
-                print(f"{path}: {calls(text)} calls, but {of_calls} mutants of them")
-                return 1
-            if not found:
-                continue
-            missing -= {kind for _, kind, _ in found}
-            path.write_text(with_mutants(text, len(names) + 1))
-            for match, kind, _ in found:
-                line = text.count("\n", 0, match.start()) + 1
-                names.append(f"{path.stem}_line_{line}_without_{kind}")
+    shutil.copytree(options.source / FOLDER, options.into / FOLDER)
+    for path in sorted((options.into / FOLDER).glob("*.*h")):
+        text = path.read_text()
+        found = mutants(text)
+        of_calls = sum(kind in MUTATIONS for _, kind, _ in found)
+        if path.suffix == ".cuh" and of_calls != calls(text):
+            print(f"{path}: {calls(text)} calls, but {of_calls} mutants of them")
+            return 1
+        if not found:
+            continue
+        missing -= {kind for _, kind, _ in found}
+        path.write_text(with_mutants(text, len(names) + 1))
+        for match, kind, _ in found:
+            line = text.count("\n", 0, match.start()) + 1
+            names.append(f"{path.stem}_line_{line}_without_{kind}")
     if missing:
         print(f"expected what these mutants replace: {', '.join(sorted(missing))}")
         return 1

@@ -62,6 +62,8 @@ bool forces_torch_kernels() {
 
 bool uses_shared_memory() { return flag("NORMSCOPE_SHARED_MEMORY", /*otherwise=*/true); }
 
+bool uses_peer_memory() { return flag("NORMSCOPE_PEER_MEMORY", /*otherwise=*/false); }
+
 std::string chosen_node() { return std::string(variable("NORMSCOPE_NODE")); }
 
 std::optional<milliseconds> chosen_time_limit() {
@@ -94,6 +96,7 @@ bool forces_exchange() { return flag("NORMSCOPE_FORCE_SYNC", /*otherwise=*/false
 void check_environment() {
   static_cast<void>(forces_torch_kernels());
   static_cast<void>(uses_shared_memory());
+  static_cast<void>(uses_peer_memory());
   static_cast<void>(chosen_time_limit());
   static_cast<void>(warning_limit());
   static_cast<void>(detects_non_finite());

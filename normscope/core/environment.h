@@ -26,6 +26,9 @@ namespace normscope NORMSCOPE_EXPORT {
 // NORMSCOPE_SHARED_MEMORY=0: whether ranks of one host use shared memory.
 [[nodiscard]] bool uses_shared_memory();
 
+// NORMSCOPE_PEER_MEMORY=1: whether devices of one host exchange messages in each other's memory.
+[[nodiscard]] bool uses_peer_memory();
+
 // NORMSCOPE_NODE: the name of this host; any text. Empty for the machine's own identity.
 [[nodiscard]] std::string chosen_node();
 

@@ -15,6 +15,7 @@
 #include "normscope/core/stream.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/kernels.h"
+#include "normscope/kernels/peer_memory.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 
@@ -91,9 +92,10 @@ struct NormBatches {
     return is_good ? totals[kCount] : std::numeric_limits<double>::quiet_NaN();
   }
 
-  // Reports why count() is NaN, if there is a report.
+  // Reports why count() is NaN, if there is a report. An exchange that has failed leaves NaN, which
+  // the communicator reports.
   NORMSCOPE_INLINE void report_error() const noexcept {
-    if (totals == nullptr || report == nullptr) return;
+    if (totals == nullptr || report == nullptr || totals[kCount] != totals[kCount]) return;
     if (!ranks_agree(totals, ranks)) {
       report->mismatch = call;
     } else if (totals[kCount] == 1.0) {
@@ -210,6 +212,8 @@ struct DeviceKernels {
   void (*gradient_of_output)(Stream stream, const TensorView& y, const TensorView& dy,
                              const NormBatches& batches, const ActivationFunction& activation,
                              const MutableTensorView& dz);
+
+  PeerFunctions peers;
 };
 
 // The kernels for device memory; nullptr if they were not built.

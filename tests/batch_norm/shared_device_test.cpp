@@ -190,7 +190,6 @@ TEST_P(FaultsOnASharedDevice, ARankThatFailsGivesNaNOrAnError) {
     try {
       batch_norm_forward(run.forward_arguments(), device.context());
       expect_nan(run);
-      (void)error_of_next_call<MismatchError>(device);
     } catch (const CommunicationError&) {  // NOLINT(bugprone-empty-catch)
     }
     EXPECT_THAT(error_of_next_call<CommunicationError>(device),
@@ -212,7 +211,6 @@ TEST_F(ASharedDevice, GivesNaNIfARankDoesNotComeAndTheNextCallThrows) {
     LayerRun run(Layer{}, first_samples(2));
     batch_norm_forward(run.forward_arguments(), device.context());
     expect_nan(run);
-    (void)error_of_next_call<MismatchError>(device);
     EXPECT_THAT(error_of_next_call<CommunicationError>(device),
                 HasSubstr("device: waited 0.1 s for rank 1 of 2"));
     until_rank_0_ends.open_for(1);

@@ -31,9 +31,9 @@ class Variable {
   std::string name_;
 };
 
-constexpr const char* kSwitches[] = {"NORMSCOPE_SHARED_MEMORY", "NORMSCOPE_DETECT_NON_FINITE",
-                                     "NORMSCOPE_EXACT_GRAPHS", "NORMSCOPE_CHECK",
-                                     "NORMSCOPE_FORCE_SYNC"};
+constexpr const char* kSwitches[] = {
+    "NORMSCOPE_SHARED_MEMORY", "NORMSCOPE_PEER_MEMORY", "NORMSCOPE_DETECT_NON_FINITE",
+    "NORMSCOPE_EXACT_GRAPHS",  "NORMSCOPE_CHECK",       "NORMSCOPE_FORCE_SYNC"};
 
 TEST(Environment, WithoutVariablesHasDefaults) {
   EXPECT_EQ(chosen_kernels(), "");
@@ -41,6 +41,7 @@ TEST(Environment, WithoutVariablesHasDefaults) {
   EXPECT_EQ(chosen_time_limit(), std::nullopt);
   EXPECT_EQ(warning_limit(), 30s);
   EXPECT_TRUE(uses_shared_memory());
+  EXPECT_FALSE(uses_peer_memory());
   EXPECT_FALSE(forces_torch_kernels());
   EXPECT_FALSE(detects_non_finite());
   EXPECT_FALSE(has_exact_graphs());
@@ -53,6 +54,7 @@ TEST(Environment, HasTheValuesOfItsVariables) {
   const Variable kernels("NORMSCOPE_KERNELS", "avx2");
   const Variable device("NORMSCOPE_DEVICE_KERNELS", "torch");
   const Variable memory("NORMSCOPE_SHARED_MEMORY", "0");
+  const Variable peers("NORMSCOPE_PEER_MEMORY", "1");
   const Variable node("NORMSCOPE_NODE", "any text");
   const Variable limit("NORMSCOPE_TIMEOUT", "1.5");
   const Variable warning("NORMSCOPE_WARN_AFTER", "0");
@@ -64,6 +66,7 @@ TEST(Environment, HasTheValuesOfItsVariables) {
   EXPECT_EQ(chosen_kernels(), "avx2");
   EXPECT_TRUE(forces_torch_kernels());
   EXPECT_FALSE(uses_shared_memory());
+  EXPECT_TRUE(uses_peer_memory());
   EXPECT_EQ(chosen_node(), "any text");
   EXPECT_EQ(chosen_time_limit(), 1500ms);
   EXPECT_EQ(warning_limit(), std::nullopt);

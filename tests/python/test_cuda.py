@@ -47,10 +47,28 @@ def nccl_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.nccl)])
+@pytest.fixture(scope="module")
+def peer_ranks() -> Iterator[RankPool]:
+    """Ranks that share a GPU, and exchange messages in its memory."""
+    pool = RankPool({"NORMSCOPE_PEER_MEMORY": "1"})
+    yield pool
+    pool.close()
+
+
+NCCL = pytest.param("nccl_ranks", marks=pytest.mark.nccl)
+
+
+@pytest.fixture(params=["ranks", "peer_ranks", NCCL])
 def device_ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Ranks with tensors of a device: all on one, over Gloo; and over NCCL."""
-    pool: RankPool = request.getfixturevalue("ranks" if request.param == "gloo" else "nccl_ranks")
+    """Ranks with tensors of a device: all on one, over Gloo or in its memory; and over NCCL."""
+    pool: RankPool = request.getfixturevalue(request.param)
+    return pool
+
+
+@pytest.fixture(params=["peer_ranks", NCCL])
+def graph_ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Those whose exchanges can be captured."""
+    pool: RankPool = request.getfixturevalue(request.param)
     return pool
 
 
@@ -390,9 +408,8 @@ def replay_as_rank(momentum: float | None) -> str:
 
 
 @needs_gpu
-@pytest.mark.nccl
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_graph_includes_the_exchange_of_several_ranks(
-    nccl_ranks: RankPool, momentum: float | None
+    graph_ranks: RankPool, momentum: float | None
 ) -> None:
-    assert nccl_ranks.run(2, replay_as_rank, momentum) == ["equal", "equal"]
+    assert graph_ranks.run(2, replay_as_rank, momentum) == ["equal", "equal"]

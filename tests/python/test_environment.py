@@ -22,6 +22,7 @@ BAD = {
     "NORMSCOPE_KERNELS": ("fastest", "one of reference baseline"),
     "NORMSCOPE_DEVICE_KERNELS": ("own", "torch or nothing"),
     "NORMSCOPE_SHARED_MEMORY": ("no", "0 or 1"),
+    "NORMSCOPE_PEER_MEMORY": ("yes", "0 or 1"),
     "NORMSCOPE_TIMEOUT": ("5 minutes", "seconds from 0.001 to 1e9"),
     "NORMSCOPE_WARN_AFTER": ("soon", "0, or seconds from 0.001 to 1e9"),
     "NORMSCOPE_DETECT_NON_FINITE": ("true", "0 or 1"),

@@ -13,6 +13,7 @@
 #include "normscope/kernels/cuda/sum_channels_first.cuh"
 #include "normscope/kernels/cuda/sum_channels_last.cuh"
 #include "normscope/kernels/cuda/sum_elements.cuh"
+#include "normscope/kernels/cuda/sum_over_peers.cuh"
 #include "normscope/kernels/device_kernels.h"
 
 namespace normscope::cuda {
@@ -314,6 +315,14 @@ struct Backend {
     });
   }
 
+  // ---- Messages --------------------------------------------------------------------------------
+
+  static void sum_message(Stream stream, const PeerMemory& peers, double* values,
+                          std::int64_t size) {
+    Device::launch(stream, {PeerMemory::kParts, 1, 1, kBlockThreads, 1}, Order::kAfter,
+                   sum_over_peers, peers, values, size);
+  }
+
   static constexpr DeviceKernels kernels(std::string_view name, std::string (*why_not)()) {
     return {
         .name = name,
@@ -331,6 +340,11 @@ struct Backend {
         .input_gradient = input_gradient,
         .activation_gradient = activation_gradient,
         .gradient_of_output = gradient_of_output,
+        .peers = {.allocate = Device::allocate_for_peers,
+                  .open = Device::open_of_peer,
+                  .allocate_word = Device::allocate_word,
+                  .order = Device::order,
+                  .sum = sum_message},
     };
   }
 };

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -81,6 +83,17 @@ double* allocate_zeros(std::int64_t size, cudaStream_t stream) {
   return static_cast<double*>(zeros);
 }
 
+// The same, which also other streams find to be zeros. On a stream of its own: the work must not be
+// captured.
+double* allocate_zeros_at_once(std::int64_t size) {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  double* const data = allocate_zeros(size, stream);
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  return data;
+}
+
 // Zeros for graphs. Each belongs to one graph, which leaves zeros, and then to another one.
 class ZerosOfGraphs {
  public:
@@ -130,14 +143,8 @@ class ZerosOfGraphs {
     return zeros;
   }
 
-  // On a stream of its own: the work must not be captured, and must end before the graph can run.
   static std::unique_ptr<Zeros> allocate(std::int64_t size) {
-    cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    double* const data = allocate_zeros(size, stream);
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-    return std::make_unique<Zeros>(Zeros{current_device(), size, data});
+    return std::make_unique<Zeros>(Zeros{current_device(), size, allocate_zeros_at_once(size)});
   }
 
   // CUDA calls this after the last run of a destroyed graph. It must not call CUDA.
@@ -185,6 +192,42 @@ struct CurrentDevice {
     const RelaxedCapture relaxed;
     if (cudaGraph_t graph = graph_of(stream)) return ZerosOfGraphs::take(graph, size);
     return allocate_zeros(size, static_cast<cudaStream_t>(stream.handle));
+  }
+
+  static double* allocate_for_peers(std::int64_t size, PeerHandle& handle) {
+    const RelaxedCapture relaxed;
+    double* const data = allocate_zeros_at_once(size);
+    cudaIpcMemHandle_t of_cuda = {};
+    check(cudaIpcGetMemHandle(&of_cuda, data), "cudaIpcGetMemHandle");
+    handle = std::bit_cast<PeerHandle>(of_cuda);
+    return data;
+  }
+
+  static double* open_of_peer(const PeerHandle& handle) {
+    const RelaxedCapture relaxed;
+    void* opened = nullptr;
+    check(cudaIpcOpenMemHandle(&opened, std::bit_cast<cudaIpcMemHandle_t>(handle),
+                               cudaIpcMemLazyEnablePeerAccess),
+          "cudaIpcOpenMemHandle");
+    return static_cast<double*>(opened);
+  }
+
+  static void order(Stream earlier, Stream later) {
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    cudaError_t error = cudaEventRecord(event, static_cast<cudaStream_t>(earlier.handle));
+    if (error == cudaSuccess) {
+      error = cudaStreamWaitEvent(static_cast<cudaStream_t>(later.handle), event, 0);
+    }
+    (void)cudaEventDestroy(event);  // CUDA keeps it until the work has ended
+    check(error, "ordering streams");
+  }
+
+  static std::uint64_t* allocate_word() {
+    const RelaxedCapture relaxed;
+    void* word = nullptr;
+    check(cudaHostAlloc(&word, sizeof(std::uint64_t), cudaHostAllocPortable), "cudaHostAlloc");
+    return new (word) std::uint64_t(0);
   }
 
   template <class Kernel, class... Arguments>

@@ -27,6 +27,11 @@ enum class Order { kAfter, kEarly };
 //     static std::int64_t l2_bytes();
 //     static bool is_capturing(Stream stream);
 //     static double* new_zeros(Stream stream, std::int64_t size);
+//     // Those of PeerFunctions.
+//     static double* allocate_for_peers(std::int64_t size, PeerHandle& handle);
+//     static double* open_of_peer(const PeerHandle& handle);
+//     static std::uint64_t* allocate_word();
+//     static void order(Stream earlier, Stream later);
 //     template <class Kernel, class... Arguments>
 //     static void launch(Stream stream, const Grid& grid, Order order, Kernel kernel,
 //                        Arguments... arguments);

@@ -102,7 +102,6 @@ C10dCommunicator::C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own,
   options_ = whole.options_;
   if (whole.board_) board_ = whole.board_->part(members);
   publisher_ = whole.publisher_;
-  if (whole.peers_) watch_peers();
 }
 
 C10dCommunicator::~C10dCommunicator() {
@@ -129,7 +128,12 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
     return;
   }
   const at::Tensor sum = tensor_of_current_device(placement_.device, values);
-  if (sums_on_device_) {
+  if (peer_sum_ && peer_sum_->takes(values.size(), sum.device())) {
+    run([&]() -> c10::intrusive_ptr<c10d::Work> {
+      peer_sum_->all_reduce_sum(values, stream);
+      return nullptr;
+    });
+  } else if (sums_on_device_) {
     sum_on_device(sum);
   } else {
     const at::Tensor of_host =
@@ -330,8 +334,14 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
   if (own_) publisher_ = std::make_shared<CallPublisher>(own_, *board_, publish_after);
 }
 
+void C10dCommunicator::connect_peers(const DeviceKernels* kernels) {
+  kernels_of_peers_ = kernels;
+  peer_sum_ = PeerSum::make(*this, kernels, placement_.device, options_.timeout);
+}
+
 void C10dCommunicator::watch_peers() {
-  if (!own_ || !sums_on_device_) return;
+  watches_peers_ = true;
+  if (!own_ || (!sums_on_device_ && !peer_sum_)) return;
   peers_ = std::make_unique<PeerWatch>(
       [this] { return reason_to_end(); },
       [this](const std::string& reason) { note_failure(describe(reason)); },
@@ -357,6 +367,8 @@ std::optional<std::string> C10dCommunicator::reason_to_end() {
 
 // The separate group carries nothing else, and nothing more is queued on it.
 void C10dCommunicator::abort_work() noexcept {
+  if (peer_sum_) peer_sum_->end_waits();
+  if (!sums_on_device_) return;
   try {
     if (const Group group = own_->get()) group->getBackend(carrier_)->abort();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
@@ -405,6 +417,7 @@ void C10dCommunicator::fail(std::string_view reason) noexcept {
     }
     is_busy = state_.is_busy;
   }
+  if (peer_sum_) peer_sum_->end_waits();
   if (!own_) return;
   if (is_busy) {
     own_->publish_failure(reason);  // the thread with the message finds it too

@@ -13,6 +13,7 @@
 #include "normscope/comm/communicator.h"
 #include "normscope/torch/c10d/expected_lengths.h"
 #include "normscope/torch/c10d/own_group.h"
+#include "normscope/torch/c10d/peer_sum.h"
 #include "normscope/torch/c10d/peer_watch.h"
 #include "normscope/torch/c10d/publisher.h"
 #include "normscope/torch/c10d/queued_messages.h"
@@ -41,7 +42,8 @@ namespace normscope::binding {
 // NCCL sums a message in device memory directly, and nothing waits for it. Torch's backend makes
 // NCCL's communicator for the first of these messages. If the peers are watched, later ones are
 // passed to NCCL without torch. For other backends, and groups that serve the host only, the
-// message is copied to the host and then treated like a host message.
+// message is copied to the host and then treated like a host message. After connect_peers(),
+// devices of one host exchange messages without a backend.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -53,7 +55,9 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] int rank() const noexcept override { return rank_; }
   [[nodiscard]] int size() const noexcept override { return size_; }
   [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
-  [[nodiscard]] bool compares_lengths() const noexcept override { return !sums_on_device_; }
+  [[nodiscard]] bool compares_lengths() const noexcept override {
+    return !sums_on_device_ && !peer_sum_;
+  }
   [[nodiscard]] CallBoard* calls() noexcept override { return board_ ? &*board_ : nullptr; }
 
   // From now on shows this rank's calls outside the process. If there is a separate group, the
@@ -63,6 +67,11 @@ class C10dCommunicator final : public Communicator {
   // If there is a separate group: finds the peers' processes on this host, whose death errors then
   // name. Later parts are included. Collective.
   void know_processes();
+
+  // From now on the devices exchange messages in each other's memory, if all of them can (PeerSum).
+  // `kernels`: of this rank's device; nullptr if there are none, or they are not wanted. Later
+  // parts are included. Collective.
+  void connect_peers(const DeviceKernels* kernels);
 
   // If there is a separate group and messages are summed on a device: looks from now on whether a
   // peer has failed or died, or does not come within the time limit. Later calls then throw instead
@@ -151,11 +160,14 @@ class C10dCommunicator final : public Communicator {
   };
   State state_;
   std::optional<CallBoard> board_;
-  std::unique_ptr<Communicator> holder_of_board_;  // nullptr for a part
-  std::shared_ptr<CallPublisher> publisher_;       // of the whole group
-  QueuedMessages queued_;                          // without torch
-  bool shows_presence_ = false;                    // used by the thread that watches the peers
-  std::unique_ptr<PeerWatch> peers_;               // last, because it uses the other members
+  std::unique_ptr<Communicator> holder_of_board_;         // nullptr for a part
+  std::shared_ptr<CallPublisher> publisher_;              // of the whole group
+  std::optional<const DeviceKernels*> kernels_of_peers_;  // of connect_peers()
+  std::unique_ptr<PeerSum> peer_sum_;                     // nullptr: the backend carries messages
+  QueuedMessages queued_;                                 // without torch
+  bool shows_presence_ = false;       // used by the thread that watches the peers
+  bool watches_peers_ = false;        // of parts too
+  std::unique_ptr<PeerWatch> peers_;  // last, because it uses the other members
 };
 
 }  // namespace normscope::binding

@@ -84,8 +84,11 @@ std::unique_ptr<Communicator> C10dCommunicator::make_part(const std::vector<int>
     }
     part = part_of(*group, members);
   }
-  return std::unique_ptr<Communicator>(
+  std::unique_ptr<C10dCommunicator> made(
       new C10dCommunicator(std::move(part), std::move(own), members, *this));
+  if (kernels_of_peers_) made->connect_peers(*kernels_of_peers_);
+  if (watches_peers_) made->watch_peers();
+  return made;
 }
 
 // NCCL can split a group only after its first sum on a device. If the group has another backend for

@@ -51,6 +51,7 @@ std::unique_ptr<Exchange> exchange_over(const ProcessGroup& group, const Placeme
   };
   // On a device a call only queues work: the host does not know when it ends, and shows no calls.
   if (placement.memory != Memory::kHost) {
+    over_torch->connect_peers(uses_peer_memory() ? kernels_for_devices() : nullptr);
     over_torch->watch_peers();
     return exchange(std::move(over_torch));
   }

@@ -13,6 +13,8 @@ Placement placement_of(const at::Tensor& x) {
   return {.memory = x.is_cpu() ? Memory::kHost : Memory::kDevice, .device = x.device().type()};
 }
 
+const DeviceKernels* kernels_for_devices() noexcept { return device_kernels(); }
+
 const DeviceKernels& device_kernels_for(const at::Tensor& x) {
   TORCH_CHECK(device_kernels() != nullptr,
               "x: expected a tensor on the CPU, since this normscope was built without CUDA "

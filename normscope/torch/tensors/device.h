@@ -21,6 +21,9 @@ struct Placement {
 
 [[nodiscard]] Placement placement_of(const at::Tensor& x);
 
+// The kernels of this build for devices; nullptr if it has none.
+[[nodiscard]] const DeviceKernels* kernels_for_devices() noexcept;
+
 // The kernels for x's device, which must not be the host. If this build has none, throws an error
 // that Python shows as RuntimeError.
 [[nodiscard]] const DeviceKernels& device_kernels_for(const at::Tensor& x);

@@ -13,9 +13,11 @@
 #include <vector>
 
 #include "normscope/comm/describe.h"
+#include "normscope/core/cache_lines.h"
 #include "normscope/core/error.h"
+#include "normscope/kernels/peer_memory.h"
 #include "tests/comm/borrowed_communicator.h"
-#include "tests/comm/on_device/sum_over_ranks.h"
+#include "tests/kernels/kernels_under_test.h"
 
 namespace normscope::testing {
 namespace {
@@ -23,24 +25,28 @@ namespace {
 // What the ranks share. The device can access it, like all memory that tests allocate.
 class DeviceGroup {
  public:
-  DeviceGroup(int ranks, std::chrono::milliseconds time_limit)
-      : time_limit_(time_limit),
-        slots_(static_cast<std::size_t>(SharedSlots::kSlots * ranks * (1 + kMostNumbers))),
-        announced_(static_cast<std::size_t>(ranks)),
-        shared_{.ranks = ranks,
-                .capacity = kMostNumbers,
-                .time_limit = std::chrono::nanoseconds(time_limit).count(),
-                .slots = slots_.data(),
-                .announced = announced_.data(),
-                .failure = failure_.get()} {}
+  DeviceGroup(int ranks, std::chrono::milliseconds time_limit) : time_limit_(time_limit) {
+    shared_.ranks = ranks;
+    shared_.capacity = kMostNumbers;
+    shared_.time_limit = std::chrono::nanoseconds(time_limit).count();
+    shared_.failure = failure_.get();
+    for (int rank = 0; rank < ranks; ++rank) {
+      memory_.emplace_back(static_cast<std::size_t>(shared_.size()));
+      shared_.of_ranks[rank] = memory_.back().data();
+    }
+  }
 
-  [[nodiscard]] const SharedSlots& shared() const noexcept { return shared_; }
+  [[nodiscard]] PeerMemory of_rank(int rank) const {
+    PeerMemory peers = shared_;
+    peers.rank = rank;
+    return peers;
+  }
 
   void fail(const std::string& reason) {
     const std::lock_guard lock(mutex_);
     if (!first_reason().empty()) return;
     reason_ = "device: " + reason;
-    std::atomic_ref(*failure_).store(kToldByHost, std::memory_order_release);
+    std::atomic_ref(*failure_).store(PeerMemory::kByHost, std::memory_order_release);
   }
 
   void throw_if_failed() {
@@ -52,7 +58,7 @@ class DeviceGroup {
   // The host's, or that of a kernel; empty: none. Later ones do not replace it.
   const std::string& first_reason() {
     const std::uint64_t failure = std::atomic_ref(*failure_).load(std::memory_order_acquire);
-    if (failure != 0 && reason_.empty()) {
+    if (failure != PeerMemory::kNone && reason_.empty()) {
       reason_ = "device: waited " + in_seconds(time_limit_) + " for " +
                 name_of_rank(static_cast<int>(failure - 1), shared_.ranks);
     }
@@ -60,10 +66,9 @@ class DeviceGroup {
   }
 
   std::chrono::milliseconds time_limit_;
-  std::vector<double> slots_;
-  std::vector<std::uint64_t> announced_;
-  std::unique_ptr<std::uint64_t> failure_ = std::make_unique<std::uint64_t>(0);
-  SharedSlots shared_;
+  std::vector<AlignedVector<double>> memory_;
+  std::unique_ptr<std::uint64_t> failure_ = std::make_unique<std::uint64_t>(PeerMemory::kNone);
+  PeerMemory shared_;
   std::mutex mutex_;
   std::string reason_;
 };
@@ -88,7 +93,8 @@ class DeviceCommunicator final : public BorrowedCommunicator {
                           " numbers, got " + std::to_string(values.size()));
     }
     group_.throw_if_failed();
-    queue_sum_over_ranks(stream, group_.shared(), rank(), values.data(), std::ssize(values));
+    device_kernels_under_test().peers.sum(stream, group_.of_rank(rank()), values.data(),
+                                          std::ssize(values));
   }
 
   void fail(std::string_view reason) noexcept override {

@@ -4,6 +4,7 @@
 // layers use them.
 #include "tests/comm/on_device/device_communicator.h"
 
+#include <chrono>
 #include <cstddef>
 #include <vector>
 
@@ -13,6 +14,8 @@
 
 namespace normscope::testing {
 namespace {
+
+using namespace std::chrono_literals;
 
 // What a rank adds to a sum. Sizes around the number of threads; the order of the ranks matters.
 std::vector<double> values_of(int rank, int sum) {
@@ -36,7 +39,7 @@ class SumsOnADevice : public ::testing::TestWithParam<int> {};
 
 TEST_P(SumsOnADevice, FollowEachOtherWithoutWaitingForTheHost) {
   constexpr int kSums = 300;
-  run_as_threads_on_device(GetParam(), {}, [](Communicator& ranks) {
+  run_as_threads_on_device(GetParam(), {.time_limit = 20s}, [](Communicator& ranks) {
     const DeviceStream stream;
     std::vector<std::vector<double>> sums;
     for (int sum = 0; sum < kSums; ++sum) sums.push_back(values_of(ranks.rank(), sum));

@@ -48,6 +48,14 @@ constinit const DeviceKernels kDeviceKernels = {
     .input_gradient = Waiting<&DeviceKernels::input_gradient>::run,
     .activation_gradient = Waiting<&DeviceKernels::activation_gradient>::run,
     .gradient_of_output = Waiting<&DeviceKernels::gradient_of_output>::run,
+    .peers = {.allocate = nullptr,
+              .open = nullptr,
+              .allocate_word = nullptr,
+              .order = nullptr,
+              .sum =
+                  [](Stream stream, const PeerMemory& peers, double* values, std::int64_t size) {
+                    kernels_of_device().peers.sum(stream, peers, values, size);
+                  }},
 };
 
 constinit const Kernels kKernels = DeviceAsHost<device_kernels_under_test>::kernels("cuda");

@@ -5,9 +5,15 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include "normscope/core/cache_lines.h"
+#include "normscope/core/error.h"
 
 // clang-format off: device.h defines the language that backend.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
@@ -39,6 +45,42 @@ struct Device {
     std::fill_n(zeros, size, 0.0);
     return zeros;
   }
+
+  // Shared memory of the host, which other processes open by the number of its file.
+  struct File {
+    int process;
+    int descriptor;
+    std::int64_t size;  // doubles
+  };
+
+  static double* allocate_for_peers(std::int64_t size, PeerHandle& handle) {
+    const int descriptor = memfd_create("cuda_on_host", MFD_CLOEXEC);
+    const std::size_t bytes = static_cast<std::size_t>(size) * sizeof(double);
+    if (descriptor < 0 || ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) {
+      throw DeviceError("cuda_on_host: out of memory");
+    }
+    const File file{getpid(), descriptor, size};
+    std::memcpy(handle.data(), &file, sizeof(file));
+    return open_of_peer(handle);
+  }
+
+  static double* open_of_peer(const PeerHandle& handle) {
+    File file = {};
+    std::memcpy(&file, handle.data(), sizeof(file));
+    const std::string path =
+        "/proc/" + std::to_string(file.process) + "/fd/" + std::to_string(file.descriptor);
+    const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (descriptor < 0) throw DeviceError("cuda_on_host: cannot open " + path);
+    void* const opened = mmap(nullptr, static_cast<std::size_t>(file.size) * sizeof(double),
+                              PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    close(descriptor);
+    if (opened == MAP_FAILED) throw DeviceError("cuda_on_host: cannot map " + path);
+    return static_cast<double*>(opened);
+  }
+
+  static void order(Stream /*earlier*/, Stream /*later*/) {}  // what is queued has ended
+
+  static std::uint64_t* allocate_word() { return new std::uint64_t(0); }
 
   template <class Kernel, class... Arguments>
   static void launch(Stream stream, const cuda::Grid& grid, cuda::Order order, Kernel kernel,

@@ -59,38 +59,33 @@ normscope_build_with_cuda(
 )
 set_tests_properties(cuda.IsLinkedIntoTheLibrary PROPERTIES FIXTURES_REQUIRED cuda_object)
 
-# The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered.
+# The suites under ThreadSanitizer: conflicting accesses of two device threads must be ordered. Ranks
+# that share a device are among them.
+set(on_device ${normscope_SOURCE_DIR}/tests/comm/on_device)
 add_library(
   cuda_on_host_suites OBJECT
   addresses_test.cpp bits_test.cpp contract_test.cpp cuda_on_host/device.cpp
   cuda_on_host/early_start_test.cpp cuda_on_host/kernels_under_test.cpp cuda_on_host/stream.cpp
+  ${on_device}/device_communicator.cpp ${on_device}/device_communicator_test.cpp
+  ${normscope_SOURCE_DIR}/tests/comm/worlds.cpp
 )
 normscope_set_compile_rules(cuda_on_host_suites)
 target_include_directories(cuda_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
-target_link_libraries(cuda_on_host_suites PRIVATE normscope::kernels GTest::gmock)
+target_link_libraries(
+  cuda_on_host_suites PRIVATE normscope::kernels normscope::comm GTest::gmock
+)
 target_compile_options(cuda_on_host_suites PRIVATE -fsanitize=thread)
 
-# The same for kernels of ranks that share a device.
-set(on_device ${normscope_SOURCE_DIR}/tests/comm/on_device)
-add_library(
-  ranks_on_host_suites OBJECT
-  ${on_device}/device_communicator.cpp ${on_device}/device_communicator_test.cpp
-  ${normscope_SOURCE_DIR}/tests/comm/worlds.cpp cuda_on_host/device.cpp cuda_on_host/stream.cpp
-)
-normscope_set_compile_rules(ranks_on_host_suites)
-target_include_directories(ranks_on_host_suites PRIVATE ${normscope_SOURCE_DIR})
-target_link_libraries(ranks_on_host_suites PRIVATE normscope::comm GTest::gmock)
-target_compile_options(ranks_on_host_suites PRIVATE -fsanitize=thread)
-
-# Adds an executable of some suites with the kernels of a tree, which a file launches.
-function(normscope_cuda_on_host_executable target suites launches tree)
-  add_executable(${target} ${launches})
+# Adds an executable of the suites with the kernels of a tree.
+function(normscope_cuda_on_host_executable target tree)
+  add_executable(${target} cuda_on_host/backend.cpp)
   normscope_set_compile_rules(${target})
   target_include_directories(${target} PRIVATE ${tree} ${normscope_SOURCE_DIR})
   target_link_libraries(
-    ${target} PRIVATE ${suites} normscope::kernels normscope::comm GTest::gmock GTest::gtest_main
+    ${target} PRIVATE cuda_on_host_suites normscope::kernels normscope::comm GTest::gmock
+                      GTest::gtest_main
   )
-  target_sources(${target} PRIVATE $<TARGET_OBJECTS:${suites}>)
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:cuda_on_host_suites>)
   target_compile_options(${target} PRIVATE -fsanitize=thread -O1)
   target_link_options(${target} PRIVATE -fsanitize=thread)
   add_dependencies(cuda_checks ${target})
@@ -106,15 +101,10 @@ endfunction()
 
 set(cases "*FollowTheSpecification/*_float32_channels_")
 set(early_cases "*EarlyKernels*")
-set(launches_ranks ${on_device}/sum_over_ranks_on_host.cpp)
-normscope_cuda_on_host_executable(
-  cuda_threads cuda_on_host_suites cuda_on_host/backend.cpp ${normscope_SOURCE_DIR}
-)
-normscope_cuda_on_host_executable(
-  cuda_ranks ranks_on_host_suites ${launches_ranks} ${normscope_SOURCE_DIR}
-)
+set(ranks_cases "*FollowEachOther*")
+normscope_cuda_on_host_executable(cuda_threads ${normscope_SOURCE_DIR})
 normscope_cuda_on_host_test(cuda.ThreadsDoNotRace cuda_threads ${cases}*:${early_cases})
-normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_ranks "*")
+normscope_cuda_on_host_test(cuda.RanksDoNotRace cuda_threads ${ranks_cases})
 
 # The suites must fail if a synchronization between threads is removed, or if kernels are wrong about
 # the elements before and after packs.
@@ -126,18 +116,13 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY
 )
 string(REPLACE "\n" ";" names "${names}")
-normscope_cuda_on_host_executable(
-  cuda_mutants cuda_on_host_suites cuda_on_host/backend.cpp ${mutants}
-)
-normscope_cuda_on_host_executable(
-  cuda_mutants_of_ranks ranks_on_host_suites ${launches_ranks} ${mutants}
-)
+normscope_cuda_on_host_executable(cuda_mutants ${mutants})
 set(number 0)
 foreach(name IN LISTS names)
   math(EXPR number "${number} + 1")
-  if(name MATCHES "^sum_over_ranks")
+  if(name MATCHES "^sum_over_peers")
     normscope_cuda_on_host_test(
-      cuda.Misses/${name} cuda_mutants_of_ranks "*FollowEachOther*/3" NORMSCOPE_MUTANT=${number}
+      cuda.Misses/${name} cuda_mutants ${ranks_cases}/3 NORMSCOPE_MUTANT=${number}
     )
   elseif(name MATCHES "_without_(head|tail|part|rotation|address|stride)$")
     normscope_cuda_on_host_test(
@@ -159,5 +144,5 @@ foreach(name IN LISTS names)
     PROPERTIES PASS_REGULAR_EXPRESSION "ThreadSanitizer: data race;\\[  FAILED  \\]"
   )
 endforeach()
-file(GLOB kernels ${normscope_SOURCE_DIR}/normscope/kernels/cuda/*.cuh ${on_device}/*.cuh)
+file(GLOB kernels ${normscope_SOURCE_DIR}/normscope/kernels/cuda/*.cuh)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${kernels})

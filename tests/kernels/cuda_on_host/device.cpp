@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -353,6 +354,23 @@ unsigned ThisThread::take_ticket(unsigned* ticket, unsigned last) {
   }
   Watched::depart(reinterpret_cast<char*>(ticket));
   return taken;
+}
+
+void ThisThread::announce(std::uint64_t* word, std::uint64_t value) {
+  Watched::arrive(reinterpret_cast<char*>(word));
+  std::atomic_ref(*word).store(value, std::memory_order_release);
+}
+
+std::uint64_t ThisThread::look_at(std::uint64_t* word) {
+  std::this_thread::yield();  // whoever announces it may need this core
+  const std::uint64_t value = std::atomic_ref(*word).load(std::memory_order_acquire);
+  Watched::depart(reinterpret_cast<char*>(word));
+  return value;
+}
+
+std::int64_t ThisThread::nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
 void ThisThread::wait_for_earlier_kernel() {

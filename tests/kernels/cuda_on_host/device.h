@@ -50,6 +50,11 @@ class ThisThread {
   // others did before theirs.
   static unsigned take_ticket(unsigned* ticket, unsigned last);
 
+  // Words that kernels of other devices see while they run.
+  static void announce(std::uint64_t* word, std::uint64_t value);
+  static std::uint64_t look_at(std::uint64_t* word);
+  static std::int64_t nanoseconds();
+
   static void wait_for_earlier_kernel();
   static void let_next_kernel_start();
 
@@ -74,6 +79,7 @@ bool run_grid(Index grid, Index block, Start start, const std::function<void()>&
 #define __device__
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 #define threadIdx (::normscope::cuda_on_host::ThisThread::thread())
 #define blockIdx (::normscope::cuda_on_host::ThisThread::block())

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "normscope/torch/c10d/peer_sum.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "normscope/comm/describe.h"
+#include "normscope/comm/processes.h"
+#include "normscope/core/error.h"
+#include "normscope/core/header.h"
+#include "normscope/core/limbs.h"
+
+namespace normscope::binding {
+namespace {
+
+// Longer messages are rare, and every group would have to allocate memory for them.
+constexpr std::int64_t kMostChannels = 4096;
+
+// Of a rank that does not take part.
+constexpr double kNoHost = -1;
+
+bool is_true_for_all(Communicator& ranks, bool own) {
+  const std::vector<double> all = gather(ranks, {own ? 1.0 : 0.0});
+  return std::ranges::all_of(all, [](double of_rank) { return of_rank != 0.0; });
+}
+
+bool are_on_one_host(Communicator& ranks, bool takes_part) {
+  const double own = takes_part ? static_cast<double>(identity_of_process_ids()) : kNoHost;
+  const std::vector<double> all = gather(ranks, {own});
+  return own != kNoHost && std::ranges::all_of(all, [&](double host) { return host == own; });
+}
+
+std::vector<PeerHandle> gather_handles(Communicator& ranks, const PeerHandle& own) {
+  std::vector<double> bytes;
+  for (const std::byte byte : own) bytes.push_back(std::to_integer<int>(byte));
+  const std::vector<double> all = gather(ranks, bytes);
+  std::vector<PeerHandle> handles(static_cast<std::size_t>(ranks.size()));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    handles[i / own.size()][i % own.size()] = static_cast<std::byte>(all[i]);
+  }
+  return handles;
+}
+
+}  // namespace
+
+std::unique_ptr<PeerSum> PeerSum::make(Communicator& ranks, const DeviceKernels* kernels,
+                                       c10::DeviceType type, std::chrono::milliseconds time_limit) {
+  const bool takes_part = kernels != nullptr && kernels->why_not().empty();
+  if (!are_on_one_host(ranks, takes_part)) return nullptr;
+  if (ranks.size() > PeerMemory::kMostRanks) return nullptr;
+  const c10::Device device = c10::impl::VirtualGuardImpl(type).getDevice();
+  std::unique_ptr<PeerSum> made(new PeerSum(ranks, *kernels, device, time_limit));
+  PeerHandle handle = {};
+  if (!is_true_for_all(ranks, made->allocate(handle))) return nullptr;
+  const std::vector<PeerHandle> handles = gather_handles(ranks, handle);
+  return is_true_for_all(ranks, made->open(handles)) ? std::move(made) : nullptr;
+}
+
+PeerSum::PeerSum(const Communicator& ranks, const DeviceKernels& kernels, c10::Device device,
+                 std::chrono::milliseconds time_limit)
+    : kernels_(kernels), device_(device), time_limit_(time_limit) {
+  memory_.rank = ranks.rank();
+  memory_.ranks = ranks.size();
+  memory_.capacity = kMostChannels * kSums * kLimbs + kHeaderSize;
+  memory_.time_limit = std::chrono::nanoseconds(time_limit).count();
+}
+
+bool PeerSum::allocate(PeerHandle& handle) {
+  try {
+    memory_.failure = kernels_.peers.allocate_word();
+    memory_.of_ranks[memory_.rank] = kernels_.peers.allocate(memory_.size(), handle);
+    return true;
+  } catch (const DeviceError&) {
+    return false;
+  }
+}
+
+bool PeerSum::open(const std::vector<PeerHandle>& handles) {
+  try {
+    for (int rank = 0; rank < memory_.ranks; ++rank) {
+      if (rank == memory_.rank) continue;
+      memory_.of_ranks[rank] = kernels_.peers.open(handles[static_cast<std::size_t>(rank)]);
+    }
+    return true;
+  } catch (const DeviceError&) {
+    return false;
+  }
+}
+
+bool PeerSum::takes(std::size_t size, c10::Device device) const {
+  return device == device_ && size <= static_cast<std::size_t>(memory_.capacity);
+}
+
+void PeerSum::all_reduce_sum(std::span<double> sum, Stream stream) {
+  const std::uint64_t failure = std::atomic_ref(*memory_.failure).load(std::memory_order_acquire);
+  if (failure != PeerMemory::kNone && failure != PeerMemory::kByHost) {
+    const std::string text = "an exchange timed out: waited " + in_seconds(time_limit_) + " for ";
+    throw TimeoutError(text + name_of_rank(static_cast<int>(failure - 1), memory_.ranks));
+  }
+  // The program orders a graph with other work.
+  if (!kernels_.is_capturing(stream)) {
+    if (last_ && last_->handle != stream.handle) kernels_.peers.order(*last_, stream);
+    last_ = stream;
+  }
+  kernels_.peers.sum(stream, memory_, sum.data(), std::ssize(sum));
+}
+
+void PeerSum::end_waits() noexcept {
+  if (memory_.failure == nullptr) return;
+  std::uint64_t none = PeerMemory::kNone;
+  std::atomic_ref(*memory_.failure)
+      .compare_exchange_strong(none, PeerMemory::kByHost, std::memory_order_release);
+}
+
+}  // namespace normscope::binding
