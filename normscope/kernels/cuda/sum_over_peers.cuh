@@ -41,8 +41,7 @@ __device__ inline std::int64_t nanoseconds() {
 #endif
 }
 
-// ---- Places in the memory of rank `owner`
-// --------------------------------------------------------
+// ---- Places in the memory of a rank, the owner --------------------------------------------------
 
 // The slot of a message of rank `from`.
 __device__ inline double* slot_of(const PeerMemory& peers, int owner, int from,
@@ -107,9 +106,8 @@ __global__ void sum_over_peers(const __grid_constant__ PeerMemory peers, double*
   if (thread < peers.ranks) {
     const bool has_come = wait_for_peer(peers, thread, epoch);
     const bool fits = has_come && slot_of(peers, peers.rank, thread, epoch)[part] == size_here;
-    flaws[thread] = !has_come ? std::numeric_limits<double>::quiet_NaN()
-                    : fits    ? 0.0
-                              : std::numeric_limits<double>::infinity();
+    flaws[thread] = fits ? 0.0 : std::numeric_limits<double>::infinity();
+    if (!has_come) flaws[thread] = std::numeric_limits<double>::quiet_NaN();
   }
   __syncthreads();
   double flaw = 0.0;

@@ -102,6 +102,7 @@ C10dCommunicator::C10dCommunicator(Group part, std::shared_ptr<OwnGroup> own,
   options_ = whole.options_;
   if (whole.board_) board_ = whole.board_->part(members);
   publisher_ = whole.publisher_;
+  kernels_of_peers_ = whole.kernels_of_peers_;
 }
 
 C10dCommunicator::~C10dCommunicator() {
@@ -334,9 +335,9 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
   if (own_) publisher_ = std::make_shared<CallPublisher>(own_, *board_, publish_after);
 }
 
-void C10dCommunicator::connect_peers(const DeviceKernels* kernels) {
-  kernels_of_peers_ = kernels;
-  peer_sum_ = PeerSum::make(*this, kernels, placement_.device, options_.timeout);
+void C10dCommunicator::connect_peers() {
+  if (kernels_of_peers_ == nullptr) return;
+  peer_sum_ = PeerSum::make(*this, *kernels_of_peers_, placement_.device, options_.timeout);
 }
 
 void C10dCommunicator::watch_peers() {
@@ -376,13 +377,16 @@ void C10dCommunicator::abort_work() noexcept {
   }
 }
 
-void C10dCommunicator::know_processes() {
+void C10dCommunicator::know_processes(const DeviceKernels* kernels) {
   if (!own_) return;
   const auto identity = static_cast<double>(identity_of_process_ids());
-  const std::vector<double> rows = gather(*this, {identity, static_cast<double>(getpid())});
+  const std::vector<double> rows =
+      gather(*this, {identity, static_cast<double>(getpid()), kernels == nullptr ? 0.0 : 1.0});
   std::vector<std::int32_t> processes;
-  for (std::size_t row = 0; row < rows.size(); row += 2) {
+  kernels_of_peers_ = kernels;
+  for (std::size_t row = 0; row < rows.size(); row += 3) {
     processes.push_back(rows[row] == identity ? static_cast<std::int32_t>(rows[row + 1]) : 0);
+    if (rows[row + 2] == 0.0) kernels_of_peers_ = nullptr;
   }
   own_->know_processes(std::move(processes));
 }

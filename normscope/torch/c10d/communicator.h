@@ -66,12 +66,14 @@ class C10dCommunicator final : public Communicator {
 
   // If there is a separate group: finds the peers' processes on this host, whose death errors then
   // name. Later parts are included. Collective.
-  void know_processes();
+  //
+  // `kernels`: with which this rank's device can exchange messages with others; nullptr if there
+  // are none, or they are not wanted.
+  void know_processes(const DeviceKernels* kernels);
 
-  // From now on the devices exchange messages in each other's memory, if all of them can (PeerSum).
-  // `kernels`: of this rank's device; nullptr if there are none, or they are not wanted. Later
-  // parts are included. Collective.
-  void connect_peers(const DeviceKernels* kernels);
+  // If all ranks have given kernels: from now on their devices exchange messages in each other's
+  // memory, if all of them can (PeerSum). Collective.
+  void connect_peers();
 
   // If there is a separate group and messages are summed on a device: looks from now on whether a
   // peer has failed or died, or does not come within the time limit. Later calls then throw instead
@@ -160,14 +162,14 @@ class C10dCommunicator final : public Communicator {
   };
   State state_;
   std::optional<CallBoard> board_;
-  std::unique_ptr<Communicator> holder_of_board_;         // nullptr for a part
-  std::shared_ptr<CallPublisher> publisher_;              // of the whole group
-  std::optional<const DeviceKernels*> kernels_of_peers_;  // of connect_peers()
-  std::unique_ptr<PeerSum> peer_sum_;                     // nullptr: the backend carries messages
-  QueuedMessages queued_;                                 // without torch
-  bool shows_presence_ = false;       // used by the thread that watches the peers
-  bool watches_peers_ = false;        // of parts too
-  std::unique_ptr<PeerWatch> peers_;  // last, because it uses the other members
+  std::unique_ptr<Communicator> holder_of_board_;    // nullptr for a part
+  std::shared_ptr<CallPublisher> publisher_;         // of the whole group
+  const DeviceKernels* kernels_of_peers_ = nullptr;  // nullptr: not all ranks have given some
+  std::unique_ptr<PeerSum> peer_sum_;                // nullptr: the backend carries messages
+  QueuedMessages queued_;                            // without torch
+  bool shows_presence_ = false;                      // used by the thread that watches the peers
+  bool watches_peers_ = false;                       // of parts too
+  std::unique_ptr<PeerWatch> peers_;                 // last, because it uses the other members
 };
 
 }  // namespace normscope::binding

@@ -21,18 +21,15 @@ namespace {
 // Longer messages are rare, and every group would have to allocate memory for them.
 constexpr std::int64_t kMostChannels = 4096;
 
-// Of a rank that does not take part.
-constexpr double kNoHost = -1;
-
 bool is_true_for_all(Communicator& ranks, bool own) {
   const std::vector<double> all = gather(ranks, {own ? 1.0 : 0.0});
   return std::ranges::all_of(all, [](double of_rank) { return of_rank != 0.0; });
 }
 
-bool are_on_one_host(Communicator& ranks, bool takes_part) {
-  const double own = takes_part ? static_cast<double>(identity_of_process_ids()) : kNoHost;
+bool are_on_one_host(Communicator& ranks) {
+  const auto own = static_cast<double>(identity_of_process_ids());
   const std::vector<double> all = gather(ranks, {own});
-  return own != kNoHost && std::ranges::all_of(all, [&](double host) { return host == own; });
+  return std::ranges::all_of(all, [&](double host) { return host == own; });
 }
 
 std::vector<PeerHandle> gather_handles(Communicator& ranks, const PeerHandle& own) {
@@ -48,13 +45,11 @@ std::vector<PeerHandle> gather_handles(Communicator& ranks, const PeerHandle& ow
 
 }  // namespace
 
-std::unique_ptr<PeerSum> PeerSum::make(Communicator& ranks, const DeviceKernels* kernels,
+std::unique_ptr<PeerSum> PeerSum::make(Communicator& ranks, const DeviceKernels& kernels,
                                        c10::DeviceType type, std::chrono::milliseconds time_limit) {
-  const bool takes_part = kernels != nullptr && kernels->why_not().empty();
-  if (!are_on_one_host(ranks, takes_part)) return nullptr;
-  if (ranks.size() > PeerMemory::kMostRanks) return nullptr;
+  if (ranks.size() > PeerMemory::kMostRanks || !are_on_one_host(ranks)) return nullptr;
   const c10::Device device = c10::impl::VirtualGuardImpl(type).getDevice();
-  std::unique_ptr<PeerSum> made(new PeerSum(ranks, *kernels, device, time_limit));
+  std::unique_ptr<PeerSum> made(new PeerSum(ranks, kernels, device, time_limit));
   PeerHandle handle = {};
   if (!is_true_for_all(ranks, made->allocate(handle))) return nullptr;
   const std::vector<PeerHandle> handles = gather_handles(ranks, handle);

@@ -19,11 +19,11 @@ namespace normscope::binding {
 // other's devices (kernels/peer_memory.h). All ranks are on one host.
 class PeerSum {
  public:
-  // For messages on the current device of this type. `kernels`: nullptr if there are none, or they
-  // are not wanted. Collective. Returns nullptr on every rank if one of them has no kernels, or its
-  // device cannot reach the others' memory. Throws the errors of messages.
+  // For messages on the current device of this type, by its kernels. Collective. Returns nullptr on
+  // every rank if the device of one of them cannot reach the others' memory. Throws the errors of
+  // messages.
   [[nodiscard]] static std::unique_ptr<PeerSum> make(Communicator& ranks,
-                                                     const DeviceKernels* kernels,
+                                                     const DeviceKernels& kernels,
                                                      c10::DeviceType type,
                                                      std::chrono::milliseconds time_limit);
 

@@ -86,7 +86,7 @@ std::unique_ptr<Communicator> C10dCommunicator::make_part(const std::vector<int>
   }
   std::unique_ptr<C10dCommunicator> made(
       new C10dCommunicator(std::move(part), std::move(own), members, *this));
-  if (kernels_of_peers_) made->connect_peers(*kernels_of_peers_);
+  made->connect_peers();
   if (watches_peers_) made->watch_peers();
   return made;
 }

@@ -40,18 +40,25 @@ std::shared_ptr<OwnGroup> own_group_of(c10d::ProcessGroup& group, const std::str
   return std::make_shared<OwnGroup>(group, name, use, time_limit);
 }
 
+// With which devices exchange messages themselves; nullptr: they do not.
+const DeviceKernels* kernels_of_peers(const Placement& placement) {
+  if (placement.memory == Memory::kHost || !uses_peer_memory()) return nullptr;
+  const DeviceKernels* const kernels = kernels_for_devices();
+  return kernels != nullptr && kernels->why_not().empty() ? kernels : nullptr;
+}
+
 std::unique_ptr<Exchange> exchange_over(const ProcessGroup& group, const Placement& placement,
                                         const std::shared_ptr<OwnGroup>& own,
                                         Milliseconds time_limit) {
   auto over_torch = std::make_unique<C10dCommunicator>(group, placement, time_limit, own);
-  over_torch->know_processes();
+  over_torch->know_processes(kernels_of_peers(placement));
   // A group of one rank comes here only if NORMSCOPE_FORCE_SYNC is set.
   const auto exchange = [](std::unique_ptr<Communicator> communicator) {
     return std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange);
   };
   // On a device a call only queues work: the host does not know when it ends, and shows no calls.
   if (placement.memory != Memory::kHost) {
-    over_torch->connect_peers(uses_peer_memory() ? kernels_for_devices() : nullptr);
+    over_torch->connect_peers();
     over_torch->watch_peers();
     return exchange(std::move(over_torch));
   }
