@@ -43,6 +43,9 @@ struct PeerMemory {
   [[nodiscard]] NORMSCOPE_INLINE constexpr std::int64_t size() const noexcept {
     return kSlots * ranks * slot_size() + ranks * kParts;
   }
+  [[nodiscard]] NORMSCOPE_INLINE std::uint64_t* words(int owner) const noexcept {
+    return reinterpret_cast<std::uint64_t*>(of_ranks[owner] + kSlots * ranks * slot_size());
+  }
 };
 
 // By which another process of the host finds an allocation.

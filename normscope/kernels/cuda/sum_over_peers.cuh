@@ -52,25 +52,26 @@ __device__ inline double* slot_of(const PeerMemory& peers, int owner, int from,
 
 // The last message of rank `from` whose part is complete in its slot.
 __device__ inline std::uint64_t* announced(const PeerMemory& peers, int owner, int from, int part) {
-  double* const words =
-      peers.of_ranks[owner] + PeerMemory::kSlots * peers.ranks * peers.slot_size();
-  return reinterpret_cast<std::uint64_t*>(words) + from * PeerMemory::kParts + part;
+  return peers.words(owner) + from * PeerMemory::kParts + part;
 }
 
 // ---- The kernel ---------------------------------------------------------------------------------
 
 // Waits until the rank has announced its part of the message. Returns false if there is a failure
-// instead. A word of the host is far away: a wait looks at it now and then.
+// instead. A word of the host is far away: a wait looks at it now and then, and each time before
+// the announcement, because a rank that has come may fail after that.
 __device__ inline bool wait_for_peer(const PeerMemory& peers, int from, std::uint64_t epoch) {
   constexpr int kLooksBetween = 64;
   std::uint64_t* const word = announced(peers, peers.rank, from, static_cast<int>(blockIdx.x));
   const std::int64_t end = nanoseconds() + peers.time_limit;
   while (true) {
+    const bool has_failed = look_at(peers.failure) != PeerMemory::kNone;
+    const bool is_late = nanoseconds() > end;
     for (int i = 0; i < kLooksBetween; ++i) {
       if (look_at(word) >= epoch) return true;
     }
-    if (look_at(peers.failure) != PeerMemory::kNone) return false;
-    if (nanoseconds() > end) {
+    if (has_failed) return false;
+    if (is_late) {
       announce(peers.failure, static_cast<std::uint64_t>(1 + from));
       return false;
     }

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "normscope/comm/describe.h"
@@ -45,6 +46,7 @@ class DeviceGroup {
   void fail(const std::string& reason) {
     const std::lock_guard lock(mutex_);
     if (!first_reason().empty()) return;
+    wait_for_announcements();
     reason_ = "device: " + reason;
     std::atomic_ref(*failure_).store(PeerMemory::kByHost, std::memory_order_release);
   }
@@ -55,6 +57,19 @@ class DeviceGroup {
   }
 
  private:
+  // Waits until each rank that has announced a part to some ranks has announced it to all: those
+  // then find it, and not the failure.
+  void wait_for_announcements() const {
+    const auto word = [&](int owner, int i) {
+      return std::atomic_ref(shared_.words(owner)[i]).load(std::memory_order_acquire);
+    };
+    for (int i = 0; i < shared_.ranks * PeerMemory::kParts; ++i) {
+      for (int owner = 1; owner < shared_.ranks; ++owner) {
+        while (word(owner, i) != word(0, i)) std::this_thread::yield();
+      }
+    }
+  }
+
   // The host's, or that of a kernel; empty: none. Later ones do not replace it.
   const std::string& first_reason() {
     const std::uint64_t failure = std::atomic_ref(*failure_).load(std::memory_order_acquire);
