@@ -319,7 +319,7 @@ struct Backend {
 
   static void sum_message(Stream stream, const PeerMemory& peers, double* values,
                           std::int64_t size) {
-    Device::launch(stream, {PeerMemory::kParts, 1, 1, kBlockThreads, 1}, Order::kAfter,
+    Device::launch(stream, {PeerMemory::kParts, 1, 1, Device::kPeerThreads, 1}, Order::kAfter,
                    sum_over_peers, peers, values, size);
   }
 

@@ -194,6 +194,8 @@ struct CurrentDevice {
     return allocate_zeros(size, static_cast<cudaStream_t>(stream.handle));
   }
 
+  static constexpr int kPeerThreads = kBlockThreads;
+
   static double* allocate_for_peers(std::int64_t size, PeerHandle& handle) {
     const RelaxedCapture relaxed;
     double* const data = allocate_zeros_at_once(size);
