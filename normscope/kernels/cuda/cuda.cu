@@ -74,24 +74,30 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+struct Free {
+  void operator()(double* memory) const { (void)cudaFree(memory); }
+};
+using DeviceMemory = std::unique_ptr<double, Free>;
+
 // [size] that work on the stream finds to be zeros.
-double* allocate_zeros(std::int64_t size, cudaStream_t stream) {
+DeviceMemory allocate_zeros(std::int64_t size, cudaStream_t stream) {
   const std::size_t bytes = static_cast<std::size_t>(size) * sizeof(double);
-  void* zeros = nullptr;
-  check(cudaMalloc(&zeros, bytes), "cudaMalloc");
-  check(cudaMemsetAsync(zeros, 0, bytes, stream), "cudaMemsetAsync");
-  return static_cast<double*>(zeros);
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, bytes), "cudaMalloc");
+  DeviceMemory zeros(static_cast<double*>(memory));
+  check(cudaMemsetAsync(memory, 0, bytes, stream), "cudaMemsetAsync");
+  return zeros;
 }
 
 // The same, which also other streams find to be zeros. On a stream of its own: the work must not be
 // captured.
-double* allocate_zeros_at_once(std::int64_t size) {
+DeviceMemory allocate_zeros_at_once(std::int64_t size) {
   cudaStream_t stream = nullptr;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  double* const data = allocate_zeros(size, stream);
+  const std::unique_ptr<CUstream_st, decltype(&cudaStreamDestroy)> kept(stream, cudaStreamDestroy);
+  DeviceMemory zeros = allocate_zeros(size, stream);
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
-  return data;
+  return zeros;
 }
 
 // Zeros for graphs. Each belongs to one graph, which leaves zeros, and then to another one.
@@ -144,7 +150,9 @@ class ZerosOfGraphs {
   }
 
   static std::unique_ptr<Zeros> allocate(std::int64_t size) {
-    return std::make_unique<Zeros>(Zeros{current_device(), size, allocate_zeros_at_once(size)});
+    auto zeros = std::make_unique<Zeros>(Zeros{current_device(), size, nullptr});
+    zeros->data = allocate_zeros_at_once(size).release();
+    return zeros;
   }
 
   // CUDA calls this after the last run of a destroyed graph. It must not call CUDA.
@@ -191,18 +199,18 @@ struct CurrentDevice {
     // This thread or another one may be capturing, which otherwise forbids this.
     const RelaxedCapture relaxed;
     if (cudaGraph_t graph = graph_of(stream)) return ZerosOfGraphs::take(graph, size);
-    return allocate_zeros(size, static_cast<cudaStream_t>(stream.handle));
+    return allocate_zeros(size, static_cast<cudaStream_t>(stream.handle)).release();
   }
 
   static constexpr int kPeerThreads = kBlockThreads;
 
   static double* allocate_for_peers(std::int64_t size, PeerHandle& handle) {
     const RelaxedCapture relaxed;
-    double* const data = allocate_zeros_at_once(size);
+    DeviceMemory zeros = allocate_zeros_at_once(size);
     cudaIpcMemHandle_t of_cuda = {};
-    check(cudaIpcGetMemHandle(&of_cuda, data), "cudaIpcGetMemHandle");
+    check(cudaIpcGetMemHandle(&of_cuda, zeros.get()), "cudaIpcGetMemHandle");
     handle = std::bit_cast<PeerHandle>(of_cuda);
-    return data;
+    return zeros.release();
   }
 
   static double* open_of_peer(const PeerHandle& handle) {
