@@ -6,10 +6,12 @@ A limit is a sentence above a kernel, or above a template argument of kernels:
     // Loop: at most 60 instructions per store; at least 4 loads.
     // Loop: at most 150 instructions per store, 550 with Silu; at most 160 float64 instructions.
     // Loop: at most 80 instructions per store; at least 8 loads; at least 8 before the wait.
+    // Loop: at least 8 loads; at least 12 before the first shuffle.
 
 Of each instance for packs of bfloat16, and of sums of float32 too, it describes the loop in which
 the instance spends its time. Loads are those that are in flight when the first loaded number is
-needed. Those before the wait are executed before the kernel waits for the previous one.
+needed. Those before the wait are executed before the kernel waits for the previous one, those
+before the first shuffle before its threads first exchange numbers.
 """
 
 import re
@@ -21,6 +23,9 @@ from typing import NamedTuple
 # In the names of instances for packs; then those of bfloat16, and of sums of float32.
 PACKS = "6AccessE0E"
 DESCRIBED = ("8BFloat16", "TermsIfE")
+
+# Of the wait for the previous kernel, and of the exchange of numbers between threads of a warp.
+INSTRUCTIONS = {"wait": "ACQBULK", "first shuffle": "SHFL"}
 
 
 class Loop(NamedTuple):
@@ -40,7 +45,7 @@ class LoopLimits(NamedTuple):
     with_name: Mapping[str, int]  # instead of `instructions`, for template arguments with a name
     float64: int | None
     loads: int | None
-    early_loads: int | None
+    loads_before: Mapping[str, int]  # by what they come before: a key of INSTRUCTIONS
 
 
 def is_in(name: str, symbol: str) -> bool:
@@ -73,7 +78,10 @@ def read_loop_limits(folder: Path) -> list[LoopLimits]:
                 with_name={b: int(a) for a, b in re.findall(r"(\d+) with (\w+)", text)},
                 float64=number(r"at most (\d+) float64 instructions", text),
                 loads=number(r"at least (\d+) loads", text),
-                early_loads=number(r"at least (\d+) before the wait", text),
+                loads_before={
+                    what: int(least)
+                    for least, what in re.findall(r"at least (\d+) before the ([a-z ]+)", text)
+                },
             )
             for text, name in found
         ]
@@ -97,10 +105,10 @@ def loads_in_flight(body: list[str]) -> int:
     return loads
 
 
-def loads_before_wait(code: str) -> int:
-    """Return the number of loads in front of the first wait for the previous kernel."""
-    before, wait, _ = code.partition("ACQBULK")
-    return len(re.findall(r"\bLDG", before)) if wait else 0
+def loads_before(instruction: str, code: str) -> int:
+    """Return the number of loads in front of the first such instruction."""
+    before, found, _ = code.partition(instruction)
+    return len(re.findall(r"\bLDG", before)) if found else 0
 
 
 def loops_of(code: str) -> Iterator[Loop]:
@@ -171,9 +179,9 @@ def loop_complaints(symbol: str, code: str, limits: LoopLimits) -> Iterator[str]
             yield f"expected at most {limits.float64} float64 in the loop, got {loop.float64}"
         if limits.loads is not None and loop.loads < limits.loads:
             yield f"expected at least {limits.loads} loads in flight, got {loop.loads}"
-    early_loads = loads_before_wait(code)
-    if limits.early_loads is not None and early_loads < limits.early_loads:
-        yield f"expected at least {limits.early_loads} loads before the wait, got {early_loads}"
+    for what, least in limits.loads_before.items():
+        if (loads := loads_before(INSTRUCTIONS[what], code)) < least:
+            yield f"expected at least {least} loads before the {what}, got {loads}"
 
 
 def check_loops(cubins: list[Path], folder: Path, nvdisasm: str) -> int:

@@ -64,7 +64,7 @@ PLACES = {
     "head": (r"lane < head \? lane : (packs \* kPack \+ lane)", r"\1"),
     "tail": (r"(?<=&& )own < positions\b", "own < head"),
     "part": (r"\badd_part\((?:[^()]|\([^()]*\))*\)(?=;)", "void()"),
-    "rotation": (r"row - kLanes \+ lane\b", "row - G::kLanes - lane"),
+    "rotation": (r"first_row - kLanes \+ lane\b", "first_row - G::kLanes - lane"),
     "address": (r"distance % static_cast<std::uintptr_t>\(bytes\) == 0", "true"),
     "stride": (r"\(x\.(?:sample|channel)_stride - other\.\w+\) % pack == 0", "true"),
 }

@@ -20,6 +20,7 @@ CODE = """
         /*0030*/                   LDG.E.128 R12, desc[UR4][R2.64] ;
         /*0040*/                   FADD R20, R11, R4 ;
         /*0050*/                   LDG.E.128 R16, desc[UR4][R2.64] ;
+        /*0058*/                   SHFL.DOWN PT, R20, R20, 0x8, 0x101f ;
         /*0060*/                   DADD R22, R24, R26 ;
         /*0070*/                   STG.E.128 desc[UR4][R2.64], R20 ;
         /*0080*/              @!P0 BRA `(.L_x_1) ;
@@ -29,12 +30,17 @@ SYMBOL = "_Z19apply_channels_lastIL6AccessE0E17NormalizeElementsI8BFloat16E4Silu
 
 
 KEPT = LoopLimits(
-    "NormalizeElements", instructions=8, with_name={}, float64=1, loads=2, early_loads=1
+    "NormalizeElements",
+    instructions=9,
+    with_name={},
+    float64=1,
+    loads=2,
+    loads_before={"wait": 1, "first shuffle": 3},
 )
 
 
 def test_a_loop_is_counted_up_to_its_branch() -> None:
-    assert list(loops_of(CODE)) == [Loop(instructions=8, stores=1, float64=1, loads=2)]
+    assert list(loops_of(CODE)) == [Loop(instructions=9, stores=1, float64=1, loads=2)]
 
 
 def test_loops_around_a_loop_that_loads_are_left_out() -> None:
@@ -48,13 +54,20 @@ def test_loops_around_a_loop_that_loads_are_left_out() -> None:
     [
         (KEPT, []),
         (
-            KEPT._replace(instructions=7),
-            ["expected at most 7 instructions per store in the loop, got 8 for 1"],
+            KEPT._replace(instructions=8),
+            ["expected at most 8 instructions per store in the loop, got 9 for 1"],
         ),
-        (KEPT._replace(instructions=7, with_name={"Silu": 8}), []),  # the symbol's own limit
+        (KEPT._replace(instructions=8, with_name={"Silu": 9}), []),  # the symbol's own limit
         (KEPT._replace(float64=0), ["expected at most 0 float64 in the loop, got 1"]),
         (KEPT._replace(loads=3), ["expected at least 3 loads in flight, got 2"]),
-        (KEPT._replace(early_loads=2), ["expected at least 2 loads before the wait, got 1"]),
+        (
+            KEPT._replace(loads_before={"wait": 2}),
+            ["expected at least 2 loads before the wait, got 1"],
+        ),
+        (
+            KEPT._replace(loads_before={"wait": 1, "first shuffle": 5}),
+            ["expected at least 5 loads before the first shuffle, got 4"],
+        ),
     ],
 )
 def test_each_limit_that_is_exceeded_causes_a_complaint(
@@ -66,7 +79,7 @@ def test_each_limit_that_is_exceeded_causes_a_complaint(
 def test_limits_are_read_from_the_source(tmp_path: Path) -> None:
     (tmp_path / "one.cuh").write_text(
         "// Loop: at most 150 instructions per store, 550 with Silu; at least 4 loads; at\n"
-        "// least 3 before the wait.\n"
+        "// least 3 before the wait; at least 5 before the first shuffle.\n"
         "template <class Element>\n"
         "struct Elements {};\n"
         "// Limits: 24 to 112 registers; bytes: 0 stack, 0 spilled, 0 shared.\n"
@@ -77,6 +90,6 @@ def test_limits_are_read_from_the_source(tmp_path: Path) -> None:
     )
 
     assert kernel_loops.read_loop_limits(tmp_path) == [
-        LoopLimits("Elements", 150, {"Silu": 550}, None, 4, 3),
-        LoopLimits("add_elements", None, {}, 160, None, None),
+        LoopLimits("Elements", 150, {"Silu": 550}, None, 4, {"wait": 3, "first shuffle": 5}),
+        LoopLimits("add_elements", None, {}, 160, None, {}),
     ]

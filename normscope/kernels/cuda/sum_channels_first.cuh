@@ -7,9 +7,6 @@
 
 namespace normscope::cuda {
 
-// How many packs a thread has in flight.
-inline constexpr int kPacksAtOnce = 8;
-
 // The threads that sum one tile together. They hold its 64 lanes, each thread as many as a pack has
 // elements. With packs, a thread has neighbouring lanes. Otherwise its lanes are kThreads apart,
 // and neighbouring threads read neighbouring elements.
@@ -63,10 +60,12 @@ __device__ Real pivot_of_tile(const Element* x, std::int64_t size, int thread) {
   using G = Group<Element, Access::kPacks>;
   const PivotSamples samples =
       size > 0 ? pivot_samples(Layout::kChannelsFirst, size) : PivotSamples{0, 0};
+  const int count = static_cast<int>(samples.count);  // int: with longer ones, registers spill
+  const int stride = static_cast<int>(samples.stride);
   Real lanes[G::kLanes];
   for (int j = 0; j < G::kLanes; ++j) {
     const int lane = G::lane(thread, j);
-    lanes[j] = lane < samples.count ? static_cast<Real>(widen(x[lane * samples.stride])) : Real{0};
+    lanes[j] = lane < count ? static_cast<Real>(widen(x[lane * stride])) : Real{0};
   }
   const Real sum = G::of_first_thread(G::fold(lanes));
   return sum / static_cast<Real>(samples.count);
@@ -80,80 +79,50 @@ __device__ Terms<Real> sums_of_tile(const typename AnyTerms::Run& run, int size,
                                     int thread) {
   using G = Group<typename AnyTerms::ElementType, kAccess>;
   constexpr int kLanes = static_cast<int>(kChannelsFirstTile.lanes);
-  // Sums take twice the registers if they are made again in float64, and leave room for half.
-  constexpr int kRowsOfTile = kPacksAtOnce / AnyTerms::kInputs *
-                              static_cast<int>(sizeof(Arithmetic<typename AnyTerms::ElementType>)) /
-                              static_cast<int>(sizeof(Real));
-  const int lane = G::lane(thread, 0);
-  const Range tile{0, size};
-
-  // The pack before the first row may be partly in the tile. It is loaded while the center is
-  // computed.
-  int row = kAccess == Access::kPacks ? size_before_pack<G::kLanes>(run.x) : 0;
-  const int before = row - kLanes + lane;
-  typename AnyTerms::template Row<G::kLanes> head;
-  if constexpr (kAccess == Access::kPacks) {
-    head = run.template load_part<G::kLanes>(before, tile, readable);
-  }
-
   Real centers[G::kLanes];
-  const Real center = center_of_tile();
-  for (Real& each : centers) each = center;
-  Real first[G::kLanes] = {};
-  Real second[G::kLanes] = {};
-  const auto add = [&](int j, const Terms<Real>& term) {
-    first[j] += term.first;
-    second[j] += term.second;
+  const auto find_centers = [&] {
+    const Real center = center_of_tile();
+    for (Real& each : centers) each = center;
   };
-  const auto add_part = [&](const auto& part, int begin) {
-    if (!tile.touches(begin, G::kLanes)) return;
-    Terms<Real> terms[G::kLanes];
-    AnyTerms::of_row(part, centers, terms);
-    for (int j = 0; j < G::kLanes; ++j) {
-      if (tile.contains(begin + j)) add(j, terms[j]);
-    }
-  };
-  const auto add_rows = [&]<int kRows>(std::integral_constant<int, kRows>) {
-    for (; row + kRows * kLanes <= size; row += kRows * kLanes) {
-      typename AnyTerms::template Row<G::kLanes> loaded[kRows];
-      const std::int64_t begin = row + lane;
-      NORMSCOPE_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        loaded[i] = run.template load<G::kLanes>(begin + i * kLanes);
-      }
-      NORMSCOPE_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        Terms<Real> terms[G::kLanes];
-        AnyTerms::of_row(loaded[i], centers, terms);
-        for (int j = 0; j < G::kLanes; ++j) add(j, terms[j]);
-      }
-    }
-  };
+  PackSums<G::kLanes, Real> sums;
   if constexpr (kAccess == Access::kPacks) {
+    const int first_row = size_before_pack<G::kLanes>(run.x);
+    const int rows = size > first_row ? (size - first_row) / kLanes : 0;
+    const Range tile{0, size};
+    // The packs before the first row and after the last one may be partly in the tile.
+    const int lane = G::lane(thread, 0);
+    const int before = first_row - kLanes + lane;
+    const auto head = run.template load_part<G::kLanes>(before, tile, readable);
+    const auto next = [](auto& at) { at.skip(kLanes); };
+    auto own = run;
+    own.skip(first_row + lane);
+    Rows<G::kLanes, Real, AnyTerms, decltype(next)> whole(own, rows, next);
+    find_centers();
+    const auto add_part = [&](const auto& part, int begin) {
+      if (!tile.touches(begin, G::kLanes)) return;
+      sums.template add_part<AnyTerms>(part, centers,
+                                       [&](int j) { return tile.contains(begin + j); });
+    };
     add_part(head, before);
-    add_rows(std::integral_constant<int, kRowsOfTile>{});
-    add_rows(std::integral_constant<int, 1>{});
-    add_part(run.template load_part<G::kLanes>(row + lane, tile, readable), row + lane);
+    whole.add_to(sums, centers);
+    const int after = first_row + rows * kLanes + lane;
+    add_part(run.template load_part<G::kLanes>(after, tile, readable), after);
   } else {
-    for (; row < size; row += kLanes) {
+    find_centers();
+    for (int row = 0; row < size; row += kLanes) {
       for (int j = 0; j < G::kLanes; ++j) {
         const int i = row + G::lane(thread, j);
         if (i >= size) continue;
         Terms<Real> term[1];
         AnyTerms::of_row(run.template load<1>(i), centers, term);
-        add(j, term[0]);
+        sums.first[j] += term[0].first;
+        sums.second[j] += term[0].second;
       }
     }
   }
-  const Real first_sum = G::fold(first);
-  return {first_sum, G::fold(second)};
+  const Real first_sum = G::fold(sums.first);
+  return {first_sum, G::fold(sums.second)};
 }
-
-// Both sums, and the center that they are taken around.
-struct CenteredSums {
-  double center;
-  Terms<double> sums;
-};
 
 template <class Real, Access kAccess, class AnyTerms>
 __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice, const Tile& tile,
@@ -163,7 +132,6 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice,
   double center = 0.0;
   const auto find_center = [&] {
     if constexpr (AnyTerms::kHasPivot) {
-      static_assert(kAccess == Access::kPacks);
       // Even in float64, the pivot is rounded to the type of the arithmetic.
       center = static_cast<double>(
           static_cast<Arithmetic>(pivot_of_tile<Real>(run.x, tile.size, thread)));
@@ -181,7 +149,7 @@ __device__ CenteredSums centered_sums(const AnyTerms& terms, std::int64_t slice,
 // Adds the tiles of all channels to their limbs. The tiles of a channel are shared by `groups`
 // groups of a block (a power of two) and by gridDim.y blocks. gridDim.z blocks share the slices.
 // Limits: 56 to 128 registers; bytes: 0 stack, 0 spilled, 16 shared.
-// Loop: at least 8 loads.
+// Loop: at least 8 loads; at least 17 before the first shuffle.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     add_tiles_channels_first(AnyTerms terms, int groups, NormBatches batches, DeviceScratch scratch,
@@ -210,7 +178,9 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
         const bool is_finite_here = tile.size == 0 || thread != 0 ||
                                     (is_finite(result.sums.first) && is_finite(result.sums.second));
         if (__any_sync(kWholeWarp, !is_finite_here)) {
-          const auto again = centered_sums<double, kAccess>(terms, slice, tile, c, thread);
+          // By elements, which takes fewer registers and has the same bits.
+          const auto again =
+              centered_sums<double, Access::kElements>(terms, slice, tile, c, thread);
           if (!is_finite_here) result = again;
         }
       }

@@ -138,51 +138,10 @@ __device__ void find_pivots(const Elements<const Element>& x, std::int64_t c, co
   }
 }
 
-// Both sums of a thread's chain of up to kTileChain rows, for the channels of a pack.
-template <int kPack, class AnyTerms>
-struct ChainSums {
-  using Real = Arithmetic<typename AnyTerms::ElementType>;
-  static constexpr int kRows = kPacksAtOnce / AnyTerms::kInputs;
-
-  Real first[kPack] = {};
-  Real second[kPack] = {};
-
-  __device__ void add(const AnyTerms& terms, typename AnyTerms::Run run, int rows,
-                      const Real (&centers)[kPack]) {
-    for (; rows >= kRows; rows -= kRows) add_rows<true>(terms, run, kRows, centers);
-    if (rows > 0) add_rows<false>(terms, run, rows, centers);
-  }
-
- private:
-  // Adds kRows rows, or fewer. It loads as many in any case, the last one again and again, because
-  // loads that wait for a condition are not in flight together.
-  template <bool kAll>
-  __device__ void add_rows(const AnyTerms& terms, typename AnyTerms::Run& run, int rows,
-                           const Real (&centers)[kPack]) {
-    typename AnyTerms::template Row<kPack> loaded[kRows];
-    NORMSCOPE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      loaded[i] = run.template load<kPack>(0);
-      if (kAll || i + 1 < rows) terms.next_position(run);
-    }
-    NORMSCOPE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      if (!kAll && i >= rows) break;
-      Terms<Real> of_row[kPack];
-      AnyTerms::of_row(loaded[i], centers, of_row);
-      NORMSCOPE_UNROLL
-      for (int j = 0; j < kPack; ++j) {
-        first[j] += of_row[j].first;
-        second[j] += of_row[j].second;
-      }
-    }
-  }
-};
-
 // Adds the tiles of all channels to their limbs. blockIdx.x selects 2^column_bits packs, gridDim.y
 // blocks share the tiles, gridDim.z blocks the slices.
 // Limits: 56 to 168 registers; bytes: 0 stack, 0 spilled, 10256 shared.
-// Loop: at least 8 loads.
+// Loop: at least 8 loads; at least 11 before the first shuffle.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<typename AnyTerms::ElementType>)
     add_tiles_channels_last(AnyTerms terms, int column_bits, NormBatches batches,
@@ -202,6 +161,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<typename AnyTerms::E
   const std::int64_t c = first_channel + place.column() * kPack;
   const bool has_channels = c < scratch.channels;
   const std::int64_t positions = terms.x.positions;
+  const auto next = [&](auto& run) { terms.next_position(run); };
   for (std::int64_t slice = blockIdx.z; slice < batches.slices; slice += gridDim.z) {
     const std::int64_t tiles =
         batches.samples_of(slice) * tiles_per_sample(Layout::kChannelsLast, positions);
@@ -220,15 +180,16 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<typename AnyTerms::E
       Tile tile = tile_at<Layout::kChannelsLast>(turn + place.tile(), tiles, positions);
       tile.sample += batches.first_sample(slice);
       if (!has_channels) tile.size = 0;
+      const int begin = place.lane() * kTileChain;
+      Rows<kPack, Real, AnyTerms, decltype(next)> rows(
+          terms.run(tile.sample, c, tile.begin + begin),
+          static_cast<int>(smaller(tile.size - begin, kTileChain)), next);
       Real own_centers[Own::kSize] = {};  // the gradient sums need none
       if constexpr (AnyTerms::kHasPivot) {
         find_pivots(terms.x, c, tile, place, centers, own_centers);
       }
-
-      ChainSums<kPack, AnyTerms> sums;
-      const int begin = place.lane() * kTileChain;
-      sums.add(terms, terms.run(tile.sample, c, tile.begin + begin),
-               static_cast<int>(smaller(tile.size - begin, kTileChain)), centers);
+      PackSums<kPack, Real> sums;
+      rows.add_to(sums, centers);
       fold_lanes(sums.first, place);
       fold_lanes(sums.second, place);
       if (tile.size == 0 || !Own::is_owner(place.lane())) continue;

@@ -52,6 +52,7 @@ struct MomentTerms {
                                           const Range& readable) const {
       return load_part_of_pack<kSize>(x, begin, wanted, readable);
     }
+    NORMSCOPE_INLINE void skip(std::int64_t elements) { x += elements; }
   };
 
   NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
@@ -153,6 +154,10 @@ struct GradientTerms {
       return {load_part_of_pack<kSize>(x, begin, wanted, readable),
               load_part_of_pack<kSize>(dy, begin, wanted, readable)};
     }
+    NORMSCOPE_INLINE void skip(std::int64_t elements) {
+      x += elements;
+      dy += elements;
+    }
   };
 
   NORMSCOPE_INLINE Run run(std::int64_t n, std::int64_t c, std::int64_t p) const {
@@ -233,6 +238,84 @@ struct GradientTerms {
     FewLimbs<1, 3> sum_;
     FewLimbs<1, 3> products_;
   };
+};
+
+// Both sums of each element of a pack, computed in Real.
+template <int kPack, class Real>
+struct PackSums {
+  Real first[kPack] = {};
+  Real second[kPack] = {};
+
+  // Adds the elements of a row for which contains(j), each around a center of its own.
+  template <class AnyTerms, class Row, class Contains>
+  NORMSCOPE_INLINE void add_part(const Row& row, const Real (&centers)[kPack],
+                                 const Contains& contains) {
+    Terms<Real> terms[kPack];
+    AnyTerms::of_row(row, centers, terms);
+    NORMSCOPE_UNROLL
+    for (int j = 0; j < kPack; ++j) {
+      if (!contains(j)) continue;
+      first[j] += terms[j].first;
+      second[j] += terms[j].second;
+    }
+  }
+  template <class AnyTerms, class Row>
+  NORMSCOPE_INLINE void add(const Row& row, const Real (&centers)[kPack]) {
+    add_part<AnyTerms>(row, centers, [](int) { return true; });
+  }
+};
+
+// How many packs a thread has in flight.
+inline constexpr int kPacksAtOnce = 8;
+
+// A thread's rows of a tile, a pack of each. next(run) goes to the next row. The constructor loads
+// the first ones, because they do not depend on the centers: so many that kAtOnce divides the rest.
+template <int kPack, class Real, class AnyTerms, class Next>
+class Rows {
+ public:
+  using Run = typename AnyTerms::Run;
+  static constexpr int kAtOnce = kPacksAtOnce / AnyTerms::kInputs;
+
+  __device__ Rows(const Run& run, int rows, const Next& next)
+      : run_(run), left_(rows), first_(rows > 0 ? (rows - 1) % kAtOnce + 1 : 0), next_(next) {
+    NORMSCOPE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i >= first_) continue;
+      loaded_[i] = run_.template load<kPack>(0);
+      next_(run_);
+    }
+  }
+
+  __device__ void add_to(PackSums<kPack, Real>& sums, const Real (&centers)[kPack]) {
+    NORMSCOPE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i >= first_) break;
+      sums.template add<AnyTerms>(loaded_[i], centers);
+    }
+    for (left_ -= first_; left_ > 0; left_ -= kAtOnce) {
+      NORMSCOPE_UNROLL
+      for (auto& each : loaded_) {
+        each = run_.template load<kPack>(0);
+        next_(run_);
+      }
+      NORMSCOPE_UNROLL
+      for (const auto& each : loaded_) sums.template add<AnyTerms>(each, centers);
+    }
+  }
+
+ private:
+  Run run_;    // at the row that is loaded next
+  int left_;   // rows that are not added yet
+  int first_;  // how many of them the constructor has loaded
+  const Next& next_;
+  // Set even if there are no rows: otherwise the compiler keeps those of an earlier tile.
+  typename AnyTerms::template Row<kPack> loaded_[kAtOnce] = {};
+};
+
+// Both sums of a tile, and the center that they are taken around.
+struct CenteredSums {
+  double center;
+  Terms<double> sums;
 };
 
 // The place of a tile.
