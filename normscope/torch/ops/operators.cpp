@@ -16,6 +16,7 @@
 #include "normscope/core/environment.h"
 #include "normscope/core/resolution.h"
 #include "normscope/core/scope.h"
+#include "normscope/core/scope_choice.h"
 #include "normscope/kernels/device_kernels.h"
 #include "normscope/kernels/kernels.h"
 #include "normscope/torch/calls/arguments.h"
@@ -41,9 +42,12 @@ std::tuple<std::string, std::vector<std::int64_t>> divide_ranks(std::string_view
   return {resolved.str(), std::vector<std::int64_t>(leaders.begin(), leaders.end())};
 }
 
-// The version; what decides how a graph records a layer: the version, and the kernels at hand; and
-// the variables that Python needs. Checks all variables.
-std::tuple<std::string, std::string, bool, std::optional<double>> settings() {
+// The version; what decides how a graph records a layer: the version, and the kernels at hand; the
+// numbers of core/scope_choice.h: the default noise, samples, elements, and updates; and what
+// Python needs of the variables. Checks all variables.
+using Settings = std::tuple<std::string, std::string, std::vector<double>, bool,
+                            std::optional<double>, std::int64_t>;
+Settings settings() {
   check_all_variables();
   std::string recorder = NORMSCOPE_VERSION;
   if (device_kernels() != nullptr) recorder += " cuda";
@@ -52,7 +56,10 @@ std::tuple<std::string, std::string, bool, std::optional<double>> settings() {
   if (const auto limit = chosen_time_limit()) {
     seconds = std::chrono::duration<double>(*limit).count();
   }
-  return {NORMSCOPE_VERSION, std::move(recorder), has_exact_graphs(), seconds};
+  std::vector<double> limits = {kDefaultOutputNoise, kLeastSamples, kLeastElements,
+                                kTrainedUpdates};
+  return {NORMSCOPE_VERSION, std::move(recorder), std::move(limits), has_exact_graphs(),
+          seconds,           host_identity()};
 }
 
 std::string cuda_support() {
@@ -175,14 +182,15 @@ TORCH_LIBRARY(normscope, m) {
 
   m.def("keep_order(Tensor[] values) -> Tensor[] values", tags);
 
-  m.def("settings() -> (str version, str recorder, bool exact_graphs, float? time_limit)",
-        op_of(&settings));
+  m.def(
+      "settings() -> (str version, str recorder, float[] limits_of_scopes, bool exact_graphs, "
+      "float? time_limit, int host)",
+      op_of(&settings));
   m.def("resolve_scope(str scope, str group_name, int? samples) -> str", op_of(&resolve_scope));
   m.def("divide_ranks(str scope, int samples, int[] host_of_rank) -> (str resolved, int[] leaders)",
         op_of(&divide_ranks));
   m.def("installation(str[] devices) -> (str[] kernels, str in_use, str cuda, str[] of_devices)",
         &installation);
-  m.def("host_identity() -> int", &host_identity);
   m.def("set_detect_non_finite(bool wanted) -> bool before", &set_detect_non_finite);
   m.def("set_updates_in_backward(bool wanted) -> bool before", &set_updates_in_backward);
   m.def("batch_was_counted() -> bool", &batch_was_counted);
@@ -195,7 +203,6 @@ TORCH_LIBRARY(normscope, m) {
       "output_noise(Tensor x, Tensor? dz, Tensor? mask, Tensor? weight, float eps, float to_noise, "
       "str layer, str group_name, int first, int parts, int[] host_of_rank) -> Tensor noise",
       op_of(&output_noise));
-  m.def("limits_of_scopes() -> float[]", &limits_of_scopes);
   m.def(
       "choose_scopes(str[] layers, int[] exchange_bytes, float[] updates, float[] seconds, "
       "Tensor[] noise, int batches, float allowed, str group_name, int[] host_of_rank) "

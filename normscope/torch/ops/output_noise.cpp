@@ -236,10 +236,6 @@ at::Tensor output_noise(const at::Tensor& x, const OptionalTensor& dz, const Opt
   return result;
 }
 
-std::vector<double> limits_of_scopes() {
-  return {kDefaultOutputNoise, kLeastSamples, kLeastElements, static_cast<double>(kTrainedUpdates)};
-}
-
 ScopeChoice choose_scopes_of(const c10::List<std::string>& layers, at::IntArrayRef exchange_bytes,
                              at::ArrayRef<double> updates, at::ArrayRef<double> seconds,
                              at::TensorList noise, std::int64_t batches, double allowed,

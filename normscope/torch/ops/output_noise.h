@@ -51,9 +51,6 @@ using Cotangents = std::tuple<std::vector<at::Tensor>, double>;
     std::string_view group_name, std::int64_t first, std::int64_t parts,
     at::IntArrayRef host_of_rank);
 
-// The numbers of core/scope_choice.h: the default noise, samples, elements, and updates.
-[[nodiscard]] std::vector<double> limits_of_scopes();
-
 // Chooses a candidate for each layer by its noise in all ranks. noise[i] is [batches that reached
 // the layer, candidates, 3], of output_noise(), where the noise of a batch's calls is added up;
 // there is none in the rest of `batches`. updates[i] are those of the running statistics, infinity

@@ -29,7 +29,6 @@ random_cotangents = cast(
     _ops.random_cotangents.default,
 )
 output_noise = cast("Callable[..., torch.Tensor]", _ops.output_noise.default)
-limits_of_scopes = cast("Callable[[], list[float]]", _ops.limits_of_scopes.default)
 choose_scopes = cast("Callable[..., tuple[Any, ...]]", _ops.choose_scopes.default)
 fail_exchanges = cast("Callable[..., None]", _ops.fail_exchanges.default)
 # The status, and what has happened to another rank of a group.
@@ -57,8 +56,10 @@ know_process_group = cast("Callable[[str], None]", _ops.know_process_group.defau
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )
-host_identity = cast("Callable[[], int]", _ops.host_identity.default)
-settings = cast("Callable[[], tuple[str, str, bool, float | None]]", _ops.settings.default)
+# The host is a number of 52 bits that is the same for all ranks of a host.
+settings = cast(
+    "Callable[[], tuple[str, str, list[float], bool, float | None, int]]", _ops.settings.default
+)
 
 # Ranks exchange in these ops, or between two calls of keep_order. Compilers must keep the calls in
 # program order and repeat none.
@@ -71,7 +72,7 @@ for _op in (
 
 # exact_graphs: whether each layer in a compiled graph is a single op; see
 # normscope.training.exact_graphs. The call checks all variables, before any rank waits for another.
-version, _recorder, exact_graphs, _ = settings()
+version, _recorder, limits_of_scopes, exact_graphs, *_ = settings()
 
 
 # What a call that fails may raise. Not Exception: checkpointing ends a recomputation by one.

@@ -88,7 +88,8 @@ def measure(*, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Costs:
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     by_host: dict[int, list[int]] = {}
-    for rank, host in enumerate(gather(ops.host_identity())):
+    *_, own = ops.settings()
+    for rank, host in enumerate(gather(own)):
         by_host.setdefault(host, []).append(rank)
     fullest = max(by_host.values(), key=len)
     leaders = [ranks[0] for ranks in by_host.values()]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The default limit for the noise of all layers, and what a norm batch and a layer need at least;
 # normscope/core/scope_choice.h says why.
-DEFAULT_NOISE, LEAST_SAMPLES, LEAST_ELEMENTS, TRAINED_UPDATES = ops.limits_of_scopes()
+DEFAULT_NOISE, LEAST_SAMPLES, LEAST_ELEMENTS, TRAINED_UPDATES = ops.limits_of_scopes
 
 
 class Shares(NamedTuple):
