@@ -61,5 +61,5 @@ __all__ = [
     "to_torch",
 ]
 
-_kernels = groups.register()
+_ops_in_python = groups.register()
 __version__ = ops.version

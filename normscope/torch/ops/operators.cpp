@@ -216,13 +216,6 @@ TORCH_LIBRARY(normscope, m) {
   m.def("forget_groups(*, bool only_destroyed=False) -> ()", &forget_groups);
   m.def("note_change_of_scope() -> int number", &note_change_of_scope);
   m.def("change_before_forward() -> int number", &change_before_forward);
-  // Implemented in Python.
-  m.def(
-      "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) "
-      "-> str error");
-  m.def("close_process_group(str name) -> ()");
-  m.def("check_signals() -> ()");
-
   m.def("know_process_group(str group_name) -> ()", &know_process_group);
   m.def("communication_counters() -> (int calls, int bytes, float seconds)", &counters);
 }

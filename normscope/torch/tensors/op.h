@@ -24,7 +24,7 @@ struct ScopedCall {
   std::string_view layer;       // a qualified name; "": none
 };
 
-// The op of this name, as ops/operators.cpp declares it.
+// The op of this name, as ops/operators.cpp declares it, or python/normscope/_binding/groups.py.
 template <class Op>
 [[nodiscard]] c10::TypedOperatorHandle<Op> op_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();

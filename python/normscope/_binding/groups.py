@@ -270,9 +270,14 @@ def check_signals() -> None:
 
 
 def register() -> torch.library.Library:
-    """Register these functions with the C++ library for the lifetime of the returned object."""
-    kernels = torch.library.Library("normscope", "IMPL")
-    kernels.impl("make_process_group", make, "CompositeExplicitAutograd")
-    kernels.impl("close_process_group", close, "CompositeExplicitAutograd")
-    kernels.impl("check_signals", check_signals, "CompositeExplicitAutograd")
-    return kernels
+    """Define ops that call these functions, for the lifetime of the returned object."""
+    library = torch.library.Library("normscope", "FRAGMENT")
+    functions = {
+        "make_process_group(str name, str parent, int[] ranks, float seconds, bool devices) "
+        "-> str error": make,
+        "close_process_group(str name) -> ()": close,
+        "check_signals() -> ()": check_signals,
+    }
+    for schema, function in functions.items():
+        library.impl(library.define(schema), function, "CompositeExplicitAutograd")
+    return library
