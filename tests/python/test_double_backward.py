@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second gradients in lower precision and of ranks; test_programs.py has those in float64."""
+"""Second gradients in lower precision, and third ones; test_programs.py has those in float64."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 import torch
 from oracle import SUM_ROUNDINGS
-from rank_pool import RankPool, split_of
-from torch import distributed
 
 import normscope
 
 pytestmark = pytest.mark.on_device
 
-# Relative to the largest entry. Both sides compute in float64 (eps 2e-16), condition number one.
-RELATIVE = 1e-10
-
 Tensors = dict[str, torch.Tensor]
 
 
 def step_of(shape: tuple[int, ...]) -> Tensors:
-    """Return the joined batch, the gradient of its output, and the weights of the gradients."""
+    """Return a batch, the gradient of its output, and the weights of the gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*extents: int) -> torch.Tensor:
@@ -69,46 +64,6 @@ def torch_like(batch_norm: Any, step: Tensors) -> list[torch.Tensor]:
     weights = (step["of_dx"], step["of_dweight"], step["of_dbias"])
     total = sum(((g * w).sum() for g, w in zip(gradients, weights, strict=True)), torch.zeros(()))
     return list(torch.autograd.grad(total, [dy, x, weight]))
-
-
-def gradient_penalty(frozen_rank: int) -> tuple[torch.Tensor, int]:
-    """Compute a gradient penalty; a rank with a frozen input only differentiates its weight."""
-    rank = distributed.get_rank()
-    step = step_of((4, 3))
-    layer = normscope.BatchNorm1d(3, dtype=torch.float64)
-    x = step["x"][split_of((2, 2), rank)].requires_grad_(rank != frozen_rank)
-    before = normscope.training.communication_counters().calls
-    y = layer(x)
-    wanted = layer.weight if rank == frozen_rank else x
-    [gradient] = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
-    gradient.square().sum().backward()
-    calls = normscope.training.communication_counters().calls - before
-    assert layer.weight.grad is not None
-    distributed.all_reduce(layer.weight.grad)
-    return layer.weight.grad, calls
-
-
-def gradient_penalty_of_torch(frozen_rank: int) -> torch.Tensor:
-    x = step_of((4, 3))["x"].requires_grad_()
-    layer = torch.nn.BatchNorm1d(3, dtype=torch.float64)
-    y = layer(x)
-    frozen = split_of((2, 2), frozen_rank)
-    free = split_of((2, 2), 1 - frozen_rank)
-    [dx] = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    [dweight] = torch.autograd.grad(y[frozen].square().sum(), layer.weight, create_graph=True)
-    (dx[free].square().sum() + dweight.square().sum()).backward()
-    assert layer.weight.grad is not None
-    return layer.weight.grad
-
-
-@pytest.mark.parametrize("frozen_rank", [0, 1])
-def test_a_rank_that_needs_some_gradients_takes_part(ranks: RankPool, frozen_rank: int) -> None:
-    expected = gradient_penalty_of_torch(frozen_rank)
-
-    for got, calls in ranks.run(2, gradient_penalty, frozen_rank):
-        assert calls == 4  # forward, backward, double backward, and y's backward through dy
-        allowed = RELATIVE * expected.abs().amax().item()
-        torch.testing.assert_close(got, expected, rtol=0, atol=allowed)
 
 
 @pytest.mark.own_kernels

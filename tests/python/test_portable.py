@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_device
 from oracle import arithmetic_epsilon, layer_for, oracle_of, results_of
 from programs import printed
 from rank_pool import RankPool, split_of
@@ -54,8 +53,6 @@ def train(
     device: str = "cpu",
     backend: str | None = None,
 ) -> Tensors:
-    if device == torch_device.NAME:
-        torch_device.load()
     layer = layer_for(len(shape), shape[1], scope=scope, momentum=momentum).to(device)
     if backend is not None:
         layer.process_group = distributed.new_group(backend=backend)
@@ -115,24 +112,6 @@ def test_ranks_train_like_torch_on_the_joined_batch(
     assert_trains_like_torch(answers, shape, sizes, dtype, momentum)
 
 
-def train_with_a_compiled_rank(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Tensors:
-    rank = distributed.get_rank()
-    layer = layer_for(len(shape), shape[1])
-    if rank == 1:
-        torch.compiler.reset()
-        layer.compile(backend="aot_eager", fullgraph=True)
-    x, dy = (t[split_of(sizes, rank)] for t in inputs(shape, torch.float32))
-    return step(layer, x, dy)
-
-
-def test_compiled_and_eager_ranks_share_a_norm_batch(pool: RankPool) -> None:
-    shape, sizes = (5, 3, 4), (2, 3)
-
-    answers = pool.run(2, train_with_a_compiled_rank, shape, sizes)
-
-    assert_trains_like_torch(answers, shape, sizes, torch.float32, 0.1)
-
-
 def without_buffers() -> torch.Tensor:
     layer = normscope.BatchNorm1d(3, track_running_stats=False)
     x, _ = inputs((4, 3), torch.bfloat16)
@@ -145,26 +124,6 @@ def test_bfloat16_is_normalized_without_buffers(pool: RankPool) -> None:
 
     x, _ = inputs((4, 3), torch.bfloat16)
     torch.testing.assert_close(y, torch.nn.BatchNorm1d(3)(x.float()).bfloat16())
-
-
-def train_in_parts(pool: RankPool, *where: str) -> None:
-    """Assert that ranks 0 and 1, and rank 2, train like torch on their norm batches."""
-    shape, sizes = (7, 3, 4), (3, 2, 2)
-
-    answers = pool.run(3, train, shape, sizes, "ranks:0,1/2", torch.float32, 0.1, *where)
-
-    for ranks, samples in (((0, 1), slice(0, 5)), ((2,), slice(5, 7))):
-        x, dy = (t[samples].double() for t in inputs(shape, torch.float32))
-        expected = of_oracle(shape, x, dy, 0.1)
-        joined = torch.cat([answers[rank]["dx"] for rank in ranks])
-        torch.testing.assert_close(joined, expected["dx"], rtol=1e-5, atol=1e-5)
-        for rank in ranks:
-            got = answers[rank]["running_var"]
-            torch.testing.assert_close(got, expected["running_var"], rtol=1e-5, atol=1e-5)
-
-
-def test_parts_of_a_group_meet_on_a_device(devices: RankPool) -> None:
-    train_in_parts(devices, torch_device.NAME, torch_device.BACKENDS)
 
 
 @pytest.mark.cuda
@@ -193,8 +152,6 @@ def test_all_kernels_train_like_torch_on_a_gpu(
         len(sizes), train, shape, sizes, "world", torch.float32, 0.1, "cuda", backend
     )
 
-    if len(sizes) == 3:
-        train_in_parts(pool, "cuda", backend)
     pool.close()
     assert_trains_like_torch(answers, shape, sizes, torch.float32, 0.1)
 

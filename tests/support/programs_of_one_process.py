@@ -127,15 +127,18 @@ def of_one_process(program: Program) -> list[Tensors]:
         all_ys = [run_layers(program, layers, step, xs, masks) for layers in models]
         loss = torch.stack([(y * dy).sum() for y, dy in zip(all_ys[0], dys, strict=True)]).sum()
         if program.twice:
-            loss = loss + squared_gradients(loss, [*xs, *trained_by(models[0])])
+            of_x = [x for rank, x in enumerate(xs) if not program.is_detached(rank)]
+            loss = loss + squared_gradients(loss, [*of_x, *trained_by(models[0])])
         loss.backward()
         for rank, (result, x, dy) in enumerate(zip(results, xs, dys, strict=True)):
             assert x.grad is not None
             assert dy.grad is not None
-            result.update({f"dx{step}": x.grad, f"ddy{step}": dy.grad})
+            result[f"ddy{step}"] = dy.grad
+            if not program.is_detached(rank):
+                result[f"dx{step}"] = x.grad
             for name, ys in zip(MODELS, all_ys, strict=False):
                 result[f"{name}y{step}"] = ys[rank].detach()
-    for rank, result in enumerate(results if not program.twice else ()):
+    for rank, result in enumerate(results if program.knows_exchanges else ()):
         result["exchanges"] = torch.tensor(program.exchanges(rank))
     for name, layers in zip(MODELS, models, strict=False):
         for index, layer in enumerate(layers[: 1 if program.shared else 2]):
@@ -146,7 +149,7 @@ def of_one_process(program: Program) -> list[Tensors]:
                 if program.tracks:
                     running = zip(("mean", "var", "count"), layer.running[rank], strict=True)
                     result.update({f"{key}.{what}": value for what, value in running})
-                if program.counts_elements:
+                if program.counts_elements(rank):
                     result[f"{key}.elements"] = torch.tensor(layer.elements[rank])
                 for what, parameter in layer.parameters[rank].items():
                     if parameter.grad is not None:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from training_programs import (
     ACTIVATIONS,
     CHANNELS,
     MODELS,
+    REENTRANT,
     RESIDUALS,
     STRIDES,
     Program,
@@ -47,6 +49,7 @@ class Network(torch.nn.Module):
             )
         self.after = ACTIVATIONS["none"] if program.fused else program.activate
         self.residual = RESIDUALS[program.residual]
+        self.checkpoint = program.inner
         dtype = torch.float64 if program.dtype == "float64" else torch.float32
         layers = []
         for index, scope in enumerate(program.scopes):
@@ -65,13 +68,26 @@ class Network(torch.nn.Module):
                     getattr(layer, name).requires_grad_(not program.is_frozen(index))
                 else:
                     layer.register_parameter(name, None)
+            if program.named:
+                layer.layer_name = LAYERS[index]
             layers.append(layer)
         self.first, self.second = layers[0], layers[0] if program.shared else layers[1]
         self.between = convolution_of(program) if program.mixed else None
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        how = self.checkpoint if torch.is_grad_enabled() else "none"
+        hidden = run_checkpointed(self.begin, how, x, mask)
+        y: torch.Tensor = run_checkpointed(self.end, how, hidden, mask)
+        return y
+
+    def begin(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         hidden = self.normalized(self.first, x, mask)
-        hidden = hidden * 2 + 1 if self.between is None else self.between(hidden)
+        if self.between is None:
+            return hidden * 2 + 1
+        y: torch.Tensor = self.between(hidden)
+        return y
+
+    def end(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return self.normalized(self.second, hidden, mask)
 
     def normalized(self, layer: Any, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -97,13 +113,29 @@ def convolution_of(program: Program) -> torch.nn.Module:
     return module
 
 
-def run_network(network: Any, how: str, *inputs: Any) -> Any:
+def run_checkpointed(function: Any, how: str, *inputs: Any) -> Any:
     if how == "none":
-        return network(*inputs)
+        return function(*inputs)
     if how == "with context":
         context = normscope.checkpoint_context
-        return checkpoint(network, *inputs, use_reentrant=False, context_fn=context)
-    return checkpoint(network, *inputs, use_reentrant=how == "reentrant")
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=context)
+    return checkpoint(function, *inputs, use_reentrant=how in REENTRANT)
+
+
+def track_with_gradients_only(network: Network) -> None:
+    """Do what checkpoint_wrapper of fairscale does."""
+
+    def before(layer: Any, _: object) -> None:
+        if not torch.is_grad_enabled():
+            layer.kept, layer.track_running_stats = layer.track_running_stats, False
+
+    def after(layer: Any, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            layer.track_running_stats = layer.kept
+
+    for layer in {network.first, network.second}:
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
 
 
 def run_in_replicas(
@@ -114,7 +146,8 @@ def run_in_replicas(
     replicas = [lambda part, f=f: f(*part) for f in replicas_of(network, len(sizes))]
     outputs = run_replicas(replicas, parts)
     assert all(isinstance(y, torch.Tensor) for y in outputs), outputs
-    return torch.cat(outputs)
+    with torch.autocast(x.device.type, enabled=False):  # which joins not every dtype
+        return torch.cat(outputs)
 
 
 def inputs_of(
@@ -128,19 +161,105 @@ def inputs_of(
     return STRIDES[program.strides](x), dy, mask if program.masked else None
 
 
+def autocast_of(program: Program, kind: str) -> torch.autocast:
+    dtype = None if program.autocast == "none" else getattr(torch, program.autocast)
+    return torch.autocast(kind, dtype, enabled=dtype is not None)
+
+
+def graphs_of_autograd(program: Program) -> AbstractContextManager[object]:
+    if not program.compiled_backward:
+        return nullcontext()
+    from torch._dynamo import compiled_autograd  # whose import takes seconds
+
+    return compiled_autograd._enable(torch.compile(backend="eager"))
+
+
+def run_in_thread(program: Program, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function, in a thread of its own if the program wants that."""
+    if not program.threaded:
+        return function(*arguments)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *arguments).result()
+
+
 def evaluated(program: Program, network: Network, run: Any, device: str) -> torch.Tensor:
     """Return the output of the last micro-batch in evaluation, when ``run`` calls the network."""
     x, _, mask = inputs_of(program, len(program.sizes) - 1, device)
     network.eval()
-    with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16, enabled=program.mixed):
+    with torch.no_grad(), autocast_of(program, x.device.type):
         y: torch.Tensor = run(x, mask)
     return y
+
+
+def results_of_steps(
+    program: Program,
+    student: Network,
+    callables: list[Any],
+    schedules: list[normscope.ProgressiveScope],
+    device: str,
+) -> Tensors:
+    """Run the student, and its twin if there is one, by these callables; return y and gradients."""
+    rank = distributed.get_rank()
+    result: Tensors = {}
+
+    def forward(step: int) -> tuple[torch.Tensor, ...]:
+        x, dy, mask = inputs_of(program, step, device)
+        x.requires_grad_(not program.is_detached(rank))
+        dy.requires_grad_()
+        inputs: Any = x, mask
+        if program.replicas:
+            inputs = program.sizes[step], *inputs
+        with autocast_of(program, x.device.type):
+            y = run_checkpointed(callables[0], program.checkpoint, *inputs)
+            for twin in callables[1:]:
+                with torch.no_grad():
+                    result[f"twin y{step}"] = twin(*inputs)
+        return x, dy, y
+
+    def loss_of(x: torch.Tensor, dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = (y * dy).sum()
+        if program.twice:
+            leaves = [leaf for leaf in (x, *student.parameters()) if leaf.requires_grad]
+            loss = loss + squared_gradients(loss, leaves)
+        return loss
+
+    def backward(steps: Sequence[int]) -> None:
+        loss = torch.stack([loss_of(*forwards[step]) for step in steps]).sum()
+        with graphs_of_autograd(program):
+            loss.backward()
+        for step in steps:
+            x, dy, y = forwards[step]
+            assert dy.grad is not None
+            result.update({f"ddy{step}": dy.grad, f"y{step}": y.detach()})
+            if x.requires_grad:
+                assert x.grad is not None
+                result[f"dx{step}"] = x.grad
+
+    forwards = []
+    for step in range(len(program.sizes)):
+        forwards.append(run_in_thread(program, forward, step))
+        if program.rescoped:
+            run_in_thread(program, normscope.set_scope, student, "local")
+        if program.order == "in turn":
+            run_in_thread(program, backward, [step])
+        if program.rescoped:
+            student.first.scope, student.second.scope = program.scopes_at(step)
+        for schedule in schedules:
+            schedule.step()
+    all_steps = range(len(forwards))
+    if program.order == "together":
+        run_in_thread(program, backward, all_steps)
+    elif program.order == "reversed":
+        for step in reversed(all_steps):
+            run_in_thread(program, backward, [step])
+    return result
 
 
 def train_rank(program: Program, kind: str, backend: str | None = None) -> Tensors:
     """Train on a kind of device, over a group of its own if a backend is given."""
     if kind == torch_device.NAME:
         torch_device.load()
+    rank = distributed.get_rank()
     # Another thread has another current GPU.
     device = f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
     student = Network(program).to(device)
@@ -150,6 +269,8 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
     if program.copied:
         student = copy.deepcopy(student)
     networks = [student, copy.deepcopy(student)] if program.twin else [student]
+    if "late tracking" in (program.checkpoint, program.inner):
+        track_with_gradients_only(student)
     schedules = [
         normscope.ProgressiveScope(network, scopes, [0, 1], include=layer)
         for network in networks
@@ -157,11 +278,10 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
         if not (program.shared and layer == "second")
     ]
     callables: list[Any] = networks
-    if program.compiled:
+    if program.compiles(rank):
         callables = [torch.compile(network, backend="aot_eager") for network in networks]
     if program.replicas:
         callables = [partial(run_in_replicas, network) for network in networks]
-    result: Tensors = {}
     before = normscope.training.communication_counters().calls
     with ExitStack() as blocks:
         for network in networks if program.accumulates else ():
@@ -171,38 +291,7 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
             blocks.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.bfloat16)
 
-        def step_of(step: int) -> None:
-            x, dy, mask = inputs_of(program, step, device)
-            x, dy = x.requires_grad_(), dy.requires_grad_()
-            inputs: Any = x, mask
-            if program.replicas:
-                inputs = program.sizes[step], *inputs
-            with torch.autocast(kind, torch.bfloat16, enabled=program.mixed):
-                y = run_network(callables[0], program.checkpoint, *inputs)
-                for twin in callables[1:]:
-                    with torch.no_grad():
-                        result[f"twin y{step}"] = twin(*inputs)
-            if program.rescoped:
-                normscope.set_scope(student, "local")
-            loss = (y * dy).sum()
-            if program.twice:
-                parameters = [p for p in student.parameters() if p.requires_grad]
-                loss = loss + squared_gradients(loss, [x, *parameters])
-            loss.backward()
-            assert x.grad is not None
-            assert dy.grad is not None
-            result.update({f"dx{step}": x.grad, f"ddy{step}": dy.grad, f"y{step}": y.detach()})
-
-        for step in range(len(program.sizes)):
-            if program.threaded:
-                with ThreadPoolExecutor(1) as thread:
-                    thread.submit(step_of, step).result()
-            else:
-                step_of(step)
-            if program.rescoped:
-                student.first.scope, student.second.scope = program.scopes_at(step)
-            for schedule in schedules:
-                schedule.step()
+        result = results_of_steps(program, student, callables, schedules, device)
     if program.tracks:
         run = student if program.replicas else callables[0]
         result["evaluated"] = evaluated(program, student, run, device)
@@ -212,14 +301,14 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
             if program.tracks:
                 running = zip(("mean", "var", "count"), layer.buffers(), strict=True)
                 result.update({f"{key}.{what}": value for what, value in running})
-            if program.counts_elements:
+            if program.counts_elements(rank):
                 result[f"{key}.elements"] = torch.tensor(layer.elements_seen)
             for what, parameter in layer.named_parameters():
                 if parameter.grad is not None:
                     result[f"{key}.d{what}"] = parameter.grad
     calls = normscope.training.communication_counters().calls - before
-    if not program.twice:
+    if program.knows_exchanges:
         result["exchanges"] = torch.tensor(calls)
-    if program.compiled:
+    if program.compiled or program.compiled_backward:
         torch.compiler.reset()
     return {name: value.cpu() for name, value in result.items()}

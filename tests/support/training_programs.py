@@ -22,7 +22,12 @@ SLOPES = (0.3, -0.5)  # of leaky_relu
 Tensors = dict[str, torch.Tensor]
 
 MODELS = ("", "twin ")  # beginnings of the names of their results
-CHECKPOINTS = ("none", "reentrant", "non-reentrant", "with context")
+# As other libraries, the last of these tracks running statistics only where there are gradients.
+REENTRANT = ("reentrant", "late tracking")
+CHECKPOINTS = ("none", "non-reentrant", "with context", *REENTRANT)
+ORDERS = ("in turn", "reversed", "together")  # of backwards: the others follow all forwards
+NESTED = ("reentrant", "non-reentrant")  # those that can be in each other
+NARROW = ("bfloat16", "float16")
 EXTENTS = ((), (4,), (3, 2), (2, 1, 3), (0, 2))
 
 # Views of x [N, C, *] that skip elements, or have them in another order.
@@ -79,18 +84,25 @@ class Program:
     accumulates: bool = False
     masked: bool = False
     hidden: float = 0  # the share of samples of which the mask hides all values
-    checkpoint: str = "none"
+    checkpoint: str = "none"  # of the model
+    inner: str = "none"  # the checkpoint of each layer
+    order: str = "in turn"  # of forwards and backwards
     fused: bool = False  # whether the layers have the activation
     shared: bool = False  # whether the second layer is the first
+    named: bool = False  # whether the layers have names
     frozen: bool = False  # whether the first layer's parameters need no gradient
+    detached: bool = False  # whether rank 0's x needs no gradient
     copied: bool = False
     rescoped: bool = False  # whether the scopes change between a forward and its backward
     twice: bool = False  # whether the gradients are differentiated
     compiled: bool = False
-    mixed: bool = False  # whether it trains in mixed precision
+    eager: bool = False  # whether rank 0 is the only one that is not compiled
+    compiled_backward: bool = False  # whether torch compiles the graphs of autograd
+    autocast: str = "none"  # the dtype of autocast, which changes no layer
+    mixed: bool = False  # whether autocast changes what lies between the layers
     twin: bool = False  # whether a copy of the model, with batch statistics too, runs after it
     elsewhere: bool = False  # whether the default device and dtype are others
-    threaded: bool = False  # whether every step runs in a thread of its own
+    threaded: bool = False  # whether everything runs in threads of its own
     strides: str = "dense"  # of x
     transport: str = "shared memory"
     joined: bool = False  # whether one rank has the samples of all
@@ -115,10 +127,15 @@ class Program:
             joined=set(self.scopes + self.later_scopes) == {"world"},
             replicas=False,
             checkpoint="none",
+            inner="none",
+            order="in turn",
             fused=False,
+            detached=False,
             copied=False,
             rescoped=False,
             compiled=False,
+            compiled_backward=False,
+            autocast="none",
             elsewhere=False,
             threaded=False,
             transport="shared memory",
@@ -132,11 +149,6 @@ class Program:
     def environment(self) -> dict[str, str]:
         """The environment of the ranks."""
         return {"NORMSCOPE_SHARED_MEMORY": "0" if self.transport == "gloo" else "1"}
-
-    @property
-    def counts_elements(self) -> bool:
-        """Whether a layer knows how many elements it has seen."""
-        return self.tracks and not self.compiled
 
     @property
     def dims(self) -> int:
@@ -157,14 +169,34 @@ class Program:
         part = self.samples(step, rank)
         return x[part], dy[part], mask[part]
 
+    def compiles(self, rank: int) -> bool:
+        """Whether the model of a rank is compiled."""
+        return self.compiled and not (self.eager and rank == 0)
+
+    def counts_elements(self, rank: int) -> bool:
+        """Whether the layers of a rank know how many elements they have seen."""
+        return self.tracks and not self.compiles(rank)
+
+    def is_detached(self, rank: int) -> bool:
+        """Whether x of a rank needs no gradient."""
+        return self.detached and rank == 0
+
     def is_frozen(self, index: int) -> bool:
         """Whether the parameters of a layer need no gradient."""
         return self.frozen and index == 0
 
+    @property
+    def knows_exchanges(self) -> bool:
+        """Whether the number of exchanges follows from the program alone."""
+        # Nested checkpoints recompute some layers twice, and second gradients some activations.
+        is_nested = "none" not in (self.checkpoint, self.inner)
+        return not (is_nested or (self.twice and self.fused))
+
     def exchanges(self, rank: int) -> int:
-        """Return the number of collectives that a rank takes part in, if it is not twice."""
+        """Return the number of collectives that a rank takes part in."""
         of_layer = 2 + self.twin  # forward and backward, and the forward of the twin
-        of_layer += self.checkpoint in ("reentrant", "non-reentrant")
+        of_layer += 2 * self.twice  # double backward, and that of y once more
+        of_layer += sum(c in ("non-reentrant", *REENTRANT) for c in (self.checkpoint, self.inner))
         scopes = [scope for step in range(len(self.sizes)) for scope in self.scopes_at(step)]
         # In groups of two, the last rank may be alone.
         group = rank < self.ranks // 2 * 2
@@ -175,6 +207,14 @@ class Program:
     def scopes_at(self, step: int) -> tuple[str, str]:
         """Return the scopes of the layers in a micro-batch."""
         return self.later_scopes if step else self.scopes
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> tuple[str, str]:
+    """Draw the checkpoints of a model and of its layers."""
+    outer, inner = draw(st.sampled_from(CHECKPOINTS)), draw(st.sampled_from(CHECKPOINTS))
+    can_nest = {outer, inner} <= {"none", *NESTED}
+    return outer, inner if can_nest or outer == "none" else "none"
 
 
 @st.composite
@@ -193,13 +233,31 @@ def programs(draw: st.DrawFn) -> Program:
     later_scopes = (draw(scope), draw(scope)) if draw(st.booleans()) else scopes
     shared = draw(st.booleans())
     compiled = draw(st.integers(0, 19)) == 19  # it takes seconds
-    precision = draw(st.sampled_from(["float64", "float64", "float32", "mixed"]))
+    precision = draw(st.sampled_from(["float64", "float64", "float32", *NARROW, "mixed"]))
     mixed = precision == "mixed" and 0 not in extent  # which torch does not convolve
+    autocasts = ["bfloat16"] if mixed else ["none", *NARROW]
     dtype = "float32" if precision == "mixed" else precision
     # Neither the gradients of compiled graphs nor those of reentrant checkpoints can be
     # differentiated, and lower precision is too coarse for it.
     twice = draw(st.booleans()) and not compiled and dtype == "float64"
-    checkpoint = draw(st.sampled_from([c for c in CHECKPOINTS if not twice or c == "none"]))
+    checkpoint, inner = draw(st.just(("none", "none")) if twice else checkpoints())
+    if compiled:
+        checkpoint = "none" if checkpoint == "late tracking" else checkpoint
+        inner = "none" if inner in REENTRANT else inner
+    if shared and inner == "late tracking":
+        inner = "none"  # the second call of the layer would be the first to update
+    recomputes = (checkpoint, inner) != ("none", "none")
+    if compiled and recomputes:
+        sizes = sizes[:1] * steps  # torch may recompute a batch with the graph for another size
+    can_compile_backward = not (compiled or twice or recomputes)
+    parameters = draw(st.sampled_from([PARAMETERS[0], *PARAMETERS]))
+    frozen = draw(st.booleans())
+    # A layer without any gradient is refused if others have one, and so is a reentrant checkpoint.
+    can_detach = len(parameters) > 0 and not frozen and not {checkpoint, inner} & {*REENTRANT}
+    # The recomputation of a compiled layer would raise.
+    can_change = not (compiled and recomputes)
+    # In another order, this would update the running statistics in another order.
+    tracks_late = "late tracking" in (checkpoint, inner)
     activation = draw(st.sampled_from(list(ACTIVATIONS) if dtype == "float64" else SMOOTH))
     # A layer with an activation, and what is added before it; or separate modules.
     residual = draw(st.sampled_from(["separate", *RESIDUALS]))
@@ -213,25 +271,35 @@ def programs(draw: st.DrawFn) -> Program:
         dtype=dtype,
         kernels=draw(st.sampled_from(list(KERNELS))),
         momentum=draw(st.sampled_from([0.3, None])),
-        eps=draw(st.sampled_from([1e-5, 0.1])),
+        # In lower precision, no small standard deviation may amplify roundings.
+        eps=draw(st.sampled_from([0.1] if dtype in NARROW else [1e-5, 0.1])),
         tracks=tracks,
-        parameters=draw(st.sampled_from([PARAMETERS[0], *PARAMETERS])),
+        parameters=parameters,
         slice_stats=draw(st.sampled_from(get_args(SliceStats))),
         activation=activation,
         slope=draw(st.sampled_from(SLOPES)),
         residual=residual if fused else "none",
         accumulates=draw(st.booleans()) and tracks,
-        masked=draw(st.booleans()) and len(extent) > 0,
+        # After a mask, layers do not find the forward that they recompute.
+        masked=draw(st.booleans()) and len(extent) > 0 and not tracks_late,
         hidden=draw(st.sampled_from([0, 0.4, 1])),
         checkpoint=checkpoint,
+        inner=inner,
+        order=draw(st.sampled_from(ORDERS)) if can_change and not tracks_late else "in turn",
         fused=fused,
         shared=shared,
-        frozen=draw(st.booleans()),
+        # A layer without a name gets a number with its first exchange, which may be between a
+        # forward and its recomputation.
+        named=draw(st.booleans()) or "with context" in (checkpoint, inner),
+        frozen=frozen,
+        detached=draw(st.booleans()) and can_detach,
         copied=draw(st.booleans()),
-        # The recomputation of a compiled layer would raise.
-        rescoped=draw(st.booleans()) and not (compiled and checkpoint != "none"),
+        rescoped=draw(st.booleans()) and can_change,
         twice=twice,
         compiled=compiled,
+        eager=draw(st.booleans()),
+        compiled_backward=can_compile_backward and draw(st.integers(0, 9)) == 9,
+        autocast=draw(st.sampled_from(autocasts)),
         mixed=mixed,
         twin=draw(st.booleans()),
         elsewhere=draw(st.booleans()),
@@ -249,18 +317,22 @@ def programs_with_bits(draw: st.DrawFn) -> Program:
     world = ("world", "world")
     is_joined = draw(st.booleans())
     has_replicas = is_joined and draw(st.booleans())
-    # The second gradients and the convolution of mixed precision are torch's.
+    # torch's are the second gradients, the convolution of mixed precision, and the sums of the
+    # gradients of several steps together.
     return replace(
         program,
         scopes=world if is_joined else program.scopes,
         later_scopes=world if is_joined else program.later_scopes,
-        dtype=draw(st.sampled_from(["float64", "float32", "bfloat16", "float16"])),
+        dtype=draw(st.sampled_from(["float64", "float32", *NARROW])),
         kernels="own",
         activation=draw(st.sampled_from(EXACT)),
         residual=draw(st.sampled_from(list(RESIDUALS))) if program.fused else "none",
+        order="in turn" if program.order == "together" else program.order,
         checkpoint="none" if has_replicas else program.checkpoint,
+        inner="none" if has_replicas else program.inner,
         twice=False,
         compiled=program.compiled and not has_replicas,
+        compiled_backward=program.compiled_backward and not has_replicas,
         mixed=False,
         joined=has_replicas,
         replicas=has_replicas,
