@@ -46,7 +46,8 @@ def distribute(model: nn.Sequential, how: str) -> None:
 
 def step_of(model: nn.Module) -> list[torch.Tensor]:
     """Run a step; return the ranks' mean of the gradients, and the running statistics."""
-    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(distributed.get_rank()))
+    rank = distributed.get_rank()
+    x = torch.randn(2 + rank, 3, 4, 4, generator=torch.Generator().manual_seed(rank))
     model(x.double()).pow(3).sum().backward()
     gradients = []
     for parameter in model.parameters():

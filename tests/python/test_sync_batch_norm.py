@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SyncBatchNorm and its conversion compared to torch's, with process groups and meshes."""
+"""SyncBatchNorm and its conversion compared to torch's; layers with process groups and meshes."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
 from data_parallel import data_parallel
-from rank_pool import RankPool
+from rank_pool import RankPool, connected_group, error_of
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -85,6 +87,34 @@ def keeps_its_group() -> bool:
 
 def test_convert_keeps_the_group_unless_one_is_given(ranks: RankPool) -> None:
     assert ranks.run(2, keeps_its_group) == [True, True]
+
+
+def copy_with_a_group() -> list[float]:
+    group = connected_group([0, 1])
+    layer = normscope.BatchNorm1d(1, momentum=1.0, process_group=group)
+    means = []
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        rank = float(distributed.get_rank())
+        other(torch.tensor([[rank], [rank]]))
+        assert other.running_mean is not None
+        means.append(other.running_mean.item())
+    return means
+
+
+def test_a_layer_with_a_group_can_be_copied_and_pickled(ranks: RankPool) -> None:
+    assert ranks.run(2, copy_with_a_group) == [[0.5, 0.5]] * 2
+
+
+def name_a_group_that_is_gone() -> str:
+    group = connected_group([0, 1])
+    layer = normscope.BatchNorm1d(1, process_group=group)
+    distributed.destroy_process_group(group)
+    return error_of(lambda: layer(torch.randn(2, 1)), RuntimeError)
+
+
+def test_a_destroyed_group_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(2, name_a_group_that_is_gone):
+        assert message.startswith("process_group: expected a process group of this process, got")
 
 
 def test_the_arguments_are_those_of_torch() -> None:
