@@ -38,7 +38,7 @@ class Case:
         x, dy = (torch.randn(self.shapes[rank], generator=generator) for _ in range(2))
         x, dy = (x + self.offset).to(self.dtype), dy.to(self.dtype)
         if self.channels_last:
-            return tuple(t.transpose(1, -1).contiguous().transpose(1, -1) for t in (x, dy))  # type: ignore[return-value]
+            return tuple(t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, dy))  # type: ignore[return-value]
         return x, dy
 
 
@@ -104,8 +104,11 @@ def values_per_channel(case: Case, batch: list[tuple[int, slice]]) -> int:
 def step_of_rank(case: Case) -> Answers:
     rank = distributed.get_rank()
     os.environ["NORMSCOPE_NODE"] = case.hosts[rank]
-    dims = len(case.shapes[rank])
-    return step(layer_for(dims, CHANNELS, scope=case.scope), *case.inputs(rank))
+    x, dy = case.inputs(rank)
+    answers = step(layer_for(x.dim(), CHANNELS, scope=case.scope), x, dy)
+    if x.dim() > 3 and min(x.shape) > 1:  # in a memory format, and in no other
+        assert answers.y.stride() == answers.dx.stride() == x.stride()
+    return answers
 
 
 def assert_as_oracle(case: Case, members: list[int], answers: list[Answers]) -> None:
@@ -161,9 +164,10 @@ def expected_on(x: torch.Tensor, dy: torch.Tensor) -> tuple[Answers, dict[str, t
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     size = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    dims = draw(st.integers(0, 2))
+    dims = draw(st.integers(0, 3))
+    extent = st.integers(1, 9) if dims > 2 else st.sampled_from([*range(1, 10), 31, 64, 65])
     shapes = tuple(
-        (draw(st.integers(0, 5)), CHANNELS, *(draw(st.integers(1, 9)) for _ in range(dims)))
+        (draw(st.integers(0, 5)), CHANNELS, *(draw(extent) for _ in range(dims)))
         for _ in range(size)
     )
     return Case(
@@ -214,6 +218,8 @@ def case_of(scope: str, samples: tuple[int, ...], hosts: str, transport: str = "
     return Case(scope, tuple((count, CHANNELS, 2, 3) for count in samples), hosts, transport)
 
 
+@pytest.mark.on_device
+@pytest.mark.own_kernels
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @example(case=case_of("group:4", (2, 1, 3, 1, 2, 4), "aaaaaa"))
 @example(case=case_of("node", (2, 3, 2, 4), "abab"))
@@ -221,6 +227,9 @@ def case_of(scope: str, samples: tuple[int, ...], hosts: str, transport: str = "
 @example(case=case_of("ranks:5,1,3/0,2", (2, 1, 3, 1, 4, 4), "aaaaaa"))
 @example(case=case_of("norm_batch:3", (2, 2, 1), "aaa"))
 @example(case=case_of("norm_batch:2", (9, 5), "aa"))
+@example(case=Case("local", ((2, CHANNELS, 65, 64),), "a", dtype=torch.float32))
+@example(case=Case("local", ((3, CHANNELS, 8, 9),), "a", dtype=torch.float16, channels_last=True))
+@example(case=Case("slices:2", ((2, CHANNELS, 4, 5, 6),), "a", channels_last=True))
 @given(case=cases())
 def test_any_scope_matches_the_oracle_on_its_norm_batches(ranks: RankPool, case: Case) -> None:
     check(ranks, case)
