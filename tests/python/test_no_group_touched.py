@@ -98,9 +98,3 @@ def test_a_step_sends_eighty_bytes_per_channel_and_a_header_each_way(
     sent = ranks.run(2, bytes_of_a_step, environment=environment)
 
     assert sent == [2 * (3 * 80 + header)] * 2
-
-
-def test_without_a_process_group_the_world_is_this_process() -> None:
-    x = torch.randn(4, 3, 5, 5)
-
-    assert torch.equal(normscope.BatchNorm2d(3)(x), normscope.BatchNorm2d(3, scope="local")(x))

@@ -135,7 +135,7 @@ def has_the_bits_of_local(scope: str) -> bool:
     return all(torch.equal(value, steps[1][name]) for name, value in steps[0].items())
 
 
-@pytest.mark.parametrize("scope", ["group:4", "node", "ranks:2,3", "norm_batch:8"])
+@pytest.mark.parametrize("scope", ["world", "group:4", "node", "ranks:2,3", "norm_batch:8"])
 def test_with_one_rank_every_scope_stays_within_it(ranks: RankPool, scope: str) -> None:
     assert has_the_bits_of_local(scope)
     assert ranks.run(1, has_the_bits_of_local, scope) == [True]
