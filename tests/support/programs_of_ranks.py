@@ -18,6 +18,7 @@ from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 from training_programs import (
     ACTIVATIONS,
+    BUFFERS,
     CHANNELS,
     MODELS,
     REENTRANT,
@@ -68,6 +69,8 @@ class Network(torch.nn.Module):
                     getattr(layer, name).requires_grad_(not program.is_frozen(index))
                 else:
                     layer.register_parameter(name, None)
+            for name, buffer in list(layer.named_buffers()):
+                setattr(layer, name, BUFFERS[program.buffers](buffer))
             if program.named:
                 layer.layer_name = LAYERS[index]
             layers.append(layer)
@@ -191,6 +194,11 @@ def evaluated(program: Program, network: Network, run: Any, device: str) -> torc
     return y
 
 
+def layouts_of(network: Network) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtype and the strides of each buffer."""
+    return [(buffer.dtype, buffer.stride()) for buffer in network.buffers()]
+
+
 def results_of_steps(
     program: Program,
     student: Network,
@@ -268,6 +276,7 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
         student.first.process_group = student.second.process_group = group
     if program.copied:
         student = copy.deepcopy(student)
+    buffers = layouts_of(student)
     networks = [student, copy.deepcopy(student)] if program.twin else [student]
     if "late tracking" in (program.checkpoint, program.inner):
         track_with_gradients_only(student)
@@ -306,6 +315,7 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
             for what, parameter in layer.named_parameters():
                 if parameter.grad is not None:
                     result[f"{key}.d{what}"] = parameter.grad
+    assert layouts_of(student) == buffers
     calls = normscope.training.communication_counters().calls - before
     if program.knows_exchanges:
         result["exchanges"] = torch.tensor(calls)

@@ -39,6 +39,14 @@ STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "samples last": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
 }
 
+# What programs put in place of a layer's buffers.
+BUFFERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "usual": lambda buffer: buffer,
+    "with strides": lambda buffer: torch.stack([buffer, buffer], -1)[..., 0],
+    "of float32": lambda buffer: buffer.float() if buffer.dim() == 0 else buffer,
+    "of int32": lambda buffer: buffer.int() if buffer.dim() == 0 else buffer,
+}
+
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "relu": functional.relu,
     "relu6": functional.relu6,
@@ -76,6 +84,7 @@ class Program:
     momentum: float | None = 0.3
     eps: float = 1e-5
     tracks: bool = True  # whether the layers have running statistics
+    buffers: str = "usual"  # a key of BUFFERS
     parameters: tuple[str, ...] = ("weight", "bias")
     slice_stats: SliceStats = "pooled"
     activation: str = "relu"
@@ -274,6 +283,7 @@ def programs(draw: st.DrawFn) -> Program:
         # In lower precision, no small standard deviation may amplify roundings.
         eps=draw(st.sampled_from([0.1] if dtype in NARROW else [1e-5, 0.1])),
         tracks=tracks,
+        buffers=draw(st.sampled_from(list(BUFFERS))),
         parameters=parameters,
         slice_stats=draw(st.sampled_from(get_args(SliceStats))),
         activation=activation,
