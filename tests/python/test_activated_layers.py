@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from oracle import ACTIVATED, LAYERS, results_of
+from oracle import ACTIVATED, LAYERS, assert_equal, results_of
 from torch import nn
 from torch.nn import functional
 
@@ -45,13 +45,6 @@ def test_exact_graphs_have_the_bits_of_eager_mode_whatever_the_compiler(
             got = results_of(layer, *inputs[:number], call=compiled)
 
         assert_equal(got, results_of(alone, *inputs[:number]))
-
-
-def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert got[name].dtype == value.dtype
-        assert torch.equal(got[name], value), name
 
 
 def kept_for_backward(layer: nn.Module, *inputs: torch.Tensor) -> tuple[set[int], torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from masked_network import rows_of
 from oracle import OURS, results_of
 from refusals import unchanged
 from torch import nn
@@ -39,10 +40,6 @@ def with_trash(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Replace the masked values by values that would be visible in the results."""
     trash = torch.tensor(TRASH, dtype=x.dtype).repeat(x.numel())[: x.numel()]
     return torch.where(mask, x, trash.view(x.shape))
-
-
-def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return x.movedim(1, -1)[mask.squeeze(1)]
 
 
 def assert_as_on_rows(got: Tensors, rows: Tensors, mask: torch.Tensor, *, bits: bool) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from masked_network import Masked
-from oracle import results_of
+from masked_network import Masked, rows_of
+from oracle import assert_equal, results_of
 from rank_pool import RankPool, split_of
 from refusals import unchanged
 from torch import distributed, fx, nn
@@ -45,13 +45,6 @@ def on_rows(layer: nn.Module) -> Call:
         return moved
 
     return call
-
-
-def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert got[name].dtype == value.dtype
-        assert torch.equal(got[name], value), name
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -187,7 +180,3 @@ def test_estimated_running_statistics_are_those_of_unmasked_elements(ranks: Rank
     for mean, var in ranks.run(2, estimated, (2, 4)):
         torch.testing.assert_close(mean, rows.mean(0), rtol=ROUNDING, atol=ROUNDING)
         torch.testing.assert_close(var, rows.var(0), rtol=ROUNDING, atol=ROUNDING)
-
-
-def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return x.movedim(1, -1)[mask.squeeze(1)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network that takes a mask."""
+"""A network that takes a mask, and what a mask selects."""
 
 import torch
 from torch import nn
@@ -15,3 +15,8 @@ class Masked(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.layer(x, mask=mask)
         return y.relu()
+
+
+def rows_of(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the positions of x [N, C, *] where the mask is True, as rows [M, C]."""
+    return x.movedim(1, -1)[mask.squeeze(1)]

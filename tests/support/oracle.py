@@ -99,6 +99,14 @@ def results_of(
     return {"y": y.detach(), **named, **copy.deepcopy(layer.state_dict())}
 
 
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert that results have the same names, dtypes and bits."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        assert torch.equal(got[name], value), name
+
+
 def step(layer: _BatchNorm, x: torch.Tensor, dy: torch.Tensor) -> Answers:
     """Run a forward and a backward of ``layer``."""
     found = results_of(layer, x, dy=dy)
