@@ -272,3 +272,17 @@ def test_a_recomputation_after_too_many_changes_of_the_scope_raises() -> None:
 
     with pytest.raises(RuntimeError, match="scope: expected at most"):
         y.sum().backward()
+
+
+def numbered_between_forward_and_recomputation() -> list[int]:
+    layer = normscope.BatchNorm1d(3, scope="local")
+    x = torch.randn(4, 3, requires_grad=True)
+    y = CHECKPOINTS["with context"](layer, x)
+    normscope.set_scope(layer, "world")
+    layer(x)  # whose exchange gives the layer without a name a number
+    y.sin().sum().backward()
+    return [*x.shape]
+
+
+def test_a_layer_without_a_name_may_get_its_number_before_a_recomputation(ranks: RankPool) -> None:
+    assert ranks.run(2, numbered_between_forward_and_recomputation) == [[4, 3]] * 2

@@ -139,10 +139,9 @@ ORDERED = effects._EffectType.ORDERED
 # The number of the backward that runs; -1 outside of one. torch.autograd does not tell.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# The node that this backward runs, and the number that the next node will get. They tell which
-# forward a recomputation belongs to, of which torch.utils.checkpoint says nothing.
+# The node that this backward runs. It tells which forward a recomputation belongs to, of which
+# torch.utils.checkpoint says nothing.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
-next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 # The transforms of torch.func around the current call. torch.func does not tell.
 interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack

@@ -14,13 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from normscope._binding import ops
-from normscope._binding.torch_private import (
-    current_autograd_node,
-    current_graph_task_id,
-    next_node_number,
-)
+from normscope._binding.torch_private import current_autograd_node, current_graph_task_id
 
 # Forwards that a layer remembers. Those that are never recomputed must not be kept forever.
 _MOST_FORWARDS = 64
@@ -29,8 +26,8 @@ _MOST_FORWARDS = 64
 class UntrackedForwards:
     """The forwards of a layer that left its running statistics as they were, without gradients.
 
-    Such a forward makes no autograd nodes. The last one before it is that of the checkpoint around
-    it, which later recomputes it. Forwards outside of a checkpoint are not recomputed.
+    The checkpoint around such a forward is a torch.autograd.Function, whose node later recomputes
+    it. Forwards outside of a checkpoint are not recomputed.
     """
 
     def __init__(self) -> None:
@@ -38,8 +35,9 @@ class UntrackedForwards:
 
     def add(self) -> None:
         """Add the forward that begins, if a checkpoint around it may recompute it."""
-        if _is_in_a_function():
-            self._nodes.append(next_node_number() - 1)
+        node = _node_around()
+        if node is not None:
+            self._nodes.append(node)
 
     def take(self) -> bool:
         """Return whether the forward that begins recomputes one of them, which is then removed."""
@@ -55,12 +53,16 @@ class UntrackedForwards:
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-def _is_in_a_function() -> bool:
-    """Return whether the code at hand runs in the forward of a torch.autograd.Function."""
+def _node_around() -> int | None:
+    """Return the number of the node of the Function in whose forward the code at hand runs."""
     frame = sys._getframe(1)
+    node = None
     while frame is not None and frame.f_code is not _APPLY:
+        if node is None:
+            contexts = (v for v in frame.f_locals.values() if isinstance(v, BackwardCFunction))
+            node = next(contexts, None)
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return None if frame is None or node is None else int(node._sequence_nr())
 
 
 @contextmanager
