@@ -45,42 +45,30 @@ std::string_view bytes_of(const double& number) {
   return {reinterpret_cast<const char*>(&number), sizeof(number)};
 }
 
-// Texts travel as numbers, six bytes per number, which any transport that adds doubles can carry.
-constexpr std::size_t kBytesPerNumber = 6;
-
 // Longer texts are cut, in bytes. This bounds the size of the message for many ranks.
 constexpr std::size_t kLongestText = 4096;
 
-// No label contains it.
-constexpr char kBeforeDtype = '\n';
+// The texts of all ranks, by rank. Each byte travels as a number, which any transport that adds
+// doubles can carry. Collective.
+std::vector<std::string> gather_texts(Communicator& group, std::string_view own) {
+  own = shortened(own, kLongestText);
+  const auto own_length = static_cast<double>(own.size());
+  const auto longest = static_cast<std::size_t>(std::ranges::max(gather(group, {own_length})));
+  std::vector<double> bytes(longest);
+  std::ranges::transform(own, bytes.begin(),
+                         [](char byte) { return static_cast<unsigned char>(byte); });
+  const std::vector<double> of_ranks = gather(group, bytes);
+  std::vector<std::string> texts(static_cast<std::size_t>(group.size()));
+  for (std::size_t i = 0; i < of_ranks.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(of_ranks[i]);
+    if (byte != 0) texts[i / longest] += static_cast<char>(byte);
+  }
+  std::ranges::transform(texts, texts.begin(), as_utf8);
+  return texts;
+}
 
 bool are_equal(const std::vector<std::string>& texts) {
   return std::ranges::count(texts, texts[0]) == std::ssize(texts);
-}
-
-void encode(std::string_view text, std::span<double> numbers) {
-  std::size_t at = 0;
-  for (double& number : numbers) {
-    std::uint64_t bytes = 0;
-    for (std::size_t i = 0; i < kBytesPerNumber; ++i, ++at) {
-      const auto byte = at < text.size() ? static_cast<unsigned char>(text[at]) : 0U;
-      bytes |= std::uint64_t{byte} << (8 * i);
-    }
-    number = static_cast<double>(bytes);
-  }
-}
-
-std::string decode(std::span<const double> numbers) {
-  std::string text;
-  for (const double number : numbers) {
-    const auto bytes = static_cast<std::uint64_t>(number);
-    for (std::size_t i = 0; i < kBytesPerNumber; ++i) {
-      const char byte = static_cast<char>((bytes >> (8 * i)) & 0xFFU);
-      if (byte == '\0') return as_utf8(text);
-      text += byte;
-    }
-  }
-  return as_utf8(text);
 }
 
 struct AtomicCounters {
@@ -91,29 +79,13 @@ struct AtomicCounters {
 
 constinit AtomicCounters counters;
 
-// Adds one exchange to the counters, however it ends.
-class CountedExchange {
- public:
-  explicit CountedExchange(std::size_t bytes) : begin_(std::chrono::steady_clock::now()) {
-    counters.calls += 1;
-    counters.bytes += static_cast<std::int64_t>(bytes);
-  }
-  CountedExchange(const CountedExchange&) = delete;
-  CountedExchange& operator=(const CountedExchange&) = delete;
-  ~CountedExchange() {
-    const auto elapsed = std::chrono::steady_clock::now() - begin_;
-    counters.nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
-  }
-
- private:
-  std::chrono::steady_clock::time_point begin_;
-};
-
-// Shows a call to the peers and to the observer during its own lifetime.
+// Counts a call, and shows it to the peers and to the observer during its own lifetime.
 class ShownCall {
  public:
   ShownCall(Communicator& communicator, const CallLabel& label, std::size_t bytes)
       : board_(communicator.calls()), observer_(call_observer()) {
+    counters.calls += 1;
+    counters.bytes += static_cast<std::int64_t>(bytes);
     const CallName name{.what = name_of(label.direction), .layer = label.layer};
     if (board_ != nullptr) board_->begin(name);
     if (observer_ != nullptr) observer_->begin_call(name, label.scope, bytes);
@@ -123,11 +95,14 @@ class ShownCall {
   ~ShownCall() {
     if (board_ != nullptr) board_->end(state_);
     if (observer_ != nullptr) observer_->end_call();
+    const auto elapsed = std::chrono::steady_clock::now() - begin_;
+    counters.nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
   }
 
   void finish() noexcept { state_ = CallState::kFinished; }
 
  private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
   CallBoard* board_;
   CallObserver* observer_;
   CallState state_ = CallState::kFailed;
@@ -226,7 +201,6 @@ int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t
   const double needs_backward = label.backward == BackwardNeeded::kYes ? 1.0 : 0.0;
   const Header header{{count, h, h * h, needs_backward}};
 
-  const CountedExchange counted(bytes);
   ShownCall shown(*communicator_, label, bytes);
   const auto seen = seen_.find(label_hash);
   const bool is_new = seen == seen_.end();
@@ -278,46 +252,21 @@ std::string Exchange::describe_here(const CallLabel& label) const {
 
 // Every rank now knows that the ranks disagree. They send each other what each of them was doing.
 void Exchange::throw_mismatch(const CallLabel& label) {
-  std::string own_text(shortened(describe(label), kLongestText));
-  ((own_text += kBeforeDtype) += label.dtype);
-  const auto own_length = static_cast<double>(own_text.size());
-  const auto longest =
-      static_cast<std::size_t>(std::ranges::max(normscope::gather(*communicator_, {own_length})));
-
-  const std::size_t numbers_per_text = (longest + kBytesPerNumber - 1) / kBytesPerNumber;
-  std::vector<double> own(numbers_per_text);
-  encode(own_text, own);
-  own.insert(own.end(), {label.eps, label.momentum});
-  const std::vector<double> all = normscope::gather(*communicator_, own);
-  const auto of_rank = [&](std::size_t rank) {
-    return std::span(all).subspan(rank * own.size(), own.size());
-  };
-
-  const auto ranks = static_cast<std::size_t>(communicator_->size());
-  std::vector<std::string> texts;
-  std::vector<std::string> dtypes;
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
-    const std::string text = decode(of_rank(rank).first(numbers_per_text));
-    const std::size_t end = text.find(kBeforeDtype);
-    texts.push_back(text.substr(0, end));
-    dtypes.push_back(end < text.size() ? text.substr(end + 1) : "");
-  }
+  const auto gather = [this](std::string_view own) { return gather_texts(*communicator_, own); };
+  std::vector<std::string> texts = gather(describe(label));
   // Rarer causes are shown only if nothing else differs.
   if (are_equal(texts)) {
-    for (std::size_t rank = 0; rank < ranks; ++rank) {
-      texts[rank] += are_equal(dtypes)
-                         ? with_numbers(of_rank(rank)[numbers_per_text], of_rank(rank).back())
-                         : " with " + dtypes[rank] + " input";
-    }
+    std::vector<std::string> details = gather(" with " + std::string(label.dtype) + " input");
+    if (are_equal(details)) details = gather(with_numbers(label.eps, label.momentum));
+    for (std::size_t rank = 0; rank < texts.size(); ++rank) texts[rank] += details[rank];
   }
   std::string message = "the ranks of a scope made different calls:";
-  for (std::size_t rank = 0; rank < ranks; ++rank) {
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
     message += "\n  rank " + std::to_string(name_of_rank(rank)) + ": " + texts[rank];
   }
   message +=
       "\nEvery rank must run the same layers in the same order, with a backward on all of them or "
-      "on "
-      "none.";
+      "on none.";
   throw MismatchError(message);
 }
 
