@@ -6,6 +6,7 @@
 #include "normscope/batch_norm/call.h"
 #include "normscope/batch_norm/coefficients.h"
 #include "normscope/batch_norm/slices.h"
+#include "normscope/kernels/finalize.h"
 
 namespace normscope {
 namespace {
@@ -36,10 +37,6 @@ void check(const BackwardArguments& arguments, const CallContext& context) {
   check_channel_dtype("dbias", arguments.dbias.dtype, arguments.x);
   check_slices(arguments.slices, arguments.x, context);
   check_statistics(arguments.statistics, arguments.slices, arguments.x.channels);
-}
-
-WantedCoefficients coefficients_of(const BackwardArguments& arguments) {
-  return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
 // What the sweeps over a slice read: dy, and the function of xhat whose output has this gradient.
@@ -84,8 +81,9 @@ void input_gradient_of_slice(const BackwardArguments& arguments, const CallLabel
   if (exchange != nullptr) {
     kernels.finalize_gradient_sums(execution, message.limbs(), statistics, {.sums = results.sums});
   }
-  coefficients_of(arguments).write_input_gradient(slice.index, statistics, affine.weight,
-                                                  results.sums, count);
+  write_coefficients(arguments.coefficients, slice.index, x, [&]<class Real>(std::int64_t c) {
+    return input_gradient_coefficients<Real>(statistics, arguments.weight, results.sums, count, c);
+  });
   if (arguments.dx.data == nullptr) return;
   kernels.input_gradient(execution, x, dy, statistics, affine, results.sums, count,
                          slice.of(arguments.dx));

@@ -8,6 +8,7 @@
 #include "normscope/batch_norm/coefficients.h"
 #include "normscope/batch_norm/slices.h"
 #include "normscope/batch_norm/staged_buffers.h"
+#include "normscope/kernels/finalize.h"
 
 namespace normscope {
 namespace {
@@ -39,10 +40,6 @@ double compared_momentum(const ForwardArguments& arguments) {
 
 AffineActivation affine_of(const ForwardArguments& arguments) {
   return {arguments.weight, arguments.bias, arguments.activation};
-}
-
-WantedCoefficients coefficients_of(const ForwardArguments& arguments) {
-  return {arguments.coefficients, arguments.x.dtype, arguments.x.channels};
 }
 
 void normalize(const ForwardArguments& arguments, Statistics statistics,
@@ -79,8 +76,10 @@ double normalize_slice(const ForwardArguments& arguments, const CallLabel& label
        .running = running,
        .pooled = pooled,
        .count = arguments.counts == nullptr ? nullptr : arguments.counts + slice.index});
-  coefficients_of(arguments).write_normalize(slice.index, statistics.read_only(), arguments.weight,
-                                             arguments.bias);
+  write_coefficients(arguments.coefficients, slice.index, x, [&]<class Real>(std::int64_t c) {
+    return normalize_coefficients<Real>(statistics.read_only(), arguments.weight, arguments.bias,
+                                        c);
+  });
   if (arguments.y.data != nullptr) normalize(arguments, statistics.read_only(), context, slice);
   return count;
 }
