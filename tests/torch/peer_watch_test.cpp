@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a rank knows of its peers while its exchanges are only queued on a device.
-#include "normscope/torch/c10d/peer_watch.h"
-
 #include <atomic>
 #include <chrono>
-#include <future>
 #include <memory>
 #include <new>
 #include <optional>
@@ -21,6 +18,7 @@
 #include "normscope/core/error.h"
 #include "normscope/torch/c10d/communicator.h"
 #include "normscope/torch/c10d/own_group.h"
+#include "normscope/torch/c10d/periodic_thread.h"
 #include "tests/torch/idler.h"
 #include "tests/torch/own_groups.h"
 #include "tests/torch/store_backend.h"
@@ -118,18 +116,15 @@ TEST_F(WatchedPeer, HasDiedBeforeTheNextExchange) {
   expect_abort();
 }
 
-TEST(PeerWatch, TriesAgainIfThereIsNoMemoryForTheReason) {
-  std::vector<std::string> reasons;
-  std::promise<void> end;
-  const binding::PeerWatch watch([] { return "rank 1 failed: it is out of memory"; },
-                                 [&](const std::string& reason) {
-                                   reasons.push_back(reason);
-                                   if (reasons.size() == 1) throw std::bad_alloc();
-                                 },
-                                 [&] { end.set_value(); });
+TEST(PeriodicThread, TriesAgainIfThereIsNoMemoryForATurn) {
+  int turns = 0;
+  std::jthread thread = binding::periodic_thread(1ms, [&] {
+    if (++turns == 1) throw std::bad_alloc();
+    return turns < 3;
+  });
 
-  end.get_future().wait();
-  EXPECT_EQ(reasons, std::vector<std::string>(2, "rank 1 failed: it is out of memory"));
+  thread.join();
+  EXPECT_EQ(turns, 3);
 }
 
 }  // namespace

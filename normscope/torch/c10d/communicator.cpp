@@ -22,6 +22,7 @@
 #include "normscope/comm/shared_memory_segment.h"
 #include "normscope/comm/thread_communicator.h"
 #include "normscope/core/error.h"
+#include "normscope/torch/c10d/periodic_thread.h"
 #include "normscope/torch/c10d/torch_nccl.h"
 #include "normscope/torch/errors.h"
 
@@ -212,7 +213,7 @@ void C10dCommunicator::all_gather_on_device(at::Tensor& all, const at::Tensor& o
 // the message. Work that is being captured has no time limit: the program decides when it runs.
 template <class Queue>
 bool C10dCommunicator::queue_by_nccl(const at::Tensor& message, const Queue& queue) {
-  if (!peers_ || !TorchNccl::takes(message)) return false;
+  if (!peers_.joinable() || !TorchNccl::takes(message)) return false;
   bool is_queued = false;
   run([&]() -> c10::intrusive_ptr<c10d::Work> {
     const c10::DeviceGuard guard(message.device());
@@ -343,10 +344,19 @@ void C10dCommunicator::connect_peers() {
 void C10dCommunicator::watch_peers() {
   watches_peers_ = true;
   if (!own_ || (!sums_on_device_ && !peer_sum_)) return;
-  peers_ = std::make_unique<PeerWatch>(
-      [this] { return reason_to_end(); },
-      [this](const std::string& reason) { note_failure(describe(reason)); },
-      [this] { abort_work(); });
+  constexpr std::chrono::milliseconds kBetweenLooks{500};
+  peers_ = periodic_thread(kBetweenLooks, [this, has_failed = false]() mutable {
+    // One turn later: what a peer did before it ended has then arrived.
+    if (has_failed) {
+      abort_work();
+      return false;
+    }
+    if (const auto reason = reason_to_end()) {
+      note_failure(describe(*reason));
+      has_failed = true;
+    }
+    return true;
+  });
 }
 
 // A rank that has waited for half the limit shows that it is there. At the limit, those that do not

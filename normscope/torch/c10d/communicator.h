@@ -6,6 +6,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -14,7 +15,6 @@
 #include "normscope/torch/c10d/expected_lengths.h"
 #include "normscope/torch/c10d/own_group.h"
 #include "normscope/torch/c10d/peer_sum.h"
-#include "normscope/torch/c10d/peer_watch.h"
 #include "normscope/torch/c10d/publisher.h"
 #include "normscope/torch/c10d/queued_messages.h"
 #include "normscope/torch/tensors/device.h"
@@ -169,7 +169,7 @@ class C10dCommunicator final : public Communicator {
   QueuedMessages queued_;                            // without torch
   bool shows_presence_ = false;                      // used by the thread that watches the peers
   bool watches_peers_ = false;                       // of parts too
-  std::unique_ptr<PeerWatch> peers_;                 // last, because it uses the other members
+  std::jthread peers_;                               // last, because it uses the other members
 };
 
 }  // namespace normscope::binding

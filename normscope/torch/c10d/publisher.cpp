@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "normscope/torch/c10d/periodic_thread.h"
+
 namespace normscope::binding {
 namespace {
 
@@ -48,12 +50,14 @@ RankCall decode(const std::string& text) {
 }  // namespace
 
 CallPublisher::CallPublisher(std::shared_ptr<OwnGroup> group, CallBoard board, milliseconds after)
-    : group_(std::move(group)),
-      board_(std::move(board)),
-      after_(after),
-      thread_([this](const std::stop_token& stop) { run(stop); }) {}
-
-CallPublisher::~CallPublisher() = default;
+    : group_(std::move(group)), board_(std::move(board)), after_(after) {
+  const milliseconds pause =
+      std::min(kPause + board_.ranks() * kPauseOfRank, after_ / 4 + milliseconds(1));
+  thread_ = periodic_thread(pause, [this] {
+    publish_old_call();
+    return true;
+  });
+}
 
 void CallPublisher::publish() noexcept {
   const std::lock_guard lock(mutex_);
@@ -72,21 +76,11 @@ bool CallPublisher::is_published(const RankCall& call) {
   return published_ && published_->number == call.number && published_->state == call.state;
 }
 
-void CallPublisher::run(const std::stop_token& stop) {
-  const auto ranks = board_.ranks();
-  const milliseconds pause = std::min(kPause + ranks * kPauseOfRank, after_ / 4 + milliseconds(1));
-  std::mutex of_wait;
-  for (;;) {
-    {
-      std::unique_lock lock(of_wait);
-      wake_.wait_for(lock, stop, pause, [] { return false; });
-    }
-    if (stop.stop_requested()) return;
-    const RankCall call = board_.read_own();
-    const bool is_old = call.state != CallState::kNone && call.age >= after_;
-    // Repeated while the call waits, because the others may publish later.
-    if (is_old && (call.state == CallState::kWaits || !is_published(call))) publish();
-  }
+void CallPublisher::publish_old_call() {
+  const RankCall call = board_.read_own();
+  const bool is_old = call.state != CallState::kNone && call.age >= after_;
+  // Repeated while the call waits, because the others may publish later.
+  if (is_old && (call.state == CallState::kWaits || !is_published(call))) publish();
 }
 
 }  // namespace normscope::binding

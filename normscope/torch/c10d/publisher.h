@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,7 +18,6 @@ namespace normscope::binding {
 class CallPublisher {
  public:
   CallPublisher(std::shared_ptr<OwnGroup> group, CallBoard board, std::chrono::milliseconds after);
-  ~CallPublisher();
   CallPublisher(const CallPublisher&) = delete;
   CallPublisher& operator=(const CallPublisher&) = delete;
 
@@ -28,13 +26,12 @@ class CallPublisher {
 
  private:
   [[nodiscard]] bool is_published(const RankCall& call);
-  void run(const std::stop_token& stop);
+  void publish_old_call();
 
   std::shared_ptr<OwnGroup> group_;
   CallBoard board_;
   std::chrono::milliseconds after_;
   std::mutex mutex_;  // guards published_, and held while the store is used
-  std::condition_variable_any wake_;
   std::optional<RankCall> published_;
   std::jthread thread_;  // last, because it uses the other members
 };
