@@ -405,7 +405,7 @@ void C10dCommunicator::know_processes(const DeviceKernels* kernels) {
 // forget the earlier ones: after a skipped message, a rank would expect other lengths than its
 // peers.
 void C10dCommunicator::throw_lengths_differ(double length) {
-  lengths_.clear();
+  lengths_ = {};
   std::vector<double> lengths = row_to_gather(rank_, size_, {length});
   all_reduce(lengths);
   throw MismatchError(describe(text_of_different_lengths(lengths)));
