@@ -218,9 +218,8 @@ void OwnGroup::make() {
       return of_torch.what_without_backtrace();
     }
   };
-  std::string error =
-      await(run_by(Helper(), make), "torch.distributed to make a group of the ranks",
-            Wait(time_limit_ + kStorePatience), [this] { throw_if_failed(); });
+  std::string error = await(run_apart(make), "torch.distributed to make a group of the ranks",
+                            Wait(time_limit_ + kStorePatience), [this] { throw_if_failed(); });
   try {
     if (error.empty()) group_ = c10d::resolve_process_group(name_);
   } catch (const c10::Error& of_torch) {
@@ -251,7 +250,7 @@ void OwnGroup::close() noexcept {
     }
   };
   try {
-    run_by(Helper(), close).wait_for(kStorePatience);
+    run_apart(close).wait_for(kStorePatience);
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
     // No memory for the task: as above.
   }

@@ -4,12 +4,13 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
-#include <functional>
 #include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -17,27 +18,11 @@
 
 namespace normscope::binding {
 
-// A thread that runs tasks in turn, apart from the thread that posts them. If the process cannot
-// start another thread, the tasks run in post().
-class Helper {
- public:
-  Helper() noexcept;
-  Helper(const Helper&) = delete;
-  Helper& operator=(const Helper&) = delete;
-  // Does not wait: a task may hang.
-  ~Helper();
-
-  void post(std::function<void()> task) const;
-
- private:
-  struct Tasks;
-  std::shared_ptr<Tasks> tasks_;  // nullptr: there is no thread
-};
-
-// Runs call() on the helper. It may outlive the caller: it holds what it needs by value. It is
-// freed before the result is there, since the program may then end what the call refers to.
+// Runs call() in a thread of its own, or here if the process cannot start another. The thread may
+// outlive the caller: call holds what it needs by value. It is freed before the result is there,
+// since the program may then end what the call refers to.
 template <class Call>
-auto run_by(const Helper& helper, Call call) -> std::future<std::invoke_result_t<Call>> {
+auto run_apart(Call call) -> std::future<std::invoke_result_t<Call>> {
   using Result = std::invoke_result_t<Call>;
   const auto task = std::make_shared<std::packaged_task<Result()>>(
       [call = std::make_unique<Call>(std::move(call))]() mutable {
@@ -45,12 +30,15 @@ auto run_by(const Helper& helper, Call call) -> std::future<std::invoke_result_t
         return (*ends_with_this_scope)();
       });
   std::future<Result> result = task->get_future();
-  helper.post([task] { (*task)(); });
+  try {
+    std::thread([task] { (*task)(); }).detach();
+  } catch (const std::system_error&) {
+    (*task)();
+  }
   return result;
 }
 
 // A store of torch, which may be asked without waiting forever for a server that hangs or has died.
-// A helper asks.
 class PatientStore {
  public:
   using Clock = std::chrono::steady_clock;
@@ -65,10 +53,10 @@ class PatientStore {
   // Begins to ask: question(store). Its exceptions are those of the store.
   template <class Question>
   auto begin(Question question) const {
-    return run_by(server_->helper,
-                  [server = server_, prefix = prefix_, question = std::move(question)] {
-                    return question(*server->keys_under(prefix));
-                  });
+    return run_apart([server = server_, prefix = prefix_, question = std::move(question)] {
+      const std::lock_guard lock(server->one_at_a_time);
+      return question(*server->keys_under(prefix));
+    });
   }
 
   // Returns the answer, or nullopt if the store throws, or if it does not answer in time or was
@@ -95,11 +83,10 @@ class PatientStore {
     // a key, other calls of the same connection wait too.
     Store keys_under(const std::string& prefix);
 
-    Helper helper;
     // When to ask again, as a count of the clock.
     std::atomic<Clock::rep> ask_again = 0;
     const Store programs;
-    std::once_flag is_connected;
+    std::mutex one_at_a_time;  // held while it is asked; guards the next one
     Store own;
   };
 
