@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -21,15 +22,20 @@ namespace {
 // Longer messages are rare, and every group would have to allocate memory for them.
 constexpr std::int64_t kMostChannels = 4096;
 
-bool is_true_for_all(Communicator& ranks, bool own) {
-  const std::vector<double> all = gather(ranks, {own ? 1.0 : 0.0});
-  return std::ranges::all_of(all, [](double of_rank) { return of_rank != 0.0; });
+bool all_give(Communicator& ranks, double own, double expected) {
+  return std::ranges::count(gather(ranks, {own}), expected) == ranks.size();
 }
 
-bool are_on_one_host(Communicator& ranks) {
-  const auto own = static_cast<double>(identity_of_process_ids());
-  const std::vector<double> all = gather(ranks, {own});
-  return std::ranges::all_of(all, [&](double host) { return host == own; });
+// Whether call() succeeds on all ranks.
+template <class Call>
+bool all_can(Communicator& ranks, const Call& call) {
+  double success = 1.0;
+  try {
+    call();
+  } catch (const DeviceError&) {
+    success = 0.0;
+  }
+  return all_give(ranks, success, 1.0);
 }
 
 std::vector<PeerHandle> gather_handles(Communicator& ranks, const PeerHandle& own) {
@@ -47,13 +53,25 @@ std::vector<PeerHandle> gather_handles(Communicator& ranks, const PeerHandle& ow
 
 std::unique_ptr<PeerSum> PeerSum::make(Communicator& ranks, const DeviceKernels& kernels,
                                        c10::DeviceType type, std::chrono::milliseconds time_limit) {
-  if (ranks.size() > PeerMemory::kMostRanks || !are_on_one_host(ranks)) return nullptr;
+  const auto host = static_cast<double>(identity_of_process_ids());
+  if (ranks.size() > PeerMemory::kMostRanks || !all_give(ranks, host, host)) return nullptr;
   const c10::Device device = c10::impl::VirtualGuardImpl(type).getDevice();
   std::unique_ptr<PeerSum> made(new PeerSum(ranks, kernels, device, time_limit));
+  PeerMemory& memory = made->memory_;
   PeerHandle handle = {};
-  if (!is_true_for_all(ranks, made->allocate(handle))) return nullptr;
+  const auto allocate = [&] {
+    memory.failure = kernels.peers.allocate_word();
+    memory.of_ranks[memory.rank] = kernels.peers.allocate(memory.size(), handle);
+  };
+  if (!all_can(ranks, allocate)) return nullptr;
   const std::vector<PeerHandle> handles = gather_handles(ranks, handle);
-  return is_true_for_all(ranks, made->open(handles)) ? std::move(made) : nullptr;
+  const auto open = [&] {
+    for (int rank = 0; rank < memory.ranks; ++rank) {
+      if (rank == memory.rank) continue;
+      memory.of_ranks[rank] = kernels.peers.open(handles[static_cast<std::size_t>(rank)]);
+    }
+  };
+  return all_can(ranks, open) ? std::move(made) : nullptr;
 }
 
 PeerSum::PeerSum(const Communicator& ranks, const DeviceKernels& kernels, c10::Device device,
@@ -63,28 +81,6 @@ PeerSum::PeerSum(const Communicator& ranks, const DeviceKernels& kernels, c10::D
   memory_.ranks = ranks.size();
   memory_.capacity = kMostChannels * kSums * kLimbs + kHeaderSize;
   memory_.time_limit = std::chrono::nanoseconds(time_limit).count();
-}
-
-bool PeerSum::allocate(PeerHandle& handle) {
-  try {
-    memory_.failure = kernels_.peers.allocate_word();
-    memory_.of_ranks[memory_.rank] = kernels_.peers.allocate(memory_.size(), handle);
-    return true;
-  } catch (const DeviceError&) {
-    return false;
-  }
-}
-
-bool PeerSum::open(const std::vector<PeerHandle>& handles) {
-  try {
-    for (int rank = 0; rank < memory_.ranks; ++rank) {
-      if (rank == memory_.rank) continue;
-      memory_.of_ranks[rank] = kernels_.peers.open(handles[static_cast<std::size_t>(rank)]);
-    }
-    return true;
-  } catch (const DeviceError&) {
-    return false;
-  }
 }
 
 bool PeerSum::takes(std::size_t size, c10::Device device) const {

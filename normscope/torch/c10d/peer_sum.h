@@ -6,7 +6,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <vector>
 
 #include <c10/core/Device.h>
 
@@ -46,10 +45,6 @@ class PeerSum {
  private:
   PeerSum(const Communicator& ranks, const DeviceKernels& kernels, c10::Device device,
           std::chrono::milliseconds time_limit);
-
-  // Each returns whether it could.
-  [[nodiscard]] bool allocate(PeerHandle& handle);
-  [[nodiscard]] bool open(const std::vector<PeerHandle>& handles);
 
   const DeviceKernels& kernels_;
   c10::Device device_;
