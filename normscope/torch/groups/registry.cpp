@@ -20,36 +20,41 @@ namespace {
 
 using Group = std::shared_ptr<GroupExchanges>;
 
-template <class Key>
+// By name and, for process groups, by placement; registered communicators have none.
+using GroupKey = std::pair<std::string, std::optional<Placement>>;
+
 struct Groups {
   std::mutex mutex;
-  std::map<Key, Group> entries;
+  std::map<GroupKey, Group> entries;
 };
 
-auto& process_groups() {
-  static Groups<std::pair<std::string, Placement>> groups;
+Groups& groups() {
+  static Groups groups;
   return groups;
 }
 
-auto& communicators() {
-  static Groups<std::string> groups;
-  return groups;
-}
-
-// Takes groups out of the map. The caller releases them after unlocking: ending a part may wait.
-template <class Condition>
-std::vector<Group> take_out(std::map<std::pair<std::string, Placement>, Group>& entries,
-                            const Condition& condition) {
+// Takes process groups out of the map. The caller releases them after unlocking: ending a part may
+// wait.
+std::vector<Group> take_out(std::map<GroupKey, Group>& entries, bool only_destroyed) {
   std::vector<Group> taken;
   std::erase_if(entries, [&](const auto& entry) {
-    if (!condition(*entry.second)) return false;
-    taken.push_back(entry.second);
+    const auto& [key, group] = entry;
+    if (!key.second || (only_destroyed && !group->is_destroyed())) return false;
+    taken.push_back(group);
     return true;
   });
   return taken;
 }
 
-bool is_destroyed(const GroupExchanges& group) { return group.is_destroyed(); }
+// nullptr if it is not in the map.
+Group group_of(const GroupKey& key) {
+  auto& [mutex, entries] = groups();
+  const std::lock_guard lock(mutex);
+  const auto found = entries.find(key);
+  return found == entries.end() ? nullptr : found->second;
+}
+
+Group registered_communicator(const std::string& name) { return group_of({name, std::nullopt}); }
 
 ProcessGroup resolve(const std::string& name) {
   try {
@@ -79,24 +84,17 @@ HomeProcess home_of(const std::string& name, const ProcessGroup& group) {
 }
 
 Group exchanges_of(const std::string& name, const ProcessGroup& group, const Placement& placement) {
-  auto& [mutex, entries] = process_groups();
+  auto& [mutex, entries] = groups();
   std::vector<Group> destroyed;  // released after the lock
   const std::lock_guard lock(mutex);
   const auto found = entries.find({name, placement});
   if (found != entries.end() && found->second->is_of(group)) return found->second;
-  destroyed = take_out(entries, is_destroyed);
+  destroyed = take_out(entries, /*only_destroyed=*/true);
   // Before the group is known: peers are then notified in the rendezvous.
   as_torch(check_all_variables);
   const HomeProcess home = home_of(name, group);
   return entries[{name, placement}] =
              std::make_shared<GroupExchanges>(group, name, placement, home);
-}
-
-Group registered_communicator(const std::string& name) {
-  auto& [mutex, entries] = communicators();
-  const std::lock_guard lock(mutex);
-  const auto found = entries.find(name);
-  return found == entries.end() ? nullptr : found->second;
 }
 
 bool sends(int ranks) { return ranks > 1 || as_torch(forces_exchange); }
@@ -120,24 +118,23 @@ void register_communicator(const std::string& name, std::unique_ptr<Communicator
   check_environment_of(*communicator);
   watch_calls();
   auto group = std::make_shared<GroupExchanges>(name, std::move(communicator));
-  auto& [mutex, entries] = communicators();
+  auto& [mutex, entries] = groups();
   const std::lock_guard lock(mutex);
-  entries[name] = std::move(group);
+  entries[{name, std::nullopt}] = std::move(group);
 }
 
 void unregister_communicator(const std::string& name) {
-  auto& [mutex, entries] = communicators();
+  auto& [mutex, entries] = groups();
+  std::map<GroupKey, Group>::node_type unregistered;  // released after the lock
   const std::lock_guard lock(mutex);
-  entries.erase(name);
+  unregistered = entries.extract({name, std::nullopt});
 }
 
 void forget_groups(bool only_destroyed) {
-  auto& [mutex, entries] = process_groups();
+  auto& [mutex, entries] = groups();
   std::vector<Group> forgotten;  // released after the lock
   const std::lock_guard lock(mutex);
-  forgotten = take_out(entries, [&](const GroupExchanges& group) {
-    return !only_destroyed || group.is_destroyed();
-  });
+  forgotten = take_out(entries, only_destroyed);
 }
 
 void know_process_group(const std::string& name) {
@@ -176,31 +173,19 @@ Group used_group_named(std::string_view name, const std::optional<Placement>& pl
   if (name.empty()) return nullptr;
   const std::string text(name);
   Group group = registered_communicator(text);
-  if (!group && placement) {
-    auto& [mutex, entries] = process_groups();
-    const std::lock_guard lock(mutex);
-    const auto found = entries.find({text, *placement});
-    if (found != entries.end()) group = found->second;
-  }
+  if (!group && placement) group = group_of({text, placement});
   return group && group->home().is_this_one() ? group : nullptr;
 }
 
 std::vector<Group> used_groups() {
-  std::vector<Group> groups;
-  const auto add = [&](const Group& group) {
-    if (group->home().is_this_one()) groups.push_back(group);
-  };
-  {
-    auto& [mutex, entries] = process_groups();
-    const std::lock_guard lock(mutex);
-    for (const auto& [key, group] : entries) {
-      if (!group->is_destroyed()) add(group);
-    }
-  }
-  auto& [mutex, entries] = communicators();
+  std::vector<Group> used;
+  auto& [mutex, entries] = groups();
   const std::lock_guard lock(mutex);
-  for (const auto& [name, group] : entries) add(group);
-  return groups;
+  for (const auto& [key, group] : entries) {
+    const bool is_destroyed = key.second && group->is_destroyed();
+    if (!is_destroyed && group->home().is_this_one()) used.push_back(group);
+  }
+  return used;
 }
 
 void fail_rendezvous(const std::string& name, std::string_view reason) {
