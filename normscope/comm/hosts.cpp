@@ -4,14 +4,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <utility>
 
 #include "normscope/comm/processes.h"
 #include "normscope/comm/shared_memory_communicator.h"
 #include "normscope/core/environment.h"
 #include "normscope/core/error.h"
-#include "normscope/core/hash.h"
 
 namespace normscope {
 namespace {
@@ -19,14 +17,6 @@ namespace {
 // float64 numbers in a slot if there are several hosts: 128 KiB. Each piece costs the latency of a
 // message between hosts; shorter pieces do not gain enough from filling the slots in the meantime.
 constexpr std::int64_t kSlotLengthOfSeveral = 16384;
-
-// Equal for processes of one host that can see each other.
-double identity_of_memory() {
-  Hash hash;
-  hash.add(std::to_string(host_identity()));
-  hash.add(std::to_string(own_pid_namespace()));
-  return static_cast<double>(hash.low_bits(kIdentityBits));
-}
 
 Hosts hosts_of(const std::vector<double>& identities, int rank) {
   Hosts hosts;
@@ -49,7 +39,8 @@ void check_given(const std::unique_ptr<Communicator>& group) {
 
 Hosts find_hosts(Communicator& group, std::chrono::milliseconds time_limit) {
   check_environment_of(group);
-  const double identity = uses_shared_memory() ? identity_of_memory() : 0.0;
+  const double identity =
+      uses_shared_memory() ? static_cast<double>(identity_of_process_ids()) : 0.0;
   const std::vector<double> identities = gather(group, {identity});
   Hosts hosts = hosts_of(identities, group.rank());
   const bool is_wanted_by_all = std::ranges::count(identities, 0.0) == 0;

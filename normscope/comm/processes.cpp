@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <fstream>
+#include <initializer_list>
 
 #include <poll.h>
 #include <pthread.h>
@@ -41,6 +42,13 @@ std::string name_of_host() {
   return chosen.empty() ? name_of_machine() : chosen;
 }
 
+std::int64_t identity_of(std::initializer_list<std::string> names) {
+  constexpr int kBits = 52;  // exact as a float64
+  Hash hash;
+  for (const std::string& name : names) hash.add(name);
+  return static_cast<std::int64_t>(hash.low_bits(kBits));
+}
+
 }  // namespace
 
 HomeProcess::HomeProcess() noexcept : id_(getpid()), forks_(forks_so_far()) {}
@@ -76,17 +84,9 @@ bool has_died(std::int32_t process, std::uint64_t pid_namespace) noexcept {
 }
 
 std::int64_t identity_of_process_ids() {
-  Hash hash;
-  hash.add(name_of_host());
-  hash.add(name_of_machine());
-  hash.add(std::to_string(own_pid_namespace()));
-  return static_cast<std::int64_t>(hash.low_bits(kIdentityBits));
+  return identity_of({name_of_host(), name_of_machine(), std::to_string(own_pid_namespace())});
 }
 
-std::int64_t host_identity() {
-  Hash hash;
-  hash.add(name_of_host());
-  return static_cast<std::int64_t>(hash.low_bits(kIdentityBits));
-}
+std::int64_t host_identity() { return identity_of({name_of_host()}); }
 
 }  // namespace normscope

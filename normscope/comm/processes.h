@@ -43,7 +43,4 @@ class HomeProcess {
 // of the environment variable NORMSCOPE_NODE if that is set, otherwise of the kernel's boot id.
 [[nodiscard]] std::int64_t host_identity();
 
-// The bits of an identity: a float64 represents it exactly.
-inline constexpr int kIdentityBits = 52;
-
 }  // namespace normscope
