@@ -3,12 +3,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -29,11 +33,64 @@
 #include "normscope/core/limbs.h"
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/nn/layers.h"
-#include "normscope/torch/nn/left_as_it_is.h"
 #include "normscope/torch/ops/output_noise.h"
 
 namespace normscope::nn {
 namespace {
+
+// torch's default generators, of the host and of the devices that the parameters are on.
+std::vector<at::Generator> generators_of(const ::torch::nn::Module& module) {
+  std::vector<at::Generator> generators = {at::globalContext().defaultGenerator(at::kCPU)};
+  std::set<c10::DeviceIndex> seen;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (!parameter.is_cuda() || !seen.insert(parameter.get_device()).second) continue;
+    generators.push_back(at::globalContext().defaultGenerator(parameter.device()));
+  }
+  return generators;
+}
+
+// Remembers the state of a module, and restores it when this object is destroyed.
+class LeftAsItIs {
+ public:
+  explicit LeftAsItIs(::torch::nn::Module& module) {
+    for (const NamedLayer& layer : named_layers(module)) {
+      layers_.push_back({layer, layer.options->scope(), layer.observed->observer});
+    }
+    const at::NoGradGuard no_grad;
+    for (const at::Tensor& buffer : module.buffers()) {
+      if (buffer.defined()) buffers_.emplace_back(buffer, buffer.clone());
+    }
+    for (at::Generator& generator : generators_of(module)) {
+      const std::lock_guard lock(generator.mutex());
+      generators_.emplace_back(generator, generator.get_state());
+    }
+  }
+  LeftAsItIs(const LeftAsItIs&) = delete;
+  LeftAsItIs& operator=(const LeftAsItIs&) = delete;
+  ~LeftAsItIs() {
+    const c10::InferenceMode may_write_to_inference_tensors;
+    for (auto& [layer, scope, observer] : layers_) {
+      layer.options->scope(scope);
+      layer.observed->observer = std::move(observer);
+    }
+    for (const auto& [buffer, value] : buffers_) buffer.resize_(value.sizes()).copy_(value);
+    for (auto& [generator, state] : generators_) {
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(state);
+    }
+  }
+
+ private:
+  struct Layer {
+    NamedLayer layer;
+    Scope scope;
+    decltype(Observed::observer) observer;
+  };
+
+  std::vector<Layer> layers_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;        // with their values
+  std::vector<std::pair<at::Generator, at::Tensor>> generators_;  // with their states
+};
 
 std::string named_or_module(const std::string& layer) { return layer.empty() ? "module" : layer; }
 
