@@ -1,18 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "normscope/torch/calls/recording.h"
 
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 #include "normscope/torch/groups/exchanges.h"
 #include "normscope/torch/groups/registry.h"
 
 namespace normscope::binding {
 
-bool is_recorded_for_a_graph() {
-  using c10::impl::TorchDispatchModeKey;
-  using c10::impl::TorchDispatchModeTLS;
-  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
-}
+bool is_recorded_for_a_graph() { return is_in_mode(c10::impl::TorchDispatchModeKey::FUNCTIONAL); }
 
 bool is_of_one_rank(const Scope& scope, const ScopedCall& call) {
   return scope.is_of_one_rank() || !has_peers(call.group_name);

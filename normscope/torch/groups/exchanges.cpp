@@ -7,7 +7,6 @@
 #include <vector>
 
 #include <ATen/ops/tensor.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/Type.h>
 
 #include "normscope/core/error.h"
@@ -45,10 +44,8 @@ bool is_of_python(const std::exception& error) {
 }
 
 bool is_recorded() {
-  using c10::impl::TorchDispatchModeKey;
-  using c10::impl::TorchDispatchModeTLS;
-  return TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value() ||
-         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FUNCTIONAL).has_value();
+  using Mode = c10::impl::TorchDispatchModeKey;
+  return is_in_mode(Mode::FAKE) || is_in_mode(Mode::FUNCTIONAL);
 }
 
 }  // namespace

@@ -17,7 +17,6 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include "normscope/core/header.h"
@@ -84,11 +83,9 @@ struct Unseen {
 // Whether this is a real tensor in a call with fake ones: torch writes nothing, but would count a
 // write.
 bool is_left_alone(const at::Tensor& buffer) {
-  using c10::impl::TorchDispatchModeKey;
-  using c10::impl::TorchDispatchModeTLS;
   return !buffer.key_set().has(c10::DispatchKey::Python) &&
          !buffer.key_set().has(c10::DispatchKey::Functionalize) &&
-         TorchDispatchModeTLS::get_mode(TorchDispatchModeKey::FAKE).has_value();
+         is_in_mode(c10::impl::TorchDispatchModeKey::FAKE);
 }
 
 }  // namespace

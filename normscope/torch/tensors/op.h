@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 namespace normscope::binding {
 
@@ -23,6 +24,11 @@ struct ScopedCall {
   std::string_view group_name;  // of a process group; "": none
   std::string_view layer;       // a qualified name; "": none
 };
+
+// Whether this mode of torch handles the ops that are called now.
+[[nodiscard]] inline bool is_in_mode(c10::impl::TorchDispatchModeKey mode) {
+  return c10::impl::TorchDispatchModeTLS::get_mode(mode).has_value();
+}
 
 // The op of this name, as ops/operators.cpp declares it, or python/normscope/_binding/groups.py.
 template <class Op>
