@@ -78,6 +78,16 @@ void check_parameter_gradient(const at::Tensor& x, std::string_view name,
   check_device(x, name, *gradient);
 }
 
+// Checks a residual, or the y that replaces it in a backward.
+void check_residual(const at::Tensor& x, std::string_view name, const at::Tensor& tensor,
+                    const ActivationFunction& activation) {
+  TORCH_CHECK_VALUE(activation.output_tells_gradient(), name,
+                    ": expected none unless the activation is relu, relu6 or a leaky_relu with a "
+                    "slope of at least 0, got one with ",
+                    name_of(activation.kind));
+  check_like_x(x, name, tensor);
+}
+
 constexpr struct {
   std::string_view name;
   Activation kind;
@@ -111,13 +121,7 @@ ActivationFunction parsed_activation(std::string_view name, double negative_slop
 
 ActivationFunction checked(const ActivationCall& op, const at::Tensor& x) {
   const ActivationFunction activation = parsed_activation(op.activation, op.negative_slope);
-  if (op.residual) {
-    TORCH_CHECK_VALUE(activation.output_tells_gradient(),
-                      "residual: expected none unless relu, relu6 or a leaky_relu with a slope of "
-                      "at least 0 follows, got one before ",
-                      op.activation);
-    check_like_x(x, "residual", *op.residual);
-  }
+  if (op.residual) check_residual(x, "residual", *op.residual, activation);
   return activation;
 }
 
@@ -127,13 +131,7 @@ ActivationFunction checked(const BackwardOpArguments& op) {
   const ActivationBackwardCall& after = op.activation;
   check_parameter_of_channels(op.x, "bias", after.bias);
   const ActivationFunction activation = parsed_activation(after.activation, after.negative_slope);
-  if (after.y) {
-    TORCH_CHECK_VALUE(activation.output_tells_gradient(),
-                      "y: expected none unless the activation is relu, relu6 or a leaky_relu with "
-                      "a slope of at least 0, got one after ",
-                      after.activation);
-    check_like_x(op.x, "y", *after.y);
-  }
+  if (after.y) check_residual(op.x, "y", *after.y, activation);
   return activation;
 }
 
