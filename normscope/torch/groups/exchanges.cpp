@@ -26,18 +26,6 @@ bool is_of_one_rank(std::string_view text) {
   }
 }
 
-void notify(const ScopedCall& call, const ExchangeUse* use, std::string_view reason) noexcept {
-  if (use != nullptr) {
-    use->fail(reason);
-    return;
-  }
-  try {
-    fail_exchanges(reason, call.scope, call.group_name);
-  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
-    // There is no group of this name.
-  }
-}
-
 // Whether Python raised the exception: what the program itself runs within a call, such as hooks.
 bool is_of_python(const std::exception& error) {
   return c10::demangle(typeid(error).name()) == "python_error";
@@ -58,6 +46,14 @@ Scope parsed_scope(std::string_view text) {
 }
 
 void notify_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
+  const auto notify = [&](std::string_view reason) {
+    if (use != nullptr) return use->fail(reason);
+    try {
+      fail_exchanges(reason, call.scope, call.group_name);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+      // There is no group of this name.
+    }
+  };
   try {
     throw;
   } catch (const MismatchError&) {   // NOLINT(bugprone-empty-catch)
@@ -66,11 +62,11 @@ void notify_peers(const ScopedCall& call, const ExchangeUse* use) noexcept {
   } catch (const c10::DistError&) {  // NOLINT(bugprone-empty-catch)
     // All ranks throw these.
   } catch (const std::bad_alloc&) {
-    notify(call, use, "it is out of memory");
+    notify("it is out of memory");
   } catch (const std::exception& error) {
-    notify(call, use, what_of(error));
+    notify(what_of(error));
   } catch (...) {
-    notify(call, use, "an unknown exception");
+    notify("an unknown exception");
   }
 }
 

@@ -161,17 +161,9 @@ PreparedBackward prepare_backward(const BackwardOpArguments& op, Answer answer, 
   const std::int64_t slices = op.statistics.size(0);
   site.prepare(op.x, slices);
   const bool wants_dx = op.wanted.dx && answer == Answer::kOutput;
-  PreparedBackward prepared{
-      .x = {},
-      .dy = {},
-      .weight = contiguous(op.weight),
-      .gradients = {op.x, {wants_dx, op.wanted.dweight, op.wanted.dbias}},
-      .coefficients = {},
-      .arguments = {},
-      .bias = std::nullopt,
-      .y = {},
-      .dz = {},
-  };
+  PreparedBackward prepared;
+  prepared.weight = contiguous(op.weight);
+  prepared.gradients = {op.x, {wants_dx, op.wanted.dweight, op.wanted.dbias}};
   const Gradients& gradients = prepared.gradients;
   BackwardArguments& arguments = prepared.arguments;
   prepared.x = in_layout_of_output(op.x);

@@ -32,6 +32,7 @@ struct WantedGradients {
 // The results of backward; gradients that are not wanted are empty tensors. Gradients of parameters
 // are float32, or float64 for float64 inputs; autograd rounds them to the parameter's type.
 struct Gradients {
+  Gradients() = default;
   Gradients(const at::Tensor& x, const WantedGradients& wanted);
 
   [[nodiscard]] GradientTensors tensors() const { return {dx, dweight, dbias}; }
