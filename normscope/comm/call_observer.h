@@ -37,6 +37,22 @@ class CallObserver {
 void observe_calls(CallObserver* observer) noexcept;
 [[nodiscard]] CallObserver* call_observer() noexcept;
 
+// Calls the observer's during_wait(), if there is one. If that throws, calls interrupted() before
+// the exception goes on.
+template <class Interrupted>
+void notify_observer(std::chrono::steady_clock::duration waited,
+                     const std::function<std::string()>& who_is_where,
+                     const Interrupted& interrupted) {
+  CallObserver* const observer = call_observer();
+  if (observer == nullptr) return;
+  try {
+    observer->during_wait(waited, who_is_where);
+  } catch (...) {
+    interrupted();
+    throw;
+  }
+}
+
 // Reports a wait to the observer for the lifetime of this object.
 class ObservedWait {
  public:

@@ -167,7 +167,9 @@ void SlotCommunicator::wait_for(Places awaited) {
     while (!has_come(peer)) {
       throw_if_failed();
       throw_if_any_gone(awaited);
-      notify_observer(start);
+      notify_observer(
+          Clock::now() - start, [this] { return where_ranks_are(); },
+          [this] { memory_.record_failure(name() + " was interrupted while it waited"); });
       sleep_until_come(peer, time_left_or_throw(awaited, start));
     }
   }
@@ -182,17 +184,6 @@ void SlotCommunicator::sleep_until_come(int peer, milliseconds time_left) {
     memory_.sleep(peer, bell, std::min(kLongestSleep, time_left));
   }
   --awaited.sleepers;
-}
-
-void SlotCommunicator::notify_observer(Clock::time_point start) {
-  CallObserver* const observer = call_observer();
-  if (observer == nullptr) return;
-  try {
-    observer->during_wait(Clock::now() - start, [this] { return where_ranks_are(); });
-  } catch (...) {
-    memory_.record_failure(name() + " was interrupted while it waited");
-    throw;
-  }
 }
 
 bool SlotCommunicator::has_come(int peer) const noexcept {

@@ -151,7 +151,6 @@ class SlotCommunicator : public Communicator {
 
   void throw_if_failed() const;
   void sleep_until_come(int peer, std::chrono::milliseconds time_left);
-  void notify_observer(Clock::time_point start);
   [[nodiscard]] bool has_come(int peer) const noexcept;
   [[nodiscard]] bool have_come(Places peers) const noexcept;
   [[nodiscard]] std::vector<int> missing() const;

@@ -238,7 +238,9 @@ class MpiCommunicator final : public Communicator {
         has_asked = true;
       }
       if (waited >= next_observation) {
-        notify_observer(waited);
+        notify_observer(
+            waited, [] { return "this rank waits for the others"; },
+            [this] { fail_with(own_name() + " was interrupted while it waited"); });
         next_observation += kBetweenObservations;
       }
       if (waited < kYieldTime) {
@@ -246,17 +248,6 @@ class MpiCommunicator final : public Communicator {
       } else {
         std::this_thread::sleep_for(kSleep);
       }
-    }
-  }
-
-  void notify_observer(Clock::duration waited) {
-    CallObserver* const observer = call_observer();
-    if (observer == nullptr) return;
-    try {
-      observer->during_wait(waited, [] { return std::string("this rank waits for the others"); });
-    } catch (...) {
-      fail_with(own_name() + " was interrupted while it waited");
-      throw;
     }
   }
 

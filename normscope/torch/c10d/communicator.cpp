@@ -300,13 +300,9 @@ void C10dCommunicator::wait_for(c10d::Work& work) {
 }
 
 void C10dCommunicator::look_up(std::chrono::steady_clock::duration waited, int looks) {
-  if (CallObserver* const observer = call_observer()) {
-    try {
-      observer->during_wait(waited, [this] { return where_ranks_are(); });
-    } catch (...) {
-      throw Interruption(std::current_exception());
-    }
-  }
+  notify_observer(
+      waited, [this] { return where_ranks_are(); },
+      [] { throw Interruption(std::current_exception()); });
   // A peer may have failed in a way that does not close its connections.
   constexpr int kLooksPerQuestion = 5;
   if (!own_ || looks % kLooksPerQuestion != 0) return;

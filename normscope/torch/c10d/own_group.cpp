@@ -219,7 +219,9 @@ void OwnGroup::make() {
     }
   };
   std::string error = await(run_apart(make), "torch.distributed to make a group of the ranks",
-                            Wait(time_limit_ + kStorePatience), [this] { throw_if_failed(); });
+                            Wait(time_limit_ + kStorePatience), [this] {
+                              if (const auto reason = failure()) throw CommunicationError(*reason);
+                            });
   try {
     if (error.empty()) group_ = c10d::resolve_process_group(name_);
   } catch (const c10::Error& of_torch) {
@@ -320,10 +322,6 @@ std::string OwnGroup::reason_of(const std::optional<RollCall>& roll, const std::
   return text;
 }
 
-void OwnGroup::throw_if_failed() {
-  if (const std::optional<std::string> reason = failure()) throw CommunicationError(*reason);
-}
-
 // Waits for an answer of `whom`, which has a moment for it even at the end of the wait. Meanwhile
 // calls look() repeatedly.
 template <class Answer>
@@ -392,19 +390,12 @@ std::optional<std::vector<std::size_t>> OwnGroup::missing_at(const std::string& 
   });
 }
 
-template <class WhoIsWhere>
-void OwnGroup::notify_observer(const Wait& wait, const WhoIsWhere& who_is_where) {
-  CallObserver* const observer = call_observer();
-  if (observer == nullptr) return;
-  try {
-    observer->during_wait(Clock::now() - wait.begin, who_is_where);
-  } catch (...) {
+void OwnGroup::notify_observer(const Wait& wait, const std::function<std::string()>& who_is_where) {
+  normscope::notify_observer(Clock::now() - wait.begin, who_is_where, [this] {
     // Without a name, the keys would be the program's own.
-    if (!name_.empty()) {
-      write_failure(store_, list_of_ranks({own_rank()}) + " was interrupted while it waited");
-    }
-    throw;
-  }
+    if (name_.empty()) return;
+    write_failure(store_, list_of_ranks({own_rank()}) + " was interrupted while it waited");
+  });
 }
 
 std::optional<std::string> OwnGroup::failure() {

@@ -133,11 +133,7 @@ class OwnGroup {
   Answer await(
       std::future<Answer> answer, const std::string& whom, const Wait& wait,
       const std::function<void()>& look = [] {});
-  template <class WhoIsWhere>
-  void notify_observer(const Wait& wait, const WhoIsWhere& who_is_where);
-
-  // Throws if another rank has published that it failed.
-  void throw_if_failed();
+  void notify_observer(const Wait& wait, const std::function<std::string()>& who_is_where);
 
   // Why a message to all ranks has failed: what another rank has published, or which ranks are dead
   // or do not answer; nullopt if the store does not answer. All ranks that are present must call
