@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "normscope/comm/call_observer.h"
 #include "normscope/comm/describe.h"
 #include "normscope/core/cache_lines.h"
 #include "normscope/core/text.h"
@@ -55,7 +56,13 @@ bool is_past(const RankCall& call) {
 
 constexpr std::string_view kNoName = "a layer without a name";
 
+constinit std::atomic<CallObserver*> observer_in_use = nullptr;
+
 }  // namespace
+
+void observe_calls(CallObserver* observer) noexcept { observer_in_use = observer; }
+
+CallObserver* call_observer() noexcept { return observer_in_use.load(std::memory_order_acquire); }
 
 std::string text_of_layer(std::string_view layer) {
   constexpr std::size_t kLongest = 500;
