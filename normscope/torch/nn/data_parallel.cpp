@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,22 +25,21 @@ std::int64_t numbers_in(const at::Tensor& tensor) {
   return tensor.is_complex() ? 2 * tensor.numel() : tensor.numel();
 }
 
+std::int64_t numbers_in(const Tensors& tensors) {
+  std::int64_t numbers = 0;
+  for (const at::Tensor& tensor : tensors) numbers += numbers_in(tensor);
+  return numbers;
+}
+
 // Consecutive tensors whose numbers fit into one message. A larger tensor gets its own message.
 // Without tensors there is an empty one, in which ranks that have some notice it.
-std::vector<std::span<at::Tensor>> buckets_of(Tensors& tensors) {
-  std::vector<std::span<at::Tensor>> buckets;
-  std::size_t begin = 0;
-  std::int64_t numbers = 0;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (i > begin && numbers + numbers_in(tensors[i]) > kBucketNumbers) {
-      buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin), i - begin);
-      begin = i;
-      numbers = 0;
-    }
-    numbers += numbers_in(tensors[i]);
+std::vector<Tensors> buckets_of(const Tensors& tensors) {
+  std::vector<Tensors> buckets(1);
+  for (const at::Tensor& tensor : tensors) {
+    const bool is_full = numbers_in(buckets.back()) + numbers_in(tensor) > kBucketNumbers;
+    if (is_full && !buckets.back().empty()) buckets.emplace_back();
+    buckets.back().push_back(tensor);
   }
-  buckets.emplace_back(tensors.begin() + static_cast<std::ptrdiff_t>(begin),
-                       tensors.size() - begin);
   return buckets;
 }
 
@@ -72,17 +70,11 @@ class Message {
   std::int64_t used_ = 0;
 };
 
-std::int64_t numbers_of(std::span<const at::Tensor> tensors) {
-  std::int64_t numbers = 0;
-  for (const at::Tensor& tensor : tensors) numbers += numbers_in(tensor);
-  return numbers;
-}
-
 // The name of a call's messages. If there are several, it tells the number of all numbers: ranks
 // with others notice it in the first message.
 std::string name_of_messages(std::string_view what, const Tensors& tensors, std::size_t messages) {
   if (messages <= 1) return std::string(what);
-  return std::string(what) + " (" + std::to_string(numbers_of(tensors)) + " numbers in all)";
+  return std::string(what) + " (" + std::to_string(numbers_in(tensors)) + " numbers in all)";
 }
 
 }  // namespace
@@ -91,10 +83,10 @@ void broadcast_parameters(::torch::nn::Module& module, const RankGroup& group) {
   const at::NoGradGuard no_grad;
   Tensors tensors = module.parameters();
   for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
-  const std::vector<std::span<at::Tensor>> buckets = buckets_of(tensors);
+  const std::vector<Tensors> buckets = buckets_of(tensors);
   const std::string name = name_of_messages("broadcast_parameters", tensors, buckets.size());
-  for (const std::span<at::Tensor> bucket : buckets) {
-    Message message(numbers_of(bucket));
+  for (const Tensors& bucket : buckets) {
+    Message message(numbers_in(bucket));
     // All ranks but one send zeros, so the sum is what that rank sent.
     for (const at::Tensor& tensor : bucket) {
       const at::Tensor part = message.next(tensor);
@@ -111,12 +103,12 @@ void average_gradients(::torch::nn::Module& module, const RankGroup& group) {
   for (const at::Tensor& parameter : module.parameters()) {
     if (parameter.requires_grad()) parameters.push_back(parameter);
   }
-  const std::vector<std::span<at::Tensor>> buckets = buckets_of(parameters);
+  const std::vector<Tensors> buckets = buckets_of(parameters);
   const std::string name = name_of_messages("average_gradients", parameters, buckets.size());
-  for (const std::span<at::Tensor> bucket : buckets) {
+  for (const Tensors& bucket : buckets) {
     const at::Tensor ranks_with_gradient =
         at::zeros({static_cast<std::int64_t>(bucket.size())}, at::kDouble);
-    Message message(numbers_of(bucket) + ranks_with_gradient.numel());
+    Message message(numbers_in(bucket) + ranks_with_gradient.numel());
     for (std::size_t i = 0; i < bucket.size(); ++i) {
       const at::Tensor part = message.next(bucket[i]);
       if (!bucket[i].grad().defined()) continue;
