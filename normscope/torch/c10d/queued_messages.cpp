@@ -26,26 +26,33 @@ std::optional<QueuedMessages::Clock::duration> QueuedMessages::age() {
   return Clock::now() - messages_.front().begin;
 }
 
-void QueuedMessages::begin() {
-  const std::lock_guard lock(mutex_);
-  forget_what_has_ended();
-  messages_.push_back({Clock::now(), std::nullopt});
+void QueuedMessages::add(c10::Device device, const std::function<void()>& queue) {
+  {
+    const std::lock_guard lock(mutex_);
+    forget_what_has_ended();
+    messages_.push_back({Clock::now(), std::nullopt});
+  }
+  try {
+    queue();
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    const std::lock_guard lock(mutex_);
+    c10::Event event = event_on(device);
+    event.record(guard.getStream(device));
+    messages_.back().end = std::move(event);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    messages_.pop_back();
+    throw;
+  }
 }
 
-void QueuedMessages::end(c10::Device device) {
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  const std::lock_guard lock(mutex_);
-  // An event stays on the device on which it was recorded first.
+// An event stays on the device on which it was recorded first.
+c10::Event QueuedMessages::event_on(c10::Device device) {
   const auto found = std::ranges::find(unused_, device.index(), &c10::Event::device_index);
-  c10::Event event = found == unused_.end() ? c10::Event(device.type()) : std::move(*found);
-  if (found != unused_.end()) unused_.erase(found);
-  event.record(guard.getStream(device));
-  messages_.back().end = std::move(event);
-}
-
-void QueuedMessages::cancel() {
-  const std::lock_guard lock(mutex_);
-  messages_.pop_back();
+  if (found == unused_.end()) return c10::Event(device.type());
+  c10::Event event = std::move(*found);
+  unused_.erase(found);
+  return event;
 }
 
 // Messages on one stream end in order. Those on several may not: a later call then forgets them.

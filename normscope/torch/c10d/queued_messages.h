@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -19,17 +20,7 @@ class QueuedMessages {
 
   // Calls queue(), which queues a message on the current stream of the device. It also counts as
   // queued while queue() waits for the peers, but not if queue() throws.
-  template <class Queue>
-  void add(c10::Device device, const Queue& queue) {
-    begin();
-    try {
-      queue();
-      end(device);
-    } catch (...) {
-      cancel();
-      throw;
-    }
-  }
+  void add(c10::Device device, const std::function<void()>& queue);
 
   // Of the oldest message that has not ended; nullopt: all have. Any thread may ask.
   [[nodiscard]] std::optional<Clock::duration> age();
@@ -40,9 +31,7 @@ class QueuedMessages {
     std::optional<c10::Event> end;  // nullopt: queue() has not returned
   };
 
-  void begin();
-  void end(c10::Device device);
-  void cancel();
+  [[nodiscard]] c10::Event event_on(c10::Device device);
   void forget_what_has_ended();
 
   std::mutex mutex_;  // guards the rest
