@@ -12,6 +12,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 #include <unistd.h>
 
 #include "normscope/comm/call_observer.h"
@@ -229,29 +230,18 @@ bool C10dCommunicator::queue_by_nccl(const at::Tensor& message, const Queue& que
   return is_queued;
 }
 
-// Shows that a message is in progress, during its own lifetime.
-class C10dCommunicator::Message {
- public:
-  explicit Message(State& state) : state_(state) {
+// Waits for what start() starts. It returns nullptr if there is nothing to wait for.
+template <class Start>
+void C10dCommunicator::run(const Start& start) {
+  {
     const std::lock_guard lock(state_.mutex);
     if (!state_.failure.empty()) throw CommunicationError(state_.failure);
     state_.is_busy = true;
   }
-  Message(const Message&) = delete;
-  Message& operator=(const Message&) = delete;
-  ~Message() {
+  const auto end = c10::make_scope_exit([this] {
     const std::lock_guard lock(state_.mutex);
     state_.is_busy = false;
-  }
-
- private:
-  State& state_;
-};
-
-// Waits for what start() starts. It returns nullptr if there is nothing to wait for.
-template <class Start>
-void C10dCommunicator::run(const Start& start) {
-  const Message message(state_);
+  });
   try {
     if (const auto work = start()) wait_for(*work);
   } catch (const Interruption& interruption) {

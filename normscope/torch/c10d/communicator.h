@@ -124,7 +124,6 @@ class C10dCommunicator final : public Communicator {
   void all_reduce(std::span<double> values);
   [[nodiscard]] at::Tensor all_reduce_of_host(const at::Tensor& of_host);
   void all_reduce(const at::Tensor& sum);
-  class Message;
   template <class Start>
   void run(const Start& start);
   template <class Queue>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // C10dCommunicator::split(): process groups of some of the ranks of another.
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <numeric>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include <ATen/ops/zeros.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "normscope/comm/self_communicator.h"
@@ -21,26 +23,6 @@
 
 namespace normscope::binding {
 namespace {
-
-// Sets the ranks of a group in the options of its backend, during its own lifetime. Backends look
-// up a part's ranks there. They are missing for a default group that is not the first of the
-// process, and some backends replace them.
-class RanksOfOptions {
- public:
-  RanksOfOptions(c10d::Backend::Options& options, int size)
-      : options_(options), before_(options.global_ranks_in_group) {
-    if (!before_.empty()) return;
-    options_.global_ranks_in_group.resize(static_cast<std::size_t>(size));
-    std::iota(options_.global_ranks_in_group.begin(), options_.global_ranks_in_group.end(), 0U);
-  }
-  RanksOfOptions(const RanksOfOptions&) = delete;
-  RanksOfOptions& operator=(const RanksOfOptions&) = delete;
-  ~RanksOfOptions() { options_.global_ranks_in_group = std::move(before_); }
-
- private:
-  c10d::Backend::Options& options_;
-  std::vector<std::uint64_t> before_;
-};
 
 // The backend itself, or the one that is wrapped. The wrapper of torch 2.11 says that it can split,
 // and does not.
@@ -146,7 +128,14 @@ c10::intrusive_ptr<c10d::Backend> C10dCommunicator::split_backend(
         "torch's ProcessGroupNCCL.hpp did not compile when normscope was built (cmake said why); "
         "build again with NCCL's header, as in the package nvidia-nccl-cu13");
   }
-  const RanksOfOptions ranks(*options, size_);
+  // Backends look up a part's ranks here. They are missing for a default group that is not the
+  // first of the process, and some backends replace them.
+  std::vector<std::uint64_t>& ranks = options->global_ranks_in_group;
+  const auto restore = c10::make_scope_exit([&ranks, before = ranks] { ranks = before; });
+  if (ranks.empty()) {
+    ranks.resize(static_cast<std::size_t>(size_));
+    std::iota(ranks.begin(), ranks.end(), 0U);
+  }
   return backend.split(store, members, copy ? copy : options);
 }
 

@@ -7,6 +7,8 @@
 #include <optional>
 #include <utility>
 
+#include <c10/util/ScopeExit.h>
+
 #include "normscope/batch_norm/scope_exchange.h"
 #include "normscope/comm/hosts.h"
 #include "normscope/core/environment.h"
@@ -97,7 +99,8 @@ GroupExchanges::GroupExchanges(std::string name, std::unique_ptr<Communicator> c
       of_all_(shared(std::make_unique<Exchange>(std::move(communicator), WhenAlone::kExchange))) {}
 
 std::unique_ptr<Exchange> GroupExchanges::make_exchange(const ProcessGroup& group) {
-  const Rendezvous::Open open(rendezvous_);
+  rendezvous_.begin();
+  const auto end = c10::make_scope_exit([this] { rendezvous_.end(); });
   const Milliseconds time_limit = time_limit_of(*group, placement_);
   watch_calls();
   const std::shared_ptr<OwnGroup> own = own_group_of(*group, name_, placement_, time_limit);

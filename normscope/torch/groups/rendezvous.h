@@ -14,19 +14,9 @@ namespace normscope::binding {
 // The rendezvous of a group's ranks, which any thread of this rank may end.
 class Rendezvous {
  public:
-  // During its lifetime this rank takes part.
-  class Open {
-   public:
-    explicit Open(Rendezvous& rendezvous) : rendezvous_(rendezvous) {
-      rendezvous_.set_open(/*open=*/true);
-    }
-    Open(const Open&) = delete;
-    Open& operator=(const Open&) = delete;
-    ~Open() { rendezvous_.set_open(/*open=*/false); }
-
-   private:
-    Rendezvous& rendezvous_;
-  };
+  // From begin() to end() this rank takes part.
+  void begin() { set_open(/*open=*/true); }
+  void end() { set_open(/*open=*/false); }
 
   // The ranks wait for each other in `group`.
   void begin_in(const std::shared_ptr<OwnGroup>& group) {
@@ -35,7 +25,7 @@ class Rendezvous {
     if (!refusal_.empty()) group_->publish_failure(refusal_);
   }
 
-  // Notifies all ranks that this one fails. Does nothing outside of Open.
+  // Notifies all ranks that this one fails. Does nothing if this one takes no part.
   void fail(std::string_view reason) {
     std::shared_ptr<OwnGroup> group;
     {
