@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch_device
 from oracle import ACTIVATED, OURS
+from rank_pool import connected_group
 from replicas import replicas_of, run_replicas
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
@@ -272,7 +273,7 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
     device = f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind
     student = Network(program).to(device)
     if backend is not None:
-        group = distributed.new_group(backend=backend)
+        group = connected_group(range(program.ranks), backend)
         student.first.process_group = student.second.process_group = group
     if program.copied:
         student = copy.deepcopy(student)

@@ -215,7 +215,7 @@ class RankPool:
         )
 
 
-def connected_group(ranks: Sequence[int]) -> ProcessGroup:
+def connected_group(ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:
     """Make a process group of some ranks, and wait until all of them are connected.
 
     ``torch.distributed.new_group`` returns on a rank as soon as that rank is connected. If this
@@ -224,13 +224,14 @@ def connected_group(ranks: Sequence[int]) -> ProcessGroup:
     Args:
         ranks: Ranks of the default group. Every rank of the default group has to make this call,
             with the same ranks.
+        backend: The group's; None for that of the default group.
 
     Returns:
         The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that is not in it.
     """
     from torch import distributed
 
-    group: ProcessGroup = distributed.new_group(list(ranks))
+    group: ProcessGroup = distributed.new_group(list(ranks), backend=backend)
     distributed.barrier()
     return group
 

@@ -290,17 +290,14 @@ def programs(draw: st.DrawFn) -> Program:
         slope=draw(st.sampled_from(SLOPES)),
         residual=residual if fused else "none",
         accumulates=draw(st.booleans()) and tracks,
-        # After a mask, layers do not find the forward that they recompute.
-        masked=draw(st.booleans()) and len(extent) > 0 and not tracks_late,
+        masked=draw(st.booleans()) and len(extent) > 0,
         hidden=draw(st.sampled_from([0, 0.4, 1])),
         checkpoint=checkpoint,
         inner=inner,
         order=draw(st.sampled_from(ORDERS)) if can_change and not tracks_late else "in turn",
         fused=fused,
         shared=shared,
-        # A layer without a name gets a number with its first exchange, which may be between a
-        # forward and its recomputation.
-        named=draw(st.booleans()) or "with context" in (checkpoint, inner),
+        named=draw(st.booleans()),
         frozen=frozen,
         detached=draw(st.booleans()) and can_detach,
         copied=draw(st.booleans()),
