@@ -27,8 +27,8 @@ struct Hosts {
 
 // Collective over `group`. Every rank makes the same sums, whatever it finds, so no peer is left
 // waiting. Ranks are on one host if their identity_of_process_ids() is equal: two containers on one
-// machine may be two hosts. Throws the errors of the sums.
-// `time_limit` is for waits in the shared memory.
+// machine may be two hosts. Throws the errors of the sums. `time_limit` is for waits in the shared
+// memory.
 [[nodiscard]] Hosts find_hosts(Communicator& group, std::chrono::milliseconds time_limit);
 
 // A communicator of the same ranks that uses the shared memory of each host. With one host, all

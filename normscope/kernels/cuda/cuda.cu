@@ -106,7 +106,7 @@ class ZerosOfGraphs {
   static double* take(cudaGraph_t graph, std::int64_t size) {
     std::unique_ptr<Zeros> zeros = unused_of(current_device(), size);
     if (!zeros) zeros = allocate(size);
-    double* const data = zeros->data;
+    double* const data = zeros->data.get();
     // From here on the zeros are the graph's, or go back to the unused ones.
     Zeros* const given = zeros.release();
     cudaUserObject_t kept = nullptr;
@@ -124,7 +124,7 @@ class ZerosOfGraphs {
   struct Zeros {
     int device;
     std::int64_t size;
-    double* data;
+    DeviceMemory data;
   };
   struct Unused {
     std::mutex mutex;
@@ -150,9 +150,7 @@ class ZerosOfGraphs {
   }
 
   static std::unique_ptr<Zeros> allocate(std::int64_t size) {
-    auto zeros = std::make_unique<Zeros>(Zeros{current_device(), size, nullptr});
-    zeros->data = allocate_zeros_at_once(size).release();
-    return zeros;
+    return std::make_unique<Zeros>(Zeros{current_device(), size, allocate_zeros_at_once(size)});
   }
 
   // CUDA calls this after the last run of a destroyed graph. It must not call CUDA.
