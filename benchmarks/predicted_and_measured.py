@@ -101,8 +101,7 @@ def measure_and_compare(
 
 def hosts_of_launch() -> tuple[int, int]:
     """Return the number of hosts, and the number of ranks on each."""
-    *_, own = ops.settings()
-    hosts = gather(own)
+    hosts = gather(ops.settings().host)
     count = len(set(hosts))
     each = len(hosts) // count
     expected = [hosts[rank - rank % each] for rank in range(len(hosts))]

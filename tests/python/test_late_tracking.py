@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs_of_ranks import track_with_gradients_only
 from refusals import unchanged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -69,25 +70,9 @@ def test_untracked_forwards_of_another_thread_are_not_recomputed() -> None:
     assert layer.num_batches_tracked == 8
 
 
-def track_with_gradients_only(layer: Any) -> None:
-    """Do what checkpoint_wrapper of fairscale does."""
-
-    def before(layer: Any, _: object) -> None:
-        if not torch.is_grad_enabled():
-            layer.kept, layer.track_running_stats = layer.track_running_stats, False
-
-    def after(layer: Any, *_: object) -> None:
-        if not torch.is_grad_enabled():
-            layer.track_running_stats = layer.kept
-
-    layer.register_forward_pre_hook(before)
-    layer.register_forward_hook(after)
-
-
 def test_layers_after_a_mask_find_the_forward_that_they_recompute() -> None:
     first, second = normscope.BatchNorm1d(3), normscope.BatchNorm1d(3)
-    track_with_gradients_only(first)
-    track_with_gradients_only(second)
+    track_with_gradients_only(first, second)
     x, mask = torch.randn(4, 3, 5, requires_grad=True), torch.ones(4, 1, 5, dtype=torch.bool)
 
     def block(x: torch.Tensor) -> torch.Tensor:

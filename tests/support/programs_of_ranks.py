@@ -126,7 +126,7 @@ def run_checkpointed(function: Any, how: str, *inputs: Any) -> Any:
     return checkpoint(function, *inputs, use_reentrant=how in REENTRANT)
 
 
-def track_with_gradients_only(network: Network) -> None:
+def track_with_gradients_only(*layers: Any) -> None:
     """Do what checkpoint_wrapper of fairscale does."""
 
     def before(layer: Any, _: object) -> None:
@@ -137,7 +137,7 @@ def track_with_gradients_only(network: Network) -> None:
         if not torch.is_grad_enabled():
             layer.track_running_stats = layer.kept
 
-    for layer in {network.first, network.second}:
+    for layer in layers:
         layer.register_forward_pre_hook(before)
         layer.register_forward_hook(after)
 
@@ -280,7 +280,7 @@ def train_rank(program: Program, kind: str, backend: str | None = None) -> Tenso
     buffers = layouts_of(student)
     networks = [student, copy.deepcopy(student)] if program.twin else [student]
     if "late tracking" in (program.checkpoint, program.inner):
-        track_with_gradients_only(student)
+        track_with_gradients_only(*{student.first, student.second})
     schedules = [
         normscope.ProgressiveScope(network, scopes, [0, 1], include=layer)
         for network in networks

@@ -56,10 +56,6 @@ know_process_group = cast("Callable[[str], None]", _ops.know_process_group.defau
 communication_counters = cast(
     "Callable[[], tuple[int, int, float]]", _ops.communication_counters.default
 )
-# The host is a number of 52 bits that is the same for all ranks of a host.
-settings = cast(
-    "Callable[[], tuple[str, str, list[float], bool, float | None, int]]", _ops.settings.default
-)
 
 # Ranks exchange in these ops, or between two calls of keep_order. Compilers must keep the calls in
 # program order and repeat none.
@@ -70,13 +66,38 @@ for _op in (
 ):
     register_effectful_op(_op.default, ORDERED)
 
-# exact_graphs: whether each layer in a compiled graph is a single op; see
-# normscope.training.exact_graphs. The call checks all variables, before any rank waits for another.
-version, _recorder, limits_of_scopes, exact_graphs, *_ = settings()
-
-
 # What a call that fails may raise. Not Exception: checkpointing ends a recomputation by one.
 FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, MemoryError)
+
+
+class Settings(NamedTuple):
+    """What does not depend on a call.
+
+    Args:
+        version: Of the C++ library.
+        recorder: What decides how a graph records a layer: the version, and the kernels at hand.
+        limits_of_scopes: The numbers of normscope/core/scope_choice.h.
+        exact_graphs: Whether each layer in a compiled graph is a single op; see
+            normscope.training.exact_graphs.
+        time_limit: For an exchange, in seconds; None for that of the group.
+        host: A number of 52 bits that is the same for all ranks of a host.
+    """
+
+    version: str
+    recorder: str
+    limits_of_scopes: list[float]
+    exact_graphs: bool
+    time_limit: float | None
+    host: int
+
+
+def settings() -> Settings:
+    """Read the settings, and check all environment variables."""
+    return Settings(*_ops.settings.default())
+
+
+# The call checks the variables before any rank waits for another.
+version, _recorder, limits_of_scopes, exact_graphs, *_ = settings()
 
 
 class Installation(NamedTuple):

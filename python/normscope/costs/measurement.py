@@ -88,8 +88,7 @@ def measure(*, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Costs:
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     by_host: dict[int, list[int]] = {}
-    *_, own = ops.settings()
-    for rank, host in enumerate(gather(own)):
+    for rank, host in enumerate(gather(ops.settings().host)):
         by_host.setdefault(host, []).append(rank)
     fullest = max(by_host.values(), key=len)
     leaders = [ranks[0] for ranks in by_host.values()]

@@ -58,7 +58,7 @@ def _node_around() -> int | None:
     frame = sys._getframe(1)
     node = None
     while frame is not None and frame.f_code is not _APPLY:
-        if node is None:
+        if node is None:  # not the last frame: the forward may be decorated
             contexts = (v for v in frame.f_locals.values() if isinstance(v, BackwardCFunction))
             node = next(contexts, None)
         frame = frame.f_back  # type: ignore[assignment]

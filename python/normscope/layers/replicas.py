@@ -319,8 +319,7 @@ def _check_scope(scope: str, group_name: str) -> None:
 
 
 def _time_limit() -> float:
-    *_, chosen, _host = ops.settings()
-    return chosen or default_pg_timeout.total_seconds()
+    return ops.settings().time_limit or default_pg_timeout.total_seconds()
 
 
 def _no_thread_works() -> bool:

@@ -287,8 +287,8 @@ def _left_as_it_is(model: torch.nn.Module) -> Iterator[None]:
 
 def _hosts(group: str, noise: float) -> tuple[int, ...]:
     """Return a number for each rank that is the same for all ranks of a host."""
-    *_, host = ops.settings()
-    of_ranks = ops.gather_numbers([host, noise], group, "recommend_scopes, hosts")
+    own = [ops.settings().host, noise]
+    of_ranks = ops.gather_numbers(own, group, "recommend_scopes, hosts")
     hosts, numbers = zip(*of_ranks, strict=True)
     if len(set(numbers)) > 1:
         raise ValueError(f"noise: expected the same number on every rank, got {list(numbers)}")
