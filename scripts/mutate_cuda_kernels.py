@@ -33,6 +33,7 @@ MUTATIONS = {
     "shuffle_xor": (rf"__shfl_xor_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
     "shuffle": (rf"__shfl_sync\({ARGUMENT}, {ARGUMENT}, {ARGUMENT}, {ARGUMENT}\)", r"\2"),
     "vote": (rf"__any_sync\({ARGUMENT}, {ARGUMENT}\)", r"(\2)"),
+    "block_vote": (rf"__syncthreads_or\({ARGUMENT}\)", r"(\1)"),
     "ticket": (
         rf"(?<== )take_ticket\({ARGUMENT}, {ARGUMENT}\)",
         r"(*(\1) == (\2) ? (*(\1) = 0, (\2)) : (*(\1))++)",
@@ -55,6 +56,7 @@ MUTATIONS = {
     ),
     "start": (r"(?<!::)\blet_next_kernel_start\(\)(?=;)", "void()"),
     "epochs": (r"\*announced\([^()]*\) \+ 1(?=;)", "std::uint64_t{1}"),
+    "advance": (r"\*announced\([^()]*\) = epoch(?=;)", r"if (kMutant != NUMBER) \g<0>"),
     "turns": (r"epoch % PeerMemory::kSlots\b", "epoch * 0"),
 }
 
@@ -107,7 +109,8 @@ def with_mutants(text: str, first: int) -> str:
 def calls(text: str) -> int:
     """Return the number of calls to replace."""
     names = (
-        r"__syncthreads|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic[A-Z]\w*|__threadfence\w*"
+        r"__syncthreads(?:_or)?|__shfl\w*|__any_sync|__ballot\w*|__syncwarp|atomic[A-Z]\w*"
+        r"|__threadfence\w*"
     )
     early = r"(?<!::)\b(?:wait_for_earlier_kernel|let_next_kernel_start)\(\);"
     epochs = r"% PeerMemory::kSlots\b|(?:announce\(|\*)announced\(|(?<!::)look_at\(word\)"

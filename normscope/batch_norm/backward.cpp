@@ -126,32 +126,40 @@ TensorView gradient_before_activation(const BackwardArguments& arguments, const 
   return arguments.dz.read_only();
 }
 
-// Both paths on a device: the kernel that sums also finalizes, or writes a message for the
-// exchange.
+// All paths on a device: the kernel that sums also finalizes, after an exchange if its peers can be
+// reached, or writes a message for the exchange.
 void run_on_device(const BackwardArguments& arguments, const CallLabel& label,
                    const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;
   const TensorView& x = arguments.x;
   DeviceStep step(device, x, arguments.slices, arguments.coefficients);
   const TensorView dy = gradient_before_activation(arguments, step);
-  const UseOfGradientSums own{.batches = step.batches,
-                              .statistics = arguments.statistics,
-                              .dweight = arguments.dweight,
-                              .dbias = arguments.dbias};
   UseOfGradientSums use{.batches = step.batches,
                         .statistics = arguments.statistics,
                         .weight = arguments.weight,
+                        .dweight = arguments.dweight,
+                        .dbias = arguments.dbias,
                         .coefficients = step.coefficients};
   if (exchange == nullptr) {
-    use.dweight = arguments.dweight;
-    use.dbias = arguments.dbias;
     kernels.gradient_sums(device.stream, x, dy, step.scratch, use);
   } else {
-    use.batches = step.all_reduce(*exchange, label, [&](const Header& header) {
-      kernels.send_gradient_sums(device.stream, x, dy, step.scratch, own, step.message, header);
-    });
     // Even if dx is not wanted: the totals show whether the ranks disagreed.
-    kernels.use_gradient_sums(device.stream, x.dtype, step.message, step.scratch, use);
+    step.run_with_ranks(
+        *exchange, label,
+        [&](const NormBatches& shared, const Header& header, const PeerMemory& peers) {
+          use.batches = shared;
+          kernels.exchange_gradient_sums(device.stream, x, dy, step.scratch, use, step.message,
+                                         header, peers);
+        },
+        [&](const Header& header) {
+          kernels.send_gradient_sums(device.stream, x, dy, step.scratch, use, step.message, header);
+        },
+        [&](const NormBatches& shared) {
+          use.batches = shared;
+          use.dweight = {};  // written
+          use.dbias = {};
+          kernels.use_gradient_sums(device.stream, x.dtype, step.message, step.scratch, use);
+        });
   }
   if (arguments.dx.data == nullptr) return;
   kernels.input_gradient(device.stream, x, dy, step.batches, step.coefficients, arguments.dx);

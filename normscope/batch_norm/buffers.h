@@ -70,20 +70,29 @@ struct DeviceStep {
     if (wanted.data == nullptr) coefficients.data = context.workspace + message_size(x.channels);
   }
 
-  // Queues write_message(header), and then replaces the message by its total over the ranks.
-  // Returns the norm batch that the ranks share.
-  template <class WriteMessage>
-  [[nodiscard]] NormBatches all_reduce(Exchange& exchange, const CallLabel& label,
-                                       const WriteMessage& write_message) const {
-    const auto own_count = static_cast<double>(batches.samples * batches.positions);
-    const std::size_t size = static_cast<std::size_t>(limbs_size(message.channels) + kHeaderSize);
+  // Queues what finalizes from the totals of the ranks, whose norm batch is `shared`. In one
+  // kernel, which exchange_sums(shared, header, peers) queues, if the ranks' devices can write to
+  // each other's memory; otherwise write_message(header), the sum over the ranks, and
+  // use_totals(shared).
+  template <class ExchangeSums, class WriteMessage, class UseTotals>
+  void run_with_ranks(Exchange& exchange, const CallLabel& label, const ExchangeSums& exchange_sums,
+                      const WriteMessage& write_message, const UseTotals& use_totals) const {
     NormBatches shared = batches;
-    shared.call = exchange.all_reduce_on_device(label, own_count, {message.data, size},
-                                                device.stream, write_message);
     shared.totals = message.header();
     shared.ranks = exchange.communicator().size();
     shared.report = device.report;
-    return shared;
+    bool is_used = false;
+    exchange.all_reduce_on_device(label, static_cast<double>(batches.samples * batches.positions),
+                                  message, device.stream, [&](const Exchange::DeviceMessage& own) {
+                                    shared.call = own.call;
+                                    is_used = own.peers != nullptr;
+                                    if (is_used) {
+                                      exchange_sums(shared, own.header, *own.peers);
+                                    } else {
+                                      write_message(own.header);
+                                    }
+                                  });
+    if (!is_used) use_totals(shared);
   }
 
   const DeviceContext& device;

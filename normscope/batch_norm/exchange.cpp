@@ -132,28 +132,34 @@ Exchange::Exchange(std::unique_ptr<Communicator> communicator, WhenAlone when_al
 void Exchange::all_reduce(const CallLabel& label, std::span<double> message, Stream stream) {
   const std::span<double> header = message.last(kHeaderSize);
   compare_and_send(label, header[kCount], message.size_bytes(), communicator_->compares_lengths(),
-                   [&](const Header& own) {
+                   [&](const Header& own, int /*call*/) {
                      std::ranges::copy(own.fields, header.begin());
                      communicator_->all_reduce_sum(message, stream);
                      compare(header);
                    });
 }
 
-int Exchange::all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
-                                   Stream stream,
-                                   const std::function<void(const Header&)>& write_header) {
+void Exchange::all_reduce_on_device(const CallLabel& label, double count,
+                                    const MessageView& message, Stream stream,
+                                    const std::function<void(const DeviceMessage&)>& write) {
   stream.memory = Memory::kDevice;
-  return compare_and_send(label, count, message.size_bytes(), communicator_->compares_lengths(),
-                          [&](const Header& own) {
-                            write_header(own);
-                            communicator_->all_reduce_sum(message, stream);
-                          });
+  const std::span numbers(message.data,
+                          static_cast<std::size_t>(limbs_size(message.channels) + kHeaderSize));
+  compare_and_send(label, count, numbers.size_bytes(), communicator_->compares_lengths(),
+                   [&](const Header& own, int call) {
+                     const PeerMemory* const peers =
+                         message.channels > 0 ? communicator_->peer_memory(message.channels, stream)
+                                              : nullptr;
+                     write({own, call, peers});
+                     if (peers == nullptr) communicator_->all_reduce_sum(numbers, stream);
+                   });
 }
 
 int Exchange::exchange_on_device(const CallLabel& label, double count, std::size_t bytes,
                                  const std::function<void(const Header&)>& send) {
   make_checks();
-  return compare_and_send(label, count, bytes, /*compares_lengths=*/false, send);
+  return compare_and_send(label, count, bytes, /*compares_lengths=*/false,
+                          [&](const Header& own, int /*call*/) { send(own); });
 }
 
 void Exchange::make_checks() {
@@ -174,8 +180,8 @@ std::vector<double> Exchange::gather(const CallLabel& label, const std::vector<d
   return message;
 }
 
-// Calls send(this rank's header), and compares the headers before that if necessary. Errors say
-// what this rank was doing. Returns the label's number.
+// Calls send(this rank's header, the label's number), and compares the headers before that if
+// necessary. Errors say what this rank was doing. Returns the number.
 template <class Send>
 int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t bytes,
                                bool compares_lengths, const Send& send) {
@@ -204,6 +210,7 @@ int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t
   ShownCall shown(*communicator_, label, bytes);
   const auto seen = seen_.find(label_hash);
   const bool is_new = seen == seen_.end();
+  const int number = is_new ? static_cast<int>(labels_.size()) + 1 : seen->second;
   try {
     try {
       if (!compares_lengths && (is_new || checks_every_call_)) {
@@ -211,7 +218,7 @@ int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t
         communicator_->all_reduce_sum(ahead.fields);
         compare(ahead.fields);
       }
-      send(header);
+      send(header, number);
     } catch (const MismatchError&) {
       throw_mismatch(label);
     }
@@ -222,9 +229,11 @@ int Exchange::compare_and_send(const CallLabel& label, double count, std::size_t
   }
   shown.finish();
   // Only after the exchange: a label must be new to all ranks or to none.
-  if (!is_new) return seen->second;
-  labels_.push_back(describe(label));
-  return seen_[label_hash] = static_cast<int>(labels_.size());
+  if (is_new) {
+    labels_.push_back(describe(label));
+    seen_[label_hash] = number;
+  }
+  return number;
 }
 
 const std::string& Exchange::reported_call(int number) const {

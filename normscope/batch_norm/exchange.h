@@ -21,6 +21,7 @@
 #include "normscope/core/attributes.h"
 #include "normscope/core/error.h"
 #include "normscope/core/header.h"
+#include "normscope/core/message_view.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 
@@ -89,11 +90,18 @@ class Exchange {
   // scope.
   void all_reduce(const CallLabel& label, std::span<double> message, Stream stream);
 
-  // The same for a message in device memory, whose header write_header() writes on the stream. Does
-  // not wait for the device. The kernel that reads the totals must call ranks_agree(), and report
-  // the returned number if it is false.
-  int all_reduce_on_device(const CallLabel& label, double count, std::span<double> message,
-                           Stream stream, const std::function<void(const Header&)>& write_header);
+  // A message of a rank that its device sends.
+  struct DeviceMessage {
+    Header header;
+    int call;                 // number for reported_call()
+    const PeerMemory* peers;  // in which kernels exchange it; nullptr: all_reduce_on_device() does
+  };
+
+  // The same for a message of so many channels in device memory. Does not wait for the device.
+  // write() queues on the stream the kernel that writes the message, or that exchanges it. Whatever
+  // reads the totals must call ranks_agree(), and report the number of the call if it is false.
+  void all_reduce_on_device(const CallLabel& label, double count, const MessageView& message,
+                            Stream stream, const std::function<void(const DeviceMessage&)>& write);
 
   // The same for a message of `bytes` that the caller sends: calls send(this rank's header), and
   // returns the number of the call. The lengths of a label that is new are compared before.

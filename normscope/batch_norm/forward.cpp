@@ -120,8 +120,8 @@ void run_on_host(const ForwardArguments& arguments, const CallLabel& label,
   if (arguments.accumulated.data != nullptr) arguments.accumulated.header()[kCount] += counted;
 }
 
-// Both paths on a device: the kernel that sums also finalizes, or writes a message for the
-// exchange.
+// All paths on a device: the kernel that sums also finalizes, after an exchange if its peers can be
+// reached, or writes a message for the exchange.
 void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
                    const DeviceContext& device, Exchange* exchange) {
   const DeviceKernels& kernels = *device.kernels;
@@ -141,10 +141,20 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
   if (exchange == nullptr) {
     kernels.moments(device.stream, x, step.scratch, use);
   } else {
-    use.batches = step.all_reduce(*exchange, label, [&](const Header& header) {
-      kernels.send_moments(device.stream, x, step.scratch, step.message, header);
-    });
-    kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
+    step.run_with_ranks(
+        *exchange, label,
+        [&](const NormBatches& shared, const Header& header, const PeerMemory& peers) {
+          use.batches = shared;
+          kernels.exchange_moments(device.stream, x, step.scratch, use, step.message, header,
+                                   peers);
+        },
+        [&](const Header& header) {
+          kernels.send_moments(device.stream, x, step.scratch, step.message, header);
+        },
+        [&](const NormBatches& shared) {
+          use.batches = shared;
+          kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
+        });
   }
   if (arguments.y.data != nullptr) normalize(arguments, step);
 }

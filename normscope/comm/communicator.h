@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -8,6 +9,7 @@
 
 #include "normscope/comm/calls.h"
 #include "normscope/core/attributes.h"
+#include "normscope/core/peer_memory.h"
 #include "normscope/core/stream.h"
 
 namespace normscope NORMSCOPE_EXPORT {
@@ -40,6 +42,15 @@ class Communicator {
   virtual void all_reduce_sum(std::span<double> values, Stream stream = {}) = 0;
 
   [[nodiscard]] virtual bool compares_lengths() const noexcept = 0;
+
+  // Memory in which kernels of the ranks exchange the sums of so many channels, at least 1, instead
+  // of all_reduce_sum(); nullptr if they do not, which is the same on every rank. One kernel that
+  // exchanges is to be queued on the stream before the next call; it waits for the one of the call
+  // before. Throws the errors of all_reduce_sum().
+  [[nodiscard]] virtual const PeerMemory* peer_memory(std::int64_t /*channels*/,
+                                                      Stream /*stream*/) {
+    return nullptr;
+  }
 
   // Ranks that give the same `color` become a group of their own, ordered by `key`, then by rank.
   // Collective over all ranks.

@@ -26,7 +26,8 @@ namespace normscope NORMSCOPE_EXPORT {
 // NORMSCOPE_SHARED_MEMORY=0: whether ranks of one host use shared memory.
 [[nodiscard]] bool uses_shared_memory();
 
-// NORMSCOPE_PEER_MEMORY=1: whether devices of one host exchange messages in each other's memory.
+// NORMSCOPE_PEER_MEMORY=1: whether kernels on devices of one host exchange sums in each other's
+// memory.
 [[nodiscard]] bool uses_peer_memory();
 
 // NORMSCOPE_NODE: the name of this host; any text. Empty for the machine's own identity.

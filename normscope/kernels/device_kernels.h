@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -12,10 +14,10 @@
 #include "normscope/core/header.h"
 #include "normscope/core/limbs.h"
 #include "normscope/core/message_view.h"
+#include "normscope/core/peer_memory.h"
 #include "normscope/core/stream.h"
 #include "normscope/core/tensor_view.h"
 #include "normscope/kernels/kernels.h"
-#include "normscope/kernels/peer_memory.h"
 
 namespace normscope NORMSCOPE_EXPORT {
 
@@ -87,9 +89,13 @@ struct NormBatches {
   // The elements per channel of a norm batch. NaN if the ranks disagree, or if there is one value,
   // which has no variance. The NaN then spreads to all results.
   [[nodiscard]] NORMSCOPE_INLINE double count(std::int64_t slice) const noexcept {
-    if (totals == nullptr) return static_cast<double>(samples_of(slice) * positions);
-    const bool is_good = ranks_agree(totals, ranks) && totals[kCount] != 1.0;
-    return is_good ? totals[kCount] : std::numeric_limits<double>::quiet_NaN();
+    return totals == nullptr ? static_cast<double>(samples_of(slice) * positions)
+                             : count_of(totals);
+  }
+  // The same for the totals of a header.
+  [[nodiscard]] NORMSCOPE_INLINE double count_of(const double* of_header) const noexcept {
+    const bool is_good = ranks_agree(of_header, ranks) && of_header[kCount] != 1.0;
+    return is_good ? of_header[kCount] : std::numeric_limits<double>::quiet_NaN();
   }
 
   // Reports why count() is NaN, if there is a report. An exchange that has failed leaves NaN, which
@@ -148,6 +154,25 @@ struct UseOfGradientSums {
   Coefficients coefficients = {};   // out, for input_gradient; none: not wanted
 };
 
+// By which another process of the host finds memory of a device.
+using PeerHandle = std::array<std::byte, 64>;
+
+// What a device offers to ranks that exchange sums in PeerMemory. All memory is zero, and never
+// freed: a peer may still use it. Functions throw DeviceError.
+struct PeerFunctions {
+  // Allocates [size] on the current device, and the handle for other processes.
+  double* (*allocate)(std::int64_t size, PeerHandle& handle);
+
+  // The allocation of another process, as the current device sees it.
+  double* (*open)(const PeerHandle& handle);
+
+  // Allocates a word in host memory that devices can write.
+  std::uint64_t* (*allocate_word)();
+
+  // Work that is queued on `later` from now on waits for that on `earlier`.
+  void (*order)(Stream earlier, Stream later);
+};
+
 // One backend for device memory, which the host cannot access. Each function queues one kernel on
 // the stream and does not wait: a launch takes longer than the arithmetic of a small layer. Views,
 // layouts and shapes are as for Kernels; tensors may be empty. Throws DeviceError.
@@ -173,6 +198,14 @@ struct DeviceKernels {
   void (*send_moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
                        const MessageView& message, const Header& header);
 
+  // Does what send_moments, a sum over the ranks and use_moments do: the kernel exchanges the sums
+  // with those of its peers. Only the totals of the header are written to the message, which must
+  // be those of use.batches. There must be a channel, and one slice. Such kernels of one rank must
+  // run one after the other.
+  void (*exchange_moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
+                           const UseOfMoments& use, const MessageView& message,
+                           const Header& header, const PeerMemory& peers);
+
   // Finalizes from the totals of a message.
   void (*use_moments)(Stream stream, DType x_dtype, const MessageView& message,
                       DeviceScratch scratch, const UseOfMoments& use);
@@ -191,10 +224,16 @@ struct DeviceKernels {
   void (*gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
                         DeviceScratch scratch, const UseOfGradientSums& use);
 
-  // Sums them over this rank's samples into a message; writes the dweight and dbias of `own`.
+  // Sums them over this rank's samples into a message; writes only the dweight and dbias of `use`.
   void (*send_gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
-                             DeviceScratch scratch, const UseOfGradientSums& own,
+                             DeviceScratch scratch, const UseOfGradientSums& use,
                              const MessageView& message, const Header& header);
+
+  // The same with an exchange as that of exchange_moments. dweight and dbias are of this rank.
+  void (*exchange_gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
+                                 DeviceScratch scratch, const UseOfGradientSums& use,
+                                 const MessageView& message, const Header& header,
+                                 const PeerMemory& peers);
 
   // Finalizes from the totals of a message.
   void (*use_gradient_sums)(Stream stream, DType x_dtype, const MessageView& message,

@@ -78,11 +78,16 @@ class DeviceRank {
   Exchange* exchange_;
 };
 
+template <class... Arguments>
+void refuse_to_launch(Arguments... /*arguments*/) {
+  throw DeviceError("cuda: out of memory");
+}
+
 // Kernels of a device that refuses to launch the first one of a forward.
 [[nodiscard]] inline DeviceKernels kernels_without_memory() {
   DeviceKernels kernels = device_kernels_under_test();
-  kernels.send_moments = [](Stream, const TensorView&, DeviceScratch, const MessageView&,
-                            const Header&) { throw DeviceError("cuda: out of memory"); };
+  kernels.send_moments = refuse_to_launch;
+  kernels.exchange_moments = refuse_to_launch;
   return kernels;
 }
 

@@ -4,15 +4,16 @@
 #include <gtest/gtest.h>
 
 #include "tests/batch_norm/device_rank.h"
+#include "tests/comm/on_device/device_communicator.h"
 #include "tests/comm/worlds.h"
 #include "tests/kernels/cuda_on_host/backend.h"
 
 namespace normscope::testing {
 namespace {
 
-// A direction alone sums and applies. With other ranks, another launch uses the totals in between.
-// Slices and cumulative averages cost no launch.
-TEST(LaunchesOnADevice, AreTwoPerDirectionAloneAndThreeWithAnExchange) {
+// A direction alone sums and applies. With other ranks, another launch uses the totals in between,
+// unless the kernel that sums has exchanged them. Slices and cumulative averages cost no launch.
+TEST(LaunchesOnADevice, AreTwoPerDirectionAndThreeWithAMessage) {
   const auto launches_of = [](const auto& call) {
     const int before = cuda_on_host::launches();
     call();
@@ -41,6 +42,13 @@ TEST(LaunchesOnADevice, AreTwoPerDirectionAloneAndThreeWithAnExchange) {
     DeviceRank device(&exchange);
 
     expect_launches(device, 1, 3);
+  });
+
+  run_as_threads_on_device(1, {}, [&](Communicator& communicator) {
+    Exchange exchange(std::make_unique<BorrowedCommunicator>(communicator), WhenAlone::kExchange);
+    DeviceRank device(&exchange);
+
+    expect_launches(device, 1, 2);
   });
 }
 

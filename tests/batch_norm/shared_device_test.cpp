@@ -168,6 +168,8 @@ TEST_P(FaultsOnASharedDevice, DifferentCallsGiveNaNAndTheNextCallNamesThem) {
 
       own.expect_nan_on(device);
 
+      // Until then, no host has said anything.
+      (void)exchanged_sum_of_ranks(exchange.communicator());
       EXPECT_THAT(
           error_of_next_call<MismatchError>(device),
           AllOf(StartsWith("the ranks of a scope made different calls: this rank's " + own.name),

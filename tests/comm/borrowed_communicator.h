@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -27,6 +28,9 @@ class BorrowedCommunicator : public Communicator {
   }
   void all_reduce_sum(std::span<double> values, Stream stream) override {
     communicator_.all_reduce_sum(values, stream);
+  }
+  [[nodiscard]] const PeerMemory* peer_memory(std::int64_t channels, Stream stream) override {
+    return communicator_.peer_memory(channels, stream);
   }
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key) override {
     return communicator_.split(color, key);

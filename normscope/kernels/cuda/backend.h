@@ -13,7 +13,6 @@
 #include "normscope/kernels/cuda/sum_channels_first.cuh"
 #include "normscope/kernels/cuda/sum_channels_last.cuh"
 #include "normscope/kernels/cuda/sum_elements.cuh"
-#include "normscope/kernels/cuda/sum_over_peers.cuh"
 #include "normscope/kernels/device_kernels.h"
 
 namespace normscope::cuda {
@@ -85,10 +84,10 @@ struct Backend {
   template <class AnyTerms, class Use, class... Views>
   static void add_sums(Stream stream, const AnyTerms& terms, const DeviceScratch& scratch,
                        const Use& use, const MessageView& message, const Header& header,
-                       const Views&... views) {
+                       const PeerMemory& peers, const Views&... views) {
     using Element = typename AnyTerms::ElementType;
     using After = AfterSums<typename AnyTerms::User>;
-    const After after{{use, scratch.channels}, message, header};
+    const After after{{use, scratch.channels}, message, header, peers};
     const Layout layout = std::get<0>(std::tie(views...)).layout();
     const NormBatches& batches = use.batches;
     if (batches.positions == 1 && layout == Layout::kChannelsLast) {
@@ -110,44 +109,45 @@ struct Backend {
     }
   }
 
-  static void sum_moments(Stream stream, const TensorView& x, const DeviceScratch& scratch,
-                          const UseOfMoments& use, const MessageView& message,
-                          const Header& header) {
+  static void exchange_moments(Stream stream, const TensorView& x, DeviceScratch scratch,
+                               const UseOfMoments& use, const MessageView& message,
+                               const Header& header, const PeerMemory& peers) {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       add_sums(stream, MomentTerms<Element>{elements_of<Element>(x)}, scratch, use, message, header,
-               x);
+               peers, x);
     });
   }
 
-  static void sum_gradients(Stream stream, const TensorView& x, const TensorView& dy,
-                            const DeviceScratch& scratch, const UseOfGradientSums& use,
-                            const MessageView& message, const Header& header) {
+  static void exchange_gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
+                                     DeviceScratch scratch, const UseOfGradientSums& use,
+                                     const MessageView& message, const Header& header,
+                                     const PeerMemory& peers) {
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const GradientTerms<Element> terms{elements_of<Element>(x), elements_of<Element>(dy),
                                          use.statistics};
-      add_sums(stream, terms, scratch, use, message, header, x, dy);
+      add_sums(stream, terms, scratch, use, message, header, peers, x, dy);
     });
   }
 
   static void moments(Stream stream, const TensorView& x, DeviceScratch scratch,
                       const UseOfMoments& use) {
-    sum_moments(stream, x, scratch, use, {}, {});
+    exchange_moments(stream, x, scratch, use, {}, {}, {});
   }
 
   static void send_moments(Stream stream, const TensorView& x, DeviceScratch scratch,
                            const MessageView& message, const Header& header) {
-    sum_moments(stream, x, scratch, {.batches = norm_batches(x, 1)}, message, header);
+    exchange_moments(stream, x, scratch, {.batches = norm_batches(x, 1)}, message, header, {});
   }
 
   static void gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
                             DeviceScratch scratch, const UseOfGradientSums& use) {
-    sum_gradients(stream, x, dy, scratch, use, {}, {});
+    exchange_gradient_sums(stream, x, dy, scratch, use, {}, {}, {});
   }
 
   static void send_gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
-                                 DeviceScratch scratch, const UseOfGradientSums& own,
+                                 DeviceScratch scratch, const UseOfGradientSums& use,
                                  const MessageView& message, const Header& header) {
-    sum_gradients(stream, x, dy, scratch, own, message, header);
+    exchange_gradient_sums(stream, x, dy, scratch, use, message, header, {});
   }
 
   // ---- From sums to results --------------------------------------------------------------------
@@ -315,14 +315,6 @@ struct Backend {
     });
   }
 
-  // ---- Messages --------------------------------------------------------------------------------
-
-  static void sum_message(Stream stream, const PeerMemory& peers, double* values,
-                          std::int64_t size) {
-    Device::launch(stream, {PeerMemory::kParts, 1, 1, Device::kPeerThreads, 1}, Order::kAfter,
-                   sum_over_peers, peers, values, size);
-  }
-
   static constexpr DeviceKernels kernels(std::string_view name, std::string (*why_not)()) {
     return {
         .name = name,
@@ -331,11 +323,13 @@ struct Backend {
         .new_zeros = Device::new_zeros,
         .moments = moments,
         .send_moments = send_moments,
+        .exchange_moments = exchange_moments,
         .use_moments = use_moments,
         .use_statistics = use_statistics,
         .normalize = normalize,
         .gradient_sums = gradient_sums,
         .send_gradient_sums = send_gradient_sums,
+        .exchange_gradient_sums = exchange_gradient_sums,
         .use_gradient_sums = use_gradient_sums,
         .input_gradient = input_gradient,
         .activation_gradient = activation_gradient,
@@ -343,8 +337,7 @@ struct Backend {
         .peers = {.allocate = Device::allocate_for_peers,
                   .open = Device::open_of_peer,
                   .allocate_word = Device::allocate_word,
-                  .order = Device::order,
-                  .sum = sum_message},
+                  .order = Device::order},
     };
   }
 };

@@ -200,8 +200,6 @@ struct CurrentDevice {
     return allocate_zeros(size, static_cast<cudaStream_t>(stream.handle)).release();
   }
 
-  static constexpr int kPeerThreads = kBlockThreads;
-
   static double* allocate_for_peers(std::int64_t size, PeerHandle& handle) {
     const RelaxedCapture relaxed;
     DeviceMemory zeros = allocate_zeros_at_once(size);

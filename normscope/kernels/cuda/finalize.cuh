@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <limits>
+
 #include "normscope/core/formulas.h"
+#include "normscope/kernels/cuda/exchange_over_peers.cuh"
 #include "normscope/kernels/cuda/last_block.cuh"
 #include "normscope/kernels/finalize.h"
 
 namespace normscope::cuda {
 
 // From the sums of a channel to results. This is done by the last blocks of the kernel that sums
-// or, for the totals of a message, by a kernel of its own.
+// or, for the totals of a message, by a kernel of its own. `n` is the number of elements per
+// channel of the norm batch.
 
 // The limbs of both sums of one channel of a norm batch, in canonical form.
 struct ChannelLimbs {
@@ -100,10 +104,8 @@ struct MomentsUser {
     double pooled_count = 0.0;
   };
 
-  __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, std::int64_t slice,
-                            std::int64_t c) const {
-    if (use.statistics == nullptr) return;
-    const double n = use.batches.count(slice);
+  __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, double n,
+                            std::int64_t slice, std::int64_t c) const {
     const Moments<double> found = moments_of(limbs, n);
     const ChannelStatistics of_channel =
         statistics_of(found, use.eps, sizeof(Real) == sizeof(double));
@@ -121,11 +123,18 @@ struct MomentsUser {
   }
 
   __device__ void end(Channel& channel, std::int64_t c) const {
-    if (use.statistics == nullptr) return;
     if (use.accumulated.data != nullptr) accumulate(channel.pooled, c);
     if (!pools()) return;
     channel.pooled.canonicalize_all();
     update(moments_of(channel.pooled, channel.pooled_count), channel.pooled_count, 0, c);
+  }
+
+  // For a norm batch of several ranks: the results of this rank's sums, and the other ones.
+  __device__ void use_own(const ChannelLimbs& /*limbs*/, std::int64_t /*c*/) const {}
+  __device__ void use_totals(const ChannelLimbs& limbs, double n, std::int64_t c) const {
+    Channel channel;
+    add_slice(channel, limbs, n, 0, c);
+    end(channel, c);
   }
 
   // Results that belong to no channel. Called after all channels if those read the number of
@@ -192,25 +201,13 @@ struct GradientSumsUser {
     double dy_xhat = 0.0;
   };
 
-  __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, std::int64_t slice,
-                            std::int64_t c) const {
-    const double* statistics = use.statistics + slice * 3 * channels + c;
-    const double mean_lo = statistics[channels];
-    const double inv_std = statistics[2 * channels];
-    const DoubleDouble<double> total = limbs.total(kSumOfValues);
-    const double dy = total.hi + total.lo;
-    const double dy_xhat =
-        gradient_sum_with_xhat(total, limbs.total(kSumOfProducts), mean_lo, inv_std);
-    if (use.coefficients.data != nullptr) {
-      write_formula(use.coefficients, slice, channels, c,
-                    input_gradient_coefficients<Real>(statistics[0], mean_lo, inv_std,
-                                                      channel_value(use.weight, c, 1.0), dy,
-                                                      dy_xhat, use.batches.count(slice)));
-    }
+  __device__ void add_slice(Channel& channel, const ChannelLimbs& limbs, double n,
+                            std::int64_t slice, std::int64_t c) const {
+    const Channel of_slice = write_slice(limbs, n, slice, c);
     // The sum of a single slice is taken as it is: 0 + x would lose the sign of a zero.
     const bool is_all = use.batches.slices == 1;
-    channel.dy = is_all ? dy : dy + channel.dy;
-    channel.dy_xhat = is_all ? dy_xhat : dy_xhat + channel.dy_xhat;
+    channel.dy = is_all ? of_slice.dy : of_slice.dy + channel.dy;
+    channel.dy_xhat = is_all ? of_slice.dy_xhat : of_slice.dy_xhat + channel.dy_xhat;
   }
 
   __device__ void end(const Channel& channel, std::int64_t c) const {
@@ -218,34 +215,102 @@ struct GradientSumsUser {
     set_channel_value(use.dbias, c, channel.dy);
   }
 
+  __device__ void use_own(const ChannelLimbs& limbs, std::int64_t c) const {
+    end(sums_of(limbs, 0, c), c);
+  }
+  __device__ void use_totals(const ChannelLimbs& limbs, double n, std::int64_t c) const {
+    (void)write_slice(limbs, n, 0, c);
+  }
+
   [[nodiscard]] NORMSCOPE_INLINE bool once_is_last() const { return false; }
   __device__ void once() const { use.batches.report_error(); }
+
+ private:
+  NORMSCOPE_INLINE const double* statistics(std::int64_t slice, std::int64_t c) const {
+    return use.statistics + slice * 3 * channels + c;
+  }
+
+  __device__ Channel sums_of(const ChannelLimbs& limbs, std::int64_t slice, std::int64_t c) const {
+    const double* of_slice = statistics(slice, c);
+    const DoubleDouble<double> total = limbs.total(kSumOfValues);
+    return {total.hi + total.lo,
+            gradient_sum_with_xhat(total, limbs.total(kSumOfProducts), of_slice[channels],
+                                   of_slice[2 * channels])};
+  }
+
+  // Writes the coefficients of a slice, if they are wanted. Returns its sums.
+  __device__ Channel write_slice(const ChannelLimbs& limbs, double n, std::int64_t slice,
+                                 std::int64_t c) const {
+    const Channel sums = sums_of(limbs, slice, c);
+    if (use.coefficients.data == nullptr) return sums;
+    const double* of_slice = statistics(slice, c);
+    write_formula(use.coefficients, slice, channels, c,
+                  input_gradient_coefficients<Real>(
+                      of_slice[0], of_slice[channels], of_slice[2 * channels],
+                      channel_value(use.weight, c, 1.0), sums.dy, sums.dy_xhat, n));
+    return sums;
+  }
 };
 
-// Lets the last blocks finalize the sums of all blocks and, if there is a message, write them to
-// it.
+// Lets the last blocks finalize the sums of all blocks. If there is a message, they write the sums
+// to it, and finalize only what belongs to this rank. If the ranks can write to each other's
+// memory, they exchange the sums there, and write only the totals of the header to the message.
 template <class User>
 struct AfterSums {
   User user;
   MessageView message;  // data nullptr: none
   Header header;
+  PeerMemory peers;
+
+  [[nodiscard]] NORMSCOPE_INLINE bool exchanges() const { return peers.ranks > 0; }
 
   __device__ void channel(const DeviceScratch& scratch, int places, std::int64_t c) const {
     typename User::Channel channel;
     for (std::int64_t slice = 0; slice < scratch.slices; ++slice) {
       const ChannelLimbs limbs =
           places == 1 ? take_limbs<1>(scratch, slice, c) : take_limbs<kPlaces>(scratch, slice, c);
-      user.add_slice(channel, limbs, slice, c);
-      if (message.data != nullptr) send(limbs, c);
+      if (message.data != nullptr) {  // there is one slice
+        user.use_own(limbs, c);
+        send(limbs, c);
+        return;
+      }
+      user.add_slice(channel, limbs, user.use.batches.count(slice), slice, c);
     }
     user.end(channel, c);
   }
 
+  // Exchanges the channels [begin, end) for which channel() was called.
+  __device__ void exchange(std::int64_t begin, std::int64_t end) const {
+    const bool have_come = meet_peers(peers, header, begin, end);
+    const std::int64_t threads = std::int64_t{blockDim.x} * blockDim.y;
+    for (std::int64_t c = begin + thread_of_block(); c < end; c += threads) {
+      const bool has_come = have_come || has_come_from_all(peers, c);
+      double totals[kHeaderSize];
+      NORMSCOPE_UNROLL
+      for (int i = 0; i < kHeaderSize; ++i) {
+        totals[i] = has_come ? sum_over_peers(peers, c, PeerMemory::kHeader + i)
+                             : std::numeric_limits<double>::quiet_NaN();
+      }
+      if (c == 0) keep(totals, has_come);
+      ChannelLimbs limbs;
+      NORMSCOPE_UNROLL
+      for (int sum = 0; sum < kSums; ++sum) {
+        NORMSCOPE_UNROLL
+        for (int k = 0; k < kLimbs; ++k) {
+          limbs.values[sum][k] = sum_over_peers(peers, c, sum * kLimbs + k);
+        }
+      }
+      limbs.canonicalize_all();
+      user.use_totals(limbs, user.use.batches.count_of(totals), c);
+      count_exchange(peers, c);
+    }
+  }
+
   [[nodiscard]] NORMSCOPE_INLINE bool once_is_last() const {
-    return message.data == nullptr && user.once_is_last();
+    return !sends_message() && user.once_is_last();
   }
   __device__ void once() const {
-    if (message.data == nullptr) {
+    if (!sends_message()) {
       user.once();
       return;
     }
@@ -253,9 +318,27 @@ struct AfterSums {
   }
 
  private:
+  NORMSCOPE_INLINE bool sends_message() const { return message.data != nullptr && !exchanges(); }
+
   __device__ void send(const ChannelLimbs& limbs, std::int64_t c) const {
+    if (exchanges()) {
+      send_to_peers(peers, c, [&](int k) {
+        return k < PeerMemory::kHeader ? limbs.values[k / kLimbs][k % kLimbs]
+                                       : header.fields[k - PeerMemory::kHeader];
+      });
+      return;
+    }
     for (int sum = 0; sum < kSums; ++sum) {
       for (int k = 0; k < kLimbs; ++k) message.limbs().limb(sum, k)[c] = limbs.values[sum][k];
+    }
+  }
+
+  // Keeps the totals of the header for once(). Ranks that have made different calls may have
+  // different channels: none may wait for a channel that another one does not have.
+  __device__ void keep(const double* totals, bool has_come) const {
+    for (int i = 0; i < kHeaderSize; ++i) message.header()[i] = totals[i];
+    if (has_come && !ranks_agree(totals, peers.ranks)) {
+      announce(peers.failure, PeerMemory::kEnded);
     }
   }
 };
@@ -268,7 +351,7 @@ __global__ void use_message(MessageView message, unsigned* ticket, User user) {
   const std::int64_t c = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (c < message.channels) {
     typename User::Channel channel;
-    user.add_slice(channel, read_limbs(message.limbs(), c), 0, c);
+    user.add_slice(channel, read_limbs(message.limbs(), c), user.use.batches.count(0), 0, c);
     user.end(channel, c);
   }
   finish_once(ticket, user);

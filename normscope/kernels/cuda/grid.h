@@ -27,7 +27,6 @@ enum class Order { kAfter, kEarly };
 //     static std::int64_t l2_bytes();
 //     static bool is_capturing(Stream stream);
 //     static double* new_zeros(Stream stream, std::int64_t size);
-//     static constexpr int kPeerThreads;  // of a block that sums a part of a message
 //     // Those of PeerFunctions.
 //     static double* allocate_for_peers(std::int64_t size, PeerHandle& handle);
 //     static double* open_of_peer(const PeerHandle& handle);

@@ -56,10 +56,10 @@ NORMSCOPE_INLINE LimbsView limbs_of_block(const DeviceScratch& scratch, std::int
 }
 
 // Ends a kernel that has added sums to the scratch memory. The last block of a column calls
-// after.channel(scratch, places, c) for its channels [begin, end), and one thread of the grid calls
-// after.once(). This saves a launch, about 2 us. Other multiprocessors have nothing to do
-// meanwhile, and few warps cannot hide latencies: the number of instructions in a row is what
-// matters here.
+// after.channel(scratch, places, c) for its channels [begin, end), and after.exchange() if they are
+// exchanged inside of the kernel; one thread of the grid calls after.once(). This saves a launch,
+// about 2 us. Other multiprocessors have nothing to do meanwhile, and few warps cannot hide
+// latencies: the number of instructions in a row is what matters here.
 template <class After>
 __device__ void finish_channels(const DeviceScratch& scratch, std::int64_t begin, std::int64_t end,
                                 const After& after) {
@@ -67,9 +67,11 @@ __device__ void finish_channels(const DeviceScratch& scratch, std::int64_t begin
   if (!is_last_block(tickets + 1 + blockIdx.x, gridDim.y * gridDim.z)) return;
   const int places = places_in_use(scratch);
   const std::int64_t threads = std::int64_t{blockDim.x} * blockDim.y;
-  for (std::int64_t c = begin + thread_of_block(); c < end && c < scratch.channels; c += threads) {
+  end = smaller(end, scratch.channels);
+  for (std::int64_t c = begin + thread_of_block(); c < end; c += threads) {
     after.channel(scratch, places, c);
   }
+  if (after.exchanges()) after.exchange(begin, end);
   finish_once(tickets, after);
 }
 

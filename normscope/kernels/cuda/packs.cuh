@@ -44,7 +44,9 @@ __device__ inline void wait_for_earlier_kernel() {
 
 // The next kernel, if it is one of Order::kEarly, may start when all blocks have called this or
 // ended. It waits for their results in any case. Kernels that sum call it after their last load of
-// a tensor: the loads of the next kernel would share the memory's bandwidth with theirs.
+// a tensor: the loads of the next kernel would share the memory's bandwidth with theirs. Kernels
+// that wait for other ranks do not call it: the blocks of the next kernel would take the room of
+// what those ranks wait for.
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 10 * NORMSCOPE_FIRST_ARCHITECTURE_THAT_WAITS
   asm volatile("griddepcontrol.launch_dependents;");

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                       result.sums.second);
       }
     }
-    let_next_kernel_start();
+    if (!after.exchanges()) let_next_kernel_start();
     if (thread == 0 && has_channel && all_tiles > 0) own.add_to(limbs_of_block(scratch, slice), c);
   }
   finish_channels(scratch, first_channel, first_channel + channels_per_block, after);

@@ -97,7 +97,7 @@ struct ElementRows {
 
 // threadIdx.x selects channels, threadIdx.y a row. gridDim.y blocks share the rows, gridDim.z
 // blocks the slices.
-// Limits: 56 to 128 registers; bytes: 8 stack, 16 spilled, 20496 shared.
+// Limits: 56 to 128 registers; bytes: 8 stack, 24 spilled, 20496 shared.
 // Loop: at least 4 loads; at most 160 float64 instructions, for 8 elements.
 template <Access kAccess, class AnyTerms, class After>
 __global__ void __launch_bounds__(kBlockThreads, 2)
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
         rows.add_all(own);
       }
     }
-    let_next_kernel_start();
+    if (!after.exchanges()) let_next_kernel_start();
     const auto channel_of = [&](int thread, int j) { return first_channel + thread * kWidth + j; };
     add_of_block(exchange, own, limbs_of_block(scratch, slice), channel_of);
   }

@@ -131,12 +131,7 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
     return;
   }
   const at::Tensor sum = tensor_of_current_device(placement_.device, values);
-  if (peer_sum_ && peer_sum_->takes(values.size(), sum.device())) {
-    run([&]() -> c10::intrusive_ptr<c10d::Work> {
-      peer_sum_->all_reduce_sum(values, stream);
-      return nullptr;
-    });
-  } else if (sums_on_device_) {
+  if (sums_on_device_) {
     sum_on_device(sum);
   } else {
     const at::Tensor of_host =
@@ -144,6 +139,17 @@ void C10dCommunicator::all_reduce_sum(std::span<double> values, Stream stream) {
     all_reduce_in_frame({of_host.mutable_data_ptr<double>(), values.size()});
     sum.copy_(of_host);
   }
+}
+
+const PeerMemory* C10dCommunicator::peer_memory(std::int64_t channels, Stream stream) {
+  const auto current = [&] { return c10::impl::VirtualGuardImpl(placement_.device).getDevice(); };
+  if (!peer_devices_ || !peer_devices_->exchange(channels, current())) return nullptr;
+  const PeerMemory* memory = nullptr;
+  run([&]() -> c10::intrusive_ptr<c10d::Work> {
+    memory = &peer_devices_->memory_for_next(stream);
+    return nullptr;
+  });
+  return memory;
 }
 
 void C10dCommunicator::all_reduce_in_frame(std::span<double> values) {
@@ -324,12 +330,12 @@ void C10dCommunicator::show_calls(std::chrono::milliseconds publish_after) {
 
 void C10dCommunicator::connect_peers() {
   if (kernels_of_peers_ == nullptr) return;
-  peer_sum_ = PeerSum::make(*this, *kernels_of_peers_, placement_.device, options_.timeout);
+  peer_devices_ = PeerDevices::make(*this, *kernels_of_peers_, placement_.device, options_.timeout);
 }
 
 void C10dCommunicator::watch_peers() {
   watches_peers_ = true;
-  if (!own_ || (!sums_on_device_ && !peer_sum_)) return;
+  if (!own_ || (!sums_on_device_ && !peer_devices_)) return;
   constexpr std::chrono::milliseconds kBetweenLooks{500};
   peers_ = periodic_thread(kBetweenLooks, [this, has_failed = false]() mutable {
     // One turn later: what a peer did before it ended has then arrived.
@@ -364,7 +370,7 @@ std::optional<std::string> C10dCommunicator::reason_to_end() {
 
 // The separate group carries nothing else, and nothing more is queued on it.
 void C10dCommunicator::abort_work() noexcept {
-  if (peer_sum_) peer_sum_->end_waits();
+  if (peer_devices_) peer_devices_->end_waits();
   if (!sums_on_device_) return;
   try {
     if (const Group group = own_->get()) group->getBackend(carrier_)->abort();
@@ -417,7 +423,7 @@ void C10dCommunicator::fail(std::string_view reason) noexcept {
     }
     is_busy = state_.is_busy;
   }
-  if (peer_sum_) peer_sum_->end_waits();
+  if (peer_devices_) peer_devices_->end_waits();
   if (!own_) return;
   if (is_busy) {
     own_->publish_failure(reason);  // the thread with the message finds it too

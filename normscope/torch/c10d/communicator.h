@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,7 +15,7 @@
 #include "normscope/comm/communicator.h"
 #include "normscope/torch/c10d/expected_lengths.h"
 #include "normscope/torch/c10d/own_group.h"
-#include "normscope/torch/c10d/peer_sum.h"
+#include "normscope/torch/c10d/peer_devices.h"
 #include "normscope/torch/c10d/publisher.h"
 #include "normscope/torch/c10d/queued_messages.h"
 #include "normscope/torch/tensors/device.h"
@@ -43,7 +44,7 @@ namespace normscope::binding {
 // NCCL's communicator for the first of these messages. If the peers are watched, later ones are
 // passed to NCCL without torch. For other backends, and groups that serve the host only, the
 // message is copied to the host and then treated like a host message. After connect_peers(),
-// devices of one host exchange messages without a backend.
+// kernels of one host's devices exchange sums without a backend.
 class C10dCommunicator final : public Communicator {
  public:
   explicit C10dCommunicator(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -56,7 +57,7 @@ class C10dCommunicator final : public Communicator {
   [[nodiscard]] int size() const noexcept override { return size_; }
   [[nodiscard]] std::string_view transport() const noexcept override { return transport_; }
   [[nodiscard]] bool compares_lengths() const noexcept override {
-    return !sums_on_device_ && !peer_sum_;
+    return !sums_on_device_ && !peer_devices_;
   }
   [[nodiscard]] CallBoard* calls() noexcept override { return board_ ? &*board_ : nullptr; }
 
@@ -71,8 +72,8 @@ class C10dCommunicator final : public Communicator {
   // are none, or they are not wanted.
   void know_processes(const DeviceKernels* kernels);
 
-  // If all ranks have given kernels: from now on their devices exchange messages in each other's
-  // memory, if all of them can (PeerSum). Collective.
+  // If all ranks have given kernels: from now on their devices exchange sums in each other's
+  // memory, if all of them can (PeerDevices). Collective.
   void connect_peers();
 
   // If there is a separate group and messages are summed on a device: looks from now on whether a
@@ -82,6 +83,7 @@ class C10dCommunicator final : public Communicator {
   void watch_peers();
 
   void all_reduce_sum(std::span<double> values, Stream stream = {}) override;
+  [[nodiscard]] const PeerMemory* peer_memory(std::int64_t channels, Stream stream) override;
 
   // Splits through the group's backend if that can split. Parts are no groups of torch.distributed,
   // which does not know of them: a part ends with its communicator. It ends in good order if its
@@ -164,7 +166,7 @@ class C10dCommunicator final : public Communicator {
   std::unique_ptr<Communicator> holder_of_board_;    // nullptr for a part
   std::shared_ptr<CallPublisher> publisher_;         // of the whole group
   const DeviceKernels* kernels_of_peers_ = nullptr;  // nullptr: not all ranks have given some
-  std::unique_ptr<PeerSum> peer_sum_;                // nullptr: the backend carries messages
+  std::unique_ptr<PeerDevices> peer_devices_;        // nullptr: the backend carries messages
   QueuedMessages queued_;                            // without torch
   bool shows_presence_ = false;                      // used by the thread that watches the peers
   bool watches_peers_ = false;                       // of parts too

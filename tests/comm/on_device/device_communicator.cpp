@@ -5,8 +5,8 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -16,9 +16,8 @@
 #include "normscope/comm/describe.h"
 #include "normscope/core/cache_lines.h"
 #include "normscope/core/error.h"
-#include "normscope/kernels/peer_memory.h"
+#include "normscope/core/peer_memory.h"
 #include "tests/comm/borrowed_communicator.h"
-#include "tests/kernels/kernels_under_test.h"
 
 namespace normscope::testing {
 namespace {
@@ -26,20 +25,21 @@ namespace {
 // What the ranks share. The device can access it, like all memory that tests allocate.
 class DeviceGroup {
  public:
-  DeviceGroup(int ranks, std::chrono::milliseconds time_limit) : time_limit_(time_limit) {
+  DeviceGroup(int ranks, std::chrono::milliseconds time_limit)
+      : time_limit_(time_limit), failures_(static_cast<std::size_t>(ranks), PeerMemory::kNone) {
     shared_.ranks = ranks;
-    shared_.capacity = kMostNumbers;
+    shared_.capacity = kMostChannels;
     shared_.time_limit = std::chrono::nanoseconds(time_limit).count();
-    shared_.failure = failure_.get();
     for (int rank = 0; rank < ranks; ++rank) {
       memory_.emplace_back(static_cast<std::size_t>(shared_.size()));
       shared_.of_ranks[rank] = memory_.back().data();
     }
   }
 
-  [[nodiscard]] PeerMemory of_rank(int rank) const {
+  [[nodiscard]] PeerMemory of_rank(int rank) {
     PeerMemory peers = shared_;
     peers.rank = rank;
+    peers.failure = &failures_[static_cast<std::size_t>(rank)];
     return peers;
   }
 
@@ -48,7 +48,9 @@ class DeviceGroup {
     if (!first_reason().empty()) return;
     wait_for_announcements();
     reason_ = "device: " + reason;
-    std::atomic_ref(*failure_).store(PeerMemory::kByHost, std::memory_order_release);
+    for (std::uint64_t& failure : failures_) {
+      std::atomic_ref(failure).store(PeerMemory::kEnded, std::memory_order_release);
+    }
   }
 
   void throw_if_failed() {
@@ -57,23 +59,31 @@ class DeviceGroup {
   }
 
  private:
-  // Waits until each rank that has announced a part to some ranks has announced it to all: those
-  // then find it, and not the failure.
+  // Waits until each rank that has announced a channel to some others has announced it to all:
+  // those then find it, and not the failure.
   void wait_for_announcements() const {
-    const auto word = [&](int owner, int i) {
-      return std::atomic_ref(shared_.words(owner)[i]).load(std::memory_order_acquire);
-    };
-    for (int i = 0; i < shared_.ranks * PeerMemory::kParts; ++i) {
-      for (int owner = 1; owner < shared_.ranks; ++owner) {
-        while (word(owner, i) != word(0, i)) std::this_thread::yield();
+    for (int from = 0; from < shared_.ranks; ++from) {
+      for (std::int64_t c = 0; c < shared_.capacity; ++c) {
+        while (!is_announced_to_all(from, c)) std::this_thread::yield();
       }
     }
+  }
+  [[nodiscard]] bool is_announced_to_all(int from, std::int64_t c) const {
+    std::set<std::uint64_t> announced;
+    for (int owner = 0; owner < shared_.ranks; ++owner) {
+      if (owner == from) continue;  // a rank announces nothing to itself
+      const std::atomic_ref word(shared_.words(owner)[from * shared_.capacity + c]);
+      announced.insert(word.load(std::memory_order_acquire));
+    }
+    return announced.size() <= 1;
   }
 
   // The host's, or that of a kernel; empty: none. Later ones do not replace it.
   const std::string& first_reason() {
-    const std::uint64_t failure = std::atomic_ref(*failure_).load(std::memory_order_acquire);
-    if (failure != PeerMemory::kNone && reason_.empty()) {
+    for (std::uint64_t& of_rank : failures_) {
+      const std::uint64_t failure = std::atomic_ref(of_rank).load(std::memory_order_acquire);
+      if (failure == PeerMemory::kNone || failure == PeerMemory::kEnded || !reason_.empty())
+        continue;
       reason_ = "device: waited " + in_seconds(time_limit_) + " for " +
                 name_of_rank(static_cast<int>(failure - 1), shared_.ranks);
     }
@@ -82,7 +92,7 @@ class DeviceGroup {
 
   std::chrono::milliseconds time_limit_;
   std::vector<AlignedVector<double>> memory_;
-  std::unique_ptr<std::uint64_t> failure_ = std::make_unique<std::uint64_t>(PeerMemory::kNone);
+  std::vector<std::uint64_t> failures_;  // of each rank
   PeerMemory shared_;
   std::mutex mutex_;
   std::string reason_;
@@ -91,25 +101,25 @@ class DeviceGroup {
 class DeviceCommunicator final : public BorrowedCommunicator {
  public:
   DeviceCommunicator(Communicator& on_host, DeviceGroup& group)
-      : BorrowedCommunicator(on_host), group_(group) {}
+      : BorrowedCommunicator(on_host), group_(group), memory_(group.of_rank(rank())) {}
   DeviceCommunicator(const DeviceCommunicator&) = delete;
   DeviceCommunicator& operator=(const DeviceCommunicator&) = delete;
   ~DeviceCommunicator() override { group_.fail(name() + " has left"); }
 
   [[nodiscard]] std::string_view transport() const noexcept override { return "device"; }
 
-  void all_reduce_sum(std::span<double> values, Stream stream) override {
-    if (stream.memory == Memory::kHost) {
-      BorrowedCommunicator::all_reduce_sum(values, stream);
-      return;
-    }
-    if (std::ssize(values) > kMostNumbers) {
-      throw ArgumentError("values: expected at most " + std::to_string(kMostNumbers) +
-                          " numbers, got " + std::to_string(values.size()));
+  // Of messages that kernels do not exchange: those without channels. The host can add them.
+  void all_reduce_sum(std::span<double> values, Stream /*stream*/) override {
+    BorrowedCommunicator::all_reduce_sum(values, {});
+  }
+
+  [[nodiscard]] const PeerMemory* peer_memory(std::int64_t channels, Stream /*stream*/) override {
+    if (channels > kMostChannels) {
+      throw ArgumentError("channels: expected at most " + std::to_string(kMostChannels) + ", got " +
+                          std::to_string(channels));
     }
     group_.throw_if_failed();
-    device_kernels_under_test().peers.sum(stream, group_.of_rank(rank()), values.data(),
-                                          std::ssize(values));
+    return &memory_;
   }
 
   void fail(std::string_view reason) noexcept override {
@@ -121,6 +131,7 @@ class DeviceCommunicator final : public BorrowedCommunicator {
   [[nodiscard]] std::string name() const { return name_of_rank(rank(), size()); }
 
   DeviceGroup& group_;
+  const PeerMemory memory_;
 };
 
 }  // namespace

@@ -1,59 +1,114 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sums whose ranks are kernels that wait for each other. shared_device_test.cpp tests them as
+// Ranks whose kernels exchange sums and wait for each other. shared_device_test.cpp tests them as
 // layers use them.
 #include "tests/comm/on_device/device_communicator.h"
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <deque>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "normscope/core/cache_lines.h"
+#include "normscope/kernels/device_kernels.h"
 #include "tests/kernels/device_stream.h"
+#include "tests/kernels/kernels_under_test.h"
 
 namespace normscope::testing {
 namespace {
 
 using namespace std::chrono_literals;
 
-// What a rank adds to a sum. Sizes around the number of threads; the order of the ranks matters.
-std::vector<double> values_of(int rank, int sum) {
-  std::vector<double> values(static_cast<std::size_t>(sum * 37 % 300));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    values[i] = (1 + sum + static_cast<double>(i)) * (rank % 2 == 0 ? 0x1p60 : -0x1p59 / 3.0);
-  }
-  return values;
+constexpr std::int64_t kPositions = 3;
+
+// Of a channel's elements on a rank, which are equal.
+double value_of(int rank, int number, std::int64_t c) {
+  return (1 + number + static_cast<double>(c)) * (rank % 2 == 0 ? 64.0 : -7.0);
 }
 
-std::vector<double> total_of(int ranks, int sum) {
-  std::vector<double> total = values_of(0, sum);
-  for (int rank = 1; rank < ranks; ++rank) {
-    const std::vector<double> values = values_of(rank, sum);
-    for (std::size_t i = 0; i < total.size(); ++i) total[i] += values[i];
+// A rank's part of a norm batch, in which it exchanges the moments. Channels-last: blocks have few
+// threads, which take long under ThreadSanitizer.
+class Part {
+ public:
+  // Channels around the number that a block has; `number` is that of the exchange.
+  Part(const Communicator& ranks, int number)
+      : rank_(ranks.rank()),
+        ranks_(ranks.size()),
+        number_(number),
+        channels_(1 + number * 37 % 45),
+        x_(static_cast<std::size_t>(channels_ * kPositions)),
+        statistics_(static_cast<std::size_t>(3 * channels_)),
+        coefficients_(static_cast<std::size_t>(Coefficients::kNormalize * channels_)),
+        totals_(static_cast<std::size_t>(limbs_size(channels_) + kHeaderSize)) {
+    for (std::size_t i = 0; i < x_.size(); ++i) {
+      x_[i] = value_of(rank_, number_, static_cast<std::int64_t>(i) % channels_);
+    }
   }
-  return total;
-}
 
-class SumsOnADevice : public ::testing::TestWithParam<int> {};
+  void exchange(Stream stream, double* scratch, const PeerMemory& peers) {
+    const TensorView x{.data = x_.data(),
+                       .dtype = DType::kFloat64,
+                       .samples = 1,
+                       .channels = channels_,
+                       .positions = kPositions,
+                       .sample_stride = channels_ * kPositions,
+                       .channel_stride = 1,
+                       .position_stride = channels_};
+    const MessageView message{totals_.data(), channels_};
+    NormBatches batches = norm_batches(x, 1);
+    batches.totals = message.header();
+    batches.ranks = ranks_;
+    device_kernels_under_test().exchange_moments(
+        stream, x, {scratch, channels_, 1},
+        {.batches = batches,
+         .statistics = statistics_.data(),
+         .coefficients = {coefficients_.data()}},
+        message, {{static_cast<double>(kPositions), 5.0, 25.0, 0.0}}, peers);
+  }
 
-TEST_P(SumsOnADevice, FollowEachOtherWithoutWaitingForTheHost) {
-  constexpr int kSums = 300;
+  void expect_mean_of_all_ranks() const {
+    for (std::int64_t c = 0; c < channels_; ++c) {
+      double total = 0.0;
+      for (int rank = 0; rank < ranks_; ++rank) total += value_of(rank, number_, c);
+      ASSERT_EQ(statistics_[static_cast<std::size_t>(c)], total / ranks_)
+          << "channel " << c << " of exchange " << number_;
+    }
+  }
+
+ private:
+  int rank_;
+  int ranks_;
+  int number_;
+  std::int64_t channels_;
+  AlignedVector<double> x_;
+  std::vector<double> statistics_;
+  AlignedVector<double> coefficients_;
+  std::vector<double> totals_;
+};
+
+class ExchangesOnADevice : public ::testing::TestWithParam<int> {};
+
+TEST_P(ExchangesOnADevice, FollowEachOtherWithoutWaitingForTheHost) {
+  constexpr int kExchanges = 60;
   run_as_threads_on_device(GetParam(), {.time_limit = 20s}, [](Communicator& ranks) {
     const DeviceStream stream;
-    std::vector<std::vector<double>> sums;
-    for (int sum = 0; sum < kSums; ++sum) sums.push_back(values_of(ranks.rank(), sum));
+    std::vector<double> scratch(static_cast<std::size_t>(device_scratch_size(kMostChannels, 1)));
+    std::deque<Part> parts;
+    for (int number = 0; number < kExchanges; ++number) parts.emplace_back(ranks, number);
 
-    for (std::vector<double>& values : sums) ranks.all_reduce_sum(values, stream.get());
+    for (Part& part : parts) {
+      part.exchange(stream.get(), scratch.data(), *ranks.peer_memory(1, stream.get()));
+    }
 
     stream.wait();
-    for (int sum = 0; sum < kSums; ++sum) {
-      ASSERT_EQ(sums[static_cast<std::size_t>(sum)], total_of(ranks.size(), sum)) << sum;
-    }
+    for (const Part& part : parts) part.expect_mean_of_all_ranks();
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, SumsOnADevice, ::testing::Values(1, 2, 3, 4),
+INSTANTIATE_TEST_SUITE_P(Ranks, ExchangesOnADevice, ::testing::Values(1, 2, 3, 4),
                          ::testing::PrintToStringParamName());
 
 }  // namespace

@@ -39,23 +39,28 @@ constinit const DeviceKernels kDeviceKernels = {
                     std::int64_t size) { return kernels_of_device().new_zeros(stream, size); },
     .moments = Waiting<&DeviceKernels::moments>::run,
     .send_moments = Waiting<&DeviceKernels::send_moments>::run,
+    .exchange_moments =
+        [](Stream stream, const TensorView& x, DeviceScratch scratch, const UseOfMoments& use,
+           const MessageView& message, const Header& header, const PeerMemory& peers) {
+          kernels_of_device().exchange_moments(stream, x, scratch, use, message, header, peers);
+        },
     .use_moments = Waiting<&DeviceKernels::use_moments>::run,
     .use_statistics = Waiting<&DeviceKernels::use_statistics>::run,
     .normalize = Waiting<&DeviceKernels::normalize>::run,
     .gradient_sums = Waiting<&DeviceKernels::gradient_sums>::run,
     .send_gradient_sums = Waiting<&DeviceKernels::send_gradient_sums>::run,
+    .exchange_gradient_sums =
+        [](Stream stream, const TensorView& x, const TensorView& dy, DeviceScratch scratch,
+           const UseOfGradientSums& use, const MessageView& message, const Header& header,
+           const PeerMemory& peers) {
+          kernels_of_device().exchange_gradient_sums(stream, x, dy, scratch, use, message, header,
+                                                     peers);
+        },
     .use_gradient_sums = Waiting<&DeviceKernels::use_gradient_sums>::run,
     .input_gradient = Waiting<&DeviceKernels::input_gradient>::run,
     .activation_gradient = Waiting<&DeviceKernels::activation_gradient>::run,
     .gradient_of_output = Waiting<&DeviceKernels::gradient_of_output>::run,
-    .peers = {.allocate = nullptr,
-              .open = nullptr,
-              .allocate_word = nullptr,
-              .order = nullptr,
-              .sum =
-                  [](Stream stream, const PeerMemory& peers, double* values, std::int64_t size) {
-                    kernels_of_device().peers.sum(stream, peers, values, size);
-                  }},
+    .peers = {.allocate = nullptr, .open = nullptr, .allocate_word = nullptr, .order = nullptr},
 };
 
 constinit const Kernels kKernels = DeviceAsHost<device_kernels_under_test>::kernels("cuda");

@@ -46,9 +46,6 @@ struct Device {
     return zeros;
   }
 
-  // Several warps: enough to miss a barrier.
-  static constexpr int kPeerThreads = 2 * cuda::kWarp;
-
   // Shared memory of the host, which other processes open by the number of its file.
   struct File {
     int process;

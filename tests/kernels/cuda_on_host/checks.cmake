@@ -120,7 +120,7 @@ normscope_cuda_on_host_executable(cuda_mutants ${mutants})
 set(number 0)
 foreach(name IN LISTS names)
   math(EXPR number "${number} + 1")
-  if(name MATCHES "^sum_over_peers")
+  if(name MATCHES "^exchange_over_peers")
     normscope_cuda_on_host_test(
       cuda.Misses/${name} cuda_mutants ${ranks_cases}/3 NORMSCOPE_MUTANT=${number}
     )

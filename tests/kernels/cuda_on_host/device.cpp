@@ -413,13 +413,17 @@ bool run_grid(Index grid, Index block, Start start, const std::function<void()>&
   // One block after the other if all of them change what memory there is.
   const std::size_t at_once = start == Start::kEarly && earlier ? 1 : kBlocksAtOnce;
   {
-    // Blocks are assigned beforehand: nothing orders what two of them do.
+    // Blocks begin in their order, as kernels that wait for other ranks need it. Nothing else
+    // orders what two of them do.
+    std::atomic<std::size_t> next = 0;
     std::vector<std::jthread> threads;
     for (std::size_t w = 0; w < std::min(at_once, blocks); ++w) {
       if (runners[w] == nullptr) runners[w] = std::make_unique<BlockRunner>();
       threads.emplace_back([&, runner = runners[w].get(), w] {
         try {
-          for (std::size_t i = w; i < blocks; i += at_once) {
+          while (true) {
+            const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
+            if (i >= blocks) break;
             const Index index{static_cast<unsigned>(i % grid.x),
                               static_cast<unsigned>(i / grid.x % grid.y),
                               static_cast<unsigned>(i / grid.x / grid.y)};

@@ -122,6 +122,17 @@ inline bool __any_sync(unsigned /*mask*/, bool here) {
   return std::any_of(all, all + cuda_on_host::kWarpThreads, [](std::uint64_t b) { return b != 0; });
 }
 
+inline bool __syncthreads_or(bool here) {
+  // Of this block: the thread of the operating system runs no other meanwhile.
+  static thread_local std::atomic<bool> any;
+  __syncthreads();
+  any.store(false, std::memory_order_relaxed);
+  __syncthreads();
+  if (here) any.store(true, std::memory_order_relaxed);
+  __syncthreads();
+  return any.load(std::memory_order_relaxed);
+}
+
 inline double __ldcg(const double* from) { return *from; }
 
 inline void atomicAdd(double* to, double value) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "normscope/torch/c10d/peer_sum.h"
+#include "normscope/torch/c10d/peer_devices.h"
 
 #include <algorithm>
 #include <atomic>
@@ -13,13 +13,11 @@
 #include "normscope/comm/describe.h"
 #include "normscope/comm/processes.h"
 #include "normscope/core/error.h"
-#include "normscope/core/header.h"
-#include "normscope/core/limbs.h"
 
 namespace normscope::binding {
 namespace {
 
-// Longer messages are rare, and every group would have to allocate memory for them.
+// More are rare, and every group would have to allocate memory for them.
 constexpr std::int64_t kMostChannels = 4096;
 
 bool all_give(Communicator& ranks, double own, double expected) {
@@ -51,12 +49,13 @@ std::vector<PeerHandle> gather_handles(Communicator& ranks, const PeerHandle& ow
 
 }  // namespace
 
-std::unique_ptr<PeerSum> PeerSum::make(Communicator& ranks, const DeviceKernels& kernels,
-                                       c10::DeviceType type, std::chrono::milliseconds time_limit) {
+std::unique_ptr<PeerDevices> PeerDevices::make(Communicator& ranks, const DeviceKernels& kernels,
+                                               c10::DeviceType type,
+                                               std::chrono::milliseconds time_limit) {
   const auto host = static_cast<double>(identity_of_process_ids());
   if (ranks.size() > PeerMemory::kMostRanks || !all_give(ranks, host, host)) return nullptr;
   const c10::Device device = c10::impl::VirtualGuardImpl(type).getDevice();
-  std::unique_ptr<PeerSum> made(new PeerSum(ranks, kernels, device, time_limit));
+  std::unique_ptr<PeerDevices> made(new PeerDevices(ranks, kernels, device, time_limit));
   PeerMemory& memory = made->memory_;
   PeerHandle handle = {};
   const auto allocate = [&] {
@@ -74,22 +73,22 @@ std::unique_ptr<PeerSum> PeerSum::make(Communicator& ranks, const DeviceKernels&
   return all_can(ranks, open) ? std::move(made) : nullptr;
 }
 
-PeerSum::PeerSum(const Communicator& ranks, const DeviceKernels& kernels, c10::Device device,
-                 std::chrono::milliseconds time_limit)
+PeerDevices::PeerDevices(const Communicator& ranks, const DeviceKernels& kernels,
+                         c10::Device device, std::chrono::milliseconds time_limit)
     : kernels_(kernels), device_(device), time_limit_(time_limit) {
   memory_.rank = ranks.rank();
   memory_.ranks = ranks.size();
-  memory_.capacity = kMostChannels * kSums * kLimbs + kHeaderSize;
+  memory_.capacity = kMostChannels;
   memory_.time_limit = std::chrono::nanoseconds(time_limit).count();
 }
 
-bool PeerSum::takes(std::size_t size, c10::Device device) const {
-  return device == device_ && size <= static_cast<std::size_t>(memory_.capacity);
+bool PeerDevices::exchange(std::int64_t channels, c10::Device device) const {
+  return device == device_ && channels <= memory_.capacity;
 }
 
-void PeerSum::all_reduce_sum(std::span<double> sum, Stream stream) {
+const PeerMemory& PeerDevices::memory_for_next(Stream stream) {
   const std::uint64_t failure = std::atomic_ref(*memory_.failure).load(std::memory_order_acquire);
-  if (failure != PeerMemory::kNone && failure != PeerMemory::kByHost) {
+  if (failure != PeerMemory::kNone && failure != PeerMemory::kEnded) {
     const std::string text = "an exchange timed out: waited " + in_seconds(time_limit_) + " for ";
     throw TimeoutError(text + name_of_rank(static_cast<int>(failure - 1), memory_.ranks));
   }
@@ -98,14 +97,14 @@ void PeerSum::all_reduce_sum(std::span<double> sum, Stream stream) {
     if (last_ && last_->handle != stream.handle) kernels_.peers.order(*last_, stream);
     last_ = stream;
   }
-  kernels_.peers.sum(stream, memory_, sum.data(), std::ssize(sum));
+  return memory_;
 }
 
-void PeerSum::end_waits() noexcept {
+void PeerDevices::end_waits() noexcept {
   if (memory_.failure == nullptr) return;
   std::uint64_t none = PeerMemory::kNone;
   std::atomic_ref(*memory_.failure)
-      .compare_exchange_strong(none, PeerMemory::kByHost, std::memory_order_release);
+      .compare_exchange_strong(none, PeerMemory::kEnded, std::memory_order_release);
 }
 
 }  // namespace normscope::binding
