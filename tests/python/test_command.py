@@ -16,6 +16,7 @@ from rank_pool import RankPool
 from torch import distributed
 
 import normscope
+from normscope import __main__ as command
 from normscope._binding import ops
 
 
@@ -77,6 +78,42 @@ def test_status_lists_each_group_of_this_host_once(ranks: RankPool) -> None:
 def test_status_of_a_process_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(SystemExit, match=r"^status: .*process 4194999"):
         printed("status", "4194999")
+
+
+def test_status_says_if_no_process_has_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_own_processes", lambda: [4194999])
+
+    assert printed("status") == "no process has exchanged anything\n"
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2"}
+ON_TWO_HOSTS = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({}, ["--ranks", "1"], "--ranks: expected at least 2, got 1"),
+        (LAUNCHED, ["--ranks", "2"], "--ranks: expected none under a launcher, .* got 2"),
+        (ON_TWO_HOSTS, [], "MASTER_ADDR: expected the address of rank 0, .* got none"),
+    ],
+)
+def test_a_measurement_without_its_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(SystemExit, match=f"^measure: {message}$"):
+        printed("measure", *arguments)
 
 
 def test_a_file_with_the_name_of_a_group_s_memory_is_skipped() -> None:

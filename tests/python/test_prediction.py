@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions for scopes on given hosts, compared with real ranks and with theory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from noisy_network import noise_batches, small_network
@@ -177,6 +179,18 @@ def test_a_plan_is_predicted_like_its_layers() -> None:
     assert of_plan == of_layers
     assert of_plan.exchanges == plan.exchanges_per_step
     assert of_plan.bytes == plan.bytes_per_step
+
+
+def test_costs_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    COSTS.save(file)
+
+    of_file, of_costs = (
+        predict([("bn", 3, "world")], hosts=2, ranks_per_host=1, costs=costs)
+        for costs in (file, COSTS)
+    )
+
+    assert of_file == of_costs
 
 
 def test_a_plan_without_layers_costs_nothing() -> None:

@@ -18,6 +18,17 @@ from torch.distributed.fsdp import fully_shard
 import normscope
 
 
+def _error_with_ranks() -> str:
+    return error_of(
+        lambda: normscope.recommend_scopes(small_network(), noise_batches(4), ranks=2), ValueError
+    )
+
+
+def test_ranks_are_those_of_the_process_group(ranks: RankPool) -> None:
+    for error in ranks.run(2, _error_with_ranks):
+        assert "ranks: expected None, since the process group has 2, got 2" in error
+
+
 @pytest.mark.parametrize(
     ("size", "how"), [(2, "whole"), (3, "whole"), (4, "whole"), (2, "sharded")]
 )

@@ -125,6 +125,17 @@ def test_layers_can_have_different_schedules() -> None:
     assert seen == [["local", "slices:2"], ["world", "slices:2"], ["world", "local"]]
 
 
+def test_layers_can_be_chosen_by_an_iterator() -> None:
+    model = network()
+    set_scope(model, "slices:2")
+    schedule = ProgressiveScope(model, ["local", "world"], [0, 2], include=iter(["0.*"]))
+
+    for _ in range(3):
+        schedule.step()
+
+    assert scopes_of(model) == ["world", "slices:2"]
+
+
 def test_loading_a_state_sets_the_scope_of_the_layers() -> None:
     def made() -> tuple[nn.Module, ProgressiveScope]:
         model = network()
