@@ -34,11 +34,10 @@ struct PeerMemory {
   double* of_ranks[kMostRanks] = {};  // the allocation of each rank, as this rank's device sees it
   std::uint64_t* failure = nullptr;   // of this rank, in host memory that its device can write
 
-  // Values of *failure: waits end, and sums are NaN. Others than these are 1 + the rank that has
-  // not come within the limit.
+  // Values of *failure: if it is not kNone, waits end, and sums are NaN. kEnded: for a reason that
+  // is known elsewhere. Others are 1 + the rank that has not come within the limit.
   static constexpr std::uint64_t kNone = 0;
-  static constexpr std::uint64_t kEnded =
-      ~std::uint64_t{0};  // for a reason that is known elsewhere
+  static constexpr std::uint64_t kEnded = ~std::uint64_t{0};
 
   // Of an allocation: [kSlots, ranks] slots [kNumbers, capacity], and the words [ranks, capacity].
   [[nodiscard]] NORMSCOPE_INLINE constexpr std::int64_t slot_size() const noexcept {
