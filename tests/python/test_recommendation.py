@@ -7,8 +7,10 @@ import contextlib
 import copy
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +185,23 @@ def test_batches_are_requested_one_by_one() -> None:
 
     assert events == ["asked", "run"] * 3
     assert plan.batches == 3
+
+
+def test_a_terminal_shows_a_bar_if_tqdm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = normscope.recommend_scopes(small_network(), noise_batches(8, count=3))
+    shown: list[object] = []
+
+    def bar(batches: Iterator[object], *_: object, total: int, **__: object) -> Iterator[object]:
+        for batch in batches:
+            yield batch
+            shown.append(total)
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for tqdm in (SimpleNamespace(tqdm=bar), None):
+        monkeypatch.setitem(sys.modules, "tqdm", tqdm)
+        assert normscope.recommend_scopes(small_network(), noise_batches(8, count=3)) == expected
+
+    assert shown == [3, 3, 3]
 
 
 class _CountsAnew(nn.Module):
