@@ -413,17 +413,16 @@ bool run_grid(Index grid, Index block, Start start, const std::function<void()>&
   // One block after the other if all of them change what memory there is.
   const std::size_t at_once = start == Start::kEarly && earlier ? 1 : kBlocksAtOnce;
   {
-    // Blocks begin in their order, as kernels that wait for other ranks need it. Nothing else
-    // orders what two of them do.
-    std::atomic<std::size_t> next = 0;
+    // Blocks begin in their order, as kernels that wait for other ranks need it. The first ones run
+    // in threads of their own: nothing orders what two of them do.
+    const std::size_t workers = std::min(at_once, blocks);
+    std::atomic<std::size_t> next = workers;
     std::vector<std::jthread> threads;
-    for (std::size_t w = 0; w < std::min(at_once, blocks); ++w) {
+    for (std::size_t w = 0; w < workers; ++w) {
       if (runners[w] == nullptr) runners[w] = std::make_unique<BlockRunner>();
       threads.emplace_back([&, runner = runners[w].get(), w] {
         try {
-          while (true) {
-            const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
-            if (i >= blocks) break;
+          for (std::size_t i = w; i < blocks; i = next.fetch_add(1, std::memory_order_relaxed)) {
             const Index index{static_cast<unsigned>(i % grid.x),
                               static_cast<unsigned>(i / grid.x % grid.y),
                               static_cast<unsigned>(i / grid.x / grid.y)};
