@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import distributed, nn
 from torch.distributed.algorithms.join import Join
 
 import normscope
+from normscope.functional import batch_norm
 
 # The samples of each batch of each rank, and whether the ranks get rank 0's buffers.
 TRAININGS = [
@@ -142,6 +144,8 @@ def train_with_join(scope: str, keywords: dict[str, bool], how: str) -> tuple[in
     if how == "compiled":
         step = torch.compile(model, backend="aot_eager")
         step(samples(0, 0, 2)[0]).sum().backward()  # compiled outside of the block
+    if how == "function":
+        step = partial(batch_norm, running_mean=None, running_var=None, training=True, scope=scope)
     even = not keywords.get("enable", True)
     count, begin, text = 0, time.monotonic(), ""
     try:
@@ -165,6 +169,7 @@ def train_with_join(scope: str, keywords: dict[str, bool], how: str) -> tuple[in
         ("world", {}, "data parallel", [0, 0], "normscope.joined"),
         ("world", {}, "compiled", [0, 0], "normscope.joined"),
         ("world", {}, "optimizer", [0, 0], "normscope.joined"),
+        ("world", {}, "function", [0, 0], "normscope.joined"),
         ("world", {"throw_on_early_termination": True}, "data parallel", [1, 1], "exhausted"),
         ("world", {"enable": False}, "data parallel", [1, 1], ""),
         ("world", {"enable": False}, "compiled", [1, 1], ""),

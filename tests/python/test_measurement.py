@@ -67,6 +67,14 @@ def _refuses() -> None:
         measure(rounds=0)
 
 
+@pytest.mark.usefixtures("world_of_one")
+def test_a_group_without_a_cpu_backend_is_refused() -> None:
+    distributed.init_process_group("cuda:gloo")
+
+    with pytest.raises(ValueError, match="measure: expected a process group with a CPU backend"):
+        measure()
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "normscope", "measure", *arguments]
 

@@ -31,6 +31,13 @@ class Detached(nn.Module):
         return x.detach()
 
 
+class Disconnected(nn.Module):
+    """Raises what an exchange raises if a rank is gone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise distributed.DistError("rank 1 is gone")
+
+
 def two_layers() -> nn.Module:
     first = nn.Sequential(nn.Linear(3, 3), normscope.BatchNorm1d(3))
     return nn.Sequential(first, nn.BatchNorm1d(3), normscope.BatchNorm1d(3))
@@ -100,6 +107,12 @@ RECOMMENDATIONS: list[Refusal] = [
             ),
             (recommends(pairs()), r"pass the inputs alone: \(x for x, _ in loader\)"),
         ]
+    ),
+    (
+        lambda: nn.Sequential(Disconnected(), small_network()),
+        recommends(pairs()),
+        distributed.DistError,
+        "^rank 1 is gone$",
     ),
     *(
         (make, recommends(noise_batches(2)), ValueError, message)
