@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/batch_norm/activated_run.h"
 #include "tests/batch_norm/layer_run.h"
 #include "tests/comm/worlds.h"
 #include "tests/kernels/kernels_under_test.h"
@@ -53,6 +54,14 @@ TEST_P(EqualBits, ForAnyAssignmentOfSamplesAndInstructionSet) {
 
 INSTANTIATE_TEST_SUITE_P(Threads, EqualBits, worlds({1, 2, 3, 8}, run_as_threads), ranks_of);
 INSTANTIATE_TEST_SUITE_P(Processes, EqualBits, worlds({3}, run_as_processes), ranks_of);
+
+TEST(Activations, HaveTheBitsOfSingleOperations) {
+  for (const Layer& layer : with_every_type({{.positions = 70}})) {
+    for (const Activated& activated : activated_layers()) {
+      ASSERT_NO_FATAL_FAILURE(expect_single_operations(layer, activated, first_samples(7), {}));
+    }
+  }
+}
 
 // A race needs time to show: each rank steps as fast as its peers let it.
 class LongRun : public ::testing::TestWithParam<World> {};

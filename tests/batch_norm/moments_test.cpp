@@ -23,6 +23,13 @@ std::vector<double> accumulated_from_slices(const Layer& layer, SliceStats slice
   return finalized(layer, run, moments, {});
 }
 
+TEST(Parts, HaveTheBitsOfOneBatch) {
+  for (const Layer& layer : with_every_type({{.positions = 70}, {.positions = 1}})) {
+    ASSERT_NO_FATAL_FAILURE(expect_parts_are_one_batch(layer, {}));
+    ASSERT_NO_FATAL_FAILURE(expect_accumulated_is_one_update(layer, {}));
+  }
+}
+
 TEST(AccumulatedSlices, AreAllOfThemOrTheFirst) {
   const Layer layer;
   LayerRun all(layer, first_samples(7));
