@@ -143,23 +143,20 @@ void run_on_device(const BackwardArguments& arguments, const CallLabel& label,
   if (exchange == nullptr) {
     kernels.gradient_sums(device.stream, x, dy, step.scratch, use);
   } else {
-    // Even if dx is not wanted: the totals show whether the ranks disagreed.
-    step.run_with_ranks(
-        *exchange, label,
-        [&](const NormBatches& shared, const Header& header, const PeerMemory& peers) {
-          use.batches = shared;
-          kernels.exchange_gradient_sums(device.stream, x, dy, step.scratch, use, step.message,
-                                         header, peers);
-        },
-        [&](const Header& header) {
-          kernels.send_gradient_sums(device.stream, x, dy, step.scratch, use, step.message, header);
-        },
-        [&](const NormBatches& shared) {
-          use.batches = shared;
-          use.dweight = {};  // written
-          use.dbias = {};
-          kernels.use_gradient_sums(device.stream, x.dtype, step.message, step.scratch, use);
-        });
+    const auto sum = [&](const Header& header, const PeerMemory* peers) {
+      if (peers != nullptr) {
+        kernels.exchange_gradient_sums(device.stream, x, dy, step.scratch, use, step.message,
+                                       header, *peers);
+      } else {
+        kernels.send_gradient_sums(device.stream, x, dy, step.scratch, use, step.message, header);
+      }
+    };
+    if (!step.sum_over_ranks(*exchange, label, use.batches, sum)) {
+      use.dweight = {};  // written
+      use.dbias = {};
+      // Even if dx is not wanted: the totals show whether the ranks disagreed.
+      kernels.use_gradient_sums(device.stream, x.dtype, step.message, step.scratch, use);
+    }
   }
   if (arguments.dx.data == nullptr) return;
   kernels.input_gradient(device.stream, x, dy, step.batches, step.coefficients, arguments.dx);

@@ -70,14 +70,14 @@ struct DeviceStep {
     if (wanted.data == nullptr) coefficients.data = context.workspace + message_size(x.channels);
   }
 
-  // Queues what finalizes from the totals of the ranks, whose norm batch is `shared`. In one
-  // kernel, which exchange_sums(shared, header, peers) queues, if the ranks' devices can write to
-  // each other's memory; otherwise write_message(header), the sum over the ranks, and
-  // use_totals(shared).
-  template <class ExchangeSums, class WriteMessage, class UseTotals>
-  void run_with_ranks(Exchange& exchange, const CallLabel& label, const ExchangeSums& exchange_sums,
-                      const WriteMessage& write_message, const UseTotals& use_totals) const {
-    NormBatches shared = batches;
+  // Calls sum(header, peers), which queues the kernel that sums: with peers, it exchanges the sums
+  // and uses the totals. Otherwise (nullptr) it writes the message, which is then replaced by its
+  // total over the ranks. Returns whether the totals are used already. `shared` becomes the norm
+  // batch of the ranks, before sum() is called.
+  template <class Sum>
+  [[nodiscard]] bool sum_over_ranks(Exchange& exchange, const CallLabel& label, NormBatches& shared,
+                                    const Sum& sum) const {
+    shared = batches;
     shared.totals = message.header();
     shared.ranks = exchange.communicator().size();
     shared.report = device.report;
@@ -86,13 +86,9 @@ struct DeviceStep {
                                   message, device.stream, [&](const Exchange::DeviceMessage& own) {
                                     shared.call = own.call;
                                     is_used = own.peers != nullptr;
-                                    if (is_used) {
-                                      exchange_sums(shared, own.header, *own.peers);
-                                    } else {
-                                      write_message(own.header);
-                                    }
+                                    sum(own.header, own.peers);
                                   });
-    if (!is_used) use_totals(shared);
+    return is_used;
   }
 
   const DeviceContext& device;

@@ -141,20 +141,16 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
   if (exchange == nullptr) {
     kernels.moments(device.stream, x, step.scratch, use);
   } else {
-    step.run_with_ranks(
-        *exchange, label,
-        [&](const NormBatches& shared, const Header& header, const PeerMemory& peers) {
-          use.batches = shared;
-          kernels.exchange_moments(device.stream, x, step.scratch, use, step.message, header,
-                                   peers);
-        },
-        [&](const Header& header) {
-          kernels.send_moments(device.stream, x, step.scratch, step.message, header);
-        },
-        [&](const NormBatches& shared) {
-          use.batches = shared;
-          kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
-        });
+    const auto sum = [&](const Header& header, const PeerMemory* peers) {
+      if (peers != nullptr) {
+        kernels.exchange_moments(device.stream, x, step.scratch, use, step.message, header, *peers);
+      } else {
+        kernels.send_moments(device.stream, x, step.scratch, step.message, header);
+      }
+    };
+    if (!step.sum_over_ranks(*exchange, label, use.batches, sum)) {
+      kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
+    }
   }
   if (arguments.y.data != nullptr) normalize(arguments, step);
 }

@@ -16,6 +16,7 @@
 #include "normscope/kernels/device_kernels.h"
 #include "tests/kernels/device_stream.h"
 #include "tests/kernels/kernels_under_test.h"
+#include "tests/support/tensor.h"
 
 namespace normscope::testing {
 namespace {
@@ -39,24 +40,17 @@ class Part {
         ranks_(ranks.size()),
         number_(number),
         channels_(1 + number * 37 % 45),
-        x_(static_cast<std::size_t>(channels_ * kPositions)),
+        x_(DType::kFloat64, Layout::kChannelsLast, 1, channels_, kPositions),
         statistics_(static_cast<std::size_t>(3 * channels_)),
         coefficients_(static_cast<std::size_t>(Coefficients::kNormalize * channels_)),
         totals_(static_cast<std::size_t>(limbs_size(channels_) + kHeaderSize)) {
-    for (std::size_t i = 0; i < x_.size(); ++i) {
-      x_[i] = value_of(rank_, number_, static_cast<std::int64_t>(i) % channels_);
-    }
+    x_.for_each([&](std::int64_t n, std::int64_t c, std::int64_t p) {
+      x_.set(n, c, p, value_of(rank_, number_, c));
+    });
   }
 
   void exchange(Stream stream, double* scratch, const PeerMemory& peers) {
-    const TensorView x{.data = x_.data(),
-                       .dtype = DType::kFloat64,
-                       .samples = 1,
-                       .channels = channels_,
-                       .positions = kPositions,
-                       .sample_stride = channels_ * kPositions,
-                       .channel_stride = 1,
-                       .position_stride = channels_};
+    const TensorView x = x_.view().read_only();
     const MessageView message{totals_.data(), channels_};
     NormBatches batches = norm_batches(x, 1);
     batches.totals = message.header();
@@ -83,7 +77,7 @@ class Part {
   int ranks_;
   int number_;
   std::int64_t channels_;
-  AlignedVector<double> x_;
+  Tensor x_;
   std::vector<double> statistics_;
   AlignedVector<double> coefficients_;
   std::vector<double> totals_;
