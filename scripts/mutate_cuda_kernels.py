@@ -47,9 +47,9 @@ MUTATIONS = {
         r"look_at\((word)\)(?= >= epoch)",
         r"std::atomic_ref(*(\1)).load(std::memory_order_relaxed)",
     ),
-    "wait": (r"(?<=\) )wait_for_earlier_kernel\(\)(?=;)", "void()"),
+    "wait": (r"(?<=Apply>\) )wait_for_earlier_kernel\(\)(?=;)", "void()"),
     "order": (
-        r"(?m)^( *)wait_for_earlier_kernel\(\);\n(.*;)$",
+        r"(?m)^( *(?:if \(kWaits\) )?)wait_for_earlier_kernel\(\);\n(.*;)$",
         r"\1if (kMutant != NUMBER) wait_for_earlier_kernel();\n"
         r"\2\n"
         r"\1if (kMutant == NUMBER) wait_for_earlier_kernel();",

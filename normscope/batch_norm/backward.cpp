@@ -140,13 +140,14 @@ void run_on_device(const BackwardArguments& arguments, const CallLabel& label,
                         .dweight = arguments.dweight,
                         .dbias = arguments.dbias,
                         .coefficients = step.coefficients};
+  bool is_written = false;
   if (exchange == nullptr) {
-    kernels.gradient_sums(device.stream, x, dy, step.scratch, use);
+    is_written = kernels.gradient_sums(device.stream, x, dy, step.scratch, use, arguments.dx);
   } else {
     const auto sum = [&](const Header& header, const PeerMemory* peers) {
       if (peers != nullptr) {
-        kernels.exchange_gradient_sums(device.stream, x, dy, step.scratch, use, step.message,
-                                       header, *peers);
+        is_written = kernels.exchange_gradient_sums(device.stream, x, dy, step.scratch, use,
+                                                    arguments.dx, step.message, header, *peers);
       } else {
         kernels.send_gradient_sums(device.stream, x, dy, step.scratch, use, step.message, header);
       }
@@ -158,7 +159,7 @@ void run_on_device(const BackwardArguments& arguments, const CallLabel& label,
       kernels.use_gradient_sums(device.stream, x.dtype, step.message, step.scratch, use);
     }
   }
-  if (arguments.dx.data == nullptr) return;
+  if (arguments.dx.data == nullptr || is_written) return;
   kernels.input_gradient(device.stream, x, dy, step.batches, step.coefficients, arguments.dx);
 }
 

@@ -138,12 +138,17 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
                    .counts = arguments.counts,
                    .accumulated = arguments.accumulated,
                    .coefficients = step.coefficients};
+  // The kernel that sums may write y if nothing but coefficients is applied.
+  const bool is_plain = arguments.activation.kind == Activation::kNone;
+  const MutableTensorView y = is_plain ? arguments.y : MutableTensorView{};
+  bool is_written = false;
   if (exchange == nullptr) {
-    kernels.moments(device.stream, x, step.scratch, use);
+    is_written = kernels.moments(device.stream, x, step.scratch, use, y);
   } else {
     const auto sum = [&](const Header& header, const PeerMemory* peers) {
       if (peers != nullptr) {
-        kernels.exchange_moments(device.stream, x, step.scratch, use, step.message, header, *peers);
+        is_written = kernels.exchange_moments(device.stream, x, step.scratch, use, y, step.message,
+                                              header, *peers);
       } else {
         kernels.send_moments(device.stream, x, step.scratch, step.message, header);
       }
@@ -152,7 +157,7 @@ void run_on_device(const ForwardArguments& arguments, const CallLabel& label,
       kernels.use_moments(device.stream, x.dtype, step.message, step.scratch, use);
     }
   }
-  if (arguments.y.data != nullptr) normalize(arguments, step);
+  if (arguments.y.data != nullptr && !is_written) normalize(arguments, step);
 }
 
 void run(const ForwardArguments& arguments, const CallContext& context) {

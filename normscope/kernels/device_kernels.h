@@ -190,21 +190,23 @@ struct DeviceKernels {
   // again when the graph is destroyed.
   double* (*new_zeros)(Stream stream, std::int64_t size);
 
-  // Sums x and x^2 over each slice, and finalizes.
-  void (*moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
-                  const UseOfMoments& use);
+  // Sums x and x^2 over each slice, and finalizes. Writes y = weight * xhat + bias too if that
+  // takes no other kernel; returns whether it has. y without data: not wanted.
+  bool (*moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
+                  const UseOfMoments& use, const MutableTensorView& y);
 
   // Sums x and x^2 over this rank's samples into a message: canonical limbs, then the header.
   void (*send_moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
                        const MessageView& message, const Header& header);
 
   // Does what send_moments, a sum over the ranks and use_moments do: the kernel exchanges the sums
-  // with those of its peers. Only the totals of the header are written to the message, which must
-  // be those of use.batches. There must be a channel, and one slice. Such kernels of one rank must
-  // run one after the other.
-  void (*exchange_moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
-                           const UseOfMoments& use, const MessageView& message,
-                           const Header& header, const PeerMemory& peers);
+  // with those of its peers. y as for moments. Only the totals of the header are written to the
+  // message, which must be those of use.batches. There must be a channel, and one slice. Such
+  // kernels of one rank must run one after the other.
+  bool (*exchange_moments)(Stream stream, const TensorView& x, DeviceScratch scratch,
+                           const UseOfMoments& use, const MutableTensorView& y,
+                           const MessageView& message, const Header& header,
+                           const PeerMemory& peers);
 
   // Finalizes from the totals of a message.
   void (*use_moments)(Stream stream, DType x_dtype, const MessageView& message,
@@ -220,20 +222,23 @@ struct DeviceKernels {
                     Coefficients coefficients, const ActivationFunction& activation,
                     const TensorView& residual, const MutableTensorView& y);
 
-  // Sums dy and dy * (x - mean_hi) over each slice, and finalizes.
-  void (*gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
-                        DeviceScratch scratch, const UseOfGradientSums& use);
+  // Sums dy and dy * (x - mean_hi) over each slice, and finalizes. Writes dx as input_gradient if
+  // that takes no other kernel; returns whether it has. dx without data: not wanted.
+  bool (*gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
+                        DeviceScratch scratch, const UseOfGradientSums& use,
+                        const MutableTensorView& dx);
 
   // Sums them over this rank's samples into a message; writes only the dweight and dbias of `use`.
   void (*send_gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
                              DeviceScratch scratch, const UseOfGradientSums& use,
                              const MessageView& message, const Header& header);
 
-  // The same with an exchange as that of exchange_moments. dweight and dbias are of this rank.
-  void (*exchange_gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
+  // The same with an exchange as that of exchange_moments, dx as for gradient_sums. dweight and
+  // dbias are of this rank.
+  bool (*exchange_gradient_sums)(Stream stream, const TensorView& x, const TensorView& dy,
                                  DeviceScratch scratch, const UseOfGradientSums& use,
-                                 const MessageView& message, const Header& header,
-                                 const PeerMemory& peers);
+                                 const MutableTensorView& dx, const MessageView& message,
+                                 const Header& header, const PeerMemory& peers);
 
   // Finalizes from the totals of a message.
   void (*use_gradient_sums)(Stream stream, DType x_dtype, const MessageView& message,

@@ -78,8 +78,8 @@ class DeviceRank {
   Exchange* exchange_;
 };
 
-template <class... Arguments>
-void refuse_to_launch(Arguments... /*arguments*/) {
+template <class Result, class... Arguments>
+Result refuse_to_launch(Arguments... /*arguments*/) {
   throw DeviceError("cuda: out of memory");
 }
 

@@ -267,12 +267,44 @@ inline constexpr int kBlocksOf = Apply::kInputs > 1 || Apply::kIsLong ||
                                      ? 2
                                      : 3;
 
-// The last of `packs` packs that a lane visits, if gridDim.y warps share them, a warp's neighbours
-// together; negative if there is none.
-__device__ inline std::int64_t last_of_lane(std::int64_t packs) {
-  const std::int64_t of_warp = (packs + kWarp - 1) / kWarp - 1 - std::int64_t{blockIdx.y};
-  const std::int64_t pack = of_warp * kWarp + threadIdx.x % kWarp;
-  return pack < packs ? pack : pack - std::int64_t{gridDim.y} * kWarp;
+// Which of the warps that share a plane this one is.
+struct PartOfPlane {
+  std::int64_t index;
+  std::int64_t count;
+
+  // The last of `packs` packs that a lane visits, a warp's neighbours together; negative if there
+  // is none.
+  __device__ std::int64_t last_of_lane(std::int64_t packs) const {
+    const std::int64_t of_warp = (packs + kWarp - 1) / kWarp - 1 - index;
+    const std::int64_t pack = of_warp * kWarp + threadIdx.x % kWarp;
+    return pack < packs ? pack : pack - count * kWarp;
+  }
+};
+
+// Writes a warp's part of `positions` elements of plane (n, c). kWaits: the earlier kernel writes
+// the coefficients.
+template <Access kAccess, bool kWaits, class Apply>
+__device__ void apply_to_plane(const Apply& apply, const Elements<typename Apply::ElementType>& y,
+                               std::int64_t slice, std::int64_t n, std::int64_t c,
+                               std::int64_t positions, const PartOfPlane& part, bool streams) {
+  constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
+  const std::int64_t head = smaller(size_before_pack<kPack>(y.at(n, c, 0)), positions);
+  const std::int64_t packs = (positions - head) / kPack;
+  const auto size_of_pack = [&](const auto& /*tensor*/) { return kPack; };
+  Walk<Apply, kPack> walk(apply, y, n, c, head, part.last_of_lane(packs), part.count * kWarp,
+                          size_of_pack);
+  walk.start();
+  // The elements before the first pack and after the last one. A warp has more lanes than that.
+  const std::int64_t lane = threadIdx.x % kWarp;
+  const std::int64_t own = lane < head ? lane : packs * kPack + lane;
+  const bool is_owner = kPack > 1 && part.index == 0 && own < positions;
+  const auto one = [](const auto& /*tensor*/) { return 1; };
+  Walk<Apply, 1, 1> rest(apply, y, n, c, own, is_owner ? 0 : -1, 1, one);
+  rest.start();
+  if (kWaits) wait_for_earlier_kernel();
+  const LoadedFormulas<1, Apply> formula(apply, slice, c);
+  rest.write_loaded(formula);
+  walk.write(streams, formula);
 }
 
 // Whether what wrote the inputs may still run when the kernel starts.
@@ -286,34 +318,18 @@ template <Access kAccess, class Apply>
 __global__ void __launch_bounds__(kBlockThreads, kBlocksOf<Apply>)
     apply_channels_first(Apply apply, NormBatches batches, Elements<typename Apply::ElementType> y,
                          bool streams) {
-  constexpr int kPack = kPackSize<typename Apply::ElementType, kAccess>;
   if (kWaitsForInputs<Apply>) wait_for_earlier_kernel();
   const std::int64_t planes = std::int64_t{gridDim.x} * (kBlockThreads / kWarp);
   const std::int64_t plane =
       planes - 1 - (std::int64_t{blockIdx.x} * (kBlockThreads / kWarp) + threadIdx.x / kWarp);
   const std::int64_t c = plane % y.channels;
-  const std::int64_t step = std::int64_t{gridDim.y} * kWarp;
   for (std::int64_t i = blockIdx.z; i < batches.slices; i += gridDim.z) {
     const std::int64_t slice = batches.slices - 1 - i;
     const bool has_plane = plane < batches.samples_of(slice) * y.channels;
-    const std::int64_t positions = has_plane ? y.positions : 0;
     const std::int64_t n = batches.first_sample(slice) + plane / y.channels;
-    const std::int64_t head = smaller(size_before_pack<kPack>(y.at(n, c, 0)), positions);
-    const std::int64_t packs = (positions - head) / kPack;
-    const auto size_of_pack = [&](const auto& /*tensor*/) { return kPack; };
-    Walk<Apply, kPack> walk(apply, y, n, c, head, last_of_lane(packs), step, size_of_pack);
-    walk.start();
-    // The elements before the first pack and after the last one. A warp has more lanes than that.
-    const std::int64_t lane = threadIdx.x % kWarp;
-    const std::int64_t own = lane < head ? lane : packs * kPack + lane;
-    const bool is_owner = kPack > 1 && blockIdx.y == 0 && own < positions;
-    const auto one = [](const auto& /*tensor*/) { return 1; };
-    Walk<Apply, 1, 1> rest(apply, y, n, c, own, is_owner ? 0 : -1, 1, one);
-    rest.start();
-    wait_for_earlier_kernel();
-    const LoadedFormulas<1, Apply> formula(apply, slice, c);
-    rest.write_loaded(formula);
-    walk.write(streams, formula);
+    const std::int64_t positions = has_plane ? y.positions : 0;
+    apply_to_plane<kAccess, true>(apply, y, slice, n, c, positions, {blockIdx.y, gridDim.y},
+                                  streams);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "normscope/kernels/cuda/activated.cuh"
 #include "normscope/kernels/cuda/apply.cuh"
 #include "normscope/kernels/cuda/grid.h"
+#include "normscope/kernels/cuda/sum_and_apply.cuh"
 #include "normscope/kernels/cuda/sum_channels_first.cuh"
 #include "normscope/kernels/cuda/sum_channels_last.cuh"
 #include "normscope/kernels/cuda/sum_elements.cuh"
@@ -29,15 +30,21 @@ struct Backend {
   template <Access kAccess>
   using AccessConstant = std::integral_constant<Access, kAccess>;
 
+  // Whether all tensors allow packs of `bytes`.
+  template <class First, class... Others>
+  static bool have_packs(Layout layout, std::int64_t bytes, const First& first,
+                         const Others&... others) {
+    return layout == Layout::kChannelsFirst
+               ? (have_equal_packs_of_planes(first, others, bytes) && ...)
+               : has_packs_of_channels(first, bytes) &&
+                     (has_packs_of_channels(others, bytes) && ...);
+  }
+
   // Calls function with a constant: kPacks if all tensors allow packs of `bytes`, else kElements.
-  template <class Function, class First, class... Others>
+  template <class Function, class... Views>
   static void with_access(Layout layout, std::int64_t bytes, const Function& function,
-                          const First& first, const Others&... others) {
-    const bool have_packs =
-        layout == Layout::kChannelsFirst
-            ? (have_equal_packs_of_planes(first, others, bytes) && ...)
-            : has_packs_of_channels(first, bytes) && (has_packs_of_channels(others, bytes) && ...);
-    if (have_packs) {
+                          const Views&... views) {
+    if (have_packs(layout, bytes, views...)) {
       function(AccessConstant<Access::kPacks>{});
     } else {
       function(AccessConstant<Access::kElements>{});
@@ -46,23 +53,54 @@ struct Backend {
 
   // ---- Sums ------------------------------------------------------------------------------------
 
+  // The kernel for tiles that are channels first, and its grid.
+  template <Access kAccess, class AnyTerms, class After>
+  struct SumOfPlanes {
+    using Group = cuda::Group<typename AnyTerms::ElementType, kAccess>;
+    static constexpr auto kKernel = add_tiles_channels_first<kAccess, AnyTerms, After>;
+
+    SumOfPlanes(std::int64_t channels, const NormBatches& batches) {
+      const std::int64_t at_once = Device::blocks_at_once(kKernel, kBlockThreads);
+      const std::int64_t tiles =
+          batches.slice_size * tiles_per_sample(Layout::kChannelsFirst, batches.positions);
+      const WorkOfGroups work = work_of_groups(channels, tiles, batches.slices, Group::kThreads,
+                                               kBlockThreads, at_once, Device::multiprocessors());
+      groups = work.groups;
+      grid = grid_for(work.work, at_once);
+      const std::int64_t channels_per_block = grid.threads_x / Group::kThreads / groups;
+      bytes_per_block = channels_per_block * batches.samples * batches.positions *
+                        AnyTerms::kInputs *
+                        static_cast<std::int64_t>(sizeof(typename AnyTerms::ElementType));
+    }
+
+    void launch(Stream stream, const AnyTerms& terms, const NormBatches& batches,
+                const DeviceScratch& scratch, const After& after) const {
+      Device::launch(stream, grid, Order::kAfter, kKernel, terms, groups, batches, scratch, after);
+    }
+
+    // Whether each block has all elements of its channels, and finds them in a cache when it has
+    // their coefficients.
+    [[nodiscard]] bool can_apply() const {
+      return grid.blocks_y == 1 && grid.blocks_z == 1 && bytes_per_block <= kMostBytesOfBlock;
+    }
+
+    int groups;
+    Grid grid;
+    std::int64_t bytes_per_block;  // that it reads, if no other block has a part of its channels
+  };
+
   template <Access kAccess, class AnyTerms, class After>
   static void add_tiles(Stream stream, Layout layout, const AnyTerms& terms,
                         const NormBatches& batches, const DeviceScratch& scratch,
                         const After& after) {
     using Element = typename AnyTerms::ElementType;
-    const std::int64_t tiles = batches.slice_size * tiles_per_sample(layout, batches.positions);
     if (layout == Layout::kChannelsFirst) {
       // Where there is one tensor, its planes have packs.
       constexpr Access kOfPlanes = AnyTerms::kInputs == 1 ? Access::kPacks : kAccess;
-      const auto kernel = add_tiles_channels_first<kOfPlanes, AnyTerms, After>;
-      const std::int64_t at_once = Device::blocks_at_once(kernel, kBlockThreads);
-      const auto [groups, work] =
-          work_of_groups(scratch.channels, tiles, batches.slices,
-                         Group<Element, kOfPlanes>::kPerBlock, kBlockThreads, at_once);
-      Device::launch(stream, grid_for(work, at_once), Order::kAfter, kernel, terms, groups, batches,
-                     scratch, after);
+      const SumOfPlanes<kOfPlanes, AnyTerms, After> sum(scratch.channels, batches);
+      sum.launch(stream, terms, batches, scratch, after);
     } else {
+      const std::int64_t tiles = batches.slice_size * tiles_per_sample(layout, batches.positions);
       const auto [column_bits, work] = work_of_tiles(
           ceil_divide(scratch.channels, kPackSize<Element, kAccess>), kPackSize<Element, kAccess>,
           tiles, batches.slices, kMostColumns, kTileThreads, Device::multiprocessors());
@@ -81,15 +119,11 @@ struct Backend {
   }
 
   // Adds the sums of all slices. Launches its one kernel even if there is nothing to add.
-  template <class AnyTerms, class Use, class... Views>
-  static void add_sums(Stream stream, const AnyTerms& terms, const DeviceScratch& scratch,
-                       const Use& use, const MessageView& message, const Header& header,
-                       const PeerMemory& peers, const Views&... views) {
+  template <class AnyTerms, class After, class... Views>
+  static void add_sums(Stream stream, const AnyTerms& terms, const NormBatches& batches,
+                       const DeviceScratch& scratch, const After& after, const Views&... views) {
     using Element = typename AnyTerms::ElementType;
-    using After = AfterSums<typename AnyTerms::User>;
-    const After after{{use, scratch.channels}, message, header, peers};
     const Layout layout = std::get<0>(std::tie(views...)).layout();
-    const NormBatches& batches = use.batches;
     if (batches.positions == 1 && layout == Layout::kChannelsLast) {
       with_access(
           layout, kElementWidth<Access::kPacks> * static_cast<std::int64_t>(sizeof(Element)),
@@ -109,45 +143,83 @@ struct Backend {
     }
   }
 
-  static void exchange_moments(Stream stream, const TensorView& x, DeviceScratch scratch,
-                               const UseOfMoments& use, const MessageView& message,
-                               const Header& header, const PeerMemory& peers) {
-    with_element_type(x.dtype, [&]<class Element>(Element*) {
-      add_sums(stream, MomentTerms<Element>{elements_of<Element>(x)}, scratch, use, message, header,
-               peers, x);
-    });
+  // The same, and writes y by the formula `apply` if that takes no other kernel. Returns whether it
+  // is written. No data: not wanted.
+  template <class AnyTerms, class User, class Apply, class... Views>
+  static bool add_sums_and_apply(Stream stream, const AnyTerms& terms, const NormBatches& batches,
+                                 const DeviceScratch& scratch, const AfterSums<User>& after,
+                                 const Apply& apply, const MutableTensorView& y,
+                                 const Views&... views) {
+    using Element = typename AnyTerms::ElementType;
+    const Layout layout = std::get<0>(std::tie(views...)).layout();
+    if (y.data != nullptr && !y.empty() && batches.positions > 1 &&
+        layout == Layout::kChannelsFirst && have_packs(layout, kPackBytes, y, views...)) {
+      using After = AfterSumsOfPlanes<User, Apply>;
+      const SumOfPlanes<Access::kPacks, AnyTerms, After> sum(scratch.channels, batches);
+      if (sum.can_apply()) {
+        sum.launch(stream, terms, batches, scratch,
+                   After{after, apply, elements_of<Element>(y), streams(y)});
+        return true;
+      }
+    }
+    add_sums(stream, terms, batches, scratch, after, views...);
+    return false;
   }
 
-  static void exchange_gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
+  static bool exchange_moments(Stream stream, const TensorView& x, DeviceScratch scratch,
+                               const UseOfMoments& use, const MutableTensorView& y,
+                               const MessageView& message, const Header& header,
+                               const PeerMemory& peers) {
+    bool is_written = false;
+    with_element_type(x.dtype, [&]<class Element>(Element*) {
+      const AfterSums<MomentsUser<Arithmetic<Element>>> after{
+          {use, scratch.channels}, message, header, peers};
+      const NormalizeElements<Element> formula{{elements_of<Element>(x)},
+                                               typed<Element>(use.coefficients)};
+      is_written = add_sums_and_apply(stream, MomentTerms<Element>{elements_of<Element>(x)},
+                                      use.batches, scratch, after, formula, y, x);
+    });
+    return is_written;
+  }
+
+  static bool exchange_gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
                                      DeviceScratch scratch, const UseOfGradientSums& use,
-                                     const MessageView& message, const Header& header,
-                                     const PeerMemory& peers) {
+                                     const MutableTensorView& dx, const MessageView& message,
+                                     const Header& header, const PeerMemory& peers) {
+    bool is_written = false;
     with_element_type(x.dtype, [&]<class Element>(Element*) {
       const GradientTerms<Element> terms{elements_of<Element>(x), elements_of<Element>(dy),
                                          use.statistics};
-      add_sums(stream, terms, scratch, use, message, header, peers, x, dy);
+      const AfterSums<GradientSumsUser<Arithmetic<Element>>> after{
+          {use, scratch.channels}, message, header, peers};
+      const InputGradientElements<Element> formula{
+          {elements_of<Element>(x), elements_of<Element>(dy)}, typed<Element>(use.coefficients)};
+      is_written =
+          add_sums_and_apply(stream, terms, use.batches, scratch, after, formula, dx, x, dy);
     });
+    return is_written;
   }
 
-  static void moments(Stream stream, const TensorView& x, DeviceScratch scratch,
-                      const UseOfMoments& use) {
-    exchange_moments(stream, x, scratch, use, {}, {}, {});
+  static bool moments(Stream stream, const TensorView& x, DeviceScratch scratch,
+                      const UseOfMoments& use, const MutableTensorView& y) {
+    return exchange_moments(stream, x, scratch, use, y, {}, {}, {});
   }
 
   static void send_moments(Stream stream, const TensorView& x, DeviceScratch scratch,
                            const MessageView& message, const Header& header) {
-    exchange_moments(stream, x, scratch, {.batches = norm_batches(x, 1)}, message, header, {});
+    exchange_moments(stream, x, scratch, {.batches = norm_batches(x, 1)}, {}, message, header, {});
   }
 
-  static void gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
-                            DeviceScratch scratch, const UseOfGradientSums& use) {
-    exchange_gradient_sums(stream, x, dy, scratch, use, {}, {}, {});
+  static bool gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
+                            DeviceScratch scratch, const UseOfGradientSums& use,
+                            const MutableTensorView& dx) {
+    return exchange_gradient_sums(stream, x, dy, scratch, use, dx, {}, {}, {});
   }
 
   static void send_gradient_sums(Stream stream, const TensorView& x, const TensorView& dy,
                                  DeviceScratch scratch, const UseOfGradientSums& use,
                                  const MessageView& message, const Header& header) {
-    exchange_gradient_sums(stream, x, dy, scratch, use, message, header, {});
+    exchange_gradient_sums(stream, x, dy, scratch, use, {}, message, header, {});
   }
 
   // ---- From sums to results --------------------------------------------------------------------
@@ -194,15 +266,16 @@ struct Backend {
 
   // ---- Outputs ---------------------------------------------------------------------------------
 
+  // Whether a tensor is streamed, because it would leave nothing else in L2.
+  static bool streams(const MutableTensorView& y) {
+    return y.samples * y.channels * y.positions * size_of(y.dtype) > Device::l2_bytes() / 2;
+  }
+
   template <Access kAccess, class Apply>
   static void apply(Stream stream, Layout layout, const Apply& formula, const NormBatches& batches,
-                    const Elements<typename Apply::ElementType>& y) {
+                    const Elements<typename Apply::ElementType>& y, bool streams) {
     using Element = typename Apply::ElementType;
     constexpr int kPack = kPackSize<Element, kAccess>;
-    // Streamed if they would leave nothing else in L2.
-    const std::int64_t bytes =
-        y.samples * y.channels * y.positions * static_cast<std::int64_t>(sizeof(Element));
-    const bool streams = bytes > Device::l2_bytes() / 2;
     if (layout == Layout::kChannelsFirst) {
       constexpr int kWarps = kBlockThreads / kWarp;
       launch(stream, Order::kEarly,
@@ -232,7 +305,7 @@ struct Backend {
         layout, kPackBytes,
         [&](auto access) {
           apply<access.value>(stream, layout, formula, batches,
-                              elements_of<typename Formula::ElementType>(y));
+                              elements_of<typename Formula::ElementType>(y), streams(y));
         },
         y, others...);
   }

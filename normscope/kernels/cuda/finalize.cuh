@@ -263,6 +263,7 @@ struct AfterSums {
   PeerMemory peers;
 
   [[nodiscard]] NORMSCOPE_INLINE bool exchanges() const { return peers.ranks > 0; }
+  [[nodiscard]] NORMSCOPE_INLINE bool lets_next_kernel_start() const { return !exchanges(); }
 
   __device__ void channel(const DeviceScratch& scratch, int places, std::int64_t c) const {
     typename User::Channel channel;
@@ -316,6 +317,9 @@ struct AfterSums {
     }
     for (int i = 0; i < kHeaderSize; ++i) message.header()[i] = header.fields[i];
   }
+
+  // Another kernel writes the outputs.
+  NORMSCOPE_INLINE void write_outputs(std::int64_t /*begin*/, std::int64_t /*end*/) const {}
 
  private:
   NORMSCOPE_INLINE bool sends_message() const { return message.data != nullptr && !exchanges(); }

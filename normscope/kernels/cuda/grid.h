@@ -109,21 +109,30 @@ struct WorkOfTiles {
                     columns * pack_size, most_threads, multiprocessors)};
 }
 
-// The work of blocks of per_block groups, which sum `tiles` tiles of each channel; so many groups
-// share a channel's tiles. As many as there are tiles, unless the device could not run the blocks
-// at once: each block takes time to finish its channels, and finishes many in the time of one.
+// The work of blocks of groups of group_threads threads, which sum `tiles` tiles of each channel;
+// so many groups share a channel's tiles. As many as there are tiles, unless the device could not
+// run the blocks at once: each block takes time to finish its channels, and finishes many in the
+// time of one. Blocks have up to most_threads threads. Those of several channels have fewer if
+// they do not reach all multiprocessors.
 struct WorkOfGroups {
   int groups;
   Work work;
 };
 [[nodiscard]] constexpr WorkOfGroups work_of_groups(std::int64_t channels, std::int64_t tiles,
-                                                    std::int64_t slices, int per_block, int threads,
-                                                    std::int64_t blocks_at_once) {
+                                                    std::int64_t slices, int group_threads,
+                                                    int most_threads, std::int64_t blocks_at_once,
+                                                    std::int64_t multiprocessors) {
   int groups = 1;
+  int threads = most_threads;
+  int per_block = threads / group_threads;
   const auto blocks = [&](int shared) {
     return ceil_divide(channels, per_block / shared) * slices;
   };
   while (groups < per_block && groups < tiles && blocks(2 * groups) <= blocks_at_once) groups *= 2;
+  while (groups < per_block && threads > kWarp && blocks(groups) < multiprocessors) {
+    threads /= 2;
+    per_block /= 2;
+  }
   return {
       groups,
       {ceil_divide(channels, per_block / groups), slices, ceil_divide(tiles, groups), threads, 1}};

@@ -57,9 +57,10 @@ NORMSCOPE_INLINE LimbsView limbs_of_block(const DeviceScratch& scratch, std::int
 
 // Ends a kernel that has added sums to the scratch memory. The last block of a column calls
 // after.channel(scratch, places, c) for its channels [begin, end), and after.exchange() if they are
-// exchanged inside of the kernel; one thread of the grid calls after.once(). This saves a launch,
-// about 2 us. Other multiprocessors have nothing to do meanwhile, and few warps cannot hide
-// latencies: the number of instructions in a row is what matters here.
+// exchanged inside of the kernel; one thread of the grid calls after.once(). Then the last block
+// calls after.write_outputs(). This saves a launch, about 2 us. Other multiprocessors have nothing
+// to do meanwhile, and few warps cannot hide latencies: the number of instructions in a row is what
+// matters here.
 template <class After>
 __device__ void finish_channels(const DeviceScratch& scratch, std::int64_t begin, std::int64_t end,
                                 const After& after) {
@@ -73,6 +74,7 @@ __device__ void finish_channels(const DeviceScratch& scratch, std::int64_t begin
   }
   if (after.exchanges()) after.exchange(begin, end);
   finish_once(tickets, after);
+  after.write_outputs(begin, end);
 }
 
 }  // namespace normscope::cuda

@@ -19,7 +19,6 @@ template <class Element, Access kAccess>
 struct Group {
   static constexpr int kLanes = kPackBytes / static_cast<int>(sizeof(Element));  // per thread
   static constexpr int kThreads = static_cast<int>(kChannelsFirstTile.lanes) / kLanes;
-  static constexpr int kPerBlock = kBlockThreads / kThreads;
 
   static NORMSCOPE_INLINE int lane(int thread, int j) {
     return kAccess == Access::kPacks ? thread * kLanes + j : thread + kThreads * j;
@@ -158,7 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   using G = Group<typename AnyTerms::ElementType, kAccess>;
   const int thread = static_cast<int>(threadIdx.x) % G::kThreads;
   const int group = static_cast<int>(threadIdx.x) / G::kThreads;
-  const int channels_per_block = G::kPerBlock / groups;
+  const int channels_per_block = static_cast<int>(blockDim.x) / G::kThreads / groups;
   const std::int64_t first_channel = std::int64_t{blockIdx.x} * channels_per_block;
   const std::int64_t c = first_channel + group / groups;
   const bool has_channel = c < scratch.channels;
@@ -189,7 +188,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                       result.sums.second);
       }
     }
-    if (!after.exchanges()) let_next_kernel_start();
+    if (after.lets_next_kernel_start()) let_next_kernel_start();
     if (thread == 0 && has_channel && all_tiles > 0) own.add_to(limbs_of_block(scratch, slice), c);
   }
   finish_channels(scratch, first_channel, first_channel + channels_per_block, after);

@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<typename AnyTerms::E
                       result.sums.second);
       }
     }
-    if (!after.exchanges()) let_next_kernel_start();
+    if (after.lets_next_kernel_start()) let_next_kernel_start();
     const auto owned_channel = [&](int thread, int j) {
       const PlaceInTile other{column_bits, thread};
       return Own::is_owner(other.lane()) ? channel_of(other, j) : scratch.channels;

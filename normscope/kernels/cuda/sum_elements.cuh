@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
         rows.add_all(own);
       }
     }
-    if (!after.exchanges()) let_next_kernel_start();
+    if (after.lets_next_kernel_start()) let_next_kernel_start();
     const auto channel_of = [&](int thread, int j) { return first_channel + thread * kWidth + j; };
     add_of_block(exchange, own, limbs_of_block(scratch, slice), channel_of);
   }

@@ -60,7 +60,7 @@ class Part {
         {.batches = batches,
          .statistics = statistics_.data(),
          .coefficients = {coefficients_.data()}},
-        message, {{static_cast<double>(kPositions), 5.0, 25.0, 0.0}}, peers);
+        {}, message, {{static_cast<double>(kPositions), 5.0, 25.0, 0.0}}, peers);
   }
 
   void expect_mean_of_all_ranks() const {

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include <cuda_runtime.h>
 
@@ -23,11 +24,18 @@ void wait_for(Stream stream) {
 
 template <auto kFunction>
 struct Waiting;
-template <class... Arguments, void (*DeviceKernels::*kFunction)(Stream, Arguments...)>
+template <class Result, class... Arguments,
+          Result (*DeviceKernels::*kFunction)(Stream, Arguments...)>
 struct Waiting<kFunction> {
-  static void run(Stream stream, Arguments... arguments) {
-    (kernels_of_device().*kFunction)(stream, arguments...);
-    wait_for(stream);
+  static Result run(Stream stream, Arguments... arguments) {
+    if constexpr (std::is_void_v<Result>) {
+      (kernels_of_device().*kFunction)(stream, arguments...);
+      wait_for(stream);
+    } else {
+      const Result result = (kernels_of_device().*kFunction)(stream, arguments...);
+      wait_for(stream);
+      return result;
+    }
   }
 };
 
@@ -41,8 +49,10 @@ constinit const DeviceKernels kDeviceKernels = {
     .send_moments = Waiting<&DeviceKernels::send_moments>::run,
     .exchange_moments =
         [](Stream stream, const TensorView& x, DeviceScratch scratch, const UseOfMoments& use,
-           const MessageView& message, const Header& header, const PeerMemory& peers) {
-          kernels_of_device().exchange_moments(stream, x, scratch, use, message, header, peers);
+           const MutableTensorView& y, const MessageView& message, const Header& header,
+           const PeerMemory& peers) {
+          return kernels_of_device().exchange_moments(stream, x, scratch, use, y, message, header,
+                                                      peers);
         },
     .use_moments = Waiting<&DeviceKernels::use_moments>::run,
     .use_statistics = Waiting<&DeviceKernels::use_statistics>::run,
@@ -51,10 +61,10 @@ constinit const DeviceKernels kDeviceKernels = {
     .send_gradient_sums = Waiting<&DeviceKernels::send_gradient_sums>::run,
     .exchange_gradient_sums =
         [](Stream stream, const TensorView& x, const TensorView& dy, DeviceScratch scratch,
-           const UseOfGradientSums& use, const MessageView& message, const Header& header,
-           const PeerMemory& peers) {
-          kernels_of_device().exchange_gradient_sums(stream, x, dy, scratch, use, message, header,
-                                                     peers);
+           const UseOfGradientSums& use, const MutableTensorView& dx, const MessageView& message,
+           const Header& header, const PeerMemory& peers) {
+          return kernels_of_device().exchange_gradient_sums(stream, x, dy, scratch, use, dx,
+                                                            message, header, peers);
         },
     .use_gradient_sums = Waiting<&DeviceKernels::use_gradient_sums>::run,
     .input_gradient = Waiting<&DeviceKernels::input_gradient>::run,

@@ -60,7 +60,7 @@ class LayerCalls {
   }
 
   void normalize_alone() {
-    kernels().moments({}, x_, scratch(), use_of_moments(batches_));
+    kernels().moments({}, x_, scratch(), use_of_moments(batches_), {});
     kernels().normalize({}, x_, batches_, coefficients(), {}, {}, y_.view());
   }
 
@@ -76,7 +76,7 @@ class LayerCalls {
 
   // dz is written by a kernel that starts early, and read by one that starts early.
   void backward_from_input(const ActivationFunction& activation) {
-    kernels().moments({}, x_, scratch(), use_of_moments(batches_));
+    kernels().moments({}, x_, scratch(), use_of_moments(batches_), {});
     kernels().use_statistics({}, x_.dtype, x_.channels, 1, statistics_.data(), {}, {},
                              coefficients());
     kernels().activation_gradient({}, x_, dy_, batches_, coefficients(), activation, dz_.view());
@@ -85,7 +85,7 @@ class LayerCalls {
 
   // Both y and dz are written by a kernel that starts early, and read by one that starts early.
   void backward_from_output(const ActivationFunction& activation) {
-    kernels().moments({}, x_, scratch(), use_of_moments(batches_));
+    kernels().moments({}, x_, scratch(), use_of_moments(batches_), {});
     kernels().normalize({}, x_, batches_, coefficients(), activation, {}, y_.view());
     kernels().gradient_of_output({}, y_.view().read_only(), dy_, batches_, activation, dz_.view());
     input_gradient();
@@ -116,7 +116,8 @@ class LayerCalls {
   void input_gradient() {
     kernels().gradient_sums(
         {}, x_, dz_.view().read_only(), scratch(),
-        {.batches = batches_, .statistics = statistics_.data(), .coefficients = coefficients()});
+        {.batches = batches_, .statistics = statistics_.data(), .coefficients = coefficients()},
+        {});
     kernels().input_gradient({}, x_, dz_.view().read_only(), batches_, coefficients(), dx_.view());
   }
 

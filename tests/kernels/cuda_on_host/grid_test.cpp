@@ -5,12 +5,13 @@
 #include <cstdint>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include <gtest/gtest.h>
 
 // clang-format off: device.h defines the language that grid.h is written in
 #include "tests/kernels/cuda_on_host/device.h"
-#include "normscope/kernels/cuda/grid.h"
+#include "normscope/kernels/cuda/backend.h"
 #include "normscope/kernels/cuda/sum_channels_last.cuh"
 // clang-format on
 
@@ -119,7 +120,8 @@ TEST(LimbExchange, HasNoBankConflicts) {
 TEST(GridOfGroups, HasBlocksThatRunAtOnceIfThereAreManyChannels) {
   constexpr std::int64_t kAtOnce = 2 * kMultiprocessors;
   const auto blocks_of = [](std::int64_t channels, std::int64_t tiles) {
-    return blocks(grid_for(work_of_groups(channels, tiles, 1, 32, 256, kAtOnce).work, kAtOnce));
+    return blocks(grid_for(
+        work_of_groups(channels, tiles, 1, 8, 256, kAtOnce, kMultiprocessors).work, kAtOnce));
   };
   EXPECT_EQ(blocks_of(2048, 32), 256);
   EXPECT_EQ(blocks_of(1024, 32), 256);
@@ -127,8 +129,82 @@ TEST(GridOfGroups, HasBlocksThatRunAtOnceIfThereAreManyChannels) {
 }
 
 TEST(GridOfGroups, HasAGroupForEachTileIfThereAreFewChannels) {
-  EXPECT_EQ(work_of_groups(4, 8, 1, 32, 256, 264).groups, 8);
-  EXPECT_EQ(work_of_groups(4, 1000, 1, 32, 256, 264).groups, 32);
+  EXPECT_EQ(work_of_groups(4, 8, 1, 8, 256, 264, 132).groups, 8);
+  EXPECT_EQ(work_of_groups(4, 1000, 1, 8, 256, 264, 132).groups, 32);
+}
+
+// The warps of a block of several channels can be blocks of their own.
+TEST(GridOfGroups, HasSmallBlocksIfThereAreFew) {
+  const auto threads_of = [](std::int64_t channels, std::int64_t tiles) {
+    return work_of_groups(channels, tiles, 1, 8, 256, 264, kMultiprocessors).work.threads_x;
+  };
+  EXPECT_EQ(threads_of(64, 8), 64);  // 8 groups of one channel
+  EXPECT_EQ(threads_of(64, 2), 32);  // 4 groups of two: a warp
+  EXPECT_EQ(threads_of(512, 8), 128);
+  EXPECT_EQ(threads_of(2048, 32), 256);
+}
+
+// A device that runs two blocks on each multiprocessor.
+struct Device {
+  static int multiprocessors() { return kMultiprocessors; }
+  template <class Kernel>
+  static std::int64_t blocks_at_once(Kernel /*kernel*/, int /*threads*/) {
+    return 2 * std::int64_t{kMultiprocessors};
+  }
+};
+
+// Channels and positions of the batch normalization layers of a ResNet-50 for images of 224x224.
+std::vector<Shape> resnet50(std::int64_t samples) {
+  std::vector<Shape> layers{{samples, 64, 112 * 112}};
+  std::int64_t before = 56;
+  std::int64_t channels = 64;
+  for (const auto& [blocks, side] : {std::pair{3, 56}, {4, 28}, {6, 14}, {3, 7}}) {
+    for (int block = 0; block < blocks; ++block) {
+      const std::int64_t after = std::int64_t{side} * side;
+      layers.push_back({samples, channels, block == 0 ? before * before : after});
+      layers.push_back({samples, channels, after});
+      layers.push_back({samples, 4 * channels, after});
+      if (block == 0) layers.push_back(layers.back());  // of the shortcut
+    }
+    before = side;
+    channels *= 2;
+  }
+  return layers;
+}
+
+struct Directions {
+  int forward = 0;
+  int backward = 0;
+
+  bool operator==(const Directions&) const = default;
+};
+
+// In how many directions the kernel that sums can also apply, if the layers are channels first.
+template <class Element>
+Directions of_one_kernel(std::int64_t samples) {
+  Directions found;
+  for (const Shape& shape : resnet50(samples)) {
+    const NormBatches batches{
+        .samples = samples, .positions = shape.positions, .slices = 1, .slice_size = samples};
+    const auto can_apply = [&]<class AnyTerms>(const AnyTerms* /*type*/) {
+      using Sum = Backend<Device>::SumOfPlanes<Access::kPacks, AnyTerms,
+                                               AfterSums<typename AnyTerms::User>>;
+      return Sum(shape.channels, batches).can_apply() ? 1 : 0;
+    };
+    found.forward += can_apply(static_cast<const MomentTerms<Element>*>(nullptr));
+    found.backward += can_apply(static_cast<const GradientTerms<Element>*>(nullptr));
+  }
+  return found;
+}
+
+TEST(OneKernelOfADirection, IsThatOfMostLayersOfAResNet50) {
+  EXPECT_EQ(resnet50(1).size(), 53U);
+  EXPECT_EQ(of_one_kernel<float>(2), (Directions{53, 52}));
+  EXPECT_EQ(of_one_kernel<float>(4), (Directions{52, 52}));
+  EXPECT_EQ(of_one_kernel<float>(8), (Directions{52, 41}));
+  EXPECT_EQ(of_one_kernel<float>(32), (Directions{29, 21}));
+  EXPECT_EQ(of_one_kernel<BFloat16>(4), (Directions{53, 52}));
+  EXPECT_EQ(of_one_kernel<BFloat16>(32), (Directions{41, 36}));
 }
 
 TEST(GridOfSums, IsNoLargerThanTheDevice) {

@@ -60,14 +60,15 @@ Instructions instructions_of(DType dtype, std::int64_t positions) {
                     {.batches = batches,
                      .eps = 1e-5,
                      .statistics = statistics.data(),
-                     .coefficients = coefficients});
+                     .coefficients = coefficients},
+                    {});
   });
   const auto normalize = cuda_on_host::memory_instructions(
       [&] { kernels.normalize({}, x, batches, coefficients, {}, {}, y.view()); });
   const auto sums = cuda_on_host::memory_instructions([&] {
     kernels.gradient_sums(
         {}, x, x, scratch,
-        {.batches = batches, .statistics = statistics.data(), .coefficients = coefficients});
+        {.batches = batches, .statistics = statistics.data(), .coefficients = coefficients}, {});
   });
   const auto gradient = cuda_on_host::memory_instructions(
       [&] { kernels.input_gradient({}, x, x, batches, coefficients, y.view()); });
